@@ -51,11 +51,11 @@ from bench.report import (
 )
 from bench.shared_memory import measure_ipc
 from bench.stored import SHAPE_1_GB, measure_stored
+from rl_plane.bus.server import NatsServer
 from rl_plane.errors import PlaneError
-from rl_plane.nats_server import NatsServer
-from rl_plane.publish.nixl_wire import have_nixl
-from worker.engines.fake import make_fake_model
-from worker.tiny_model import make_tiny_model
+from rl_plane.transports.nixl.wire import have_nixl
+from worker.engines.fake.adapter import make_fake_model
+from worker.testing.tiny_model import make_tiny_model
 
 ROUNDS = {1: 1000, 8: 1000, 32: 500, 100: 300, 1000: 60}
 """Workers → rounds: some seconds of measuring for each size."""

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from bench.shared_memory import hash_alone
-from rl_plane.manifest import Manifest, pack
-from rl_plane.process import die_with_parent
-from rl_plane.publish.group import GroupSender
-from rl_plane.publish.packing import fill
-from rl_plane.versions import HostTensor, TensorSpec
+from rl_plane._util.processes import die_with_parent
+from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.group.sender import GroupSender
+from rl_plane.transports.packing import fill
+from rl_plane.weights.manifest import Manifest, pack
 
 TENSOR_BYTES = 32 << 20
 """A matrix of a model of some billion parameters: it fills a bucket."""
@@ -155,10 +155,10 @@ def _broadcast(group: Any, data: Any) -> None:
 def main() -> None:
     import torch
 
-    from worker.engines.hf_weights import host_copies
-    from worker.staging import DigestingStream
-    from worker.transports.base import Places
-    from worker.transports.group import GlooTransport
+    from rl_plane.transports.group.receiver import GlooTransport
+    from rl_plane.transports.receiver_base import Places
+    from worker.engines.common.torch_weights import host_copies
+    from worker.receive.staging import DigestingStream
 
     transport = GlooTransport(Places())
     transport.init(json.loads(sys.stdin.readline()))

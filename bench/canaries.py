@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from bench.fanout import JOIN_TIMEOUT_S
 from bench.peers import hf_worker
-from rl_plane.canary import default_canary
 from rl_plane.client import RlClient
+from rl_plane.protocol.canary import default_canary
 
 UPDATE_TIMEOUT_S = 120.0
 FORWARDS = 3

@@ -17,10 +17,10 @@ from nats.aio.client import Client
 from bench.fanout import JOIN_TIMEOUT_S, RawGather, per_process, time_rounds
 from bench.peers import SIZE_DIGITS, peers, start_peer
 from bench.phases import phases_seen
+from rl_plane.bus.scatter import Answer, Gather, Heard, Scatter
 from rl_plane.client import RlClient
-from rl_plane.fanout import Answer, Gather, Heard, Scatter
-from rl_plane.update_steps import Phase
-from rl_plane.view import PING
+from rl_plane.commit.steps import Phase
+from rl_plane.membership.view import PING
 
 SURVEY_AND_PREPARE = 2
 """Scatter-gathers before the decision; the rest are its commit."""

@@ -22,19 +22,19 @@ import msgpack
 import torch
 
 from bench.engine_cycle import LAYER, LAYER_BYTES, SEEDS, SMALL, Reader, copy_s
-from rl_plane.checkpoint import open_checkpoint
-from rl_plane.manifest import Manifest, pack
-from rl_plane.process import die_with_parent
-from rl_plane.publish.ipc import IpcSender
-from rl_plane.publish.ipc_cuda import GpuBuffers, Handle, OpenBuckets, seen, uuid_of
-from rl_plane.publish.packing import fill
-from rl_plane.publish.sources import as_source
-from rl_plane.versions import WeightVersion
+from rl_plane._util.processes import die_with_parent
+from rl_plane.protocol.versions import WeightVersion
+from rl_plane.publish.sources.model_sources import as_source
+from rl_plane.transports.ipc.cuda_buffers import GpuBuffers, Handle, OpenBuckets, seen, uuid_of
+from rl_plane.transports.ipc.sender import IpcSender
+from rl_plane.transports.packing import fill
+from rl_plane.transports.reception import Reception
+from rl_plane.weights.checkpoint import open_checkpoint
+from rl_plane.weights.manifest import Manifest, pack
 from worker.engines.base import EngineOptions
-from worker.engines.hf import build
-from worker.engines.hf_weights import DTYPE_OF_NAME
-from worker.reception import Reception
-from worker.tiny_model import make_witness_model
+from worker.engines.common.torch_weights import DTYPE_OF_NAME
+from worker.engines.hf.adapter import build
+from worker.testing.tiny_model import make_witness_model
 
 DEVICE = "cuda:0"
 TOKENS = 8

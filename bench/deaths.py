@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from bench.peers import start_peer, stop_peers
-from rl_plane.bus import Bus
+from rl_plane.bus.connection import Bus
+from rl_plane.bus.server import CONFIG, NatsServer
 from rl_plane.client import RlClient
-from rl_plane.membership import Changed
-from rl_plane.nats_server import CONFIG, NatsServer
-from worker.registration import Registration
+from rl_plane.membership.core import Changed
+from worker.runtime.registration import Registration
 
 NAMESPACE = "bench"
 LISTED_TIMEOUT_S = 60.0

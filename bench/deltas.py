@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.stored import plain_read
-from rl_plane import delta
-from rl_plane.buffers import host_memory
+from rl_plane.weights import delta_codec
+from rl_plane.weights.read_ahead import host_memory
 
 TENSOR_BYTES = 64 << 20
 """A large layer's: each is encoded by itself."""
@@ -56,14 +56,14 @@ def measure_deltas(scratch: Path, nbytes: int, rounds: int) -> DeltaTimes:
         round_ = DeltaTimes(nbytes)
         with round_.timed("plain"):
             plain_read(path, read)
-        with round_.timed("encode"), ThreadPoolExecutor(delta.THREADS) as threads:
-            blobs = [delta.encode(old[place], new[place], WIDTH, threads) or b"" for place in places]
+        with round_.timed("encode"), ThreadPoolExecutor(delta_codec.THREADS) as threads:
+            blobs = [delta_codec.encode(old[place], new[place], WIDTH, threads) or b"" for place in places]
         with round_.timed("apply"):
             for blob, place in zip(blobs, places, strict=True):
-                delta.apply(blob, old[place], WIDTH)
+                delta_codec.apply(blob, old[place], WIDTH)
         assert old == new, "bit-exact"
         for blob, place in zip(blobs, places, strict=True):
-            delta.apply(blob, old[place], WIDTH)  # and back
+            delta_codec.apply(blob, old[place], WIDTH)  # and back
         times.share = sum(map(len, blobs)) / nbytes
         if number >= 0:
             for what, (seconds,) in round_.seconds.items():

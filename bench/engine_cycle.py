@@ -24,12 +24,12 @@ from typing import Any
 import torch
 import transformers
 
-from rl_plane.generation import GenerateDelta, GenerateRequest
-from rl_plane.versions import WeightVersion
+from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
+from rl_plane.protocol.versions import WeightVersion
+from rl_plane.transports.reception import Reception
 from worker.engines.base import EngineAdapter, EngineOptions
-from worker.engines.hf import build
-from worker.reception import Reception
-from worker.tiny_model import make_witness_model, witness_next_token
+from worker.engines.hf.adapter import build
+from worker.testing.tiny_model import make_witness_model, witness_next_token
 
 SEEDS = (1, 2)
 """Two models of one shape, whose greedy tokens tell them apart."""

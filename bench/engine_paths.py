@@ -25,11 +25,11 @@ from bench.engine_pushes import OWN as PUSHES
 from bench.engine_pushes import measure_pushed
 from bench.report import Row, compared, ratio_table
 from bench.stored import SHAPE_1_GB
-from rl_plane.process import die_with_parent
-from rl_plane.versions import WeightVersion
+from rl_plane._util.processes import die_with_parent
+from rl_plane.protocol.versions import WeightVersion
+from rl_plane.transports.reception import Reception
 from worker.engines.base import EngineAdapter, EngineOptions
-from worker.reception import Reception
-from worker.tiny_model import make_tiny_model
+from worker.testing.tiny_model import make_tiny_model
 
 ROUNDS, QUICK_ROUNDS = 9, 2
 PROCESS_TIMEOUT_S = 900.0
@@ -96,7 +96,8 @@ async def _ours(engine: EngineAdapter, path: Path) -> tuple[float, float]:
 
 async def measure(kind: str, models: Sequence[Path], rounds: int) -> Found:
     """In this process, which must have no other engine."""
-    from worker.engines import sglang, vllm
+    from worker.engines.sglang import adapter as sglang
+    from worker.engines.vllm import adapter as vllm
 
     build = {"vllm": vllm.build, "sglang": sglang.build}[kind]
     options = EngineOptions(

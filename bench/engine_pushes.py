@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.memory import trained
-from rl_plane.nats_server import NatsServer
+from rl_plane.bus.server import NatsServer
 from rl_plane.publish import WeightPublisher
-from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter, EngineInfo
 from worker.options import WorkerOptions
 from worker.process import WorkerProcess
-from worker.staging import model_digest
+from worker.receive.staging import model_digest
+from worker.runtime.engine_loop import EngineLoop
 
 HOST = "127.0.0.1"
 GROUP = "own"

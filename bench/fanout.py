@@ -20,9 +20,9 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from bench.peers import peers, start_peer
+from rl_plane.bus.scatter import YIELD_EVERY
 from rl_plane.client import RlClient
-from rl_plane.fanout import YIELD_EVERY
-from rl_plane.wire import Request, encode
+from rl_plane.protocol.envelope import Request, encode
 
 OP = "state"
 """The reading op that people and dashboards poll; its reply is the largest but `describe`."""

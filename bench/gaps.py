@@ -20,9 +20,9 @@ import numpy as np
 from bench.fanout import JOIN_TIMEOUT_S
 from bench.peers import peers, start_peer
 from bench.phases import phases_seen
+from rl_plane.bus.server import NatsServer
 from rl_plane.client import RlClient
-from rl_plane.nats_server import NatsServer
-from rl_plane.update_steps import Phase
+from rl_plane.commit.steps import Phase
 
 SHAPE_500_MB = {
     "hidden_size": 2048,

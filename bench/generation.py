@@ -27,12 +27,12 @@ from typing import Any
 from bench.fanout import JOIN_TIMEOUT_S
 from bench.peers import await_ready, start_peer, stop_peers
 from bench.streams import Heard, Round, Streams
+from rl_plane._util.processes import die_with_parent
+from rl_plane.bus.server import NatsServer
 from rl_plane.client import RlClient
-from rl_plane.generation import GenerateRequest
-from rl_plane.nats_server import NatsServer
-from rl_plane.process import die_with_parent
+from rl_plane.protocol.generation import GenerateRequest
 from worker.engines.base import EngineOptions
-from worker.engines.fake import FakeEngine
+from worker.engines.fake.adapter import FakeEngine
 
 PACE_S = 0.02
 """Between two tokens of a paced stream."""

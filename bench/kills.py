@@ -15,9 +15,9 @@ from typing import Any
 from bench.fanout import JOIN_TIMEOUT_S
 from bench.peers import Peer, await_ready, start_peer, stop_peers
 from bench.phases import phases_seen
+from rl_plane.bus.server import CONFIG, NatsServer
 from rl_plane.client import RlClient
-from rl_plane.nats_server import CONFIG, NatsServer
-from rl_plane.update_steps import Ask, Instruction, Phase, Tell
+from rl_plane.commit.steps import Ask, Instruction, Phase, Tell
 
 WORKERS = 4
 """Each in a process of its own; one of them dies."""

@@ -18,11 +18,11 @@ import numpy as np
 
 from bench.gaps import SHAPE_500_MB
 from bench.peers import hf_worker
-from rl_plane import buffers
 from rl_plane.publish import WeightPublisher
-from rl_plane.publish.nixl_wire import have_nixl
-from rl_plane.publish.senders import installed
-from worker.tiny_model import make_tiny_model
+from rl_plane.transports.nixl.wire import have_nixl
+from rl_plane.transports.registry import installed
+from rl_plane.weights import read_ahead
+from worker.testing.tiny_model import make_tiny_model
 
 BUCKET_BYTES = 64 << 20
 """As large as the largest tensor, which has a bucket of its own anyhow."""
@@ -112,7 +112,7 @@ def measure(backend: str, model: Path, more: dict[str, Any]) -> tuple[int, int]:
             return publication.progress.of_nbytes
 
         step()  # what is served already would be neither swapped nor kept
-        buffers._given_back.clear()  # by the publisher before: it is resident still
+        read_ahead._given_back.clear()  # by the publisher before: it is resident still
         processes: tuple[int | str, ...] = ("self", peer.process.pid)
         before = [_status(pid, "VmRSS") for pid in processes]
         deltas = more.get("encoding") == "delta"

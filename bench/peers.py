@@ -22,9 +22,9 @@ import nats
 from nats.aio.msg import Msg
 
 from bench.bare_path import serve_engine, serve_http
-from rl_plane.nats_server import NatsServer
-from rl_plane.process import die_with_parent, spare_collector
-from rl_plane.safetensors_file import SafetensorsFile
+from rl_plane._util.processes import die_with_parent, spare_collector
+from rl_plane.bus.server import NatsServer
+from rl_plane.weights.safetensors_file import SafetensorsFile
 
 STOP_TIMEOUT_S = 10.0
 """A process with 1,000 workers leaves within a second; later it is killed."""
@@ -126,14 +126,14 @@ def workers(
 ) -> None:
     """The real thing: worker processes as `rl-plane worker --engine fake --copies N` makes them. `verify` False: no
     tensor that arrives is hashed."""
-    import rl_plane.checkpoint
-    import worker.staging
+    import rl_plane.weights.checkpoint
+    import worker.receive.staging
     from worker.options import WorkerOptions
     from worker.process import run
 
     if not verify:
-        worker.staging.tensor_digest = unhashed  # type: ignore[attr-defined]
-        rl_plane.checkpoint._read_hashed = _read_unhashed
+        worker.receive.staging.tensor_digest = unhashed  # type: ignore[attr-defined]
+        rl_plane.weights.checkpoint._read_hashed = _read_unhashed
     run(
         WorkerOptions(
             engine,
@@ -178,8 +178,8 @@ def subscribers(ready: Ready, *, nats_url: str, prefix: str, copies: int, reply_
 
 def frontend(ready: Ready, *, nats_url: str, namespace: str, http: bool = False) -> None:
     """The facade; `http`: and the generation API."""
-    from frontend.options import FrontendOptions
-    from frontend.process import serve
+    from frontend.main import serve
+    from frontend.server.options import FrontendOptions
 
     def say(urls: dict[str, Any]) -> None:
         spare_collector()
@@ -193,7 +193,7 @@ def empty_route(ready: Ready) -> None:
     from fastapi import FastAPI
     from starlette.responses import Response
 
-    from frontend.listeners import Server, bind, url_of
+    from frontend.server.listeners import Server, bind, url_of
 
     app = FastAPI()
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rl_plane.coordinator import Coordinator
-from rl_plane.update_steps import Event, Instruction, Phase
+from rl_plane.commit.coordinator import Coordinator
+from rl_plane.commit.steps import Event, Instruction, Phase
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,9 @@ import numpy as np
 from bench.memory import DELTA, some_places, trained
 from bench.peers import hf_worker, unhashed
 from bench.stored import UNVERIFIED
-from rl_plane.publish import WeightPublisher, packing
-from rl_plane.publish.way import Encoding
+from rl_plane.publish import WeightPublisher
+from rl_plane.publish.send_plan import Encoding
+from rl_plane.transports import packing
 
 
 @dataclass(slots=True)

@@ -18,13 +18,13 @@ from typing import Any
 
 from bench.peers import Peer, await_ready, stop_peers
 from bench.shared_memory import hash_alone
-from rl_plane.frames import read_frame, send_frame
-from rl_plane.manifest import Manifest, pack
-from rl_plane.process import die_with_parent
-from rl_plane.publish.nixl import NixlSender
-from rl_plane.publish.nixl_wire import PROTOCOL, Memory, make_agent
-from rl_plane.publish.packing import fill
-from rl_plane.versions import HostTensor, TensorSpec
+from rl_plane._util.framing import read_frame, send_frame
+from rl_plane._util.processes import die_with_parent
+from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.nixl.sender import NixlSender
+from rl_plane.transports.nixl.wire import PROTOCOL, Memory, make_agent
+from rl_plane.transports.packing import fill
+from rl_plane.weights.manifest import Manifest, pack
 
 TENSOR_BYTES = 16 << 20
 """A linear layer's."""
@@ -102,10 +102,10 @@ def source(tensors: int) -> None:
 
 
 def receiver(transport: dict[str, Any]) -> None:
-    from worker.engines.hf_weights import host_copies
-    from worker.staging import DigestingStream
-    from worker.transports.base import Places
-    from worker.transports.nixl import NixlTransport
+    from rl_plane.transports.nixl.receiver import NixlTransport
+    from rl_plane.transports.receiver_base import Places
+    from worker.engines.common.torch_weights import host_copies
+    from worker.receive.staging import DigestingStream
 
     with socket.create_connection((transport["host"], transport["port"])) as connection:
         send_frame(connection, {"protocol": PROTOCOL, "key": transport["key"]})

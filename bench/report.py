@@ -20,7 +20,7 @@ from bench.published import PublishedTimes
 from bench.pulls import PullTimes
 from bench.shared_memory import COPY, IpcTimes
 from bench.stored import UNVERIFIED, StoredTimes
-from rl_plane.update_steps import Phase
+from rl_plane.commit.steps import Phase
 
 AIM_FROM_WORKERS = 8
 """The aims for a fan-out are for 8 workers and more; with one it is all set-up."""

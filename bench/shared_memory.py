@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from rl_plane.manifest import Manifest
-from rl_plane.process import die_with_parent
-from rl_plane.publish.ipc import IpcSender
-from rl_plane.publish.packing import Tensor, fill
-from rl_plane.versions import HostTensor, TensorSpec, tensor_digest
+from rl_plane._util.processes import die_with_parent
+from rl_plane.protocol.versions import HostTensor, TensorSpec, tensor_digest
+from rl_plane.transports.ipc.sender import IpcSender
+from rl_plane.transports.packing import Tensor, fill
+from rl_plane.weights.manifest import Manifest
 
 BUCKET_BYTES = 32 << 20
 TENSOR_BYTES = 16 << 20
@@ -128,10 +128,10 @@ def _receiver() -> Iterator[subprocess.Popen[str]]:
 
 
 def main() -> None:
-    from worker.engines.hf_weights import host_copies
-    from worker.staging import DigestingStream
-    from worker.transports.base import Places
-    from worker.transports.ipc import IpcTransport
+    from rl_plane.transports.ipc.receiver import IpcTransport
+    from rl_plane.transports.receiver_base import Places
+    from worker.engines.common.torch_weights import host_copies
+    from worker.receive.staging import DigestingStream
 
     for line in sys.stdin:
         asked = json.loads(line)

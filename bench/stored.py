@@ -19,15 +19,15 @@ import numpy as np
 from bench.fanout import JOIN_TIMEOUT_S
 from bench.peers import peers, start_peer, unhashed
 from bench.phases import phases_seen
-from rl_plane.buffers import host_memory
-from rl_plane.checkpoint import open_checkpoint
+from rl_plane.bus.server import NatsServer
 from rl_plane.client import RlClient
-from rl_plane.manifest import Manifest, pack
-from rl_plane.nats_server import NatsServer
-from rl_plane.publish import packing
-from rl_plane.publish.object_store import ObjectStoreSender
-from rl_plane.publish.packing import fill
-from rl_plane.safetensors_file import READ_BYTES
+from rl_plane.transports import packing
+from rl_plane.transports.object_store.sender import ObjectStoreSender
+from rl_plane.transports.packing import fill
+from rl_plane.weights.checkpoint import open_checkpoint
+from rl_plane.weights.manifest import Manifest, pack
+from rl_plane.weights.read_ahead import host_memory
+from rl_plane.weights.safetensors_file import READ_BYTES
 
 SHAPE_1_GB = {
     "hidden_size": 2048,

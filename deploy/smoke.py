@@ -3,7 +3,7 @@
 The fleet is ready → tokens → a new checkpoint → pause, update, resume → other tokens, labelled with the new
 version on every worker → bad updates are refused, and the fleet serves on.
 
-Runs in our image (it needs `worker.tiny_model` for the checkpoint); may be run again on the same fleet.
+Runs in our image (it needs `worker.testing.tiny_model` for the checkpoint); may be run again on the same fleet.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class Fleet:
 
 def publish(weights: Path, sequence: int) -> tuple[Path, str, list[int]]:
     """A new checkpoint, its digest, and the tokens that a model with these weights says after the prompt."""
-    from worker.staging import model_digest
-    from worker.tiny_model import make_witness_model, witness_next_token
+    from worker.receive.staging import model_digest
+    from worker.testing.tiny_model import make_witness_model, witness_next_token
 
     seed = BASE_SEED + sequence
     path = weights / f"sft_{sequence}"

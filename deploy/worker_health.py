@@ -8,7 +8,7 @@ import platform
 import sys
 
 from rl_plane import PlaneError, RlClient
-from rl_plane.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
+from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
 
 TIMEOUT_S = 8.0
 """Below the health check's own time-out, so that its log has a reason."""

@@ -8,16 +8,16 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rl_plane import update_bodies
 from rl_plane.errors import PlaneError
-from rl_plane.fleet_ops import FLEET_OPS, Select
-from rl_plane.ops import OPS
+from rl_plane.protocol import update_requests
+from rl_plane.protocol.fleet_ops import FLEET_OPS, Select
+from rl_plane.protocol.worker_ops import OPS
 
 TARGET = Path(__file__).with_name("reference.md")
 
 HEAD = """# Reference
 
-<!-- Made by docs/generate_reference.py from rl_plane/fleet_ops.py, rl_plane/ops.py and rl_plane/errors.py. -->
+<!-- Made by docs/generate_reference.py from rl_plane/protocol/fleet_ops.py, rl_plane/protocol/worker_ops.py and rl_plane/errors.py. -->
 
 ## The fleet's ops
 
@@ -70,7 +70,7 @@ def _table(model: type[BaseModel]) -> str:
 
 def _nested(models: list[type[BaseModel]]) -> dict[str, type[BaseModel]]:
     names = {name for model in models for name in model.model_json_schema().get("$defs", {})}
-    return {name: getattr(update_bodies, name) for name in sorted(names)}
+    return {name: getattr(update_requests, name) for name in sorted(names)}
 
 
 def _errors(kind: type[PlaneError], depth: int = 0) -> list[str]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from rl_plane.publish.skyrl import LORA_DISK_LOAD, lora_disk_load
-from rl_plane.publish.vllm_client import FleetWeightSyncClient
+from rl_plane.publish.integrations.skyrl import LORA_DISK_LOAD, lora_disk_load
+from rl_plane.publish.integrations.vllm_client import FleetWeightSyncClient
 from rl_plane.sync import SyncRlClient
 
 

@@ -40,15 +40,15 @@ from rl_plane.errors import (
     WorkerLost,
     WrongIncarnation,
 )
-from rl_plane.membership import Changed, Member, Snapshot
-from rl_plane.rollouts import Gathered, Rollout, gather_enough
-from rl_plane.rows import WorkerRow
-from rl_plane.turns import check_next_prompt, next_prompt
-from rl_plane.versions import TensorSpec, WeightVersion
+from rl_plane.membership.core import Changed, Member, Snapshot
+from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.protocol.versions import TensorSpec, WeightVersion
+from rl_plane.rollouts.multi_turn import check_next_prompt, next_prompt
+from rl_plane.rollouts.partial import Gathered, Rollout, gather_enough
 
 if typing.TYPE_CHECKING:
     from rl_plane.client import FanOut, RlClient
-    from rl_plane.fleet import Fleet
+    from rl_plane.fleet.fleet import Fleet
     from rl_plane.sync import SyncRlClient
 else:
     _ON_NATS = {"FanOut": "client", "Fleet": "fleet", "RlClient": "client", "SyncRlClient": "sync"}

@@ -17,8 +17,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl_plane.bodies import MAX_TIMEOUT_S, parse_body
-from rl_plane.bus import CONNECT_TIMEOUT_S, Bus
+from rl_plane.bus.connection import CONNECT_TIMEOUT_S, Bus
+from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, HeldLock, hold_lock
+from rl_plane.bus.scatter import Answer, Gather, Missing, Scatter
+from rl_plane.bus.sealed_record import bar_former
 from rl_plane.errors import (
     BusUnreachable,
     DeadlineExceeded,
@@ -31,15 +33,19 @@ from rl_plane.errors import (
     WorkerLost,
     error_from_wire,
 )
-from rl_plane.fanout import Answer, Gather, Missing, Scatter
-from rl_plane.lock import DEFAULT_LOCK_WAIT_S, HeldLock, hold_lock
-from rl_plane.membership import Changed, Member, Snapshot
-from rl_plane.ops import Op, not_a_member, op_named
-from rl_plane.rows import WorkerRow
-from rl_plane.seal import bar_former
-from rl_plane.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL, Subjects, check_instance_id
-from rl_plane.view import MembershipView
-from rl_plane.wire import Request, decode, encode, encode_for_each
+from rl_plane.membership.core import Changed, Member, Snapshot
+from rl_plane.membership.view import MembershipView
+from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.protocol.envelope import Request, decode, encode, encode_for_each
+from rl_plane.protocol.subjects import (
+    DEFAULT_COMPONENT,
+    DEFAULT_NAMESPACE,
+    DEFAULT_NATS_URL,
+    Subjects,
+    check_instance_id,
+)
+from rl_plane.protocol.validation import MAX_TIMEOUT_S, parse_body
+from rl_plane.protocol.worker_ops import Op, not_a_member, op_named
 
 WATCH_QUEUE = 10_000
 """Changes that a slow watcher may be behind; then its watch ends with an error, rather than growing."""
@@ -173,11 +179,11 @@ class RlClient:
     # ---- the fleet's ops: bodies and merged replies as over HTTP ----
 
     async def run(self, op: str, body: dict[str, Any] | None = None, request_id: str = "") -> dict[str, Any]:
-        """Any op of `rl_plane.fleet_ops.FLEET_OPS`: a complete success, or a PlaneError whose facts name every worker.
+        """Any op of `rl_plane.protocol.fleet_ops.FLEET_OPS`: a complete success, or a PlaneError whose facts name every worker.
 
         The body may select by component, workers, epoch, fingerprint, min_workers (1), wait_s (5).
         `request_id` makes an update idempotent: asked again, the first answer comes back."""
-        from rl_plane.fleet import Fleet  # it is built on this class
+        from rl_plane.fleet.fleet import Fleet  # it is built on this class
 
         return await Fleet(self).run(op, body, request_id)
 

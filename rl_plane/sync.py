@@ -18,17 +18,17 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
 
-from rl_plane.bus import CONNECT_TIMEOUT_S
+from rl_plane.bus.connection import CONNECT_TIMEOUT_S
+from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S
 from rl_plane.client import EmptyFleet, FanOut, RlClient
 from rl_plane.errors import BusUnreachable, DeadlineExceeded
-from rl_plane.fleet import LOST_RETRIES
-from rl_plane.fleet_ops import DEFAULT_WAIT_S, FLEET_OPS
-from rl_plane.lock import DEFAULT_LOCK_WAIT_S
-from rl_plane.membership import Snapshot
-from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, ENGINE_S, OPS, op_named
-from rl_plane.rows import WorkerRow
-from rl_plane.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
-from rl_plane.update_bodies import FEED_TIMEOUT_S, UpdatePolicy
+from rl_plane.fleet.fleet import LOST_RETRIES
+from rl_plane.membership.core import Snapshot
+from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.protocol.fleet_ops import DEFAULT_WAIT_S, FLEET_OPS
+from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
+from rl_plane.protocol.update_requests import FEED_TIMEOUT_S, UpdatePolicy
+from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S, ENGINE_S, OPS, op_named
 
 MARGIN_S = 20.0
 """What a call may take beside its own bounds: a restart of NATS under it, reading the record, closing."""
@@ -128,7 +128,7 @@ class SyncRlClient:
     def run(
         self, op: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None, request_id: str = ""
     ) -> dict[str, Any]:
-        """Any op of `rl_plane.fleet_ops.FLEET_OPS`. `timeout_s` None: what its own bounds add up to."""
+        """Any op of `rl_plane.protocol.fleet_ops.FLEET_OPS`. `timeout_s` None: what its own bounds add up to."""
         own_s = self._bounds.of(op, body or {})
         bound = own_s if timeout_s is None else timeout_s
         return self._wait(self._client.run(op, body, request_id), bound, op)

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_plane.checkpoint import ADAPTER_NAME
 from rl_plane.errors import InvalidWeights, PlaneError
-from rl_plane.versions import ADAPTER_CONFIG_NAME
+from rl_plane.protocol.versions import ADAPTER_CONFIG_NAME
+from rl_plane.weights.checkpoint import ADAPTER_NAME
 
 _MODULE = "base_model.model.model.layers.1.mlp.down_proj"
 _A, _B = f"{_MODULE}.lora_A.weight", f"{_MODULE}.lora_B.weight"

@@ -22,14 +22,14 @@ import psutil
 import pytest
 import pytest_asyncio
 
-import rl_plane.checkpoint as checkpoints
+import rl_plane.weights.checkpoint as checkpoints
+from rl_plane.bus.server import NatsServer
 from rl_plane.client import RlClient
-from rl_plane.fleet import Fleet
-from rl_plane.nats_server import NatsServer
+from rl_plane.fleet.fleet import Fleet
+from rl_plane.transports.filesystem.receiver import FilesystemTransport
+from rl_plane.transports.receiver_base import Places
 from tests.zygote import fork_module
-from worker.engines.fake import make_fake_model
-from worker.transports.base import Places
-from worker.transports.filesystem import FilesystemTransport
+from worker.engines.fake.adapter import make_fake_model
 
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 """torch asks a name server about each address that it connects to: an answer that is lost is not to take 5 s."""

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from frontend.calls import FleetCalls
-from frontend.options import FrontendOptions
-from frontend.process import started
-from rl_plane.lock import DEFAULT_LOCK_WAIT_S
-from worker.tiny_model import witness_next_token
+from frontend.facade.calls import FleetCalls
+from frontend.main import started
+from frontend.server.options import FrontendOptions
+from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S
+from worker.testing.tiny_model import witness_next_token
 
 if TYPE_CHECKING:
     from rl_plane.client import RlClient

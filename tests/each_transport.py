@@ -14,8 +14,8 @@ import pytest
 
 from rl_plane.client import RlClient
 from rl_plane.publish import Progress, WeightPublisher
-from rl_plane.publish.senders import installed
-from rl_plane.publish.sources import DirectorySource, Taken
+from rl_plane.publish.sources.model_sources import DirectorySource, Taken
+from rl_plane.transports.registry import installed
 
 if TYPE_CHECKING:
     from tests.test_mixed_fleet import Mixed

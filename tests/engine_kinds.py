@@ -13,9 +13,11 @@ import psutil
 import pytest
 
 from rl_plane.errors import EngineFailed
-from worker.engines import sglang, vllm, vllm_process
 from worker.engines.base import EngineFactory, EngineOptions
-from worker.engines.sglang_streams import Stream
+from worker.engines.sglang import adapter as sglang
+from worker.engines.sglang.streams import Stream
+from worker.engines.vllm import adapter as vllm
+from worker.engines.vllm import processes as vllm_process
 
 
 @dataclass(frozen=True)

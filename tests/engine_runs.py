@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from rl_plane.generation import GenerateDelta, GenerateRequest, VersionSpan
-from rl_plane.update_bodies import PreparedReply
-from rl_plane.versions import WeightVersion
+from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, VersionSpan
+from rl_plane.protocol.update_requests import PreparedReply
+from rl_plane.protocol.versions import WeightVersion
+from rl_plane.transports.reception import Reception
 from worker.engines.base import EngineAdapter, PauseMode
-from worker.reception import Reception
-from worker.staging import adapter_digest, model_digest
-from worker.tiny_model import witness_next_token
+from worker.receive.staging import adapter_digest, model_digest
+from worker.testing.tiny_model import witness_next_token
 
 BOUND_S = 180.0
 """More than any step takes on a busy machine."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-import rl_plane.publish.way as ways
-from rl_plane.publish.sender import Sender, Surroundings
-from rl_plane.publish.senders import make_sender
+import rl_plane.publish.send_plan as ways
+from rl_plane.transports.registry import make_sender
+from rl_plane.transports.sender_base import Sender, Surroundings
 from tests.publishing_ranks import Rank, main
 
 BROKEN = "the network is down"

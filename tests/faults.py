@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 from nats.aio.msg import Msg
 
-from rl_plane.bus import Bus
+from rl_plane.bus.connection import Bus
+from rl_plane.bus.token_stream import StreamReceiver
 from rl_plane.client import RlClient
-from rl_plane.record import DecisionRecord
-from rl_plane.streams import StreamReceiver
-from rl_plane.subjects import RECORD, Bucket
+from rl_plane.protocol.record import DecisionRecord
+from rl_plane.protocol.subjects import RECORD, Bucket
 
 if TYPE_CHECKING:
     from tests.conftest import Plane, Spawned
 
 _PATCH = """
-import worker.engines.fake as fake
+import worker.engines.fake.adapter as fake
 def _switch(name):
     return property(lambda self: Path({folder!r}, name).exists(), lambda self, value: None)
 for _name in ("fail_stage", "fail_swap", "fail_overwrite", "miscompute"):

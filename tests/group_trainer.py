@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_plane.checkpoint import Checkpoint, open_checkpoint
 from rl_plane.client import RlClient
 from rl_plane.errors import PlaneError
-from rl_plane.manifest import Manifest, pack
-from rl_plane.publish.group import GroupSender, ensure_group
-from rl_plane.publish.packing import fill
-from rl_plane.versions import HostTensor
+from rl_plane.protocol.versions import HostTensor
+from rl_plane.transports.group.sender import GroupSender, ensure_group
+from rl_plane.transports.packing import fill
+from rl_plane.weights.checkpoint import Checkpoint, open_checkpoint
+from rl_plane.weights.manifest import Manifest, pack
 from tests.told_process import ToldProcess, forked
 
 if TYPE_CHECKING:

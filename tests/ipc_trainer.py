@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_plane.checkpoint import Checkpoint, open_checkpoint
 from rl_plane.errors import PlaneError
-from rl_plane.manifest import Manifest
-from rl_plane.publish.ipc import IpcSender, Layout
-from rl_plane.publish.packing import Place, fill
+from rl_plane.transports.ipc.sender import IpcSender, Layout
+from rl_plane.transports.packing import Place, fill
+from rl_plane.weights.checkpoint import Checkpoint, open_checkpoint
+from rl_plane.weights.manifest import Manifest
 from tests.told_process import forked
 from tests.zygote import fork_module
 
@@ -123,7 +123,7 @@ def _shared(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """As a trainer's own after `module.share_memory()`."""
     import torch
 
-    from worker.engines.hf_weights import DTYPE_OF_NAME
+    from worker.engines.common.torch_weights import DTYPE_OF_NAME
 
     return {
         name: torch.frombuffer(bytearray(one.data), dtype=DTYPE_OF_NAME[one.spec.dtype])

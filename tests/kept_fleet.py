@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from rl_plane.bus.server import NatsServer
 from rl_plane.cli.children import Printer
 from rl_plane.cli.supervisor import FIRST_PAUSE_S, Kept, Supervisor
 from rl_plane.cli.up import python
 from rl_plane.demo.processes import child_environment
-from rl_plane.nats_server import NatsServer
 from tests.zygote import fork_rl_plane
 
 START_S = 240.0

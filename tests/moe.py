@@ -30,7 +30,7 @@ def make_moe_model(path: Path, dense: list[int], seed: int = 0) -> Path:
     """`dense`: layers without experts."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from worker.tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, _tokenizer
+    from worker.testing.tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, _tokenizer
 
     config = Qwen3MoeConfig(
         vocab_size=VOCAB_SIZE,
@@ -65,7 +65,7 @@ def make_qwen_moe(path: Path, seed: int, dtype: str = "bfloat16") -> Path:
     """Writes a Qwen3-MoE checkpoint of 2 layers and 4 experts. Returns `path`. `dtype`: torch's name."""
     from transformers import Qwen3MoeConfig
 
-    from worker.tiny_model import VOCAB_SIZE
+    from worker.testing.tiny_model import VOCAB_SIZE
 
     config = Qwen3MoeConfig(
         vocab_size=VOCAB_SIZE,
@@ -90,7 +90,7 @@ def make_glm_moe(path: Path, seed: int, dtype: str = "bfloat16") -> Path:
     `e_score_correction_bias` is float32, whatever `dtype` is."""
     from transformers import Glm4MoeConfig
 
-    from worker.tiny_model import VOCAB_SIZE
+    from worker.testing.tiny_model import VOCAB_SIZE
 
     config = Glm4MoeConfig(
         vocab_size=VOCAB_SIZE,
@@ -119,7 +119,7 @@ def _save(config: PretrainedConfig, path: Path, seed: int, dtype: str, router: f
     logits. Where an engine's rounding may choose another second expert, a large one gives that expert little weight."""
     from transformers import AutoModelForCausalLM
 
-    from worker.tiny_model import EOS_TOKEN_ID, _tokenizer
+    from worker.testing.tiny_model import EOS_TOKEN_ID, _tokenizer
 
     config.bos_token_id, config.eos_token_id, config.pad_token_id = None, EOS_TOKEN_ID, EOS_TOKEN_ID
     with torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -15,18 +15,18 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rl_plane.checkpoint import open_checkpoint
-from rl_plane.manifest import Manifest, pack
-from rl_plane.publish.nixl import NixlSender
-from rl_plane.publish.packing import fill
-from rl_plane.versions import HostTensor
+from rl_plane.protocol.versions import HostTensor
+from rl_plane.transports.nixl.sender import NixlSender
+from rl_plane.transports.packing import fill
+from rl_plane.transports.receiver_base import Places
+from rl_plane.weights.checkpoint import open_checkpoint
+from rl_plane.weights.manifest import Manifest, pack
 from tests.conftest import stop_process
 from tests.told_process import forked
 from tests.zygote import fork_module
-from worker.transports.base import Places
 
 if TYPE_CHECKING:
-    from worker.transports.nixl import NixlTransport
+    from rl_plane.transports.nixl.receiver import NixlTransport
 
 BOUND_S = 60.0
 """Of a process on a busy machine that only copies."""
@@ -140,7 +140,7 @@ def main() -> None:
                     _say(child=forked())
                 case "pass on":
                     if worker is None:
-                        from worker.transports.nixl import NixlTransport
+                        from rl_plane.transports.nixl.receiver import NixlTransport
 
                         worker = NixlTransport(Places())
                         ends.callback(worker.destroy)

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rl_plane.checkpoint import Kind, open_checkpoint
 from rl_plane.errors import PlaneError
-from rl_plane.manifest import Manifest, pack
-from rl_plane.publish import object_store
-from rl_plane.publish.object_store import ObjectStoreSender
-from rl_plane.publish.packing import fill
+from rl_plane.transports.object_store import sender
+from rl_plane.transports.object_store.sender import ObjectStoreSender
+from rl_plane.transports.packing import fill
+from rl_plane.weights.checkpoint import Kind, open_checkpoint
+from rl_plane.weights.manifest import Manifest, pack
 from tests.zygote import fork_module
 
 BOUND_S = 60.0
@@ -72,7 +72,7 @@ class Publisher:
 class Trainer:
     def __init__(self, bucket_bytes: int = 1 << 20, abandoned_s: float | None = None, **options: Any) -> None:
         if abandoned_s is not None:
-            object_store.ABANDONED_S = abandoned_s
+            sender.ABANDONED_S = abandoned_s
         self._bucket_bytes = bucket_bytes
         self._sender = ObjectStoreSender(**options)
         self._digests: dict[str, str] = {}

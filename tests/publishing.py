@@ -11,12 +11,12 @@ from typing import Any
 
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable
-from rl_plane.publish.sources import DirectorySource, Taken
-from rl_plane.safetensors_file import write_safetensors
+from rl_plane.publish.sources.model_sources import DirectorySource, Taken
+from rl_plane.weights.safetensors_file import write_safetensors
 from tests.conftest import Plane
 from tests.test_delta_fleet import tensors_in
 from tests.test_plane_update import all_serve
-from worker.staging import model_digest
+from worker.receive.staging import model_digest
 
 BOUND_S = 60.0
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from rl_plane.errors import EngineFailed
-from worker.transports.base import Places
+from rl_plane.transports.receiver_base import Places
 
 Change = Literal["swap", "unload"]
 """Of an adapter."""

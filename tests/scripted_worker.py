@@ -13,14 +13,14 @@ from typing import Any, Literal
 import msgpack
 from nats.aio.msg import Msg
 
-from rl_plane.bus import Bus
+from rl_plane.bus.connection import Bus
+from rl_plane.bus.token_stream import StreamSender
 from rl_plane.errors import NotAdmitted, Unavailable
-from rl_plane.generation import GenerateDelta, VersionSpan
-from rl_plane.membership import Member
-from rl_plane.record import DecisionRecord, Held
-from rl_plane.streams import StreamSender
-from rl_plane.subjects import MEMBER_PREFIX, RECORD, Subjects
-from rl_plane.wire import Reply, decode, encode, format_of, request_from_wire
+from rl_plane.membership.core import Member
+from rl_plane.protocol.envelope import Reply, decode, encode, format_of, request_from_wire
+from rl_plane.protocol.generation import GenerateDelta, VersionSpan
+from rl_plane.protocol.record import DecisionRecord, Held
+from rl_plane.protocol.subjects import MEMBER_PREFIX, RECORD, Subjects
 
 Script = Callable[["Stream"], Awaitable[None]]
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from rl_plane.errors import InvalidRequest
-from rl_plane.manifest import Manifest, pack
-from rl_plane.publish.packing import Tensor, fill
-from rl_plane.publish.sources import AdapterSource, ModuleSource, Source, StateDictSource, as_source
+from rl_plane.publish.sources.model_sources import AdapterSource, ModuleSource, Source, StateDictSource, as_source
+from rl_plane.transports.packing import Tensor, fill
+from rl_plane.weights.manifest import Manifest, pack
 
 
 class Tied(torch.nn.Module):  # type: ignore[misc]

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 import torch
 
-from rl_plane import delta
-from rl_plane.manifest import Manifest, pack
-from rl_plane.publish.packing import fill
-from rl_plane.versions import HostTensor, TensorSpec
-from worker.engines.hf_weights import DTYPE_OF_NAME
-from worker.transports.base import Delivery
-from worker.transports.packed import PackedDelivery
+from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.packed_delivery import PackedDelivery
+from rl_plane.transports.packing import fill
+from rl_plane.transports.receiver_base import Delivery
+from rl_plane.weights import delta_codec
+from rl_plane.weights.manifest import Manifest, pack
+from worker.engines.common.torch_weights import DTYPE_OF_NAME
 
 Tensors = dict[str, torch.Tensor]
 
@@ -60,7 +60,7 @@ class Road:
     def put_delta(self, path: str, old: Tensors, new: Tensors) -> None:
         blobs = {}
         for name, tensor in old.items():
-            blob = delta.encode(raw(tensor), raw(new[name]), tensor.element_size())
+            blob = delta_codec.encode(raw(tensor), raw(new[name]), tensor.element_size())
             if blob is not None:
                 blobs[name] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
         self.put(path, blobs)

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-import rl_plane.checkpoint as checkpoints
-import rl_plane.directory as directories
-from rl_plane.checkpoint import ADAPTER_NAME, SINGLE_NAME, write_manifest
+import rl_plane.weights.checkpoint as checkpoints
+import rl_plane.weights.rooted_files as directories
 from rl_plane.errors import InvalidRequest, InvalidWeights
-from rl_plane.safetensors_file import SafetensorsFile, write_safetensors
-from rl_plane.versions import ADAPTER_CONFIG_NAME, TensorSpec, tensors_digest
+from rl_plane.protocol.versions import ADAPTER_CONFIG_NAME, TensorSpec, tensors_digest
+from rl_plane.transports.filesystem.receiver import FilesystemTransport
+from rl_plane.weights.checkpoint import ADAPTER_NAME, SINGLE_NAME, write_manifest
+from rl_plane.weights.safetensors_file import SafetensorsFile, write_safetensors
 from tests.test_filesystem_transport import SCALAR, A, B, Tensors, read, refusal, request, sharded, single
-from worker.transports.filesystem import FilesystemTransport
 
 pytestmark = pytest.mark.usefixtures("no_descriptor_leaks")
 

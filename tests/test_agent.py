@@ -16,19 +16,19 @@ from typing import Any
 
 import pytest
 
-import rl_plane.frames as frames
-import worker.agent.client as client_module
-import worker.agent.wire as wire
+import rl_plane._util.framing as frames
+import worker.receive.rank_agents.agent_client as client_module
+import worker.receive.rank_agents.agent_messages as wire
+from rl_plane._util.tasks import never
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, PlaneError
-from rl_plane.tasks import never
-from worker.agent.client import AgentClient
-from worker.agent.ranks import Ranks
-from worker.agent.server import AgentServer, Method, receiver_methods
+from rl_plane.transports.receiver_base import Places
+from rl_plane.transports.reception import Cancelled, Reception
 from worker.engines.base import EngineOptions
-from worker.engines.fake import FakeEngine, make_fake_model
-from worker.reception import Cancelled, Reception
-from worker.staging import DigestingStream, model_digest
-from worker.transports.base import Places
+from worker.engines.fake.adapter import FakeEngine, make_fake_model
+from worker.receive.rank_agents.agent_client import AgentClient
+from worker.receive.rank_agents.agent_server import AgentServer, Method, receiver_methods
+from worker.receive.rank_agents.ranks import Ranks
+from worker.receive.staging import DigestingStream, model_digest
 
 BOUND_S = 60.0
 
@@ -101,7 +101,7 @@ def test_every_rank_receives(ranks: Ranks, engines: list[FakeEngine], tmp_path: 
 def test_what_the_first_rank_keeps_is_there_for_others(
     ranks: Ranks, engines: list[FakeEngine], tmp_path: Path
 ) -> None:
-    from worker.transports.nixl import NixlTransport
+    from rl_plane.transports.nixl.receiver import NixlTransport
 
     new = make_fake_model(tmp_path / "new", 1)
     ranks.open(reception(new, digest=model_digest(new), keep=True))
@@ -252,7 +252,7 @@ def test_frames_are_bounded(serve: Serve, directory: Path, monkeypatch: pytest.M
 
 def test_a_child_dies_with_its_parent() -> None:
     """The parent is killed, without a last word."""
-    child = "from worker.agent.server import die_with_parent; die_with_parent(); print('up', flush=True); input()"
+    child = "from worker.receive.rank_agents.agent_server import die_with_parent; die_with_parent(); print('up', flush=True); input()"
     parent = (
         "import subprocess, sys; "
         f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE); "
@@ -280,7 +280,7 @@ def child(late, told):
         os.kill(os.getppid(), signal.SIGKILL)
         while os.getppid() == multiprocessing.parent_process().pid:
             time.sleep(0.01)
-    from worker.agent.server import belong_to_worker
+    from worker.receive.rank_agents.agent_server import belong_to_worker
     belong_to_worker()
     os.write(told, b"alive")
     time.sleep(60)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rl_plane.demo.processes import Child, Processes, wait_for_line
-from worker.engines.fake import fake_token, make_fake_model
-from worker.staging import model_digest
+from worker.engines.fake.adapter import fake_token, make_fake_model
+from worker.receive.staging import model_digest
 
 pytestmark = pytest.mark.slow
 

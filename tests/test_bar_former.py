@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from rl_plane.bus.sealed_record import SealedRecord, restore
 from rl_plane.errors import StaleFence
-from rl_plane.record import first_record, read_record
-from rl_plane.seal import SealedRecord, restore
-from rl_plane.subjects import LOCK
-from rl_plane.versions import WeightVersion
+from rl_plane.protocol.record import first_record, read_record
+from rl_plane.protocol.subjects import LOCK
+from rl_plane.protocol.versions import WeightVersion
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bench.memory import DELTA
-from rl_plane.publish.nixl_wire import have_nixl
+from rl_plane.transports.nixl.wire import have_nixl
 from tests.test_plane_wire import without_nats
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

@@ -39,7 +39,7 @@ main(parser.parse_args())
     ],
 )
 async def test_it_runs_unchanged(plane: Plane, backend: str, more: list[str]) -> None:
-    from worker.tiny_model import make_witness_model
+    from worker.testing.tiny_model import make_witness_model
 
     model = make_witness_model(plane.tmp / "weights" / "witness", seed=1)
     for one in [plane.spawn(ready=False, engine="hf", model=model) for _ in range(2)]:

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from rl_plane import buffers
-from rl_plane.buffers import HUGE_BYTES, Ahead, host_memory
-from rl_plane.versions import HostTensor, TensorSpec
+from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.weights import read_ahead
+from rl_plane.weights.read_ahead import HUGE_BYTES, Ahead, host_memory
 
 BOUND_S = 30.0
 
@@ -29,7 +29,7 @@ def address(memory: memoryview) -> int:
 
 
 def test_memory_is_taken_again_once_nothing_is_left_in_it() -> None:
-    buffers._given_back.clear()
+    read_ahead._given_back.clear()
     memory = host_memory(HUGE_BYTES)
     where, piece = address(memory), np.frombuffer(memory[5:6], np.uint8)
     del memory
@@ -38,26 +38,26 @@ def test_memory_is_taken_again_once_nothing_is_left_in_it() -> None:
     del piece
     assert address(host_memory(HUGE_BYTES)) == where
     del other
-    assert len(buffers._given_back) == 2
+    assert len(read_ahead._given_back) == 2
 
 
 def test_no_more_memory_is_kept_than_was_used_at_once() -> None:
-    buffers._given_back.clear()
+    read_ahead._given_back.clear()
     most = 6 * HUGE_BYTES
     for nbytes in (HUGE_BYTES, 2 * HUGE_BYTES, 3 * HUGE_BYTES, 5 * HUGE_BYTES + 1, HUGE_BYTES + 1):
         used = [host_memory(nbytes) for _ in range(most // nbytes)]
-        assert sum(map(len, buffers._given_back)) + nbytes * len(used) <= most
+        assert sum(map(len, read_ahead._given_back)) + nbytes * len(used) <= most
         del used
-        assert sum(map(len, buffers._given_back)) <= most
+        assert sum(map(len, read_ahead._given_back)) <= most
 
 
 def test_memory_that_is_locked_goes_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    buffers._given_back.clear()
+    read_ahead._given_back.clear()
     memory = host_memory(HUGE_BYTES)
     if ctypes.CDLL(None, use_errno=True).mlock(ctypes.c_void_p(address(memory)), ctypes.c_size_t(HUGE_BYTES)):
         pytest.skip("this user may lock no memory")
     del memory
-    assert not buffers._given_back
+    assert not read_ahead._given_back
     assert not capfd.readouterr().err
 
 
@@ -76,7 +76,7 @@ def test_threads_that_take_memory_and_give_it_back_share_none() -> None:
 
 def test_a_version_is_staged_in_the_memory_of_the_one_before() -> None:
     pytest.importorskip("torch")
-    from worker.engines.hf_weights import host_copies
+    from worker.engines.common.torch_weights import host_copies
 
     spec = TensorSpec("U8", (HUGE_BYTES,))
     lent = [("a", HostTensor(spec, memoryview(bytes(HUGE_BYTES))))]
@@ -85,7 +85,7 @@ def test_a_version_is_staged_in_the_memory_of_the_one_before() -> None:
         ((_, tensor),) = host_copies(lent, {"a": spec}, frozenset(), False, lambda: False)
         return int(tensor.data_ptr())
 
-    buffers._given_back.clear()
+    read_ahead._given_back.clear()
     assert staged() == staged()
 
 
@@ -152,7 +152,7 @@ def test_who_stops_early_leaves_no_thread() -> None:
 
 def test_staged_weights_keep_what_they_own_and_copy_what_is_lent_or_askew() -> None:
     torch = pytest.importorskip("torch")
-    from worker.engines.hf_weights import host_copies
+    from worker.engines.common.torch_weights import host_copies
 
     spec, place = TensorSpec("F32", (2,)), host_memory(16)
     for start, owned, kept in ((4, True, True), (4, False, False), (1, True, False)):

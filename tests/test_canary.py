@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import pytest
 
-from rl_plane.bodies import parse_body
-from rl_plane.canary import (
+from rl_plane.commit.canary_rules import Score, Verdict, consensus, judge_one, mismatch_kl, settle
+from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.canary import (
     ACROSS_KINDS,
     MAX_HISTORY_BYTES,
     MAX_KINDS,
@@ -36,9 +37,8 @@ from rl_plane.canary import (
     engine_kind,
     parse_canary,
 )
-from rl_plane.canary_judge import Score, Verdict, consensus, judge_one, mismatch_kl, settle
-from rl_plane.errors import InvalidRequest
-from rl_plane.update_bodies import UpdatePolicy, UpdateWeights
+from rl_plane.protocol.update_requests import UpdatePolicy, UpdateWeights
+from rl_plane.protocol.validation import parse_body
 
 HF = engine_kind("hf", "5.0", "float32", "cpu", 1)
 VLLM = engine_kind("vllm", "0.32.0", "torch.bfloat16", "cuda:1", 2)

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from rl_plane.canary import CanaryRecord
-from rl_plane.canary_commit import goes_back, settled
+from rl_plane.commit.canary_steps import goes_back, settled
 from rl_plane.errors import DeadlineExceeded
-from rl_plane.record import TAKEOVER_S, DecisionRecord, Source
-from rl_plane.rows import WorkerRow
-from rl_plane.versions import WeightVersion
-from worker.core import GATE_S, Fetch, Score, Staged, Swap, WorkerCore
-from worker.state import Scores, WorkerState
+from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.protocol.canary import CanaryRecord
+from rl_plane.protocol.record import TAKEOVER_S, DecisionRecord, Source
+from rl_plane.protocol.versions import WeightVersion
+from worker.reconcile.worker_core import GATE_S, Fetch, Score, Staged, Swap, WorkerCore
+from worker.reconcile.worker_state import Scores, WorkerState
 
 KIND = "fake-1/float32/cpu/tp1"
 SEQUENCES = ((1, 2, 3),)

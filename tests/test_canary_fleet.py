@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rl_plane.canary import default_canary
 from rl_plane.client import RlClient
 from rl_plane.errors import CanaryFailed, Conflict, InvalidRequest, InvalidWeights, NotAdmitted, PlaneError
-from rl_plane.fleet import Fleet
-from rl_plane.subjects import CANARY_HISTORY
+from rl_plane.fleet.fleet import Fleet
+from rl_plane.protocol.canary import default_canary
+from rl_plane.protocol.subjects import CANARY_HISTORY
 from tests.faults import Faulty, Stream, Told, spawn_faulty
-from worker.engines.fake import fake_prompt_logprobs, fake_token
-from worker.staging import model_digest
+from worker.engines.fake.adapter import fake_prompt_logprobs, fake_token
+from worker.receive.staging import model_digest
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from rl_plane.bus.server import NatsServer
 from rl_plane.cli import main
 from rl_plane.cli.children import Printer
 from rl_plane.cli.serve import FRONTEND, WORKER
@@ -26,9 +27,8 @@ from rl_plane.cli.settings import SETTINGS, resolve
 from rl_plane.cli.supervisor import MAX_PAUSE_S, Kept, Supervisor, exit_words, pause_before
 from rl_plane.cli.up import SETTINGS as UP_SETTINGS
 from rl_plane.cli.up import Up
-from rl_plane.nats_server import NatsServer
 from worker import process
-from worker.engines.fake import make_fake_model
+from worker.engines.fake.adapter import make_fake_model
 from worker.exit_codes import COME_BACK, ENGINE_DEAD
 from worker.options import WorkerOptions
 
@@ -325,7 +325,7 @@ def test_a_liveness_time_out_is_the_workers_as_the_frontends(
 FIRST_DIES = """
 import sys
 from pathlib import Path
-import worker.engines.fake as fake
+import worker.engines.fake.adapter as fake
 from rl_plane.cli.main import run
 from rl_plane.errors import EngineDied
 async def start(self):

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, NotAdmitted, Unsupported
-from rl_plane.record import DesiredMemory
+from rl_plane.protocol.record import DesiredMemory
 from tests.dialect_facade import facade, fine
 from tests.faults import Stream, Told
 from tests.test_frontend_generation import frontend
 from tests.test_plane_update import all_serve, generated, paused, states, update_of
-from worker.engines.fake_model import fake_token
-from worker.holds import VARIABLE
-from worker.staging import model_digest
+from worker.engines.fake.fake_model import fake_token
+from worker.receive.staging import model_digest
+from worker.testing.phase_hooks import VARIABLE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -260,7 +260,7 @@ def test_what_memory_is_wanted() -> None:
 
 
 WITHOUT_A_SAVER = """
-import worker.engines.fake as fake
+import worker.engines.fake.adapter as fake
 described = fake.EngineInfo
 lacking = {"release_memory": "it has no saver", "resume_memory": "it has no saver"}
 fake.EngineInfo = lambda **info: described(**info | {"capabilities": lacking})
@@ -268,7 +268,7 @@ fake.EngineInfo = lambda **info: described(**info | {"capabilities": lacking})
 
 
 PAUSE_FAILS_ONCE = """
-import worker.engines.fake as fake
+import worker.engines.fake.adapter as fake
 from rl_plane.errors import EngineFailed
 really, release, left = fake.FakeEngine.pause, fake.FakeEngine.release_memory, [1]
 async def pause(self, *given):

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from rl_plane.bus.server import CONFIG
 from rl_plane.cli.flags import Command
 from rl_plane.cli.main import build_parser
 from rl_plane.cli.settings import ENV_PREFIX, SETTINGS
-from rl_plane.nats_server import CONFIG
 
 yaml: Any = pytest.importorskip("yaml")
 

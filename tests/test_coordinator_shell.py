@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-import rl_plane.coordinator as shell
-from rl_plane.coordinator import Coordinator
-from rl_plane.fanout import Missing
-from rl_plane.membership import Member, Snapshot
-from rl_plane.record import LEASE_MARGIN_S, SERVING_LEASE_S, first_record
-from rl_plane.rows import WorkerRow
-from rl_plane.subjects import Subjects
-from rl_plane.update_steps import Tell, Told, WaitSilent
-from rl_plane.wire import Reply, encode
+import rl_plane.commit.coordinator as shell
+from rl_plane.bus.scatter import Missing
+from rl_plane.commit.coordinator import Coordinator
+from rl_plane.commit.steps import Tell, Told, WaitSilent
+from rl_plane.membership.core import Member, Snapshot
+from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.protocol.envelope import Reply, encode
+from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S, first_record
+from rl_plane.protocol.subjects import Subjects
 
 RECORD = first_record("model")
 TELL = Tell("gate", RECORD, 7, 2.0)

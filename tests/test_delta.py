@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl_plane import delta
-from rl_plane.bodies import parse_body
 from rl_plane.errors import InvalidRequest, InvalidWeights
-from rl_plane.update_bodies import UpdateWeights
+from rl_plane.protocol.update_requests import UpdateWeights
+from rl_plane.protocol.validation import parse_body
+from rl_plane.weights import delta_codec
 
 
 def changed(old: bytes, at: Iterable[int], width: int) -> bytes:
@@ -24,49 +24,55 @@ def changed(old: bytes, at: Iterable[int], width: int) -> bytes:
     return bytes(data)
 
 
-@pytest.mark.parametrize("width", sorted(delta.WIDTHS))
-@pytest.mark.parametrize("elements", [1, 7, 8, 1000, delta.REACH * 3 + 5])
+@pytest.mark.parametrize("width", sorted(delta_codec.WIDTHS))
+@pytest.mark.parametrize("elements", [1, 7, 8, 1000, delta_codec.REACH * 3 + 5])
 def test_a_delta_brings_the_new_version_and_again_the_old_one(width: int, elements: int) -> None:
     source = random.Random(f"{width} {elements}")
     old = source.randbytes(elements * width)
     last = elements - 1
     for at in ([0], [last], {0, last}, range(elements), source.sample(range(elements), -(-elements // 100))):
         new = changed(old, at, width)
-        blob = delta.encode(old, new, width)
+        blob = delta_codec.encode(old, new, width)
         assert blob is not None
-        assert len(blob) <= delta.max_nbytes(len(old), width)
+        assert len(blob) <= delta_codec.max_nbytes(len(old), width)
         buffer = bytearray(old)
-        delta.apply(blob, buffer, width)
+        delta_codec.apply(blob, buffer, width)
         assert buffer == new
-        delta.apply(blob, buffer, width)
+        delta_codec.apply(blob, buffer, width)
         assert buffer == old
 
 
 def test_long_ways_between_two_changes() -> None:
-    part = delta.PART_WORDS * delta.WORD // 2
-    reaches = (delta.REACH - 1, delta.REACH, delta.REACH + 1, 2 * delta.REACH, 5 * delta.REACH + 3)
-    for gap in (1, *reaches, part - 1, part, part + delta.REACH, 2 * part + 7):
+    part = delta_codec.PART_WORDS * delta_codec.WORD // 2
+    reaches = (
+        delta_codec.REACH - 1,
+        delta_codec.REACH,
+        delta_codec.REACH + 1,
+        2 * delta_codec.REACH,
+        5 * delta_codec.REACH + 3,
+    )
+    for gap in (1, *reaches, part - 1, part, part + delta_codec.REACH, 2 * part + 7):
         for at in ([gap], [0, gap], [3, 3 + gap, 4 + gap, 4 + 2 * gap]):
             old = bytes(2 * (at[-1] + 2))
             new = changed(old, at, 2)
             buffer = bytearray(old)
-            delta.apply(delta.encode(old, new, 2) or b"", buffer, 2)
+            delta_codec.apply(delta_codec.encode(old, new, 2) or b"", buffer, 2)
             assert buffer == new
 
 
 def test_large_tensors_are_compared_by_threads() -> None:
-    elements = delta.PARALLEL_BYTES // 2 + 3
+    elements = delta_codec.PARALLEL_BYTES // 2 + 3
     source = np.random.default_rng(1)
     old = source.integers(0, 1 << 16, elements, dtype=np.uint16)
     new = old.copy()
     at = source.choice(elements, elements // 100, replace=False)
     new[at] ^= source.integers(1, 1 << 16, len(at), dtype=np.uint16)
     with ThreadPoolExecutor() as threads:
-        blob = delta.encode(old.data.cast("B"), new.data.cast("B"), 2, threads)
+        blob = delta_codec.encode(old.data.cast("B"), new.data.cast("B"), 2, threads)
     assert blob is not None
-    assert blob == delta.encode(old.data.cast("B"), new.data.cast("B"), 2)
+    assert blob == delta_codec.encode(old.data.cast("B"), new.data.cast("B"), 2)
     assert len(blob) <= 0.03 * old.nbytes
-    delta.apply(blob, old.data.cast("B"), 2)
+    delta_codec.apply(blob, old.data.cast("B"), 2)
     assert np.array_equal(old, new)
 
 
@@ -76,19 +82,19 @@ def test_memory_may_begin_anywhere_and_be_read_only() -> None:
     for start in (0, 1, 3):
         before, after = memoryview(old)[start:], memoryview(bytearray(new))[start:]
         buffer = bytearray(before)
-        delta.apply(delta.encode(before, after, 1) or b"", buffer, 1)
+        delta_codec.apply(delta_codec.encode(before, after, 1) or b"", buffer, 1)
         assert buffer == after
 
 
 def test_nothing_has_changed() -> None:
-    assert delta.encode(b"same", b"same", 2) is None
-    assert delta.encode(b"", b"", 8) is None
+    assert delta_codec.encode(b"same", b"same", 2) is None
+    assert delta_codec.encode(b"", b"", 8) is None
     buffer = bytearray(b"same")
-    delta.apply(delta.nothing(4, 2), buffer, 2)
+    delta_codec.apply(delta_codec.nothing(4, 2), buffer, 2)
     assert buffer == b"same"
 
 
-GOOD = delta.encode(bytes(400), changed(bytes(400), [3, 50, 199], 2), 2) or b""
+GOOD = delta_codec.encode(bytes(400), changed(bytes(400), [3, 50, 199], 2), 2) or b""
 
 
 @pytest.mark.parametrize(
@@ -104,14 +110,14 @@ GOOD = delta.encode(bytes(400), changed(bytes(400), [3, 50, 199], 2), 2) or b""
         GOOD[:16] + (4).to_bytes(8, "little") + GOOD[24:],
         GOOD[:16] + (1 << 63).to_bytes(8, "little") + GOOD[24:],
         GOOD[:24] + b"\xff\xff" + GOOD[26:],
-        delta.nothing(398, 2),
-        delta.nothing(400, 1),
+        delta_codec.nothing(398, 2),
+        delta_codec.nothing(400, 1),
     ],
 )
 def test_what_is_no_delta_of_the_tensor_changes_nothing(blob: bytes) -> None:
     buffer = bytearray(400)
     with pytest.raises(InvalidWeights, match="the delta of 'w'"):
-        delta.apply(blob, buffer, 2, "w")
+        delta_codec.apply(blob, buffer, 2, "w")
     assert buffer == bytes(400)
 
 
@@ -124,11 +130,11 @@ def test_random_bytes_end_in_an_error_or_are_taken_back() -> None:
             blob[source.randrange(len(blob))] = source.randrange(256)
         buffer = bytearray(400)
         try:
-            delta.apply(blob, buffer, 2)
+            delta_codec.apply(blob, buffer, 2)
         except InvalidWeights:
             assert buffer == bytes(400)
         else:
-            delta.apply(blob, buffer, 2)
+            delta_codec.apply(blob, buffer, 2)
             assert buffer == bytes(400)
 
 

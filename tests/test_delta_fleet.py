@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from rl_plane import delta
-from rl_plane.checkpoint import open_checkpoint
 from rl_plane.client import RlClient
 from rl_plane.errors import InvalidRequest, NotAtBase, PlaneError
-from rl_plane.record import MAX_DELTAS, read_record
-from rl_plane.safetensors_file import write_safetensors
-from rl_plane.versions import DTYPE_BYTES, TensorSpec
+from rl_plane.protocol.record import MAX_DELTAS, read_record
+from rl_plane.protocol.versions import DTYPE_BYTES, TensorSpec
+from rl_plane.weights import delta_codec
+from rl_plane.weights.checkpoint import open_checkpoint
+from rl_plane.weights.safetensors_file import write_safetensors
 from tests.conftest import Plane
 from tests.test_plane_update import all_serve, generated, states, update_of
-from worker.engines.fake import fake_token
-from worker.staging import model_digest
+from worker.engines.fake.adapter import fake_token
+from worker.receive.staging import model_digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
@@ -39,7 +39,7 @@ def delta_dir(plane: Plane, old: Path, new: Path) -> Path:
     blobs = {}
     after = tensors_in(new)
     for name, (spec, data) in tensors_in(old).items():
-        blob = delta.encode(data, after[name][1], DTYPE_BYTES[spec.dtype])
+        blob = delta_codec.encode(data, after[name][1], DTYPE_BYTES[spec.dtype])
         if blob is not None:
             blobs[name] = (TensorSpec("U8", (len(blob),)), blob)
     path = plane.tmp / "weights" / f"{old.name}-{new.name}"
@@ -136,7 +136,7 @@ async def test_a_chain_is_not_endless_and_a_gone_base_is_told(
     models = [plane.model(seed) for seed in range(3)]
     client = await plane.client()
     ids = [one.instance_id for one in plane.spawn_many(2)]
-    monkeypatch.setattr("rl_plane.judge.MAX_DELTAS", 1)
+    monkeypatch.setattr("rl_plane.commit.rules.MAX_DELTAS", 1)
     assert MAX_DELTAS > 1
     await client.run("update_weights", by_delta(plane, models[0], models[1], "one"))
     with pytest.raises(NotAtBase, match="1 deltas away"):

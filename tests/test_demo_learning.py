@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from rl_plane.canary import parse_canary
 from rl_plane.demo.grpo import completion_logprobs, group_advantages, padded, padded_mask, policy_loss
 from rl_plane.demo.policy import Policy, checkpoint_digest, prune_checkpoints
 from rl_plane.demo.reward import reward
+from rl_plane.protocol.canary import parse_canary
 
 
 def load(path: Path) -> Any:
@@ -24,7 +24,7 @@ def load(path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from worker.tiny_model import make_tiny_model
+    from worker.testing.tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("demo") / "model", seed=3)
 
@@ -146,7 +146,7 @@ def test_the_canary_is_what_the_model_computes_now(tiny: Path) -> None:
 
 
 def test_a_checkpoint_appears_whole_and_has_the_planes_digest(tiny: Path, tmp_path: Path) -> None:
-    from worker.staging import model_digest
+    from worker.receive.staging import model_digest
 
     policy = Policy(tiny)
     assert checkpoint_digest(tiny) == model_digest(tiny)

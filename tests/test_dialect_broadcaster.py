@@ -17,10 +17,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from frontend.http import MAX_BODY_BYTES
+from frontend.server.http import MAX_BODY_BYTES
 from rl_plane.errors import Locked
-from rl_plane.safetensors_file import write_safetensors
-from rl_plane.versions import TensorSpec
+from rl_plane.protocol.versions import TensorSpec
+from rl_plane.weights.safetensors_file import write_safetensors
 from tests.dialect_facade import (
     HEAL_S,
     PROMPT,
@@ -39,8 +39,8 @@ from tests.fed_trainer import HOST, FedTrainer, parts_of
 from tests.test_dialect_prime_rl import PrimeRl
 from tests.test_fed_updates import NUMBERS, free_port
 from tests.test_hf_fleet import START_S, Witnesses
-from worker.staging import model_digest
-from worker.tiny_model import make_witness_model
+from worker.receive.staging import model_digest
+from worker.testing.tiny_model import make_witness_model
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

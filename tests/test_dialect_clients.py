@@ -18,17 +18,17 @@ pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
 from examples.skyrl_client import FleetInferenceClient
-from frontend.generation import Generation
+from frontend.completions.completion_routes import Generation
 from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, Locked, Unsupported
-from rl_plane.publish.vllm_client import FleetWeightSyncClient
+from rl_plane.publish.integrations.vllm_client import FleetWeightSyncClient
 from rl_plane.sync import SyncRlClient
 from tests.dialect_facade import HEAL_S, PROMPT, TOKENS, facade, fine, proven, witnessed
 from tests.fed_trainer import HOST, FedTrainer, parts_of
 from tests.test_fed_updates import NUMBERS, free_port
 from tests.test_hf_fleet import chain
 from tests.vllm_trainer import VllmTrainer
-from worker.tiny_adapter import make_witness_adapter
-from worker.tiny_model import make_witness_model
+from worker.testing.tiny_adapter import make_witness_adapter
+from worker.testing.tiny_model import make_witness_model
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from tests.dialect_facade import facade, fine, refused, served
-from worker.engines.fake_model import make_fake_adapter, make_fake_model
+from worker.engines.fake.fake_model import make_fake_adapter, make_fake_model
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -188,7 +188,7 @@ async def test_what_can_not_be_is_refused_once_and_by_name(plane: Plane, http: h
 
 
 WITHOUT_ADAPTERS = """
-import worker.engines.fake as fake
+import worker.engines.fake.adapter as fake
 described = fake.EngineInfo
 lacking = {"prepare_update:lora": "it has none", "update_weights:lora": "it has none"}
 fake.EngineInfo = lambda **info: described(**info | {"capabilities": lacking})

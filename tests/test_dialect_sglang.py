@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from frontend.calls import FleetCalls
-from frontend.dialects import routes
-from frontend.dialects.sglang_held import read_tensors
-from frontend.dialects.sglang_opened import Opened
+from frontend.dialects import dialect_routes
+from frontend.dialects.sglang.body_tensors import read_tensors
+from frontend.dialects.sglang.open_sessions import Opened
+from frontend.facade.calls import FleetCalls
+from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.errors import BusUnreachable, Locked, Unavailable
-from rl_plane.fleet import Fleet
-from rl_plane.safetensors_file import write_safetensors
-from rl_plane.subjects import OPENED
-from rl_plane.update_sessions import SESSION_IDLE_S
+from rl_plane.fleet.fleet import Fleet
+from rl_plane.protocol.subjects import OPENED
+from rl_plane.weights.safetensors_file import write_safetensors
 from tests.dialect_facade import PROMPT, Answered, facade, fine, just_before, refused, served
 from tests.faults import Told
 from tests.test_colocated import WITHOUT_A_SAVER
-from worker.engines.fake_model import fake_token, make_fake_adapter, make_fake_model
-from worker.staging import model_digest
+from worker.engines.fake.fake_model import fake_token, make_fake_adapter, make_fake_model
+from worker.receive.staging import model_digest
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -40,7 +40,7 @@ OVERTAKES_S = 1.0
 
 @pytest.fixture(autouse=True)
 def nothing_is_reported_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "_reported", set())
+    monkeypatch.setattr(dialect_routes, "_reported", set())
 
 
 async def test_what_is_told_of_the_fleet_as_one_server(plane: Plane) -> None:
@@ -92,7 +92,7 @@ async def test_pause_and_what_goes_with_it(plane: Plane, caplog: pytest.LogCaptu
         caplog.clear()
         for _ in range(2):
             fine(await http.post("/continue_generation", json={"torch_empty_cache": False, "pigeon": 1}))
-        told_of = [record.getMessage() for record in caplog.records if record.name == routes.log.name]
+        told_of = [record.getMessage() for record in caplog.records if record.name == dialect_routes.log.name]
         assert [("torch_empty_cache" in one, "pigeon" in one) for one in told_of] == [
             (False, True),
             (True, False),
@@ -485,7 +485,7 @@ async def test_an_update_that_is_not_whole_is_told_of(
         assert await served(http) == [(True, "one")]
         # While it is paused, the trainer says by itself when it is whole; and silence ends it.
         fine(await http.post("/pause_generation", json={}))
-        monkeypatch.setattr("frontend.dialects.sglang_held.IDLE_S", 0.0)
+        monkeypatch.setattr("frontend.dialects.sglang.body_tensors.IDLE_S", 0.0)
         caplog.clear()
         fine(await http.post(path, json=first))
         fine(await http.get("/flush_cache"))
@@ -565,7 +565,7 @@ async def test_what_was_begun_is_known_to_any_frontend_and_ends(
         fine(await one.post("/begin_weight_update", json={}))
         fine(await other.post("/continue_generation", json={}))
         await send("continued")
-        monkeypatch.setattr("frontend.dialects.sglang_opened.SESSION_IDLE_S", 0.0)
+        monkeypatch.setattr("frontend.dialects.sglang.open_sessions.SESSION_IDLE_S", 0.0)
         fine(await one.post("/begin_weight_update", json={}))
         await send("silent")
         assert await served(one) == [(True, "silent")] * 2
@@ -768,7 +768,7 @@ async def test_memory_is_released_by_all_or_by_nobody(plane: Plane) -> None:
 
 
 BUSY = """
-import worker.engines.fake as fake
+import worker.engines.fake.adapter as fake
 flush = fake.FakeEngine.flush_cache
 async def flush_cache(self):
     return not Path({flag!r}).exists() and await flush(self)

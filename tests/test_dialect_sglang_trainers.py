@@ -21,20 +21,20 @@ pytest.importorskip("peft")
 
 from safetensors.torch import load_file, save_file
 
-from frontend.dialects import sglang_session
-from frontend.dialects.sglang_held import HeldTensors
-from frontend.dialects.sglang_opened import Opened
-from frontend.dialects.sglang_session import Updates
+from frontend.dialects.sglang import sglang_session
+from frontend.dialects.sglang.body_tensors import HeldTensors
+from frontend.dialects.sglang.open_sessions import Opened
+from frontend.dialects.sglang.sglang_session import Updates
+from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, Holder, read_holder
 from rl_plane.errors import BusUnreachable, EngineFailed, Locked
-from rl_plane.lock import DEFAULT_LOCK_WAIT_S, Holder, read_holder
 from tests.dialect_facade import HEAL_S, facade, fine, proven, refused, refused_before, served, taken_before
 from tests.fed_trainer import HOST, FedTrainer, parts_of
 from tests.test_dialect_sglang import aborts_what_runs, one_by_one
 from tests.test_fed_updates import GLOO_S, free_port
 from tests.test_hf_fleet import START_S, Witnesses
-from worker.engines.fake_model import make_fake_adapter
-from worker.staging import TIE_FIX
-from worker.tiny_model import make_tiny_model
+from worker.engines.fake.fake_model import make_fake_adapter
+from worker.receive.staging import TIE_FIX
+from worker.testing.tiny_model import make_tiny_model
 
 if TYPE_CHECKING:
     from rl_plane.client import RlClient
@@ -281,7 +281,7 @@ async def _verl(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
 
 
 OF_SIX_RANKS = """
-import worker.engines.fake as fake
+import worker.engines.fake.adapter as fake
 described = fake.EngineInfo
 fake.EngineInfo = lambda **info: described(**info | {"world_size": 6, "tp_size": 2, "pp_size": 3})
 """
@@ -705,7 +705,7 @@ async def _taken_for_longer_than_a_silence(replay: Replay, plane: Plane, client:
     """What was begun goes on while a call of it waits: it is not committed before its end."""
     (whole,) = parts_of(plane.model(2), 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("frontend.dialects.sglang_opened.SESSION_IDLE_S", DEFAULT_LOCK_WAIT_S)
+        patch.setattr("frontend.dialects.sglang.open_sessions.SESSION_IDLE_S", DEFAULT_LOCK_WAIT_S)
         await replay.post("/begin_weight_update")
         async with taken_before(client, "feed_weights_update"):
             told = fine(await replay.send("g", plane.model(2), whole, weight_version="two"))

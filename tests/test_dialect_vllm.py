@@ -12,12 +12,12 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from rl_plane.lock import DEFAULT_LOCK_WAIT_S
-from rl_plane.ops import DEFAULT_PAUSE_LEASE_S
+from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S
+from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
 from tests.dialect_facade import PROMPT, facade, fine, refused, served, taken_before
 from tests.test_colocated import WITHOUT_A_SAVER
-from worker.engines.fake_model import fake_token, make_fake_adapter
-from worker.staging import model_digest
+from worker.engines.fake.fake_model import fake_token, make_fake_adapter
+from worker.receive.staging import model_digest
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -164,7 +164,7 @@ async def test_caches_checks_and_sleep(http: httpx.AsyncClient) -> None:
 
 
 HAS_REQUESTS = """
-import worker.engines.fake as fake
+import worker.engines.fake.adapter as fake
 async def flush_cache(self):
     return False
 fake.FakeEngine.flush_cache = flush_cache
@@ -248,7 +248,7 @@ async def test_who_starts_twice_is_told_so(plane: Plane, http: httpx.AsyncClient
 
 
 STUBBORN = """
-import worker.engines.fake as fake
+import worker.engines.fake.adapter as fake
 from rl_plane.errors import EngineFailed
 go_on = fake.FakeEngine.resume
 async def resume(self):
@@ -275,7 +275,7 @@ async def test_who_is_left_paused_is_named_with_the_time_that_is_left(plane: Pla
 
 
 FULL = """
-import worker.engines.fake as fake
+import worker.engines.fake.adapter as fake
 from rl_plane.errors import EngineFailed
 async def release_memory(self, tags):
     raise EngineFailed("it can't let go")
@@ -377,7 +377,7 @@ async def test_a_finish_that_finds_the_fleet_taken_waits_and_one_that_finds_it_g
         for seed in (1, 2):
             with monkeypatch.context() as patch:
                 if seed == 1:
-                    patch.setattr("rl_plane.update_sessions.SESSION_IDLE_S", int(DEFAULT_LOCK_WAIT_S))
+                    patch.setattr("rl_plane.commit.sessions.SESSION_IDLE_S", int(DEFAULT_LOCK_WAIT_S))
                 fine(await http.post("/start_weight_update"))
                 info = {"weight_dir": str(plane.model(seed))}
                 fine(await http.post("/update_weights", json={"update_info": info}))

@@ -17,14 +17,14 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from frontend.dialects import sglang_groups
 from frontend.dialects.common import NOT_POSSIBLE, begun, served_version
-from frontend.dialects.routes import AllFields, Ask, Fields, add_route, close_routes, report, take
-from frontend.dialects.sglang_groups import GroupFields, Groups
-from frontend.http import MAX_BODY_BYTES, MAX_NAMES_BYTES, make_app, parse_hashed
-from frontend.openapi import add_model
-from frontend.options import FrontendOptions
-from frontend.process import started
+from frontend.dialects.dialect_routes import AllFields, Ask, Fields, add_route, close_routes, report, take
+from frontend.dialects.sglang import groups as sglang_groups
+from frontend.dialects.sglang.groups import GroupFields, Groups
+from frontend.main import started
+from frontend.server.http import MAX_BODY_BYTES, MAX_NAMES_BYTES, make_app, parse_hashed
+from frontend.server.openapi import add_model
+from frontend.server.options import FrontendOptions
 from rl_plane.cli.settings import DIALECTS, BadSetting, for_child, resolve
 from rl_plane.errors import (
     Conflict,
@@ -226,7 +226,7 @@ async def test_bodies_are_read_as_clients_send_them(app: FastAPI) -> None:
 async def test_an_unknown_field_is_told_of_once(
     app: FastAPI, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("frontend.dialects.routes._reported", set())
+    monkeypatch.setattr("frontend.dialects.dialect_routes._reported", set())
 
     async def numbers(ask: Ask) -> Any:
         return take(Numbers, ask).number
@@ -249,7 +249,7 @@ async def test_every_route_tells_of_a_field_that_it_does_not_know(
     plane: Plane, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever else it says to the request."""
-    monkeypatch.setattr("frontend.dialects.routes._reported", set())
+    monkeypatch.setattr("frontend.dialects.dialect_routes._reported", set())
     caplog.set_level(logging.WARNING, "frontend.dialects")
     plane.spawn()
     async with facade(plane) as http:
@@ -348,7 +348,7 @@ async def test_a_large_body_is_hashed_beside_the_loop(app: FastAPI, monkeypatch:
         await let_go.wait()
         return len(runs)
 
-    monkeypatch.setattr("frontend.http.parse_hashed", parse)
+    monkeypatch.setattr("frontend.server.http.parse_hashed", parse)
     add_route(
         app,
         ["POST"],
@@ -492,7 +492,9 @@ def test_what_was_sent_is_not_sent_again_to_a_fleet_that_is_taken_or_gone(raised
 
 
 def test_reports_are_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("frontend.dialects.routes._reported", {("/full", str(each)) for each in range(1000)})
+    monkeypatch.setattr(
+        "frontend.dialects.dialect_routes._reported", {("/full", str(each)) for each in range(1000)}
+    )
     report("/x", "y")
     assert not caplog.records
 

@@ -12,10 +12,10 @@ import pytest
 from nats.aio.msg import Msg
 
 from rl_plane.errors import EngineFailed, PlaneError
-from rl_plane.ops import OPS
-from rl_plane.wire import MAX_MESSAGE_BYTES
-from worker.dispatcher import AT_ONCE, MAX_TOKENIZING, Dispatcher
-from worker.state import WorkerState
+from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
+from rl_plane.protocol.worker_ops import OPS
+from worker.ops.dispatcher import AT_ONCE, MAX_TOKENIZING, Dispatcher
+from worker.reconcile.worker_state import WorkerState
 
 BOUND_S = 5.0
 

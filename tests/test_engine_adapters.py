@@ -32,11 +32,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:::(torch|vllm|sglang|transformers|multiprocessing)"),  # theirs, not ours
 ]
 
-from rl_plane.checkpoint import ADAPTER_NAME, write_manifest  # noqa: E402
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported  # noqa: E402
-from rl_plane.generation import GenerateRequest  # noqa: E402
-from rl_plane.ops import Tokenize  # noqa: E402
-from rl_plane.versions import TensorSpec  # noqa: E402
+from rl_plane.protocol.generation import GenerateRequest  # noqa: E402
+from rl_plane.protocol.versions import TensorSpec  # noqa: E402
+from rl_plane.protocol.worker_ops import Tokenize  # noqa: E402
+from rl_plane.weights.checkpoint import ADAPTER_NAME, write_manifest  # noqa: E402
 from tests.bad_adapters import BAD, DTYPES, in_dtype  # noqa: E402
 from tests.engine_kinds import BATCH_TOKENS, SGLANG, VLLM, Kind  # noqa: E402
 from tests.engine_runs import (  # noqa: E402
@@ -58,10 +58,10 @@ from tests.engine_runs import (  # noqa: E402
 from tests.reference import logits_of, logprobs_of, penalized  # noqa: E402
 from tests.zygote import children_forked  # noqa: E402
 from worker.engines.base import EngineAdapter, EngineInfo, PauseMode  # noqa: E402
-from worker.engines.finite_logits import NOT_FINITE  # noqa: E402
-from worker.staging import adapter_digest, model_digest  # noqa: E402
-from worker.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token  # noqa: E402
-from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model  # noqa: E402
+from worker.engines.common.finite_logits import NOT_FINITE  # noqa: E402
+from worker.receive.staging import adapter_digest, model_digest  # noqa: E402
+from worker.testing.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token  # noqa: E402
+from worker.testing.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model  # noqa: E402
 
 ENDLESS = 2000
 """More tokens than an engine makes meanwhile."""

@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 import pytest
 
 from rl_plane.errors import InvalidRequest
-from worker.engine_args import EngineArguments
 from worker.engines.base import EngineOptions
-from worker.engines.fake import FakeConfig, make_fake_model
+from worker.engines.fake.adapter import FakeConfig, make_fake_model
+from worker.runtime.engine_args import EngineArguments
 
 ENGINES_PAGE = Path(__file__).parent.parent / "docs" / "engines.md"
 THEIRS = pytest.mark.filterwarnings("ignore:::(torch|vllm|sglang|transformers|multiprocessing)")
@@ -139,7 +139,7 @@ def test_the_fake_engines_refusals(written: Callable[[str], Path]) -> None:
 
 def test_the_hf_engines_refusals(written: Callable[[str], Path]) -> None:
     pytest.importorskip("torch")
-    from worker.engines.hf import HfArguments
+    from worker.engines.hf.adapter import HfArguments
 
     file = written("num-blocks: 64")
     assert HfArguments.parse(EngineArguments({}, file).texts).num_blocks == 64
@@ -149,7 +149,7 @@ def test_the_hf_engines_refusals(written: Callable[[str], Path]) -> None:
 @pytest.mark.engines("vllm")
 @THEIRS
 def test_vllms_arguments(written: Callable[[str], Path]) -> None:
-    from worker.engines.vllm_args import parse_arguments
+    from worker.engines.vllm.args import parse_arguments
 
     file = written(
         """
@@ -189,7 +189,7 @@ def test_vllms_arguments(written: Callable[[str], Path]) -> None:
 @pytest.mark.engines("sglang")
 @THEIRS
 def test_sglangs_arguments(written: Callable[[str], Path]) -> None:
-    from worker.engines.sglang_args import WITH_LORA, parse_arguments
+    from worker.engines.sglang.args import WITH_LORA, parse_arguments
 
     file = written(
         """
@@ -236,7 +236,7 @@ def _refuse(**keywords: Any) -> NoReturn:
 def _told_to_vllm(monkeypatch: pytest.MonkeyPatch, model: Path, arguments: dict[str, Any]) -> dict[str, Any]:
     import vllm
 
-    from worker.engines.vllm_process import VllmProcess
+    from worker.engines.vllm.processes import VllmProcess
 
     monkeypatch.setattr(vllm, "AsyncEngineArgs", _refuse)
     with pytest.raises(_Told) as caught:
@@ -247,7 +247,7 @@ def _told_to_vllm(monkeypatch: pytest.MonkeyPatch, model: Path, arguments: dict[
 def _told_to_sglang(monkeypatch: pytest.MonkeyPatch, model: Path, arguments: dict[str, Any]) -> dict[str, Any]:
     from sglang.srt.entrypoints import engine
 
-    from worker.engines.sglang_process import SglangProcess
+    from worker.engines.sglang.processes import SglangProcess
 
     class Engine:
         def __init__(self, **keywords: Any) -> None:

@@ -11,13 +11,13 @@ import pytest
 
 pytest.importorskip("torch")
 
+from rl_plane.bus.token_stream import StreamReceiver
 from rl_plane.errors import PlaneError
-from rl_plane.streams import StreamReceiver
 from tests.conftest import START_S, lives
 from tests.test_mixed_fleet import ARGUMENTS
 from worker import exit_codes
-from worker.engine_watch import DEFAULT_LIVENESS_TIMEOUT_S
-from worker.tiny_model import make_tiny_model
+from worker.runtime.engine_watch import DEFAULT_LIVENESS_TIMEOUT_S
+from worker.testing.tiny_model import make_tiny_model
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

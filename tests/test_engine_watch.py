@@ -20,10 +20,10 @@ from rl_plane.errors import PlaneError
 from tests.conftest import START_S
 from tests.test_plane_update import update_of
 from worker import exit_codes
-from worker.engine_loop import EngineLoop
-from worker.engine_watch import DEFAULT_LIVENESS_TIMEOUT_S, MAX_BLOCKED_S, EngineWatch
-from worker.follower import RecordFollower
-from worker.state import WorkerState
+from worker.reconcile.follower import RecordFollower
+from worker.reconcile.worker_state import WorkerState
+from worker.runtime.engine_loop import EngineLoop
+from worker.runtime.engine_watch import DEFAULT_LIVENESS_TIMEOUT_S, MAX_BLOCKED_S, EngineWatch
 from worker.worker import LIVENESS_INTERVAL_S
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ async def test_a_worker_whose_engine_hangs_closes_and_then_ends(plane: Plane) ->
 
 
 SLOW = """
-import asyncio, worker.engines.fake as fake
+import asyncio, worker.engines.fake.adapter as fake
 options["liveness_timeout_s"] = {timeout_s}
 async def liveness(self):
     while not Path({folder!r}, "answer {name}").exists():
@@ -183,7 +183,7 @@ async def test_a_slow_round_trip_closes_whose_time_out_is_shorter_alone(plane: P
 
 
 HANGING = """
-import asyncio, worker.engines.fake as fake
+import asyncio, worker.engines.fake.adapter as fake
 options["engine_hang_s"] = {hang_s}
 options["liveness_timeout_s"] = 0.5
 def _hanging(name):
@@ -253,7 +253,7 @@ async def test_an_engine_that_hangs_while_its_worker_starts_ends_it(plane: Plane
 
 
 DYING = """
-import worker.engines.fake as fake
+import worker.engines.fake.adapter as fake
 from rl_plane.errors import EngineDied
 def _dying(name):
     async def method(self, *arguments):
@@ -284,7 +284,7 @@ async def test_an_engine_that_dies_while_its_worker_starts_ends_it_as_at_any_tim
 
 
 STARTED = """
-import worker.engines.fake as fake
+import worker.engines.fake.adapter as fake
 from rl_plane.errors import EngineDied
 async def start(self):
     raise EngineDied("as it started")
@@ -292,7 +292,7 @@ fake.FakeEngine.start = start
 """
 
 HASHED = """
-import threading, worker.engines.fake as fake, worker.process as process
+import threading, worker.engines.fake.adapter as fake, worker.process as process
 from rl_plane.errors import EngineDied
 async def liveness(self):
     if Path({folder!r}, "hashes").exists():
@@ -315,7 +315,7 @@ async def test_an_engine_that_dies_before_its_worker_serves_ends_it_so_too(plane
 
 
 LOADED = """
-import worker.engines.fake as fake
+import worker.engines.fake.adapter as fake
 really = fake.FakeEngine.load
 def load(self):
     if Path({folder!r}, "fails").exists():
@@ -335,7 +335,7 @@ async def test_a_worker_whose_own_part_fails_ends(plane: Plane) -> None:
 
 
 def _fake() -> tuple[Callable[[], object], dict[str, Any]]:
-    from worker.engines.fake import FakeEngine
+    from worker.engines.fake.adapter import FakeEngine
 
     engine = FakeEngine.__new__(FakeEngine)
     engine._requests = {}
@@ -343,14 +343,14 @@ def _fake() -> tuple[Callable[[], object], dict[str, Any]]:
 
 
 def _vllm() -> tuple[Callable[[], object], dict[str, Any]]:
-    from worker.engines.vllm_streams import Streams
+    from worker.engines.vllm.streams import Streams
 
     streams = Streams(None, frozenset())
     return streams.load, streams._streams
 
 
 def _sglang() -> tuple[Callable[[], object], dict[str, Any]]:
-    from worker.engines.sglang import SglangEngine
+    from worker.engines.sglang.adapter import SglangEngine
 
     engine: Any = SglangEngine.__new__(SglangEngine)
     engine._feeder = SimpleNamespace(streams={})

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from rl_plane.errors import EngineFailed, InvalidRequest
-from rl_plane.versions import HostTensor, WeightVersion
+from rl_plane.protocol.versions import HostTensor, WeightVersion
+from rl_plane.transports.filesystem.receiver import FilesystemTransport
+from rl_plane.transports.receiver_base import Places
 from tests.test_fake_engine import (
     BOUND_S,
     PROMPT,
@@ -27,10 +29,8 @@ from tests.test_fake_engine import (
     version,
 )
 from worker.engines.base import EngineOptions
-from worker.engines.fake import FakeEngine, fake_logprob, fake_token, make_fake_adapter, make_fake_model
-from worker.staging import adapter_digest, model_digest
-from worker.transports.base import Places
-from worker.transports.filesystem import FilesystemTransport
+from worker.engines.fake.adapter import FakeEngine, fake_logprob, fake_token, make_fake_adapter, make_fake_model
+from worker.receive.staging import adapter_digest, model_digest
 
 
 @pytest.fixture

@@ -14,11 +14,12 @@ from typing import Any, cast
 import pytest
 
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAdmitted
-from rl_plane.generation import MAX_PROMPT_LOGPROBS, GenerateDelta, GenerateRequest
-from rl_plane.update_bodies import PreparedReply
-from rl_plane.versions import TensorSpec, WeightVersion
+from rl_plane.protocol.generation import MAX_PROMPT_LOGPROBS, GenerateDelta, GenerateRequest
+from rl_plane.protocol.update_requests import PreparedReply
+from rl_plane.protocol.versions import TensorSpec, WeightVersion
+from rl_plane.transports.reception import Reception
 from worker.engines.base import EngineAdapter, EngineFactory, EngineOptions
-from worker.engines.fake import (
+from worker.engines.fake.adapter import (
     FakeEngine,
     build,
     fake_logprob,
@@ -26,8 +27,7 @@ from worker.engines.fake import (
     fake_token,
     make_fake_model,
 )
-from worker.reception import Reception
-from worker.staging import model_digest
+from worker.receive.staging import model_digest
 
 BOUND_S = 10.0
 PROMPT = [5, 6, 7]

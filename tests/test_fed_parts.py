@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from frontend.options import FrontendOptions
-from rl_plane.bodies import parse_body
+from frontend.server.options import FrontendOptions
 from rl_plane.errors import InvalidRequest, PayloadTooLarge
-from rl_plane.fed_parts import chunks, pieces
-from rl_plane.fleet_replies import group_places
-from rl_plane.group_place import Place
-from rl_plane.membership import Member, Snapshot
+from rl_plane.fleet.fleet_replies import group_places
+from rl_plane.membership.core import Member, Snapshot
+from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES, encode
+from rl_plane.protocol.update_requests import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S, FeedUpdate, UpdateWeights
+from rl_plane.protocol.validation import parse_body
+from rl_plane.protocol.vllm_bodies import InitInfo, Transfer, UpdateInfo, feed_body, init_body
 from rl_plane.sync import call_bound_s
-from rl_plane.update_bodies import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S, FeedUpdate, UpdateWeights
-from rl_plane.vllm_bodies import InitInfo, Transfer, UpdateInfo, feed_body, init_body
-from rl_plane.wire import MAX_MESSAGE_BYTES, encode
+from rl_plane.transports.group.broadcast_plan import chunks, pieces
+from rl_plane.transports.group.rank_layout import Place
 
 SIZES = {"a": 4, "b": 10, "c": 1, "d": 2, "e": 8}
 """Bytes of each tensor."""

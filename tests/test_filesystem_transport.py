@@ -15,21 +15,21 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-import rl_plane.checkpoint as checkpoints
-import rl_plane.directory as directories
-import rl_plane.safetensors_file as safetensors_file
-from rl_plane.checkpoint import (
+import rl_plane.weights.checkpoint as checkpoints
+import rl_plane.weights.rooted_files as directories
+import rl_plane.weights.safetensors_file as safetensors_file
+from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unavailable
+from rl_plane.protocol.versions import TensorSpec, tensors_digest
+from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
+from rl_plane.transports.receiver_base import Delivery, Places, WeightTransport
+from rl_plane.weights.checkpoint import (
     INDEX_NAME,
     MANIFEST_NAME,
     SINGLE_NAME,
     open_checkpoint,
     write_manifest,
 )
-from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unavailable
-from rl_plane.safetensors_file import SafetensorsFile, load_json_object, write_safetensors
-from rl_plane.versions import TensorSpec, tensors_digest
-from worker.transports.base import Delivery, Places, WeightTransport
-from worker.transports.filesystem import FilesystemDelivery, FilesystemTransport
+from rl_plane.weights.safetensors_file import SafetensorsFile, load_json_object, write_safetensors
 
 pytestmark = pytest.mark.usefixtures("no_descriptor_leaks")
 

@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from rl_plane.errors import EngineFailed  # noqa: E402
-from worker.engines.finite_logits import check_prompt, take_out  # noqa: E402
-from worker.engines.sglang_logits import NOTE, Observer, tell, telling  # noqa: E402
+from worker.engines.common.finite_logits import check_prompt, take_out  # noqa: E402
+from worker.engines.sglang.logits import NOTE, Observer, tell, telling  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rl_plane.errors import StaleFence
-from worker.core import WorkerCore
-from worker.follower import RecordFollower
-from worker.state import WorkerState
+from worker.reconcile.follower import RecordFollower
+from worker.reconcile.worker_core import WorkerCore
+from worker.reconcile.worker_state import WorkerState
 
 NOTHING: Any = None
 

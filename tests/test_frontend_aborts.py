@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from frontend.aborts import Aborts
+from frontend.routing.aborts import Aborts
 from rl_plane.client import RlClient
 from rl_plane.errors import Unavailable
-from rl_plane.subjects import FRONTEND_PREFIX
+from rl_plane.protocol.subjects import FRONTEND_PREFIX
 from tests.dialect_facade import facade, fine
 from tests.test_frontend_generation import PROMPT, ask, frontend, next_event
 

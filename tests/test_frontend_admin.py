@@ -11,12 +11,12 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from frontend.options import FrontendOptions
-from frontend.process import started
-from rl_plane.checkpoint import open_checkpoint
+from frontend.main import started
+from frontend.server.options import FrontendOptions
 from rl_plane.errors import InvalidRequest
-from rl_plane.fleet_ops import FLEET_OPS
-from worker.holds import VARIABLE
+from rl_plane.protocol.fleet_ops import FLEET_OPS
+from rl_plane.weights.checkpoint import open_checkpoint
+from worker.testing.phase_hooks import VARIABLE
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -198,7 +198,7 @@ async def _status_before_the_body(rl: httpx.AsyncClient, size: int, expect: str 
 async def test_a_body_that_does_not_come_is_not_waited_for(
     rl: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("frontend.http.BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("frontend.server.http.BODY_TIMEOUT_S", 0.1)
     assert await _status_before_the_body(rl, 10, expect="nothing") == 400
 
 
@@ -226,7 +226,7 @@ async def test_an_unexpected_error_is_a_500_without_its_insides(
     async def broken(*args: object) -> None:
         raise RuntimeError("a secret path")
 
-    monkeypatch.setattr("frontend.calls.FleetCalls.run", broken)
+    monkeypatch.setattr("frontend.facade.calls.FleetCalls.run", broken)
     response = await rl.get("state")
     assert error_of(response, 500)["code"] == "internal"
     assert "secret" not in response.text

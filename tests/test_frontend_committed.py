@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from frontend.committed import MAX_HISTORY, STALE_AFTER_S, History, Labels, key_of
-from frontend.fleet_status import FleetStatus, WorkerStatus
-from rl_plane.bus import Bus
+from frontend.routing.committed import MAX_HISTORY, STALE_AFTER_S, History, Labels, key_of
+from frontend.routing.fleet_status import FleetStatus, WorkerStatus
+from rl_plane.bus.connection import Bus
+from rl_plane.bus.scatter import Gather
 from rl_plane.errors import StaleWeights, Unlabelled
-from rl_plane.fanout import Gather
-from rl_plane.generation import AdapterSpan, GenerateDelta, VersionSpan, unwitnessed
-from rl_plane.membership import Changed, Member
-from rl_plane.record import Adapter, DecisionRecord, Held, Source
-from rl_plane.subjects import Subjects
-from rl_plane.versions import WeightVersion
-from rl_plane.view import MembershipView
+from rl_plane.membership.core import Changed, Member
+from rl_plane.membership.view import MembershipView
+from rl_plane.protocol.generation import AdapterSpan, GenerateDelta, VersionSpan, unwitnessed
+from rl_plane.protocol.record import Adapter, DecisionRecord, Held, Source
+from rl_plane.protocol.subjects import Subjects
+from rl_plane.protocol.versions import WeightVersion
 
 SOURCE = Source({"backend": "filesystem", "path": "/x"})
 

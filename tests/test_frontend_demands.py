@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from frontend.committed import MAX_LABELS, LabelsOfRun
-from frontend.continuation import SoFar, seed_after
-from frontend.demands import (
+from frontend.completions.openai_bodies import CompletionBody, NvExt
+from frontend.completions.plans import plan_completion
+from frontend.routing.committed import MAX_LABELS, LabelsOfRun
+from frontend.routing.continuation import SoFar, seed_after
+from frontend.routing.demands import (
     NO_DEMANDS,
     Demands,
     Point,
@@ -19,10 +21,8 @@ from frontend.demands import (
     point_of,
     point_of_span,
 )
-from frontend.openai import CompletionBody, NvExt
-from frontend.plans import plan_completion
 from rl_plane.errors import InvalidRequest
-from rl_plane.generation import GenerateDelta, GenerateRequest, VersionSpan, unwitnessed
+from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, VersionSpan, unwitnessed
 from tests.test_frontend_committed import record, span, version
 
 # ---- how they are said ----

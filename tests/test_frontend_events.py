@@ -14,11 +14,12 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from frontend import events, listeners
-from frontend.events import HELLO, KEEP_ALIVE, FleetEvents, Listener
-from frontend.fleet_status import FleetStatus
-from frontend.options import FrontendOptions
-from frontend.process import started
+from frontend.facade import events
+from frontend.facade.events import HELLO, KEEP_ALIVE, FleetEvents, Listener
+from frontend.main import started
+from frontend.routing.fleet_status import FleetStatus
+from frontend.server import listeners
+from frontend.server.options import FrontendOptions
 from rl_plane.errors import InvalidRequest, Unavailable
 from tests.faults import spawn_faulty
 from tests.test_frontend_committed import record, rolling
@@ -306,9 +307,9 @@ async def test_a_reader_that_takes_nothing_is_dropped(
 ) -> None:
     from starlette.requests import ClientDisconnect
 
-    from frontend import streaming
+    from frontend.server import event_stream
 
-    monkeypatch.setattr(streaming, "SEND_TIMEOUT_S" if framed else "STALLED_S", 0.05)
+    monkeypatch.setattr(event_stream, "SEND_TIMEOUT_S" if framed else "STALLED_S", 0.05)
     hub = await made(plane)
 
     async def stuck(message: Any) -> None:
@@ -319,14 +320,14 @@ async def test_a_reader_that_takes_nothing_is_dropped(
         await asyncio.Event().wait()
 
     with pytest.raises(ClientDisconnect):
-        await streaming.EventStream(hub.listen(), framed=framed)({}, silent, stuck)
+        await event_stream.EventStream(hub.listen(), framed=framed)({}, silent, stuck)
     assert not hub._listeners
 
 
 async def test_work_ends_when_its_client_goes_and_only_then() -> None:
     from starlette.requests import ClientDisconnect
 
-    from frontend.streaming import unless_gone
+    from frontend.server.event_stream import unless_gone
 
     goes, begun, cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
 

@@ -12,11 +12,11 @@ import msgpack
 import pytest
 import pytest_asyncio
 
-from frontend import fleet_service
-from frontend.options import FrontendOptions
-from frontend.process import started
-from rl_plane.bus import Bus
-from rl_plane.wire import MAX_MESSAGE_BYTES
+from frontend.facade import nats_service
+from frontend.main import started
+from frontend.server.options import FrontendOptions
+from rl_plane.bus.connection import Bus
+from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -162,7 +162,7 @@ async def test_a_reply_too_large_for_nats_is_a_typed_error(
     async def huge(*args: object) -> dict[str, Any]:
         return {"status": "ok", "workers": ["x" * MAX_MESSAGE_BYTES]}
 
-    monkeypatch.setattr("rl_plane.fleet.Fleet.run", huge)
+    monkeypatch.setattr("rl_plane.fleet.fleet.Fleet.run", huge)
     reply = await service.ask("state", id="big")
     assert (reply["id"], reply["error"]["code"]) == ("big", "payload_too_large")
     assert reply["error"]["call_status"] == "ok"
@@ -171,7 +171,7 @@ async def test_a_reply_too_large_for_nats_is_a_typed_error(
 async def test_calls_under_way_are_bounded(
     plane: Plane, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_service, "MAX_IN_FLIGHT", 0)
+    monkeypatch.setattr(nats_service, "MAX_IN_FLIGHT", 0)
     reply = await service.ask("state")
     assert (reply["error"]["code"], reply["error"]["retry_after_s"]) == ("unavailable", 1.0)
 
@@ -182,7 +182,7 @@ async def test_an_unexpected_error_is_answered_without_its_insides(
     async def broken(*args: object) -> None:
         raise RuntimeError("a secret path")
 
-    monkeypatch.setattr("rl_plane.fleet.Fleet.run", broken)
+    monkeypatch.setattr("rl_plane.fleet.fleet.Fleet.run", broken)
     start = time.monotonic()
     reply = await service.ask("state")
     assert reply["error"]["code"] == "internal"

@@ -18,18 +18,18 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from frontend.attempts import IDLE_TIMEOUT_S
-from frontend.fleet_status import FleetStatus
-from frontend.lease import FrontendLease
-from frontend.options import FrontendOptions
-from frontend.process import started
+from frontend.main import started
+from frontend.routing.attempts import IDLE_TIMEOUT_S
+from frontend.routing.fleet_status import FleetStatus
+from frontend.routing.routing_lease import FrontendLease
+from frontend.server.options import FrontendOptions
 from rl_plane import Rollout, gather_enough
+from rl_plane.bus.server import NatsServer
+from rl_plane.bus.token_stream import IncomingStream
 from rl_plane.client import RlClient
-from rl_plane.generation import MAX_PROMPT_LOGPROBS
-from rl_plane.nats_server import NatsServer
-from rl_plane.record import SERVING_LEASE_S
-from rl_plane.streams import IncomingStream
-from worker.engines.fake import fake_logprob, fake_prompt_logprobs, fake_token, make_fake_adapter
+from rl_plane.protocol.generation import MAX_PROMPT_LOGPROBS
+from rl_plane.protocol.record import SERVING_LEASE_S
+from worker.engines.fake.adapter import fake_logprob, fake_prompt_logprobs, fake_token, make_fake_adapter
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -39,7 +39,7 @@ WAIT_S = 1.0
 PROMPT = [5, 6, 7]
 
 LIES = """
-import worker.engines.fake as fake
+import worker.engines.fake.adapter as fake
 honest = fake.FakeEngine.generate
 async def lying(self, request):
     async for delta in honest(self, request):
@@ -263,7 +263,7 @@ async def test_a_reply_that_no_message_carries_is_refused(plane: Plane, http: ht
 
 
 HIDES = """
-import worker.engines.fake as fake
+import worker.engines.fake.adapter as fake
 honest = fake.FakeEngine.generate
 async def hiding(self, request):
     async for delta in honest(self, request):
@@ -275,7 +275,7 @@ fake.FakeEngine.generate = hiding
 
 UNFINITE = "the model's logits are not finite numbers"
 FAILS = f"""
-import worker.engines.fake as fake
+import worker.engines.fake.adapter as fake
 from rl_plane.errors import EngineFailed
 async def failing(self, request):
     raise EngineFailed({UNFINITE!r})
@@ -561,7 +561,7 @@ async def test_a_worker_that_dies_later_leaves_its_tokens(plane: Plane, http: ht
 
 DEAD = "the generation thread died"
 DIES = f"""
-import worker.engines.fake as fake
+import worker.engines.fake.adapter as fake
 from rl_plane.errors import EngineDied
 honest = fake.FakeEngine.generate
 async def dying(self, request):
@@ -736,8 +736,8 @@ async def test_streams_survive_a_restart_of_nats(own_nats: tuple[NatsServer, Pla
 
 SERVE = """
 import asyncio, json, sys
-from frontend.options import FrontendOptions
-from frontend.process import serve
+from frontend.server.options import FrontendOptions
+from frontend.main import serve
 options = FrontendOptions(sys.argv[1], sys.argv[2], rl_port=0, http_port=0, drain_s=float(sys.argv[3]))
 asyncio.run(serve(options, lambda urls: print(json.dumps(urls), flush=True)))
 """
@@ -876,7 +876,7 @@ async def test_a_hung_worker_before_its_first_token_costs_a_wait_only(
     victim = plane.spawn(instance_id="0" * 16)
     await ask(http, nvext={"instance_id": "0" * 16})
     await ask(http, nvext={"instance_id": "f" * 16})  # so the next turn is the victim's
-    monkeypatch.setattr("frontend.attempts.ACCEPT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("frontend.routing.attempts.ACCEPT_TIMEOUT_S", 0.3)
     victim.stop()
     try:
         assert (await ask(http))["nvext"]["instance_id"] == "f" * 16
@@ -902,8 +902,8 @@ async def test_a_frontend_that_hears_no_decision_has_read_it_before_it_is_served
     async def deaf(*args: object) -> None:
         pass
 
-    monkeypatch.setattr("rl_plane.view.MembershipView._record_feed", deaf)
-    monkeypatch.setattr("frontend.lease.FrontendLease._message", deaf)
+    monkeypatch.setattr("rl_plane.membership.view.MembershipView._record_feed", deaf)
+    monkeypatch.setattr("frontend.routing.routing_lease.FrontendLease._message", deaf)
     plane.spawn()
     async with frontend(plane) as http:
         await ask(http)
@@ -915,7 +915,7 @@ async def test_a_frontend_that_hears_no_status_asks(plane: Plane, monkeypatch: p
     async def deaf(*args: object) -> None:
         pass
 
-    monkeypatch.setattr("frontend.fleet_status.FleetStatus._message", deaf)
+    monkeypatch.setattr("frontend.routing.fleet_status.FleetStatus._message", deaf)
     async with frontend(plane, admission_wait_s=10) as http:
         worker = plane.spawn()
         await ask(http)
@@ -927,7 +927,7 @@ async def test_a_frontend_that_hears_no_status_asks(plane: Plane, monkeypatch: p
 
 
 async def test_choices_under_way_are_bounded(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frontend.generation.MAX_IN_FLIGHT", 1)
+    monkeypatch.setattr("frontend.completions.completion_routes.MAX_IN_FLIGHT", 1)
     async with frontend(plane, admission_wait_s=60) as http:
         # Those that wait for a first worker are among them.
         two = {asyncio.create_task(http.post("/v1/completions", json={"prompt": "hi"})) for _ in range(2)}
@@ -985,9 +985,9 @@ async def test_a_frozen_frontend_is_waited_for_and_never_serves_what_was_replace
     plane.spawn()
     code = """
 import asyncio, sys
-from frontend.lease import FrontendLease
-from frontend.options import FrontendOptions
-from frontend.process import serve
+from frontend.routing.routing_lease import FrontendLease
+from frontend.server.options import FrontendOptions
+from frontend.main import serve
 options = FrontendOptions(sys.argv[1], sys.argv[2], rl_port=None, http_port=0)
 asyncio.run(serve(options, lambda urls: print(urls["http_url"], flush=True)))
 """

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from frontend import committed
-from frontend.fleet_status import FleetStatus
-from frontend.options import FrontendOptions
-from frontend.process import started
+from frontend.main import started
+from frontend.routing import committed
+from frontend.routing.fleet_status import FleetStatus
+from frontend.server.options import FrontendOptions
 from rl_plane.client import RlClient
-from rl_plane.record import DecisionRecord
-from rl_plane.view import MembershipView
+from rl_plane.membership.view import MembershipView
+from rl_plane.protocol.record import DecisionRecord
 from tests.scripted_worker import Script, ScriptedWorker, Stream, decide
 from tests.test_frontend_committed import record, rolling, span
 from tests.test_frontend_lease import follow, listed, tell
@@ -217,7 +217,7 @@ async def test_a_label_that_is_news_is_looked_up(plane: Plane, monkeypatch: pyte
     async with staged(plane) as stage:
         worker = await stage.worker(script, record(1))
         await stage.decide(record(1))
-        monkeypatch.setattr("rl_plane.view.MembershipView.take_record", lambda *args: None)
+        monkeypatch.setattr("rl_plane.membership.view.MembershipView.take_record", lambda *args: None)
         asking = asyncio.create_task(stage.ask())
         await plane.until(lambda: worker.requests)
         await decide(stage.client.bus, stage.client.subjects(), record(2))

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from frontend import lease as lease_module
-from frontend.lease import CONFIRM_INTERVAL_S, KEY_TTL_S, FrontendLease
-from frontend.options import FrontendOptions
-from frontend.process import Frontend
-from rl_plane.bus import Bus
+from frontend.main import Frontend
+from frontend.routing import routing_lease
+from frontend.routing.routing_lease import CONFIRM_INTERVAL_S, KEY_TTL_S, FrontendLease
+from frontend.server.options import FrontendOptions
+from rl_plane.bus.connection import Bus
+from rl_plane.bus.server import NatsServer
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, NotAdmitted
-from rl_plane.generation import GenerateDelta, GenerateRequest
-from rl_plane.lease import ServingLease
-from rl_plane.nats_server import NatsServer
-from rl_plane.record import SERVING_LEASE_S, DecisionRecord, first_record, read_frontends
-from rl_plane.subjects import FRONTEND_PREFIX
-from rl_plane.view import MembershipView
-from rl_plane.wire import Request, decode, encode
+from rl_plane.membership.view import MembershipView
+from rl_plane.protocol.envelope import Request, decode, encode
+from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
+from rl_plane.protocol.record import SERVING_LEASE_S, DecisionRecord, first_record, read_frontends
+from rl_plane.protocol.serving_lease import ServingLease
+from rl_plane.protocol.subjects import FRONTEND_PREFIX
 from tests.scripted_worker import ScriptedWorker, Stream, decide
 from tests.test_frontend_committed import record, span
 
@@ -144,7 +144,7 @@ async def test_who_delivers_tokens_is_listed_and_leaves_the_list(plane: Plane) -
 
 
 async def test_one_that_vanishes_leaves_the_list_by_itself(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_module, "KEY_TTL_S", 3)
+    monkeypatch.setattr(routing_lease, "KEY_TTL_S", 3)
     client = await plane.client()
     view = await (await plane.client("frontend")).view()
     gone = FrontendLease(view, "0" * 16)
@@ -238,8 +238,8 @@ async def test_what_makes_no_sense_is_refused(plane: Plane, wire: Any, code: str
 
 
 async def test_without_a_lease_requests_wait_for_it(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_module, "SERVING_LEASE_S", 0.3)
-    monkeypatch.setattr(lease_module, "CONFIRM_INTERVAL_S", 0.1)
+    monkeypatch.setattr(routing_lease, "SERVING_LEASE_S", 0.3)
+    monkeypatch.setattr(routing_lease, "CONFIRM_INTERVAL_S", 0.1)
     client = await plane.client()
     silent = asyncio.Event()
     read = MembershipView.read_record

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from frontend.native import plan_sglang, plan_vllm
-from frontend.plans import Plan, plan_chat, plan_completion
+from frontend.completions.native_bodies import plan_sglang, plan_vllm
+from frontend.completions.plans import Plan, plan_chat, plan_completion
 from tests.test_frontend_generation import PROMPT, error_of, events_of, http, tokens_under, update
-from worker.engines.fake import fake_logprob, fake_prompt_logprobs
+from worker.engines.fake.adapter import fake_logprob, fake_prompt_logprobs
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

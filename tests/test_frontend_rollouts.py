@@ -15,22 +15,22 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from frontend import committed
-from frontend.committed import Committed
-from frontend.continuation import SoFar
-from frontend.demands import Demands
-from frontend.engine_client import Event
-from frontend.fleet_status import FleetStatus
-from frontend.generation import Generation
-from frontend.lease import FrontendLease
-from frontend.plans import Plan
-from frontend.process import Frontend
-from frontend.replies import Choice
+from frontend.completions.completion_routes import Generation
+from frontend.completions.openai_replies import Choice
+from frontend.completions.plans import Plan
+from frontend.main import Frontend
+from frontend.routing import committed
+from frontend.routing.committed import Committed
+from frontend.routing.continuation import SoFar
+from frontend.routing.demands import Demands
+from frontend.routing.engine_client import Event
+from frontend.routing.fleet_status import FleetStatus
+from frontend.routing.routing_lease import FrontendLease
+from rl_plane.commit.history import UpdateEntry, read_history
 from rl_plane.errors import BusUnreachable, DemandUnmet
-from rl_plane.generation import AdapterSpan, GenerateDelta, GenerateRequest
-from rl_plane.history import UpdateEntry, read_history
-from rl_plane.record import DecisionRecord
-from rl_plane.view import MembershipView
+from rl_plane.membership.view import MembershipView
+from rl_plane.protocol.generation import AdapterSpan, GenerateDelta, GenerateRequest
+from rl_plane.protocol.record import DecisionRecord
 from tests.scripted_worker import Script, ScriptedWorker, Stream, decide
 from tests.test_frontend_committed import record, rolling, span, version
 from tests.test_frontend_generation import (
@@ -46,8 +46,8 @@ from tests.test_frontend_generation import (
 )
 from tests.test_frontend_labels import Stage, always, staged
 from tests.test_frontend_lease import follow, running, scripted, tell
-from worker.engines.fake import fake_token, make_fake_adapter
-from worker.staging import model_digest
+from worker.engines.fake.adapter import fake_token, make_fake_adapter
+from worker.receive.staging import model_digest
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -60,7 +60,7 @@ LONG = 2000
 """Tokens that no test waits for."""
 
 CANT = """
-import worker.engines.fake as fake
+import worker.engines.fake.adapter as fake
 from dataclasses import replace
 honest = fake.FakeEngine.start
 async def lacking(self):
@@ -345,7 +345,9 @@ async def test_a_length_that_nobody_chose_waits_for_no_longer_worker(
 async def test_a_length_that_nobody_chose_takes_a_shorter_worker_while_the_longer_one_is_full(
     plane: Plane, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("frontend.routing.MAX_STREAMS", 2)  # a late report may count one of the shorter worker's
+    monkeypatch.setattr(
+        "frontend.routing.router.MAX_STREAMS", 2
+    )  # a late report may count one of the shorter worker's
     plane.spawn(max_model_len=16)
     longer = plane.spawn(max_model_len=64, token_delay_s=60)
     await ready(plane, 2)
@@ -469,7 +471,7 @@ async def test_what_only_a_worker_could_do_that_left_long_ago_is_refused_at_once
     _, asking = await lose_the_able_one(plane, http, waiting, need)
     await plane.until(lambda: waiting)
     before = set(waiting)
-    monkeypatch.setattr("frontend.picking.AWAY_S", 0.0)
+    monkeypatch.setattr("frontend.routing.worker_selector.AWAY_S", 0.0)
     body = {"prompt_token_ids": PROMPT, **NEEDS[need][2]}
     status, field = (501, "min_tokens") if need == "a field" else (400, "max_tokens")
     assert error_of(await http.post("/v1/completions", json=body), status)["field"] == field
@@ -489,7 +491,7 @@ async def test_what_only_a_worker_can_do_that_stays_away_is_refused_in_the_end(
         body = {"prompt_token_ids": PROMPT, **NEEDS[need][2]}
         reply = await http.post("/v1/completions", json=body)
         assert (error_of(reply, 503)["code"], reply.headers["retry-after"]) == ("not_admitted", "1")
-        monkeypatch.setattr("frontend.picking.AWAY_S", 0.0)
+        monkeypatch.setattr("frontend.routing.worker_selector.AWAY_S", 0.0)
         status, field = (501, "min_tokens") if need == "a field" else (400, "max_tokens")
         assert error_of(await http.post("/v1/completions", json=body), status)["field"] == field
 
@@ -518,7 +520,7 @@ async def test_a_full_fleet_is_told_at_once(
     plane: Plane, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = plane.spawn(token_delay_s=PACE_S)
-    monkeypatch.setattr("frontend.routing.MAX_STREAMS", 1)
+    monkeypatch.setattr("frontend.routing.router.MAX_STREAMS", 1)
     async with Streaming(http, max_tokens=LONG) as stream:
         await stream.more()
         response = await http.post("/v1/completions", json={"prompt": "hi"})
@@ -839,7 +841,7 @@ async def test_a_demand_waits_within_its_bound(
 ) -> None:
     plane.spawn()
     await ask(http)
-    monkeypatch.setattr("frontend.picking.STALE_WAIT_S", 0.2)
+    monkeypatch.setattr("frontend.routing.worker_selector.STALE_WAIT_S", 0.2)
     async with frontend(plane, admission_wait_s=0.1) as hasty:
         error = error_of(await hasty.post("/v1/completions", json={"prompt": "hi", "min_version": 9}), 503)
     assert error["code"] == "demand_unmet"

@@ -8,12 +8,22 @@ from typing import Any
 
 import pytest
 
-from frontend import prefixes, routing
-from frontend.demands import Demands
-from frontend.picking import Aim
-from frontend.prefixes import LENGTHS, MAX_HOLDERS, Beginnings, PrefixTable, beginnings, beginnings_of
-from frontend.routing import NO_WITNESS, REQUEST_TOKENS, SESSION_SLACK, Load, Router, Wish, lacks_of, refused_by
-from rl_plane.generation import GenerateRequest
+from frontend.routing import prefixes
+from frontend.routing import router as routing
+from frontend.routing.demands import Demands
+from frontend.routing.prefixes import LENGTHS, MAX_HOLDERS, Beginnings, PrefixTable, beginnings, beginnings_of
+from frontend.routing.router import (
+    NO_WITNESS,
+    REQUEST_TOKENS,
+    SESSION_SLACK,
+    Load,
+    Router,
+    Wish,
+    lacks_of,
+    refused_by,
+)
+from frontend.routing.worker_selector import Aim
+from rl_plane.protocol.generation import GenerateRequest
 
 ABC = ("a", "b", "c")
 

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from frontend import committed, listeners
-from frontend.committed import History
-from frontend.continuation import SoFar
-from frontend.fleet_status import FleetStatus, WorkerStatus
-from frontend.replies import Choice
-from rl_plane.generation import GenerateDelta
-from rl_plane.record import DecisionRecord
-from rl_plane.streams import IncomingStream, StreamSender
+from frontend.completions.openai_replies import Choice
+from frontend.routing import committed
+from frontend.routing.committed import History
+from frontend.routing.continuation import SoFar
+from frontend.routing.fleet_status import FleetStatus, WorkerStatus
+from frontend.server import listeners
+from rl_plane.bus.token_stream import IncomingStream, StreamSender
+from rl_plane.protocol.generation import GenerateDelta
+from rl_plane.protocol.record import DecisionRecord
 from tests.scripted_worker import Stream
 from tests.test_frontend_committed import record, span
 from tests.test_frontend_generation import (
@@ -31,7 +32,7 @@ from tests.test_frontend_generation import (
     update,
 )
 from tests.test_frontend_labels import staged
-from worker.engines.fake import fake_token
+from worker.engines.fake.adapter import fake_token
 from worker.generation import MAX_TOKENS
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ TOPS = 20
 """Of each token: some 750 bytes of JSON, so of all tokens ten times what all buffers take."""
 FEW, OF_A_MESSAGE = 16, 32
 SHORT = f"""
-import rl_plane.streams as streams
+import rl_plane.bus.token_stream as streams
 import worker.generation as generation
 streams.WINDOW = {FEW}
 generation.MAX_TOP_ROWS = {TOPS * OF_A_MESSAGE}
@@ -52,7 +53,7 @@ SOCKET_BYTES = 1 << 15
 """Of each end: Linux would buffer more than the whole reply."""
 MANY = 40_000
 NARROW = """
-import rl_plane.streams as streams
+import rl_plane.bus.token_stream as streams
 import worker.generation as generation
 streams.WINDOW = 16
 generation.StreamSender = lambda publish, most: streams.StreamSender(publish, most // 4)
@@ -77,7 +78,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> httpx.AsyncHTTPTransport:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
         return listener
 
-    monkeypatch.setattr("frontend.process.bind", small)
+    monkeypatch.setattr("frontend.main.bind", small)
     return httpx.AsyncHTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)])
 
 
@@ -102,7 +103,7 @@ async def test_one_that_stands_still_holds_up_nobody_and_loses_nothing(
         waiting = max(waiting, stream._queue.qsize())
         return gap
 
-    monkeypatch.setattr("rl_plane.streams.CREDIT_EVERY", FEW // 4)
+    monkeypatch.setattr("rl_plane.bus.token_stream.CREDIT_EVERY", FEW // 4)
     monkeypatch.setattr(Choice, "take", counted)
     monkeypatch.setattr(IncomingStream, "put", measured)
     asked = {"prompt_token_ids": PROMPT, "max_tokens": TOKENS, "logprobs": TOPS, "return_token_ids": True}

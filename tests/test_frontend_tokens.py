@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from frontend.tokens import REFUSED, parse_tokenize
+from frontend.completions.tokens import REFUSED, parse_tokenize
 from rl_plane.errors import InvalidRequest, Unsupported
 from tests.test_frontend_generation import error_of, http
 

@@ -9,21 +9,21 @@ from typing import Any, get_args
 
 import pytest
 
-from frontend.attempts import Accepted
-from frontend.caller_ids import CallerIds
-from frontend.calls import MAX_IN_FLIGHT, FleetCalls
-from frontend.canary_counts import CanaryCounts
-from frontend.fleet_service import call_body
-from frontend.fleet_status import CLOSED_REASONS
-from frontend.http import error_body, error_response, to_json
-from frontend.listeners import bind, url_of
-from frontend.metrics import frontend_metrics, metric
-from frontend.native import plan_vllm
-from frontend.openai import REFUSED, ChatBody, CompletionBody
-from frontend.plans import DEFAULT_CHAT_TOKENS, Plan, plan_chat, plan_completion
-from frontend.query import list_fields, merge_query
-from frontend.replies import Choice, Chunks, openai_error, whole
-from frontend.tokens import parse_tokenize
+from frontend.completions.caller_ids import CallerIds
+from frontend.completions.native_bodies import plan_vllm
+from frontend.completions.openai_bodies import REFUSED, ChatBody, CompletionBody
+from frontend.completions.openai_replies import Choice, Chunks, openai_error, whole
+from frontend.completions.plans import DEFAULT_CHAT_TOKENS, Plan, plan_chat, plan_completion
+from frontend.completions.tokens import parse_tokenize
+from frontend.facade.calls import MAX_IN_FLIGHT, FleetCalls
+from frontend.facade.canary_counts import CanaryCounts
+from frontend.facade.nats_service import call_body
+from frontend.routing.attempts import Accepted
+from frontend.routing.fleet_status import CLOSED_REASONS
+from frontend.server.http import error_body, error_response, to_json
+from frontend.server.listeners import bind, url_of
+from frontend.server.metrics import frontend_metrics, metric
+from frontend.server.query import list_fields, merge_query
 from rl_plane.errors import (
     EngineDied,
     InvalidRequest,
@@ -33,13 +33,20 @@ from rl_plane.errors import (
     Unavailable,
     Unsupported,
 )
-from rl_plane.fleet_ops import FLEET_OPS
-from rl_plane.generation import MAX_STOP_CHARS, MAX_STOPS, AdapterSpan, GenerateDelta, Rendering, VersionSpan
-from rl_plane.ops import Tokenize
-from rl_plane.strict_json import parse_json_object
-from rl_plane.versions import WeightVersion
-from rl_plane.wire import Request
-from worker.state import Reason
+from rl_plane.protocol.envelope import Request
+from rl_plane.protocol.fleet_ops import FLEET_OPS
+from rl_plane.protocol.generation import (
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    AdapterSpan,
+    GenerateDelta,
+    Rendering,
+    VersionSpan,
+)
+from rl_plane.protocol.strict_json import parse_json_object
+from rl_plane.protocol.versions import WeightVersion
+from rl_plane.protocol.worker_ops import Tokenize
+from worker.reconcile.worker_state import Reason
 
 # ---- JSON ----
 

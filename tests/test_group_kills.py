@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("torch")
 
+from rl_plane._util.tasks import never
 from rl_plane.errors import Locked, Unavailable, UpdateAborted
-from rl_plane.group_place import Place
-from rl_plane.lifelines import Lifelines
-from rl_plane.tasks import never
+from rl_plane.transports.group.peer_liveness import Lifelines
+from rl_plane.transports.group.rank_layout import Place
 from tests import deaths
 from tests.group_trainer import Trainer
 from tests.test_group_transport import Pushing, _send_all

@@ -18,9 +18,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from frontend.options import FrontendOptions
-from frontend.process import started
-from rl_plane.checkpoint import open_checkpoint
+from frontend.main import started
+from frontend.server.options import FrontendOptions
 from rl_plane.errors import (
     InvalidRequest,
     InvalidWeights,
@@ -31,13 +30,16 @@ from rl_plane.errors import (
     Unsupported,
     UpdateAborted,
 )
-from rl_plane.group_place import Place
-from rl_plane.manifest import Manifest, pack
-from rl_plane.publish.group import GroupSender
-from rl_plane.publish.packing import Tensor, fill, raw_bytes, spec_of
-from rl_plane.torch_group import AHEAD
-from rl_plane.versions import HostTensor, TensorSpec
-from rl_plane.wire import MAX_MESSAGE_BYTES
+from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
+from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.group.rank_layout import Place
+from rl_plane.transports.group.receiver import GlooTransport
+from rl_plane.transports.group.sender import GroupSender
+from rl_plane.transports.group.torch_group import AHEAD
+from rl_plane.transports.packing import Tensor, fill, raw_bytes, spec_of
+from rl_plane.transports.receiver_base import Places
+from rl_plane.weights.checkpoint import open_checkpoint
+from rl_plane.weights.manifest import Manifest, pack
 from tests.conftest import stop_process
 from tests.dialect_facade import facade, fine, refused, served
 from tests.faults import Stream
@@ -45,9 +47,7 @@ from tests.group_trainer import Trainer
 from tests.test_frontend_generation import frontend
 from tests.test_hf_fleet import ENDLESS, PROMPT, Witnesses, chain, proven
 from tests.test_plane_update import all_serve, states
-from worker.receiver import load_transports
-from worker.transports.base import Places
-from worker.transports.group import GlooTransport
+from worker.receive.weight_receiver import load_transports
 
 if TYPE_CHECKING:
     from rl_plane.client import RlClient

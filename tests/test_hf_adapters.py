@@ -16,7 +16,8 @@ torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported  # noqa: E402
-from rl_plane.versions import HostTensor, WeightVersion  # noqa: E402
+from rl_plane.protocol.versions import HostTensor, WeightVersion  # noqa: E402
+from rl_plane.transports.reception import Reception, TensorStream  # noqa: E402
 from tests.test_hf_engine import (  # noqa: E402
     BOUND_S,
     NAMES_OF_STAGINGS,
@@ -35,11 +36,10 @@ from tests.test_hf_engine import (  # noqa: E402
     witnessed,
 )
 from worker.engines.base import EngineOptions  # noqa: E402
-from worker.engines.hf import HfEngine  # noqa: E402
-from worker.reception import Reception, TensorStream  # noqa: E402
-from worker.staging import adapter_digest  # noqa: E402
-from worker.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token  # noqa: E402
-from worker.tiny_model import make_tiny_model, make_witness_model  # noqa: E402
+from worker.engines.hf.adapter import HfEngine  # noqa: E402
+from worker.receive.staging import adapter_digest  # noqa: E402
+from worker.testing.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token  # noqa: E402
+from worker.testing.tiny_model import make_tiny_model, make_witness_model  # noqa: E402
 
 Start = Callable[..., Awaitable[HfEngine]]
 
@@ -478,7 +478,7 @@ async def test_unloading_ends_its_requests_and_no_others(
 def test_what_peft_saves_is_what_is_asked_for(tiny: Path, made_by_peft: dict[str, Path]) -> None:
     from safetensors.torch import load_file
 
-    from worker.engines.hf_adapters import ModelAdapters
+    from worker.engines.hf.peft_layers import ModelAdapters
 
     adapters = ModelAdapters(load_plain(tiny))
     for path in made_by_peft.values():

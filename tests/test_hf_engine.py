@@ -19,22 +19,22 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rl_plane.checkpoint import write_manifest  # noqa: E402
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unsupported  # noqa: E402
-from rl_plane.generation import GenerateDelta, GenerateRequest, VersionSpan  # noqa: E402
-from rl_plane.ops import Tokenize  # noqa: E402
-from rl_plane.versions import HostTensor, TensorSpec, WeightVersion  # noqa: E402
+from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, VersionSpan  # noqa: E402
+from rl_plane.protocol.versions import HostTensor, TensorSpec, WeightVersion  # noqa: E402
+from rl_plane.protocol.worker_ops import Tokenize  # noqa: E402
+from rl_plane.transports.reception import TensorStream  # noqa: E402
+from rl_plane.weights.checkpoint import write_manifest  # noqa: E402
 from tests.engine_runs import ends_while_tokenized, receive, reception  # noqa: E402
 from tests.reference import logits_of, penalized  # noqa: E402
 from worker.engines.base import EngineInfo, EngineOptions  # noqa: E402
-from worker.engines.checkpoint_spec import saved_specs  # noqa: E402
-from worker.engines.hf import HfEngine, build  # noqa: E402
-from worker.engines.hf_streams import Stream, choose  # noqa: E402
-from worker.engines.hf_weights import ModelWeights  # noqa: E402
-from worker.engines.tokenizing import IncrementalText  # noqa: E402
-from worker.reception import TensorStream  # noqa: E402
-from worker.staging import TIE_FIX, model_digest  # noqa: E402
-from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model, witness_next_token  # noqa: E402
+from worker.engines.common.checkpoint_spec import saved_specs  # noqa: E402
+from worker.engines.common.tokenizing import IncrementalText  # noqa: E402
+from worker.engines.common.torch_weights import ModelWeights  # noqa: E402
+from worker.engines.hf.adapter import HfEngine, build  # noqa: E402
+from worker.engines.hf.streams import Stream, choose  # noqa: E402
+from worker.receive.staging import TIE_FIX, model_digest  # noqa: E402
+from worker.testing.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model, witness_next_token  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

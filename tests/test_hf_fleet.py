@@ -16,8 +16,8 @@ from tests.faults import Stream
 from tests.test_frontend_generation import ask, error_of, frontend
 from tests.test_plane_update import all_serve, states, update_of
 from tests.test_worker_healing import checksum_of, until_behind, until_open
-from worker.tiny_adapter import make_witness_adapter, witness_adapter_next_token
-from worker.tiny_model import make_witness_model, witness_next_token
+from worker.testing.tiny_adapter import make_witness_adapter, witness_adapter_next_token
+from worker.testing.tiny_model import make_witness_model, witness_next_token
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -143,7 +143,7 @@ async def test_a_fleet_of_witnesses(plane: Plane) -> None:
 
 
 STOPS = """
-import time, worker.transports.filesystem as filesystem
+import time, rl_plane.transports.filesystem.receiver as filesystem
 really = filesystem.FilesystemDelivery.tensors
 def tensors(self):
     *most, last = really(self)

@@ -19,7 +19,7 @@ from tests.test_frontend_generation import PROMPT, ask, frontend, until_running
 from tests.test_frontend_rollouts import Streaming, ready
 from tests.test_hf_fleet import START_S, chain
 from tests.test_plane_update import update_of
-from worker.tiny_model import make_witness_model
+from worker.testing.tiny_model import make_witness_model
 
 if TYPE_CHECKING:
     from tests.conftest import Plane, Spawned

@@ -11,9 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rl_plane import bodies, history, update_bodies
+from rl_plane.bus.lock import HeldLock
 from rl_plane.client import RlClient
-from rl_plane.coordinator import Coordinator
+from rl_plane.commit import history
+from rl_plane.commit.coordinator import Coordinator
+from rl_plane.commit.history import (
+    Journal,
+    UpdateEntry,
+    history_key,
+    judge,
+    read_history,
+    request_hash,
+    rollback_target,
+    source_of,
+    target_of,
+)
+from rl_plane.commit.steps import Event, Instruction, Write
 from rl_plane.errors import (
     BusUnreachable,
     Conflict,
@@ -27,23 +40,11 @@ from rl_plane.errors import (
     Unavailable,
     UpdateAborted,
 )
-from rl_plane.history import (
-    Journal,
-    UpdateEntry,
-    history_key,
-    judge,
-    read_history,
-    request_hash,
-    rollback_target,
-    source_of,
-    target_of,
-)
-from rl_plane.lock import HeldLock
-from rl_plane.membership import Member
-from rl_plane.record import DecisionRecord, Source, UpdateSession
-from rl_plane.subjects import HISTORY_PREFIX, RECORD
-from rl_plane.update_steps import Event, Instruction, Write
-from rl_plane.versions import WeightVersion
+from rl_plane.membership.core import Member
+from rl_plane.protocol import update_requests, validation
+from rl_plane.protocol.record import DecisionRecord, Source, UpdateSession
+from rl_plane.protocol.subjects import HISTORY_PREFIX, RECORD
+from rl_plane.protocol.versions import WeightVersion
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -201,7 +202,7 @@ def test_an_adapter_is_rolled_back_by_loading_or_swapping_it() -> None:
 )
 def test_an_update_has_one_source(body: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        bodies.parse_body(update_bodies.UpdateCall, body)
+        validation.parse_body(update_requests.UpdateCall, body)
     assert caught.value.facts["field"] == field
     assert caught.value.facts["fix"]
 

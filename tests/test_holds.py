@@ -1,4 +1,4 @@
-"""The hook by which a test holds a worker's op open: see worker/holds.py."""
+"""The hook by which a test holds a worker's op open: see worker/testing/phase_hooks.py."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from rl_plane import update_bodies
-from rl_plane.record import first_record
-from worker.dispatcher import Handler
-from worker.holds import VARIABLE, with_holds
+from rl_plane.protocol import update_requests
+from rl_plane.protocol.record import first_record
+from worker.ops.dispatcher import Handler
+from worker.testing.phase_hooks import VARIABLE, with_holds
 
 ME = "0123456789abcdef"
 BOUND_S = 30.0
@@ -50,7 +50,7 @@ async def test_an_op_is_held_before_and_after_its_handler(
 
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     handle: Any = with_holds({"follow_record": at_once if plain else later}, ME)["follow_record"]
-    gate = update_bodies.FollowRecord(record=GATE, sequence=1)
+    gate = update_requests.FollowRecord(record=GATE, sequence=1)
     (tmp_path / "gate.before").touch()
     (tmp_path / f"gate.after.{ME}").touch()
     (tmp_path / "gate.after.another").touch()
@@ -64,14 +64,14 @@ async def test_an_op_is_held_before_and_after_its_handler(
     assert await asyncio.wait_for(held, BOUND_S) == {"fence": 7}
     # The other side of the gate is another point.
     (tmp_path / "gate.before").touch()
-    opened = update_bodies.FollowRecord(record=GATE.opened(), sequence=2)
+    opened = update_requests.FollowRecord(record=GATE.opened(), sequence=2)
     assert await asyncio.wait_for(handle(opened, 8), BOUND_S) == {"fence": 8}
     # And so is another update.
     (tmp_path / "gate.before").write_text("mine")
-    other = update_bodies.FollowRecord(record=replace(GATE, update_id="other"), sequence=3)
+    other = update_requests.FollowRecord(record=replace(GATE, update_id="other"), sequence=3)
     assert await asyncio.wait_for(handle(other, 9), BOUND_S) == {"fence": 9}
     (tmp_path / f"reached.gate.before.{ME}").unlink()
-    mine = update_bodies.FollowRecord(record=replace(GATE, update_id="mine"), sequence=4)
+    mine = update_requests.FollowRecord(record=replace(GATE, update_id="mine"), sequence=4)
     held = asyncio.create_task(handle(mine, 10))
     await until((tmp_path / f"reached.gate.before.{ME}").exists)
     (tmp_path / "gate.before").unlink()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from rl_plane.protocol.versions import HostTensor
 from rl_plane.publish.host_copy import HostCopy
-from rl_plane.publish.sources import Taken
-from rl_plane.versions import HostTensor
+from rl_plane.publish.sources.model_sources import Taken
 from tests.small_versions import Road, Tensors, same, spec_of, step, weights
 
 

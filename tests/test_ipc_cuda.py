@@ -18,18 +18,19 @@ from typing import Any
 import msgpack
 import pytest
 
-import worker.transports.ipc as receiving
+import rl_plane.transports.ipc.receiver as receiving
 from rl_plane.errors import InvalidWeights, PlaneError, Unavailable
-from rl_plane.manifest import Manifest, pack
-from rl_plane.publish import ipc_cuda, ipc_tensors, ipc_update, ipc_wire
-from rl_plane.publish.ipc import IpcSender, build
-from rl_plane.publish.ipc_cuda import COUNTERS, Handle
-from rl_plane.publish.packing import fill
-from rl_plane.publish.sender import Surroundings
-from rl_plane.publish.sources import as_source
+from rl_plane.publish.sources.model_sources import as_source
+from rl_plane.transports.ipc import cuda_buffers, in_place, ipc_session
+from rl_plane.transports.ipc import wire as ipc_wire
+from rl_plane.transports.ipc.cuda_buffers import COUNTERS, Handle
+from rl_plane.transports.ipc.receiver import IpcTransport
+from rl_plane.transports.ipc.sender import IpcSender, build
+from rl_plane.transports.packing import fill
+from rl_plane.transports.receiver_base import Places
+from rl_plane.transports.sender_base import Surroundings
+from rl_plane.weights.manifest import Manifest, pack
 from tests.test_ipc_transport import BOUND_S, descriptors, impostor, memory, pool, raw_receiver
-from worker.transports.base import Places
-from worker.transports.ipc import IpcTransport
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
@@ -94,17 +95,17 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: cuda.calls.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "ipc_collect", cuda.collect)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: cuda.calls.append("empty"))
-    monkeypatch.setattr(ipc_cuda, "device_of", lambda uuid: torch.device("cpu"))
-    made = ipc_cuda.GpuBuffers._made
+    monkeypatch.setattr(cuda_buffers, "device_of", lambda uuid: torch.device("cpu"))
+    made = cuda_buffers.GpuBuffers._made
 
-    def shared_from_the_start(buffers: ipc_cuda.GpuBuffers, uuid: str) -> Any:
+    def shared_from_the_start(buffers: cuda_buffers.GpuBuffers, uuid: str) -> Any:
         """The first share moves host memory, under the hands of a trainer that fills it; CUDA's moves nothing."""
         return [one.share_memory_() for one in made(buffers, uuid)]
 
-    monkeypatch.setattr(ipc_cuda.GpuBuffers, "_made", shared_from_the_start)
-    ipc_cuda.gpus.cache_clear()
+    monkeypatch.setattr(cuda_buffers.GpuBuffers, "_made", shared_from_the_start)
+    cuda_buffers.gpus.cache_clear()
     yield cuda
-    ipc_cuda.gpus.cache_clear()
+    cuda_buffers.gpus.cache_clear()
     gc.collect()  # tensors in the traceback of an expected error
     assert sorted(os.listdir("/proc/self/fd")) == open_before
 
@@ -171,13 +172,13 @@ def test_each_rank_reads_from_its_own_gpu_and_all_is_given_back(cuda: Cuda, pool
 def test_nobody_is_told_of_a_bucket_before_its_copies_are_there(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = ipc_update.Update.send
+    told = ipc_session.Update.send
 
     def send(self: Any, turn: dict[str, Any]) -> None:
         cuda.calls.append(f"told {turn['bucket']}")
         told(self, turn)
 
-    monkeypatch.setattr(ipc_update.Update, "send", send)
+    monkeypatch.setattr(ipc_session.Update, "send", send)
     with sender_of(1) as (sender, _):
         sender.buffer(0)
         cuda.calls.clear()
@@ -217,7 +218,7 @@ def test_memory_is_freed_when_those_who_read_it_have_given_it_up(cuda: Cuda, poo
 def test_a_receiver_that_stands_still_holds_up_the_end_for_a_bounded_time(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ipc_update, "GIVE_UP_S", 0.1)
+    monkeypatch.setattr(ipc_session, "GIVE_UP_S", 0.1)
     with sender_of(1) as (sender, transport), raw_receiver(transport) as (connection, _):
         ipc_wire.send_packet(connection, {"gpu": GPUS[0]})
         assert "handles" in ipc_wire.read_packet(connection)[0]
@@ -315,7 +316,7 @@ def test_a_trainer_that_can_not_be_watched_is_told(cuda: Cuda, monkeypatch: pyte
 @contextmanager
 def own_sender_of(receivers: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[IpcSender, dict[str, Any]]]:
     """All of whose tensors are lent."""
-    monkeypatch.setattr(ipc_tensors, "_is_on", lambda device, tensor: device == "cuda:0")
+    monkeypatch.setattr(in_place, "_is_on", lambda device, tensor: device == "cuda:0")
     sender = IpcSender(lambda: receivers, layout="tensors", on_gpus=lambda: True)
     sender.device = "cuda:0"
     try:
@@ -448,7 +449,7 @@ def test_both_sides_hear_why_a_gpu_gets_no_buffers(
         raise BufferError("no such buffer")
 
     with sender_of(1) as (sender, transport):
-        monkeypatch.setattr(ipc_cuda.GpuBuffers, "shared", refuse)
+        monkeypatch.setattr(cuda_buffers.GpuBuffers, "shared", refuse)
         with pytest.raises(Unavailable, match="refused: no such buffer"):
             pool.submit(receive, transport).result(BOUND_S)
         with pytest.raises(Unavailable, match=r"no receiver is left.*no such buffer"):
@@ -473,7 +474,7 @@ def test_the_gpu_of_a_tensor_is_current_while_it_gets_an_alias(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr(torch, "from_dlpack", from_dlpack)
     tensor = torch.arange(3.0)
-    alias = ipc_cuda.alias(tensor)
+    alias = cuda_buffers.alias(tensor)
     assert (alias.data_ptr(), alias.nbytes) == (tensor.data_ptr(), tensor.nbytes)
 
 
@@ -558,8 +559,8 @@ def test_no_handle_is_opened_before_all_are_right(cuda: Cuda, first: dict[str, A
 def test_the_counters_of_a_trainer_that_was_killed_are_removed(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, lives: bool
 ) -> None:
-    monkeypatch.setattr(ipc_cuda, "SHM", tmp_path)
-    monkeypatch.setattr(ipc_cuda, "TRAINER_ENDS_S", 0.05 if lives else BOUND_S)
+    monkeypatch.setattr(cuda_buffers, "SHM", tmp_path)
+    monkeypatch.setattr(cuda_buffers, "TRAINER_ENDS_S", 0.05 if lives else BOUND_S)
     pid = os.fork()
     if pid == 0:
         threading.Event().wait()
@@ -571,7 +572,7 @@ def test_the_counters_of_a_trainer_that_was_killed_are_removed(
     try:
         if not lives:
             os.kill(pid, 9)
-        ipc_cuda.remove_counters(handles, pid, pidfd)
+        cuda_buffers.remove_counters(handles, pid, pidfd)
         assert {one.name for one in tmp_path.iterdir()} == ({mine, others} if lives else {others})
     finally:
         os.kill(pid, 9)
@@ -615,18 +616,18 @@ def test_where_all_are_on_gpus_the_weights_stay_there(
 @pytest.mark.parametrize("lies", ["cuda:1", "cpu"])
 def test_a_gathered_tensor_is_on_this_ranks_gpu(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, lies: str) -> None:
     """Not on the first one, where its bytes would be packed: a mesh tells of no number. `cpu`: it is offloaded."""
-    from rl_plane.publish.sources import _device
+    from rl_plane.publish.sources.model_sources import _device
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     sharded = SimpleNamespace(device=torch.device(lies), device_mesh=SimpleNamespace(device_type="cuda"))
-    assert ipc_cuda.uuid_of(_device(sharded)) == GPUS[1]
+    assert cuda_buffers.uuid_of(_device(sharded)) == GPUS[1]
 
 
 def test_a_source_knows_where_its_tensors_are() -> None:
     there = SimpleNamespace(device="cuda:1", dtype=torch.float32, shape=(2,))
     assert SOURCE.device == "cpu"
-    assert ipc_cuda.uuid_of(SOURCE.device) is None
-    from rl_plane.publish.sources import _device
+    assert cuda_buffers.uuid_of(SOURCE.device) is None
+    from rl_plane.publish.sources.model_sources import _device
 
     assert _device(there) == "cuda:1"
 

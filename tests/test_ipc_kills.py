@@ -22,7 +22,7 @@ import pytest_asyncio
 
 from rl_plane.client import RlClient
 from rl_plane.errors import InvalidRequest, UpdateAborted
-from rl_plane.publish.ipc import Layout
+from rl_plane.transports.ipc.sender import Layout
 from tests.ipc_trainer import Trainer
 from tests.test_ipc_transport import BUCKET_BYTES, MIDDLE, model_of, serves, shared_memory
 

@@ -16,14 +16,15 @@ import msgpack
 import pytest
 
 from rl_plane.errors import InvalidRequest, InvalidWeights
-from rl_plane.manifest import Manifest
-from rl_plane.publish import WeightPublisher, ipc_wire
-from rl_plane.publish.ipc import IpcSender, build
-from rl_plane.publish.ipc_tensors import MAX_TOGETHER, module_of, pack_modules
-from rl_plane.publish.packing import fill
-from rl_plane.publish.sender import LendingSender, Surroundings
-from rl_plane.publish.sources import ModuleSource
-from rl_plane.versions import TensorSpec
+from rl_plane.protocol.versions import TensorSpec
+from rl_plane.publish import WeightPublisher
+from rl_plane.publish.sources.model_sources import ModuleSource
+from rl_plane.transports.ipc import wire
+from rl_plane.transports.ipc.in_place import MAX_TOGETHER, module_of, pack_modules
+from rl_plane.transports.ipc.sender import IpcSender, build
+from rl_plane.transports.packing import fill
+from rl_plane.transports.sender_base import LendingSender, Surroundings
+from rl_plane.weights.manifest import Manifest
 from tests.test_ipc_transport import BOUND_S, descriptors, impostor, maps, memory, pool, raw_receiver, receive
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def test_a_receiver_can_read_the_tensors_and_nothing_else() -> None:
         with raw_receiver(transport) as (connection, given):
             assert len(given) == 1  # the manifest
             sender.send(0)
-            turn, tensors = ipc_wire.read_packet(connection, MAX_TOGETHER)
+            turn, tensors = wire.read_packet(connection, MAX_TOGETHER)
             try:
                 assert turn == {"bucket": 0, "starts": [8 * 4, *(0 for _ in tensors[1:])]}
                 weight = model.layers[0].weight
@@ -165,7 +166,7 @@ def test_a_receiver_can_read_the_tensors_and_nothing_else() -> None:
                     with pytest.raises(OSError, match="Invalid argument"):
                         os.ftruncate(one, 1)
             finally:
-                ipc_wire.close_all(tensors)
+                wire.close_all(tensors)
 
 
 # ---- by modules ----
@@ -206,7 +207,7 @@ def test_another_layout_is_refused() -> None:
 SPECS = {"a.b": TensorSpec("U8", (100,)), "a.c": TensorSpec("U8", (0,)), "a.d": TensorSpec("U8", (50,))}
 MANIFEST = Manifest(pack_modules(SPECS.items(), 1 << 20))
 PACKED = msgpack.packb(MANIFEST.to_wire())
-FIRST = {"protocol": ipc_wire.PROTOCOL, "manifest": len(PACKED), "buffer": 0, "cuda": False}
+FIRST = {"protocol": wire.PROTOCOL, "manifest": len(PACKED), "buffer": 0, "cuda": False}
 
 
 @contextmanager
@@ -225,7 +226,7 @@ def saying(turn: Any, given: Callable[[], list[int]]) -> Iterator[dict[str, Any]
         patched.setattr(socket, "send_fds", send)
         with impostor(FIRST, turn, {"end": None}, given=lambda: [memory(PACKED)]) as transport:
             yield transport
-    ipc_wire.close_all(sent)
+    wire.close_all(sent)
 
 
 def pipe() -> int:
@@ -283,7 +284,7 @@ async def test_an_engine_says_what_its_trainers_memory_says(plane: Plane) -> Non
     from tests.test_frontend_generation import frontend
     from tests.test_hf_fleet import proven
     from tests.test_publish_hf import load
-    from worker.tiny_model import make_witness_model
+    from worker.testing.tiny_model import make_witness_model
 
     first = make_witness_model(plane.tmp / "weights" / "first", 1)
     spawned = plane.spawn(ready=False, engine="hf", model=first)

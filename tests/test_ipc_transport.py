@@ -22,7 +22,7 @@ import msgpack
 import pytest
 import pytest_asyncio
 
-import worker.transports.ipc as receiving
+import rl_plane.transports.ipc.receiver as receiving
 from rl_plane.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -31,19 +31,19 @@ from rl_plane.errors import (
     Unavailable,
     UpdateAborted,
 )
-from rl_plane.manifest import Manifest, pack
-from rl_plane.publish import ipc_wire
-from rl_plane.publish.ipc import IpcSender, build
-from rl_plane.publish.packing import fill
-from rl_plane.publish.sender import Sender, Surroundings
-from rl_plane.versions import HostTensor, TensorSpec
+from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.ipc import wire
+from rl_plane.transports.ipc.receiver import IpcTransport
+from rl_plane.transports.ipc.sender import IpcSender, build
+from rl_plane.transports.packing import fill
+from rl_plane.transports.receiver_base import Places
+from rl_plane.transports.sender_base import Sender, Surroundings
+from rl_plane.weights.manifest import Manifest, pack
 from tests.ipc_trainer import Trainer
 from tests.test_plane_update import all_serve, generated, states
 from tests.test_worker_healing import until_behind
-from worker.engines.fake import fake_token, make_fake_adapter
-from worker.staging import adapter_digest, model_digest
-from worker.transports.base import Places
-from worker.transports.ipc import IpcTransport
+from worker.engines.fake.adapter import fake_token, make_fake_adapter
+from worker.receive.staging import adapter_digest, model_digest
 
 if TYPE_CHECKING:
     from rl_plane.client import RlClient
@@ -218,8 +218,8 @@ def memory(data: bytes, seals: int = fcntl.F_SEAL_SHRINK) -> int:
 
 
 PACKED = msgpack.packb(MANIFEST.to_wire())
-NEEDED = ipc_wire.buffer_bytes(MANIFEST)
-FIRST = {"protocol": ipc_wire.PROTOCOL, "manifest": len(PACKED), "buffer": NEEDED, "cuda": False}
+NEEDED = wire.buffer_bytes(MANIFEST)
+FIRST = {"protocol": wire.PROTOCOL, "manifest": len(PACKED), "buffer": NEEDED, "cuda": False}
 
 
 def good() -> list[int]:
@@ -233,7 +233,7 @@ def buffers() -> list[int]:
 def instead(number: int, *others: int) -> list[int]:
     """Of the good descriptors the first so many, then others."""
     made = good()
-    ipc_wire.close_all(made[number:])
+    wire.close_all(made[number:])
     return [*made[:number], *others]
 
 
@@ -246,7 +246,7 @@ def impostor(*packets: Any, given: Callable[[], list[int]] = lambda: []) -> Iter
     """Listens as a sender does, and sends these packets, the first with descriptors."""
     name = f"rl-plane-ipc-{secrets.token_hex(16)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(ipc_wire.address(name))
+        listener.bind(wire.address(name))
         listener.listen()
 
         def serve() -> None:
@@ -258,7 +258,7 @@ def impostor(*packets: Any, given: Callable[[], list[int]] = lambda: []) -> Iter
                         raw = packet if isinstance(packet, bytes) else msgpack.packb(packet)
                         socket.send_fds(connection, [raw], sent if packet is packets[0] else [])
                 finally:
-                    ipc_wire.close_all(sent)
+                    wire.close_all(sent)
                 while connection.recv(4096):  # until it has
                     pass
 
@@ -336,12 +336,12 @@ def test_what_a_trainer_refuses_with_is_told() -> None:
 def raw_receiver(transport: dict[str, Any]) -> Iterator[tuple[socket.socket, list[int]]]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(BOUND_S)
-        connection.connect(ipc_wire.address(transport["socket"]))
-        _, given = ipc_wire.read_packet(connection, 3)
+        connection.connect(wire.address(transport["socket"]))
+        _, given = wire.read_packet(connection, 3)
         try:
             yield connection, given
         finally:
-            ipc_wire.close_all(given)
+            wire.close_all(given)
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_a_receiver_of_another_user_gets_nothing(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(os, "geteuid", lambda: 4711)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(BOUND_S)
-            connection.connect(ipc_wire.address(transport["socket"]))
+            connection.connect(wire.address(transport["socket"]))
             assert connection.recv(4096) == b""
 
 
@@ -403,7 +403,7 @@ def test_another_user_really_gets_nothing() -> None:
                 os.setuid(65534)
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
                     connection.settimeout(BOUND_S)
-                    connection.connect(ipc_wire.address(transport["socket"]))
+                    connection.connect(wire.address(transport["socket"]))
                     got = connection.recvmsg(4096, 4096)[:2]
             finally:
                 os._exit(got != (b"", []))
@@ -431,7 +431,7 @@ def test_every_rank_of_every_engine_is_waited_for() -> None:
 
 
 def test_an_accept_that_fails_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_plane.publish.ipc_update.ACCEPT_AGAIN_S", BOUND_S)
+    monkeypatch.setattr("rl_plane.transports.ipc.ipc_session.ACCEPT_AGAIN_S", BOUND_S)
     tried, waits, wait = [], threading.Event(), threading.Condition.wait
 
     def accept(self: socket.socket) -> Any:

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from rl_plane.bodies import parse_body
+from rl_plane._util.tasks import never
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase
-from rl_plane.tasks import never
-from rl_plane.update_bodies import PreparedReply, UpdateWeights
-from rl_plane.versions import HostTensor, TensorSpec
+from rl_plane.protocol.update_requests import PreparedReply, UpdateWeights
+from rl_plane.protocol.validation import parse_body
+from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.reception import Link, Reception, Staged, TensorStream
 from tests.small_versions import Road, Tensors, raw, same, spec_of, step, weights
-from worker.engines.hf_weights import StagedTensors, host_copies
-from worker.receiver import Receiver
-from worker.reception import Link, Reception, Staged, TensorStream
-from worker.updates import Wanted, WeightUpdates
+from worker.engines.common.torch_weights import StagedTensors, host_copies
+from worker.receive.weight_receiver import Receiver
+from worker.reconcile.staged_updates import Wanted, WeightUpdates
 
 
 class Holder:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from rl_plane.client import RlClient
-from rl_plane.subjects import LOCK
-from worker.lock_watch import LockWatch
-from worker.state import WorkerState
+from rl_plane.protocol.subjects import LOCK
+from worker.reconcile.lock_watch import LockWatch
+from worker.reconcile.worker_state import WorkerState
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rl_plane.errors import InvalidWeights
-from rl_plane.versions import TensorSpec
-from worker.engines.lora import lora_spec, parse_lora, target_modules
+from rl_plane.protocol.versions import TensorSpec
+from worker.engines.common.lora import lora_spec, parse_lora, target_modules
 
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "1.up"]}
 LINEAR = {"model.0.q_proj": (3, 5), "model.1.q_proj": (3, 5), "model.1.up": (3, 7), "model.11.up": (3, 7)}

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from rl_plane.bus.sealed_record import SealedRecord
+from rl_plane.bus.server import NatsServer
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, PlaneError, StaleFence
-from rl_plane.nats_server import NatsServer
-from rl_plane.record import DecisionRecord, Source, read_record
-from rl_plane.seal import SealedRecord
-from rl_plane.subjects import RECORD
-from rl_plane.versions import WeightVersion
+from rl_plane.protocol.record import DecisionRecord, Source, read_record
+from rl_plane.protocol.subjects import RECORD
+from rl_plane.protocol.versions import WeightVersion
 from tests.test_plane_update import generated, states, update_of
-from worker.engines.fake import fake_token, make_fake_adapter
-from worker.staging import model_digest
+from worker.engines.fake.adapter import fake_token, make_fake_adapter
+from worker.receive.staging import model_digest
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

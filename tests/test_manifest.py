@@ -11,10 +11,10 @@ import pytest
 from blake3 import blake3
 
 from rl_plane.errors import InvalidRequest, InvalidWeights
-from rl_plane.manifest import ALIGN_BYTES, Bucket, Manifest, pack
-from rl_plane.publish.packing import fill
-from rl_plane.versions import HostTensor, TensorSpec, config_line, tensors_digest
-from worker.transports.packed import PackedDelivery
+from rl_plane.protocol.versions import HostTensor, TensorSpec, config_line, tensors_digest
+from rl_plane.transports.packed_delivery import PackedDelivery
+from rl_plane.transports.packing import fill
+from rl_plane.weights.manifest import ALIGN_BYTES, Bucket, Manifest, pack
 
 SPECS = {
     "a": TensorSpec("BF16", (3, 5)),
@@ -123,7 +123,7 @@ def test_a_source_that_gives_other_tensors_than_it_announced_is_refused() -> Non
 
 def test_torch_tensors_are_packed_bit_by_bit() -> None:
     torch = pytest.importorskip("torch")
-    from rl_plane.publish.packing import spec_of
+    from rl_plane.transports.packing import spec_of
 
     chance = torch.Generator().manual_seed(3)
     given = {

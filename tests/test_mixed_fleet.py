@@ -25,7 +25,7 @@ pytest.importorskip("torch")
 pytest.importorskip("peft")
 from safetensors.torch import load_file, save_file
 
-from frontend.attempts import Attempts
+from frontend.routing.attempts import Attempts
 from rl_plane.client import RlClient
 from rl_plane.errors import PlaneError, UpdateAborted
 from tests import each_transport, group_trainer, ipc_trainer, nixl_trainer, openai_calls, verl_client
@@ -46,12 +46,12 @@ from tests.test_nixl_transport import trainer
 from tests.test_plane_update import all_serve, states, update_of
 from tests.told_process import ToldProcess
 from tests.vllm_trainer import VllmTrainer
-from worker.engines.finite_logits import NOT_FINITE
+from worker.engines.common.finite_logits import NOT_FINITE
 from worker.exit_codes import ENGINE_DEAD
-from worker.holds import VARIABLE
-from worker.staging import adapter_digest
-from worker.tiny_adapter import make_tiny_adapter
-from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model, witness_next_token
+from worker.receive.staging import adapter_digest
+from worker.testing.phase_hooks import VARIABLE
+from worker.testing.tiny_adapter import make_tiny_adapter
+from worker.testing.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model, witness_next_token
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

@@ -20,7 +20,7 @@ import msgpack
 import pytest
 import pytest_asyncio
 
-import rl_plane.frames as frames
+import rl_plane._util.framing as frames
 from rl_plane.errors import (
     InvalidRequest,
     InvalidWeights,
@@ -30,25 +30,25 @@ from rl_plane.errors import (
     Unsupported,
     UpdateAborted,
 )
-from rl_plane.manifest import Manifest, pack
-from rl_plane.publish import nixl_wire
-from rl_plane.publish.nixl import NixlSender
-from rl_plane.publish.packing import fill
-from rl_plane.publish.sender import KeepingSender, LendingSender
-from rl_plane.publish.senders import is_passed_over
-from rl_plane.versions import HostTensor, TensorSpec
+from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.nixl import wire
+from rl_plane.transports.nixl.sender import NixlSender
+from rl_plane.transports.packing import fill
+from rl_plane.transports.receiver_base import Places
+from rl_plane.transports.registry import is_passed_over
+from rl_plane.transports.sender_base import KeepingSender, LendingSender
+from rl_plane.weights.manifest import Manifest, pack
 from tests.ipc_trainer import Trainer as IpcTrainer
 from tests.nixl_trainer import Trainer
 from tests.test_plane_update import all_serve, generated, states
 from tests.test_worker_healing import until_behind, until_open
-from worker.engines.fake import fake_token, make_fake_adapter, make_fake_model
-from worker.staging import adapter_digest, model_digest
-from worker.transports.base import Places
+from worker.engines.fake.adapter import fake_token, make_fake_adapter, make_fake_model
+from worker.receive.staging import adapter_digest, model_digest
 
 if TYPE_CHECKING:
     from rl_plane.client import RlClient
+    from rl_plane.transports.nixl.receiver import NixlTransport
     from tests.conftest import Plane, Spawned
-    from worker.transports.nixl import NixlTransport
 
 needs_nixl = pytest.mark.engines("nixl")
 
@@ -94,7 +94,7 @@ def pull(
 
 @pytest.fixture
 def puller() -> NixlTransport:
-    from worker.transports.nixl import NixlTransport
+    from rl_plane.transports.nixl.receiver import NixlTransport
 
     return NixlTransport(Places())
 
@@ -114,13 +114,13 @@ def test_what_is_offered_is_pulled_and_memory_is_registered_once(
 ) -> None:
     assert isinstance(sender, KeepingSender)
     registered: list[int] = []
-    made = nixl_wire.Memory.__init__
+    made = wire.Memory.__init__
 
-    def counted(self: nixl_wire.Memory, agent: Any, nbytes: int) -> None:
+    def counted(self: wire.Memory, agent: Any, nbytes: int) -> None:
         registered.append(nbytes)
         made(self, agent, nbytes)
 
-    monkeypatch.setattr(nixl_wire.Memory, "__init__", counted)
+    monkeypatch.setattr(wire.Memory, "__init__", counted)
     for seed in range(5):
         transport = offer(sender, seed)
         for _ in range(2):
@@ -196,9 +196,9 @@ def test_what_is_lent_is_pulled_from_where_it_lies_and_copied_once_it_is_committ
 ) -> None:
     assert isinstance(sender, LendingSender)
     made: list[int] = []
-    init = nixl_wire.Memory.__init__
+    init = wire.Memory.__init__
 
-    def counted(self: nixl_wire.Memory, agent: Any, nbytes: int) -> None:
+    def counted(self: wire.Memory, agent: Any, nbytes: int) -> None:
         made.append(nbytes)
         init(self, agent, nbytes)
 
@@ -209,14 +209,14 @@ def test_what_is_lent_is_pulled_from_where_it_lies_and_copied_once_it_is_committ
         if kept is not None:
             assert pull(puller, kept) == (data_of(tensors(seed - 1)), _digest(seed - 1)), "of the version before"
         with monkeypatch.context() as patched:
-            patched.setattr(nixl_wire.Memory, "__init__", counted)
+            patched.setattr(wire.Memory, "__init__", counted)
             transport = lent_offer(sender, given, packed)
         own[0] ^= 1
         assert pull(puller, transport)[0]["layer.0"] == bytes(own), "it is the trainer's memory that is read"
         own[0] ^= 1
         assert pull(puller, transport) == (data_of(tensors(seed)), _digest(seed))
         with monkeypatch.context() as patched:
-            patched.setattr(nixl_wire.Memory, "__init__", counted)
+            patched.setattr(wire.Memory, "__init__", counted)
             sender.keep()
         sender.close()
         kept = transport
@@ -286,8 +286,8 @@ def test_only_what_the_manifest_names_can_be_read(sender: NixlSender) -> None:
         key = offer(sender, seed)["key"]
         addresses[seed] = msgpack.unpackb(sender._desk._offers[key][4:])
         sender.keep(str(seed))
-    agent = nixl_wire.make_agent("reader")
-    here = nixl_wire.Memory(agent, 64)
+    agent = wire.make_agent("reader")
+    here = wire.Memory(agent, 64)
     source = agent.add_remote_agent(addresses[1]["metadata"])
 
     def prepared(address: int) -> None:
@@ -317,12 +317,12 @@ def test_weights_that_are_replaced_meanwhile_end_the_pull(sender: NixlSender, pu
 def test_memory_is_used_again_once_its_pullers_have_left(
     sender: NixlSender, leaves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rl_plane.publish.nixl_desk.LEAVE_S", BOUND_S if leaves else 0.1)
+    monkeypatch.setattr("rl_plane.transports.nixl.metadata_server.LEAVE_S", BOUND_S if leaves else 0.1)
     first = offer(sender, 1)
     area = sender._opened.area if sender._opened is not None else None
     sender.keep()
     with socket.create_connection((first["host"], first["port"]), BOUND_S) as puller:
-        frames.send_frame(puller, {"protocol": nixl_wire.PROTOCOL, "key": first["key"]})
+        frames.send_frame(puller, {"protocol": wire.PROTOCOL, "key": first["key"]})
         frames.read_frame(puller)
         offer(sender, 2)
         keeping = threading.Thread(target=sender.keep)
@@ -412,7 +412,7 @@ def test_a_manifest_that_nobody_would_read_is_refused(sender: NixlSender, monkey
 def test_a_large_bucket_is_read_in_pieces(
     sender: NixlSender, puller: NixlTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.transports.nixl.READ_BYTES", 100)
+    monkeypatch.setattr("rl_plane.transports.nixl.receiver.READ_BYTES", 100)
     assert pull(puller, offer(sender, 1, Manifest(pack(SPECS.items(), 1 << 20))))[0] == data_of(tensors(1))
 
 
@@ -461,7 +461,7 @@ def test_an_address_that_is_none_of_ours_is_refused(host: str) -> None:
 
 @needs_nixl
 def test_what_a_worker_keeps_is_pulled_from_where_it_lies(puller: NixlTransport) -> None:
-    from worker.transports.nixl_shelf import Shelf
+    from rl_plane.transports.nixl.peer_source import Shelf
 
     kept = tensors(1) | {
         "empty": HostTensor(TensorSpec("F32", (0, 4)), memoryview(b"")),
@@ -487,10 +487,10 @@ def test_what_a_worker_keeps_is_pulled_from_where_it_lies(puller: NixlTransport)
 def test_small_pieces_are_read_together(
     puller: NixlTransport, read_bytes: int, read_pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from worker.transports.nixl_shelf import Shelf
+    from rl_plane.transports.nixl.peer_source import Shelf
 
-    monkeypatch.setattr("worker.transports.nixl.READ_BYTES", read_bytes)
-    monkeypatch.setattr("worker.transports.nixl.READ_PIECES", read_pieces)
+    monkeypatch.setattr("rl_plane.transports.nixl.receiver.READ_BYTES", read_bytes)
+    monkeypatch.setattr("rl_plane.transports.nixl.receiver.READ_PIECES", read_pieces)
     shelf = Shelf("127.0.0.1")
     lent = {name: HostTensor(one.spec, memoryview(bytearray(one.data))) for name, one in tensors(1).items()}
     assert pull(puller, dict(shelf.offer(lent)))[0] == data_of(lent)
@@ -629,7 +629,7 @@ def _held_at(plane: Plane, number: int, more: str = "") -> tuple[str, Path, Path
     patch = f"""
 import os, time
 {more}
-import worker.transports.nixl as receiving
+import rl_plane.transports.nixl.receiver as receiving
 read, look = receiving.Pull._read, receiving.Pull._look
 def held(self, number, buffer):
     if number == {number}:
@@ -754,7 +754,9 @@ def test_what_serves_pullers_is_of_no_use_in_a_forked_child(sender: NixlSender, 
 async def test_a_trainer_that_stands_still_ends_the_pull_by_its_bound(
     plane: Plane, trainer: Callable[..., Trainer]
 ) -> None:
-    patch, at, go, _ = _held_at(plane, 2, TCP + "import worker.transports.nixl\nworker.transports.nixl.READ_S = 3")
+    patch, at, go, _ = _held_at(
+        plane, 2, TCP + "import rl_plane.transports.nixl.receiver\nworker.transports.nixl.READ_S = 3"
+    )
     source, client = trainer(UCX_TLS="tcp"), await plane.client()
     plane.spawn(patch=patch)
     transport = await source.offers(plane.model(1))
@@ -774,10 +776,8 @@ async def test_a_trainer_that_stands_still_ends_the_pull_by_its_bound(
 async def test_an_aborted_update_ends_in_the_middle_of_a_read(
     plane: Plane, trainer: Callable[..., Trainer]
 ) -> None:
-    bounds = "import worker.transports.nixl, worker.updates\n"
-    bounds += (
-        "worker.transports.nixl.READ_S = worker.updates.ABORT_WAIT_S = 10 * 60\n"  # only a cancellation ends it
-    )
+    bounds = "import rl_plane.transports.nixl.receiver, worker.reconcile.staged_updates\n"
+    bounds += "rl_plane.transports.nixl.receiver.READ_S = worker.reconcile.staged_updates.ABORT_WAIT_S = 10 * 60\n"  # only a cancellation ends it
     patch, at, go, flying = _held_at(plane, 2, TCP + bounds)
     source, client = trainer(UCX_TLS="tcp"), await plane.client()
     plane.spawn(patch=patch)
@@ -873,7 +873,7 @@ importlib.util.find_spec = lambda name, *more: None if name == "nixl" else find_
 
 
 def test_without_nixl_a_sender_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_wire, "have_nixl", lambda: False)
+    monkeypatch.setattr(wire, "have_nixl", lambda: False)
     with pytest.raises(PlaneError) as caught:
         NixlSender()
     assert "rl-plane[nixl]" in caught.value.facts["fix"]
@@ -893,7 +893,7 @@ def _without_ucx(*_: Any, **__: Any) -> Any:
 def test_a_nixl_that_does_not_work_is_passed_over(
     module: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl_wire, "have_nixl", lambda: True)  # it is found
+    monkeypatch.setattr(wire, "have_nixl", lambda: True)  # it is found
     monkeypatch.setitem(sys.modules, "nixl", module)
     with pytest.raises(Unsupported, match=words) as caught:
         NixlSender()

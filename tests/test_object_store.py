@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import worker.transports.object_store as receiving
-from rl_plane.checkpoint import open_checkpoint
+import rl_plane.transports.object_store.receiver as receiving
+from rl_plane.bus.server import NatsServer
 from rl_plane.errors import (
     BusUnreachable,
     EngineFailed,
@@ -23,24 +23,24 @@ from rl_plane.errors import (
     Unavailable,
     UpdateAborted,
 )
-from rl_plane.manifest import Manifest, pack
-from rl_plane.nats_server import NatsServer
-from rl_plane.nats_socket import NatsSocket
-from rl_plane.objects import NoSuchObject, ask
-from rl_plane.publish.object_store import ObjectStoreSender, _named
-from rl_plane.publish.packing import fill
-from rl_plane.record import Source, first_record
-from rl_plane.subjects import Subjects
-from rl_plane.versions import HostTensor, TensorSpec
+from rl_plane.protocol.record import Source, first_record
+from rl_plane.protocol.subjects import Subjects
+from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.object_store.bulk_socket import NatsSocket
+from rl_plane.transports.object_store.receiver import ObjectStoreTransport
+from rl_plane.transports.object_store.sender import ObjectStoreSender, _named
+from rl_plane.transports.object_store.wire import NoSuchObject, ask
+from rl_plane.transports.packed_delivery import PackedDelivery
+from rl_plane.transports.packing import fill
+from rl_plane.transports.receiver_base import Places
+from rl_plane.weights.checkpoint import open_checkpoint
+from rl_plane.weights.manifest import Manifest, pack
 from tests.conftest import stop_process
 from tests.object_publisher import Publisher
 from tests.test_plane_update import all_serve, states
 from tests.test_worker_healing import until_behind
-from worker.engines.fake import make_fake_adapter
-from worker.staging import adapter_digest, model_digest
-from worker.transports.base import Places
-from worker.transports.object_store import ObjectStoreTransport
-from worker.transports.packed import PackedDelivery
+from worker.engines.fake.adapter import make_fake_adapter
+from worker.receive.staging import adapter_digest, model_digest
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 HEAL_S = 30.0
 STALL_S = 1.0
 """In workers of tests in which the trainer stands still on purpose."""
-IMPATIENT = f"import worker.transports.object_store as store; store.STALL_S = {STALL_S}"
+IMPATIENT = f"import rl_plane.transports.object_store.receiver as store; store.STALL_S = {STALL_S}"
 
 MakePublisher = Callable[..., Publisher]
 
@@ -316,7 +316,7 @@ def test_answers_that_are_lost_change_nothing(plane: Plane, monkeypatch: pytest.
             raise ConnectionError("lost")
         return answer
 
-    monkeypatch.setattr("rl_plane.publish.object_store.ask", ask_in_vain)
+    monkeypatch.setattr("rl_plane.transports.object_store.sender.ask", ask_in_vain)
     sender = ObjectStoreSender(plane.url, plane.namespace, plane.component)
     transport = sender.open(Manifest(pack([("a", TensorSpec("U8", (10,)))])))
     sender.send(0)
@@ -500,7 +500,7 @@ def test_a_stream_that_is_no_object_is_refused(plane: Plane, layout: str | None)
 
 
 def test_a_publisher_whose_server_is_away_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_plane.publish.object_store.OUTAGE_S", 0.2)
+    monkeypatch.setattr("rl_plane.transports.object_store.sender.OUTAGE_S", 0.2)
     sender = ObjectStoreSender("nats://127.0.0.1:1")
     with pytest.raises(PlaneError, match="NATS did not take the weights"):
         sender.open(Manifest(pack([("a", TensorSpec("U8", (10,)))])))

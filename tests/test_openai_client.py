@@ -43,7 +43,7 @@ async def test_with_fake_workers(plane: Plane) -> None:
 
 async def test_with_an_hf_worker(plane: Plane) -> None:
     pytest.importorskip("transformers")
-    from worker.tiny_model import make_witness_model, witness_next_token
+    from worker.testing.tiny_model import make_witness_model, witness_next_token
 
     model = make_witness_model(plane.tmp / "weights" / "witness", seed=1)
     plane.spawn(ready=False, engine="hf", model=model).wait_ready(START_S)

@@ -17,8 +17,8 @@ from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.core.result import Ok
 
-from frontend.options import FrontendOptions
-from frontend.process import started
+from frontend.main import started
+from frontend.server.options import FrontendOptions
 from tests.dialect_facade import fine
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rl_plane import bodies, ops, update_bodies
 from rl_plane.client import RlClient
 from rl_plane.errors import InvalidRequest
-from rl_plane.fleet_ops import FLEET_OPS
+from rl_plane.protocol import update_requests, validation, worker_ops
+from rl_plane.protocol.fleet_ops import FLEET_OPS
 from tests.test_plane_update import states, update_of
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ SOURCE = {"transport": {"backend": "filesystem", "path": "/x"}}
 CALL = FLEET_OPS["pause"].request
 
 
-@pytest.mark.parametrize("model", [ops.Pause, CALL])
+@pytest.mark.parametrize("model", [worker_ops.Pause, CALL])
 @pytest.mark.parametrize(
     ("body", "clear_cache"),
     [
@@ -31,7 +31,7 @@ CALL = FLEET_OPS["pause"].request
     ],
 )
 def test_a_pause_is_keep_with_or_without_the_cache(
-    model: type[ops.Pause], body: dict[str, Any], clear_cache: bool
+    model: type[worker_ops.Pause], body: dict[str, Any], clear_cache: bool
 ) -> None:
     pause = model.model_validate({**body, "lease_s": 7})
     wanted = {"mode": "keep", "clear_cache": clear_cache, "lease_s": 7.0}
@@ -40,7 +40,7 @@ def test_a_pause_is_keep_with_or_without_the_cache(
 
 @pytest.mark.parametrize(("word", "flush"), [("retract", True), ("in_place", False)])
 def test_so_is_the_pause_of_an_update(word: str, flush: bool) -> None:
-    for model in (update_bodies.UpdateCall, update_bodies.UpdateWeights):
+    for model in (update_requests.UpdateCall, update_requests.UpdateWeights):
         policy = model.model_validate({**SOURCE, "policy": {"pause_mode": word}}).policy
         assert (policy.pause_mode, policy.flush_cache) == ("keep", flush)
         with pytest.raises(InvalidRequest) as caught:
@@ -49,7 +49,7 @@ def test_so_is_the_pause_of_an_update(word: str, flush: bool) -> None:
         assert word in caught.value.message
 
 
-@pytest.mark.parametrize("model", [ops.Pause, CALL])
+@pytest.mark.parametrize("model", [worker_ops.Pause, CALL])
 @pytest.mark.parametrize(
     ("body", "field"),
     [
@@ -63,9 +63,11 @@ def test_so_is_the_pause_of_an_update(word: str, flush: bool) -> None:
         ({"mode": None}, "mode"),
     ],
 )
-def test_a_contradiction_is_refused_by_name(model: type[ops.Pause], body: dict[str, Any], field: str) -> None:
+def test_a_contradiction_is_refused_by_name(
+    model: type[worker_ops.Pause], body: dict[str, Any], field: str
+) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        bodies.parse_body(model, body)
+        validation.parse_body(model, body)
     assert caught.value.facts["field"] == field
     assert caught.value.facts["fix"]
 
@@ -73,8 +75,8 @@ def test_a_contradiction_is_refused_by_name(model: type[ops.Pause], body: dict[s
 def test_an_adapters_own_modes_are_three() -> None:
     """What is prepared on a worker comes from the plane, which has no other names."""
     with pytest.raises(InvalidRequest, match="pause_mode"):
-        bodies.parse_body(
-            update_bodies.Prepare, {**SOURCE, "update_id": "u", "label": "l", "pause_mode": "retract"}
+        validation.parse_body(
+            update_requests.Prepare, {**SOURCE, "update_id": "u", "label": "l", "pause_mode": "retract"}
         )
 
 

@@ -23,11 +23,11 @@ from rl_plane.errors import (
     Unsupported,
     UpdateAborted,
 )
-from rl_plane.record import read_record
+from rl_plane.protocol.record import read_record
 from tests.faults import Stream, Told, generate, spawn_faulty
 from tests.test_plane_update import coordinator_that_dies, states, update_of
-from worker.engines.fake import fake_token, make_fake_adapter
-from worker.staging import adapter_digest, model_digest
+from worker.engines.fake.adapter import fake_token, make_fake_adapter
+from worker.receive.staging import adapter_digest, model_digest
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -279,7 +279,7 @@ async def test_a_swap_that_fails_after_the_decision_excludes_that_worker_until_i
 
 
 LOST_WHEN_CUT = """
-import asyncio, worker.engines.fake as fake
+import asyncio, worker.engines.fake.adapter as fake
 from worker.engines.base import AdapterLost
 really, cut = fake.FakeEngine.swap_adapter, Path({folder!r}, "cut")
 async def swap_adapter(self, name, staging, version):
@@ -382,7 +382,7 @@ async def test_an_engine_without_adapters_says_so(plane: Plane) -> None:
     plane.spawn_many(
         2,
         patch="""
-import worker.engines.fake as fake
+import worker.engines.fake.adapter as fake
 from dataclasses import replace
 real = fake.FakeEngine.start
 async def start(self):
@@ -401,7 +401,7 @@ fake.FakeEngine.start = start
 async def test_an_adapter_that_has_no_place_is_refused_before_it_is_decided(plane: Plane) -> None:
     client = await plane.client()
     patch = """
-import worker.engines.fake as fake
+import worker.engines.fake.adapter as fake
 from dataclasses import replace
 real = fake.FakeEngine.start
 async def start(self):

@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
+import rl_plane.bus.connection
+import rl_plane.bus.scatter
 
-import rl_plane.bus
 import rl_plane.client
-import rl_plane.fanout
 from rl_plane.client import RlClient
 from rl_plane.errors import (
     BusUnreachable,
@@ -28,15 +28,15 @@ from rl_plane.errors import (
     PlaneError,
     WorkerLost,
 )
-from rl_plane.membership import Changed, Member
-from rl_plane.subjects import MEMBER_PREFIX, Entry
-from rl_plane.wire import Reply, decode, encode
+from rl_plane.membership.core import Changed, Member
+from rl_plane.protocol.envelope import Reply, decode, encode
+from rl_plane.protocol.subjects import MEMBER_PREFIX, Entry
 from tests.hung_node import Node, node_before
 
 if TYPE_CHECKING:
     from nats.aio.msg import Msg
+    from rl_plane.bus.server import NatsServer
 
-    from rl_plane.nats_server import NatsServer
     from tests.conftest import Plane
 
 NOBODY = "0" * 16
@@ -263,7 +263,7 @@ async def test_what_changes_while_a_large_fan_out_is_sent_is_not_missed(
     change: str, plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of who has died no answer is awaited; who may have missed the request is asked again."""
-    monkeypatch.setattr(rl_plane.fanout, "YIELD_EVERY", 1)
+    monkeypatch.setattr(rl_plane.bus.scatter, "YIELD_EVERY", 1)
     client, server = await plane.client(), await plane.client()
     died, instance_id = change == "it has died", await register(client)
     deaf = Deaf(server, instance_id, 2)
@@ -375,11 +375,11 @@ async def test_a_component_that_nobody_joined_is_not_found(plane: Plane) -> None
 
 @pytest.mark.parametrize("url", ["nats://127.0.0.1:1", "nats://no-such-host.invalid:4222"])
 async def test_an_unreachable_server_is_told_within_the_bound(url: str) -> None:
-    assert rl_plane.bus.CONNECT_TIMEOUT_S <= 5
+    assert rl_plane.bus.connection.CONNECT_TIMEOUT_S <= 5
     start = time.monotonic()
     with pytest.raises(BusUnreachable) as caught:
         await RlClient.connect(url, wait_s=1)
-    assert time.monotonic() - start < rl_plane.bus.CONNECT_TIMEOUT_S
+    assert time.monotonic() - start < rl_plane.bus.connection.CONNECT_TIMEOUT_S
     assert url in caught.value.message
     assert caught.value.facts["fix"]
 
@@ -420,7 +420,7 @@ async def node(nats: NatsServer) -> AsyncIterator[Node]:
 
 @asynccontextmanager
 async def publishing(
-    bus: rl_plane.bus.Bus, count: int = MANY, payload: bytes = MUCH
+    bus: rl_plane.bus.connection.Bus, count: int = MANY, payload: bytes = MUCH
 ) -> AsyncIterator[list[asyncio.Task[None]]]:
     """Publishers, some of whom have bytes that the server does not take."""
     publishers = [asyncio.create_task(bus.nc.publish("nobody", payload)) for _ in range(count)]
@@ -437,7 +437,7 @@ async def publishing(
                 await asyncio.gather(*publishers, return_exceptions=True)
 
 
-def unsent(bus: rl_plane.bus.Bus) -> int:
+def unsent(bus: rl_plane.bus.connection.Bus) -> int:
     return int(bus.nc._transport._io_writer.transport.get_write_buffer_size())
 
 
@@ -447,7 +447,7 @@ async def test_a_node_that_hangs_with_bytes_unsent_is_left_for_another(
 ) -> None:
     """`each`: in so many parts, by so many more publishers."""
     monkeypatch.setattr(rl_plane.bus, "PING_INTERVAL_S", 1.0)
-    bus = await rl_plane.bus.Bus.connect(node.url)
+    bus = await rl_plane.bus.connection.Bus.connect(node.url)
     back = asyncio.Event()
 
     async def reconnected() -> None:

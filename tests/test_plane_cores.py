@@ -9,6 +9,8 @@ from typing import Any
 import msgpack
 import pytest
 
+from rl_plane.bus.token_stream import ABANDONED_AFTER_S, CREDIT_EVERY, WINDOW, ReceiveWindow, SendWindow
+from rl_plane.commit.rules import judge_prepare
 from rl_plane.errors import (
     EngineFailed,
     InvalidRequest,
@@ -19,15 +21,20 @@ from rl_plane.errors import (
     UpdateAborted,
     WorkerLost,
 )
-from rl_plane.judge import judge_prepare
-from rl_plane.membership import Changed, Member, MembershipCore, Purge, Resync, fingerprint
-from rl_plane.probing import CONFIRM_S, HUNG_AFTER_S, MIN_SILENT_PROBES, PROBE_TIMEOUT_S, SWEEP_S, ProbeCore
-from rl_plane.record import Adapter, DecisionRecord, Held, Source
-from rl_plane.rows import WorkerRow
-from rl_plane.streams import ABANDONED_AFTER_S, CREDIT_EVERY, WINDOW, ReceiveWindow, SendWindow
-from rl_plane.subjects import Entry
-from rl_plane.update_bodies import UpdatePolicy
-from rl_plane.versions import WeightVersion
+from rl_plane.membership.core import Changed, Member, MembershipCore, Purge, Resync, fingerprint
+from rl_plane.membership.probe import (
+    CONFIRM_S,
+    HUNG_AFTER_S,
+    MIN_SILENT_PROBES,
+    PROBE_TIMEOUT_S,
+    SWEEP_S,
+    ProbeCore,
+)
+from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.protocol.record import Adapter, DecisionRecord, Held, Source
+from rl_plane.protocol.subjects import Entry
+from rl_plane.protocol.update_requests import UpdatePolicy
+from rl_plane.protocol.versions import WeightVersion
 
 # ---- membership ----
 

@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from nats.aio.msg import Msg
 
-import rl_plane.lock
-from rl_plane.bus import Bus
+import rl_plane.bus.lock
+from rl_plane.bus.connection import Bus
+from rl_plane.bus.lock import LOCK_TTL_S, POLL_S, fence_of, read_holder
 from rl_plane.client import RlClient
 from rl_plane.errors import Locked, StaleFence
-from rl_plane.lock import LOCK_TTL_S, POLL_S, fence_of, read_holder
-from rl_plane.subjects import LOCK, Bucket
+from rl_plane.protocol.subjects import LOCK, Bucket
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
 _HOLDER = """
 import asyncio, sys
-import rl_plane.lock
+import rl_plane.bus.lock
 from rl_plane.client import RlClient
 async def main():
-    *where, rl_plane.lock.LOCK_TTL_S = *sys.argv[1:-1], int(sys.argv[-1])
+    *where, rl_plane.bus.lock.LOCK_TTL_S = *sys.argv[1:-1], int(sys.argv[-1])
     client = await RlClient.connect(*where, name="doomed")
     async with client.lock(await client.view()) as held:
         print(held.fence, flush=True)
@@ -122,12 +122,12 @@ async def test_waiting_for_the_lock_has_a_bound(plane: Plane) -> None:
 
 
 async def test_a_holder_that_lost_the_lock_writes_nothing(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rl_plane.lock, "RENEW_S", 60)  # it stands still
+    monkeypatch.setattr(rl_plane.bus.lock, "RENEW_S", 60)  # it stands still
     one, two = await plane.client("one"), await plane.client("two")
     state = one.subjects().state
     async with contextlib.AsyncExitStack() as locks:
         with monkeypatch.context() as patch:
-            patch.setattr(rl_plane.lock, "LOCK_TTL_S", 1)
+            patch.setattr(rl_plane.bus.lock, "LOCK_TTL_S", 1)
             stale = await locks.enter_async_context(one.lock(await one.view()))
         held = await locks.enter_async_context(two.lock(await two.view(), wait_s=10))
         stale.check_unlost()  # as far as it knows
@@ -151,8 +151,8 @@ async def test_a_holder_that_lost_the_lock_writes_nothing(plane: Plane, monkeypa
 
 
 async def test_a_holder_keeps_it_longer_than_its_ttl(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rl_plane.lock, "RENEW_S", 0.2)
-    monkeypatch.setattr(rl_plane.lock, "LOCK_TTL_S", 3)
+    monkeypatch.setattr(rl_plane.bus.lock, "RENEW_S", 0.2)
+    monkeypatch.setattr(rl_plane.bus.lock, "LOCK_TTL_S", 3)
     one, two = await plane.client("one"), await plane.client("two")
     async with one.lock(await one.view()) as held:
         with pytest.raises(Locked):
@@ -214,7 +214,7 @@ async def test_on_a_new_connection_a_sequence_is_not_taken_for_the_own_lock(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that lost writes has broken every connection before it gives their sequences to another holder."""
-    monkeypatch.setattr(rl_plane.lock, "RENEW_S", 60)
+    monkeypatch.setattr(rl_plane.bus.lock, "RENEW_S", 60)
     one, two = await plane.client("one"), await plane.client("two")
     state = one.subjects().state
     async with one.lock(await one.view()) as held:
@@ -233,12 +233,12 @@ async def test_two_calls_of_one_process_do_not_take_each_other_for_themselves(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both have one owner and one connection, and neither names an update."""
-    monkeypatch.setattr(rl_plane.lock, "RENEW_S", 60)  # what renews stands still
+    monkeypatch.setattr(rl_plane.bus.lock, "RENEW_S", 60)  # what renews stands still
     client = await plane.client()
     view = await client.view()
     async with contextlib.AsyncExitStack() as locks:
         with monkeypatch.context() as patch:
-            patch.setattr(rl_plane.lock, "LOCK_TTL_S", 1)
+            patch.setattr(rl_plane.bus.lock, "LOCK_TTL_S", 1)
             first = await locks.enter_async_context(client.lock(view))
         second = await locks.enter_async_context(client.lock(view, wait_s=10))
         with pytest.raises(StaleFence):
@@ -297,7 +297,7 @@ async def test_a_holder_whose_connection_broke_and_came_back_keeps_the_lock(
 ) -> None:
     """The server tells that the connection of the lock is closed, and whoever waits would take it at once. A long
     prepare renews the lock only now and then."""
-    monkeypatch.setattr(rl_plane.lock, "RENEW_S", 60)
+    monkeypatch.setattr(rl_plane.bus.lock, "RENEW_S", 60)
     one, two = await plane.client("one"), await plane.client("two")
     view, state = await two.view(), one.subjects().state
     await plane.until(lambda: view.advisories)

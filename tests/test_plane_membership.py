@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import rl_plane.probing
-from rl_plane.bus import Bus
+import rl_plane.membership.probe
+from rl_plane.bus.connection import Bus
+from rl_plane.bus.server import NatsServer
+from rl_plane.bus.token_stream import StreamReceiver
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, Conflict, DeadlineExceeded, NotAdmitted
-from rl_plane.membership import Changed, Member
-from rl_plane.nats_server import NatsServer
-from rl_plane.streams import StreamReceiver
-from rl_plane.subjects import MEMBER_PREFIX, Bucket, Subjects
-from rl_plane.view import MembershipView
+from rl_plane.membership.core import Changed, Member
+from rl_plane.membership.view import MembershipView
+from rl_plane.protocol.subjects import MEMBER_PREFIX, Bucket, Subjects
 from tests.faults import Stream
 from worker import exit_codes
-from worker.registration import Registration
+from worker.runtime.registration import Registration
 
 if TYPE_CHECKING:
     from tests.conftest import Plane, Spawned
@@ -170,7 +170,7 @@ async def test_a_join_is_seen_by_every_client(plane: Plane) -> None:
 async def test_a_killed_worker_leaves_every_view_and_moves_the_epoch_by_one(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rl_plane.probing, "BACKSTOP_SWEEP_S", 600.0)  # the server's advisory is enough
+    monkeypatch.setattr(rl_plane.membership.probe, "BACKSTOP_SWEEP_S", 600.0)  # the server's advisory is enough
     one, two = await plane.client(), await plane.client()
     doomed, other = plane.spawn_many(2)
     views = [await one.view(), await two.view()]
@@ -251,7 +251,7 @@ async def test_without_advisories_a_hung_worker_is_found_and_comes_back(plain_pl
 async def test_a_worker_whose_engine_blocks_never_looks_dead(plain_plane: Plane) -> None:
     patch = """
 import time
-from worker.engines.fake import FakeEngine
+from worker.engines.fake.adapter import FakeEngine
 async def blocking(self):
     time.sleep(8)
     return True

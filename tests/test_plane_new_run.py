@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from frontend.options import FrontendOptions
-from frontend.process import started
+from frontend.main import started
+from frontend.server.options import FrontendOptions
+from rl_plane.bus.server import NatsServer
 from rl_plane.cli import main
 from rl_plane.client import RlClient
 from rl_plane.errors import Conflict, InvalidRequest, NotFound, PlaneError
-from rl_plane.nats_server import NatsServer
 from tests.faults import Told, generate
 from tests.test_frontend_generation import ask, error_of, frontend, tokens_under
 from tests.test_history import ENDS, ends_at
 from tests.test_plane_adapters import adapter, load
 from tests.test_plane_update import all_serve, states, update_of
-from worker.engines.fake import fake_token
-from worker.staging import model_digest
+from worker.engines.fake.adapter import fake_token
+from worker.receive.staging import model_digest
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

@@ -10,16 +10,16 @@ import httpx
 import pytest
 
 from rl_plane.client import RlClient
-from rl_plane.coordinator import Coordinator
-from rl_plane.record import read_record
-from rl_plane.update_steps import Event, Instruction
+from rl_plane.commit.coordinator import Coordinator
+from rl_plane.commit.steps import Event, Instruction
+from rl_plane.protocol.record import read_record
 from tests.faults import Stream, Told, generate, spawn_faulty
 from tests.test_frontend_generation import PROMPT, ask, frontend, tokens_under
 from tests.test_history import _Dies, ends_at
 from tests.test_plane_adapters import adapter, load
 from tests.test_plane_update import all_serve, coordinator_that_dies, states, update_of
-from worker.engines.fake import fake_token
-from worker.staging import model_digest
+from worker.engines.fake.adapter import fake_token
+from worker.receive.staging import model_digest
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

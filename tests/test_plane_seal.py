@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-import rl_plane.lock
-from rl_plane.bus import Bus, WrongSequence
+import rl_plane.bus.lock
+from rl_plane.bus.connection import Bus, WrongSequence
+from rl_plane.bus.lock import HeldLock, hold_lock
+from rl_plane.bus.sealed_record import SEAL_TRIES, SealedRecord, bar, restore
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, StaleFence
-from rl_plane.lock import HeldLock, hold_lock
-from rl_plane.record import DecisionRecord, Source, first_record, read_record
-from rl_plane.seal import SEAL_TRIES, SealedRecord, bar, restore
-from rl_plane.subjects import LOCK, RECORD, Entry
-from rl_plane.versions import WeightVersion
+from rl_plane.protocol.record import DecisionRecord, Source, first_record, read_record
+from rl_plane.protocol.subjects import LOCK, RECORD, Entry
+from rl_plane.protocol.versions import WeightVersion
 from tests.faults import hold_back
 
 if TYPE_CHECKING:
@@ -64,10 +64,10 @@ async def coordinator(client: RlClient, wait_s: float = 10.0) -> AsyncIterator[t
 @pytest.fixture
 def standing_still(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Nothing renews a lock, and it lasts for a second, until the function is called: the next ones last as ever."""
-    monkeypatch.setattr(rl_plane.lock, "RENEW_S", 60)
-    as_ever = rl_plane.lock.LOCK_TTL_S
-    monkeypatch.setattr(rl_plane.lock, "LOCK_TTL_S", 1)
-    return lambda: monkeypatch.setattr(rl_plane.lock, "LOCK_TTL_S", as_ever)
+    monkeypatch.setattr(rl_plane.bus.lock, "RENEW_S", 60)
+    as_ever = rl_plane.bus.lock.LOCK_TTL_S
+    monkeypatch.setattr(rl_plane.bus.lock, "LOCK_TTL_S", 1)
+    return lambda: monkeypatch.setattr(rl_plane.bus.lock, "LOCK_TTL_S", as_ever)
 
 
 # ---- the seal ----
@@ -396,7 +396,7 @@ async def test_a_sequence_that_comes_a_second_time_is_not_taken_for_the_own_writ
 async def test_a_lock_that_was_lost_with_the_connection_decides_nothing(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rl_plane.lock, "RENEW_S", 60)
+    monkeypatch.setattr(rl_plane.bus.lock, "RENEW_S", 60)
     client, other = await plane.client(), await plane.client("other")
     await store(client, BASE)
     async with coordinator(client) as (held, sealed):

@@ -20,8 +20,8 @@ from rl_plane.errors import (
 from tests.faults import Stream, Told, generate, spawn_faulty
 from tests.test_plane_adapters import load
 from tests.test_plane_update import all_serve, coordinator_that_dies, states, update_of, while_preparing
-from worker.engines.fake import fake_token, make_fake_adapter
-from worker.staging import model_digest
+from worker.engines.fake.adapter import fake_token, make_fake_adapter
+from worker.receive.staging import model_digest
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -165,7 +165,7 @@ async def test_without_a_way_back_it_is_refused(plane: Plane) -> None:
     """The committed weights could not be fetched again if it failed."""
     client = await plane.client()
     once = """
-import worker.transports.filesystem as filesystem
+import rl_plane.transports.filesystem.receiver as filesystem
 filesystem.FilesystemDelivery.refetchable = property(lambda self: False, lambda self, value: None)
 """
     worker = plane.spawn(patch=once)
@@ -182,7 +182,7 @@ filesystem.FilesystemDelivery.refetchable = property(lambda self: False, lambda 
 async def test_an_engine_that_can_not_touches_nobody(plane: Plane) -> None:
     client = await plane.client()
     unable = """
-import worker.engines.fake as fake
+import worker.engines.fake.adapter as fake
 from dataclasses import replace
 real = fake.FakeEngine.start
 async def start(self):
@@ -341,7 +341,7 @@ async def test_a_source_that_is_gone_keeps_it_closed_and_its_requests_end(plane:
 
 
 NO_FLUSH = """
-import worker.engines.fake as fake
+import worker.engines.fake.adapter as fake
 really, refused = fake.FakeEngine.flush_cache, []
 async def flush_cache(self):
     if refused:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from nats.aio.msg import Msg
 
-import rl_plane.lock
-import rl_plane.update_sessions
+import rl_plane.bus.lock
+import rl_plane.commit.sessions
+from rl_plane.bus.token_stream import StreamReceiver
 from rl_plane.client import RlClient
 from rl_plane.errors import (
     Conflict,
@@ -30,14 +31,13 @@ from rl_plane.errors import (
     StaleFence,
     UpdateAborted,
 )
-from rl_plane.fleet import Fleet
-from rl_plane.safetensors_file import write_safetensors
-from rl_plane.streams import StreamReceiver
-from rl_plane.subjects import RECORD
-from rl_plane.versions import TensorSpec
+from rl_plane.fleet.fleet import Fleet
+from rl_plane.protocol.subjects import RECORD
+from rl_plane.protocol.versions import TensorSpec
+from rl_plane.weights.safetensors_file import write_safetensors
 from tests.faults import Stream, hold_back
-from worker.engines.fake import fake_token
-from worker.staging import model_digest
+from worker.engines.fake.adapter import fake_token
+from worker.receive.staging import model_digest
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -359,8 +359,8 @@ async def test_one_client_prepares_and_another_aborts(plane: Plane) -> None:
 
 
 async def test_a_silent_session_expires(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rl_plane.update_sessions.SESSION_IDLE_S == 120
-    monkeypatch.setattr(rl_plane.update_sessions, "SESSION_IDLE_S", 1)
+    assert rl_plane.commit.sessions.SESSION_IDLE_S == 120
+    monkeypatch.setattr(rl_plane.commit.sessions, "SESSION_IDLE_S", 1)
     fleet = await plane.fleet()
     plane.spawn()
     prepared = await fleet.run("prepare_weights_update", update_of(plane.model(1), "one"))
@@ -532,7 +532,7 @@ async def test_a_pinned_fleet_that_changed_is_not_updated(plane: Plane) -> None:
 _COORDINATOR = """
 import asyncio, json, os, signal, sys
 from rl_plane.client import RlClient
-from rl_plane.fleet import Fleet
+from rl_plane.fleet.fleet import Fleet
 url, namespace, die_at, body = sys.argv[1:]
 
 async def main():
@@ -578,8 +578,8 @@ async def test_a_decision_that_comes_after_the_workers_gave_up_is_refused(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No call takes the lock that its coordinator has lost."""
-    monkeypatch.setattr(rl_plane.lock, "LOCK_TTL_S", 3)
-    monkeypatch.setattr(rl_plane.lock, "RENEW_S", 60)
+    monkeypatch.setattr(rl_plane.bus.lock, "LOCK_TTL_S", 3)
+    monkeypatch.setattr(rl_plane.bus.lock, "RENEW_S", 60)
     fleet, late = await plane.fleet(), await plane.fleet("late")
     plane.spawn_copies(4)
     await fleet.client.wait_for(4)
@@ -672,7 +672,7 @@ async def test_keep_pause_leaves_the_fleet_paused(plane: Plane) -> None:
 
 
 FROZEN_WHEN_LABELLED = """
-import worker.engines.fake as fake
+import worker.engines.fake.adapter as fake
 really = fake.FakeEngine.set_version
 def set_version(self, version):
     if version.sequence and not self._frozen:
@@ -692,8 +692,8 @@ async def test_equal_bytes_are_labelled_when_the_worker_is_paused(plane: Plane) 
 
 
 NO_TIME_TO_FREEZE = """
-import worker.follower
-worker.follower.FREEZE_S = 0.0
+import worker.reconcile.follower
+worker.reconcile.follower.FREEZE_S = 0.0
 """
 
 
@@ -727,7 +727,7 @@ async def test_an_unstaged_update_gives_up_running_requests_with_its_deadline(pl
 
 
 CUT_OFF = """
-import asyncio, worker.engines.fake as fake
+import asyncio, worker.engines.fake.adapter as fake
 really, asked = fake.FakeEngine.resume, []
 async def resume(self):
     await really(self)

@@ -18,13 +18,10 @@ import pytest
 from blake3 import blake3
 
 import rl_plane
-from rl_plane import bodies, errors, ops
+from rl_plane import errors
 from rl_plane.errors import InvalidRequest, MembershipChanged, PlaneError, error_from_wire
-from rl_plane.fleet_ops import FLEET_OPS
-from rl_plane.record import first_record
-from rl_plane.subjects import Subjects, check_instance_id
-from rl_plane.versions import TensorSpec, WeightVersion, tensors_digest
-from rl_plane.wire import (
+from rl_plane.protocol import validation, worker_ops
+from rl_plane.protocol.envelope import (
     MAX_MESSAGE_BYTES,
     Reply,
     Request,
@@ -35,6 +32,10 @@ from rl_plane.wire import (
     reply_from_wire,
     request_from_wire,
 )
+from rl_plane.protocol.fleet_ops import FLEET_OPS
+from rl_plane.protocol.record import first_record
+from rl_plane.protocol.subjects import Subjects, check_instance_id
+from rl_plane.protocol.versions import TensorSpec, WeightVersion, tensors_digest
 
 # ---- the public face ----
 
@@ -71,7 +72,7 @@ def test_what_has_the_model_does_without_nats(tmp_path: Path) -> None:
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
         )
 
-    model = "worker.engines.base, worker.receiver, worker.agent.server, worker.transports.filesystem"
+    model = "worker.engines.base, worker.receive.weight_receiver, worker.receive.rank_agents.agent_server, rl_plane.transports.filesystem.receiver"
     assert run(f"import rl_plane, {model}").stderr == ""
     assert run("from rl_plane import RlClient").stderr.endswith("No module named 'nats'\n")
 
@@ -305,26 +306,26 @@ BAD_BODIES: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("op", "body", "field"), BAD_BODIES)
 def test_a_wrong_field_of_a_body_is_named(op: str, body: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        bodies.parse_body(ops.op_named(op).request, body)
+        validation.parse_body(worker_ops.op_named(op).request, body)
     assert caught.value.facts["field"].replace(".lora", "") == field.replace(".lora", "")
     assert caught.value.facts["fix"]
 
 
 def test_an_unknown_op_names_the_known_ones() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        ops.op_named("stat")
+        worker_ops.op_named("stat")
     assert caught.value.facts["field"] == "op"
-    assert all(name in caught.value.facts["fix"] for name in ops.OPS)
+    assert all(name in caught.value.facts["fix"] for name in worker_ops.OPS)
 
 
 def test_the_ops_are_those_of_the_design() -> None:
     named = """liveness describe state pause resume flush_cache abort_requests init_transport destroy_transport
         arm_update feed_update prepare_update commit_update abort_update update_weights release_memory resume_memory
         check_weights set_admission drain attest follow_record tokenize detokenize"""
-    assert set(named.split()) | {"ping"} == set(ops.OPS)
+    assert set(named.split()) | {"ping"} == set(worker_ops.OPS)
     reading = {"ping", "liveness", "describe", "state", "attest", "tokenize", "detokenize"}
-    assert {name for name, op in ops.OPS.items() if not op.changes} == reading
-    assert all(op.doc and op.timeout_s > 0 for op in ops.OPS.values())
+    assert {name for name, op in worker_ops.OPS.items() if not op.changes} == reading
+    assert all(op.doc and op.timeout_s > 0 for op in worker_ops.OPS.values())
 
 
 def test_the_fleets_ops_are_those_of_the_design() -> None:

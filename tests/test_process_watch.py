@@ -19,7 +19,7 @@ pytest.importorskip("psutil")
 
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest
 from worker.engines.base import EngineOptions
-from worker.engines.process_watch import (
+from worker.engines.common.process_watch import (
     LOOK_S,
     ProcessWatch,
     StartWatch,
@@ -28,7 +28,7 @@ from worker.engines.process_watch import (
     killed,
     or_death,
 )
-from worker.engines.sglang_process import SglangProcess
+from worker.engines.sglang.processes import SglangProcess
 
 BOUND_S = 30.0
 

@@ -12,19 +12,19 @@ from unittest import mock
 
 import pytest
 
-from rl_plane.bus import WrongSequence
+from rl_plane.bus.connection import WrongSequence
+from rl_plane.bus.sealed_record import bar
 from rl_plane.errors import BusUnreachable
-from rl_plane.record import DecisionRecord, read_session
-from rl_plane.seal import bar
-from rl_plane.subjects import LOCK, RECORD
+from rl_plane.protocol.record import DecisionRecord, read_session
+from rl_plane.protocol.subjects import LOCK, RECORD
 from tests.sim import product
 from tests.sim.calls import call
 from tests.sim.checks import CallRecord
 from tests.sim.run import _simulated, adapters, deltas, models
 from tests.sim.sessions import PHASES
 from tests.sim.world import Coordinator, World
-from worker.core import Receiving
-from worker.staging import model_digest
+from worker.receive.staging import model_digest
+from worker.reconcile.worker_core import Receiving
 
 UP_S = 3.0
 """Virtual seconds until the fleet has started."""
@@ -290,7 +290,7 @@ def test_who_asks_for_an_update_again_does_not_lose_it_with_the_coordinator_befo
                 asked.append(product.instance_id(worker))
             return barred
 
-        with mock.patch("worker.follower.bar", asked_again):
+        with mock.patch("worker.reconcile.follower.bar", asked_again):
             await until(lambda: asked)
             await asyncio.sleep(0.1)  # the worker looks again after half a second
             assert staged(world) == [late.update_id]
@@ -321,7 +321,7 @@ def test_a_worker_that_looks_for_the_coordinator_before_does_not_bar_the_next_on
                 await late.on_its_way.wait()
             return await read_session(bus, bucket)
 
-        with mock.patch("worker.follower.read_session", meanwhile):
+        with mock.patch("worker.reconcile.follower.read_session", meanwhile):
             await late.on_its_way.wait()
             await asyncio.sleep(0.1)  # the worker goes on, and looks again after half a second
             late.arrives.set()

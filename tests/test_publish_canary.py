@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from rl_plane.errors import CanaryFailed, InvalidRequest  # noqa: E402
 from rl_plane.publish import DirectorySource, ModuleSource, WeightPublisher, expected_logprobs  # noqa: E402
-from worker.tiny_model import make_witness_model  # noqa: E402
+from worker.testing.tiny_model import make_witness_model  # noqa: E402
 
 if TYPE_CHECKING:
     from torch.nn import Module

@@ -11,11 +11,11 @@ import pytest
 
 from rl_plane.errors import InvalidRequest, NoWorkers, PlaneError, Unsupported
 from rl_plane.publish import WeightPublisher
-from rl_plane.publish.sender import Surroundings, world_size
-from rl_plane.publish.senders import candidates, installed
+from rl_plane.transports.registry import candidates, installed
+from rl_plane.transports.sender_base import Surroundings, world_size
 from tests.conftest import Plane
 from tests.publishing import served
-from worker.staging import model_digest
+from worker.receive.staging import model_digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
@@ -59,7 +59,7 @@ def test_what_lasts_comes_first_where_the_trainer_ends(host: str, with_root: boo
 
 
 def lacks_nixl(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("rl_plane.publish.nixl_wire.have_nixl", lambda: False)
+    patch.setattr("rl_plane.transports.nixl.wire.have_nixl", lambda: False)
 
 
 def lacks_torch_and_linux(patch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def lacks_torch_and_linux(patch: pytest.MonkeyPatch) -> None:
         raise Unsupported("ipc needs Linux")
 
     lacks_nixl(patch)
-    patch.setattr("rl_plane.publish.ipc.check_platform", refuse)
+    patch.setattr("rl_plane.transports.ipc.sender.check_platform", refuse)
     patch.setitem(sys.modules, "torch.distributed", None)
 
 

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from examples.skyrl_client import FleetInferenceClient
-from frontend.options import FrontendOptions
-from frontend.process import started
+from frontend.main import started
+from frontend.server.options import FrontendOptions
 from rl_plane.cli import main
 from rl_plane.cli.settings import SETTINGS
 from rl_plane.errors import InvalidRequest
 from rl_plane.publish import WeightPublisher
-from rl_plane.publish.senders import installed
-from rl_plane.publish.skyrl import lora_disk_load, publisher_options
+from rl_plane.publish.integrations.skyrl import lora_disk_load, publisher_options
 from rl_plane.sync import SyncRlClient
+from rl_plane.transports.registry import installed
 from tests.test_plane_update import all_serve
-from worker.engines.fake import make_fake_adapter, make_fake_model
-from worker.staging import adapter_digest, model_digest
+from worker.engines.fake.adapter import make_fake_adapter, make_fake_model
+from worker.receive.staging import adapter_digest, model_digest
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

@@ -15,20 +15,20 @@ from typing import Any
 
 import pytest
 
-import rl_plane.publish.attempt_by_copy as by_copy
+import rl_plane.publish.delta_attempt as by_copy
 from rl_plane.errors import InvalidRequest, UpdateAborted
 from rl_plane.publish import WeightPublisher, host_copy
 from rl_plane.publish.free_memory import free_memory
 from rl_plane.publish.host_copy import AGAIN, TRIES, HostCopy
-from rl_plane.publish.sources import DirectorySource
-from rl_plane.safetensors_file import write_safetensors
+from rl_plane.publish.sources.model_sources import DirectorySource
+from rl_plane.weights.safetensors_file import write_safetensors
 from tests.conftest import Plane
 from tests.publishing import BOUND_S, Broken, Changing, all_keep, nudged, root_of, serve, served
 from tests.test_delta_fleet import tensors_in
 from tests.test_plane_update import all_serve
 from tests.test_worker_healing import until_behind
-from worker.engines.fake import make_fake_adapter, make_fake_model
-from worker.staging import model_digest
+from worker.engines.fake.adapter import make_fake_adapter, make_fake_model
+from worker.receive.staging import model_digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
@@ -134,7 +134,9 @@ async def test_no_delta_is_tried_where_a_worker_can_not_keep_what_it_serves(plan
     """It would be refused each time, and the full version sent after it."""
     plane.spawn()
     # Its model ties tensors, say.
-    plane.spawn(patch="import worker.receiver; worker.receiver.as_kept = lambda *_: None")
+    plane.spawn(
+        patch="import worker.receive.weight_receiver; worker.receive.weight_receiver.as_kept = lambda *_: None"
+    )
     models = [plane.model(1)]
     models += [nudged(plane, models[0], number) for number in (1, 2)]
     client, source = await plane.client(), Changing()
@@ -300,7 +302,7 @@ async def test_what_nixl_was_lent_goes_before_more_memory_is_taken(
 ) -> None:
     """Where there is too little for a copy, there is too little for one more."""
     pytest.importorskip("nixl")
-    nixl = importlib.import_module("rl_plane.publish.nixl")
+    nixl = importlib.import_module("rl_plane.transports.nixl.sender")
 
     plane.spawn()
     how: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "bucket_bytes": 1500}

@@ -12,11 +12,11 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from frontend.options import FrontendOptions
-from frontend.process import started
+from frontend.main import started
+from frontend.server.options import FrontendOptions
 from tests.reference import greedy
 from tests.scripts import run, torchrun
-from worker.tiny_model import make_tiny_model
+from worker.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.slow
 

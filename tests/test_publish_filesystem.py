@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from rl_plane.checkpoint import open_published
 from rl_plane.errors import InvalidRequest, Unavailable
-from rl_plane.manifest import Manifest, pack
-from rl_plane.publish.filesystem import FilesystemSender, build
-from rl_plane.publish.packing import fill
-from rl_plane.publish.sender import Surroundings
-from rl_plane.versions import HostTensor, TensorSpec
+from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.filesystem.sender import FilesystemSender, build
+from rl_plane.transports.packing import fill
+from rl_plane.transports.sender_base import Surroundings
+from rl_plane.weights.checkpoint import open_published
+from rl_plane.weights.manifest import Manifest, pack
 
 TENSORS = {
     "small": HostTensor(TensorSpec("U8", (3,)), memoryview(b"abc")),
@@ -122,7 +122,7 @@ def test_an_update_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
 _KILLED = """
 import sys
 from tests.test_publish_filesystem import MANIFEST
-from rl_plane.publish.filesystem import FilesystemSender
+from rl_plane.transports.filesystem.sender import FilesystemSender
 sender = FilesystemSender(sys.argv[1])
 sender.open(MANIFEST)
 sender.buffer(0)[:] = bytes(MANIFEST.buckets[0].nbytes)

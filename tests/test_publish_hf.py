@@ -18,8 +18,8 @@ pytest.importorskip("peft")
 from rl_plane.publish import AdapterSource, ExportSource, ModuleSource, WeightPublisher  # noqa: E402
 from tests.test_frontend_generation import frontend  # noqa: E402
 from tests.test_hf_fleet import proven  # noqa: E402
-from worker.tiny_adapter import make_witness_adapter  # noqa: E402
-from worker.tiny_model import make_witness_model  # noqa: E402
+from worker.testing.tiny_adapter import make_witness_adapter  # noqa: E402
+from worker.testing.tiny_model import make_witness_model  # noqa: E402
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

@@ -16,9 +16,9 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 import rl_plane.publish.attempt as attempts
-import rl_plane.publish.ipc as ipc
 import rl_plane.publish.publisher as publishers
-import rl_plane.publish.way as ways
+import rl_plane.publish.send_plan as ways
+import rl_plane.transports.ipc.sender as ipc
 from rl_plane.client import RlClient
 from rl_plane.errors import (
     Conflict,
@@ -31,23 +31,23 @@ from rl_plane.errors import (
     Unavailable,
     UpdateAborted,
 )
-from rl_plane.manifest import Manifest, pack
+from rl_plane.protocol.versions import tensor_digest
 from rl_plane.publish import Progress, Publication, WeightPublisher
-from rl_plane.publish.filesystem import FilesystemSender
-from rl_plane.publish.fleets import BlockingFleet
-from rl_plane.publish.packing import raw_bytes, spec_of
-from rl_plane.publish.sender import Surroundings, world_size
-from rl_plane.publish.senders import installed
-from rl_plane.publish.sources import DirectorySource, Taken
+from rl_plane.publish.fleet_access import BlockingFleet
+from rl_plane.publish.sources.model_sources import DirectorySource, Taken
 from rl_plane.sync import SyncRlClient
-from rl_plane.versions import tensor_digest
+from rl_plane.transports.filesystem.sender import FilesystemSender
+from rl_plane.transports.packing import raw_bytes, spec_of
+from rl_plane.transports.registry import installed
+from rl_plane.transports.sender_base import Surroundings, world_size
+from rl_plane.weights.manifest import Manifest, pack
 from tests.conftest import Plane
 from tests.publishing import BOUND_S, Broken, Changing, Gathering, Held, nudged, root_of, serve, served
 from tests.scripts import ROOT
 from tests.test_delta_fleet import tensors_in
 from tests.test_worker_healing import until_behind
-from worker.engines.fake import make_fake_adapter
-from worker.staging import adapter_digest, model_digest
+from worker.engines.fake.adapter import make_fake_adapter
+from worker.receive.staging import adapter_digest, model_digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
@@ -407,7 +407,7 @@ async def test_an_answer_that_was_lost_is_asked_for_again(plane: Plane, monkeypa
 
 
 DOES_NOT_FIT = """
-import worker.receiver as receiver
+import worker.receive.weight_receiver as receiver
 from rl_plane.errors import EngineFailed
 received = receiver.receive
 def receive(*given, **named):

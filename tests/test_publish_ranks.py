@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 from safetensors.torch import save_file
 
-from rl_plane.publish.sources import ModuleSource
+from rl_plane.publish.sources.model_sources import ModuleSource
 from tests.conftest import Plane
 from tests.exporting_ranks import GROWN
 from tests.failing_ranks import BROKEN

@@ -15,10 +15,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from rl_plane.errors import InvalidRequest, InvalidWeights  # noqa: E402
-from rl_plane.manifest import Manifest, pack  # noqa: E402
+from rl_plane.protocol.versions import HostTensor, TensorSpec  # noqa: E402
 from rl_plane.publish.host_copy import HostCopy  # noqa: E402
-from rl_plane.publish.packing import fill  # noqa: E402
-from rl_plane.publish.sources import (  # noqa: E402
+from rl_plane.publish.sources.model_sources import (  # noqa: E402
     AdapterSource,
     DirectorySource,
     ExportSource,
@@ -29,13 +28,14 @@ from rl_plane.publish.sources import (  # noqa: E402
     as_source,
     peft_base_name,
 )
-from rl_plane.versions import HostTensor, TensorSpec  # noqa: E402
+from rl_plane.transports.packing import fill  # noqa: E402
+from rl_plane.weights.manifest import Manifest, pack  # noqa: E402
 from tests.scripts import ROOT, told_by_ranks  # noqa: E402
 from tests.sharded_sources import Tied, fresh, lora  # noqa: E402
-from worker.engines.fake import make_fake_model  # noqa: E402
-from worker.staging import adapter_digest, model_digest  # noqa: E402
-from worker.tiny_adapter import make_tiny_adapter  # noqa: E402
-from worker.tiny_model import make_tiny_model  # noqa: E402
+from worker.engines.fake.adapter import make_fake_model  # noqa: E402
+from worker.receive.staging import adapter_digest, model_digest  # noqa: E402
+from worker.testing.tiny_adapter import make_tiny_adapter  # noqa: E402
+from worker.testing.tiny_model import make_tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -349,7 +349,7 @@ def test_directories_need_no_torch(tmp_path: Path) -> None:
     fake = make_fake_model(tmp_path / "fake", 3)
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from rl_plane.publish.sources import as_source\n"
+        "from rl_plane.publish.sources.model_sources import as_source\n"
         f"print(len(list(as_source({str(fake)!r}).take().tensors)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

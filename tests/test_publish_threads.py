@@ -16,11 +16,11 @@ import pytest
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.publish import WeightPublisher
-from rl_plane.publish.sources import Taken
+from rl_plane.publish.sources.model_sources import Taken
 from rl_plane.publish.threads import on_thread
 from tests.conftest import Plane
 from tests.publishing import BOUND_S, Gathering, root_of
-from worker.engines.fake import make_fake_model
+from worker.engines.fake.adapter import make_fake_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 

@@ -17,17 +17,18 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
 from rl_plane.errors import InvalidWeights, Unsupported
-from worker.engines import sglang_holder, vllm_dtypes
-from worker.engines.checkpoint_spec import CheckpointSpec, checkpoint_spec
-from worker.engines.hf_weights import StagedTensors
-from worker.engines.rank_holder import RankHolder
-from worker.engines.sglang_holder import SglangHolder
-from worker.engines.sglang_scheduler import Rank
-from worker.engines.vllm_holder import VllmHolder
-from worker.staging import TIE_FIX, receive
-from worker.tiny_model import make_tiny_model
-from worker.transports.base import Places
-from worker.transports.filesystem import FilesystemTransport
+from rl_plane.transports.filesystem.receiver import FilesystemTransport
+from rl_plane.transports.receiver_base import Places
+from worker.engines.common.checkpoint_spec import CheckpointSpec, checkpoint_spec
+from worker.engines.common.rank_holder import RankHolder
+from worker.engines.common.torch_weights import StagedTensors
+from worker.engines.sglang import holder as sglang_holder
+from worker.engines.sglang.holder import SglangHolder
+from worker.engines.sglang.scheduler import Rank
+from worker.engines.vllm import dtypes
+from worker.engines.vllm.holder import VllmHolder
+from worker.receive.staging import TIE_FIX, receive
+from worker.testing.tiny_model import make_tiny_model
 
 GPU = torch.device("cuda", 1)
 
@@ -241,7 +242,7 @@ def test_a_tensor_has_the_type_in_which_the_engine_keeps_it(tmp_path: Path) -> N
 def test_vllm_takes_the_types_that_its_load_has_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter has another name in vLLM, and one under an adapter has another name yet."""
     name = "model.layers.0.mlp.up_proj.weight"
-    monkeypatch.setattr(vllm_dtypes, "_seen", {name: torch.float32})
+    monkeypatch.setattr(dtypes, "_seen", {name: torch.float32})
     model = make_tiny_model(tmp_path / "model", 1, "float32")
     holder = VllmHolder(model, tmp_path, Runner(torch.device("cpu")), 0)
     assert {key for key, spec in holder.weight_spec().items() if spec.dtype == "F32"} == {name}

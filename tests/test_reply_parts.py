@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgpack
 import pytest
 
-from rl_plane.deltas import merged
-from rl_plane.generation import GenerateDelta, VersionSpan
+from rl_plane.protocol.generation import GenerateDelta, VersionSpan
+from rl_plane.protocol.token_batching import merged
 from worker.generation import MAX_PROMPT_BESIDE, MAX_TEXT, MAX_TOKENS, MAX_TOP_ROWS, _in_parts
 
 

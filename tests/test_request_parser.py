@@ -13,7 +13,7 @@ import msgpack
 import pytest
 from pydantic import BaseModel
 
-from frontend.native import (
+from frontend.completions.native_bodies import (
     SGLANG_REFUSED,
     SGLANG_SAMPLING_REFUSED,
     VLLM_REFUSED,
@@ -25,7 +25,7 @@ from frontend.native import (
     plan_sglang,
     plan_vllm,
 )
-from frontend.openai import (
+from frontend.completions.openai_bodies import (
     MAX_CHOICES,
     REFUSED,
     REFUSED_IN_NVEXT,
@@ -35,9 +35,9 @@ from frontend.openai import (
     NvExt,
     StreamOptions,
 )
-from frontend.plans import Plan, plan_chat, plan_completion
+from frontend.completions.plans import Plan, plan_chat, plan_completion
 from rl_plane.errors import InvalidRequest, PlaneError, Unsupported
-from rl_plane.generation import GenerateRequest
+from rl_plane.protocol.generation import GenerateRequest
 
 TRIES = 5000
 """For each route: half a second, and each field with each kind of value."""

@@ -33,7 +33,7 @@ from rl_plane import (
     WorkerLost,
     gather_enough,
 )
-from rl_plane.rollouts import OF_ONE_PART, OF_ONE_PROMPT, OWN, SEED_STEP, TRIES, Call
+from rl_plane.rollouts.partial import OF_ONE_PART, OF_ONE_PROMPT, OWN, SEED_STEP, TRIES, Call
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -251,7 +251,7 @@ async def test_when_the_time_is_over_there_are_fewer() -> None:
 
 
 async def test_who_does_not_come_back_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_plane.rollouts.STOPPED_S", 0.05)
+    monkeypatch.setattr("rl_plane.rollouts.partial.STOPPED_S", 0.05)
     answers = Answers({0})
 
     async def stop() -> None:
@@ -311,7 +311,7 @@ def raising(error: Exception, cause: Exception | None = None) -> tuple[int, dict
 
 async def test_what_nobody_takes_is_asked_again_however_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fleet that is full or closed, a frontend that ends, and is not there until it has started again."""
-    monkeypatch.setattr("rl_plane.rollouts.RETRY_S", 0.0)
+    monkeypatch.setattr("rl_plane.rollouts.partial.RETRY_S", 0.0)
     told: list[Callable[[], tuple[int, dict[str, Any]]]] = [
         *[lambda: failed(Overloaded("full", retry_after_s=0.0))] * (TRIES + 1),
         *[lambda: failed(NotAdmitted("closed", retry_after_s=0.0))] * (TRIES + 1),
@@ -335,7 +335,7 @@ async def test_what_nobody_takes_is_asked_again_however_often(monkeypatch: pytes
 async def test_what_nobody_takes_until_the_time_is_over_is_parked(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rl_plane.rollouts.RETRY_S", 0.0)
+    monkeypatch.setattr("rl_plane.rollouts.partial.RETRY_S", 0.0)
 
     async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         raise ConnectionRefusedError("nobody listens")
@@ -349,7 +349,7 @@ async def test_what_nobody_takes_until_the_time_is_over_is_parked(
 async def test_another_reason_that_nobody_takes_it_is_told_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rl_plane.rollouts.RETRY_S", 0.0)
+    monkeypatch.setattr("rl_plane.rollouts.partial.RETRY_S", 0.0)
     told: list[Exception] = [
         ConnectionRefusedError("it is away"),
         ConnectionRefusedError("it is away"),
@@ -387,7 +387,7 @@ async def test_what_has_ended_is_kept_where_nobody_can_be_told_to_stop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     """The frontend, or NATS, is gone for good."""
-    monkeypatch.setattr("rl_plane.rollouts.RETRY_S", 0.0)
+    monkeypatch.setattr("rl_plane.rollouts.partial.RETRY_S", 0.0)
     good = Answers({0, 1})
 
     async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -417,7 +417,7 @@ async def test_a_stop_whose_answer_was_lost_brings_the_tokens_back(error: Except
 
 
 async def test_a_stop_that_is_not_heard_at_once_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_plane.rollouts.RETRY_S", 0.0)
+    monkeypatch.setattr("rl_plane.rollouts.partial.RETRY_S", 0.0)
     answers = Answers({0})
     told: list[Exception] = [Locked("an adapter is loaded", retry_after_s=0.0), httpx.ConnectError("it is away")]
 
@@ -434,8 +434,8 @@ async def test_a_stop_that_is_not_heard_at_once_is_sent_again(monkeypatch: pytes
 async def test_a_stop_that_never_answers_holds_nobody(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rl_plane.rollouts.STOP_S", 0.05)
-    monkeypatch.setattr("rl_plane.rollouts.STOPPED_S", 0.05)
+    monkeypatch.setattr("rl_plane.rollouts.partial.STOP_S", 0.05)
+    monkeypatch.setattr("rl_plane.rollouts.partial.STOPPED_S", 0.05)
     answers = Answers({0})
 
     async def stop() -> None:
@@ -530,7 +530,7 @@ async def mistaken(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
 async def test_one_that_fails_takes_nobody_with_it(
     monkeypatch: pytest.MonkeyPatch, bad: Call, why: str, times: int
 ) -> None:
-    monkeypatch.setattr("rl_plane.rollouts.RETRY_S", 0.0)
+    monkeypatch.setattr("rl_plane.rollouts.partial.RETRY_S", 0.0)
     good, asked = Answers({0, 1, 3}), []
 
     async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -16,16 +16,16 @@ import pytest_asyncio
 
 pytest.importorskip("torch")
 
-from frontend.continuation import SoFar
-from frontend.replies import Choice
-from rl_plane.deltas import joined, merged
+from frontend.completions.openai_replies import Choice
+from frontend.routing.continuation import SoFar
 from rl_plane.errors import EngineFailed
-from rl_plane.generation import GenerateDelta, GenerateRequest
-from rl_plane.routed_experts import RoutedExperts, as_int32, as_npy, width_of
+from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
+from rl_plane.protocol.routed_experts import RoutedExperts, as_int32, as_npy, width_of
+from rl_plane.protocol.token_batching import joined, merged
 from tests.moe import LAYERS, TOP_K, check_experts, make_moe_model
 from tests.test_frontend_generation import ask, error_of, events_of, frontend
 from tests.test_frontend_rollouts import Streaming, ready
-from worker.engines.vllm_streams import _routed
+from worker.engines.vllm.streams import _routed
 from worker.generation import MAX_ROUTED_ALONE, MAX_ROUTED_BESIDE, _in_parts
 
 if TYPE_CHECKING:
@@ -129,8 +129,8 @@ def test_another_worker_goes_on_where_the_rows_ended(ahead: int) -> None:
 
 
 def accepted(at: int) -> Any:
-    from frontend.attempts import Accepted
-    from rl_plane.versions import WeightVersion
+    from frontend.routing.attempts import Accepted
+    from rl_plane.protocol.versions import WeightVersion
 
     return Accepted("b" * 16, "i", WeightVersion(run="r", sequence=0, label="initial", digest="blake3:0"), at)
 

@@ -14,10 +14,10 @@ import pytest
 
 from rl_plane.errors import EngineFailed, Unsupported
 from tests.engine_runs import ask
-from worker.engines import sglang
 from worker.engines.base import EngineOptions
-from worker.engines.sglang_streams import Experts, Feeder, Stream
-from worker.engines.spans import Label
+from worker.engines.common.spans import Label
+from worker.engines.sglang import adapter
+from worker.engines.sglang.streams import Experts, Feeder, Stream
 
 
 async def test_what_an_abort_repeats_is_not_taken_again() -> None:
@@ -46,7 +46,7 @@ async def test_what_an_abort_repeats_is_not_taken_again() -> None:
     ],
 )
 def test_where_seeds_count(on_cpu: bool, backend: str, deterministic: bool, fix: str | None) -> None:
-    lacking = sglang.lacking_seeds(on_cpu, backend, deterministic)
+    lacking = adapter.lacking_seeds(on_cpu, backend, deterministic)
     assert lacking.keys() == ({"generate:seed"} if fix else set())
     assert all(reason.endswith(fix or "") for reason in lacking.values())
 
@@ -98,8 +98,8 @@ async def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     names = ("PauseGenerationReqInput", "ReleaseMemoryOccupationReqInput", "ResumeMemoryOccupationReqInput")
     bodies = SimpleNamespace(**dict.fromkeys(names, SimpleNamespace))
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", bodies)
-    monkeypatch.setattr(sglang, "parse_arguments", dict)
-    engine: Any = sglang.SglangEngine(EngineOptions(tmp_path, device="cpu"))
+    monkeypatch.setattr(adapter, "parse_arguments", dict)
+    engine: Any = adapter.SglangEngine(EngineOptions(tmp_path, device="cpu"))
     engine._process = Process()
     engine._feeder = SimpleNamespace(close=lambda: None)
     monkeypatch.setattr(engine, "_check_memory_saver", lambda op: None)
@@ -158,8 +158,8 @@ async def test_an_engine_that_refuses_updates_does_not_start(engine: Any, monkey
     }.items():
         monkeypatch.setattr(process, name, value, raising=False)
     monkeypatch.setattr(engine, "_check_model", lambda: None)
-    monkeypatch.setattr(sglang, "load_tokenizer", lambda model: None)
-    monkeypatch.setattr(sglang, "eos_tokens", lambda model, tokenizer: frozenset())
+    monkeypatch.setattr(adapter, "load_tokenizer", lambda model: None)
+    monkeypatch.setattr(adapter, "eos_tokens", lambda model, tokenizer: frozenset())
     monkeypatch.setattr(Experts, "of", lambda config: Experts(1, 1, 1))
     with pytest.raises(Unsupported, match="refuses: updatable"):
         await engine.start()

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from rl_plane.errors import InvalidRequest, Unsupported  # noqa: E402
-from worker.engines.sglang_limits import ATTENTION, check_model, check_updates, lora_targets_on_cpu  # noqa: E402
+from worker.engines.sglang.limits import ATTENTION, check_model, check_updates, lora_targets_on_cpu  # noqa: E402
 
 
 def model_of(directory: Path, **config: Any) -> Path:

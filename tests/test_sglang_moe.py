@@ -14,16 +14,16 @@ import pytest_asyncio
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from rl_plane.canary import ACROSS_KINDS
 from rl_plane.client import RlClient
 from rl_plane.errors import CanaryFailed, NotAdmitted
+from rl_plane.protocol.canary import ACROSS_KINDS
 from tests import test_vllm_moe, weight_faults
 from tests.faults import Stream, Told
 from tests.moe import MOE_TOLERANCE, greedy_gap
 from tests.test_frontend_generation import frontend
 from tests.test_plane_update import all_serve, update_of
 from tests.test_vllm_moe import HEAL_S, PROMPT, START_S, MoeFleet, canary_of, client, proven
-from worker.numerics import NOT_SCORED
+from worker.reconcile.numerics import NOT_SCORED
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

@@ -22,7 +22,7 @@ from tests.soak.fleet import Counts
 from tests.soak.load import DEMANDS, KINDS, OF_WORKERS, Clients, Floors, Told, draw
 from tests.soak.report import DESCRIPTORS_GROWTH, leaks
 from tests.soak.routes import ROUTES
-from worker.tiny_model import permutation
+from worker.testing.tiny_model import permutation
 
 ROOT = Path(__file__).parent.parent
 SOAK_S = 60

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from rl_plane.deltas import merged
 from rl_plane.errors import EngineFailed
-from rl_plane.generation import GenerateDelta, VersionSpan
-from rl_plane.versions import WeightVersion
+from rl_plane.protocol.generation import GenerateDelta, VersionSpan
+from rl_plane.protocol.token_batching import merged
+from rl_plane.protocol.versions import WeightVersion
 from tests.engine_runs import ask
-from worker.engines.sglang_streams import Experts
-from worker.engines.sglang_streams import Stream as SglangStream
-from worker.engines.spans import Label, SpanLog
-from worker.engines.vllm_streams import Piece as VllmPiece
+from worker.engines.common.spans import Label, SpanLog
+from worker.engines.sglang.streams import Experts
+from worker.engines.sglang.streams import Stream as SglangStream
+from worker.engines.vllm.streams import Piece as VllmPiece
 
 
 def version(sequence: int) -> WeightVersion:
@@ -129,7 +129,10 @@ def test_joined_deltas_tell_the_same(seed: int) -> None:
 
 
 async def test_hf_gives_what_two_weights_made_in_two_pieces() -> None:
-    engine, streams = pytest.importorskip("worker.engines.hf"), pytest.importorskip("worker.engines.hf_streams")
+    engine, streams = (
+        pytest.importorskip("worker.engines.hf.adapter"),
+        pytest.importorskip("worker.engines.hf.streams"),
+    )
     stream = streams.Stream("x", ask([1]), [1], frozenset())
     for tokens, label in (([5], BASE), ([6], BASE), ([7], NEXT), ([8], NEXT)):
         stream.pieces.put_nowait(streams.Piece(tokens, [0.0], [label]))

@@ -8,25 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rl_plane.bodies import parse_body
 from rl_plane.cli.show import show
 from rl_plane.client import RlClient, select_members
+from rl_plane.commit.rules import judge_prepare
 from rl_plane.errors import NoWorkers, PlaneError, Unsupported
-from rl_plane.fleet_ops import FLEET_OPS, Select
-from rl_plane.fleet_replies import Call, check_engines, group_places
-from rl_plane.judge import judge_prepare
-from rl_plane.membership import Member, MembershipCore, Snapshot
-from rl_plane.ops import OPS
+from rl_plane.fleet.fleet_replies import Call, check_engines, group_places
+from rl_plane.membership.core import Member, MembershipCore, Snapshot
+from rl_plane.membership.worker_reply import WorkerRow, engine_rows, skipped_row
+from rl_plane.protocol.fleet_ops import FLEET_OPS, Select
+from rl_plane.protocol.record import read_pause, read_record
+from rl_plane.protocol.subjects import ADMISSION_PREFIX, Entry
+from rl_plane.protocol.update_requests import UpdatePolicy
+from rl_plane.protocol.validation import parse_body
+from rl_plane.protocol.worker_ops import OPS
 from rl_plane.publish import WeightPublisher
-from rl_plane.record import read_pause, read_record
-from rl_plane.rows import WorkerRow, engine_rows, skipped_row
-from rl_plane.subjects import ADMISSION_PREFIX, Entry
-from rl_plane.update_bodies import UpdatePolicy
 from tests.dialect_facade import PROMPT, facade, fine
-from worker.dispatcher import OF_STAGES
-from worker.engines.fake import STAGE, fake_token
-from worker.holds import VARIABLE
-from worker.staging import model_digest
+from worker.engines.fake.adapter import STAGE, fake_token
+from worker.ops.dispatcher import OF_STAGES
+from worker.receive.staging import model_digest
+from worker.testing.phase_hooks import VARIABLE
 
 if TYPE_CHECKING:
     from pathlib import Path

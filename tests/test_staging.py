@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-import rl_plane.checkpoint as checkpoint
-from rl_plane.checkpoint import open_published, write_manifest
+import rl_plane.weights.checkpoint as checkpoint
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights
-from rl_plane.safetensors_file import write_safetensors
-from rl_plane.versions import HostTensor, TensorSpec, tensors_digest
+from rl_plane.protocol.versions import HostTensor, TensorSpec, tensors_digest
+from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
+from rl_plane.transports.receiver_base import Delivery, Places
+from rl_plane.transports.reception import Staged, TensorStream
+from rl_plane.weights.checkpoint import open_published, write_manifest
+from rl_plane.weights.safetensors_file import write_safetensors
 from worker.engines.base import EngineOptions
-from worker.engines.fake import FakeAdapter, FakeEngine, FakeWeights, make_fake_adapter, make_fake_model
-from worker.engines.fake_holder import FakeHolder
-from worker.reception import Staged, TensorStream
-from worker.staging import (
+from worker.engines.fake.adapter import FakeAdapter, FakeEngine, FakeWeights, make_fake_adapter, make_fake_model
+from worker.engines.fake.holder import FakeHolder
+from worker.receive.staging import (
     OWN_TIE_FIX,
     TIE_FIX,
     DigestingStream,
@@ -32,8 +34,6 @@ from worker.staging import (
     receive,
     receive_adapter,
 )
-from worker.transports.base import Delivery, Places
-from worker.transports.filesystem import FilesystemDelivery, FilesystemTransport
 
 F32, BF16, I64 = TensorSpec("F32", (2, 3)), TensorSpec("BF16", (2, 3)), TensorSpec("I64", (2, 3))
 NONE: Mapping[str, str] = {}
@@ -204,7 +204,7 @@ def test_the_digest_does_not_depend_on_the_order() -> None:
 
 
 def test_large_tensors_hash_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_plane.versions.PARALLEL_HASH_BYTES", 1)
+    monkeypatch.setattr("rl_plane.protocol.versions.PARALLEL_HASH_BYTES", 1)
     delivery = Memory({"a": bytes(3 << 20)})
     assert run(Engine(delivery), delivery) == delivery.true_digest()
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rl_plane.generation import GenerateRequest
-from worker.engines.stop_strings import ReplyText
+from rl_plane.protocol.generation import GenerateRequest
+from worker.engines.common.stop_strings import ReplyText
 
 TRIES = 3000
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
+from rl_plane._util.processes import die_with_parent
+from rl_plane.bus.server import NatsServer
 from rl_plane.errors import BusUnreachable, DeadlineExceeded, InvalidRequest, NotFound, NoWorkers, PlaneError
-from rl_plane.nats_server import NatsServer
-from rl_plane.process import die_with_parent
 from rl_plane.sync import CallBounds, SyncRlClient, call_bound_s
-from worker.engines.fake import make_fake_model
+from worker.engines.fake.adapter import make_fake_model
 
 WORKERS = 2
 BOUND_S = 30.0

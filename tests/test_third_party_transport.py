@@ -15,15 +15,15 @@ import pytest
 pytest.importorskip("torch")
 
 from rl_plane.errors import InvalidWeights
-from rl_plane.versions import HostTensor, TensorSpec, tensor_digest, tensors_digest
+from rl_plane.protocol.versions import HostTensor, TensorSpec, tensor_digest, tensors_digest
 from tests.test_frontend_generation import frontend
 from tests.test_hf_fleet import proven
-from worker.staging import DigestingStream
-from worker.tiny_adapter import make_witness_adapter
-from worker.tiny_model import make_witness_model
+from worker.receive.staging import DigestingStream
+from worker.testing.tiny_adapter import make_witness_adapter
+from worker.testing.tiny_model import make_witness_model
 
 if TYPE_CHECKING:
-    from rl_plane.fleet import Fleet
+    from rl_plane.fleet.fleet import Fleet
     from tests.conftest import Plane
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

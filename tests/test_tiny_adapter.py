@@ -12,13 +12,13 @@ import pytest
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 
-from worker.staging import adapter_digest  # noqa: E402
-from worker.tiny_adapter import (  # noqa: E402
+from worker.receive.staging import adapter_digest  # noqa: E402
+from worker.testing.tiny_adapter import (  # noqa: E402
     make_tiny_adapter,
     make_witness_adapter,
     witness_adapter_next_token,
 )
-from worker.tiny_model import (  # noqa: E402
+from worker.testing.tiny_model import (  # noqa: E402
     EOS_TOKEN_ID,
     VOCAB_SIZE,
     make_tiny_model,
@@ -97,7 +97,15 @@ def test_witness_permutations_are_apart() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", seed=1)
-    command = [sys.executable, "-m", "worker.tiny_adapter", str(model), str(tmp_path / "made"), "--seed", "3"]
+    command = [
+        sys.executable,
+        "-m",
+        "worker.testing.tiny_adapter",
+        str(model),
+        str(tmp_path / "made"),
+        "--seed",
+        "3",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == f"{tmp_path / 'made'}\n"
     expected = make_tiny_adapter(model, tmp_path / "expected", seed=3)

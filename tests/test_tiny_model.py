@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from worker.tiny_model import (
+from worker.testing.tiny_model import (
     EOS_TOKEN_ID,
     VOCAB_SIZE,
     make_tiny_model,

@@ -19,12 +19,12 @@ import pytest
 from nats.aio.msg import Msg
 from nats.errors import OutboundBufferLimitError
 
-from rl_plane.bus import Bus
+from rl_plane.bus.connection import Bus
+from rl_plane.bus.server import NatsServer
+from rl_plane.bus.token_stream import CREDIT_EVERY, IncomingStream, Outbox, StreamReceiver, StreamSender, bundles
 from rl_plane.errors import BusUnreachable, PayloadTooLarge, Stalled
-from rl_plane.nats_server import NatsServer
-from rl_plane.streams import CREDIT_EVERY, IncomingStream, Outbox, StreamReceiver, StreamSender, bundles
-from rl_plane.wire import MAX_MESSAGE_BYTES
-from worker.engine_loop import EngineLoop
+from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
+from worker.runtime.engine_loop import EngineLoop
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -178,7 +178,7 @@ async def test_a_first_message_that_is_lost_is_sent_again(plane: Plane, monkeypa
         return put(stream, body)
 
     # It is not to begin anew after it has given up the first one.
-    worker = plane.spawn(patch="import rl_plane.streams as streams; streams.ABANDONED_AFTER_S = 600")
+    worker = plane.spawn(patch="import rl_plane.bus.token_stream as streams; streams.ABANDONED_AFTER_S = 600")
     client = await plane.client()
     receiver = StreamReceiver(client.bus)
     await receiver.start()
@@ -365,7 +365,7 @@ async def test_work_that_does_not_end_lets_its_caller_go(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("worker.engine_loop.UNDO_S", 0.05)
+    monkeypatch.setattr("worker.runtime.engine_loop.UNDO_S", 0.05)
     begun, may_end = threading.Event(), asyncio.Event()
 
     async def stubborn() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from rl_plane.errors import InvalidRequest
-from rl_plane.generation import RESERVED, GenerateRequest, Rendering
-from rl_plane.ops import Tokenize
-from worker.engines.tokenizing import Tokenizing, eos_tokens, load_tokenizer, prompt_tokens
+from rl_plane.protocol.generation import RESERVED, GenerateRequest, Rendering
+from rl_plane.protocol.worker_ops import Tokenize
+from worker.engines.common.tokenizing import Tokenizing, eos_tokens, load_tokenizer, prompt_tokens
 
 
 def test_only_what_the_model_can_make_ends_a_text(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ TALK = (
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Any:
     pytest.importorskip("torch")
-    from worker.tiny_model import make_tiny_model
+    from worker.testing.tiny_model import make_tiny_model
 
     found = load_tokenizer(make_tiny_model(tmp_path / "model", seed=1))
     found.chat_template = TEMPLATE

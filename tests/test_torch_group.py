@@ -20,19 +20,20 @@ import pytest
 
 pytest.importorskip("torch")
 
-from rl_plane import lifelines, torch_group
+from rl_plane._util.own_address import own_address
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, Unavailable, Unsupported
-from rl_plane.group_place import Place
-from rl_plane.lifelines import Lifelines
-from rl_plane.manifest import Manifest, pack
-from rl_plane.own_address import own_address
-from rl_plane.publish.group import GroupSender
-from rl_plane.torch_group import CHUNK_BYTES, Group, import_torch
-from rl_plane.versions import TensorSpec
+from rl_plane.protocol.versions import TensorSpec
+from rl_plane.transports.group import peer_liveness as lifelines
+from rl_plane.transports.group import torch_group
+from rl_plane.transports.group.peer_liveness import Lifelines
+from rl_plane.transports.group.rank_layout import Place
+from rl_plane.transports.group.receiver import GlooTransport
+from rl_plane.transports.group.sender import GroupSender
+from rl_plane.transports.group.streamed_delivery import received
+from rl_plane.transports.group.torch_group import CHUNK_BYTES, Group, import_torch
+from rl_plane.transports.receiver_base import Places
+from rl_plane.weights.manifest import Manifest, pack
 from tests.told_process import forked
-from worker.transports.base import Places
-from worker.transports.fed import received
-from worker.transports.group import GlooTransport
 
 BOUND_S = 10.0
 PLACE = Place("gloo", "g", "127.0.0.1", 1, world_size=2, rank=1)
@@ -161,7 +162,7 @@ def test_a_lifeline_ends_with_its_process_and_not_with_a_child_of_it(ends: str) 
 
 def test_an_accept_that_fails_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("rl_plane.lifelines.time.sleep", slept.append)
+    monkeypatch.setattr("rl_plane.transports.group.peer_liveness.time.sleep", slept.append)
     trainer = Lifelines.of_trainer("127.0.0.1")
 
     def accept() -> Any:

@@ -40,10 +40,10 @@ from tests.test_mixed_fleet import (
     witnessed,
 )
 from tests.test_plane_update import all_serve, update_of
-from worker.engine_watch import DEFAULT_LIVENESS_TIMEOUT_S
 from worker.exit_codes import ENGINE_DEAD
-from worker.staging import model_digest
-from worker.tiny_model import make_witness_model
+from worker.receive.staging import model_digest
+from worker.runtime.engine_watch import DEFAULT_LIVENESS_TIMEOUT_S
+from worker.testing.tiny_model import make_witness_model
 
 __all__ = ["client", "http"]
 

@@ -9,7 +9,31 @@ from typing import Any, TypeVar
 
 import pytest
 
-from rl_plane.canary import engine_kind
+from rl_plane.commit.machine import LEASES_END_S
+from rl_plane.commit.rules import CLOSED_BY_CHOICE, newest
+from rl_plane.commit.sessions import SESSION_IDLE_S, machine_for
+from rl_plane.commit.steps import (
+    Answered,
+    Ask,
+    Call,
+    Done,
+    End,
+    Event,
+    Failed,
+    Fed,
+    Instruction,
+    Note,
+    Outcome,
+    Prepared,
+    Survey,
+    Surveyed,
+    Tell,
+    Told,
+    WaitSilent,
+    Watch,
+    Write,
+    Written,
+)
 from rl_plane.errors import (
     BusUnreachable,
     CanaryFailed,
@@ -32,36 +56,12 @@ from rl_plane.errors import (
     UpdateAborted,
     WorkerLost,
 )
-from rl_plane.judge import CLOSED_BY_CHOICE, newest
-from rl_plane.ops import DEFAULT_PAUSE_LEASE_S
-from rl_plane.record import MAX_DELTAS, Adapter, DecisionRecord, DesiredPause, Source, UpdateSession
-from rl_plane.rows import WorkerRow
-from rl_plane.update import LEASES_END_S
-from rl_plane.update_bodies import Part, UpdateWeights
-from rl_plane.update_sessions import SESSION_IDLE_S, machine_for
-from rl_plane.update_steps import (
-    Answered,
-    Ask,
-    Call,
-    Done,
-    End,
-    Event,
-    Failed,
-    Fed,
-    Instruction,
-    Note,
-    Outcome,
-    Prepared,
-    Survey,
-    Surveyed,
-    Tell,
-    Told,
-    WaitSilent,
-    Watch,
-    Write,
-    Written,
-)
-from rl_plane.versions import WeightVersion
+from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.protocol.canary import engine_kind
+from rl_plane.protocol.record import MAX_DELTAS, Adapter, DecisionRecord, DesiredPause, Source, UpdateSession
+from rl_plane.protocol.update_requests import Part, UpdateWeights
+from rl_plane.protocol.versions import WeightVersion
+from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
 
 MEMBERS = {"a": "ia", "b": "ib", "c": "ic"}
 NOW = 1000.0

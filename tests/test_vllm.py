@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from rl_plane.errors import DeadlineExceeded, EngineFailed
-from rl_plane.versions import WeightVersion
-from worker.agent.client import AgentClient
-from worker.agent.ranks import Ranks
-from worker.agent.server import AgentServer
+from rl_plane.protocol.versions import WeightVersion
 from worker.engines.base import EngineOptions
-from worker.engines.vllm import VllmEngine
+from worker.engines.vllm.adapter import VllmEngine
+from worker.receive.rank_agents.agent_client import AgentClient
+from worker.receive.rank_agents.agent_server import AgentServer
+from worker.receive.rank_agents.ranks import Ranks
 
 VERSION = WeightVersion("run", 1, "step_1", "blake3:" + "1" * 64)
 

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from rl_plane.errors import InvalidRequest
-from worker.engines.vllm_args import CPU_KV_CACHE_BYTES, LORA_SLOTS, check_cpu, completed, thread_binding
-from worker.engines.vllm_process import _check_device
+from worker.engines.vllm.args import CPU_KV_CACHE_BYTES, LORA_SLOTS, check_cpu, completed, thread_binding
+from worker.engines.vllm.processes import _check_device
 
 SEEDED = {"seed": 7}
 """By hand, which wins."""

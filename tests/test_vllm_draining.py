@@ -26,7 +26,7 @@ from rl_plane.errors import EngineDied  # noqa: E402
 from tests.engine_kinds import VLLM  # noqa: E402
 from tests.engine_runs import BOUND_S, Run, ask, witnessed  # noqa: E402
 from tests.zygote import children_forked  # noqa: E402
-from worker.tiny_model import make_witness_model  # noqa: E402
+from worker.testing.tiny_model import make_witness_model  # noqa: E402
 
 TOKENS = 500
 PLACES = 768

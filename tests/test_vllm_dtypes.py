@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from worker.engines.vllm_dtypes import dtypes_of_load, watch_loads
+from worker.engines.vllm.dtypes import dtypes_of_load, watch_loads
 
 SAVED = {
     "layers.0.a_proj.weight": torch.ones(2, 4, dtype=torch.bfloat16),

@@ -11,7 +11,7 @@ import pytest
 
 from rl_plane.errors import EngineFailed
 from tests.test_vllm import standing_in
-from worker.engines.vllm_memory import SLEEP_LEVEL, Call, ReleasedMemory
+from worker.engines.vllm.sleep_levels import SLEEP_LEVEL, Call, ReleasedMemory
 
 Step = tuple[str, tuple[str, ...]]
 TAGS = (("weights",), ("kv_cache",), ("weights", "kv_cache"))

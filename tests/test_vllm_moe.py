@@ -29,8 +29,8 @@ from tests.faults import Stream, Told
 from tests.moe import MOE_TOLERANCE, float32_logprobs, greedy_gap, make_glm_moe, make_qwen_moe
 from tests.test_frontend_generation import ask, frontend
 from tests.test_plane_update import all_serve, update_of
-from worker.numerics import NOT_SCORED
-from worker.tiny_adapter import make_tiny_adapter
+from worker.reconcile.numerics import NOT_SCORED
+from worker.testing.tiny_adapter import make_tiny_adapter
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rl_plane.errors import Conflict, NotAdmitted, NotPrepared
-from rl_plane.record import LEASE_MARGIN_S, SERVING_LEASE_S, Adapter, DecisionRecord, Source, first_record
-from rl_plane.versions import WeightVersion
-from worker.core import (
+from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S, Adapter, DecisionRecord, Source, first_record
+from rl_plane.protocol.versions import WeightVersion
+from worker.reconcile.worker_core import (
     COMMIT_GRACE_S,
     GATE_S,
     HEAL_RETRY_S,
@@ -31,7 +31,7 @@ from worker.core import (
     target_name,
     why,
 )
-from worker.state import WorkerState
+from worker.reconcile.worker_state import WorkerState
 
 RUN, MODEL = "run-1", "d0"
 LINE = ("server", 1)

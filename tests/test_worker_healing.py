@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import pytest
 
+from rl_plane.bus.token_stream import CREDIT_INTERVAL_S, StreamReceiver
 from rl_plane.client import RlClient
 from rl_plane.errors import InvalidRequest, PlaneError, WorkerLost
-from rl_plane.streams import CREDIT_INTERVAL_S, StreamReceiver
-from rl_plane.versions import WeightVersion
+from rl_plane.protocol.versions import WeightVersion
 from tests.faults import Stream
 from tests.test_plane_update import generated
-from worker.engines.fake import make_fake_model
+from worker.engines.fake.adapter import make_fake_model
 from worker.exit_codes import MODEL_CHANGED
-from worker.staging import model_digest
+from worker.receive.staging import model_digest
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -90,8 +90,8 @@ async def test_a_worker_that_heard_of_the_record_before_it_asked_serves_as_soon_
     """Of two that start on an empty store at once, one fixes sequence 0 and the other hears of it."""
     wait = f"""
 import asyncio
-import worker.follower as follower
-from worker.registration import Registration
+import worker.reconcile.follower as follower
+from worker.runtime.registration import Registration
 follower.CONFIRM_S = 60
 registered = Registration.start
 async def start(self):
@@ -124,7 +124,7 @@ async def test_a_joiner_with_another_model_is_listed_and_says_why_it_is_closed(p
 
 CHANGED = """
 import os
-import worker.engines.fake as fake
+import worker.engines.fake.adapter as fake
 model, new = Path({model!r}), Path({new!r})
 really = fake.FakeEngine.start
 async def start(self):
@@ -161,7 +161,7 @@ async def test_a_worker_whose_model_changed_while_it_started_is_not_taken_for_wh
 
 
 TIES = """
-import dataclasses, worker.engines.fake as fake
+import dataclasses, worker.engines.fake.adapter as fake
 really = fake.FakeEngine.start
 async def start(self):
     info = await really(self)
@@ -337,7 +337,7 @@ async def test_a_worker_that_was_away_does_as_the_fleet_does_when_it_is_back(pla
 
 
 NO_PAUSE = """
-import asyncio, worker.engines.fake as fake, worker.follower as follower
+import asyncio, worker.engines.fake.adapter as fake, worker.reconcile.follower as follower
 follower.FREEZE_S = 0.5
 really, calls = fake.FakeEngine.pause, []
 async def pause(self, *arguments):
@@ -372,7 +372,7 @@ async def test_an_engine_that_does_not_pause_loses_nothing_until_it_does(plane: 
 
 
 SLOW_THAW = """
-import asyncio, worker.engines.fake as fake
+import asyncio, worker.engines.fake.adapter as fake
 really = fake.FakeEngine.resume
 async def resume(self):
     while not Path({folder!r}, "go").exists():

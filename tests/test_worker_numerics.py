@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from rl_plane.canary import CanaryRecord, Vectors, engine_kind
 from rl_plane.errors import NotAdmitted
-from rl_plane.record import TAKEOVER_S, DecisionRecord, Source
-from rl_plane.versions import WeightVersion
-from worker.core import GATE_S, Fetch, Relabel, Score, Staged, Swap, Wait, WorkerCore
-from worker.numerics import HEAL_TRIES, NOT_SCORED
-from worker.state import Scores, WorkerState
+from rl_plane.protocol.canary import CanaryRecord, Vectors, engine_kind
+from rl_plane.protocol.record import TAKEOVER_S, DecisionRecord, Source
+from rl_plane.protocol.versions import WeightVersion
+from worker.reconcile.numerics import HEAL_TRIES, NOT_SCORED
+from worker.reconcile.worker_core import GATE_S, Fetch, Relabel, Score, Staged, Swap, Wait, WorkerCore
+from worker.reconcile.worker_state import Scores, WorkerState
 
 KIND = engine_kind("hf", "5.0", "float32", "cpu", 1)
 SEQUENCES = ((1, 2, 3),)

@@ -13,8 +13,8 @@ import pytest_asyncio
 from nats.aio.msg import Msg
 
 from rl_plane.client import RlClient
-from rl_plane.ops import OPS
-from rl_plane.subjects import Subjects
+from rl_plane.protocol.subjects import Subjects
+from rl_plane.protocol.worker_ops import OPS
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

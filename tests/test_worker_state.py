@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from rl_plane.errors import FenceRequired, InvalidRequest, NotAdmitted, StaleFence, WrongIncarnation
-from rl_plane.generation import names_of
-from rl_plane.versions import WeightVersion
-from rl_plane.wire import Request
-from worker.state import Reason, TokenLoad, TokenShare, WorkerState
+from rl_plane.protocol.envelope import Request
+from rl_plane.protocol.generation import names_of
+from rl_plane.protocol.versions import WeightVersion
+from worker.reconcile.worker_state import Reason, TokenLoad, TokenShare, WorkerState
 
 V0 = WeightVersion("run", 0, "initial", "blake3:" + "0" * 64)
 V1 = WeightVersion("run", 1, "one", "blake3:" + "1" * 64)

@@ -135,7 +135,7 @@ def _client_of(kind: str, url: str, **more: str) -> Any:
 
         return Synchronous(url)
     assert kind == "nats"
-    from rl_plane.publish.vllm_client import FleetWeightSyncClient
+    from rl_plane.publish.integrations.vllm_client import FleetWeightSyncClient
     from rl_plane.sync import SyncRlClient
 
     return FleetWeightSyncClient(SyncRlClient.connect(url, more["namespace"], more["component"]))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rl_plane.errors import EngineFailed
-from worker.transports.base import Places
+from rl_plane.transports.receiver_base import Places
 
 BACKEND = "weight_faults"
 _METADATA = "Metadata-Version: 2.1\nName: weight-faults\nVersion: 0\n"
@@ -39,9 +39,9 @@ def _hf_parameters(weights: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 SWAPS: dict[str, tuple[str, Callable[[Any], Iterable[tuple[str, torch.Tensor]]]]] = {
-    "hf": ("worker.engines.hf_weights:ModelWeights.load", _hf_parameters),
-    "sglang": ("worker.engines.sglang_holder:SglangHolder.swap", _sglang_parameters),
-    "vllm": ("worker.engines.vllm_holder:VllmHolder.swap", _vllm_parameters),
+    "hf": ("worker.engines.common.torch_weights:ModelWeights.load", _hf_parameters),
+    "sglang": ("worker.engines.sglang.holder:SglangHolder.swap", _sglang_parameters),
+    "vllm": ("worker.engines.vllm.holder:VllmHolder.swap", _vllm_parameters),
 }
 """Engine → the method by which a rank swaps staged weights in (`module:Class.method`), and what gives the parameters of
 the object that has the method."""

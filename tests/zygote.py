@@ -64,12 +64,16 @@ class Packages:
 
 
 _EVERY = ("worker.process", "rl_plane.cli.serve")
-_TORCH = ("worker.receiver", "rl_plane.torch_group", "transformers.models.qwen3.modeling_qwen3")
+_TORCH = (
+    "worker.receive.weight_receiver",
+    "rl_plane.transports.group.torch_group",
+    "transformers.models.qwen3.modeling_qwen3",
+)
 PACKAGES = {
-    "fake": Packages((*_EVERY, "worker.engines.fake")),
-    "hf": Packages((*_EVERY, *_TORCH, "worker.engines.hf")),
+    "fake": Packages((*_EVERY, "worker.engines.fake.adapter")),
+    "hf": Packages((*_EVERY, *_TORCH, "worker.engines.hf.adapter")),
     "vllm": Packages(
-        (*_EVERY, *_TORCH, "worker.engines.vllm", "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker"),
+        (*_EVERY, *_TORCH, "worker.engines.vllm.adapter", "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker"),
         {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
         has_children=True,
     ),
@@ -77,7 +81,7 @@ PACKAGES = {
         (
             *_EVERY,
             *_TORCH,
-            "worker.engines.sglang",
+            "worker.engines.sglang.adapter",
             "sglang.srt.entrypoints.engine",
             "sglang.srt.managers.scheduler",
         ),

@@ -14,17 +14,17 @@ import msgpack
 import nats.errors
 from nats.aio.msg import Msg
 
-from rl_plane.bodies import parse_body
-from rl_plane.bus import Bus
-from rl_plane.deltas import joined
+from rl_plane._util.tasks import end_tasks
+from rl_plane.bus.connection import Bus
+from rl_plane.bus.token_stream import CREDIT_INTERVAL_S, Outbox, StreamSender
 from rl_plane.errors import EngineFailed, InvalidRequest, Overloaded, PlaneError, Unavailable
-from rl_plane.generation import MAX_STREAMS, GenerateDelta, GenerateRequest, names_of, unwitnessed
-from rl_plane.streams import CREDIT_INTERVAL_S, Outbox, StreamSender
-from rl_plane.tasks import end_tasks
-from worker.engine_loop import EngineLoop
+from rl_plane.protocol.generation import MAX_STREAMS, GenerateDelta, GenerateRequest, names_of, unwitnessed
+from rl_plane.protocol.token_batching import joined
+from rl_plane.protocol.validation import parse_body
 from worker.engines.base import EngineAdapter
-from worker.numerics import Numerics
-from worker.state import TokenShare, WorkerState
+from worker.reconcile.numerics import Numerics
+from worker.reconcile.worker_state import TokenShare, WorkerState
+from worker.runtime.engine_loop import EngineLoop
 
 log = logging.getLogger("worker.generation")
 
@@ -155,7 +155,7 @@ class GenerationService:
             raise Overloaded(f"this worker has {MAX_STREAMS} requests already", retry_after_s=1.0)
         request = body.get("request")
         if not isinstance(request, dict):
-            raise InvalidRequest("request must be a map", field="request", fix="see rl_plane.generation")
+            raise InvalidRequest("request must be a map", field="request", fix="see rl_plane.protocol.generation")
         parsed = parse_body(GenerateRequest, {**request, "id": stream_id})
         assert isinstance(parsed, GenerateRequest)
         return parsed

@@ -19,18 +19,18 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rl_plane.bus import SERVICE_CONNECT_S, Bus
+from rl_plane._util.processes import exit_within, spare_collector
+from rl_plane._util.tasks import end_tasks
+from rl_plane.bus.connection import SERVICE_CONNECT_S, Bus
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
-from rl_plane.process import exit_within, spare_collector
-from rl_plane.subjects import Subjects, check_instance_id
-from rl_plane.tasks import end_tasks
+from rl_plane.protocol.subjects import Subjects, check_instance_id
 from worker import exit_codes
-from worker.engine_args import EngineArguments
-from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
-from worker.engines.token_checks import lacking_fields
+from worker.engines.common.token_checks import lacking_fields
 from worker.options import WorkerOptions
-from worker.staging import model_digest
+from worker.receive.staging import model_digest
+from worker.runtime.engine_args import EngineArguments
+from worker.runtime.engine_loop import EngineLoop
 from worker.worker import LIVENESS_INTERVAL_S, Worker
 
 log = logging.getLogger("worker.process")

@@ -13,27 +13,27 @@ from typing import Any
 import msgpack
 import nats.errors
 
-from rl_plane.bus import Bus
-from rl_plane.canary import engine_kind
+from rl_plane._util.tasks import end_tasks
+from rl_plane.bus.connection import Bus
 from rl_plane.errors import EngineFailed, PlaneError
-from rl_plane.record import read_memory, read_pause
-from rl_plane.subjects import ADMISSION_PREFIX, Subjects
-from rl_plane.tasks import end_tasks
+from rl_plane.protocol.canary import engine_kind
+from rl_plane.protocol.record import read_memory, read_pause
+from rl_plane.protocol.subjects import ADMISSION_PREFIX, Subjects
 from worker import exit_codes
-from worker.core import WorkerCore
-from worker.dispatcher import Dispatcher
-from worker.engine_loop import EngineLoop
-from worker.engine_watch import DEFAULT_ENGINE_HANG_S, DEFAULT_LIVENESS_TIMEOUT_S, EngineWatch
 from worker.engines.base import EngineAdapter, EngineInfo
-from worker.follower import RecordFollower, staged_info
 from worker.generation import GenerationService
-from worker.handlers import EngineHung, OpHandlers
-from worker.lock_watch import LockWatch
-from worker.memory import EngineMemory
-from worker.peers import Peers
-from worker.registration import Registration
-from worker.state import Reason, WorkerState
-from worker.updates import WeightUpdates
+from worker.ops.dispatcher import Dispatcher
+from worker.ops.handlers import EngineHung, OpHandlers
+from worker.reconcile.engine_memory import EngineMemory
+from worker.reconcile.follower import RecordFollower, staged_info
+from worker.reconcile.lock_watch import LockWatch
+from worker.reconcile.peers import Peers
+from worker.reconcile.staged_updates import WeightUpdates
+from worker.reconcile.worker_core import WorkerCore
+from worker.reconcile.worker_state import Reason, WorkerState
+from worker.runtime.engine_loop import EngineLoop
+from worker.runtime.engine_watch import DEFAULT_ENGINE_HANG_S, DEFAULT_LIVENESS_TIMEOUT_S, EngineWatch
+from worker.runtime.registration import Registration
 
 log = logging.getLogger("worker")
 

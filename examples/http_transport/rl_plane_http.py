@@ -15,10 +15,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar, Literal
 
 from rl_plane.errors import InvalidRequest, InvalidWeights, Unavailable
-from rl_plane.manifest import Manifest
-from rl_plane.publish.sender import Surroundings
-from worker.transports.base import Places, check_fields
-from worker.transports.packed import PackedDelivery
+from rl_plane.transports.packed_delivery import PackedDelivery
+from rl_plane.transports.receiver_base import Places, check_fields
+from rl_plane.transports.sender_base import Surroundings
+from rl_plane.weights.manifest import Manifest
 
 BACKEND = "http"
 TIMEOUT_S = 20.0

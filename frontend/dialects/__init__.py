@@ -12,14 +12,14 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from frontend.calls import FleetCalls
-from frontend.generation import Generation
-from rl_plane.fleet import Fleet
-from rl_plane.view import MembershipView
+from frontend.completions.completion_routes import Generation
+from frontend.facade.calls import FleetCalls
+from rl_plane.fleet.fleet import Fleet
+from rl_plane.membership.view import MembershipView
 
 MODULES = {
-    "vllm": "frontend.dialects.vllm",
-    "sglang": "frontend.dialects.sglang",
+    "vllm": "frontend.dialects.vllm.vllm_routes",
+    "sglang": "frontend.dialects.sglang.sglang_routes",
     "prime-rl": "frontend.dialects.prime_rl",
 }
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from frontend.dialects import DialectPlane
-from frontend.dialects.routes import SHOWN, by_worker
+from frontend.dialects.dialect_routes import SHOWN, by_worker
+from rl_plane.commit.history import read_history
 from rl_plane.errors import Conflict, InvalidRequest, Locked, NoWorkers, PlaneError, Unavailable, Unsupported
-from rl_plane.history import read_history
-from rl_plane.rows import engine_rows
+from rl_plane.membership.worker_reply import engine_rows
 
 T = TypeVar("T")
 

@@ -10,9 +10,9 @@ from fastapi import FastAPI
 
 from frontend.dialects import DialectPlane
 from frontend.dialects.common import members
-from frontend.dialects.routes import Ask, add_route
+from frontend.dialects.dialect_routes import Ask, add_route
 from rl_plane.errors import NoWorkers
-from rl_plane.fleet_ops import FLEET_OPS
+from rl_plane.protocol.fleet_ops import FLEET_OPS
 
 PROTOCOL_VERSION = 1
 ENDPOINT = "rl"

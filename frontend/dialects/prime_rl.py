@@ -11,15 +11,15 @@ from pydantic import Field
 
 from frontend.dialects import DialectPlane
 from frontend.dialects.common import begun, unretried, world_size
+from frontend.dialects.dialect_routes import Ask, Fields, add_route, has_route, report, take
 from frontend.dialects.dynamo import mount as mount_discovery
-from frontend.dialects.routes import Ask, Fields, add_route, has_route, report, take
 from frontend.dialects.steering import mount_adapters, mount_pause, not_there
 from frontend.dialects.transaction import Transactions
-from frontend.dialects.vllm_rpc import RpcFields
-from frontend.http import MAX_NAMES_BYTES
-from rl_plane.bodies import LABEL_CHARS, PRINTABLE
+from frontend.dialects.vllm.collective_rpc import RpcFields
+from frontend.server.http import MAX_NAMES_BYTES
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError
-from rl_plane.vllm_bodies import ANOTHER_WAY
+from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
+from rl_plane.protocol.vllm_bodies import ANOTHER_WAY
 
 GROUP = "prime-rl"
 PREFIX = "/v1/rl"

@@ -9,10 +9,10 @@ from pydantic import Field
 
 from frontend.dialects import DialectPlane
 from frontend.dialects.common import let_go, unretried
-from frontend.dialects.routes import Ask, Fields, NoFields, add_route, take
-from rl_plane.bodies import LABEL_CHARS, PRINTABLE
+from frontend.dialects.dialect_routes import Ask, Fields, NoFields, add_route, take
 from rl_plane.errors import InvalidRequest, NotFound
-from rl_plane.record import PauseMode
+from rl_plane.protocol.record import PauseMode
+from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
 
 
 class PauseFields(Fields):

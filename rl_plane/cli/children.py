@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rl_plane._util.processes import die_with_parent
 from rl_plane.cli.output import READY
-from rl_plane.process import die_with_parent
 
 PRINT_QUEUE = 10_000
 """Lines that a slow terminal may be behind; then lines are lost, rather than the fleet held up."""

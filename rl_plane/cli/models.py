@@ -24,10 +24,10 @@ def cache_dir() -> Path:
 def default_model(engines: Iterable[str]) -> Path:
     """One model for all of them: a fleet serves one policy. The fake engine reads any, so it goes along."""
     if set(engines) == {"fake"}:
-        from worker.engines.fake import make_fake_model
+        from worker.engines.fake.adapter import make_fake_model
 
         return make_fake_model(cache_dir() / "fake-model", seed=SEED)
-    from worker.tiny_model import make_tiny_model
+    from worker.testing.tiny_model import make_tiny_model
 
     try:
         return make_tiny_model(cache_dir() / "tiny-qwen3", seed=SEED)

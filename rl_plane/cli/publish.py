@@ -12,7 +12,7 @@ from rl_plane.cli.output import note, say, say_json
 from rl_plane.cli.settings import BadSetting
 from rl_plane.cli.show import show
 from rl_plane.cli.steer import POLICY, REACH, UPDATE_MARGIN_S, policy_of, waiting
-from rl_plane.update_bodies import UpdatePolicy
+from rl_plane.protocol.update_requests import UpdatePolicy
 
 SEND_S = 3600.0
 """The longest that sending may take, by any transport, beside the update's own bounds."""
@@ -32,8 +32,8 @@ def add_to(commands: Subparsers) -> None:
 
 
 def publish(command: Command) -> int:
-    from rl_plane.checkpoint import is_adapter
     from rl_plane.publish import WeightPublisher
+    from rl_plane.weights.checkpoint import is_adapter
 
     values = command.values
     path = os.path.abspath(os.path.expanduser(command.flags["path"]))

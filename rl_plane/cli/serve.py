@@ -10,14 +10,14 @@ import signal
 from types import FrameType
 from typing import Any, NoReturn
 
+from rl_plane._util.processes import spare_collector
+from rl_plane.bus.server import NatsServer
 from rl_plane.cli.flags import Command, Subparsers, add_command, check_engine
 from rl_plane.cli.models import default_model
 from rl_plane.cli.output import note, say_ready
 from rl_plane.cli.settings import NO_DIALECT, BadSetting
 from rl_plane.errors import BusUnreachable
-from rl_plane.nats_server import NatsServer
-from rl_plane.process import spare_collector
-from rl_plane.subjects import DEFAULT_NATS_URL
+from rl_plane.protocol.subjects import DEFAULT_NATS_URL
 
 BUS = ("nats_url", "namespace", "component")
 ENGINE = (
@@ -128,8 +128,8 @@ def run_frontend(command: Command) -> int:
     values = command.values
     _set_up_logging(values["log_level"])
 
-    from frontend.options import FrontendOptions
-    from frontend.process import serve
+    from frontend.main import serve
+    from frontend.server.options import FrontendOptions
 
     if NO_DIALECT in values["dialects"]:
         if len(values["dialects"]) > 1:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import rl_plane.cli.values as parse
-from rl_plane.bodies import MAX_LEASE_S
 from rl_plane.cli.values import Parse, Refused
 from rl_plane.errors import InvalidRequest
-from rl_plane.ops import DEFAULT_PAUSE_LEASE_S
-from rl_plane.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
-from rl_plane.update_bodies import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S
+from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
+from rl_plane.protocol.update_requests import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S
+from rl_plane.protocol.validation import MAX_LEASE_S
+from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
 
 ENV_PREFIX = "RL_PLANE_"
 

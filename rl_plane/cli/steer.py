@@ -20,9 +20,9 @@ from rl_plane.cli.output import note, say, say_json
 from rl_plane.cli.settings import BadSetting
 from rl_plane.cli.show import show
 from rl_plane.errors import DeadlineExceeded, PlaneError
-from rl_plane.facade import call_facade
-from rl_plane.subjects import check_instance_id
-from rl_plane.update_bodies import UpdatePolicy
+from rl_plane.fleet.http_client import call_facade
+from rl_plane.protocol.subjects import check_instance_id
+from rl_plane.protocol.update_requests import UpdatePolicy
 
 READ_S = 30.0
 CHANGE_S = 120.0
@@ -225,7 +225,7 @@ def _run(op: str, body: dict[str, Any], bound_s: float, command: Command) -> dic
 
 def _over_nats(op: str, body: dict[str, Any], bound_s: float, command: Command) -> dict[str, Any]:
     """We coordinate, as a frontend would."""
-    from rl_plane.subjects import DEFAULT_COMPONENT
+    from rl_plane.protocol.subjects import DEFAULT_COMPONENT
     from rl_plane.sync import SyncRlClient
 
     values = command.values

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from rl_plane.bus.server import NatsServer
 from rl_plane.cli.children import ERR, Child, Printer, exit_of, start_process
 from rl_plane.errors import PlaneError
-from rl_plane.nats_server import NatsServer
 
 FIRST_PAUSE_S = 0.2
 """A process that was killed once should be back at once."""

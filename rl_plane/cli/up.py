@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from rl_plane.bus.server import NatsServer
 from rl_plane.cli.children import ERR, OUT, Child, Printer, start_process
 from rl_plane.cli.flags import Command, Subparsers, add_command, check_engine
 from rl_plane.cli.output import READY, counted, one_line
@@ -21,7 +22,6 @@ from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, WORKER
 from rl_plane.cli.settings import for_child
 from rl_plane.cli.supervisor import Kept, Supervisor
 from rl_plane.errors import DeadlineExceeded, PlaneError
-from rl_plane.nats_server import NatsServer
 
 ERROR_OBJECT = b'{"status": "error"'
 """How the error of a child with --json begins."""

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rl_plane.bodies import LABEL_CHARS, MAX_TIMEOUT_S, PAUSE_WORDS
 from rl_plane.errors import InvalidRequest
-from rl_plane.subjects import check_instance_id, check_name
+from rl_plane.protocol.subjects import check_instance_id, check_name
+from rl_plane.protocol.validation import LABEL_CHARS, MAX_TIMEOUT_S, PAUSE_WORDS
 
 Parse = Callable[[str], Any]
 

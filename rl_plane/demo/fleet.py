@@ -14,17 +14,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rl_plane.bus.server import NatsServer
 from rl_plane.demo.http_json import call_json
 from rl_plane.demo.processes import Child, Processes, wait_for_end, wait_for_line
 from rl_plane.errors import PlaneError
-from rl_plane.nats_server import NatsServer
 
 START_TIMEOUT_S = 60.0
 """Importing torch takes seconds when the disk is cold."""
 NAMESPACE, COMPONENT = "demo", "engine"
 
 _MAKE_MODEL = (
-    "import sys; from pathlib import Path; from worker.tiny_model import make_tiny_model; "
+    "import sys; from pathlib import Path; from worker.testing.tiny_model import make_tiny_model; "
     "make_tiny_model(Path(sys.argv[1]), seed=int(sys.argv[2]), dtype='float32')"
 )
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_plane.canary import default_canary
 from rl_plane.demo.grpo import completion_logprobs, padded, padded_mask, policy_loss
 from rl_plane.errors import PlaneError
-from rl_plane.versions import TensorSpec, tensors_digest
+from rl_plane.protocol.canary import default_canary
+from rl_plane.protocol.versions import TensorSpec, tensors_digest
 
 LEARNING_RATE = 2e-3
 """For the tiny model's width; the reward goes from 0.5 to above 0.9 within 40 steps, over every seed tried."""
@@ -87,7 +87,7 @@ class Policy:
 
 
 def checkpoint_digest(path: Path) -> str:
-    """The digest of a float32 checkpoint, as rl_plane.versions defines it."""
+    """The digest of a float32 checkpoint, as rl_plane.protocol.versions defines it."""
     from blake3 import blake3
     from safetensors import safe_open
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl_plane._util.processes import die_with_parent
 from rl_plane.errors import PlaneError
-from rl_plane.process import die_with_parent
 
 STOP_TIMEOUT_S = 5.0
 """For all of them together; then SIGKILL."""

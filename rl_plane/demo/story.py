@@ -25,7 +25,7 @@ class StepRecord:
     """The largest difference between the trainer's and the engines' log probabilities of the numeric canary, with the
     step's new weights; nats. None: no engine scored it."""
     mismatch_kl: float | None
-    """The mismatch of the same canary: see `rl_plane.canary_judge.mismatch_kl`."""
+    """The mismatch of the same canary: see `rl_plane.commit.canary_rules.mismatch_kl`."""
     workers: int
     """How many took the step's new weights."""
     rollout_s: float

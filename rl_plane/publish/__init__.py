@@ -3,10 +3,9 @@
 torch is needed only for sources that are made of torch tensors; it is imported when one is used.
 """
 
-from rl_plane.publish.canaries import expected_logprobs
 from rl_plane.publish.publication import Progress, Publication
 from rl_plane.publish.publisher import WeightPublisher
-from rl_plane.publish.sources import (
+from rl_plane.publish.sources.model_sources import (
     AdapterSource,
     DirectorySource,
     ExportSource,
@@ -16,6 +15,7 @@ from rl_plane.publish.sources import (
     as_source,
     peft_base_name,
 )
+from rl_plane.publish.trainer_canary import expected_logprobs
 
 __all__ = [
     "AdapterSource",

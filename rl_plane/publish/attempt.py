@@ -22,13 +22,13 @@ from rl_plane.errors import (
     StaleFence,
     Unavailable,
 )
-from rl_plane.manifest import DEFAULT_BUCKET_BYTES, Manifest, pack
-from rl_plane.publish.packing import Place, Tensor, fill
 from rl_plane.publish.publication import Publication
-from rl_plane.publish.sender import DeviceSender, KeepingSender, LendingSender, PushingSender, Sender
-from rl_plane.publish.sources import Source, Taken
+from rl_plane.publish.send_plan import Way
+from rl_plane.publish.sources.model_sources import Source, Taken
 from rl_plane.publish.threads import on_thread
-from rl_plane.publish.way import Way
+from rl_plane.transports.packing import Place, Tensor, fill
+from rl_plane.transports.sender_base import DeviceSender, KeepingSender, LendingSender, PushingSender, Sender
+from rl_plane.weights.manifest import DEFAULT_BUCKET_BYTES, Manifest, pack
 
 log = logging.getLogger("rl_plane.publish")
 

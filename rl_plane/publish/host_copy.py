@@ -6,11 +6,18 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from rl_plane import delta
-from rl_plane.buffers import host_memory
-from rl_plane.publish.packing import Tensor, copy_into, in_order, raw_bytes
-from rl_plane.publish.sources import Taken
-from rl_plane.versions import DTYPE_BYTES, HostTensor, TensorSpec, config_line, tensor_digest, tensors_digest
+from rl_plane.protocol.versions import (
+    DTYPE_BYTES,
+    HostTensor,
+    TensorSpec,
+    config_line,
+    tensor_digest,
+    tensors_digest,
+)
+from rl_plane.publish.sources.model_sources import Taken
+from rl_plane.transports.packing import Tensor, copy_into, in_order, raw_bytes
+from rl_plane.weights import delta_codec
+from rl_plane.weights.read_ahead import host_memory
 
 TRIES = 3
 """After so many versions in a row that were compared and went whole all the same, `auto` leaves it, """
@@ -59,7 +66,7 @@ class HostCopy:
         before = dict(self._digests)
         deltas: dict[str, bytes] | None = None if base is None else {}
         room = self.nbytes // 2
-        threads = ThreadPoolExecutor(delta.THREADS, "rl-plane-delta")
+        threads = ThreadPoolExecutor(delta_codec.THREADS, "rl-plane-delta")
         try:
             for name, tensor in in_order(taken.specs, taken.tensors):
                 if deltas is None:
@@ -89,7 +96,7 @@ class HostCopy:
             return Change(self.digest, base)
         if not deltas:  # a version is never of no tensors
             name, spec = taken.specs[0]
-            deltas[name] = delta.nothing(spec.nbytes, DTYPE_BYTES[spec.dtype])
+            deltas[name] = delta_codec.nothing(spec.nbytes, DTYPE_BYTES[spec.dtype])
         return Change(self.digest, base, deltas, before)
 
     def make_room(self, taken: Taken) -> None:
@@ -102,10 +109,10 @@ class HostCopy:
 
     def _compared(self, name: str, tensor: Tensor, threads: Executor) -> bytes | None:
         place, width = self._places[name], DTYPE_BYTES[self.specs[name].dtype]
-        blob = delta.encode(place, raw_bytes(tensor), width, threads)
+        blob = delta_codec.encode(place, raw_bytes(tensor), width, threads)
         if blob is not None:
             self._half_changed = True
-            delta.apply(blob, place, width, name)
+            delta_codec.apply(blob, place, width, name)
             self._half_changed = False
         return blob
 
@@ -140,7 +147,7 @@ class HostCopy:
 
     def _take_back(self, deltas: Mapping[str, bytes]) -> None:
         for name, blob in deltas.items():
-            delta.apply(blob, self._places[name], DTYPE_BYTES[self.specs[name].dtype], name)
+            delta_codec.apply(blob, self._places[name], DTYPE_BYTES[self.specs[name].dtype], name)
 
     def whole(self) -> Taken:
         """The version that it holds."""

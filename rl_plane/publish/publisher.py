@@ -22,21 +22,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from rl_plane.canary import OnCanaryFailure
-from rl_plane.delta import import_numba
 from rl_plane.errors import DeadlineExceeded, InvalidRequest
-from rl_plane.fleet_ops import DEFAULT_WAIT_S
+from rl_plane.protocol.canary import OnCanaryFailure
+from rl_plane.protocol.fleet_ops import DEFAULT_WAIT_S
+from rl_plane.protocol.subjects import DEFAULT_NAMESPACE
 from rl_plane.publish.attempt import JOINS, Attempt, drain
-from rl_plane.publish.attempt_by_copy import AttemptByCopy
-from rl_plane.publish.canaries import CanarySource, PublishedCanary
-from rl_plane.publish.fleets import BlockingFleet, FleetLike
+from rl_plane.publish.delta_attempt import AttemptByCopy
+from rl_plane.publish.fleet_access import BlockingFleet, FleetLike
 from rl_plane.publish.host_copy import HostCopy
 from rl_plane.publish.publication import Progress, Publication
-from rl_plane.publish.senders import AUTO
-from rl_plane.publish.sources import Names, as_source
+from rl_plane.publish.send_plan import Encoding, Told, Way
+from rl_plane.publish.sources.model_sources import Names, as_source
 from rl_plane.publish.threads import at_callers_gpu, on_thread
-from rl_plane.publish.way import Encoding, Told, Way
-from rl_plane.subjects import DEFAULT_NAMESPACE
+from rl_plane.publish.trainer_canary import CanarySource, PublishedCanary
+from rl_plane.transports.registry import AUTO
+from rl_plane.weights.delta_codec import import_numba
 
 log = logging.getLogger("rl_plane.publish")
 

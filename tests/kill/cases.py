@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import pytest
 
-from rl_plane.record import LEASE_MARGIN_S, SERVING_LEASE_S
+from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S
 from tests.kill.checkpoints import Wrong, check
 from tests.kill.fleet import ANSWER_S, POLL_S, SEED, Answer, RealFleet
 from tests.kill.held import RECEIVE
@@ -48,7 +48,7 @@ class Case:
     fault: Fault
     victim: Victim
     point: str
-    """Of `worker/holds.py`; or RECEIVE, LOAD, DECIDE or HEAL."""
+    """Of `worker/testing/phase_hooks.py`; or RECEIVE, LOAD, DECIDE or HEAL."""
     child: str = ""
     """Of the victim `engine`: the name of its process, as it begins after the engine's."""
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Protocol
 
 from rl_plane.demo.processes import child_environment
-from worker.engines.fake import fake_token, make_fake_model
-from worker.staging import model_digest
-from worker.tiny_model import witness_next_token
+from worker.engines.fake.adapter import fake_token, make_fake_model
+from worker.receive.staging import model_digest
+from worker.testing.tiny_model import witness_next_token
 
 
 class Wrong(Exception):
@@ -64,7 +64,7 @@ class FakeModels:
 
 
 _MAKE_WITNESSES = (
-    "import sys; from pathlib import Path; from worker.tiny_model import make_witness_model\n"
+    "import sys; from pathlib import Path; from worker.testing.tiny_model import make_witness_model\n"
     "for seed in range(int(sys.argv[2])): make_witness_model(Path(sys.argv[1]) / f'witness_{seed}', seed, sys.argv[3])"
 )
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from tests.kill.checkpoints import Models, Wrong, check
-from worker.tiny_model import VOCAB_SIZE
+from worker.testing.tiny_model import VOCAB_SIZE
 
 REPLY_S = 30.0
 """For a completion: a frontend holds it back up to 10 s, and may be stopped meanwhile."""

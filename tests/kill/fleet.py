@@ -23,7 +23,7 @@ from tests.kept_fleet import KeptFleet
 from tests.kill.checkpoints import MODELS, Checkpoint, Wrong, check
 from tests.kill.clients import TRANSIENT, Rollouts, Version, Weights
 from tests.kill.held import installed
-from worker.holds import VARIABLE as HOLD_DIR
+from worker.testing.phase_hooks import VARIABLE as HOLD_DIR
 
 ROOT = Path(__file__).parent.parent.parent
 SEED = int(os.environ.get("KILL_SEED", "0"))

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_plane.checkpoint import Kind, open_published
-from rl_plane.versions import HostTensor
-from worker.holds import MAX_HOLD_S, POLL_S, VARIABLE
-from worker.transports.filesystem import FilesystemDelivery, FilesystemTransport
+from rl_plane.protocol.versions import HostTensor
+from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
+from rl_plane.weights.checkpoint import Kind, open_published
+from worker.testing.phase_hooks import MAX_HOLD_S, POLL_S, VARIABLE
 
 RECEIVE = "receive"
-"""The point, as in `worker/holds.py`."""
+"""The point, as in `worker/testing/phase_hooks.py`."""
 
 
 def installed(site: Path) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rl_plane.versions import WeightVersion
+from rl_plane.protocol.versions import WeightVersion
 from tests.sim import product
 from tests.sim.product import Decision
 

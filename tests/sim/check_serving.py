@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rl_plane.generation import VersionSpan
-from rl_plane.record import LEASE_MARGIN_S, SERVING_LEASE_S
-from rl_plane.versions import WeightVersion
+from rl_plane.protocol.generation import VersionSpan
+from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S
+from rl_plane.protocol.versions import WeightVersion
 from tests.sim import product
-from worker.engines.fake import FakeEngine, fake_token
+from worker.engines.fake.adapter import FakeEngine, fake_token
 
 if TYPE_CHECKING:
     from tests.sim.checks import Checks

@@ -12,11 +12,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rl_plane.canary import CanaryRecord
-from rl_plane.record import DecisionRecord, Held
-from rl_plane.subjects import LOCK, MEMBER_PREFIX, RECORD, Bucket
-from rl_plane.versions import WeightVersion
-from rl_plane.wire import Request
+from rl_plane.protocol.canary import CanaryRecord
+from rl_plane.protocol.envelope import Request
+from rl_plane.protocol.record import DecisionRecord, Held
+from rl_plane.protocol.subjects import LOCK, MEMBER_PREFIX, RECORD, Bucket
+from rl_plane.protocol.versions import WeightVersion
 from tests.sim import product
 from tests.sim.check_answers import AnswerChecks
 from tests.sim.check_serving import OPEN_AFTER_S, ServingChecks

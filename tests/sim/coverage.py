@@ -7,11 +7,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+from rl_plane.commit.machine import UpdateMachine
+from rl_plane.commit.steps import End, Failed
 from rl_plane.errors import PlaneError
-from rl_plane.update import UpdateMachine
-from rl_plane.update_steps import End, Failed
-from worker import core
-from worker.core import WorkerCore
+from worker.reconcile import worker_core
+from worker.reconcile.worker_core import WorkerCore
 
 
 @contextmanager
@@ -63,9 +63,9 @@ def _instruction(self: WorkerCore, result: Any, now: float) -> str:
     match result:
         case None:
             return "all done"
-        case core.Swap(name=name) | core.Fetch(name=name):
+        case worker_core.Swap(name=name) | worker_core.Fetch(name=name):
             return f"{type(result).__name__} {'an adapter' if name is not None else 'the base'}"
-        case core.Wait(until=until):
+        case worker_core.Wait(until=until):
             return _wait(self, until)
         case _:
             return type(result).__name__

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from rl_plane.ops import DEFAULT_PAUSE_LEASE_S
+from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
 from tests.sim.checks import CallRecord
 
 if TYPE_CHECKING:

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plane.errors import EngineFailed, PlaneError, UpdateAborted
-from rl_plane.generation import GenerateDelta, GenerateRequest
-from rl_plane.update_bodies import PreparedReply
-from rl_plane.versions import WeightVersion
+from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
+from rl_plane.protocol.update_requests import PreparedReply
+from rl_plane.protocol.versions import WeightVersion
+from rl_plane.transports.reception import Cancelled
 from tests.sim import product
 from tests.sim.sources import SimTransport
 from worker.engines.base import EngineOptions, PauseMode
-from worker.engines.fake import FakeEngine
-from worker.engines.fake_model import FakeTensor
-from worker.reception import Cancelled
+from worker.engines.fake.adapter import FakeEngine
+from worker.engines.fake.fake_model import FakeTensor
 
 if TYPE_CHECKING:
     from tests.sim.process import Process

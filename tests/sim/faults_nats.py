@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from rl_plane.subjects import LOCK, RECORD
+from rl_plane.protocol.subjects import LOCK, RECORD
 from tests.sim.holding import DECISION, Holding
 from tests.sim.sim_client import SimBus
 from tests.sim.sim_nats import OldLeader

@@ -7,12 +7,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from rl_plane.bus import WrongSequence
-from rl_plane.canary_judge import Verdict
-from rl_plane.lock import HeldLock, fence_of
-from rl_plane.record import DesiredPause, record_of
-from rl_plane.subjects import LOCK, RECORD
-from rl_plane.update_steps import Written
+from rl_plane.bus.connection import WrongSequence
+from rl_plane.bus.lock import HeldLock, fence_of
+from rl_plane.commit.canary_rules import Verdict
+from rl_plane.commit.steps import Written
+from rl_plane.protocol.record import DesiredPause, record_of
+from rl_plane.protocol.subjects import LOCK, RECORD
 
 
 async def _nothing(*args: Any, **more: Any) -> None:
@@ -90,57 +90,57 @@ async def _acquire_at_once(bus: Any, bucket: Any, mine: Any, *bounds: Any) -> An
 
 GUARDS: dict[str, dict[str, Any]] = {
     # A worker is admitted only with the committed digest.
-    "digest": {"worker.core.WorkerCore._changes": _no_changes},
+    "digest": {"worker.reconcile.worker_core.WorkerCore._changes": _no_changes},
     # A version is committed only by its record.
-    "decision": {"rl_plane.update.UpdateMachine._decide": _undecided},
+    "decision": {"rl_plane.commit.machine.UpdateMachine._decide": _undecided},
     # The record is written only under the lock, by its newest holder, and workers obey nobody else.
     "fence": {
-        "rl_plane.lock.HeldLock.put": _unguarded_put,
-        "rl_plane.lock.HeldLock.renew": _nothing,
-        "rl_plane.seal.SealedRecord._put": _unguarded_write,
-        "rl_plane.lock.HeldLock.release": _nothing,
-        "rl_plane.lock._acquire": _acquire_at_once,
-        "worker.lock_watch.LockWatch.is_live": _live,
+        "rl_plane.bus.lock.HeldLock.put": _unguarded_put,
+        "rl_plane.bus.lock.HeldLock.renew": _nothing,
+        "rl_plane.bus.sealed_record.SealedRecord._put": _unguarded_write,
+        "rl_plane.bus.lock.HeldLock.release": _nothing,
+        "rl_plane.bus.lock._acquire": _acquire_at_once,
+        "worker.reconcile.lock_watch.LockWatch.is_live": _live,
     },
     # A coordinator writes the record only in the place of what it has left itself. Seed 510 shows what happens else.
-    "seal": {"rl_plane.seal.SealedRecord.write": _write_again},
+    "seal": {"rl_plane.bus.sealed_record.SealedRecord.write": _write_again},
     # A worker bars a coordinator that is gone from the record before it drops what that one has staged. Seed 41.
-    "bar": {"worker.follower.RecordFollower._is_barred": _live},
+    "bar": {"worker.reconcile.follower.RecordFollower._is_barred": _live},
     # A holder knows its own lock from any other's.
-    "nonce": {"rl_plane.lock._nonce": _one_nonce},
+    "nonce": {"rl_plane.bus.lock._nonce": _one_nonce},
     # A worker serves weights only if its engine computes with them what it should.
-    "canary": {"worker.numerics.judge_one": _passes},
+    "canary": {"worker.reconcile.numerics.judge_one": _passes},
     # Only who computes with the committed weights counts as one that serves them.
-    "answer": {"rl_plane.judge.serves": _yes, "rl_plane.coordinator.serves": _yes},
+    "answer": {"rl_plane.commit.rules.serves": _yes, "rl_plane.commit.coordinator.serves": _yes},
     # Closed workers and those without a serving lease take no requests, frontends without one route none, and tokens
     # of other versions than the committed ones are not delivered.
     "gate": {
-        "worker.state.WorkerState.check_admitted": _accepts,
-        "worker.state.WorkerState.check_lease": _accepts,
-        "frontend.fleet_status.WorkerStatus.open": True,
-        "rl_plane.lease.ServingLease.holds": _yes,
-        "frontend.committed.Labels.take": _accepts,
+        "worker.reconcile.worker_state.WorkerState.check_admitted": _accepts,
+        "worker.reconcile.worker_state.WorkerState.check_lease": _accepts,
+        "frontend.routing.fleet_status.WorkerStatus.open": True,
+        "rl_plane.protocol.serving_lease.ServingLease.holds": _yes,
+        "frontend.routing.committed.Labels.take": _accepts,
     },
     # A pinned update is of the fleet that it names.
-    "epoch": {"rl_plane.client.check_pin": _accepts, "rl_plane.fleet.check_pin": _accepts},
+    "epoch": {"rl_plane.client.check_pin": _accepts, "rl_plane.fleet.fleet.check_pin": _accepts},
     # An op is done by the process that it names.
-    "incarnation": {"worker.state.WorkerState.check_changing": _accepts},
+    "incarnation": {"worker.reconcile.worker_state.WorkerState.check_changing": _accepts},
 }
 
 FIXES: dict[str, dict[str, Any]] = {
     # What was once found wrong, and put right: docs/faults.md tells the story of each.
     "serving-lease": {
-        "worker.state.WorkerState.check_lease": _accepts,
-        "rl_plane.lease.ServingLease.holds": _yes,
+        "worker.reconcile.worker_state.WorkerState.check_lease": _accepts,
+        "rl_plane.protocol.serving_lease.ServingLease.holds": _yes,
     },
-    "reconnect-grace": {"rl_plane.view.RECONNECT_GRACE_S": 0.0},
-    "raised-epoch": {"rl_plane.view.MembershipView._raise_epoch": _nothing},
-    "raised-fence": {"worker.lock_watch.LockWatch._raise_fence": _nothing},
-    "missed-pause": {"worker.follower.read_pause": _not_paused},
-    "checked-overwrite": {"worker.receiver.check_overwrite": _accepts},
-    "fitting-first": {"worker.core.WorkerCore._missing": _first_change},
-    "frontend-witness": {"rl_plane.view.MembershipView.keep_record": _read_only},
-    "finisher": {"frontend.finisher.Finisher._finish": _nothing},
+    "reconnect-grace": {"rl_plane.membership.view.RECONNECT_GRACE_S": 0.0},
+    "raised-epoch": {"rl_plane.membership.view.MembershipView._raise_epoch": _nothing},
+    "raised-fence": {"worker.reconcile.lock_watch.LockWatch._raise_fence": _nothing},
+    "missed-pause": {"worker.reconcile.follower.read_pause": _not_paused},
+    "checked-overwrite": {"worker.receive.weight_receiver.check_overwrite": _accepts},
+    "fitting-first": {"worker.reconcile.worker_core.WorkerCore._missing": _first_change},
+    "frontend-witness": {"rl_plane.membership.view.MembershipView.keep_record": _read_only},
+    "finisher": {"frontend.facade.recovery.Finisher._finish": _nothing},
 }
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rl_plane.subjects import LOCK, RECORD, Bucket
+from rl_plane.protocol.subjects import LOCK, RECORD, Bucket
 
 if TYPE_CHECKING:
     from tests.sim.sim_client import SimConn

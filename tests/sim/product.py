@@ -7,13 +7,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plane.canary import CanaryRecord, Sequences, Vectors
 from rl_plane.client import RlClient
-from rl_plane.generation import VersionSpan
-from rl_plane.record import DecisionRecord, Held, Source
-from rl_plane.versions import WeightVersion
-from rl_plane.wire import Request
-from worker.engines.fake import FakeEngine, fake_prompt_logprobs
+from rl_plane.protocol.canary import CanaryRecord, Sequences, Vectors
+from rl_plane.protocol.envelope import Request
+from rl_plane.protocol.generation import VersionSpan
+from rl_plane.protocol.record import DecisionRecord, Held, Source
+from rl_plane.protocol.versions import WeightVersion
+from worker.engines.fake.adapter import FakeEngine, fake_prompt_logprobs
 from worker.worker import Worker
 
 

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from rl_plane.bus import Bus
-from rl_plane.checkpoint import open_checkpoint
-from rl_plane.delta import encode
-from rl_plane.lock import HeldLock
-from rl_plane.safetensors_file import write_safetensors
-from rl_plane.streams import IncomingStream
-from rl_plane.versions import DTYPE_BYTES, HostTensor, TensorSpec
+from rl_plane.bus.connection import Bus
+from rl_plane.bus.lock import HeldLock
+from rl_plane.bus.token_stream import IncomingStream
+from rl_plane.protocol.versions import DTYPE_BYTES, HostTensor, TensorSpec
+from rl_plane.weights.checkpoint import open_checkpoint
+from rl_plane.weights.delta_codec import encode
+from rl_plane.weights.safetensors_file import write_safetensors
 from tests.sim.calls import call
 from tests.sim.check_rest import problem as problem_of
 from tests.sim.checks import Violation
@@ -36,8 +36,8 @@ from tests.sim.faults import Faults, Scenario
 from tests.sim.trainers import ADAPTERS, Trainers
 from tests.sim.virtual_loop import VirtualLoop, virtual_time
 from tests.sim.world import Coordinator, World, sim_connect, watched_lock
-from worker.engines.fake import make_fake_adapter, make_fake_model
-from worker.staging import model_digest
+from worker.engines.fake.adapter import make_fake_adapter, make_fake_model
+from worker.receive.staging import model_digest
 
 MODELS = 6
 ADAPTER_FILES = 3
@@ -146,9 +146,9 @@ def _simulated(seed: int) -> Iterator[tuple[VirtualLoop, random.Random]]:
         with ExitStack() as stack:
             for target, name, stand_in in stand_ins:
                 stack.enter_context(mock.patch.object(target, name, stand_in))
-            stack.enter_context(mock.patch("rl_plane.view.Client", _NoCanary))
+            stack.enter_context(mock.patch("rl_plane.membership.view.Client", _NoCanary))
             if seed % 3 == 0:
-                stack.enter_context(mock.patch("rl_plane.update_sessions.SESSION_IDLE_S", SHORT_IDLE_S))
+                stack.enter_context(mock.patch("rl_plane.commit.sessions.SESSION_IDLE_S", SHORT_IDLE_S))
             stack.enter_context(virtual_time(loop))
             yield loop, rng
     finally:

@@ -8,9 +8,9 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rl_plane.bus import Bus, WrongSequence
+from rl_plane.bus.connection import Bus, WrongSequence
 from rl_plane.errors import BusUnreachable
-from rl_plane.subjects import Bucket, Entry
+from rl_plane.protocol.subjects import Bucket, Entry
 from tests.sim.sim_store import MARKER_S
 from tests.sim.virtual_loop import PROCESS
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_plane.errors import BusUnreachable
-from rl_plane.subjects import ADVISORY, Bucket
+from rl_plane.protocol.subjects import ADVISORY, Bucket
 from tests.sim.holding import Holding
 from tests.sim.sim_client import RECONNECT_S, SimConn, SimMsg, Subscription
 from tests.sim.sim_store import Key, SimStore, Stream

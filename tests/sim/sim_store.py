@@ -9,9 +9,9 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_plane.bus import WrongSequence
+from rl_plane.bus.connection import WrongSequence
 from rl_plane.errors import BusUnreachable
-from rl_plane.subjects import Bucket
+from rl_plane.protocol.subjects import Bucket
 from tests.sim.clocks import UNIX_S
 from tests.sim.virtual_loop import VirtualLoop
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plane.errors import InvalidWeights, UpdateAborted
-from rl_plane.update_bodies import FeedUpdate
-from rl_plane.versions import TensorSpec
+from rl_plane.protocol.update_requests import FeedUpdate
+from rl_plane.protocol.versions import TensorSpec
+from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
+from rl_plane.transports.receiver_base import Places
 from tests.sim.virtual_loop import Blocked
-from worker.staging import model_digest
-from worker.transports.base import Places
-from worker.transports.filesystem import FilesystemDelivery, FilesystemTransport
+from worker.receive.staging import model_digest
 
 if TYPE_CHECKING:
     from tests.sim.process import Process

@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from frontend.attempts import Accepted
-from frontend.demands import Demands
-from frontend.options import FrontendOptions
-from frontend.process import Frontend
+from frontend.main import Frontend
+from frontend.routing.attempts import Accepted
+from frontend.routing.demands import Demands
+from frontend.server.options import FrontendOptions
+from rl_plane.bus.lock import HeldLock
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, PlaneError
-from rl_plane.fleet import Fleet
-from rl_plane.generation import GenerateDelta, GenerateRequest
-from rl_plane.lock import HeldLock
-from rl_plane.membership import Member, fingerprint
-from rl_plane.subjects import MEMBER_PREFIX, SESSION, Entry, Subjects
-from rl_plane.versions import TensorSpec
+from rl_plane.fleet.fleet import Fleet
+from rl_plane.membership.core import Member, fingerprint
+from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
+from rl_plane.protocol.subjects import MEMBER_PREFIX, SESSION, Entry, Subjects
+from rl_plane.protocol.versions import TensorSpec
 from tests.sim import product
 from tests.sim.checks import CALL, CallRecord, Checks
 from tests.sim.desired import MAX_SKEW_S, Desired
@@ -30,7 +30,7 @@ from tests.sim.process import InlineEngine, Process
 from tests.sim.sim_nats import SimServer
 from tests.sim.sources import Sources
 from tests.sim.virtual_loop import PROCESS, VirtualLoop
-from worker.staging import model_digest
+from worker.receive.staging import model_digest
 from worker.worker import Worker
 
 RESTART_S = 0.5

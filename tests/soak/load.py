@@ -16,7 +16,7 @@ import httpx
 
 from tests.soak.checker import Checker, Delivered, Fault, check_partial, sequence_of
 from tests.soak.routes import ROUTES, Choice, Tokens
-from worker.tiny_model import VOCAB_SIZE
+from worker.testing.tiny_model import VOCAB_SIZE
 
 REPLY_S = 45.0
 """For each byte of a reply: a frontend holds a request back for up to 10 s, and a fleet heals meanwhile."""

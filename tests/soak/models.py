@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rl_plane.demo.processes import child_environment
 from tests.soak.checker import Reference
-from worker.staging import adapter_digest, model_digest
-from worker.tiny_model import VOCAB_SIZE, permutation
+from worker.receive.staging import adapter_digest, model_digest
+from worker.testing.tiny_model import VOCAB_SIZE, permutation
 
 BASES, ADAPTERS = 6, 4
 """More than are served in turn: of two versions that follow each other, the weights always differ."""
@@ -19,8 +19,8 @@ BASES, ADAPTERS = 6, 4
 _MAKE = """
 import sys
 from pathlib import Path
-from worker.tiny_adapter import make_witness_adapter
-from worker.tiny_model import make_witness_model
+from worker.testing.tiny_adapter import make_witness_adapter
+from worker.testing.tiny_model import make_witness_model
 root, bases, adapters, dtype = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 for seed in range(bases):
     make_witness_model(root / f"base_{seed}", seed, dtype)

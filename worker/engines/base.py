@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
-from rl_plane.generation import GenerateDelta, GenerateRequest
-from rl_plane.ops import Tokenize
-from rl_plane.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
-from rl_plane.update_bodies import PreparedReply
-from rl_plane.versions import TensorSpec, WeightVersion
-from worker.reception import Cancelled, Reception
-from worker.transports.base import Places
+from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
+from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
+from rl_plane.protocol.update_requests import PreparedReply
+from rl_plane.protocol.versions import TensorSpec, WeightVersion
+from rl_plane.protocol.worker_ops import Tokenize
+from rl_plane.transports.receiver_base import Places
+from rl_plane.transports.reception import Cancelled, Reception
 
 LACKING = "do without, or name workers that can: describe tells what each lacks"
 """The fix of what one engine can't do."""

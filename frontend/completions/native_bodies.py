@@ -1,0 +1,383 @@
+"""What the engines' own generation routes take: vLLM's `/inference/v1/generate`, SGLang's `/generate`.
+
+Translations to the same `Plan`. As on OpenAI's routes, a known field that we don't serve is refused by its name unless
+it says what we do anyway, and one that nobody knows is a 400.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, Field, field_validator
+
+from frontend.completions.messages import STRICT
+from frontend.completions.openai_bodies import (
+    MAX_N,
+    MAX_SEED,
+    NONE,
+    SamplingBody,
+    StreamOptions,
+    TokenIds,
+    unsupported,
+    without,
+    without_of_streams,
+)
+from frontend.completions.plans import DEFAULT_CHAT_TOKENS, ROUTED, Plan, read_prompts, requests_of, top_of
+from frontend.routing.demands import DemandFields, demands_of
+from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.generation import (
+    MAX_BIASES,
+    MAX_REPETITION_PENALTY,
+    MAX_SALT_CHARS,
+    MAX_STOPS,
+    MAX_TEMPERATURE,
+    MAX_TOP_LOGPROBS,
+    Bias,
+    StopString,
+    TokenId,
+    TokenIdText,
+)
+from rl_plane.protocol.validation import parse_body
+
+MAX_ID_CHARS = 100
+SGLANG_TOKENS = 128
+"""SGLang's own default."""
+
+# ---- vLLM's ----
+
+
+class VllmSampling(SamplingBody):
+    max_tokens: int | None = Field(None, ge=1)
+    logprobs: int | None = Field(None, ge=-1, le=MAX_TOP_LOGPROBS)
+    """0 or 1: the chosen token's. More: of so many of the likeliest, too."""
+    prompt_logprobs: int | None = Field(None, ge=-1)
+    """0 or 1: the prompt's own tokens'."""
+
+
+class VllmBody(DemandFields):
+    """POST /inference/v1/generate"""
+
+    model_config = STRICT
+
+    request_id: str | None = Field(None, min_length=1, max_length=MAX_ID_CHARS)
+    token_ids: TokenIds
+    sampling_params: VllmSampling
+    model: str | None = None
+    """The base model or a loaded adapter; None: the base."""
+    return_token_ids: bool | None = None
+    """The prompt's; each choice has its own anyway. Logprobs are asked for apart, by `sampling_params`."""
+    return_routed_experts: bool | None = None
+    """Of the prompt and of each choice. A field of this plane: vLLM's own server gives them with every reply, where it
+    was started so."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
+
+
+VLLM_REFUSED: dict[str, tuple[Any, ...]] = {
+    "output_mode": ("tokens",),
+    "features": NONE,
+    "content_parts": ([],),
+    "token_offsets": NONE,
+    "reasoning_ended": NONE,
+    "reasoning_parser_kwargs": NONE,
+    "priority": (0,),
+    "kv_transfer_params": NONE,
+    "ec_transfer_params": NONE,
+}
+_OF_TEXT = (True, False)
+"""There is no text in the reply: either way it is the same."""
+VLLM_SAMPLING_REFUSED: dict[str, tuple[Any, ...]] = {
+    "bad_words": ([],),
+    "detokenize": _OF_TEXT,
+    "spaces_between_special_tokens": _OF_TEXT,
+    "output_kind": (0, 1, 2),  # the reply's is `stream`
+    "flat_logprobs": (False,),
+    "watermarking": (False,),
+    "stream_interval": (1,),
+    "structured_outputs": NONE,
+    "logprob_token_ids": NONE,
+    "prompt_logprob_token_ids": NONE,
+    "prompt_logprob_start": (0,),
+    "extra_args": ({},),
+    "skip_reading_prefix_cache": NONE,
+    "thinking_token_budget": NONE,
+    "repetition_detection": NONE,
+    "routed_experts_prompt_start": (0,),
+    "trace_decode_token_ids": NONE,
+}
+
+VLLM_FIELDS = {name: f"sampling_params.{name}" for name in VllmSampling.model_fields} | {
+    "prompt_token_ids": "token_ids",
+    "adapter": "model",
+    **ROUTED,
+}
+"""Of a GenerateRequest, by its caller's names: an error is told by them."""
+
+
+def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
+    body = _clean(body, VllmBody, VLLM_REFUSED, VllmSampling, VLLM_SAMPLING_REFUSED)
+    parsed = parse_body(VllmBody, without_of_streams(body))
+    assert isinstance(parsed, VllmBody)
+    sampling = parsed.sampling_params
+    if sampling.logprobs == -1:
+        raise unsupported("sampling_params.logprobs", f"send at most {MAX_TOP_LOGPROBS}")
+    if sampling.prompt_logprobs not in (None, 0, 1):
+        raise unsupported("sampling_params.prompt_logprobs", "send 0 or 1: only the tokens' own are there")
+    if parsed.stream_options is not None and not parsed.stream:
+        raise InvalidRequest("stream_options without stream", field="stream_options", fix="send stream: true too")
+    own = {
+        "id": request_id,  # a caller's may come twice
+        "max_tokens": sampling.max_tokens or DEFAULT_CHAT_TOKENS,  # vLLM's own is all that fits, too
+        "cache_salt": parsed.cache_salt,
+        "logprobs": sampling.logprobs is not None,
+        "top_logprobs": top_of(sampling.logprobs),
+        "prompt_logprobs": sampling.prompt_logprobs is not None,
+        "routed_experts": bool(parsed.return_routed_experts),
+    }
+    return Plan(
+        chat=False,
+        id=parsed.request_id or request_id,
+        model=parsed.model,
+        requests=requests_of(
+            sampling,
+            own,
+            [{"prompt_token_ids": parsed.token_ids}],
+            score_each=False,
+            seed_field="sampling_params.seed",
+        ),
+        instance_id=None,
+        stream=bool(parsed.stream),
+        include_usage=parsed.stream_options is not None and parsed.stream_options.include_usage,
+        return_token_ids=bool(parsed.return_token_ids),
+        demands=demands_of(parsed),
+        fields=VLLM_FIELDS,
+        any_length=sampling.max_tokens is None,
+    )
+
+
+# ---- SGLang's ----
+
+
+class SglangSampling(BaseModel):
+    model_config = STRICT
+
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Default 128, or as many as there is room for."""
+    min_new_tokens: int | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0.0, le=MAX_TEMPERATURE)
+    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0.0, le=1.0)
+    frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    repetition_penalty: float | None = Field(None, gt=0.0, le=MAX_REPETITION_PENALTY)
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    sampling_seed: int | None = Field(None, ge=0, lt=MAX_SEED)
+    """Choice i has this + i."""
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
+    stop: list[StopString] | None = Field(None, max_length=MAX_STOPS)
+    """Or one string."""
+    no_stop_trim: bool | None = None
+    """Cut the text after the stop string. Stop tokens are cut by `skip_special_tokens` alone."""
+    ignore_eos: bool | None = None
+    logit_bias: dict[TokenIdText, Bias] | None = Field(None, max_length=MAX_BIASES)
+    skip_special_tokens: bool | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _from_one(cls, value: Any) -> Any:
+        return ([value] if value else None) if isinstance(value, str) else value
+
+
+class SglangBody(DemandFields):
+    """POST /generate"""
+
+    model_config = STRICT
+
+    rid: str | None = Field(None, min_length=1, max_length=MAX_ID_CHARS)
+    text: str | list[str] | None = None
+    input_ids: TokenIds | list[TokenIds] | None = None
+    """Or `text`. Of a list of prompts, the reply is a list: choice j of prompt i is its element i * n + j."""
+    sampling_params: SglangSampling | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    """With `return_logprob`: of so many of the likeliest tokens, too, of those that are made."""
+    logprob_start_len: int | None = Field(None, ge=-1)
+    """-1: of the tokens that are made; 0: of the prompt's too."""
+    return_prompt_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
+    """In `meta_info`: of the prompt and of what is made."""
+    lora_path: str | None = None
+    """A loaded adapter's name; None: the base."""
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
+    stream: bool | None = None
+
+
+_NOT_SERVED = [
+    "session_id",
+    "input_embeds",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "mm_hashes",
+    "mm_content_hashes",
+    "video_config",
+    "watermark",
+    "token_ids_logprob",
+    "sampling_logprobs_mode",
+    "modalities",
+    "session_params",
+    "lora_id",
+    "custom_logit_processor",
+    "positional_embed_overrides",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "decode_tp_size",
+    "routed_dp_rank",
+    "data_parallel_rank",
+    "disagg_prefill_dp_rank",
+    "routing_key",
+    "conversation_id",
+    "max_thinking_tokens",
+    "priority",
+    "extra_key",
+    "custom_labels",
+    "kv_hints",
+    "mm_processor_kwargs",
+    "images_config",
+    "multi_item_delimiter_indices",
+    "token_indices_to_pool",
+    "external_trace_header",
+    "max_dynamic_patch",
+    "min_dynamic_patch",
+    "image_max_dynamic_patch",
+    "video_max_dynamic_patch",
+    "encoder_urls",
+    "num_items_assigned",
+    "need_wait_for_mm_inputs",
+    "http_worker_ipc",
+    "received_time",
+]
+SGLANG_REFUSED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_NOT_SERVED, NONE),
+    "return_sampling_mask": (False,),
+    "return_text_in_logprobs": (False,),
+    "return_flat_raw_top_logprobs": (False,),
+    "return_flat_raw_output_top_logprobs": (False,),
+    "return_flat_raw_top_logprobs_b64": (True, False),  # how those would be written
+    "return_hidden_states": (False,),
+    "routed_experts_start_len": (0,),
+    "return_indexer_topk": (False,),
+    "return_entropy": (False,),
+    "return_bytes": (False,),
+    "use_audio_in_video": (False,),
+    "background": (False,),
+    "require_reasoning": (False,),
+    "log_metrics": (True, False),  # what its server writes down
+    "no_logs": (True, False),
+}
+SGLANG_SAMPLING_REFUSED: dict[str, tuple[Any, ...]] = {
+    "stop_regex": ([], ""),
+    "beam_width": (1,),
+    "json_schema": ("",),
+    "regex": ("",),
+    "ebnf": ("",),
+    "structural_tag": ("",),
+    "spaces_between_special_tokens": (True, False),  # the tokenizers that are served know no such spaces
+    "stream_interval": (1,),
+    "custom_params": ({},),
+    "watermark": NONE,
+}
+
+SGLANG_FIELDS = {name: f"sampling_params.{name}" for name in SglangSampling.model_fields} | {
+    "max_tokens": "sampling_params.max_new_tokens",
+    "min_tokens": "sampling_params.min_new_tokens",
+    "seed": "sampling_params.sampling_seed",
+    "include_stop_str_in_output": "sampling_params.no_stop_trim",
+    "prompt_token_ids": "input_ids",
+    "prompt": "text",
+    "adapter": "lora_path",
+    "logprobs": "return_logprob",
+    "top_logprobs": "top_logprobs_num",
+    "prompt_logprobs": "logprob_start_len",
+    **ROUTED,
+}
+"""As VLLM_FIELDS."""
+
+
+def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
+    for field in ("rid", "sampling_params", "return_logprob", "logprob_start_len", "lora_path"):
+        if isinstance(body.get(field), list):
+            raise unsupported(field, "send one for all prompts, or a request for each", f"{field} as a list")
+    found = [read_prompts(body.get(field), field) for field in ("text", "input_ids")]
+    body = {key: value for key, value in body.items() if key not in ("text", "input_ids")}
+    body = _clean(body, SglangBody, SGLANG_REFUSED, SglangSampling, SGLANG_SAMPLING_REFUSED)
+    parsed = parse_body(SglangBody, body)
+    assert isinstance(parsed, SglangBody)
+    prompts = found[0] or found[1]
+    if prompts is None or all(found):
+        raise InvalidRequest(
+            "one of text and input_ids is the prompt", field="input_ids", fix="send one of the two"
+        )
+    if parsed.logprob_start_len not in (None, -1, 0):
+        raise unsupported("logprob_start_len", "send 0 for the whole prompt, or -1 for none of it")
+    if parsed.top_logprobs_num and not parsed.return_logprob:
+        raise InvalidRequest(
+            "top_logprobs_num without return_logprob",
+            field="top_logprobs_num",
+            fix="send return_logprob: true too",
+        )
+    given = parsed.sampling_params or SglangSampling()
+    sampling = SamplingBody(
+        min_tokens=given.min_new_tokens,
+        seed=given.sampling_seed,
+        include_stop_str_in_output=given.no_stop_trim,
+        **given.model_dump(exclude={"max_new_tokens", "min_new_tokens", "sampling_seed", "no_stop_trim"}),
+    )
+    own = {
+        "id": request_id,
+        "max_tokens": given.max_new_tokens or SGLANG_TOKENS,
+        "cache_salt": parsed.cache_salt,
+        "logprobs": bool(parsed.return_logprob),
+        "top_logprobs": parsed.top_logprobs_num or 0,
+        "prompt_logprobs": bool(parsed.return_logprob) and parsed.logprob_start_len == 0,
+        "routed_experts": bool(parsed.return_routed_experts),
+    }
+    return Plan(
+        chat=False,
+        id=parsed.rid or request_id,
+        model=parsed.lora_path,
+        requests=requests_of(
+            sampling,
+            own,
+            prompts.each,
+            score_each=True,
+            seed_field="sampling_params.sampling_seed",
+            n_field="sampling_params.n",
+        ),
+        instance_id=None,
+        stream=bool(parsed.stream),
+        include_usage=False,
+        return_token_ids=bool(parsed.return_prompt_token_ids),
+        demands=demands_of(parsed),
+        fields=SGLANG_FIELDS,
+        batch=len(prompts.each) if prompts.batch else None,
+        any_length=given.max_new_tokens is None,
+    )
+
+
+def _clean(
+    body: dict[str, Any],
+    served: type[BaseModel],
+    refused: dict[str, tuple[Any, ...]],
+    sampling: type[BaseModel],
+    sampling_refused: dict[str, tuple[Any, ...]],
+) -> dict[str, Any]:
+    """Without what says what we do anyway."""
+    kept = without(refused, body, served, "")
+    if isinstance(given := kept.get("sampling_params"), dict):
+        kept["sampling_params"] = without(sampling_refused, given, sampling, "sampling_params.")
+    return kept

@@ -1,0 +1,147 @@
+"""What the engines' own generation routes answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frontend.completions.openai_replies import Choice, prompt_logprobs, spans_of, token_name, top_rows, usage
+from frontend.completions.plans import Plan
+from rl_plane.protocol.generation import GenerateDelta
+from rl_plane.protocol.routed_experts import as_int32, as_npy
+
+# ---- vLLM's ----
+
+
+def _vllm_logprobs(made: Choice | GenerateDelta) -> dict[str, Any]:
+    rows = zip(made.token_ids, made.logprobs or [], top_rows(made), strict=True)
+    return {
+        "content": [
+            {
+                **_vllm_row(token, value, None),
+                "top_logprobs": [_vllm_row(*one, rank) for rank, one in enumerate(top, 1)],
+            }
+            for token, value, top in rows
+        ]
+    }
+
+
+def _vllm_row(token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+    """`token_id` as it writes it now, `token` as it did."""
+    return {"token_id": token, "token": token_name(token), "logprob": logprob, "rank": rank}
+
+
+def vllm_whole(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[str, Any]:
+    return {
+        "request_id": plan.id,
+        "output_mode": "tokens",
+        "model": model,
+        "created": created,
+        "choices": [
+            {
+                "index": choice.index,
+                "token_ids": choice.token_ids,
+                "logprobs": _vllm_logprobs(choice) if plan.logprobs else None,
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason(plan),
+                "routed_experts": as_npy(choice.routed_experts),
+                "weight_versions": spans_of(choice.labelled()),
+                **choice.provenance(),
+            }
+            for choice in choices
+        ],
+        "prompt_logprobs": prompt_logprobs(choices[0]) if plan.prompt_logprobs else None,
+        "prompt_token_ids": choices[0].prompt_token_ids if plan.return_token_ids else None,
+        "usage": usage(plan, choices),
+    }
+
+
+class VllmChunks:
+    def __init__(self, plan: Plan, choices: list[Choice], model: str, created: int) -> None:
+        self._plan = plan
+        self._choices = choices
+        self._head = {"request_id": plan.id, "output_mode": "tokens"}
+        self._begun = False
+
+    def of(self, choice: Choice, delta: GenerateDelta, offset: int) -> dict[str, Any]:
+        told: dict[str, Any] = {
+            "index": choice.index,
+            "token_ids": delta.token_ids,
+            "logprobs": _vllm_logprobs(delta) if self._plan.logprobs else None,
+            "finish_reason": delta.finish_reason,
+            **choice.provenance(),
+        }
+        if delta.spans or delta.finish_reason is not None:
+            told["weight_versions"] = spans_of(choice.labelled())
+        if delta.finish_reason is not None:
+            told["stop_reason"] = choice.stop_reason(self._plan)
+            told["routed_experts"] = as_npy(choice.routed_experts)
+        chunk: dict[str, Any] = {**self._head, "choices": [told]}
+        if self._plan.return_token_ids and not self._begun:
+            chunk["prompt_token_ids"] = choice.prompt_token_ids
+        if delta.prompt_logprobs is not None:
+            chunk["prompt_logprobs"] = prompt_logprobs(choice)
+        self._begun = True
+        return chunk
+
+    def usage(self) -> dict[str, Any]:
+        return {**self._head, "choices": [], "usage": usage(self._plan, self._choices)}
+
+
+# ---- SGLang's ----
+
+
+def sglang_whole(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[str, Any] | list[Any]:
+    """A list, where there are several choices, or where prompts came in one."""
+    told = [_sglang_choice(plan, choice) for choice in choices]
+    return told[0] if len(told) == 1 and plan.batch is None else told
+
+
+def _sglang_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
+    """All of it so far."""
+    spans, prompt = choice.labelled(), choice.prompt_token_ids or []
+    meta: dict[str, Any] = {
+        "id": plan.id if len(plan.requests) == 1 else f"{plan.id}-{choice.index}",
+        "finish_reason": _sglang_reason(choice),
+        "prompt_tokens": len(prompt),
+        "completion_tokens": len(choice.token_ids),
+        "weight_version": spans[-1].version if spans else None,
+        "weight_versions": spans_of(spans),
+        **choice.provenance(),
+    }
+    if plan.logprobs:
+        rows = zip(choice.token_ids, choice.logprobs or [], strict=True)
+        meta["output_token_logprobs"] = [[value, token, None] for token, value in rows]
+        if choice.top_logprobs is not None:
+            meta["output_top_logprobs"] = [
+                [[value, token, None] for token, value in top] for top in choice.top_logprobs
+            ]
+        scored = zip(prompt, choice.prompt_logprobs or [], strict=True) if choice.prompt_logprobs else ()
+        meta["input_token_logprobs"] = [[value, token, None] for token, value in scored]
+    if plan.routed_experts and choice.finish_reason is not None:
+        meta["routed_experts"] = as_int32(choice.routed_experts)
+    told = {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
+    if plan.return_token_ids:
+        told["prompt_token_ids"] = prompt
+    return told
+
+
+def _sglang_reason(choice: Choice) -> dict[str, Any] | None:
+    made = choice.token_ids
+    if choice.finish_reason == "stop":
+        return {"type": "stop", "matched": choice.stop_string or (made[-1] if made else None)}
+    if choice.finish_reason == "length":
+        return {"type": "length", "length": len(made)}
+    return {"type": "abort", "message": "Aborted"} if choice.finish_reason is not None else None
+
+
+class SglangChunks:
+    """Each event has all of its choice so far."""
+
+    def __init__(self, plan: Plan, choices: list[Choice], model: str, created: int) -> None:
+        self._plan = plan
+
+    def of(self, choice: Choice, delta: GenerateDelta, offset: int) -> dict[str, Any]:
+        return {"index": choice.index, **_sglang_choice(self._plan, choice)}
+
+    def usage(self) -> dict[str, Any]:
+        raise AssertionError("a request of SGLang's has no such option")

@@ -1,0 +1,227 @@
+"""Tensors from the body of a request, as safetensors: held here until their update is whole, then stored once in
+NATS for each rank of the fleet to fetch. `sglang_session` says when an update is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import json
+import logging
+import struct
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from frontend.dialects import DialectPlane
+from frontend.dialects.common import NOT_POSSIBLE, begun, rows_of_all
+from frontend.dialects.dialect_routes import SHOWN
+from rl_plane.errors import InvalidRequest, InvalidWeights, Locked, PayloadTooLarge, Unsupported
+from rl_plane.membership.worker_reply import engine_rows
+from rl_plane.protocol.versions import HostTensor
+from rl_plane.protocol.worker_ops import MANIFEST_PAGE
+from rl_plane.transports.object_store.sender import ObjectStoreSender
+from rl_plane.transports.packing import fill
+from rl_plane.weights.manifest import Manifest, pack
+from rl_plane.weights.safetensors_file import parse_header
+
+log = logging.getLogger("frontend.dialects")
+
+ANOTHER_WAY = (
+    "send them by update_weights_from_distributed or update_weights_from_disk, or as safetensors "
+    '(load_format "safetensors")'
+)
+MAX_HELD_BYTES = 1 << 30
+"""Of an update that is not whole yet, in this frontend's memory."""
+IDLE_S = 120.0
+"""After so much silence a trainer has left what it had begun to send."""
+BUCKET_BYTES = 32 << 20
+FIELD = "serialized_named_tensors"
+_LENGTH = struct.Struct("<Q")
+
+Tensors = Mapping[str, HostTensor]
+
+
+def read_tensors(payloads: Sequence[str]) -> Tensors:
+    """Of one file, however often it is given (a client sends one for each rank)."""
+    if any(one != payloads[0] for one in payloads):
+        raise Unsupported(
+            "each element is of one rank of one engine, and all ranks of this fleet receive the same",
+            field=FIELD,
+            fix=f"send one element, a safetensors file; or {ANOTHER_WAY}",
+        )
+    try:
+        data = memoryview(base64.b64decode(payloads[0], validate=True))
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest("it is not base64", field=FIELD, fix="base64 of a safetensors file") from error
+    length = _LENGTH.unpack_from(data)[0] if data.nbytes > _LENGTH.size else data.nbytes
+    if length > data.nbytes - _LENGTH.size or bytes(data[_LENGTH.size : _LENGTH.size + 1]) != b"{":
+        raise Unsupported(
+            "it is no safetensors file. SGLang's own serialized tensors are a pickle, which is never opened here",
+            field=FIELD,
+            fix=ANOTHER_WAY,
+        )
+    start = _LENGTH.size + length
+    placed, _ = parse_header(bytes(data[_LENGTH.size : start]), data.nbytes - start, file=FIELD, field=FIELD)
+    return {
+        name: HostTensor(one.spec, data[one.offset : one.offset + one.spec.nbytes]) for name, one in placed.items()
+    }
+
+
+class Store:
+    """Puts tensors into the fleet's object store."""
+
+    def __init__(self, plane: DialectPlane) -> None:
+        client = plane.calls.fleet.client
+        self._where = (client.bus.url, client.namespace, client.component)
+
+    async def put(
+        self, tensors: Tensors, publisher: str, config: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The `transport` of an update."""
+        raw = None if config is None else json.dumps(config).encode()
+        return await asyncio.to_thread(self._put, tensors, publisher, raw)
+
+    def _put(self, tensors: Tensors, publisher: str, config: bytes | None) -> dict[str, Any]:
+        manifest = Manifest(pack(((name, one.spec) for name, one in tensors.items()), BUCKET_BYTES), config)
+        sender = ObjectStoreSender(*self._where, publisher=f"sglang-{publisher}")
+        try:
+            transport = sender.open(manifest)
+            digests: dict[str, str] = {}
+            for number in fill(manifest, iter(tensors.items()), sender.buffer, digests):
+                sender.send(number)
+            sender.finish(digests)
+        finally:
+            sender.destroy()
+        return transport
+
+
+class HeldTensors:
+    """Those of an update that is not whole yet."""
+
+    def __init__(self, plane: DialectPlane, store: Store) -> None:
+        self.turn = asyncio.Lock()
+        """Calls that come at once: each is answered by what it has made of the update, and a commit that has not begun
+        puts back what it took before another call adds to it. As long as a commit, which has its own bounds."""
+        self._plane = plane
+        self._store = store
+        self._tensors: dict[str, HostTensor] = {}
+        self._number = 0
+        self.update_id = ""
+        """Of what is held, or was: the history has it once it is committed."""
+        self._policy: dict[str, Any] = {}
+        self._label: str | None = None
+        self._wanted = 0
+        """How many tensors are the model's, as it was last asked; without those that it ties to others."""
+        self._tied: frozenset[str] = frozenset()
+        """The names of these. They are not waited for; who has tied them compares them."""
+        self._at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @property
+    def number(self) -> int:
+        """Another one for each update, and for the time between two."""
+        self._look()
+        return self._number
+
+    def add(self, tensors: Tensors, policy: dict[str, Any], label: str | None) -> None:
+        """`label` of the update, as the newest call has it (None: as before). `policy`: what one call asks for, another
+        does not take back."""
+        self._look()
+        size = sum(one.data.nbytes for one in (*self._tensors.values(), *tensors.values()))
+        if size > MAX_HELD_BYTES:
+            self.drop()
+            raise PayloadTooLarge(
+                f"the update has {size} bytes or more; at most {MAX_HELD_BYTES} are held here",
+                field=FIELD,
+                fix=ANOTHER_WAY,
+            )
+        if twice := sorted(self._tensors.keys() & tensors.keys()):
+            self.drop()
+            raise InvalidWeights(f"{twice[0]!r} came twice in one update", field=FIELD, fix="send each once")
+        if not self._tensors:
+            self._number += 1
+            self.update_id = uuid.uuid4().hex
+            self._policy = {}
+        self._tensors.update(tensors)
+        self._policy, self._at = {**self._policy, **policy}, time.monotonic()
+        asyncio.get_running_loop().call_later(IDLE_S + 1.0, self._look)
+        self._label = label or self._label
+
+    def take_back(self, tensors: Tensors) -> None:
+        """The newest call's, which is to come again."""
+        self._tensors = {name: one for name, one in self._tensors.items() if name not in tensors}
+
+    def name(self, label: str) -> None:
+        self._label = label
+
+    def drop(self) -> None:
+        self._number += bool(self._tensors)
+        self._tensors, self._policy, self._label = {}, {}, None
+
+    def _look(self) -> None:
+        if self._tensors and time.monotonic() - self._at > IDLE_S:
+            log.warning(
+                "an update is dropped: for %g s nothing came, and only %s", time.monotonic() - self._at, self.told
+            )
+            self.drop()
+
+    @property
+    def told(self) -> str:
+        """How much there is of it, and the last of it, from where its trainer should have gone on."""
+        of_all = f" of the model's {self._wanted}" if self._wanted else ""
+        last = repr(next(reversed(self._tensors), None))
+        return f"{self._needed}{of_all} tensors are held, the last of them {last[:200]}"
+
+    @property
+    def _needed(self) -> int:
+        """How many of the model's are held."""
+        return len(self._tensors.keys() - self._tied)
+
+    async def ask_model(self) -> frozenset[str]:
+        """What the model needs, for `is_whole`; gives the names that no worker does, as they are tied to others. Of all
+        workers, else an error: one that is silent may need what the others do not."""
+        rows = await rows_of_all(self._plane, "describe")
+        self._wanted = max((int(row.get("tensors", 0)) for row in rows), default=0)
+        tied = [frozenset(row.get("tied", ())) for row in rows]
+        self._tied = frozenset.intersection(*tied) if tied else frozenset()
+        return self._tied
+
+    @property
+    def is_whole(self) -> bool:
+        """Nothing of what the model needed when it was last asked is missing."""
+        return self._needed >= self._wanted
+
+    async def missing(self) -> list[str]:
+        """The first few names that are the model's and are not held."""
+        rows = engine_rows(await self._plane.calls.run("describe", {}))
+        largest = sorted(rows, key=lambda row: int(row.get("tensors", 0)))[-1:]
+        found: list[str] = []
+        for start in range(0, self._wanted, MANIFEST_PAGE) if largest else ():
+            asked = {"workers": [largest[0]["instance_id"]], "manifest_from": start}
+            (row,) = (await self._plane.calls.run("describe", asked))["workers"]
+            found += [one["name"] for one in row.get("manifest") or () if one["name"] not in self._tensors]
+            if len(found) >= SHOWN:
+                break
+        return found[:SHOWN]
+
+    async def commit(self) -> dict[str, Any]:
+        """In its `turn`."""
+        tensors, policy, label, number = dict(self._tensors), self._policy, self._label, self._number
+        self.drop()
+        with begun((Locked, *NOT_POSSIBLE)):
+            transport = await self._store.put(tensors, "weights")
+            body = {
+                "transport": transport,
+                "policy": policy,
+                **({} if label is None else {"version": label}),
+            }
+            try:
+                return await self._plane.calls.run("update_weights", body, self.update_id)
+            except Locked:  # it has not begun: who asks once more commits it
+                self._tensors, self._policy, self._label, self._number = tensors, policy, label, number
+                raise

@@ -1,0 +1,167 @@
+"""SGLang's update groups: a torch group of the trainer and every rank of the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from pydantic import Field
+
+from frontend.dialects import DialectPlane
+from frontend.dialects.common import begun, check_world, joined, members, world_size
+from frontend.dialects.dialect_routes import Ask, Fields, add_route, take
+from rl_plane.errors import InvalidRequest, Locked, PlaneError, Unsupported
+from rl_plane.fleet.fleet import FORM_WAIT_S
+from rl_plane.protocol.validation import PRINTABLE
+
+DEFAULT_GROUP = "weight_update_group"
+MAX_GROUP_CHARS = 256
+MAX_KNOWN = 256
+"""Groups whose backend is remembered; more were formed by a client that makes names up."""
+
+TURN_WAIT_S = 2 * FORM_WAIT_S
+"""For the groups that are formed before: so long does one take at most, which waits for the fleet's lock first."""
+
+
+class GroupFields(Fields):
+    """`/init_weights_update_group`"""
+
+    master_address: str = Field(min_length=1, max_length=255, pattern=PRINTABLE)
+    master_port: int = Field(ge=1, le=65_535)
+    rank_offset: int = Field(ge=1)
+    """Where the fleet's ranks begin: each worker gets its own offset."""
+    world_size: int = Field(ge=2)
+    """`rank_offset` and every rank of the fleet."""
+    group_name: str = Field(DEFAULT_GROUP, min_length=1, max_length=MAX_GROUP_CHARS, pattern=PRINTABLE)
+    backend: Literal["nccl", "gloo"] = "nccl"
+
+
+class GroupName(Fields):
+    """`/destroy_weights_update_group`"""
+
+    group_name: str = Field(DEFAULT_GROUP, min_length=1, max_length=MAX_GROUP_CHARS, pattern=PRINTABLE)
+
+
+class _Line:
+    """Calls that form groups, one after another, as they came: they are formed by the same ranks, and each has its
+    whole time."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        self.failure: PlaneError | None = None
+        """Of the first that failed: its trainer has most likely died, and those who stand here are its other calls.
+        Each would wait as long, and then take the workers out of routing anew."""
+
+    @asynccontextmanager
+    async def in_turn(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(TURN_WAIT_S):
+                await self.turn.acquire()
+        except TimeoutError:
+            raise Locked(
+                f"other groups are formed here for {TURN_WAIT_S:g} s already",
+                retry_after_s=1.0,
+                fix="ask again when their trainers have come, or have given up",
+            ) from None
+        try:
+            if self.failure is not None:
+                raise type(self.failure)(self.failure.message, **self.failure.facts) from self.failure
+            yield
+        finally:
+            self.turn.release()
+
+
+class Groups:
+    """Which backend a trainer's groups have."""
+
+    def __init__(self, plane: DialectPlane) -> None:
+        self._plane = plane
+        self._backends: dict[str, str] = {}
+        self._line = _Line()
+
+    async def backend_of(self, name: str) -> str:
+        """Of one that was formed by way of another frontend: what every worker has."""
+        if name in self._backends:
+            return self._backends[name]
+        rows = await members(self._plane)
+        return "nccl" if rows and all("nccl" in row["transports"] for row in rows) else "gloo"
+
+    async def check(self, fields: GroupFields) -> None:
+        """Before anything is dropped for it."""
+        check_world(fields.world_size, fields.rank_offset, await world_size(self._plane))
+
+    async def form(self, fields: GroupFields, request_id: str) -> dict[str, Any]:
+        body = {
+            "backend": fields.backend,
+            "form": "torch",
+            "group": fields.group_name,
+            "master_address": fields.master_address,
+            "master_port": fields.master_port,
+            "world_size": fields.world_size,
+            "rank_offset": fields.rank_offset,
+            "timeout_s": self._plane.feed_timeout_s,
+        }
+        line = self._line
+        async with line.in_turn():
+            try:
+                with begun():
+                    reply = await self._plane.calls.run("init_transport", body, request_id)
+            except (InvalidRequest, Unsupported):
+                raise  # this call's own
+            except PlaneError as error:
+                line.failure, self._line = error, _Line()  # who comes from here on is tried
+                raise
+        while len(self._backends) >= MAX_KNOWN:
+            del self._backends[next(iter(self._backends))]
+        self._backends[fields.group_name] = fields.backend
+        return reply
+
+    async def leave(self, name: str, request_id: str) -> dict[str, Any]:
+        backend = await self.backend_of(name)
+        if name not in self._backends:
+            raise InvalidRequest(
+                "The group to be destroyed does not exist: no group of this name was formed with this frontend.",
+                field="group_name",
+                fix="ask the frontend that formed it; or init_weights_update_group, which forms it anew",
+            )
+        reply = await self._plane.calls.run("destroy_transport", {"backend": backend, "group": name}, request_id)
+        del self._backends[name]
+        return reply
+
+
+def mount_groups(app: FastAPI, groups: Groups, begins_anew: Callable[[], Awaitable[None]]) -> None:
+    """`begins_anew`: before a group is formed. What its trainer has left half sent is dropped."""
+
+    async def init(ask: Ask) -> Any:
+        fields = take(GroupFields, ask)
+        await groups.check(fields)
+        await begins_anew()
+        reply = await groups.form(fields, ask.request_id)
+        return {"success": True, "message": joined(reply, "Succeeded to initialize custom process group.")}
+
+    async def destroy(ask: Ask) -> Any:
+        fields = take(GroupName, ask)
+        reply = await groups.leave(fields.group_name, ask.request_id)
+        return {"success": True, "message": joined(reply, "Succeeded to destroy custom process group.")}
+
+    add_route(
+        app,
+        ["POST"],
+        "/init_weights_update_group",
+        init,
+        summary="Form a torch group of the trainer and every rank.",
+        fields=GroupFields,
+        once=True,
+    )
+    add_route(
+        app,
+        ["POST"],
+        "/destroy_weights_update_group",
+        destroy,
+        summary="Leave it.",
+        fields=GroupName,
+        once=True,
+    )

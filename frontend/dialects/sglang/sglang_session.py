@@ -1,0 +1,401 @@
+"""SGLang's weight updates, as transactions of the fleet.
+
+Trainers send an update as many calls, and SGLang writes each call's tensors over the served ones as they come. Here
+they are staged until the update is whole, and then committed on every worker or on none:
+
+- between `begin_weight_update` and `end_weight_update`: by `end_weight_update`;
+- while the fleet is paused by `pause_generation`: by `continue_generation`;
+- else: by the call with which no tensor is missing any more.
+
+What was staged is the fleet's own session, and what was opened an entry of its state (`sglang_opened`), so any frontend
+can go on with it, and it ends by itself when its trainer is silent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from frontend.dialects import DialectPlane
+from frontend.dialects.common import NOT_POSSIBLE, begun, check_label, last_begun, served_version
+from frontend.dialects.dialect_routes import Fields
+from frontend.dialects.sglang.body_tensors import HeldTensors
+from frontend.dialects.sglang.groups import DEFAULT_GROUP, MAX_GROUP_CHARS, Groups
+from frontend.dialects.sglang.open_sessions import Opened
+from rl_plane.bus.lock import POLL_S, read_holder
+from rl_plane.commit.sessions import SESSION_IDLE_S
+from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, Locked, PlaneError, UpdateAborted
+from rl_plane.fleet.fleet import FORM_WAIT_S
+from rl_plane.protocol.record import UpdateSession, read_session
+from rl_plane.protocol.update_requests import MAX_FED_TENSORS
+from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
+
+OWNER = "sglang"
+"""Of the fleet's session."""
+
+
+class Update(Fields):
+    """What every update may say"""
+
+    abort_all_requests: bool = False
+    """End running requests instead of freezing them while the weights change. Of an update in several calls: if any
+    says so."""
+    weight_version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
+    flush_cache: bool = True
+    """False changes nothing: no new request may reuse KV of older weights."""
+    torch_empty_cache: bool = False
+
+    @property
+    def policy(self) -> dict[str, Any]:
+        mode = {"pause_mode": "abort"} if self.abort_all_requests else {}
+        return {**mode, "flush_cache": self.flush_cache}
+
+
+class DistributedFields(Update):
+    """`/update_weights_from_distributed`"""
+
+    names: list[str] = Field(max_length=MAX_FED_TENSORS)
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = Field(DEFAULT_GROUP, min_length=1, max_length=MAX_GROUP_CHARS, pattern=PRINTABLE)
+    load_format: str | None = None
+    """None: a broadcast for each tensor. `flattened_bucket`: one for all."""
+    selector: Literal["target", "draft", "all"] = "all"
+
+
+class BucketFields(Fields):
+    names: list[str] = Field(max_length=MAX_FED_TENSORS)
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
+class PrepareFields(Fields):
+    """`/prepare_weights_update`, of SGLang-Omni"""
+
+    num_buckets: int = Field(ge=1)
+    buckets: list[BucketFields]
+    group_name: str = Field(DEFAULT_GROUP, min_length=1, max_length=MAX_GROUP_CHARS, pattern=PRINTABLE)
+
+
+class _Receiving(NamedTuple):
+    update_id: str
+    buckets: int
+    group: str
+    task: asyncio.Task[dict[str, Any]]
+    label: str | None = None
+    """Given while the ranks listened, when nobody could have the fleet to note it."""
+
+
+class Updates:
+    """The trainer's update, in the fleet's session."""
+
+    def __init__(self, plane: DialectPlane, groups: Groups, held: HeldTensors) -> None:
+        self.held = held
+        """What came in bodies."""
+        self.opened = Opened(plane)
+        self._plane = plane
+        self._groups = groups
+        self._open_until = 0.0
+        """Monotonic: so long what was begun or sent by way of this frontend is an update, unless it ends before."""
+        self._preparing = asyncio.Lock()
+        self._announced = ("", 0)
+        """The update that a part came for last, and how many have come for it here: while `_preparing`."""
+        self._receiving: _Receiving | None = None
+        """Of the two-phase form: the last one, which may be completed again when its answer was lost."""
+
+    @property
+    def under_way(self) -> bool:
+        """As far as this frontend knows by itself; the fleet's session says more."""
+        receiving = self._receiving is not None and not self._receiving.task.done()
+        return receiving or len(self.held) > 0 or time.monotonic() < self._open_until
+
+    async def session(self) -> UpdateSession | None:
+        """The update that is fed by SGLang's calls; another dialect's is for its own to end."""
+        session = await read_session(self._plane.calls.fleet.client.bus, self._plane.view.subjects.state)
+        if session is None or session.owner != OWNER:
+            return None
+        return session
+
+    async def fed_standing(self) -> str | None:
+        """Of what is broadcast: its next update may be announced by the same bodies."""
+        session = await self.session()
+        return session.update_id if session is not None else None
+
+    # ---- parts ----
+
+    async def take_part(self, fields: DistributedFields, digest: str) -> dict[str, Any]:
+        """The reply of the part, or of the commit. `digest`: of the call's body."""
+        async with self._preparing:  # two stages of a trainer's pipeline may begin at once
+            session = await self.session()
+            was_begun = await self.opened.is_begun()
+            update_id = (
+                session.update_id if session is not None else await self._prepare(fields.group_name, fields)
+            )
+            before, count = self._announced
+            self._announced = (update_id, count + 1 if before == update_id else 1)
+        part = {
+            "update_id": update_id,
+            "names": fields.names,
+            "dtypes": fields.dtypes,
+            "shapes": fields.shapes,
+            "layout": "each" if fields.load_format is None else "flat",
+            "group": fields.group_name,
+            "timeout_s": self._plane.feed_timeout_s,
+            **({} if fields.weight_version is None else {"version": fields.weight_version}),
+            **({"pause_mode": "abort"} if fields.abort_all_requests else {}),
+        }
+        self._open_until = 0.0  # unless it comes
+        with begun(NOT_POSSIBLE):
+            reply = await self._plane.calls.run("feed_weights_update", part, digest=digest)
+        self._open_until = time.monotonic() + SESSION_IDLE_S
+        # In any case: each part is a sign of life.
+        if await self.waits_for_more(update_id, was_begun=was_begun):
+            return reply
+        if session is None and reply["missing"]:
+            await self._close_if_tied(update_id, fields.names)
+        if reply["missing"]:
+            return reply
+        try:
+            return await self.commit(update_id)
+        except PlaneError as error:
+            with contextlib.suppress(PlaneError):  # the first error is the one that counts
+                if await self.fed_standing() == update_id:  # this very call would bring its tensors twice
+                    error.facts["fix"] = "all of it is here: end_weight_update commits it"
+            raise
+
+    async def _prepare(self, group: str, fields: Update) -> str:
+        backend = await self._groups.backend_of(group)
+        body: dict[str, Any] = {
+            "transport": {"backend": backend, "group": group, "fed": True},
+            "policy": fields.policy,
+            "owner": OWNER,
+            **({} if fields.weight_version is None else {"version": fields.weight_version}),
+        }
+        with begun():
+            reply = await self._plane.calls.run("prepare_weights_update", body)
+        return str(reply["update_id"])
+
+    async def _close_if_tied(self, update_id: str, names: list[str]) -> None:
+        """All of it is tied to other tensors, and came before them, or behind the commit: it begins no update, and
+        nobody is to wait for more of it, unless another part was announced meanwhile. Every rank has what was sent, so
+        its groups stay."""
+        with contextlib.suppress(PlaneError):  # it ends by its silence then
+            fed = await self.session()
+            if not set(names) <= await self.held.ask_model():
+                return
+            async with self._preparing:  # who announces a part now begins an update of its own
+                if self._announced == (update_id, 1) and not await self._is_fed_elsewhere(update_id, fed):
+                    await self._plane.calls.run("abort_weights_update", {"update_id": update_id})
+                    await self.opened.end()
+
+    async def _is_fed_elsewhere(self, update_id: str, before: UpdateSession | None) -> bool:
+        """By way of another frontend: now, or since it was as `before`."""
+        bus, state = self._plane.calls.fleet.client.bus, self._plane.view.subjects.state
+        holder = await read_holder(bus, state)
+        return (holder is not None and holder.get("update_id") == update_id) or await self.session() != before
+
+    async def waits_for_more(self, update_id: str, *, was_begun: bool = False) -> bool:
+        """After a part of it: until the trainer ends it, or lets the fleet go on. A pause of somebody else's says
+        nothing of this update: nobody would commit it."""
+        with begun(NOT_POSSIBLE):
+            return await self.opened.takes_more(update_id, was_begun=was_begun)
+
+    # ---- commits ----
+
+    async def commit_open(self) -> dict[str, Any] | None:
+        """None: nothing was sent. What was, and is lost, is an error as often as it is asked for."""
+        try:
+            async with self.held.turn:
+                reply = await self.commit_held() if self.held else None
+            if reply is None and (session := await self.session()) is not None:
+                reply = await self.commit(session.update_id)
+            if reply is None and (sent := await self.opened.sent()):
+                reply = await self._commit_sent(sent)
+        except PlaneError:
+            with contextlib.suppress(PlaneError):  # the first error is the one that counts
+                if not await self.is_open():
+                    await self.opened.end(committed=False)
+            raise
+        if reply is None:
+            await self.opened.end()
+        return reply
+
+    async def commit_held(self) -> dict[str, Any]:
+        """In its `turn`."""
+        reply = await self.held.commit()
+        await self.note_commit()
+        return reply
+
+    async def _commit_sent(self, update_id: str) -> dict[str, Any]:
+        """Of what was sent and does not wait here: somebody has committed it, or the answer was lost; else it is."""
+        try:
+            return await self.commit(update_id)
+        except UpdateAborted as error:
+            raise UpdateAborted(
+                f"what was sent is lost, and nothing of it is committed: {error.message}",
+                update_id=update_id,
+                fix="begin_weight_update or pause_generation, and send all of it again; or, where it came in bodies, "
+                "ask the frontend that took them",
+            ) from error
+
+    async def note_commit(self) -> None:
+        """Newer weights are committed, whether or not this is heard: what was begun runs out by itself, and what was
+        sent before them and is lost is no matter any more."""
+        with contextlib.suppress(PlaneError):
+            await self.opened.end()
+
+    async def is_open(self) -> bool:
+        """Is something still to be committed?"""
+        return len(self.held) > 0 or await self.session() is not None
+
+    async def commit(self, update_id: str, label: str | None = None) -> dict[str, Any]:
+        """Asked again, the same answer. `label`: None is the one that it has."""
+        self._open_until = 0.0
+        body = {"update_id": update_id, **({} if label is None else {"version": label})}
+        with begun(NOT_POSSIBLE):
+            reply = await self._plane.calls.run("complete_weights_update", body)
+        await self.note_commit()
+        check_label(reply, label)
+        return reply
+
+    async def pause(self) -> None:
+        """The fleet was paused just now, for an update to come; or for one that is sent already."""
+        await self.opened.pause(anew=not await self.is_open())
+
+    async def begin(self) -> None:
+        if self.held or await self.session() is not None:
+            raise Conflict("a weight update has begun already", fix="end_weight_update commits it")
+        await self.opened.begin()
+        self._open_until = time.monotonic() + SESSION_IDLE_S
+
+    async def drop(self) -> None:
+        """A trainer that forms a group begins anew: what one before it has left half sent is dropped. Locked: what it
+        had sent is still on its way, and would take the new groups with it when it fails."""
+        self._receiving, self._open_until = None, 0.0
+        self.held.drop()
+        await self.opened.end(committed=False)
+        give_up = time.monotonic() + FORM_WAIT_S
+        while (session := await self.session()) is not None:
+            try:
+                await self._plane.calls.run("abort_weights_update", {"update_id": session.update_id})
+                return
+            except Locked:
+                if time.monotonic() > give_up:
+                    raise
+            except BusUnreachable:
+                raise
+            except PlaneError:
+                return  # nothing is left of it
+
+    async def name(self, label: str) -> None:
+        """The update that is sent now; else the one that is served, as it can."""
+        if self.held:
+            self.held.name(label)
+            return
+        session = await self.session()
+        if session is not None:
+            receiving = self._receiving
+            if receiving is not None and receiving.update_id == session.update_id:
+                listening = not receiving.task.done()  # for a trainer that may send when it has named it
+                self._receiving = receiving._replace(label=label if listening else None)
+                if listening:
+                    return
+            named = {"update_id": session.update_id, "version": label}
+            await self._plane.calls.run("name_weights_update", named)
+            return
+        if sent := await self.opened.sent():
+            await self._commit_sent(sent)  # a lost one's name is not for what is served
+        served = await served_version(self._plane)
+        if served["label"] == label:
+            return
+        # The same weights once more, under another name: they are fetched again from where they came.
+        body = {"rollback": {"sequence": served["sequence"]}, "version": label}
+        with begun():
+            await self._plane.calls.run("update_weights", body)
+
+    # ---- two phases ----
+
+    async def listen(self, fields: PrepareFields, digest: str) -> None:
+        """`digest`: of the call's body."""
+        if fields.num_buckets != len(fields.buckets):
+            raise InvalidRequest(
+                f"num_buckets is {fields.num_buckets}, and {len(fields.buckets)} are described",
+                field="num_buckets",
+                fix="describe each bucket",
+            )
+        before = self._receiving
+        if before is not None and (not before.task.done() or await self.fed_standing() == before.update_id):
+            raise Conflict("an update is received already", fix="complete_weights_update first")
+        self._receiving = None
+        update_id = await self._prepare(fields.group_name, Update())
+        every = [
+            [one for bucket in fields.buckets for one in getattr(bucket, name)]
+            for name in ("names", "dtypes", "shapes")
+        ]
+        part = {
+            "update_id": update_id,
+            **dict(zip(("names", "dtypes", "shapes"), every, strict=True)),
+            "group": fields.group_name,
+            "timeout_s": self._plane.feed_timeout_s,
+        }
+        with begun():
+            # Who is told "ready" sends at once: what does not fit is told before.
+            await self._plane.calls.run("feed_weights_update", {**part, "check_only": True}, digest=digest)
+        try:
+            with begun():
+                await self.opened.takes_more(
+                    update_id
+                )  # before the feed, which is given up for nothing but itself
+                call = self._plane.calls.run("feed_weights_update", part, digest=digest)
+                task = asyncio.create_task(call, name="two-phase update")
+                task.add_done_callback(
+                    lambda done: None if done.cancelled() else done.exception()
+                )  # who completes is told
+                await self._is_heard(update_id, task)
+        except PlaneError:
+            with contextlib.suppress(PlaneError):  # nobody will send it
+                await self._plane.calls.run("abort_weights_update", {"update_id": update_id})
+            raise
+        self._receiving = _Receiving(update_id, fields.num_buckets, fields.group_name, task)
+
+    async def _is_heard(self, update_id: str, task: asyncio.Task[dict[str, Any]]) -> None:
+        """Until the fleet is held for these tensors: another change of it may come first. The feed's own bounds end
+        the wait."""
+        bus, state = self._plane.calls.fleet.client.bus, self._plane.view.subjects.state
+        while not task.done():
+            with contextlib.suppress(BusUnreachable):  # the feed goes on; given up here, it would be nobody's
+                holder = await read_holder(bus, state)
+                if holder is not None and holder.get("update_id") == update_id:
+                    return
+            await asyncio.sleep(POLL_S)
+        task.result()
+
+    async def complete(self, label: str | None, group: str | None) -> tuple[int, dict[str, Any]]:
+        """`group`: None is the one that was prepared. Asked again, the same answer."""
+        receiving = self._receiving
+        if receiving is None or not await self._is_last(receiving):
+            raise Conflict("no update is prepared", fix="prepare_weights_update first")
+        if group not in (None, receiving.group):
+            raise InvalidRequest(
+                f"the update is received by the group {receiving.group!r}",
+                field="group_name",
+                fix="name it, or none",
+            )
+        try:
+            with begun(NOT_POSSIBLE):
+                await asyncio.shield(receiving.task)
+        except PlaneError:
+            self._receiving = None  # it is over
+            raise
+        if label is not None:
+            receiving = self._receiving = receiving._replace(label=None)  # also when it is asked again
+        return receiving.buckets, await self.commit(receiving.update_id, label or receiving.label)
+
+    async def _is_last(self, receiving: _Receiving) -> bool:
+        """Another one may have been prepared since, by way of another frontend."""
+        last = await self.fed_standing() or await last_begun(self._plane)
+        return last == receiving.update_id

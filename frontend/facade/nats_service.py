@@ -1,0 +1,123 @@
+"""Serves `<ns>.<comp>.fleet`: the facade's twin, by one NATS message, in JSON or msgpack."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import Any
+
+import nats.errors
+from nats.aio.msg import Msg
+
+from frontend.facade.calls import FleetCalls
+from frontend.server.http import error_body, to_json
+from rl_plane.bus.connection import Bus
+from rl_plane.errors import InvalidRequest, PayloadTooLarge, PlaneError, Unavailable
+from rl_plane.protocol.envelope import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    Request,
+    decode,
+    encode,
+    format_of,
+    request_from_wire,
+)
+
+log = logging.getLogger("frontend.fleet")
+
+QUEUE = "frontends"
+MAX_IN_FLIGHT = 256
+"""Messages under way in one frontend: each waits for a whole fleet, and all share one core."""
+
+
+def call_body(request: Request) -> dict[str, Any]:
+    """The op's body with the envelope's selection; what both give must be the same."""
+    for key in ("fence", "incarnation"):
+        if getattr(request, key) is not None:
+            raise InvalidRequest(
+                f"{key} belongs into a message to one worker",
+                field=key,
+                fix="leave it out",
+            )
+    body = dict(request.body)
+    targets = list(request.targets) if request.targets is not None else None
+    for key, value in (("workers", targets), ("epoch", request.epoch), ("fingerprint", request.fingerprint)):
+        if value is None:
+            continue
+        if body.setdefault(key, value) != value:
+            raise InvalidRequest(
+                f"the message and its body differ in {key}", field=f"body.{key}", fix="give it in one of the two"
+            )
+    return body
+
+
+class FleetService:
+    """Each message is a task of its own; without a reply subject it is done all the same."""
+
+    def __init__(self, bus: Bus, subject: str, calls: FleetCalls) -> None:
+        self._bus = bus
+        self._subject = subject
+        self._calls = calls
+        self._subscription: Any = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        self._subscription = await self._bus.subscribe(self._subject, self._message, queue=QUEUE)
+        await self._bus.flush()
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no more messages, and lets those under way end within the time."""
+        if self._subscription is not None and not self._bus.nc.is_closed:
+            with contextlib.suppress(nats.errors.Error):
+                await self._subscription.unsubscribe()
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=grace_s)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _message(self, message: Msg) -> None:
+        task = asyncio.create_task(self._serve(message))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, message: Msg) -> None:
+        start = time.monotonic()
+        head: dict[str, Any] = {"v": PROTOCOL_VERSION, "id": "", "op": ""}
+        reply: dict[str, Any]
+        try:
+            reply = {"status": "ok", "body": await self._run(message.data, head)}
+        except PlaneError as error:
+            reply = error_body(error, time.monotonic() - start)
+        except Exception:
+            log.exception("%s on the fleet subject", head["op"])
+            reply = error_body(PlaneError("an unexpected error; see the log"), time.monotonic() - start)
+        if message.reply:
+            await self._answer(message, {**head, **reply}, start)
+
+    async def _run(self, data: bytes, head: dict[str, Any]) -> dict[str, Any]:
+        wire = decode(data)
+        # Told back even of a request that is refused.
+        head.update({key: wire[key] for key in ("id", "op") if isinstance(wire.get(key), str)})
+        request = request_from_wire(wire)
+        if len(self._tasks) > MAX_IN_FLIGHT:
+            raise Unavailable(f"{MAX_IN_FLIGHT} fleet calls are under way in this frontend", retry_after_s=1.0)
+        return await self._calls.run(request.op, call_body(request), request.id)
+
+    async def _answer(self, message: Msg, reply: dict[str, Any], start: float) -> None:
+        form = format_of(message.data)
+        packed = to_json(reply) if form == "json" else encode(reply, form)
+        limit = min(MAX_MESSAGE_BYTES, self._bus.nc.max_payload)
+        if len(packed) > limit:
+            error = PayloadTooLarge(
+                f"the call ended with status {reply['status']!r}, but its reply has {len(packed)} bytes; "
+                f"a message carries {limit}",
+                call_status=reply["status"],
+                fix="name fewer workers in targets, or ask over HTTP",
+            )
+            told = {key: reply[key] for key in ("v", "id", "op")}
+            packed = encode({**told, **error_body(error, time.monotonic() - start)}, form)
+        with contextlib.suppress(nats.errors.Error):  # a caller that NATS can't reach now asks again
+            await self._bus.nc.publish(message.reply, packed)

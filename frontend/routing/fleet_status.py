@@ -1,0 +1,286 @@
+"""Who takes generation now, and how busy it is: what workers tell on the status subject, and `state` where a
+message may have been missed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgpack
+from nats.aio.msg import Msg
+
+from frontend.routing.demands import Point
+from frontend.routing.router import Load
+from rl_plane._util.tasks import end_tasks
+from rl_plane.client import RlClient
+from rl_plane.errors import PlaneError
+from rl_plane.membership.core import Changed, Member
+from rl_plane.membership.view import MembershipView
+from rl_plane.protocol.generation import VersionSpan
+
+log = logging.getLogger("frontend.status")
+
+ASK_CLOSED_S = 2.0
+"""How often workers that are closed, unknown or behind are asked: a lost message then costs no more than this."""
+ASK_RETRY_S = 0.2
+"""After a failed question, for example while NATS restarts."""
+REFUSED_S = 0.1
+"""A worker that refused a request is left alone so long, unless it says something new before."""
+
+
+CLOSED_REASONS = (
+    "starting",
+    "behind",
+    "updating",
+    "disabled",
+    "draining",
+    "leaving",
+    "memory",
+    "numerics",
+    "checking",
+    "engine",
+)
+"""Why a worker is closed, as it tells: see docs/operators.md. Metrics have these and no other words of a worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    incarnation: str
+    reasons: tuple[str, ...]
+    """Why it is closed; none: it is open."""
+    load: Load
+    heard_at: float
+    """Monotonic seconds."""
+    version: Mapping[str, Any] | None = None
+    """The committed version of the base that it holds."""
+    paused: bool = False
+    sequence: int | None = None
+    """Of the committed state that it holds whole; None: it holds none."""
+    adapters: Mapping[str, Any] = field(default_factory=dict)
+    """Adapter → the version of it that it holds."""
+
+    @property
+    def open(self) -> bool:
+        return not self.reasons
+
+    def but_load(self) -> WorkerStatus:
+        return replace(self, load=Load(), heard_at=0.0)
+
+    def serves(self, adapter: str | None) -> Point | None:
+        """What makes the tokens of a request for it; None: not known."""
+        held = [self.version, self.adapters.get(adapter) if adapter is not None else None]
+        sequences = [int(version["sequence"]) for version in held if version is not None]
+        return Point(str(self.version["run"]), max(sequences)) if self.version is not None else None
+
+    def holds(self, span: VersionSpan) -> bool:
+        """Exactly the weights that made these tokens."""
+        base, adapter = self.version, span.adapter
+        if base is None or (base["run"], base["sequence"], base["digest"]) != (
+            span.run,
+            span.sequence,
+            span.digest,
+        ):
+            return False
+        if adapter is None:
+            return True
+        held = self.adapters.get(adapter.name)
+        return held is not None and (held["sequence"], held["digest"]) == (adapter.sequence, adapter.digest)
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any], incarnation: str, heard_at: float) -> WorkerStatus:
+        """From a status message or a `state` reply."""
+        return cls(
+            incarnation,
+            () if wire["admission"]["open"] else tuple(wire["admission"]["reasons"]) or ("closed",),
+            Load(
+                int(wire["running"]),
+                int(wire["waiting"]),
+                int(wire.get("running_tokens", 0)),
+                int(wire.get("waiting_tokens", 0)),
+            ),
+            heard_at,
+            wire.get("version"),
+            bool(wire.get("paused")) or wire.get("pause_state") == "paused",
+            wire.get("sequence"),
+            wire.get("adapters") or {},
+        )
+
+
+class FleetStatus:
+    """`admitted()` is the router's input; `wait_changed` tells when it may be worth another look."""
+
+    def __init__(self, client: RlClient, view: MembershipView) -> None:
+        self._client = client
+        self._view = view
+        self._known: dict[str, WorkerStatus] = {}
+        self._last_told: dict[str, WorkerStatus] = {}
+        """Kept while it is asked again: a worker does not go back to weights that it has left."""
+        self._refused_until: dict[str, float] = {}
+        self._changed = asyncio.Event()
+        self._ask_now = asyncio.Event()
+        self._asking: asyncio.Task[None] | None = None
+        self._stop_listening: Callable[[], None] | None = None
+        self.on_status: Callable[[str, WorkerStatus], None] = lambda instance_id, status: None
+        """Called with what a member told, whether it is new or not."""
+        self.on_load: Callable[[str, WorkerStatus], None] = lambda instance_id, status: None
+        """Likewise, for the router."""
+
+    async def start(self) -> None:
+        await self._client.bus.subscribe(self._view.subjects.status, self._message)
+        await self._client.bus.flush()
+        self._stop_listening = self._view.listen(self._member_changed)
+        self._client.bus.on_reconnect(self._reconnected)
+        with contextlib.suppress(PlaneError):
+            await self._ask({member.instance_id for member in self._view.snapshot()})
+        self._asking = asyncio.create_task(self._ask_forever())
+
+    async def stop(self) -> None:
+        if self._stop_listening is not None:
+            self._stop_listening()
+        if self._asking is not None:
+            await end_tasks([self._asking])
+
+    def admitted(self, adapter: str | None = None) -> dict[str, WorkerStatus]:
+        """By instance id, the members that are open (and have told that they hold the adapter)."""
+        now = time.monotonic()
+        self._refused_until = {key: until for key, until in self._refused_until.items() if until > now}
+        found = {}
+        for member in self._view.snapshot():
+            status = self._known.get(member.instance_id)
+            if (
+                status is not None
+                and status.open
+                and status.incarnation == member.incarnation
+                and member.instance_id not in self._refused_until
+                and (adapter is None or adapter in status.adapters)
+            ):
+                found[member.instance_id] = status
+        return found
+
+    def why_closed(self, adapter: str | None = None) -> dict[str, str]:
+        """instance_id → reasons, of the members that are not open (or have not told that they hold the adapter)."""
+        found = {}
+        for member in self._view.snapshot():
+            status = self._known.get(member.instance_id)
+            if status is None or status.incarnation != member.incarnation:
+                found[member.instance_id] = "it has not answered"
+            elif not status.open:
+                found[member.instance_id] = ", ".join(status.reasons)
+            elif adapter is not None and adapter not in status.adapters:
+                found[member.instance_id] = f"it has not loaded {adapter} yet"
+        return found
+
+    def closed_by_reason(self) -> dict[str, int]:
+        """Reason → how many members it closes. A member that has several counts for each."""
+        found = dict.fromkeys(CLOSED_REASONS, 0)
+        for member in self._view.snapshot():
+            status = self._known.get(member.instance_id)
+            if status is not None and status.incarnation == member.incarnation:
+                for reason in {reason.partition(":")[0] for reason in status.reasons} & found.keys():
+                    found[reason] += 1
+        return found
+
+    def may_make(self, member: Member, span: VersionSpan) -> bool:
+        """Whether this worker may still make tokens by these weights: False once it has told that it holds others."""
+        status = self._last_told.get(member.instance_id)
+        return status is None or status.incarnation != member.incarnation or status.holds(span)
+
+    def refused(self, instance_id: str) -> None:
+        """It is open as far as we know, but took no request."""
+        self._refused_until[instance_id] = time.monotonic() + REFUSED_S
+
+    async def wait_changed(self, timeout_s: float) -> None:
+        """Until something may have changed; a refusal that wears off counts."""
+        changed = self._changed
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(timeout_s, REFUSED_S) if self._refused_until else timeout_s):
+                await changed.wait()
+
+    def wake(self) -> None:
+        """Whoever waits looks again."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    # ---- what is heard ----
+
+    async def _message(self, message: Msg) -> None:
+        now = time.monotonic()
+        try:
+            wire = msgpack.unpackb(message.data)
+            instance_id = str(wire["instance_id"])
+            status = WorkerStatus.from_wire(wire, str(wire["incarnation"]), now)
+        except (ValueError, TypeError, KeyError, msgpack.exceptions.UnpackException):
+            log.warning("a malformed message on %s", message.subject)
+            return
+        member = self._view.member(instance_id)
+        if member is not None and member.incarnation == status.incarnation:
+            self._take(instance_id, status)  # one that is not listed yet is asked when it is
+
+    def _take(self, instance_id: str, status: WorkerStatus) -> None:
+        before = self._known.get(instance_id)
+        refused = self._refused_until.pop(instance_id, None)
+        self._known[instance_id] = self._last_told[instance_id] = status
+        self.on_status(instance_id, status)
+        self.on_load(instance_id, status)
+        # Nobody waits for another load, which changes all the time.
+        if refused is not None or before is None or before.but_load() != status.but_load():
+            self.wake()
+
+    def _member_changed(self, change: Changed) -> None:
+        if change.after is None:
+            assert change.before is not None
+            self._known.pop(change.before.instance_id, None)
+            self._last_told.pop(change.before.instance_id, None)
+            self._refused_until.pop(change.before.instance_id, None)
+        else:
+            self._ask_now.set()
+        self.wake()
+
+    async def _reconnected(self) -> None:
+        # What they told meanwhile is lost: all count as unknown, and are asked.
+        self._known.clear()
+        self._ask_now.set()
+
+    # ---- what is asked ----
+
+    def _unsure(self) -> set[str]:
+        """Those that may take requests, or adapters, without our knowing."""
+        committed = self._view.record.sequence if self._view.record is not None else None
+        return {
+            member.instance_id
+            for member in self._view.snapshot()
+            if (status := self._known.get(member.instance_id)) is None
+            or not status.open
+            or status.incarnation != member.incarnation
+            or status.sequence != committed
+        }
+
+    async def _ask_forever(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ASK_CLOSED_S):
+                    await self._ask_now.wait()
+            self._ask_now.clear()
+            try:
+                await self._ask(self._unsure())
+            except PlaneError as error:
+                log.debug("asking for state: %s", error)
+                await asyncio.sleep(ASK_RETRY_S)
+                self._ask_now.set()
+
+    async def _ask(self, instance_ids: set[str]) -> None:
+        if not instance_ids:
+            return
+        asked_at = time.monotonic()
+        component = self._view.subjects.component
+        out = await self._client.call_all("state", workers=sorted(instance_ids), component=component, empty="ok")
+        for row in out.rows:
+            before = self._known.get(row.instance_id)
+            newer = before is not None and before.heard_at >= asked_at and before.incarnation == row.incarnation
+            if row.status == "ok" and not newer:
+                self._take(row.instance_id, WorkerStatus.from_wire(row.body, row.incarnation, asked_at))

@@ -1,0 +1,182 @@
+"""A frontend's right to route requests: it is listed in the state bucket, then asks the leader for the record, and
+for SERVING_LEASE_S from before both it knows whatever was decided, or was waited for (docs/decisions/serving-lease.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import nats.errors
+from nats.aio.msg import Msg
+
+from rl_plane._util.tasks import end_tasks
+from rl_plane.bus.connection import Bus, WrongSequence
+from rl_plane.errors import NotAdmitted, PlaneError, Unsupported
+from rl_plane.membership.view import MembershipView
+from rl_plane.protocol.envelope import Reply, Request, decode, encode, format_of, request_from_wire
+from rl_plane.protocol.record import SERVING_LEASE_S
+from rl_plane.protocol.serving_lease import Connection, ServingLease
+from rl_plane.protocol.subjects import FRONTEND_PREFIX
+from rl_plane.protocol.update_requests import FollowedReply, FollowRecord
+from rl_plane.protocol.validation import parse_body
+from rl_plane.protocol.worker_ops import AbortedReply, AbortRequests
+
+log = logging.getLogger("frontend.routing.routing_lease")
+
+KEY_TTL_S = 15
+"""Three leases: a frontend that may still route is listed, and one that is gone is waited for by an update or two."""
+CONFIRM_INTERVAL_S = SERVING_LEASE_S / 3
+"""Two confirmations may be lost before the lease ends."""
+RETRY_S = 0.2
+"""After a failed confirmation, for example while NATS restarts: requests wait meanwhile."""
+RETRY_AFTER_S = 1.0
+"""What a caller is told: NATS is mostly back by then."""
+
+
+class FrontendLease:
+    """Lists this frontend while it runs, keeps the lease, and answers the coordinators that tell it a decision."""
+
+    def __init__(self, view: MembershipView, frontend_id: str) -> None:
+        self.frontend_id = frontend_id
+        self.lease = ServingLease()
+        """By the loop's seconds."""
+        self._confirmed = asyncio.Event()
+        self.on_abort: Callable[[list[str] | None], int] = lambda request_ids: 0
+        """Called with the names of what is to end here (None: all); how many choices waited here for a worker."""
+        self._view = view
+        self._bus: Bus = view.bus
+        self._flushed: tuple[str, int] | None = None
+        """The connection on which the server is known to have our subscription."""
+        self._task: asyncio.Task[None] | None = None
+        self._subscription: Any = None
+
+    def holds(self) -> bool:
+        now = asyncio.get_running_loop().time()
+        return self._bus.nc.is_connected and self.lease.holds(now, self._bus.identity)
+
+    async def wait(self, give_up: float) -> None:
+        """Until the lease holds; NotAdmitted at `give_up` (loop seconds)."""
+        while not self.holds():
+            left_s = give_up - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                raise NotAdmitted(
+                    "this frontend has not confirmed the committed version lately: does NATS answer it?",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            await self._next_confirmation(left_s)
+
+    async def _next_confirmation(self, timeout_s: float) -> None:
+        """Returns at the next one, or after the time-out."""
+        confirmed = self._confirmed
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await confirmed.wait()
+
+    async def start(self) -> None:
+        self._subscription = await self._bus.subscribe(
+            self._view.subjects.frontend(self.frontend_id), self._message
+        )
+        self._bus.on_reconnect(self._reconnected)
+        with contextlib.suppress(PlaneError):
+            await self._confirm()  # else soon
+        self._task = asyncio.create_task(self._keep(CONFIRM_INTERVAL_S if self.holds() else RETRY_S))
+
+    async def stop(self) -> None:
+        """Routes nothing more, and is not waited for by any update."""
+        self.lease.give_up()
+        task, self._task = self._task, None
+        if task is not None:
+            await end_tasks([task])
+        state = self._view.subjects.state
+        with contextlib.suppress(PlaneError, WrongSequence, nats.errors.Error):  # else the key expires
+            self._bus.check_connected()
+            if self._subscription is not None:
+                await self._subscription.unsubscribe()
+            entry = await self._bus.get(state, self._key)
+            if entry is not None and entry.value is not None:
+                await self._bus.purge(state, self._key, entry.sequence)
+
+    # ---- the lease ----
+
+    @property
+    def _key(self) -> str:
+        return FRONTEND_PREFIX + self.frontend_id
+
+    async def _reconnected(self) -> None:
+        if self._task is not None:
+            self._task.cancel()  # what it waits for was lost with the connection
+            self._task = asyncio.create_task(self._keep(0.0))
+
+    async def _keep(self, wait_s: float) -> None:
+        """Confirms again and again, the first time after so long."""
+        while True:
+            await asyncio.sleep(wait_s)
+            try:
+                await self._confirm()
+                wait_s = CONFIRM_INTERVAL_S
+            except Exception as error:
+                if not isinstance(error, (PlaneError, nats.errors.Error)):
+                    log.exception("the lease")  # it must go on all the same
+                log.debug("the lease could not be confirmed: %s", error)
+                wait_s = RETRY_S
+
+    async def _confirm(self) -> None:
+        """First it is listed, then it asks: a coordinator that does not find it has decided before it asked."""
+        asked_at, connection = asyncio.get_running_loop().time(), self._bus.identity
+        self._bus.check_connected()
+        if self._flushed != connection:
+            await self._bus.flush()  # who is listed can be told
+            self._flushed = connection
+        facts = json.dumps({"name": self._bus.name}).encode()
+        await self._bus.put(self._view.subjects.state, self._key, facts, ttl_s=KEY_TTL_S)
+        await self._view.keep_record()
+        self.confirm(asked_at, connection)
+
+    def confirm(self, asked_at: float, connection: Connection) -> None:
+        """After `asked_at` this frontend was listed, and then the leader told the record."""
+        if self.lease.confirm(asked_at, connection):
+            confirmed, self._confirmed = self._confirmed, asyncio.Event()
+            confirmed.set()
+
+    # ---- what coordinators tell ----
+
+    async def _message(self, message: Msg) -> None:
+        start = time.monotonic()
+        request = Request("")
+        try:
+            request = request_from_wire(decode(message.data))
+            reply = Reply(request.op, request.id, body=self._do(request))
+        except PlaneError as error:
+            reply = Reply(request.op, request.id, "error", error=error)
+        if message.reply:
+            told = {
+                **reply.to_wire(),
+                "instance_id": self.frontend_id,
+                "incarnation": self.frontend_id,
+                "elapsed_s": time.monotonic() - start,
+            }
+            with contextlib.suppress(nats.errors.Error):  # whoever asked hears nothing, and waits for the lease
+                await self._bus.nc.publish(message.reply, encode(told, format_of(message.data)))
+
+    def _do(self, request: Request) -> FollowedReply | AbortedReply:
+        if request.op == "abort_requests":
+            ask = parse_body(AbortRequests, request.body)
+            assert isinstance(ask, AbortRequests)
+            return AbortedReply(aborted=self.on_abort(ask.request_ids))
+        if request.op != "follow_record":
+            raise Unsupported(
+                f"a frontend is told follow_record and abort_requests, not {request.op!r}",
+                field="op",
+                fix="send it to a worker",
+            )
+        body = parse_body(FollowRecord, request.body)
+        assert isinstance(body, FollowRecord)
+        self._view.take_record(body.record, body.sequence)
+        assert self._view.record is not None, "told just now"
+        return FollowedReply(sequence=self._view.record.sequence)

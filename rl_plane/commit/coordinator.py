@@ -1,0 +1,311 @@
+"""Carries out what `UpdateMachine` says: whoever calls coordinates, under the component's lock."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rl_plane.bus.lock import HeldLock
+from rl_plane.bus.scatter import Missing
+from rl_plane.bus.sealed_record import SealedRecord
+from rl_plane.client import RlClient
+from rl_plane.commit.history import Journal
+from rl_plane.commit.rules import newest, serves, still_there
+from rl_plane.commit.sessions import machine_for
+from rl_plane.commit.steps import (
+    Answered,
+    Ask,
+    Call,
+    Done,
+    End,
+    Event,
+    Failed,
+    Instruction,
+    Note,
+    Result,
+    Survey,
+    Surveyed,
+    Tell,
+    Told,
+    WaitSilent,
+    Watch,
+    Write,
+    Written,
+)
+from rl_plane.errors import BusUnreachable, PlaneError, Unavailable
+from rl_plane.membership.core import Member, Snapshot
+from rl_plane.membership.view import MembershipView
+from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.protocol.canary import CanaryHistory
+from rl_plane.protocol.envelope import Request, decode, encode
+from rl_plane.protocol.record import (
+    LEASE_MARGIN_S,
+    SERVING_LEASE_S,
+    TAKEOVER_S,
+    DecisionRecord,
+    newer,
+    pause_of,
+    read_frontends,
+    read_session,
+)
+from rl_plane.protocol.subjects import CANARY_HISTORY, PAUSE, SESSION
+
+log = logging.getLogger("rl_plane.commit.coordinator")
+
+WATCH_S = 0.1
+WATCH_GRACE_S = 10.0
+"""Beyond the commit's own time-out: a NATS server takes seconds to come back."""
+BACK_S = SERVING_LEASE_S + LEASE_MARGIN_S + TAKEOVER_S
+"""So long after an outage of NATS each worker has opened by itself."""
+
+
+TIMED = frozenset({"prepare", "feed", "gate", "commit", "roll", "leases", "open"})
+"""The phases whose seconds the history tells: what takes time, and how long nobody generates."""
+
+
+class Coordinator:
+    """One call under the lock. `journal` is told when work begins."""
+
+    def __init__(
+        self, client: RlClient, view: MembershipView, held: HeldLock, journal: Journal | None = None
+    ) -> None:
+        self.phases: dict[str, float] = {}
+        """Phase → seconds."""
+        self._client = client
+        self._view = view
+        self._held = held
+        self._journal = journal
+        self._state = view.subjects.state
+        self._record = SealedRecord(client.bus, view.subjects.state, held)
+        self._told_at = 0.0
+        self._server_ahead_s = time.time() - time.monotonic()
+        """The NATS server's Unix time less this process's monotonic time, from the first survey on. A pause ends by the
+        server's clock, since every worker can read that one."""
+
+    async def run(self, call: Call) -> Result:
+        """The result, or the error that the call ends with; of an update it tells the phases so far."""
+        machine = machine_for(call)
+        event: Event | None = None
+        began = time.monotonic()
+        while True:
+            instruction = machine.step(event, self._server_time(), time.monotonic() - began)
+            if isinstance(instruction, End):
+                if isinstance(instruction.result, PlaneError):
+                    if self.phases:
+                        instruction.result.facts.setdefault("phases", dict(self.phases))
+                    raise instruction.result
+                return instruction.result
+            start = time.monotonic()
+            try:
+                event = await self._carry_out(instruction)
+            except PlaneError as error:
+                log.log(
+                    logging.INFO if machine.phase in ("decide", "prepare") else logging.WARNING,
+                    "%s: %s: %s",
+                    call.update_id,
+                    machine.phase,
+                    error,
+                )
+                event = Failed(error)
+            if machine.phase in TIMED:
+                key = f"{machine.phase}_s"
+                self.phases[key] = self.phases.get(key, 0.0) + time.monotonic() - start
+
+    async def _carry_out(self, instruction: Instruction) -> Event:
+        match instruction:
+            case Survey(phase):
+                if phase == "settle":
+                    await self._record.refence()
+                return await self._survey()
+            case Ask(_, op, body, workers, timeout_s, together):
+                if together is not None:
+                    return Answered(await self._ask_together(op, body, workers, timeout_s, together))
+                return Answered(await self._ask(op, body, workers, timeout_s))
+            case Tell():
+                return await self._tell(instruction)
+            case Write(phase, record):
+                write = self._record.decide if phase == "decide" else self._record.write
+                return Written(await write(record), self._record.sequence)
+            case Note():
+                await self._note(instruction)
+                return Done()
+            case WaitSilent():
+                await self._wait_silent(instruction)
+                return Done()
+            case Watch(record, timeout_s):
+                return await self._watch(record, timeout_s)
+            case End():
+                raise AssertionError("the end is not carried out")
+
+    # ---- asking ----
+
+    async def _survey(self) -> Surveyed:
+        bus, state = self._client.bus, self._state
+        (snapshot, rows), session, pause, history, server_time = await asyncio.gather(
+            self._attests(),
+            read_session(bus, state),
+            bus.get(state, PAUSE),
+            bus.get(state, CANARY_HISTORY),
+            bus.server_time(state),
+        )
+        self._server_ahead_s = server_time - time.monotonic()
+        record = await self._record.seal(lambda stored: newest(stored, self._view.record, rows))
+        return Surveyed(
+            _members(snapshot),
+            snapshot.fingerprint,
+            snapshot.epoch,
+            rows,
+            record,
+            self._record.sequence,
+            session,
+            pause_of(pause),
+            pause.sequence if pause else 0,
+            CanaryHistory.decode(history.value if history else None),
+        )
+
+    def _server_time(self) -> float:
+        return time.monotonic() + self._server_ahead_s
+
+    async def _attests(self) -> tuple[Snapshot, list[WorkerRow]]:
+        snapshot = await self._view.barrier()
+        return snapshot, await self._ask("attest", {}, _members(snapshot), None)
+
+    async def _ask(
+        self, op: str, body: Mapping[str, Any], workers: Iterable[str], timeout_s: float | None
+    ) -> list[WorkerRow]:
+        """A worker that has left meanwhile is only left out. Asking the leader who has is not worth a round trip:
+        one that left unseen has nobody on its subject, which answers at once."""
+        wanted = set(workers)
+        members = [member for member in self._view.snapshot() if member.instance_id in wanted]
+        return await self._ask_members(op, body, members, timeout_s)
+
+    async def _ask_together(
+        self, op: str, body: Mapping[str, Any], workers: Sequence[str], timeout_s: float | None, update_id: str
+    ) -> list[WorkerRow]:
+        """The first that fails ends the update on all: the others wait for what does not come any more."""
+        wanted = set(workers)
+        members = [member for member in self._view.snapshot() if member.instance_id in wanted]
+        failed = asyncio.Event()
+        first: list[str] = []
+        if len(members) < len(wanted):
+            failed.set()  # the others would wait for it
+
+        def heard(row: WorkerRow) -> None:
+            if not row.ok:
+                first.append(row.instance_id)
+                failed.set()
+
+        async def end_for_all() -> None:
+            await failed.wait()
+            await self._ask_members("abort_update", {"update_id": update_id}, members, None)
+
+        end = asyncio.create_task(end_for_all())
+        try:
+            rows = await self._client.ask(self._view, members, op, dict(body), timeout_s, self._held, heard)
+            if failed.is_set():
+                await end
+            return sorted(rows, key=lambda row: row.instance_id not in first[:1])  # it tells why
+        finally:
+            end.cancel()
+            await asyncio.gather(end, return_exceptions=True)
+
+    async def _ask_members(
+        self, op: str, body: Mapping[str, Any], members: Sequence[Member], timeout_s: float | None
+    ) -> list[WorkerRow]:
+        return await self._client.ask(self._view, members, op, dict(body), timeout_s, self._held)
+
+    async def _tell(self, tell: Tell) -> Told:
+        body = {"record": tell.record.to_wire(), "sequence": tell.sequence}
+        (members, rows), silent = await asyncio.gather(
+            self._tell_members(body, tell.timeout_s),
+            self._tell_frontends(body, tell.timeout_s),
+        )
+        return Told(members, rows, silent)
+
+    async def _tell_members(
+        self, body: dict[str, Any], timeout_s: float
+    ) -> tuple[dict[str, str], list[WorkerRow]]:
+        """Members are read after the record was written: one that registers later reads the record first. Those that
+        are known already are asked meanwhile."""
+        self._told_at = time.monotonic()
+        known = {member.instance_id: member for member in self._view.snapshot()}
+
+        async def ask_the_others() -> tuple[Snapshot, list[WorkerRow]]:
+            fleet = await self._view.barrier()
+            others = [member for member in fleet if known.get(member.instance_id) != member]
+            return fleet, await self._ask_members("follow_record", body, others, timeout_s)
+
+        rows, (fleet, more) = await asyncio.gather(
+            self._ask_members("follow_record", body, list(known.values()), timeout_s), ask_the_others()
+        )
+        first = dict(zip(known, rows, strict=True))
+        still = [first[member.instance_id] for member in fleet if known.get(member.instance_id) == member]
+        return _members(fleet), [*still, *more]
+
+    async def _tell_frontends(self, body: dict[str, Any], timeout_s: float) -> list[str]:
+        """Those that have not acknowledged. One that is dead has nobody subscribed to its subject."""
+        frontends = await read_frontends(self._client.bus, self._state)
+        request = encode(Request("follow_record", body=body, fence=self._held.fence).to_wire())
+        targets = [(self._view.subjects.frontend(each), request) for each in frontends]
+        answers = await self._client.gather(targets, timeout_s)
+        silent = []
+        for frontend, answer in zip(frontends, answers, strict=True):
+            if answer is Missing.SILENT or (isinstance(answer, bytes) and decode(answer).get("status") != "ok"):
+                silent.append(frontend)
+        return silent
+
+    # ---- waiting ----
+
+    async def _wait_silent(self, wait: WaitSilent) -> None:
+        """Until each has left, or can't have a serving lease any more."""
+        until = self._told_at + SERVING_LEASE_S + LEASE_MARGIN_S
+
+        def gone(fleet: Snapshot) -> bool:
+            return not wait.frontends and not still_there(wait.workers, _members(fleet))
+
+        if (left_s := until - time.monotonic()) > 0:
+            await self._view.wait_until(gone, left_s)
+
+    async def _watch(self, record: DecisionRecord, timeout_s: float) -> Answered:
+        """The workers' states, once each one serves the version, another version is committed, or the time is over.
+        While NATS is away, no worker can continue: after that each one has as long as a gate lasts."""
+        give_up = time.monotonic() + timeout_s
+        last = give_up + WATCH_GRACE_S
+        while True:
+            try:
+                out = await self._client.call_all("state", component=self._view.subjects.component, empty="ok")
+                known = self._view.record
+                replaced = known is not None and known.made != record.made and newer(known, record)
+                if replaced or all(serves(row, record) for row in out.rows) or time.monotonic() > give_up:
+                    return Answered(out.rows)
+            except BusUnreachable:
+                give_up = min(last, max(give_up, time.monotonic() + BACK_S))
+            if time.monotonic() > last:
+                raise Unavailable(
+                    f"{record.made.label} is committed, but NATS does not tell what the workers do",
+                    version=record.made.to_wire(),
+                    fix="read the state; the workers follow the record by themselves",
+                )
+            await asyncio.sleep(WATCH_S)
+
+    # ---- noting ----
+
+    async def _note(self, note: Note) -> None:
+        if note.base is not None:
+            if self._journal is not None:
+                await self._journal.begin(note.base)
+        elif note.pause is not None:
+            await self._held.put(PAUSE, note.pause.encode())
+        elif note.canary is not None:
+            await self._held.put(CANARY_HISTORY, note.canary.encode())
+        elif note.session is not None:
+            await self._held.put(SESSION, note.session.encode(), ttl_s=note.session.idle_s)
+        else:
+            await self._held.put(SESSION, b"")  # not a purge: the server takes it only while the lock is held
+
+
+def _members(snapshot: Snapshot) -> dict[str, str]:
+    return {member.instance_id: member.incarnation for member in snapshot}

@@ -1,0 +1,329 @@
+"""What a coordinator concludes from what its workers say. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rl_plane.commit.steps import Members, Outcome, Prepared, Surveyed
+from rl_plane.errors import (
+    Conflict,
+    InvalidRequest,
+    NotAtBase,
+    NotFound,
+    NoWorkers,
+    PlaneError,
+    Unsupported,
+    UpdateAborted,
+    WorkerLost,
+)
+from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.protocol.canary import CanaryRecord
+from rl_plane.protocol.record import MAX_DELTAS, Adapter, DecisionRecord, Source, UpdateSession, newer
+from rl_plane.protocol.update_requests import LoraTarget, UpdatePolicy, UpdateWeights
+from rl_plane.protocol.versions import WeightVersion
+
+SHOWN = 3
+"""Workers that a message names."""
+CLOSED_BY_CHOICE = frozenset({"disabled", "draining", "leaving", "memory", "checking"})
+"""Reasons against a worker's admission that say nothing of its weights."""
+
+
+def newest(
+    stored: DecisionRecord | None, witness: DecisionRecord | None, attests: Sequence[WorkerRow]
+) -> DecisionRecord | None:
+    """The newest record that the store, this process or any worker has: a store may have lost what it acknowledged."""
+    told = [row.body["record"] for row in attests if row.ok]
+    best = stored
+    for record in [witness, *(DecisionRecord.from_wire(wire) for wire in told if wire is not None)]:
+        if record is not None and newer(record, best):
+            best = record
+    return best
+
+
+def label_of(base: DecisionRecord, body: UpdateWeights) -> str:
+    return body.version or str(base.sequence + 1)
+
+
+def next_record(
+    base: DecisionRecord,
+    body: UpdateWeights,
+    update_id: str,
+    prepared: Prepared,
+    now: float,
+    before: Source | None = None,
+    canary: CanaryRecord | None = None,
+) -> DecisionRecord:
+    """The decision for what was prepared, on top of what is committed. `before`: of a delta, see Source."""
+    policy = body.policy
+    made = WeightVersion(base.version.run, base.sequence + 1, label_of(base, body), prepared.digest)
+    transport = body.transport.model_dump() if body.transport is not None else None
+    if transport is not None and not prepared.refetchable:
+        transport = {"backend": transport["backend"]}  # nobody can fetch by the rest, which may be long
+    keep = policy.keep_staged or body.encoding == "delta"
+    source = Source(
+        transport, body.cast, prepared.refetchable, policy.staging, keep, body.encoding, body.base, before
+    )
+    adapters = dict(base.adapters)
+    version, base_source = base.version, base.source
+    if isinstance(body.target, LoraTarget):
+        adapters.pop(body.target.name, None)
+        if body.target.op != "unload":
+            adapters[body.target.name] = Adapter(made, source)
+    else:
+        version, base_source = made, source
+        adapters = adapters if body.target.adapters == "keep" else {}
+    rolling = policy.barrier == "rolling"
+    on_failure = policy.on_canary_failure
+    returns = canary is not None and version is made and on_failure == "rollback" and base.restorable
+    return DecisionRecord(
+        version,
+        base_source,
+        update_id,
+        made,
+        adapters,
+        base.run_number,
+        base.held if rolling else None,
+        policy.pause_mode,
+        policy.keep_pause,
+        canary=canary,
+        on_canary_failure=on_failure,
+        fallback=replace(base, missed=None, fallback=None) if returns else None,
+        open=rolling,
+        decided_at=now,
+    )
+
+
+def check_against(base: DecisionRecord, body: UpdateWeights, before: Source | None = None) -> None:
+    """Refuses, before anybody is touched, what can't become the next version. `before`: of a delta, see Source."""
+    target, policy = body.target, body.policy
+    if isinstance(target, LoraTarget):
+        there = ", ".join(sorted(base.adapters)) or "none"
+        if target.op == "load" and target.name in base.adapters:
+            raise Conflict(
+                f"the adapter {target.name!r} is loaded already",
+                field="target.op",
+                fix="use op swap, or unload it",
+            )
+        if target.op != "load" and target.name not in base.adapters:
+            raise NotFound(
+                f"there is no adapter {target.name!r}; there is {there}", field="target.name", fix="load it first"
+            )
+    if before is not None:
+        _check_delta(base, body, before)
+    if policy.staging == "none" and not base.source.from_scratch:
+        raise InvalidRequest(
+            "an unstaged update that fails has to bring the committed weights back, and those can't be fetched again",
+            field="policy.staging",
+            fix="use staging host, or publish from a source that stays",
+        )
+
+
+def _check_delta(base: DecisionRecord, body: UpdateWeights, before: Source) -> None:
+    if before is base.source and body.base != base.version.digest:
+        raise NotAtBase(
+            f"the delta is of {body.base}, and {base.version.label} is committed, which is {base.version.digest}",
+            field="base",
+            base=base.version.digest,
+            fix="encode against the committed version, or publish the full one",
+        )
+    if before.deltas >= MAX_DELTAS or before.cast:
+        why = "was cast" if before.cast else f"is {before.deltas} deltas away from a full one"
+        raise NotAtBase(
+            f"the version that this delta changes {why}", field="encoding", fix="publish a full version"
+        )
+
+
+def judge_prepare(
+    rows: Sequence[WorkerRow], counted: set[str], policy: UpdatePolicy, stated_digest: str | None
+) -> Prepared:
+    """Whether the update may be decided, else the error that it ends with.
+
+    `counted`: whose failure matters."""
+    ready = {row.instance_id: row for row in rows if row.ok}
+    failed = [row for row in rows if not row.ok]
+    digests = Counter(row.body["digest"] for row in ready.values())
+    if len(digests) > 1:
+        raise UpdateAborted(
+            "the workers received different bytes: "
+            + ", ".join(f"{digest} on {count}" for digest, count in digests.most_common()),
+            fix="was the source still being written? publish it under a new path",
+        )
+    blocking = [row for row in failed if row.instance_id in counted]
+    if not ready or (blocking and policy.on_prepare_failure == "abort"):
+        raise prepare_error(blocking or failed, len(rows), in_place=policy.staging == "none")
+    if len(ready) < policy.min_ready:
+        raise too_few(len(ready), policy)
+    digest = next(iter(digests))
+    if stated_digest is not None and digest != stated_digest:
+        raise UpdateAborted(f"the workers received {digest}, the caller stated {stated_digest}", field="digest")
+    return Prepared(
+        digest,
+        {key: row.incarnation for key, row in ready.items()},
+        [row.instance_id for row in failed],
+        all(row.body["refetchable"] for row in ready.values()),
+        failed,
+        rows=list(ready.values()),
+    )
+
+
+def judge_listening(rows: Sequence[WorkerRow]) -> Prepared:
+    """All of them listen: a sender to a group waits for each, so that nobody can be excluded."""
+    failed = [row for row in rows if not row.ok]
+    if failed or not rows:
+        raise prepare_error(failed, len(rows))
+    return Prepared("", {row.instance_id: row.incarnation for row in rows}, [], refetchable=False)
+
+
+def is_lost(session: UpdateSession, policy: UpdatePolicy, seen: Surveyed) -> bool:
+    """Can nobody complete it any more? Of those that listened, too many are gone or have failed."""
+    failed = {row.instance_id for row in seen.attests if row.ok and row.body["failed"] == session.update_id}
+    listening = still_there(session.prepared, seen.members).keys() - failed
+    needed = len(session.prepared) if policy.on_prepare_failure == "abort" else policy.min_ready
+    return session.listening and len(listening) < needed
+
+
+def too_few(ready: int, policy: UpdatePolicy) -> UpdateAborted:
+    return UpdateAborted(
+        f"{ready} workers prepared the update, policy.min_ready asks for {policy.min_ready}",
+        field="policy.min_ready",
+    )
+
+
+def prepare_error(failed: Sequence[WorkerRow], asked: int, in_place: bool = False) -> PlaneError:
+    """The update's error, made from its workers' errors: the caller's fault is told as such. Not if it was written
+    over some worker's weights already (`in_place`): who is told of bad input may rely on it that nothing was touched.
+    """
+    errors = [row.error for row in failed if row.error is not None]
+    if not errors:
+        return NoWorkers("no worker is left to prepare the update", retry_after_s=1.0)
+    for kind in (InvalidRequest, Unsupported):
+        mine = [error for error in errors if isinstance(error, kind)]
+        touched = in_place and len(mine) < asked
+        if mine and not touched and (kind is InvalidRequest or len(mine) == len(errors)):
+            return type(mine[0])(mine[0].message, **mine[0].facts)
+    told = [(row.instance_id, row.error) for row in failed if row.error is not None]
+    # Whose group has broken only tells that another one failed, whose own error says why.
+    who, why = next((one for one in told if one[1].facts.get("field") != "transport.group"), told[0])
+    return UpdateAborted(
+        f"{len(failed)} of {asked} workers could not prepare the update, so it was undone on all: {who}: {why.message}",
+        fix="repeat it, or exclude them with policy.on_prepare_failure=exclude",
+    )
+
+
+def left_early(prepared: Members, ready: Members) -> UpdateAborted:
+    """Of those that had prepared the update, only `ready` are still there."""
+    left = sorted(prepared.keys() - ready.keys())
+    rows = [WorkerRow(key, prepared[key], "ok") for key in sorted(ready)]
+    rows += [left_row(key, prepared[key], "it left before the update was complete") for key in left]
+    return UpdateAborted(
+        f"{', '.join(left[:SHOWN])} had prepared the update, and left before it was complete",
+        workers=[row.to_wire() for row in rows],
+        fix="prepare it again",
+    )
+
+
+def still_there(ready: Members, now: Members) -> dict[str, str]:
+    """Of those that prepared, the ones that are still the same process."""
+    return {key: incarnation for key, incarnation in ready.items() if now.get(key) == incarnation}
+
+
+def serves(row: WorkerRow, record: DecisionRecord) -> bool:
+    """By its `state`: does this worker compute with exactly the committed weights, and is nothing about them in the way
+    of a request? An operator may have closed it, and a trainer may have its KV memory."""
+    version = row.body.get("version")
+    return bool(
+        row.ok
+        and row.body.get("engine_alive")
+        and row.body.get("sequence") == record.sequence
+        and version
+        and version["digest"] == record.version.digest
+        and all(reason.partition(":")[0] in CLOSED_BY_CHOICE for reason in row.body["admission"]["reasons"])
+    )
+
+
+def _serving(outcome: Outcome) -> int:
+    return sum(row.ok for row in outcome.rows if row.instance_id not in outcome.excluded)
+
+
+def is_enough(outcome: Outcome, policy: UpdatePolicy) -> bool:
+    return _serving(outcome) >= policy.min_ready
+
+
+def _is_replaced(outcome: Outcome) -> bool:
+    """Does some worker serve a later version?"""
+    made = outcome.version
+    return any(
+        row.ok
+        and (version := row.body.get("version")) is not None
+        and version["run"] == made.run
+        and (row.body.get("sequence") or 0) > made.sequence
+        for row in outcome.rows
+    )
+
+
+def enough(outcome: Outcome, policy: UpdatePolicy) -> Outcome:
+    """A version that is committed and hardly served is no success."""
+    if is_enough(outcome, policy):
+        return outcome
+    if _is_replaced(outcome):
+        raise Conflict(
+            f"{outcome.version.label} was committed, and another version has been committed since",
+            version=outcome.version.to_wire(),
+            workers=[row.to_wire() for row in outcome.rows],
+            canary=outcome.canary,
+            fix="read the state",
+        )
+    raise Conflict(
+        f"{outcome.version.label} is committed, but {_serving(outcome)} workers serve it: the others follow by "
+        "themselves",
+        version=outcome.version.to_wire(),
+        workers=[row.to_wire() for row in outcome.rows],
+        excluded=list(outcome.excluded),
+        canary=outcome.canary,
+        fix="read the state until they are ready; don't send it again",
+    )
+
+
+def commit_body(record: DecisionRecord, written: int, pause_s: float) -> dict[str, Any]:
+    return {
+        "update_id": record.update_id,
+        "record": record.to_wire(),
+        "sequence": written,
+        "pause_s": pause_s,
+    }
+
+
+def outcome_of(
+    record: DecisionRecord, states: Sequence[WorkerRow], told: Sequence[WorkerRow] = (), meant: Iterable[str] = ()
+) -> Outcome:
+    """Who serves the version now, by the workers' `state`.
+
+    `told`: what they have answered on the way; a later answer tells more. `meant`: those that prepared it, some of
+    which may have left."""
+    serving = {row.instance_id for row in states if serves(row, record)}
+    rows = {row.instance_id: row for row in states}
+    rows |= {row.instance_id: row for row in told if row.ok == (row.instance_id in serving)}
+    excluded = {row.instance_id for row in [*states, *told]} | set(meant)
+    return Outcome(record.made, [rows[key] for key in sorted(rows)], sorted(excluded - serving))
+
+
+def left_row(instance_id: str, incarnation: str, why: str = "it left before the update began") -> WorkerRow:
+    error = WorkerLost(why, instance_id=instance_id)
+    return WorkerRow(instance_id, incarnation, "error", error=error)
+
+
+def one_model(attests: Sequence[WorkerRow]) -> str:
+    """The model that every worker was started with: a new run begins by it."""
+    silent = [row for row in attests if not row.ok]
+    digests = Counter(row.body["model_digest"] for row in attests if row.ok)
+    if silent or len(digests) != 1:
+        raise Conflict(
+            f"a new run needs every worker's word that it has the same model; {len(silent)} are silent, the others "
+            "have " + (", ".join(f"{digest} ({count})" for digest, count in digests.items()) or "none"),
+            workers=[row.to_wire() for row in attests],
+            fix="start all workers with the new model, stop the others",
+        )
+    return str(next(iter(digests)))

@@ -1,0 +1,57 @@
+"""Keeps a prepared update while one of its own calls waits for the lock: its trainer is not silent then."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from rl_plane._util.tasks import end_tasks
+from rl_plane.bus.connection import Bus, WrongSequence
+from rl_plane.bus.lock import HeldLock
+from rl_plane.client import RlClient
+from rl_plane.errors import BusUnreachable
+from rl_plane.membership.view import MembershipView
+from rl_plane.protocol.record import UpdateSession, session_of
+from rl_plane.protocol.subjects import SESSION, Bucket
+
+log = logging.getLogger("rl_plane.commit.session_keepalive")
+
+RENEWALS = 4
+"""In one idle time of the session: two may be lost before the session is."""
+
+
+@asynccontextmanager
+async def lock_of(
+    client: RlClient, view: MembershipView, waiting: UpdateSession | None, wait_s: float, update_id: str = ""
+) -> AsyncIterator[HeldLock]:
+    """The component's lock, for a call of the update that is `waiting` (None: of none). Who dies while it waits keeps
+    nobody out for longer than a silent trainer does."""
+    renewals = []
+    if waiting is not None:
+        work = _renewals(client.bus, view.subjects.state, waiting)
+        renewals.append(asyncio.create_task(work, name=f"renewals of {waiting.update_id}"))
+    try:
+        async with client.lock(view, wait_s, update_id=update_id) as held:
+            await end_tasks(renewals)
+            yield held
+    finally:
+        await end_tasks(renewals)
+
+
+async def _renewals(bus: Bus, state: Bucket, session: UpdateSession) -> None:
+    """Writes the session anew, so that the server counts its silence from then on, until the update is over."""
+    while True:
+        await asyncio.sleep(session.idle_s / RENEWALS)
+        try:
+            entry = await bus.get(state, SESSION)
+            there = session_of(entry)
+            if entry is None or there is None or there.update_id != session.update_id:
+                return
+            # Without the lock: its holder writes over this at will, and this over nothing that was not read here.
+            await bus.put(state, SESSION, there.encode(), last=entry.sequence, ttl_s=there.idle_s)
+        except WrongSequence:
+            pass  # another call was faster
+        except BusUnreachable as error:
+            log.warning("could not renew the update %s: %s", session.update_id, error)

@@ -1,0 +1,186 @@
+"""Who is in the fleet: the pure core. Events in, instructions out; no clock, no I/O.
+
+The members bucket is the truth. A member's key has no TTL and is written only on join, leave and reap, so the
+stream's sequence is the membership epoch. `view.py` feeds this core and carries out what it says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+
+from rl_plane.protocol.subjects import MEMBER_PREFIX, Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A registered worker. `revision` is the sequence of its record: a reconnect gives a new one, a new process
+    also a new `incarnation`."""
+
+    instance_id: str
+    incarnation: str
+    server_id: str
+    client_id: int
+    revision: int
+    info: Mapping[str, Any]
+    """engine, model, model_path, host, pid, world_size, transports."""
+
+    @property
+    def stage(self) -> str | None:
+        """Of a stage before or after the model: why it skips what engines are asked. None: an engine."""
+        return self.info.get("stage")
+
+    def to_record(self) -> bytes:
+        packed: bytes = msgpack.packb(
+            {
+                "incarnation": self.incarnation,
+                "server_id": self.server_id,
+                "client_id": self.client_id,
+                "info": dict(self.info),
+            }
+        )
+        return packed
+
+    @classmethod
+    def from_entry(cls, entry: Entry) -> Member:
+        assert entry.value is not None
+        record = msgpack.unpackb(entry.value)
+        return cls(
+            entry.key[len(MEMBER_PREFIX) :],
+            record["incarnation"],
+            record["server_id"],
+            record["client_id"],
+            entry.sequence,
+            record["info"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The fleet at one epoch, in the order of the instance ids."""
+
+    epoch: int
+    fingerprint: str
+    """Of `members`."""
+    members: tuple[Member, ...]
+    """The engines: whoever is asked, counted and routed to."""
+    stages: tuple[Member, ...] = ()
+    """Beside them, for no more than a row in each reply."""
+
+    def __iter__(self) -> Any:
+        return iter(self.members)
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+
+def fingerprint(members: Iterable[Member]) -> str:
+    """16 hex digits over the sorted (instance id, incarnation) pairs: equal for equal sets of processes."""
+    lines = sorted(f"{member.instance_id} {member.incarnation}" for member in members)
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Resync:
+    """Read the whole bucket again and call `snapshot_read`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Purge:
+    """Compare-and-set purge of a dead member's key; losing the race is fine."""
+
+    instance_id: str
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """`after` None: left or died. `before` None: joined. Both: it connected again, or is a new process."""
+
+    before: Member | None
+    after: Member | None
+
+
+Instruction = Resync | Purge | Changed
+
+
+@dataclass(slots=True)
+class MembershipCore:
+    epoch: int = 0
+    members: dict[str, Member] = field(default_factory=dict)
+    _by_connection: dict[tuple[str, int], str] = field(default_factory=dict)
+    _snapshot: Snapshot | None = None
+    _in_doubt: bool = False
+
+    def reconnected(self) -> None:
+        """The feed was interrupted, and the store may have lost writes meanwhile: what follows in the feed says
+        nothing before the bucket was read again, however well it seems to follow."""
+        self._in_doubt = True
+
+    def snapshot(self) -> Snapshot:
+        if self._snapshot is None:
+            ordered = tuple(self.members[key] for key in sorted(self.members))
+            engines = tuple(member for member in ordered if member.stage is None)
+            stages = tuple(member for member in ordered if member.stage is not None)
+            self._snapshot = Snapshot(self.epoch, fingerprint(engines), engines, stages)
+        return self._snapshot
+
+    def feed(self, entry: Entry) -> list[Instruction]:
+        """A write to the bucket, in the order of its stream; gaps and repeats may come."""
+        if self._in_doubt:
+            return [Resync()]
+        if entry.sequence <= self.epoch:
+            return []
+        if entry.sequence != self.epoch + 1:
+            return [Resync()]
+        self.epoch = entry.sequence
+        self._snapshot = None
+        return self._apply(entry)
+
+    def snapshot_read(self, entries: list[Entry], last_sequence: int) -> list[Instruction]:
+        """The whole bucket, complete up to `last_sequence`."""
+        if last_sequence < self.epoch and not self._in_doubt:
+            return []  # the feed has overtaken this read
+        self._in_doubt = False
+        self.epoch = last_sequence
+        self._snapshot = None
+        present = {entry.key[len(MEMBER_PREFIX) :] for entry in entries if entry.value is not None}
+        gone = [Entry(MEMBER_PREFIX + key, None, last_sequence) for key in self.members if key not in present]
+        return [instruction for entry in [*gone, *entries] for instruction in self._apply(entry)]
+
+    def _apply(self, entry: Entry) -> list[Instruction]:
+        if not entry.key.startswith(MEMBER_PREFIX):
+            return []
+        before = self.members.get(entry.key[len(MEMBER_PREFIX) :])
+        if entry.value is None:
+            if before is None:
+                return []
+            del self.members[before.instance_id]
+            self._by_connection.pop((before.server_id, before.client_id), None)
+            return [Changed(before, None)]
+        after = Member.from_entry(entry)
+        if before == after:
+            return []
+        if before is not None:
+            self._by_connection.pop((before.server_id, before.client_id), None)
+        self.members[after.instance_id] = after
+        self._by_connection[after.server_id, after.client_id] = after.instance_id
+        return [Changed(before, after)]
+
+    def disconnected(self, server_id: str, client_id: int) -> list[Instruction]:
+        """The server's advisory: this connection is closed. Another connection of the same worker is not meant."""
+        instance_id = self._by_connection.get((server_id, client_id))
+        if instance_id is None:
+            return []
+        return [Purge(instance_id, self.members[instance_id].revision)]
+
+    def found_dead(self, instance_id: str, revision: int) -> list[Instruction]:
+        """Somebody has proof that the worker registered at `revision` is gone; a newer registration stands."""
+        member = self.members.get(instance_id)
+        if member is None or member.revision != revision:
+            return []
+        return [Purge(instance_id, revision)]

@@ -1,0 +1,57 @@
+"""The answers of a fan-out: a row for each worker that was asked. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_plane.errors import PlaneError, WorkerLost
+from rl_plane.membership.core import Member
+from rl_plane.protocol.envelope import Status
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRow:
+    """One worker's answer. An error row's `error` is a PlaneError: WorkerLost when it died or left,
+    DeadlineExceeded when it did not answer."""
+
+    instance_id: str
+    incarnation: str
+    status: Status
+    body: Mapping[str, Any] = field(default_factory=dict)
+    error: PlaneError | None = None
+    rank_results: list[dict[str, Any]] | None = None
+    elapsed_s: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+    @property
+    def lost(self) -> bool:
+        return isinstance(self.error, WorkerLost)
+
+    def to_wire(self) -> dict[str, Any]:
+        wire: dict[str, Any] = {
+            "instance_id": self.instance_id,
+            "incarnation": self.incarnation,
+            "status": self.status,
+            **self.body,
+        }
+        if self.error is not None:
+            wire["error"] = self.error.to_wire()
+        if self.rank_results is not None:
+            wire["rank_results"] = self.rank_results
+        return wire
+
+
+def skipped_row(stage: Member) -> WorkerRow:
+    """It is not asked: its registration says that it skips what engines are asked, and why. So one that hangs or dies
+    keeps nobody waiting."""
+    return WorkerRow(stage.instance_id, stage.incarnation, "skipped", {"reason": stage.stage})
+
+
+def engine_rows(reply: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a fleet's reply, without those of stages, which have done nothing."""
+    return [row for row in reply["workers"] if row.get("status") != "skipped"]

@@ -1,0 +1,198 @@
+"""The envelope of every control message: msgpack, or JSON when the first byte is `{` or white space.
+
+Requests are made by RlClient, a frontend or any NATS client, and read by workers and by the fleet subject;
+replies the other way, in the format of the request.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgpack
+
+from rl_plane.errors import InvalidRequest, PlaneError, error_from_wire
+from rl_plane.protocol.strict_json import parse_json_object
+
+PROTOCOL_VERSION = 1
+
+MAX_MESSAGE_BYTES = 1_000_000
+"""Below NATS's default max_payload (1 MiB) with room for headers: beyond it the server cuts the connection."""
+
+MAX_ID_CHARS = 128
+MAX_INTEGER = 1 << 53
+"""What JSON carries exactly in every language; sequences, epochs and Unix ms stay far below."""
+
+Format = Literal["msgpack", "json"]
+Status = Literal["ok", "error", "skipped"]
+"""`skipped`: a stage's; its body has the `reason`."""
+
+_JSON_START = b"{ \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Only `op` is required on the wire."""
+
+    op: str
+    body: dict[str, Any] = field(default_factory=dict)
+    id: str = ""
+    epoch: int | None = None
+    """The membership epoch that the caller means; checked by whoever fans out."""
+    fingerprint: str | None = None
+    targets: tuple[str, ...] | None = None
+    """Instance ids; None: all."""
+    fence: int | None = None
+    """The sequence of the sender's lock acquire; workers refuse lower ones than they have seen."""
+    incarnation: str | None = None
+    """The process that is meant; another one refuses."""
+    timeout_ms: int | None = None
+    """How long the sender waits; the receiver counts from the arrival. A duration, so that clocks need not agree."""
+
+    def to_wire(self) -> dict[str, Any]:
+        wire: dict[str, Any] = {"v": PROTOCOL_VERSION, "op": self.op, "body": self.body}
+        if self.id:
+            wire["id"] = self.id
+        for key in ("epoch", "fingerprint", "fence", "incarnation", "timeout_ms"):
+            if (value := getattr(self, key)) is not None:
+                wire[key] = value
+        if self.targets is not None:
+            wire["targets"] = list(self.targets)
+        return wire
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    op: str
+    id: str = ""
+    status: Status = "ok"
+    body: Mapping[str, Any] = field(default_factory=dict)
+    error: PlaneError | None = None
+    instance_id: str = ""
+    incarnation: str = ""
+    rank_results: list[dict[str, Any]] | None = None
+    elapsed_s: float = 0.0
+
+    def to_wire(self) -> dict[str, Any]:
+        wire: dict[str, Any] = {
+            "v": PROTOCOL_VERSION,
+            "id": self.id,
+            "instance_id": self.instance_id,
+            "incarnation": self.incarnation,
+            "op": self.op,
+            "status": self.status,
+            "elapsed_s": self.elapsed_s,
+        }
+        if self.error is not None:
+            wire["error"] = self.error.to_wire()
+        else:
+            wire["body"] = self.body
+        if self.rank_results is not None:
+            wire["rank_results"] = self.rank_results
+        return wire
+
+
+def encode(wire: dict[str, Any], form: Format = "msgpack") -> bytes:
+    if form == "json":
+        return json.dumps(wire, allow_nan=False, separators=(",", ":")).encode()
+    packed: bytes = msgpack.packb(wire, use_bin_type=True)
+    return packed
+
+
+def encode_for_each(request: Request, incarnations: Iterable[str]) -> list[bytes]:
+    """The request to each of these processes. All but the incarnation is encoded once: an update's bodies are large,
+    and its fleet may be."""
+    common = encode(request.to_wire())
+    assert 0x80 <= common[0] < 0x8F, (
+        "a msgpack map of fewer than 15 fields: one more is one more in the first byte"
+    )
+    head = bytes([common[0] + 1]) + common[1:] + msgpack.packb("incarnation")
+    return [head + msgpack.packb(incarnation) for incarnation in incarnations]
+
+
+def format_of(data: bytes) -> Format:
+    return "json" if data[:1] and data[:1] in _JSON_START else "msgpack"
+
+
+def decode(data: bytes) -> dict[str, Any]:
+    """A map, or InvalidRequest naming what is wrong."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise InvalidRequest(f"the message has {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are read")
+    if format_of(data) == "json":
+        return parse_json_object(data)
+    try:
+        value = msgpack.unpackb(data, raw=False, strict_map_key=True)
+    except (ValueError, RecursionError, msgpack.exceptions.UnpackException) as error:
+        raise InvalidRequest(
+            f"the message is not msgpack, and does not start like JSON: {str(error) or type(error).__name__}",
+            field="body",
+            fix='send one msgpack or JSON map, such as {"op":"state"}',
+        ) from error
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"the message is a {type(value).__name__}, not a map", fix='such as {"op":"state"}')
+    return value
+
+
+_TYPES: dict[str, tuple[type, str]] = {
+    "op": (str, "a string"),
+    "body": (dict, "a map"),
+    "id": (str, "a string"),
+    "epoch": (int, "an integer"),
+    "fingerprint": (str, "a string"),
+    "targets": (list, "a list of instance ids"),
+    "fence": (int, "an integer"),
+    "incarnation": (str, "a string"),
+    "timeout_ms": (int, "an integer (milliseconds)"),
+}
+
+
+def request_from_wire(wire: dict[str, Any]) -> Request:
+    version = wire.get("v", PROTOCOL_VERSION)
+    if version != PROTOCOL_VERSION or isinstance(version, bool):
+        raise InvalidRequest(
+            f"v is {version!r}; this side speaks {PROTOCOL_VERSION}",
+            field="v",
+            fix=f"send v={PROTOCOL_VERSION} or leave it out",
+        )
+    fields: dict[str, Any] = {}
+    for key, value in wire.items():
+        if key == "v":
+            continue
+        if key not in _TYPES:
+            raise InvalidRequest(
+                f"unknown field {key!r}", field=str(key), fix=f"the fields are v, {', '.join(_TYPES)}"
+            )
+        if value is None:
+            continue
+        kind, words = _TYPES[key]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise InvalidRequest(f"{key} must be {words}", field=key, fix=f"send {words}")
+        if isinstance(value, int) and not 0 <= value <= MAX_INTEGER:
+            raise InvalidRequest(f"{key} is {value}", field=key, fix=f"0 to {MAX_INTEGER}")
+        fields[key] = value
+    if "op" not in fields:
+        raise InvalidRequest("op is missing", field="op", fix='such as {"op":"state"}')
+    if len(fields.get("id", "")) > MAX_ID_CHARS:
+        raise InvalidRequest(f"id has more than {MAX_ID_CHARS} characters", field="id", fix="send a shorter id")
+    if "targets" in fields:
+        if not all(isinstance(target, str) for target in fields["targets"]):
+            raise InvalidRequest("targets must be instance ids", field="targets", fix="send a list of strings")
+        fields["targets"] = tuple(fields["targets"])
+    return Request(**fields)
+
+
+def reply_from_wire(wire: dict[str, Any]) -> Reply:
+    error = wire.get("error")
+    return Reply(
+        op=wire.get("op", ""),
+        id=wire.get("id", ""),
+        status=wire["status"],
+        body=wire.get("body") or {},
+        error=error_from_wire(error) if error else None,
+        instance_id=wire.get("instance_id", ""),
+        incarnation=wire.get("incarnation", ""),
+        rank_results=wire.get("rank_results"),
+        elapsed_s=wire.get("elapsed_s", 0.0),
+    )

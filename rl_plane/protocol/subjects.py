@@ -1,0 +1,181 @@
+"""Every NATS name that the plane uses: subjects, buckets and their streams, in one place."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rl_plane.errors import InvalidRequest
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_INSTANCE = re.compile(r"[0-9a-f]{16}")
+_OBJECT = re.compile(r"[0-9a-f]{20}")
+
+DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
+DEFAULT_NAMESPACE = "demo"
+DEFAULT_COMPONENT = "engine"
+
+ADVISORY = "rlsys.disconnect"
+"""Where the server's disconnect advisories are imported into our account (see rl_plane/bus/nats.conf)."""
+
+
+def check_name(field: str, value: str) -> str:
+    """A namespace or component: it becomes a subject token and a part of a bucket's name."""
+    if not _NAME.fullmatch(value):
+        raise InvalidRequest(
+            f"{field} is {value!r}: use 1 to 64 letters, digits, '_' or '-'",
+            field=field,
+            fix="letters, digits, '_' and '-' only",
+        )
+    return value
+
+
+def check_instance_id(field: str, value: str) -> str:
+    if not _INSTANCE.fullmatch(value):
+        raise InvalidRequest(
+            f"{field} is {value!r}: an instance id is 16 lower-case hex digits",
+            field=field,
+            fix="take it from `rl-plane workers` or GET /v1/rl/workers",
+        )
+    return value
+
+
+def check_object_id(field: str, value: object) -> str:
+    if not isinstance(value, str) or not _OBJECT.fullmatch(value):
+        raise InvalidRequest(
+            f"{field} is {str(value)[:64]!r}: the id of an object is 20 lower-case hex digits",
+            field=field,
+            fix="take it from the publisher (rl_plane.transports.object_store.sender)",
+        )
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Subjects:
+    """The names of one component `<namespace>.<component>`."""
+
+    namespace: str
+    component: str
+
+    def __post_init__(self) -> None:
+        check_name("namespace", self.namespace)
+        check_name("component", self.component)
+
+    @property
+    def rl(self) -> str:
+        """Every worker, no queue group: each one answers."""
+        return f"{self.namespace}.{self.component}.rl"
+
+    def rl_direct(self, instance_id: str) -> str:
+        return f"{self.rl}.{instance_id}"
+
+    def generate(self, instance_id: str) -> str:
+        return f"{self.namespace}.{self.component}.generate.{instance_id}"
+
+    def frontend(self, frontend_id: str) -> str:
+        """Where a coordinator tells one frontend what the fleet has decided."""
+        return f"{self.namespace}.{self.component}.frontend.{frontend_id}"
+
+    @property
+    def fleet(self) -> str:
+        """Served by the frontends as a queue group: the facade's twin for services on NATS."""
+        return f"{self.namespace}.{self.component}.fleet"
+
+    @property
+    def status(self) -> str:
+        """Workers tell here, unasked, what changed in their `state`."""
+        return f"{self.namespace}.{self.component}.status"
+
+    @property
+    def members(self) -> Bucket:
+        return Bucket(f"rlp_{self.namespace}_{self.component}_members", f"{self.namespace}.{self.component}")
+
+    @property
+    def state(self) -> Bucket:
+        return Bucket(f"rlp_{self.namespace}_{self.component}_state", f"{self.namespace}.{self.component}")
+
+    def object(self, object_id: str) -> StoredObject:
+        return StoredObject(
+            object_id,
+            f"rlp_{self.namespace}_{self.component}_object_{object_id}",
+            f"rlp.object.{self.namespace}.{self.component}.{object_id}",
+        )
+
+    @property
+    def objects(self) -> str:
+        """The subjects of all stored objects."""
+        return f"rlp.object.{self.namespace}.{self.component}.*"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """A version's weights in a stream of their own, all of it on one subject (see rl_plane/transports/object_store/wire.py)."""
+
+    id: str
+    stream: str
+    subject: str
+    """Which component's it is can be told by this alone: another component may give the stream's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A JetStream key-value bucket: its stream, its keys' subjects, and the feed that republishes its writes."""
+
+    name: str
+    owner: str
+    """`<namespace>.<component>`: another component may give the same name."""
+
+    @property
+    def stream(self) -> str:
+        return f"KV_{self.name}"
+
+    def key(self, key: str) -> str:
+        return f"$KV.{self.name}.{key}"
+
+    def feed(self, key: str) -> str:
+        return f"rlp.feed.{self.name}.{key}"
+
+    def key_of_subject(self, subject: str) -> str:
+        return subject[len(self.key("")) :]
+
+    def key_of_feed(self, subject: str) -> str:
+        return subject[len(self.feed("")) :]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A bucket key's newest message. `value` is None for a purge or an expiry marker."""
+
+    key: str
+    value: bytes | None
+    sequence: int
+    expired: bool = False
+    """The value is None because its TTL ran out, not because somebody purged it."""
+
+
+MEMBER_PREFIX = "w."
+"""Members bucket: `w.<instance_id>` holds the worker's record."""
+
+LOCK = "lock"
+RECORD = "record"
+PAUSE = "pause"
+MEMORY = "memory"
+SESSION = "session"
+OPENED = "opened"
+"""State bucket: the lock, the decision record, the desired pause, the memory that is to be released, an update that
+spans several calls, what a trainer that speaks to SGLang has opened and will close."""
+
+CANARY_HISTORY = "canary_history"
+"""State bucket: the values that earlier versions gave for the numeric canary (`rl_plane.protocol.canary.CanaryHistory`)."""
+
+HISTORY_PREFIX = "history."
+"""State bucket: `history.<hash of the request id>`, an update and its outcome."""
+
+FRONTEND_PREFIX = "frontend."
+"""State bucket: `frontend.<id>`, a frontend that delivers tokens; it expires when the frontend is gone."""
+
+KEPT_PREFIX = "kept."
+"""State bucket: `kept.<instance_id>`, where others may fetch the weights that a worker keeps in memory."""
+
+ADMISSION_PREFIX = "admission."
+"""State bucket: `admission.<instance_id>`, what an operator disabled."""

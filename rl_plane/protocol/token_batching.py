@@ -1,0 +1,63 @@
+"""Deltas of one request that wait for a reader, made fewer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import TypeVar
+
+from rl_plane.protocol.generation import GenerateDelta, VersionSpan
+from rl_plane.protocol.routed_experts import RoutedExperts
+
+T = TypeVar("T")
+
+
+def joined(batch: list[GenerateDelta]) -> list[GenerateDelta]:
+    """As few as possible, in their order. One with prompt logprobs stays alone: they alone may fill a message. What
+    other weights made begins another: who wants tokens of one version gets all of those."""
+    if len(batch) == 1:
+        return batch
+    parts = [[batch[0]]]
+    for before, delta in itertools.pairwise(batch):
+        if before.prompt_logprobs is not None or _begins_span(delta):
+            parts.append([])
+        parts[-1].append(delta)
+    return [merged(part) for part in parts]
+
+
+def _begins_span(delta: GenerateDelta) -> bool:
+    return bool(delta.token_ids and delta.spans) and delta.spans[-1].end - delta.spans[-1].start <= len(
+        delta.token_ids
+    )
+
+
+def merged(batch: list[GenerateDelta]) -> GenerateDelta:
+    """All as one: its spans are of all tokens so far, if any of theirs were."""
+    if len(batch) == 1:
+        return batch[0]
+    # Rows that go ahead of their tokens bring nothing else.
+    with_logprobs = any(delta.logprobs is not None for delta in batch)
+    with_tops = any(delta.top_logprobs is not None for delta in batch)
+    spans: list[VersionSpan] = []
+    for delta in batch:
+        if delta.spans:
+            spans = delta.spans
+        elif spans and delta.token_ids:
+            longer = {"end": spans[-1].end + len(delta.token_ids)}
+            spans = [*spans[:-1], spans[-1].model_copy(update=longer)]
+    return GenerateDelta(
+        token_ids=[token for delta in batch for token in delta.token_ids],
+        logprobs=[value for delta in batch for value in delta.logprobs or []] if with_logprobs else None,
+        top_logprobs=[top for delta in batch for top in delta.top_logprobs or []] if with_tops else None,
+        text="".join(delta.text for delta in batch),
+        finish_reason=batch[-1].finish_reason,
+        stop_string=batch[-1].stop_string,
+        spans=spans,
+        prompt_token_ids=_first(delta.prompt_token_ids for delta in batch),
+        prompt_logprobs=_first(delta.prompt_logprobs for delta in batch),
+        routed_experts=RoutedExperts.joined(delta.routed_experts for delta in batch),
+    )
+
+
+def _first(values: Iterable[T | None]) -> T | None:
+    return next((value for value in values if value is not None), None)

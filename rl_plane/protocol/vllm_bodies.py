@@ -1,0 +1,210 @@
+"""vLLM's `init_info` and `update_info`, as bodies of the fleet's ops. No I/O.
+
+Used by the frontend's dialects, and by `rl_plane.publish.integrations.vllm_client`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rl_plane.errors import Conflict, InvalidRequest, Locked, PlaneError, Unsupported
+from rl_plane.protocol.update_requests import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S
+from rl_plane.protocol.validation import parse_body
+
+GROUP = "vllm"
+"""How a trainer's group is called: vLLM's clients form one, without a name."""
+TORCH_BACKENDS = ("gloo", "nccl")
+PACKED_BYTES = 1 << 30
+"""vLLM's own default."""
+MAX_PACKED_BYTES = 1 << 40
+ANOTHER_WAY = (
+    "form a torch group (init_info.backend gloo or nccl), name a directory (weight_dir), or publish with "
+    "rl_plane.publish"
+)
+
+P = TypeVar("P", bound="Part")
+
+
+class Part(BaseModel):
+    """Of a body; what is not known is dropped, as vLLM's clients send what newer servers know."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class InitInfo(Part):
+    """`init_info` of a trainer that broadcasts"""
+
+    backend: str | None = None
+    """`gloo` or `nccl`: the trainer's ranks form a torch process group with the fleet's. None: vLLM's own NCCL."""
+    group_name: str | None = Field(None, min_length=1, max_length=200)
+    """As the trainer calls the group, by which the ranks find each other. None: `vllm`; of prime-rl, `prime-rl`."""
+    master_address: str | None = Field(None, min_length=1, max_length=255)
+    master_port: int | None = Field(None, ge=1, le=65_535)
+    rank_offset: int = Field(1, ge=1)
+    """The trainer's ranks, which come first."""
+    world_size: int = Field(ge=2)
+    """They, and every rank of the fleet."""
+    timeout_s: float | None = Field(None, gt=0)
+    """How long each `update_weights` may take until every rank has its tensors, at most an hour. None: as the receiving
+    side was started (a frontend's `--feed-timeout-s`; 300)."""
+    packed: bool = False
+    packed_buffer_size_bytes: int = Field(PACKED_BYTES, gt=0, le=MAX_PACKED_BYTES)
+    packed_num_buffers: int = Field(2, ge=1)
+    """How many a trainer has in flight says nothing of what comes."""
+    nccl_unique_id_b64: str | None = None
+    """Not supported."""
+
+
+class UpdateInfo(Part):
+    """`update_info`: tensors that the trainer broadcasts now, in this order"""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    packed: bool | None = None
+    """None: as the group was told."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """How a trainer's tensors come."""
+
+    backend: str
+    group: str
+    packed: bool
+    bucket_bytes: int
+    timeout_s: float
+    """Of each part."""
+
+    @property
+    def transport(self) -> dict[str, Any]:
+        return {"backend": self.backend, "group": self.group, "fed": True}
+
+    @classmethod
+    def of(cls, info: InitInfo, group: str, timeout_s: float = FEED_TIMEOUT_S) -> Transfer:
+        """`group`, `timeout_s`: where the trainer has given none."""
+        assert info.backend is not None
+        return cls(
+            info.backend,
+            info.group_name or group,
+            info.packed,
+            info.packed_buffer_size_bytes,
+            min(info.timeout_s or timeout_s, MAX_FEED_TIMEOUT_S),
+        )
+
+
+def parse_part(model: type[P], given: Mapping[str, Any], part: str) -> P:
+    """`part`: the body's field that this is."""
+    known = {name: value for name, value in given.items() if name in model.model_fields}
+    try:
+        parsed = parse_body(model, known)
+    except InvalidRequest as error:
+        field = f"{part}.{error.facts.get('field', '')}"
+        raise InvalidRequest(error.message, **{**error.facts, "field": field}) from error
+    assert isinstance(parsed, model)
+    return parsed
+
+
+def check_init(info: InitInfo, devices: Mapping[str, str]) -> None:
+    """Refuses a rendezvous that no receiver takes part in, where its trainer would wait for ever. `devices`: of each
+    worker."""
+    if info.nccl_unique_id_b64 is not None:
+        raise _unsupported("a group by nccl_unique_id_b64 is not supported here", "init_info.nccl_unique_id_b64")
+    if info.backend is None:
+        on_cpu = sorted(key for key, device in devices.items() if device == "cpu")
+        why = (
+            f"{len(on_cpu)} of {len(devices)} workers have no GPU ({', '.join(on_cpu[:3])})"
+            if on_cpu
+            else "the fleet's receivers form groups of torch.distributed, not of vLLM's PyNccl"
+        )
+        raise _unsupported(f"vLLM's own NCCL transfer can't reach this fleet: {why}", "init_info.backend")
+    if info.backend not in TORCH_BACKENDS:
+        raise _unsupported(f"the backend {info.backend[:64]!r} is not supported here", "init_info.backend")
+    for name in ("master_address", "master_port"):
+        if getattr(info, name) is None:
+            raise InvalidRequest(
+                f"init_info.{name} is missing", field=f"init_info.{name}", fix="say where the trainer listens"
+            )
+
+
+def init_body(info: InitInfo, transfer: Transfer) -> dict[str, Any]:
+    """Of `init_transport`."""
+    return {
+        "backend": transfer.backend,
+        "form": "torch",
+        "group": transfer.group,
+        "master_address": info.master_address,
+        "master_port": info.master_port,
+        "world_size": info.world_size,
+        "rank_offset": info.rank_offset,
+        "timeout_s": transfer.timeout_s,
+    }
+
+
+def one_of_all(given: Any) -> dict[str, Any]:
+    """An `update_info` that is the same for every rank."""
+    if isinstance(given, dict):
+        return given
+    if isinstance(given, list) and given and all(isinstance(one, dict) for one in given):
+        if any(one != given[0] for one in given):
+            raise Unsupported(
+                "update_info differs from rank to rank, and all ranks of this fleet receive the same",
+                field="update_info",
+                fix="send one object",
+            )
+        first: dict[str, Any] = given[0]
+        return first
+    raise InvalidRequest("update_info is no object", field="update_info", fix="send names, dtype_names and shapes")
+
+
+def check_entries(entries: Sequence[Any], ranks: int) -> None:
+    """Of an `update_info` that is a list: one for each rank of the fleet."""
+    if len(entries) != ranks:
+        raise InvalidRequest(
+            f"update_info has {len(entries)} entries, and the fleet has {ranks} ranks",
+            field="update_info",
+            fix=f"send one object; or {ranks} that are equal",
+        )
+
+
+def parse_update(info: Mapping[str, Any]) -> UpdateInfo:
+    for name in ("ipc_handles", "ipc_handles_pickled"):
+        if name in info:
+            raise _unsupported(f"{name} come as a pickle, which is never opened here", f"update_info.{name}")
+    return parse_part(UpdateInfo, info, "update_info")
+
+
+def feed_body(part: UpdateInfo, transfer: Transfer) -> dict[str, Any]:
+    """Of `feed_weights_update`."""
+    packed = transfer.packed if part.packed is None else part.packed
+    layout = {"layout": "packed", "bucket_bytes": transfer.bucket_bytes} if packed else {"layout": "each"}
+    told = {"names": part.names, "dtypes": part.dtype_names, "shapes": part.shapes}
+    return {**told, **layout, "timeout_s": transfer.timeout_s}
+
+
+def under_way(update_id: str) -> Conflict:
+    """Of a second `start_weight_update`, which vLLM refuses too: who began the first is to say what becomes of it."""
+    return Conflict(
+        "a weight update is under way: start_weight_update was called before",
+        holder=update_id,
+        fix="finish_weight_update commits it; init_weight_transfer_engine drops it; silence ends it after some minutes",
+    )
+
+
+def begun_before(error: Locked, update_id: str | None) -> PlaneError:
+    """The same error, unless the caller's own update is what holds the fleet."""
+    if update_id is None or error.facts.get("holder") != update_id:
+        return error
+    return under_way(update_id)
+
+
+def unknown_of(model: type[Part], given: Iterable[str]) -> list[str]:
+    return sorted(set(given) - model.model_fields.keys())
+
+
+def _unsupported(message: str, field: str) -> Unsupported:
+    return Unsupported(message, field=field, fix=ANOTHER_WAY)

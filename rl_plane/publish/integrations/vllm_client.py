@@ -1,0 +1,145 @@
+"""vLLM's `VLLMWeightSyncClient` for a whole fleet, by NATS: what a trainer engine of vLLM's drives.
+
+with SyncRlClient.connect() as fleet:
+    client = FleetWeightSyncClient(fleet)
+    engine = WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=ModuleSource(model))
+    engine.send_weights()
+
+vLLM itself is not needed here: its protocol is structural. The engine's `init_info` must be of a torch group (`backend`
+gloo or nccl); see docs/dialects.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+from rl_plane.errors import Conflict, DeadlineExceeded, InvalidRequest, Locked, PlaneError, Unavailable
+from rl_plane.membership.worker_reply import engine_rows
+from rl_plane.protocol.update_requests import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S
+from rl_plane.protocol.vllm_bodies import (
+    GROUP,
+    InitInfo,
+    Part,
+    Transfer,
+    UpdateInfo,
+    begun_before,
+    check_entries,
+    check_init,
+    feed_body,
+    init_body,
+    one_of_all,
+    parse_part,
+    parse_update,
+    unknown_of,
+)
+from rl_plane.sync import SyncRlClient
+from rl_plane.transports.sender_base import members, world_size
+
+log = logging.getLogger("rl_plane.publish")
+
+
+class FleetWeightSyncClient:
+    """Blocking, as the protocol is; its calls may come from several threads, one after the other."""
+
+    def __init__(
+        self,
+        fleet: SyncRlClient,
+        *,
+        policy: dict[str, Any] | None = None,
+        feed_timeout_s: float = FEED_TIMEOUT_S,
+    ) -> None:
+        """`policy`: of each update; see `UpdatePolicy` in docs/reference.md. `feed_timeout_s` (at most an hour): how
+        long one `update_weights` may take, where `init_info.timeout_s` does not say."""
+        if not 0 < feed_timeout_s <= MAX_FEED_TIMEOUT_S:
+            raise InvalidRequest(
+                f"feed_timeout_s is {feed_timeout_s!r}",
+                field="feed_timeout_s",
+                fix=f"seconds, above 0 and at most {MAX_FEED_TIMEOUT_S:g}",
+            )
+        self._fleet = fleet
+        self._policy = policy
+        self._feed_timeout_s = feed_timeout_s
+        self._transfer: Transfer | None = None
+        self._update_id: str | None = None
+        self._told: set[str] = set()
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Blocks until every rank of the fleet has joined; the trainer joins meanwhile."""
+        self._tell_unknown("init_info", InitInfo, init_info)
+        info = parse_part(InitInfo, init_info, "init_info")
+        rows = engine_rows(self._fleet.run("describe", {}))
+        check_init(info, {row["instance_id"]: str(row.get("device")) for row in rows})
+        self._drop()
+        self._transfer = None
+        transfer = Transfer.of(info, GROUP, self._feed_timeout_s)
+        self._fleet.run("init_transport", init_body(info, transfer))
+        self._transfer = transfer
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        self._drop()
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            self._fleet.run("destroy_transport", {"backend": transfer.backend, "group": transfer.group})
+
+    def start_weight_update(self) -> None:
+        """The fleet listens; generation goes on. Conflict: an update is under way already."""
+        update_id = uuid.uuid4().hex
+        body = {
+            "transport": self._formed().transport,
+            "cast": True,  # as vLLM does
+            **({} if self._policy is None else {"policy": self._policy}),
+        }
+        try:
+            self._fleet.run("prepare_weights_update", body, request_id=update_id)
+        except Locked as error:
+            raise begun_before(error, self._update_id) from error
+        self._update_id = update_id
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Blocks until every rank has these tensors, which the trainer broadcasts meanwhile. A failure ends the update:
+        nothing of it is left anywhere."""
+        info = one_of_all(update_info)
+        if isinstance(update_info, list):
+            workers = members(self._fleet.run("workers", {}))
+            check_entries(update_info, world_size(workers) - 1)  # without the trainer's rank
+        part = parse_update(info)
+        self._tell_unknown("update_info", UpdateInfo, info)
+        self._fleet.run("feed_weights_update", {**self._meant(), **feed_body(part, self._formed())})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Commits on the whole fleet, or nowhere. `weight_version`: its label."""
+        label = {} if weight_version is None else {"version": weight_version}
+        self._fleet.run("complete_weights_update", {**self._meant(), **label})
+        self._update_id = None
+
+    def _tell_unknown(self, where: str, model: type[Part], given: Iterable[str]) -> None:
+        """Of each field once."""
+        for name in unknown_of(model, given):
+            if (field := f"{where}.{name}") not in self._told:
+                self._told.add(field)
+                log.warning("the field %.100r has no effect: it is not known here, and is dropped", field)
+
+    def _formed(self) -> Transfer:
+        if self._transfer is None:
+            raise Conflict("no group is formed with the fleet", fix="init_weight_transfer_engine first")
+        return self._transfer
+
+    def _meant(self) -> dict[str, str]:
+        if self._update_id is None:
+            raise Conflict("no update is started", fix="start_weight_update first")
+        return {"update_id": self._update_id}
+
+    def _drop(self) -> None:
+        """What was started and not finished. One that could not be dropped stands yet, and would take the next group
+        with it when it ends: who calls is told, and may call again."""
+        if self._update_id is not None:
+            try:
+                self._fleet.run("abort_weights_update", {"update_id": self._update_id})
+            except (Unavailable, DeadlineExceeded):
+                raise
+            except PlaneError:
+                pass  # nothing is left of it
+        self._update_id = None

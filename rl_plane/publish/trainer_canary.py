@@ -1,0 +1,127 @@
+"""The numeric canary of a publisher: which log probabilities the trainer's own model gives for fixed token sequences.
+
+Torch is imported only when a model is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.canary import LOGPROB_EPSILON, MIN_LOGPROB, Canary, parse_canary
+from rl_plane.publish.sources.model_sources import ModuleSource, Source
+
+if TYPE_CHECKING:
+    import torch
+
+CanaryMaker = Callable[[Any, "str | None"], "Canary | Mapping[str, Any]"]
+PublishedCanary = Sequence[Sequence[int]] | CanaryMaker | Literal["off"] | None
+"""What `WeightPublisher(canary=…)` takes."""
+
+_CALLABLE = "give a function canary(model, version) that returns {sequences, expected}; every rank calls it"
+
+
+class CanarySource:
+    """Makes the canary of each version that a publisher sends."""
+
+    def __init__(
+        self, canary: PublishedCanary, tolerance: float | None, source: Source, given: Any, adapter: bool
+    ) -> None:
+        """`given`: the source as the trainer has given it."""
+        self._canary = canary
+        self._tolerance = tolerance
+        self._given = given
+        self._module = source.module if isinstance(source, ModuleSource) else None
+        if canary is None or canary == "off":
+            if tolerance is not None:
+                raise InvalidRequest(
+                    "tolerance is given without a canary", field="tolerance", fix="give canary=[[1, 2, 3]] too"
+                )
+            return
+        if adapter:
+            raise InvalidRequest(
+                "a canary scores the base weights, which an adapter leaves as they are",
+                field="canary",
+                fix="leave it out",
+            )
+        if callable(canary):
+            return
+        self._sequences = list(map(list, canary)) if isinstance(canary, (list, tuple)) else canary
+        self._checked({"sequences": self._sequences})
+        if self._module is None:
+            raise InvalidRequest(
+                "only a module can be asked for log probabilities, and the source is none",
+                field="canary",
+                fix=_CALLABLE,
+            )
+        if source.collective:
+            raise InvalidRequest(
+                "the model is sharded, so its forward needs every rank, and perhaps the trainer's own wrapper",
+                field="canary",
+                fix=f"{_CALLABLE}; rl_plane.publish.expected_logprobs(model, sequences) is its forward",
+            )
+
+    def policy(self, version: str | None, rank: int) -> dict[str, Any]:
+        """The part of this version's `policy`. Runs on the caller's thread, on every rank."""
+        if self._canary is None or (rank != 0 and not callable(self._canary)):
+            return {}
+        if self._canary == "off":
+            return {"canary": "off"}
+        if callable(self._canary):
+            made = self._canary(self._module if self._module is not None else self._given, version)
+            value = made.model_dump() if isinstance(made, Canary) else made
+        else:
+            value = {"sequences": self._sequences, "expected": expected_logprobs(self._module, self._sequences)}
+        return {"canary": self._checked(value).model_dump()}
+
+    def _checked(self, value: Any) -> Canary:
+        if self._tolerance is not None and isinstance(value, Mapping) and value.get("tolerance") is None:
+            value = {**value, "tolerance": self._tolerance}
+        return parse_canary(value, "canary")
+
+
+def expected_logprobs(model: Any, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    """For each sequence the log probability of each token but the first, in nats.
+
+    The model computes in eval mode and without gradients, one sequence after another; each of its modules gets its own
+    mode back. PEFT's adapters are off meanwhile. `model(input_ids=…)` must return logits of shape [1, tokens,
+    vocabulary], or an object with such `logits`. A sharded model needs every rank in this call."""
+    import torch
+
+    device = next(iter(model.parameters())).device
+    found = []
+    with torch.no_grad(), _in_eval_mode(model), _without_adapters(model):
+        for tokens in sequences:
+            ids = torch.tensor([list(tokens)], dtype=torch.long, device=device)
+            out = model(input_ids=ids)
+            logits = out.logits if hasattr(out, "logits") else out
+            scores = torch.log_softmax(logits[0, :-1].float(), dim=-1)
+            chosen = scores.gather(1, ids[0, 1:, None])[:, 0].tolist()
+            found.append([min(max(value, MIN_LOGPROB), LOGPROB_EPSILON) for value in chosen])
+    return found
+
+
+@contextmanager
+def _in_eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Not `model.train()` afterwards: a trainer may keep some modules in eval mode."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _without_adapters(model: Any) -> Any:
+    if not hasattr(model, "peft_config"):
+        return nullcontext()
+    if hasattr(model, "disable_adapter"):
+        return model.disable_adapter()
+    raise InvalidRequest(
+        "the model has PEFT's adapters, which can't be switched off for the canary of its base",
+        field="canary",
+        fix=_CALLABLE,
+    )

@@ -1,0 +1,273 @@
+"""The `filesystem` sender: each version is a directory of its own beneath a root that trainer and workers share.
+
+A checkpoint (`model.safetensors`) or a PEFT adapter (`adapter_model.safetensors`, `adapter_config.json`), with its
+manifest. It appears whole, by a rename, or not at all. The newest `keep` versions stay, and whatever the fleet's record
+names: a worker that joins or heals reads it. What another publisher has made, as its name tells, stays too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from rl_plane.errors import InvalidRequest, PlaneError, Unavailable
+from rl_plane.protocol.versions import ADAPTER_CONFIG_NAME, DTYPE_BYTES
+from rl_plane.transports.sender_base import Surroundings
+from rl_plane.weights.checkpoint import ADAPTER_NAME, MANIFEST_NAME, SINGLE_NAME, manifest_of
+from rl_plane.weights.manifest import Manifest
+
+DEFAULT_KEEP = 2
+"""The newest, and the one before it, which may still be read."""
+BUFFERS = 2
+"""One is packed while the other is written."""
+WRITE_BYTES = 16 << 20
+"""Bytes given to the kernel at once."""
+
+PREFIX = "v"
+_NAME = re.compile(rf"{PREFIX}(\d{{8}})-([0-9a-f]{{8}})-[0-9a-f]{{8}}")
+"""Number, who made it, and a random part."""
+_UNFINISHED = re.compile(rf"\.{PREFIX}\d{{8}}-([0-9a-f]{{8}})-[0-9a-f]{{8}}\.writing")
+
+
+class FilesystemSender:
+    backend = "filesystem"
+    receivers_from: ClassVar[Literal["open", "finish"]] = "finish"
+    bucket_bytes: ClassVar[int] = 64 << 20
+    """Two are in memory; larger ones are written no faster."""
+
+    def __init__(
+        self,
+        root: Path | str,
+        *,
+        keep: int = DEFAULT_KEEP,
+        publisher: str = "",
+        sources: Callable[[], Iterable[Mapping[str, Any]] | None] = tuple,
+    ) -> None:
+        """`publisher`: whose versions these are, by a name that is the same after a restart. `sources`: the transports
+        of versions that must stay, asked before old ones are removed."""
+        self._root = Path(os.path.abspath(os.path.expanduser(root)))
+        if keep < 1:
+            raise InvalidRequest(f"keep is {keep}", field="keep", fix="keep at least 1 version")
+        self._keep = keep
+        self._mark = blake2b(publisher.encode(), digest_size=4).hexdigest()
+        self._sources = sources
+        self._writing: _Writing | None = None
+
+    def open(self, manifest: Manifest) -> dict[str, Any]:
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            _remove_unfinished(self._root, self._mark)
+            self._remove_old()
+            self._writing = _Writing(self._root, self._mark, manifest)
+        except OSError as error:
+            raise _unwritable(self._root, error) from error
+        return {"backend": self.backend, "path": str(self._writing.final)}
+
+    def buffer(self, number: int) -> memoryview:
+        return self._open().buffer(number)
+
+    def send(self, number: int) -> None:
+        self._open().send(number)
+
+    def finish(self, digests: Mapping[str, str] | None) -> None:
+        self._open().finish(digests)
+
+    def close(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.close()
+
+    def destroy(self) -> None:
+        pass
+
+    def _open(self) -> _Writing:
+        if self._writing is None:
+            raise Unavailable("the update was given up")
+        return self._writing
+
+    def _remove_old(self) -> None:
+        """Of ours all but the newest `keep` - 1: one more is about to come."""
+        found = [match for name in os.listdir(self._root) if (match := _NAME.fullmatch(name))]
+        ours = sorted(match[0] for match in found if match[2] == self._mark)
+        old = ours[: len(ours) - (self._keep - 1)]
+        if not old:
+            return
+        sources = self._sources()
+        if sources is None:
+            return  # a store that was lost, say: then any of them may be needed
+        named = {Path(str(source.get("path"))).name for source in sources}
+        for name in old:
+            if name not in named:
+                shutil.rmtree(self._root / name)
+
+
+class _Writing:
+    """One version on its way to the disk; a thread writes."""
+
+    def __init__(self, root: Path, mark: str, manifest: Manifest) -> None:
+        numbers = [int(match[1]) for name in os.listdir(root) if (match := _NAME.fullmatch(name))]
+        name = f"{PREFIX}{max(numbers, default=0) + 1:08d}-{mark}-{secrets.token_hex(4)}"
+        self.final = root / name
+        self._directory = root / f".{name}.writing"
+        self._manifest = manifest
+        self._directory.mkdir()
+        self._lock = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+        self._file = -1
+        self._threads = ThreadPoolExecutor(1, "rl-plane-write")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it is ours while we live
+            adapter = manifest.adapter_config is not None
+            self._name = ADAPTER_NAME if adapter else SINGLE_NAME
+            self._file = os.open(self._directory / self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            header, self._places, self._nbytes = _layout(manifest)
+            _write_at(self._file, memoryview(header), 0)
+        except BaseException:
+            self.close()
+            raise
+        largest = max(bucket.nbytes for bucket in manifest.buckets)
+        self._buffers = [memoryview(bytearray(largest)) for _ in range(min(BUFFERS, len(manifest.buckets)))]
+        self._written: list[Future[None]] = []
+
+    def buffer(self, number: int) -> memoryview:
+        before = number - len(self._buffers)
+        if before >= 0:
+            self._wait(self._written[before])
+        return self._buffers[number % len(self._buffers)][: self._manifest.buckets[number].nbytes]
+
+    def send(self, number: int) -> None:
+        try:
+            self._written.append(self._threads.submit(self._write, number))
+        except RuntimeError as error:
+            raise Unavailable("the update was given up") from error
+
+    def _write(self, number: int) -> None:
+        data = self._buffers[number % len(self._buffers)]
+        for placed in self._manifest.buckets[number].tensors:
+            tensor = data[placed.offset : placed.offset + placed.spec.nbytes]
+            _write_at(self._file, tensor, self._places[placed.name])
+
+    def _wait(self, written: Future[None]) -> None:
+        try:
+            written.result()
+        except OSError as error:
+            raise _unwritable(self._directory, error) from error
+
+    def finish(self, digests: Mapping[str, str] | None) -> None:
+        for written in self._written:
+            self._wait(written)
+        try:
+            os.fsync(self._file)
+            files = {self._name: self._nbytes}
+            if (config := self._manifest.adapter_config) is not None:
+                files[ADAPTER_CONFIG_NAME] = len(config)
+                self._write_small(ADAPTER_CONFIG_NAME, config)
+            if digests is not None:
+                digested = self._manifest.digested(digests)
+                assert digested.digest is not None
+                manifest = manifest_of(digested.specs, digests, digested.digest, files)
+                self._write_small(MANIFEST_NAME, json.dumps(manifest).encode())
+            os.fsync(self._lock)
+            os.rename(self._directory, self.final)
+            _sync_directory(self.final.parent)
+        except OSError as error:
+            raise _unwritable(self._directory, error) from error
+
+    def _write_small(self, name: str, data: bytes) -> None:
+        with open(self._directory / name, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        shutil.rmtree(self._directory, ignore_errors=True)  # of an update that was given up
+        for descriptor in (self._file, self._lock):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._file = self._lock = -1
+
+
+def _layout(manifest: Manifest) -> tuple[bytes, dict[str, int], int]:
+    """(the file's header, where each tensor begins, the file's length). Wide dtypes come first, so that each tensor is
+    aligned for readers that map the file."""
+    specs = sorted(manifest.specs.items(), key=lambda item: -DTYPE_BYTES[item[1].dtype])
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begins, end = {}, 0
+    for name, spec in specs:
+        begins[name] = end
+        header[name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [end, end + spec.nbytes],
+        }
+        end += spec.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    raw = struct.pack("<Q", len(text)) + text
+    return raw, {name: len(raw) + begin for name, begin in begins.items()}, len(raw) + end
+
+
+def _write_at(file: int, data: memoryview, offset: int) -> None:
+    while data.nbytes:
+        count = os.pwrite(file, data[:WRITE_BYTES], offset)
+        data, offset = data[count:], offset + count
+
+
+def _remove_unfinished(root: Path, mark: str) -> None:
+    """What was left when this publisher was killed; one that lives holds its lock."""
+    for name in os.listdir(root):
+        match = _UNFINISHED.fullmatch(name)
+        if match is None or match[1] != mark:
+            continue
+        try:
+            descriptor = os.open(root / name, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(root / name, ignore_errors=True)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(descriptor)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _unwritable(path: Path, error: OSError) -> PlaneError:
+    return Unavailable(
+        f"{str(path)!r} can't be written: {error.strerror or error}",
+        field="root",
+        fix="name a directory that trainer and workers share, with room for the weights",
+    )
+
+
+def build(around: Surroundings) -> FilesystemSender:
+    """Options: `keep`, and `publisher` (see `Surroundings.publisher`)."""
+    if around.root is None:
+        raise InvalidRequest(
+            "the filesystem transport needs a root",
+            field="root",
+            fix="root=DIR (--root DIR), beneath a weight root of the workers",
+        )
+    around.check_options("filesystem", "keep", "publisher")
+    keep = around.options.get("keep", DEFAULT_KEEP)
+    if type(keep) is not int:
+        raise InvalidRequest(f"keep is {keep!r}", field="options.keep", fix="give a whole number of versions")
+    return FilesystemSender(around.root, keep=keep, publisher=around.publisher(), sources=around.sources)

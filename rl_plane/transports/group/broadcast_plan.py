@@ -1,0 +1,64 @@
+"""How a part of a fed update is broadcast, and told to the workers. No I/O."""
+
+from __future__ import annotations
+
+from rl_plane.errors import PayloadTooLarge
+from rl_plane.protocol.update_requests import Part
+from rl_plane.protocol.versions import TensorSpec
+
+MAX_PIECE_BYTES = 600_000
+"""Of the names, dtypes and shapes in one message to a worker: well below what NATS carries."""
+TENSOR_BYTES, SIDE_BYTES = 16, 9
+"""Of each, beside the text of its name and dtype: at most so many in msgpack."""
+
+Placed = tuple[str, TensorSpec]
+
+
+def chunks(part: Part) -> list[list[Placed]]:
+    """The tensors of each broadcast. `packed` cuts as vLLM does: behind the tensor that is one too many."""
+    tensors = list(zip(part.names, part.specs, strict=True))
+    if part.layout == "each":
+        return [[one] for one in tensors]
+    if part.layout == "flat":
+        return [tensors] if tensors else []
+    found: list[list[Placed]] = []
+    room = -1
+    for one in tensors:
+        if room < 0:
+            found.append([])
+            room = part.bucket_bytes
+        found[-1].append(one)
+        room -= one[1].nbytes
+    return found
+
+
+def pieces(part: Part) -> list[Part]:
+    """The same broadcasts, in parts that each fit into a message to a worker; PayloadTooLarge, where one broadcast
+    does not."""
+    sizes = [
+        TENSOR_BYTES + len(name.encode()) + len(dtype) + SIDE_BYTES * len(shape)
+        for name, dtype, shape in zip(part.names, part.dtypes, part.shapes, strict=True)
+    ]
+    if sum(sizes) <= MAX_PIECE_BYTES:
+        return [part]
+    counts = [1] * len(sizes) if part.check_only else [len(chunk) for chunk in chunks(part)]
+    cuts, start, size, end = [0], 0, 0, 0
+    for count in counts:
+        start, end = end, end + count
+        more = sum(sizes[start:end])
+        if more > MAX_PIECE_BYTES:
+            raise PayloadTooLarge(
+                f"{count} tensors in one broadcast are more than a message to the workers can tell of",
+                field="names",
+                fix="send them in several broadcasts: smaller buckets, or one for each tensor",
+            )
+        if size + more > MAX_PIECE_BYTES:
+            cuts.append(start)
+            size = 0
+        size += more
+    return [_between(part, *ends) for ends in zip(cuts, [*cuts[1:], len(sizes)], strict=True)]
+
+
+def _between(part: Part, start: int, end: int) -> Part:
+    told = {name: getattr(part, name)[start:end] for name in ("names", "dtypes", "shapes")}
+    return part.model_copy(update=told)

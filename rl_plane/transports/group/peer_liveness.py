@@ -1,0 +1,201 @@
+"""How a group's processes see one another end.
+
+gloo does not always tell of a death: so each rank holds a connection to the trainer, by which whoever gives up says
+why, and which the kernel cuts when a process ends. A trainer that forms its group by itself, as torch does (`form:
+torch`), has no such connections: there a rank holds one to the trainer's store, on which nothing is said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rl_plane._util.forks import not_for_children
+from rl_plane.errors import InvalidRequest, Unavailable
+from rl_plane.transports.group.rank_layout import FORM_AGAIN, MAX_WORLD_SIZE, Place
+
+CONNECT_TIMEOUT_S = 5.0
+"""To the trainer, which listens before anybody is told to come. torch's own connections to the store take their time
+from the group's: each asks a name server, which may be slow."""
+CONNECT_AGAIN_S = 0.1
+"""Between two tries to reach a trainer that does not listen yet."""
+WATCH_S = 1.0
+"""At most so much later a lifeline's watch ends."""
+MAX_REASON_BYTES = 4096
+MAX_RANK_CHARS = len(str(MAX_WORLD_SIZE))
+HELLO_S = 5.0
+"""For a connection to say which rank it is: a rank does so at once."""
+STRANGERS = 64
+"""Connections beside the ranks' that may be open, for so long as HELLO_S."""
+ACCEPT_AGAIN_S = 0.2
+"""After an accept that failed: without descriptors it fails again at once."""
+BACKLOG = 4096
+"""Ranks that come at once: what Linux allows by default."""
+
+
+class Lifelines:
+    """Connections between the trainer and each rank of the fleet. A rank says who it is; after that either side says
+    at most why it gives up. Who comes to the trainer's port and is no rank, or one that is there already, is not
+    listened to, and not kept: so there are never more than ranks and STRANGERS."""
+
+    def __init__(self, listener: socket.socket | None, *lines: socket.socket) -> None:
+        self._listener = listener
+        self._lines = list(lines)
+        self._says = True
+        self._strangers: dict[socket.socket, float] = {}
+        """Line that has not said who it is → when it is closed."""
+        self._ranks: set[str] = set()
+        """Those that have said it."""
+        self._selector = selectors.DefaultSelector()
+        for one in (listener, *lines):
+            if one is not None:
+                not_for_children.add(one)
+                self._selector.register(one, selectors.EVENT_READ, "its trainer" if one in lines else None)
+
+    @classmethod
+    def of_trainer(cls, host: str) -> Lifelines:
+        """Listens, at any port."""
+        try:
+            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+            listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        except (OSError, UnicodeError) as error:
+            raise InvalidRequest(
+                f"can't listen at {host}: {getattr(error, 'strerror', None) or error}",
+                field="options.host",
+                fix="give an address of this machine",
+            ) from error
+        listener.setblocking(False)
+        return cls(listener)
+
+    @classmethod
+    def of_rank(cls, place: Place, timeout_s: float = CONNECT_TIMEOUT_S) -> Lifelines | None:
+        """`timeout_s`: for a trainer of form torch, which may not listen yet."""
+        if place.form == "torch":
+            lines = cls(None, _connected_within((place.master_address, place.master_port), timeout_s))
+            lines._says = False  # its store would take it for a request
+            return lines
+        if place.lifeline_port is None:
+            return None
+        address = (place.master_address, place.lifeline_port)
+        line = connected(address, "lifeline_port", "the trainer's lifelines do not answer")
+        try:
+            line.sendall(f"{place.group} {place.rank}\n".encode())
+        except OSError as error:
+            line.close()
+            raise Unavailable(f"the trainer's lifeline broke: {error}", fix=FORM_AGAIN) from error
+        return cls(None, line)
+
+    @property
+    def port(self) -> int:
+        assert self._listener is not None, "the trainer's"
+        return int(self._listener.getsockname()[1])
+
+    def watch(
+        self,
+        group: str,
+        ended: Callable[[], object],
+        look_s: float = WATCH_S,
+        world_size: int = MAX_WORLD_SIZE,
+    ) -> str:
+        """Blocks until somebody has given up or died, and says why; or until it has `ended`, here. `world_size`: the
+        trainer included."""
+        listener = self._listener
+        while not ended():
+            for key, _ in self._selector.select(look_s):
+                line: Any = key.fileobj
+                if listener is not None and line is listener:
+                    self._accept(listener)
+                elif why := self._heard(line, key.data, group, world_size):
+                    return why
+            self._close_strangers()
+        return ""
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            line = listener.accept()[0]
+        except OSError:  # it has gone again, or there are no descriptors left
+            time.sleep(ACCEPT_AGAIN_S)
+            return
+        not_for_children.add(line)
+        self._lines.append(line)
+        self._strangers[line] = time.monotonic() + HELLO_S
+        self._selector.register(line, selectors.EVENT_READ)
+
+    def _close_strangers(self) -> None:
+        """Those that have had their time, and the oldest beyond STRANGERS."""
+        now, over = time.monotonic(), len(self._strangers) - STRANGERS
+        for place, (line, until) in enumerate(list(self._strangers.items())):
+            if place < over or until < now:
+                self._drop(line)
+
+    def _drop(self, line: socket.socket) -> None:
+        self._selector.unregister(line)
+        del self._strangers[line]
+        self._lines.remove(line)
+        line.close()
+
+    def _heard(self, line: socket.socket, who: str | None, group: str, world_size: int) -> str:
+        try:
+            said = line.recv(MAX_REASON_BYTES).decode(errors="replace")
+        except OSError:
+            said = ""
+        if who is None:
+            hello, _, said = said.partition("\n")
+            name, _, rank = hello.rpartition(" ")
+            if name != group or rank in self._ranks or not _is_rank(rank, world_size):
+                self._drop(line)
+                return ""
+            self._ranks.add(rank)
+            del self._strangers[line]
+            self._selector.modify(line, selectors.EVENT_READ, who := f"rank {rank}")
+            return said
+        return said or f"{who} is gone"
+
+    def end(self, why: str) -> None:
+        """Tells the other side, and ends `watch`."""
+        for line in list(self._lines):
+            with contextlib.suppress(OSError):
+                if self._says:
+                    line.send(why.encode()[:MAX_REASON_BYTES])
+                line.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for one in (self._listener, *self._lines):
+            if one is not None:
+                one.close()
+        self._selector.close()
+
+
+def _is_rank(said: str, world_size: int) -> bool:
+    """Of the fleet's, written in the one way."""
+    return (
+        len(said) <= MAX_RANK_CHARS and said.isdecimal() and str(int(said)) == said and 0 < int(said) < world_size
+    )
+
+
+def connected(address: tuple[str, int], field: str, what: str) -> socket.socket:
+    try:
+        connection = socket.create_connection(address, CONNECT_TIMEOUT_S)
+    except (OSError, UnicodeError) as error:
+        raise InvalidRequest(
+            f"{what} at {address[0]}:{address[1]}: {getattr(error, 'strerror', None) or error}",
+            field=field,
+            fix="let the trainer's sender listen first, at an address that the workers reach",
+        ) from error
+    return connection
+
+
+def _connected_within(address: tuple[str, int], timeout_s: float) -> socket.socket:
+    """To a trainer that is told of the workers before it listens."""
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            return connected(address, "master_port", "the trainer's store does not answer")
+        except InvalidRequest:
+            if time.monotonic() > until:
+                raise
+        time.sleep(CONNECT_AGAIN_S)

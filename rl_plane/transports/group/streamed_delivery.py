@@ -1,0 +1,227 @@
+"""A Delivery whose tensors a trainer broadcasts call by call, in groups that it has formed by itself."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_plane._util.tasks import never
+from rl_plane.errors import Conflict, DeadlineExceeded, EngineFailed, InvalidWeights, PlaneError, Unavailable
+from rl_plane.protocol.update_requests import FeedUpdate
+from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.group.broadcast_plan import chunks
+from rl_plane.transports.group.rank_layout import FORM_AGAIN
+from rl_plane.transports.group.torch_group import AHEAD, Group
+from rl_plane.transports.reception import Cancelled
+from worker.receive.staging import check_specs
+
+LOOK_S = 0.05
+"""How often who waits for the next part, or for one to be taken, looks whether it is still wanted."""
+TAKEN_S = 10.0
+"""Beyond a part's own time, for its last tensors to be staged."""
+
+
+def received(
+    group: Group, sizes: list[int], name: Callable[[int], str], deadline: float, cancelled: Cancelled
+) -> Iterator[memoryview]:
+    """The trainer's next broadcasts, of so many bytes each. One is used up when the next one is asked for."""
+    lanes = group.lanes(sizes)
+    views = [memoryview(lane.numpy()) for lane in lanes]
+
+    def begin(number: int) -> Any:
+        return group.broadcast(lanes[number % AHEAD][: sizes[number]], cancelled)
+
+    coming = [begin(number) for number in range(len(lanes))]
+    for number, size in enumerate(sizes):
+        coming[number % AHEAD].wait(name(number), deadline, cancelled)
+        yield views[number % AHEAD][:size]
+        if number + AHEAD < len(sizes):
+            coming[number % AHEAD] = begin(number + AHEAD)
+
+
+@dataclass(slots=True)
+class _Coming:
+    part: FeedUpdate
+    group: Group
+    deadline: float
+    """Monotonic seconds."""
+    cancelled: Cancelled
+    taken: threading.Event = field(default_factory=threading.Event)
+
+
+class GroupFedDelivery:
+    """`group_named` finds a group, `drop` ends all of them: an update that ends early leaves them out of step."""
+
+    adapter_config: Mapping[str, Any] | None = None
+    adapter_config_raw: bytes | None = None
+    digest: str | None = None
+    tensor_digests: Mapping[str, str] | None = None
+    refetchable = False
+
+    def __init__(self, group: Group, group_named: Callable[[str], Group], drop: Callable[[str], None]) -> None:
+        self._specs: dict[str, TensorSpec] = {}
+        self.specs: Mapping[str, TensorSpec] = self._specs
+        self.cancelled: Cancelled = never
+        """Is it not wanted any more? Whoever waits looks."""
+        self.ended = False
+        self._whole = False
+        self._asked_only = False
+        """Whether its tensors fit: nothing is sent before that is answered, so the groups are in step."""
+        self._receiving = False
+        self._groups = {group.place.group: group}
+        self._first = group
+        self._group_named = group_named
+        self._drop = drop
+        self._wanted: Mapping[str, TensorSpec] = {}
+        self._tied: Mapping[str, str] = {}
+        self._cast = False
+        self._came: dict[str, TensorSpec] = {}
+        self._asked: dict[str, TensorSpec] = {}
+        """Whether they fit, of parts whose last one is still to come."""
+        self._error: BaseException | None = None
+        self._coming: queue.SimpleQueue[_Coming | None] = queue.SimpleQueue()
+        self._feeding = threading.Lock()
+
+    def expect(self, wanted: Mapping[str, TensorSpec], tied: Mapping[str, str], cast: bool) -> None:
+        self._specs.update(wanted)
+        self._wanted, self._tied, self._cast = wanted, tied, cast
+
+    # ---- on the caller's thread ----
+
+    def feed(self, part: FeedUpdate, cancelled: Cancelled) -> int:
+        deadline = time.monotonic() + part.timeout_s
+        if not self._feeding.acquire(blocking=False):
+            raise Conflict("a part of this update is received already", fix="feed one after another")
+        try:
+            self._check_on()
+            if part.check_only:
+                self._asked_only = not self._came
+                self._check_whole(part)
+                return 0
+            coming = _Coming(part, self._announce(part), deadline, cancelled)
+            self._receiving = True  # unless all of it comes
+            self._coming.put(coming)
+            while not coming.taken.wait(LOOK_S):
+                self._check_on()
+                if time.monotonic() > deadline + TAKEN_S:
+                    raise DeadlineExceeded(
+                        f"the part did not come within its {part.timeout_s:g} s", fix=FORM_AGAIN
+                    )
+            self._receiving = False
+            return self._missing
+        except PlaneError as error:
+            self._error = self._error or error
+            self._coming.put(None)
+            raise
+        finally:
+            self._feeding.release()
+
+    @property
+    def _missing(self) -> int:
+        return len(self._wanted.keys() - self._tied.keys() - self._came.keys())
+
+    @property
+    def _in_step(self) -> bool:
+        """May its groups stay, as nobody has sent what no rank takes? Of what is tied to tensors of another update,
+        nothing else comes."""
+        only_tied = self._came.keys() <= self._tied.keys() and not self._receiving
+        return self._whole or self._asked_only or (bool(self._came) and only_tied)
+
+    def _check_on(self) -> None:
+        if isinstance(self._error, PlaneError):
+            raise type(self._error)(self._error.message, **self._error.facts)
+        if self.ended:
+            raise Unavailable("the update has ended", fix=FORM_AGAIN)
+
+    def _check_whole(self, part: FeedUpdate) -> None:
+        """Once all of it is told, which may take several parts."""
+        self._asked.update(self._offered(part))
+        if part.last:
+            whole, self._asked = {**self._came, **self._asked}, {}
+            check_specs(self._wanted, self._tied, whole, self._cast)
+
+    def _announce(self, part: FeedUpdate) -> Group:
+        """Corrects `specs`, unless these can't be the model's."""
+        offered = self._offered(part)
+        whole = {**self._came, **offered}
+        wanted = (
+            self._wanted if part.last else {name: one for name, one in self._wanted.items() if name in offered}
+        )
+        check_specs(wanted, self._tied, whole if part.last else offered, self._cast)
+        group = self._first if part.group is None else self._group_named(part.group)
+        if offered:
+            group.check()
+        self._groups[group.place.group] = group
+        self._came = whole
+        self._asked_only = False
+        self._specs.update(offered)
+        return group
+
+    def _offered(self, part: FeedUpdate) -> dict[str, TensorSpec]:
+        offered = dict(zip(part.names, part.specs, strict=True))
+        twice = sorted(offered.keys() & self._came.keys())
+        if twice:
+            raise InvalidWeights(
+                f"{len(twice)} tensors come twice, {twice[0]} the first", field="names", fix="send each once"
+            )
+        return offered
+
+    # ---- on the receiver's ----
+
+    def tensors(self) -> Iterator[tuple[str, HostTensor]]:
+        try:
+            while True:
+                coming = self._next()
+                yield from self._received(coming)
+                if coming.part.last:
+                    break
+                coming.taken.set()
+        except Exception as error:
+            self._error = self._error or error
+            raise
+        for name in self._specs.keys() - self._came.keys():
+            del self._specs[name]  # tied to another, and it did not come
+        self._whole = True
+        coming.taken.set()
+
+    def _next(self) -> _Coming:
+        while True:
+            try:
+                coming = self._coming.get(timeout=LOOK_S)
+            except queue.Empty:
+                coming = None
+            if self._error is not None:
+                raise self._error
+            if self.cancelled():
+                raise EngineFailed("staging was cancelled")
+            for group in self._groups.values() if self._missing else ():
+                group.check()  # who has sent all may go
+            if coming is not None:
+                return coming
+
+    def _received(self, coming: _Coming) -> Iterator[tuple[str, HostTensor]]:
+        def cancelled() -> bool:
+            return self.cancelled() or coming.cancelled()
+
+        def name(number: int) -> str:
+            first = parts[number][0][0]
+            return first if len(parts[number]) == 1 else f"the bucket that begins with {first}"
+
+        parts = chunks(coming.part)
+        sizes = [sum(spec.nbytes for _, spec in one) for one in parts]
+        buckets = received(coming.group, sizes, name, coming.deadline, cancelled)
+        for one, data in zip(parts, buckets, strict=True):
+            start = 0
+            for named, spec in one:
+                yield named, HostTensor(spec, data[start : start + spec.nbytes])
+                start += spec.nbytes
+
+    def close(self) -> None:
+        if not self.ended:
+            self.ended = True
+            if not self._in_step:
+                self._drop(f"rank {self._first.place.rank} did not take the whole update")

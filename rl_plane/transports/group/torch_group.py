@@ -1,0 +1,491 @@
+"""A group of a trainer, rank 0, and the ranks of engines, in which packed buckets are broadcast. Both halves use it.
+
+It is a process group of its own, never torch's default one. A group in which anything goes wrong is of no use any more,
+and is formed anew over whoever is there: gloo can't take back what was posted. Who dies or gives up is told by the
+`lifelines`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from rl_plane._util.own_address import own_address
+from rl_plane._util.tasks import never
+from rl_plane.errors import DeadlineExceeded, EngineFailed, PlaneError, Unavailable, Unsupported
+from rl_plane.transports.group.peer_liveness import Lifelines, connected
+from rl_plane.transports.group.rank_layout import FORM_AGAIN, Place
+from rl_plane.weights.read_ahead import host_memory
+
+if TYPE_CHECKING:
+    import torch
+
+JOIN_TIMEOUT_S = 60.0
+"""To form a group: its ranks come within a second or two, unless one has died or stands still."""
+JOIN_TORCH_S = 120.0
+"""To a trainer's own group: it is told of the workers first, and comes when it has gathered its own ranks."""
+FORM_MARGIN_S = 10.0
+"""Beyond these: torch's own errors, which say more, come first."""
+LOOK_S = 0.05
+"""How often who waits for a bucket looks whether it is still wanted."""
+TAKE_S = 30.0
+"""For what the trainer has put into the store: some MB."""
+REMOVE_S = 5.0
+"""To take it out again: only a store that stands still takes longer."""
+CHUNK_BYTES = 4 << 20
+"""Of what is put there: a value may have 8 MB."""
+MAX_CHUNKS = 64
+AHEAD = 2
+"""Buckets in memory on each side: one is packed, or used up, while the other one is on its way."""
+NCCL_ENVIRONMENT = {
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DESYNC_DEBUG": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+"""torch reads them when a group is made, so they are of ours only. The first one makes a group without a watchdog: that
+of any group tells the heartbeat monitor of the process's first group, the engine's own, when a broadcast has failed or
+takes longer than the group's time-out, and this ends the process. We look for errors and time by ourselves. The others
+are for versions of torch whose watchdog runs all the same."""
+_environment = threading.Lock()
+ONE_GPU = "Duplicate GPU"
+"""nccl's own words for two ranks on one."""
+DIGEST_BYTES = 32
+"""What follows the last bucket when the manifest has no digests yet: the version's, or zeros for none."""
+
+
+class Group:
+    """Formed once made: it blocks until every rank has joined, or JOIN_TIMEOUT_S. Methods block, one call at a time;
+    `drop` may come from anywhere, twice included."""
+
+    def __init__(
+        self, place: Place, join_timeout_s: float = JOIN_TIMEOUT_S, lifelines: Lifelines | None = None
+    ) -> None:
+        """`lifelines`: the trainer's own; they are closed with the group, and if none is made."""
+        self.place = place
+        self.why_dropped = ""
+        """Empty: it is whole."""
+        self._threads: list[threading.Thread] = []
+        self._dropping = threading.Lock()
+        self._posting = threading.Lock()
+        """Nobody who posts has torch's group last: to let go of it may take as long as an update."""
+        self._lanes: list[torch.Tensor] = []
+        self._under_way: dict[int, torch.Tensor] = {}
+        """Of nccl, by id: what a kernel may still write to. What is let go of, torch lends to others at once."""
+        self._connected = False
+        """By nccl: see `_connect`."""
+        self._lifelines = Lifelines.of_rank(place, join_timeout_s) if lifelines is None else lifelines
+        try:
+            if lifelines is None or place.device is not None:
+                self._form_within(place, join_timeout_s)
+            else:
+                self._form(place, join_timeout_s)
+        except BaseException:
+            if self._lifelines is not None:
+                self._lifelines.close()
+            raise
+        if self._lifelines is not None:
+            self._start(self._watch)
+
+    def _form_within(self, place: Place, join_timeout_s: float) -> None:
+        """On a thread of its own: the answer of a trainer's store that stands still is awaited without a bound, as
+        nccl awaits the ranks, and torch tries for the whole time to reach a trainer that has died meanwhile."""
+        ended = threading.Event()
+        errors: list[Exception] = []
+
+        def form() -> None:
+            try:
+                self._form(place, join_timeout_s)
+            except Exception as error:
+                errors.append(error)
+            with self._dropping:
+                ended.set()
+            if self.why_dropped and not errors:
+                self._bury()  # nobody waits for it any more
+
+        self._start(form)
+        bound_s, why = join_timeout_s + FORM_MARGIN_S, ""
+        until = time.monotonic() + bound_s
+        if self._lifelines is None:
+            ended.wait(bound_s)
+        else:
+            why = self._lifelines.watch(
+                place.group, lambda: ended.is_set() or time.monotonic() > until, LOOK_S, place.world_size
+            )
+        with self._dropping:
+            if not ended.is_set():
+                self.why_dropped = why or f"it was not formed within {bound_s:g} s"
+        if self.why_dropped:
+            raise self._broke()
+        if errors:
+            raise errors[0]
+
+    def _form(self, place: Place, join_timeout_s: float) -> None:
+        self._device = None if place.device is None else import_torch().device(place.device)
+        try:
+            self._store = connect_store(place, join_timeout_s)
+            if place.rank and place.form == "plane":
+                self._store.set("world_size", str(place.world_size))  # the trainer waits to be told
+            self._torch_group: Any = _make(place, self._store, join_timeout_s)
+            if self._device is not None:
+                self._connect(place)
+        except RuntimeError as error:
+            why = _said(error)
+            if ONE_GPU in why:
+                raise Unsupported(
+                    f"nccl has no two ranks on one GPU: {why}",
+                    field="transport.backend",
+                    fix="use ipc, or give each rank, the trainer's too, a GPU of its own",
+                ) from error
+            raise Unavailable(
+                f"the group {place.group} was not formed within {join_timeout_s:g} s: {why}",
+                field="transport.group",
+                fix="is every worker alive? call init_transport again with a fresh group",
+            ) from error
+
+    def _connect(self, place: Place) -> None:
+        """nccl's ranks come together now, as gloo's do: not in the first broadcast, where nobody could tell one that
+        is slow to come from a trainer that is slow to send. A trainer's own group may do so there: then the store's
+        time-out, by which nccl waits for rank 0, is the update's."""
+        if place.form == "torch":
+            self._store.set_timeout(timedelta(seconds=place.timeout_s))
+        else:
+            self._torch_group.eager_connect_single_device(self._device)
+            self._connected = True
+
+    # ---- what is long, and no tensor ----
+
+    def put(self, key: str, data: bytes) -> None:
+        """For the others to `take`."""
+        chunks = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
+        for number, chunk in enumerate(chunks):
+            self._store.set(f"{key}/{number}", chunk)
+        self._store.set(key, str(len(chunks)))
+
+    def take(self, key: str) -> bytes:
+        """On a thread of its own, since the answer of a store that stands still is awaited without a bound."""
+        taken: list[bytes] = []
+        why = [f"it has not answered within {TAKE_S:g} s"]
+
+        def take() -> None:
+            try:
+                store = self._store
+                count = int(store.get(key)) if store.check([key]) else 0
+                if not 0 < count <= MAX_CHUNKS:
+                    raise ValueError(f"1 to {MAX_CHUNKS} chunks may be stored, these are {count}")
+                taken.append(b"".join(store.get(f"{key}/{number}") for number in range(count)))
+            except (RuntimeError, ValueError) as error:
+                why[0] = _first_line(error)
+
+        thread = threading.Thread(target=take, name="weight group", daemon=True)
+        thread.start()
+        thread.join(TAKE_S)
+        if not taken:
+            raise Unavailable(f"the trainer's store does not give {key!r}: {why[0]}", fix=FORM_AGAIN)
+        return taken[0]
+
+    def remove(self, key: str) -> None:
+        """What was put there, or as much of it as goes within REMOVE_S."""
+
+        def remove() -> None:
+            with contextlib.suppress(RuntimeError, ValueError):
+                if self._store.check([key]):
+                    for number in range(int(self._store.get(key))):
+                        self._store.delete_key(f"{key}/{number}")
+                    self._store.delete_key(key)
+
+        thread = threading.Thread(target=remove, name="weight group", daemon=True)
+        thread.start()
+        thread.join(REMOVE_S)
+
+    # ---- broadcasting ----
+
+    def lanes(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Host memory for buckets of these sizes, in turns. It is kept for the next update: to touch new memory takes
+        longer than to fill it."""
+        for number in range(min(AHEAD, len(sizes))):
+            needed = max(sizes[number::AHEAD])
+            if number == len(self._lanes):
+                self._lanes.append(_bytes(needed))
+            elif self._lanes[number].numel() < needed:
+                self._lanes[number] = _bytes(needed)
+        return self._lanes[: len(sizes)]
+
+    def broadcast(self, data: torch.Tensor, cancelled: Callable[[], bool] = never) -> Broadcast:
+        """Begins to send the trainer's bytes to all. `data` is untouched by anybody else until it has ended.
+        `cancelled` is asked while the ranks of a trainer's own group connect."""
+        import torch.distributed as dist
+
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        return self._begin("broadcast", data, options, cancelled)
+
+    def barrier(self) -> Broadcast:
+        """Ends when every rank has come to it: then each has everything."""
+        import torch
+        import torch.distributed as dist
+
+        return self._begin("allreduce", torch.zeros(1, dtype=torch.uint8), dist.AllreduceOptions(), never)
+
+    def _begin(self, what: str, data: torch.Tensor, options: Any, cancelled: Callable[[], bool]) -> Broadcast:
+        options.asyncOp = True
+        options.timeout = timedelta(seconds=self.place.timeout_s)
+        with self._posting:
+            if self._torch_group is None:
+                raise self._broke()
+            there, work = data, None
+            try:
+                if data.numel():
+                    there = self._placed(data)
+                    work = self._post(what, there, options, cancelled)
+            except RuntimeError as error:
+                self.drop(f"rank {self.place.rank} could not begin a {what}: {_said(error)}")
+                raise self._broke() from error
+        return Broadcast(self, work, data, there)
+
+    def _placed(self, data: torch.Tensor) -> torch.Tensor:
+        """Where nccl takes it. A receiver's bytes are yet to come."""
+        if self._device is None:
+            return data
+        if self.place.rank == 0:
+            there = data.to(self._device, copy=True)
+        else:
+            there = import_torch().empty_like(data, device=self._device)
+        self._under_way[id(there)] = there
+        return there
+
+    def _post(self, what: str, there: torch.Tensor, options: Any, cancelled: Callable[[], bool]) -> Any:
+        """On a thread of its own while nccl connects the ranks: it waits without a bound for one that does not come."""
+        if self._device is None or self._connected:
+            return getattr(self._torch_group, what)([there], options)
+        torch_group, ended = self._torch_group, threading.Event()
+        begun: list[Any] = []
+        errors: list[Exception] = []
+
+        def work() -> None:
+            try:
+                begun.append(getattr(torch_group, what)([there], options))
+            except Exception as error:
+                errors.append(error)
+            ended.set()
+            if self.why_dropped:
+                _abort(torch_group)  # as long as it connects there is nothing that an abort would end
+
+        self._start(work)
+        until = time.monotonic() + self.place.timeout_s
+        while not ended.wait(LOOK_S):
+            self.check()
+            if cancelled():
+                raise self._given_up("the connecting of the ranks")
+            if time.monotonic() > until:
+                self.drop(f"rank {self.place.rank} has waited for the ranks to connect for too long")
+                raise DeadlineExceeded(
+                    f"the ranks did not connect within the update's {self.place.timeout_s:g} s", fix=FORM_AGAIN
+                )
+        self.check()
+        if errors:
+            raise errors[0]
+        self._connected = True
+        return begun[0]
+
+    def wait(self, sent: Broadcast, what: str, deadline: float, cancelled: Callable[[], bool]) -> None:
+        """`deadline`: monotonic seconds. Whatever it raises, the group is dropped."""
+        try:
+            while not _has_ended(sent.work, self._device):
+                self.check()
+                if cancelled():
+                    raise self._given_up(what)
+                if time.monotonic() > deadline:
+                    self.drop(f"rank {self.place.rank} has waited for {what} for too long")
+                    raise DeadlineExceeded(
+                        f"{what} did not come within the update's {self.place.timeout_s:g} s", fix=FORM_AGAIN
+                    )
+            sent.work.wait()
+            if sent.there is not sent.data and self.place.rank:
+                sent.data.copy_(sent.there)
+        except RuntimeError as error:
+            self.drop(f"rank {self.place.rank} broke off at {what}: {_said(error)}")
+            raise self._broke() from error
+        self._under_way.pop(id(sent.there), None)
+
+    def _given_up(self, what: str) -> PlaneError:
+        self.drop(f"rank {self.place.rank} gave up at {what}")
+        return EngineFailed("staging was cancelled")
+
+    def check(self) -> None:
+        if self.why_dropped:
+            raise self._broke()
+
+    def _broke(self) -> PlaneError:
+        return Unavailable(
+            f"the group {self.place.group} broke: {self.why_dropped}", field="transport.group", fix=FORM_AGAIN
+        )
+
+    # ---- its end ----
+
+    def drop(self, why: str) -> None:
+        """The others are told; returns at once."""
+        with self._dropping:
+            if self.why_dropped:
+                return
+            self.why_dropped = why
+        if self._lifelines is not None:
+            self._lifelines.end(why)
+        self._start(self._bury)
+
+    def await_end(self, timeout_s: float) -> None:
+        """After `drop`, before the process ends: torch ends a process whose group is still being taken down."""
+        until = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _start(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name="weight group", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _bury(self) -> None:
+        """gloo's group goes when what was posted has ended or timed out; only this thread waits for that. Until nccl's
+        is aborted its kernels may write."""
+        with self._posting:
+            torch_group, self._torch_group = self._torch_group, None
+        _abort(torch_group)
+        self._under_way.clear()
+        del torch_group
+
+    def _watch(self) -> None:
+        assert self._lifelines is not None
+        if why := self._lifelines.watch(
+            self.place.group, lambda: self.why_dropped, world_size=self.place.world_size
+        ):
+            self.drop(why)
+        self._lifelines.close()
+
+
+class Broadcast:
+    """One under way."""
+
+    def __init__(self, group: Group, work: Any, data: torch.Tensor, there: torch.Tensor) -> None:
+        """`there`: the same on nccl's device, or `data` itself. `work`: torch's; None: there are no bytes."""
+        self._group = group
+        self.work = work
+        self.data = data
+        self.there = there
+
+    def wait(self, what: str, deadline: float, cancelled: Callable[[], bool] = never) -> None:
+        if self.work is not None:
+            self._group.wait(self, what, deadline, cancelled)
+
+
+# ---- torch ----
+
+
+def import_torch() -> Any:
+    try:
+        import torch.distributed
+    except ImportError as error:
+        raise Unsupported(
+            "there is no torch in this process", field="transport.backend", fix="use filesystem"
+        ) from error
+    return torch
+
+
+def gpu(device: str | None) -> str:
+    """The same, where nccl can use it."""
+    if device is None or not device.startswith("cuda"):
+        raise Unsupported(
+            "nccl needs the weights on a GPU, in every rank", field="transport.backend", fix="use gloo"
+        )
+    if not import_torch().distributed.is_nccl_available():
+        raise Unsupported("this torch is built without nccl", field="transport.backend", fix="use gloo")
+    return device
+
+
+def _bytes(nbytes: int) -> Any:
+    torch = import_torch()
+    return (
+        torch.frombuffer(host_memory(nbytes), dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+    )
+
+
+def digest_tensor() -> torch.Tensor:
+    """For the version's digest."""
+    made: torch.Tensor = _bytes(DIGEST_BYTES)
+    return made
+
+
+def _make(place: Place, store: Any, timeout_s: float) -> Any:
+    dist = import_torch().distributed
+    timeout = timedelta(seconds=timeout_s)
+    if place.backend == "gloo":
+        how = timeout if os.environ.get("GLOO_SOCKET_IFNAME") else _gloo_options(place, timeout)
+        return dist.ProcessGroupGloo(store, place.rank, place.world_size, how)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    with _environment:
+        before = {name: os.environ.get(name) for name in NCCL_ENVIRONMENT}
+        os.environ.update(NCCL_ENVIRONMENT)
+        try:
+            return dist.ProcessGroupNCCL(store, place.rank, place.world_size, options)
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+def _gloo_options(place: Place, timeout: timedelta) -> Any:
+    """torch's own choice is what this machine's name resolves to, which is often an address of the loopback: others do
+    not reach that."""
+    gloo = import_torch().distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname=own_address(place.master_address, place.master_port))]
+    return options
+
+
+def _has_ended(work: Any, device: Any) -> bool:
+    """Waits a little for it."""
+    if device is None:
+        with contextlib.suppress(RuntimeError):  # its own error, or that it takes longer
+            work.wait(timedelta(seconds=LOOK_S))
+    elif not work.is_completed():
+        time.sleep(LOOK_S / 50)
+    return bool(work.is_completed())
+
+
+def connect_store(place: Place, timeout_s: float) -> Any:
+    """The group's own part of the trainer's store."""
+    dist = import_torch().distributed
+    address = (place.master_address, place.master_port)
+    if place.form == "torch":
+        # As torch's own rendezvous and `_new_process_group_helper` make it, which wait for all and prefix twice.
+        store = dist.TCPStore(*address, place.world_size, False, timedelta(seconds=timeout_s))
+        for prefix in (place.group, f"{place.group}/", "cpu/" if place.backend == "gloo" else "cuda/"):
+            store = dist.PrefixStore(prefix, store)
+        return store
+    connected(address, "master_port", "the trainer's store does not answer").close()  # torch's would try for long
+    store = dist.TCPStore(*address, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+    return dist.PrefixStore(place.group, store)
+
+
+def _abort(torch_group: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        torch_group.abort()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n")[0][:300]
+
+
+def _said(error: Exception) -> str:
+    """torch's first line, and what nccl says of it, which stands further down."""
+    words = str(error).partition("Last error:")[2].strip()
+    return "; ".join(line for line in (_first_line(error), words.split("\n")[0][:300]) if line)

@@ -1,0 +1,302 @@
+"""CUDA IPC: buckets that stay on a GPU until a receiver on this machine reads them. By torch's own calls, those of
+`torch.multiprocessing.reductions`; what crosses is ints, bytes and bools. It has NOT been run on a GPU yet.
+
+torch counts for each share whether it was opened and given up again, in a file in /dev/shm, and frees the memory at the
+count of 0 only. So each receiver gets shares of its own; where one died, its sender counts for it. The file goes with
+the update; that of a trainer that was killed is removed by the receivers.
+"""
+
+from __future__ import annotations
+
+import re
+import select
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from rl_plane.errors import Unavailable
+from rl_plane.transports.ipc.wire import BUFFERS
+from rl_plane.weights.manifest import ALIGN_BYTES, Manifest
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_HANDLE_BYTES = 1024
+"""cudaMalloc's have 66 bytes; those of expandable segments grow with the memory, and a packet has room for two."""
+
+EVENT_BYTES = 64
+COUNTERS = 10_000
+"""In one file of torch's: what is counted behind its end would be written to somebody else's memory."""
+
+COUNTER_FILE = re.compile(rb"/torch_(\d{1,10})_\d{1,20}_\d{1,20}")
+"""Of the process with this id."""
+
+SHM = Path("/dev/shm")
+
+TRAINER_ENDS_S = 1.0
+"""A process that is killed closes its sockets a moment before it has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A buffer's, as `_share_cuda_` gives it; without its device number, which is the sender's."""
+
+    memory: bytes
+    nbytes: int
+    offset: int
+    """Of the buffer, in the allocation that `memory` opens."""
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    event_sync: bool
+
+    def to_wire(self) -> list[Any]:
+        return list(astuple(self))
+
+    @classmethod
+    def from_wire(cls, wire: Any, needed: int, start: int | None = None) -> Self:
+        """Believes nothing. ValueError for what is no handle of `needed` bytes; with `start`, of at least so many from
+        there on. How large the allocation really is, CUDA tells nobody but its owner."""
+        types = (bytes, int, int, bytes, int, bytes, bool)
+        if not isinstance(wire, list) or [type(one) for one in wire] != list(types):
+            raise ValueError("a handle that is not the seven values of torch's")
+        handle = cls(*wire)
+        if not 0 < len(handle.memory) <= MAX_HANDLE_BYTES or len(handle.event) not in (0, EVENT_BYTES):
+            raise ValueError("a handle of another length than CUDA's")
+        fits = handle.nbytes == needed if start is None else 0 <= start <= handle.nbytes - needed
+        if not fits or not 0 <= handle.offset < 1 << 62 or handle.offset % ALIGN_BYTES:
+            raise ValueError(f"a handle of {handle.nbytes} bytes at {handle.offset}, not of {needed}")
+        if not COUNTER_FILE.fullmatch(handle.counter) or not 0 <= handle.counter_offset < COUNTERS:
+            raise ValueError("a handle whose counter is none of torch's")
+        return handle
+
+
+@cache
+def gpus() -> dict[str, int]:
+    """UUID → number, of those that this process sees."""
+    import torch
+
+    return {
+        str(torch.cuda.get_device_properties(number).uuid): number for number in range(torch.cuda.device_count())
+    }
+
+
+def uuid_of(device: str) -> str | None:
+    """Of `cuda`, `cuda:1`; None: it is no GPU."""
+    if not device.startswith("cuda"):
+        return None
+    import torch
+
+    number = torch.device(device).index
+    return str(torch.cuda.get_device_properties(0 if number is None else number).uuid)
+
+
+def seen(uuid: Any) -> str:
+    """The same, if it is one of this process's. ValueError."""
+    if not isinstance(uuid, str) or uuid not in gpus():
+        raise ValueError(
+            f"the trainer does not see the GPU {str(uuid)[:100]}: let CUDA_VISIBLE_DEVICES of the trainer name "
+            "those of the engines too, or use another transport"
+        )
+    return uuid
+
+
+def device_of(uuid: str) -> torch.device:
+    import torch
+
+    return torch.device("cuda", gpus()[uuid])
+
+
+def synchronize(*uuids: str) -> None:
+    """What was begun on these GPUs has ended."""
+    import torch
+
+    for uuid in uuids:
+        torch.cuda.synchronize(device_of(uuid))
+
+
+class GpuBuffers:
+    """A sender's, of one update: two on the GPU where the weights are, and two on each other one that has receivers;
+    those are filled by a copy from GPU to GPU."""
+
+    def __init__(self, manifest: Manifest, nbytes: int, device: str) -> None:
+        self.nbytes = nbytes
+        home = uuid_of(device)
+        assert home is not None, "it is a GPU"
+        self._home = home
+        self._sizes = [bucket.nbytes for bucket in manifest.buckets]
+        self._buffers: dict[str, list[torch.Tensor]] = {}
+        self._shared: list[Handle] = []
+        self._made(home)
+
+    def _made(self, uuid: str) -> list[torch.Tensor]:
+        import torch
+
+        if uuid not in self._buffers:
+            try:
+                self._buffers[uuid] = [
+                    torch.empty(self.nbytes, dtype=torch.uint8, device=device_of(uuid)) for _ in range(BUFFERS)
+                ]
+            except torch.OutOfMemoryError as error:
+                raise Unavailable(
+                    f"no {BUFFERS} × {self.nbytes} bytes on {uuid}", fix="use smaller buckets"
+                ) from error
+        return self._buffers[uuid]
+
+    def place(self, number: int) -> torch.Tensor:
+        return self._buffers[self._home][number % BUFFERS][: self._sizes[number]]
+
+    def filled(self, number: int) -> None:
+        """Before anybody is told: copies run by themselves, and another process does not wait for them."""
+        for uuid, buffers in self._buffers.items():
+            if uuid != self._home:
+                buffers[number % BUFFERS][: self._sizes[number]].copy_(self.place(number))
+        synchronize(*self._buffers)
+
+    def shared(self, uuid: str) -> list[Handle]:
+        """For one receiver, on its own GPU."""
+        buffers = self._buffers.get(uuid)
+        if buffers is None:
+            buffers = self._made(uuid)
+            for there, here in zip(buffers, self._buffers[self._home], strict=True):
+                there.copy_(here)  # what the others were told of already
+            synchronize(uuid)
+        handles: list[Handle] = []
+        try:
+            for buffer in buffers:
+                handles.append(share(buffer))
+        except BaseException:
+            given_up(handles)  # nobody is told of them
+            raise
+        return handles
+
+    def close(self) -> None:
+        self._buffers.clear()
+        collect()
+
+
+def collect() -> None:
+    """Frees what all receivers have given up, and then torch's file of counters."""
+    import torch
+
+    torch.cuda.ipc_collect()
+    torch.cuda.empty_cache()
+
+
+def share(tensor: torch.Tensor) -> Handle:
+    """Of the allocation in which it lies, for one receiver."""
+    _, memory, nbytes, offset, counter, counter_offset, event, sync = tensor.untyped_storage()._share_cuda_()
+    handle = Handle(memory, nbytes, offset, counter, counter_offset, event, sync)
+    if len(memory) > MAX_HANDLE_BYTES:
+        given_up([handle])
+        raise ValueError("expandable segments make too long a handle: use smaller buckets, or none of them")
+    return handle
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same storage as uint8, as one of its own: torch keeps what it notes of a share until the storage goes, and a
+    trainer's weights never do. torch lets this be done on the thread's current GPU only."""
+    import torch
+
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    with torch.cuda.device_of(whole):
+        made: torch.Tensor = torch.from_dlpack(whole)
+    return made
+
+
+def copied_to(uuid: str, tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    made = torch.empty(tensor.nbytes, dtype=torch.uint8, device=device_of(uuid))
+    return made.copy_(tensor.detach().reshape(-1).view(torch.uint8))
+
+
+def given_up(handles: list[Handle]) -> None:
+    """Counts for a receiver that has died before it gave them up."""
+    import torch
+
+    for handle in handles:
+        torch.UntypedStorage._release_ipc_counter(handle.counter, handle.counter_offset, device=None)
+
+
+def opened(handles: list[Handle], device: torch.device) -> list[torch.Tensor]:
+    """A receiver's. Where one can't be opened, all are given up."""
+    import torch
+
+    storages: list[Any] = []
+    try:
+        for one in handles:
+            storages.append(
+                torch.UntypedStorage._new_shared_cuda(
+                    device.index, one.memory, one.nbytes, one.offset,
+                    one.counter, one.counter_offset, one.event, one.event_sync,
+                )
+            )  # fmt: skip
+        return [torch.empty(0, dtype=torch.uint8, device=device).set_(one) for one in storages]
+    except BaseException:
+        never_opened = handles[len(storages) :]
+        storages.clear()  # the error's traceback would hold them; torch gives up those that were opened
+        torch.cuda.ipc_collect()
+        given_up(never_opened)
+        raise
+
+
+def read_opened(uuid: str, handles: list[Handle], starts: Sequence[int], places: Sequence[memoryview]) -> None:
+    """Each tensor from where it begins in its allocation, into memory of the host. All are given up again."""
+    import torch
+
+    device = device_of(uuid)
+    buffers = opened(handles, device)
+    try:
+        for number, place in enumerate(places):
+            start = starts[number]
+            into = torch.frombuffer(place, dtype=torch.uint8)
+            into.copy_(buffers[number][start : start + place.nbytes])
+        torch.cuda.synchronize(device)
+    finally:
+        buffers.clear()
+        torch.cuda.ipc_collect()
+
+
+class OpenBuckets:
+    """A receiver's: it copies each bucket into memory of the host, where weights are checked and staged."""
+
+    def __init__(self, handles: list[Handle], uuid: str) -> None:
+        import torch
+
+        self._device = device_of(uuid)
+        self.buffers = opened(handles, self._device)
+        try:
+            self._host = torch.empty(handles[0].nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, number: int, nbytes: int) -> memoryview:
+        """Valid until the next one is read. The sender may use its buffer again."""
+        import torch
+
+        self._host[:nbytes].copy_(self.buffers[number % BUFFERS][:nbytes])
+        torch.cuda.synchronize(self._device)
+        return memoryview(self._host.numpy())[:nbytes].toreadonly()
+
+    def close(self) -> None:
+        """Before the sender is told that all was taken: CUDA wants memory closed before it is freed."""
+        import torch
+
+        self.buffers.clear()
+        torch.cuda.ipc_collect()
+
+
+def remove_counters(handles: list[Handle], pid: int, pidfd: int) -> None:
+    """Those of the trainer `pid`, if it was killed: nobody else would."""
+    ended = select.poll()
+    ended.register(pidfd, select.POLLIN)
+    if not ended.poll(TRAINER_ENDS_S * 1000):
+        return  # it lives, and may count others there
+    for name in {handle.counter for handle in handles}:
+        match = COUNTER_FILE.fullmatch(name)
+        if match is not None and int(match[1]) == pid:
+            (SHM / name.decode()[1:]).unlink(missing_ok=True)

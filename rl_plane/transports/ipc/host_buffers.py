@@ -1,0 +1,62 @@
+"""Host memory that an IpcSender shares."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import weakref
+
+from rl_plane._util.forks import not_for_children
+from rl_plane.errors import Unavailable
+from rl_plane.transports.ipc.wire import BUFFERS, F_SEAL_FUTURE_WRITE, buffer_bytes, buffer_count
+from rl_plane.weights.manifest import Manifest
+
+
+class HostBuffers:
+    """In memory that receivers map. They outlast an update: touching new memory takes longer than copying into it."""
+
+    def __init__(self) -> None:
+        self._made: list[SealedMemory] = []
+        self._sizes: list[int] = []
+
+    def fit(self, manifest: Manifest) -> HostBuffers:
+        nbytes, count = buffer_bytes(manifest), buffer_count(manifest)
+        if len(self._made) < count or self.nbytes < nbytes:
+            self._made.clear()  # before there are new ones
+            self._made = [SealedMemory(nbytes) for _ in range(count)]
+        self._sizes = [bucket.nbytes for bucket in manifest.buckets]
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        return self._made[0].nbytes
+
+    @property
+    def descriptors(self) -> list[int]:
+        return [one.descriptor for one in self._made[: min(BUFFERS, len(self._sizes))]]
+
+    def place(self, number: int) -> memoryview:
+        return memoryview(self._made[number % BUFFERS].map)[: self._sizes[number]]
+
+
+class SealedMemory:
+    """Memory without a name, of a fixed size; only this process may write it. It goes with this object and all maps of
+    it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        try:
+            self.descriptor = os.memfd_create("rl-plane-ipc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            weakref.finalize(self, os.close, self.descriptor)
+            not_for_children.add(self)
+            os.posix_fallocate(self.descriptor, 0, nbytes)  # or the first write would end the process
+            self.map = mmap.mmap(self.descriptor, nbytes)
+        except OSError as error:
+            raise Unavailable(f"no {nbytes} bytes of shared memory: {error}", fix="use smaller buckets") from error
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
+        self.map.madvise(mmap.MADV_DONTFORK)
+
+    def fileno(self) -> int:
+        return self.descriptor

@@ -1,0 +1,410 @@
+"""One update of an IpcSender: its receivers, and the thread that hears them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+
+from rl_plane._util.forks import not_for_children
+from rl_plane.errors import DeadlineExceeded, InvalidRequest, PlaneError, Unavailable
+from rl_plane.transports.ipc.cuda_buffers import GpuBuffers, Handle, given_up, seen
+from rl_plane.transports.ipc.host_buffers import HostBuffers, SealedMemory
+from rl_plane.transports.ipc.in_place import OwnTensors
+from rl_plane.transports.ipc.wire import (
+    BUFFERS,
+    PROTOCOL,
+    address,
+    close_all,
+    read_packet,
+    same_user,
+    send_packet,
+)
+from rl_plane.weights.manifest import Manifest
+
+log = logging.getLogger("rl_plane.transports.ipc.sender")
+
+LOOK_S = 0.5
+"""How often it is looked who is silent."""
+
+ACCEPT_AGAIN_S = 0.2
+"""After an accept that failed. Who sends goes on meanwhile."""
+
+GIVE_UP_S = 3.0
+"""For receivers to give up the memory of a GPU, which CUDA wants before it is freed. They look for the end all the
+time, unless they stand still."""
+
+CLOSE_S = 5.0
+"""For the thread to end, which waits for nothing else."""
+
+NO_TURN = -1
+
+
+@dataclass(slots=True)
+class _Receiver:
+    connection: socket.socket
+    told: int
+    """Turns that it was told of."""
+    taken: int
+    """Turns that it has answered."""
+    since: float
+    """Of its last word, or of the last that was said to it."""
+    named: bool
+    """It has all that it needs to be told of turns."""
+    gpu: str = ""
+    shares: dict[int, list[Handle]] = field(default_factory=dict)
+    """Of a GPU's memory, that it may have open: of a turn, and of the buffers (NO_TURN)."""
+
+    def gave_up(self, turns: int) -> None:
+        """Those of the buffers, and of so many turns."""
+        self.shares = {turn: handles for turn, handles in self.shares.items() if turn >= turns}
+
+    def count_for_it(self) -> None:
+        """It has died."""
+        for handles in self.shares.values():
+            given_up(handles)
+        self.shares.clear()
+
+
+def closed() -> Unavailable:
+    return Unavailable("this update is closed", fix="open another one")
+
+
+class Update:
+    """One update's connections. A thread of its own accepts them, reads what they say, and sees them end."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        alive: Callable[[], int],
+        first_receiver_s: float,
+        other_receivers_s: float,
+        silent_receiver_s: float,
+    ) -> None:
+        """`alive`: how many receivers there are, now and later on."""
+        self.name = f"rl-plane-ipc-{secrets.token_hex(16)}"
+        self.manifest = manifest
+        self.buffers: HostBuffers | GpuBuffers | None = None
+        """None: all buckets are lent."""
+        self.begun = False
+        self._own: OwnTensors | None = None
+        self._on_gpu = False
+        self._alive, self._expected = alive, alive()
+        if self._expected < 1:
+            raise InvalidRequest("nobody is to receive this", field="receivers", fix="say how many will come")
+        self._other_receivers_s = other_receivers_s
+        self._silent_receiver_s = silent_receiver_s
+        self._come_until = time.monotonic() + first_receiver_s
+        self._come = 0
+        self._begun_without = False
+        """A bucket that a receiver would begin with is overwritten."""
+        self._ended = 0
+        """Receivers that have everything."""
+        self._why_dropped = ""
+        """The last of those that have not."""
+        self._turns: list[dict[str, Any]] = []
+        self._receivers: dict[socket.socket, _Receiver] = {}
+        self._closed = False
+        self._changed = threading.Condition()
+        packed: bytes = msgpack.packb(manifest.to_wire())
+        self._manifest = SealedMemory(len(packed))
+        self._manifest.map[: len(packed)] = packed
+        self._first: dict[str, Any] = {"protocol": PROTOCOL, "manifest": len(packed)}
+        self._wake, self._woken = socket.socketpair()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.setblocking(False)
+        self._listener.bind(address(self.name))
+        self._listener.listen()
+        not_for_children.update((self._wake, self._woken, self._listener))
+        self._thread = threading.Thread(target=self._serve, name="ipc sender", daemon=True)
+
+    # ---- the trainer's thread ----
+
+    def begin(self, buffers: HostBuffers | GpuBuffers | None, own: OwnTensors | None, *, on_gpu: bool) -> None:
+        """`own`: the tensors that are lent."""
+        with self._changed:
+            self._check()
+            self.buffers, self._own, self._on_gpu = buffers, own, on_gpu
+            self._first |= {"buffer": 0 if buffers is None else buffers.nbytes, "cuda": on_gpu}
+            self.begun = True
+            self._thread.start()
+
+    def send_bucket(self, number: int) -> None:
+        if self._is_lent(number):
+            self.await_free(number)
+        with self._changed:  # nobody comes meanwhile, who would need buffers on another GPU
+            self._check()
+            if isinstance(self.buffers, GpuBuffers) and not self._is_lent(number):
+                self.buffers.filled(number)
+            self.send({"bucket": number})
+
+    def _is_lent(self, number: int | None) -> bool:
+        return self._own is not None and number in self._own.lent
+
+    def send(self, turn: dict[str, Any]) -> None:
+        with self._changed:
+            self._check()
+            self._turns.append(turn)
+            for receiver in list(self._receivers.values()):
+                self._tell(receiver)
+
+    def await_free(self, number: int) -> None:
+        if number < BUFFERS:
+            with self._changed:
+                self._check()
+            return
+        self.await_taken(number - BUFFERS + 1, overwrites=True)
+
+    def await_taken(self, turns: int, overwrites: bool = False) -> None:
+        """Until every receiver that is still there has taken so many turns, and no other one can come."""
+        look_at = time.monotonic() + LOOK_S
+        while True:
+            with self._changed:
+                self._check()
+                late_s = self._come_until - time.monotonic() if self._come < self._expected else 0.0
+                if late_s <= 0 and all(receiver.taken >= turns for receiver in self._receivers.values()):
+                    self._begun_without = self._begun_without or overwrites
+                    return
+                self._changed.wait(min(late_s, LOOK_S) if late_s > 0 else LOOK_S)
+            if late_s > 0 and self._come and time.monotonic() >= look_at:
+                self._look_who_is_late()
+                look_at = time.monotonic() + LOOK_S
+
+    def _look_who_is_late(self) -> None:
+        """One that has died before it came is not waited for."""
+        try:
+            alive = self._alive()
+        except PlaneError as error:
+            log.info("who is late is not known: %s", error)
+            return
+        with self._changed:
+            if len(self._receivers) + self._ended >= alive:
+                self._come_until = time.monotonic()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise closed()
+        if self._receivers or self._ended:
+            return
+        if self._come >= self._expected or (self._come and time.monotonic() >= self._come_until):
+            raise Unavailable(
+                f"no receiver is left: {self._come} came, and ended before they had everything: {self._why_dropped}"
+            )
+        if not self._come and time.monotonic() >= self._come_until:
+            raise DeadlineExceeded(
+                "no receiver came", fix="are the workers on this machine, in its network namespace, of this user?"
+            )
+
+    def close(self) -> None:
+        with self._changed:
+            if not self._closed:
+                self._closed = True
+                self._wake.close()
+                self._changed.notify_all()
+                if not self.begun:
+                    self._release()
+        if self.begun and threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_S)
+
+    # ---- its own thread ----
+
+    def _serve(self) -> None:
+        with contextlib.closing(selectors.DefaultSelector()) as selector:
+            self._selector = selector
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            try:
+                while not self._closed:
+                    ready = selector.select(LOOK_S)
+                    with self._changed:
+                        for key, _ in ready:
+                            self._look(key.fileobj)
+                        self._drop_silent()
+                        self._changed.notify_all()
+            finally:
+                with self._changed:
+                    self._closed = True
+                    self._release()
+                    self._changed.notify_all()
+
+    def _look(self, ready: Any) -> None:
+        if ready is self._listener:
+            self._accept()
+        elif ready in self._receivers:
+            self._read(self._receivers[ready])
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # gone again, or out of descriptors: then it fails again at once
+            self._changed.wait(ACCEPT_AGAIN_S)
+            return
+        not_for_children.add(connection)
+        connection.setblocking(False)
+        if not same_user(connection):
+            log.warning("a process of another user wanted the weights")
+            connection.close()
+            return
+        receiver = _Receiver(connection, 0, 0, time.monotonic(), named=not self._on_gpu)
+        try:
+            if self._begun_without:
+                send_packet(connection, {"error": "the update has begun without this receiver: it came too late"})
+                connection.close()
+                return
+            buffers = self.buffers.descriptors if isinstance(self.buffers, HostBuffers) else []
+            send_packet(connection, self._first, [self._manifest.descriptor, *buffers])
+        except OSError:
+            connection.close()
+            return
+        self._come += 1
+        if self._come == 1:
+            self._come_until = time.monotonic() + self._other_receivers_s
+        self._receivers[connection] = receiver
+        self._selector.register(connection, selectors.EVENT_READ)
+        self._tell(receiver)
+
+    def _tell(self, receiver: _Receiver) -> None:
+        """The turns that it doesn't know of: three packets at most, for which there is always room."""
+        try:
+            while receiver.named and receiver.told < len(self._turns):
+                self._tell_turn(receiver, self._turns[receiver.told])
+                receiver.told += 1
+                receiver.since = time.monotonic()
+        except Exception as error:  # torch's are of many kinds
+            self._refuse(receiver, error)
+
+    def _tell_turn(self, receiver: _Receiver, turn: dict[str, Any]) -> None:
+        number = turn.get("bucket")
+        if self._own is None or number is None or not self._is_lent(number):
+            send_packet(receiver.connection, turn)
+        elif self._on_gpu:
+            starts, handles = self._own.shared(number, receiver.gpu)
+            try:
+                wire = [one.to_wire() for one in handles]
+                send_packet(receiver.connection, {**turn, "starts": starts, "handles": wire})
+            except BaseException:
+                given_up(handles)  # it does not know of them
+                raise
+            receiver.shares[number] = handles
+        else:
+            starts, opened = self._own.opened(number)
+            try:
+                send_packet(receiver.connection, {**turn, "starts": starts}, opened)
+            finally:
+                close_all(opened)
+
+    def _read(self, receiver: _Receiver) -> None:
+        try:
+            answer, _ = read_packet(receiver.connection)
+        except BlockingIOError:
+            return
+        except (OSError, EOFError, ValueError) as error:
+            self._drop(receiver, str(error), gone=not isinstance(error, ValueError))
+            return
+        if not receiver.named and answer.keys() == {"gpu"}:
+            self._name(receiver, answer["gpu"])
+            return
+        if self._on_gpu and answer.keys() == {"closed"}:
+            receiver.gave_up(_turns(answer))
+            return
+        if answer != {"taken": receiver.taken} or receiver.taken >= receiver.told:
+            self._drop(receiver, f"it said {str(answer)[:100]}")
+            return
+        receiver.shares.pop(receiver.taken, None)
+        receiver.taken += 1
+        receiver.since = time.monotonic()
+        if receiver.taken > len(self.manifest.buckets):
+            self._ended += 1
+            self._forget(receiver)
+
+    def _name(self, receiver: _Receiver, gpu: Any) -> None:
+        """The handles of the buffers on its GPU."""
+        try:
+            receiver.gpu = seen(gpu)
+            handles = self.buffers.shared(gpu) if isinstance(self.buffers, GpuBuffers) else []
+            receiver.shares[NO_TURN] = handles
+            send_packet(receiver.connection, {"handles": [one.to_wire() for one in handles]})
+        except Exception as error:
+            receiver.count_for_it()
+            self._refuse(receiver, error)
+            return
+        receiver.named = True
+        self._tell(receiver)
+
+    def _drop_silent(self) -> None:
+        limit = time.monotonic() - self._silent_receiver_s
+        for receiver in list(self._receivers.values()):
+            if (receiver.taken < receiver.told or not receiver.named) and receiver.since < limit:
+                self._drop(receiver, f"it was silent for {self._silent_receiver_s:g} s")
+
+    def _refuse(self, receiver: _Receiver, error: Exception) -> None:
+        """Tells it why it gets nothing more."""
+        why, gone = str(error) or type(error).__name__, isinstance(error, ConnectionError)
+        if not gone:
+            log.warning("a receiver gets nothing more: %s", repr(error))  # the error itself holds its frames
+        with contextlib.suppress(OSError):
+            send_packet(receiver.connection, {"error": why})
+        self._drop(receiver, why, gone)
+
+    def _drop(self, receiver: _Receiver, why: str, gone: bool = False) -> None:
+        self._why_dropped = why
+        if gone and receiver.shares:
+            self._hear_closed(receiver)
+            receiver.count_for_it()
+        log.info("a receiver is given up after %d of %d turns: %s", receiver.taken, receiver.told, why)
+        self._forget(receiver)
+
+    def _hear_closed(self, receiver: _Receiver) -> None:
+        """What it has said before its connection ended. An error of the connection comes once, ahead of that."""
+        for _ in range(BUFFERS + 2):
+            try:
+                answer, _ = read_packet(receiver.connection)
+            except EOFError:
+                return
+            except (OSError, ValueError):
+                continue
+            if answer.keys() == {"closed"}:
+                receiver.gave_up(_turns(answer))
+
+    def _forget(self, receiver: _Receiver) -> None:
+        del self._receivers[receiver.connection]
+        with contextlib.suppress(KeyError, ValueError, RuntimeError):
+            self._selector.unregister(receiver.connection)
+        receiver.connection.close()
+
+    def _release(self) -> None:
+        if self._on_gpu:
+            self._await_given_up()
+        if self._own is not None:
+            self._own.close()
+        if isinstance(self.buffers, GpuBuffers):
+            self.buffers.close()
+        for receiver in list(self._receivers.values()):
+            self._forget(receiver)
+        for one in (self._listener, self._woken, self._wake):
+            one.close()
+
+    def _await_given_up(self) -> None:
+        """Ends what receivers wait for, and waits until they have given up the GPU's memory."""
+        give_up = time.monotonic() + GIVE_UP_S
+        for receiver in self._receivers.values():
+            with contextlib.suppress(OSError):
+                receiver.connection.shutdown(socket.SHUT_WR)
+        while any(receiver.shares for receiver in self._receivers.values()) and time.monotonic() < give_up:
+            for key, _ in self._selector.select(max(0.0, give_up - time.monotonic())):
+                if key.fileobj in self._receivers:
+                    self._look(key.fileobj)
+
+
+def _turns(closed: Mapping[str, Any]) -> int:
+    turns = closed["closed"]
+    return turns if type(turns) is int else 0

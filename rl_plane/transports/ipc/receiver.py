@@ -1,0 +1,422 @@
+"""The `ipc` transport: weights from a trainer on this machine, through shared memory, or from a GPU's memory.
+
+`{backend: ipc, socket: S}`, as `rl_plane.transports.ipc.sender` gives it. What arrives is checked before it is believed: who
+sends it, how large the memory really is, and that it can't become smaller while it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import socket
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgpack
+
+from rl_plane._util.tasks import never
+from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, InvalidWeights, Unavailable
+from rl_plane.protocol.versions import HostTensor
+from rl_plane.transports.ipc.cuda_buffers import Handle, OpenBuckets, read_opened, remove_counters, uuid_of
+from rl_plane.transports.ipc.in_place import MAX_TOGETHER, read_memory
+from rl_plane.transports.ipc.wire import (
+    BACKEND,
+    BUFFERS,
+    MAX_MANIFEST_BYTES,
+    NAME,
+    PROTOCOL,
+    address,
+    buffer_bytes,
+    buffer_count,
+    check_platform,
+    close_all,
+    peer_pid,
+    read_packet,
+    same_user,
+    seals,
+    send_packet,
+)
+from rl_plane.transports.packed_delivery import PackedDelivery
+from rl_plane.transports.receiver_base import Places, check_fields
+from rl_plane.transports.reception import Cancelled
+from rl_plane.weights.manifest import Bucket, Manifest
+from rl_plane.weights.read_ahead import host_memory
+
+FIRST_PACKET_S = 30.0
+"""A sender answers from a thread of its own; only a process that stands still does not."""
+
+BUCKET_S = 300.0
+"""A trainer that gathers a sharded model takes seconds for a bucket; before that it may wait for other receivers."""
+
+LOOK_S = 0.1
+"""How often a receiver that waits looks whether it is still wanted."""
+
+_FIX = "is the trainer on this machine, in this network namespace, and still there? else use another transport"
+
+
+class IpcTransport:
+    """The `ipc` backend. Keeps nothing between two updates."""
+
+    backend = BACKEND
+
+    def __init__(self, places: Places) -> None:
+        self._device = places.device
+
+    def init(self, config: Mapping[str, Any]) -> None:
+        check_fields(BACKEND, config)
+
+    def destroy(self) -> None:
+        pass
+
+    def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> PackedDelivery:
+        check_platform()
+        check_fields(BACKEND, request, "socket")
+        name = request.get("socket")
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise InvalidRequest(
+                "transport.socket is not the name of a sender's socket",
+                field="transport.socket",
+                fix="pass on the `transport` that the sender's `open` gave",
+            )
+        connection = _connected(name)
+        try:
+            return _opened(connection, kind, self._device)
+        except BaseException:
+            connection.close()
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """A bucket whose tensors lie where the trainer has them: those that have bytes."""
+
+    starts: Sequence[int]
+    handles: Any
+    descriptors: Sequence[int]
+    places: Sequence[memoryview]
+    """For them, here."""
+
+
+class _Mapped:
+    """Buffers in shared memory, read where they are; or memory of the trainer's own, out of which tensors are read."""
+
+    copies = False
+
+    def __init__(self, maps: list[mmap.mmap]) -> None:
+        self._maps = maps
+
+    def read(self, number: int, nbytes: int) -> memoryview:
+        if not self._maps:
+            raise _refuse("it gave no buffers")
+        with memoryview(self._maps[number % BUFFERS]) as whole:
+            return whole[:nbytes]
+
+    def read_own(self, number: int, own: _Own) -> None:
+        if len(own.descriptors) != len(own.places):
+            raise _refuse(f"{len(own.descriptors)} descriptors came for {len(own.places)} tensors")
+        for descriptor, start, place in zip(own.descriptors, own.starts, own.places, strict=True):
+            read_memory(descriptor, start, place)
+
+    def close(self) -> None:
+        for one in self._maps:
+            one.close()
+
+
+class _OnGpu:
+    """Buffers on a GPU, read into one of the host."""
+
+    copies = True
+
+    def __init__(self, handles: list[Handle], uuid: str, connection: socket.socket) -> None:
+        self._uuid = uuid
+        self._handles = handles
+        """Also of tensors: those, each of whose counters' files is another one."""
+        self._given_up = 0
+        """Turns."""
+        self._connection = connection
+        self._pid = peer_pid(connection)
+        try:
+            self._pidfd = os.pidfd_open(self._pid)
+        except OSError as error:
+            raise Unavailable(
+                f"the trainer's process can't be watched: {error}", fix="share its PID namespace, too"
+            ) from error
+        self._open: OpenBuckets | None = None
+        try:
+            self._open = OpenBuckets(handles, uuid) if handles else None
+        except Exception as error:
+            self.close()
+            raise _not_opened(uuid, error) from error
+
+    def read(self, number: int, nbytes: int) -> memoryview:
+        if self._open is None:
+            raise _refuse("it gave no buffers")
+        return self._open.read(number, nbytes)
+
+    def read_own(self, number: int, own: _Own) -> None:
+        if not isinstance(own.handles, list) or len(own.handles) != len(own.places):
+            raise _refuse(f"it gave no handles of the {len(own.places)} tensors")
+        handles = [
+            Handle.from_wire(wire, place.nbytes, start)
+            for wire, start, place in zip(own.handles, own.starts, own.places, strict=True)
+        ]
+        known = {one.counter for one in self._handles}
+        self._handles += [one for one in handles if one.counter not in known]
+        self._given_up = number + 1  # whatever comes of it
+        try:
+            read_opened(self._uuid, handles, own.starts, own.places)
+        except Exception as error:
+            raise _not_opened(self._uuid, error) from error
+
+    def close(self) -> None:
+        if self._pidfd < 0:
+            return
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+        try:
+            send_packet(self._connection, {"closed": self._given_up})
+        except OSError:
+            remove_counters(self._handles, self._pid, self._pidfd)
+        os.close(self._pidfd)
+        self._pidfd = -1
+
+
+class IpcDelivery(PackedDelivery):
+    def __init__(self, manifest: Manifest, connection: socket.socket, source: _Mapped | _OnGpu) -> None:
+        self._taking = self._take()
+        super().__init__(manifest, self._taking, refetchable=False)
+        self._connection = connection
+        self._source = source
+        self._bucket = self._tensor = memoryview(b"")
+
+    def tensors(self) -> Iterator[tuple[str, HostTensor]]:
+        for name, tensor in super().tensors():
+            self._tensor = tensor.data
+            yield name, tensor
+
+    def close(self) -> None:
+        """From any thread: one that waits for a bucket gets Unavailable."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RD)
+        try:
+            self._taking.close()
+        except ValueError:
+            return  # that thread is in it, and ends it
+        self._end()
+
+    def _end(self) -> None:
+        # An error's traceback may hold what was looked at last, for long; the memory is to go now.
+        with contextlib.suppress(BufferError):  # a thread is at it: it goes with that
+            self._tensor.release()
+            self._bucket.release()
+            self._source.close()
+        self._connection.close()
+
+    def _take(self) -> Generator[memoryview, None, None]:
+        """Bucket by bucket. What was taken is told when the next one is asked for, or as soon as it is copied."""
+        try:
+            last = len(self._manifest.buckets) - 1
+            for number, bucket in enumerate(self._manifest.buckets):
+                self._owned = self._read(number, bucket)
+                copied = self._owned or self._source.copies
+                if copied:
+                    if number == last:
+                        self._source.close()  # before the trainer frees it
+                    self._taken(number)
+                yield self._bucket
+                if not copied:
+                    self._taken(number)
+            digest = self._await("end", None)[0]["end"]
+            if digest is not None and not isinstance(digest, str):
+                raise _refuse("its digest is no text")
+            self.digest = digest
+            self._taken(last + 1)
+        finally:
+            self._end()
+
+    def _read(self, number: int, bucket: Bucket) -> bool:
+        """Into memory of our own?"""
+        packet, descriptors = self._await("bucket", number, MAX_TOGETHER)
+        try:
+            starts = packet.get("starts")
+            if starts is None:
+                self._bucket = self._source.read(number, bucket.nbytes)
+                return False
+            whole = host_memory(bucket.nbytes)
+            filled = [one for one in bucket.tensors if one.spec.nbytes]
+            places = [whole[one.offset :][: one.spec.nbytes] for one in filled]
+            if not isinstance(starts, list) or [type(one) for one in starts] != [int] * len(filled):
+                raise ValueError(f"not where each of {len(filled)} tensors begins")
+            if not all(0 <= one < 1 << 62 for one in starts):
+                raise ValueError("tensors that begin nowhere")
+            self._source.read_own(number, _Own(starts, packet.get("handles"), descriptors, places))
+            self._bucket = whole
+            return True
+        except ValueError as error:
+            raise _refuse(f"it sent {error}") from error
+        finally:
+            close_all(descriptors)
+
+    def _await(self, key: str, expected: int | None, descriptors: int = 0) -> tuple[dict[str, Any], list[int]]:
+        packet, given = _packet(self._connection, BUCKET_S, descriptors, cancelled=self.cancelled)
+        more = {"starts", "handles"} if key == "bucket" and "starts" in packet else set()
+        if packet.keys() - more != {key} or expected not in (None, packet[key]):
+            close_all(given)
+            raise _refuse(f"it said {str(packet)[:100]} out of turn")
+        return packet, given
+
+    def _taken(self, number: int) -> None:
+        try:
+            send_packet(self._connection, {"taken": number})
+        except OSError as error:
+            raise _gone(error) from error
+
+
+def _connected(name: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(FIRST_PACKET_S)
+        connection.connect(address(name))
+        if not same_user(connection):
+            raise InvalidRequest(
+                "a process of another user listens at transport.socket",
+                field="transport.socket",
+                fix="run trainer and workers as one user",
+            )
+        return connection
+    except OSError as error:
+        connection.close()
+        raise InvalidRequest(
+            f"no trainer listens at transport.socket on this machine: {error.strerror or error}",
+            field="transport.socket",
+            fix=_FIX,
+        ) from error
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _opened(connection: socket.socket, kind: Literal["base", "lora"], device: str) -> IpcDelivery:
+    first, descriptors = _packet(connection, FIRST_PACKET_S, 1 + BUFFERS)
+    try:
+        if first.get("protocol") != PROTOCOL:
+            raise _refuse(f"it speaks version {str(first.get('protocol'))[:20]}, this worker {PROTOCOL}")
+        nbytes, room = first.get("manifest"), first.get("buffer")
+        if not descriptors or type(nbytes) is not int or type(room) is not int:
+            raise _refuse("its first packet has no manifest and buffers")
+        manifest = _manifest(descriptors[0], nbytes)
+        if (manifest.adapter_config is None) != (kind == "base"):
+            wanted, came = ("base weights", "an adapter") if kind == "base" else ("an adapter", "base weights")
+            raise InvalidWeights(f"{came} came, not {wanted}", field="target.kind", fix=f"send {wanted}")
+        needed = buffer_bytes(manifest)
+        if first.get("cuda") is True:
+            source: _Mapped | _OnGpu = _on_gpu(connection, room, needed, device)
+        else:
+            source = _mapped(descriptors[1:], room, needed, buffer_count(manifest) if room else 0)
+    finally:
+        close_all(descriptors)
+    try:
+        return IpcDelivery(manifest, connection, source)
+    except BaseException:
+        source.close()
+        raise
+
+
+def _mapped(descriptors: list[int], room: int, needed: int, count: int) -> _Mapped:
+    if len(descriptors) != count:
+        raise _refuse(f"{len(descriptors)} buffers came where {count} are needed")
+    if count and room < needed:
+        raise _refuse(f"its buffers have {room} bytes, a bucket {needed}")
+    for descriptor in descriptors:
+        _check_memory(descriptor, needed)
+    return _Mapped([mmap.mmap(descriptor, needed, prot=mmap.PROT_READ) for descriptor in descriptors])
+
+
+def _on_gpu(connection: socket.socket, room: int, needed: int, device: str) -> _OnGpu:
+    """By handles of the buffers on this rank's own GPU."""
+    uuid = uuid_of(device)
+    if uuid is None:
+        raise Unavailable(
+            "the weights are on the trainer's GPU, and this engine's on the CPU",
+            fix="publish again: the sender looks where all engines are",
+        )
+    try:
+        send_packet(connection, {"gpu": uuid})
+    except OSError as error:
+        raise _gone(error) from error
+    packet, _ = _packet(connection, FIRST_PACKET_S)
+    handles = packet.get("handles")
+    try:
+        count = BUFFERS if room else 0
+        if not isinstance(handles, list) or len(handles) != count or room not in (0, needed):
+            raise ValueError("no handles of its two buffers")
+        return _OnGpu([Handle.from_wire(one, needed) for one in handles], uuid, connection)
+    except ValueError as error:
+        raise _refuse(f"it sent {error}") from error
+
+
+def _manifest(descriptor: int, nbytes: int) -> Manifest:
+    if not 0 < nbytes <= MAX_MANIFEST_BYTES:
+        raise _refuse(f"its manifest has {nbytes} bytes, at most {MAX_MANIFEST_BYTES} are read")
+    _check_memory(descriptor, nbytes)
+    try:
+        wire = msgpack.unpackb(os.pread(descriptor, nbytes, 0))
+    except Exception as error:  # msgpack has no common root for them
+        raise _refuse(f"its manifest can't be read: {error}") from error
+    return Manifest.from_wire(wire)
+
+
+def _check_memory(descriptor: int, needed: int) -> None:
+    """It is so large, and stays so: reading behind the end of a map ends a process."""
+    if not seals(descriptor) & fcntl.F_SEAL_SHRINK:
+        raise _refuse("its memory could shrink while it is read")
+    if os.fstat(descriptor).st_size < needed:
+        raise _refuse(f"its memory has {os.fstat(descriptor).st_size} bytes, not {needed}")
+
+
+def _packet(
+    connection: socket.socket,
+    timeout_s: float,
+    max_descriptors: int = 0,
+    cancelled: Cancelled = never,
+) -> tuple[dict[str, Any], list[int]]:
+    give_up = time.monotonic() + timeout_s
+    try:
+        packet = None
+        while packet is None:
+            if cancelled():
+                raise EngineFailed("staging was cancelled")
+            if time.monotonic() > give_up:
+                raise DeadlineExceeded(f"the trainer was silent for {timeout_s:g} s", fix="publish again")
+            connection.settimeout(LOOK_S)
+            with contextlib.suppress(TimeoutError):
+                packet, descriptors = read_packet(connection, max_descriptors)
+    except (OSError, EOFError) as error:
+        raise _gone(error) from error
+    except ValueError as error:
+        raise _refuse(f"it sent {error}") from error
+    if isinstance(packet.get("error"), str):
+        close_all(descriptors)
+        raise Unavailable(f"the trainer refused: {packet['error'][:500]}", fix="publish again")
+    return packet, descriptors
+
+
+def _not_opened(uuid: str, error: Exception) -> Unavailable:
+    return Unavailable(
+        f"the trainer's memory on {uuid} can't be opened: {str(error)[:300]}", fix="use another transport"
+    )
+
+
+def _gone(error: BaseException) -> Unavailable:
+    return Unavailable(
+        f"the trainer has gone, or has ended the update, before all weights had come: {error}", fix="publish again"
+    )
+
+
+def _refuse(what: str) -> InvalidWeights:
+    return InvalidWeights(f"not a sender of ours: {what}", field="transport.socket", fix="update both sides")

@@ -1,0 +1,327 @@
+"""The `nixl` transport: weights that are pulled one-sided out of the trainer's memory.
+
+`{backend: nixl, host: H, port: P, key: K}`, as `rl_plane.transports.nixl.sender` gives it. Two registered buffers take the
+buckets, one of which is filled while the other is used. A source that dies is noticed by UCX, or by the connection to
+it, and one that stands still by a bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+from rl_plane._util.framing import read_frame, send_frame
+from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unavailable
+from rl_plane.protocol.versions import HostTensor
+from rl_plane.transports.nixl.peer_source import Shelf, address_towards
+from rl_plane.transports.nixl.wire import BACKEND, PROTOCOL, Memory, have_nixl, make_agent
+from rl_plane.transports.packed_delivery import PackedDelivery
+from rl_plane.transports.receiver_base import Places, check_fields
+from rl_plane.weights.manifest import Bucket, Manifest
+
+if not have_nixl():
+    raise ModuleNotFoundError("nixl is not installed", name="nixl")
+
+log = logging.getLogger("rl_plane.transports.nixl.receiver")
+
+CONNECT_S = 10.0
+"""The trainer answers on a thread of its own; only a process that stands still does not."""
+
+READ_BYTES = 32 << 20
+"""One read, so that its bound fits any network and a cancelled update waits for no large tensor."""
+
+READ_PIECES = 1024
+"""More small tensors in one read gain nothing."""
+
+READ_S = 20.0
+"""For one read, on the slowest link that is of use. Below what an abort waits for the receive that it ends."""
+
+POLL_S = 0.0005
+"""Within one machine a read is done before it is asked after; on a network it takes milliseconds."""
+
+BUFFERS = 2
+"""One is read into while the other is used."""
+
+MAX_PORT = 65535
+MAX_TEXT_CHARS = 255
+
+_FIELDS = ("host", "port", "key")
+_PUBLISH = "publish the weights again"
+
+Place = tuple[int, int, int]
+"""(address, bytes, device), in the source's memory."""
+
+Piece = tuple[int, Place]
+"""Where it goes in its bucket, and where it is."""
+
+
+class NixlTransport:
+    """The `nixl` backend. Keeps its agent and buffers from one update to the next."""
+
+    backend = BACKEND
+
+    def __init__(self, places: Places) -> None:
+        self._nats_url = places.nats_url
+        self._idle: list[Puller] = []
+        self._shelf: Shelf | None = None
+
+    def init(self, config: Mapping[str, Any]) -> None:
+        check_fields(BACKEND, config)
+        self._idle = self._idle or [Puller()]
+
+    def destroy(self) -> None:
+        self._idle.clear()
+        shelf, self._shelf = self._shelf, None
+        if shelf is not None:
+            shelf.close()
+
+    def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> PackedDelivery:
+        check_fields(BACKEND, request, *_FIELDS)
+        connection = _connected(request)
+        try:
+            return Pull(self, *_asked(connection, request["key"], kind), connection)
+        except BaseException:
+            connection.close()
+            raise
+
+    def offer(self, tensors: Mapping[str, HostTensor]) -> Mapping[str, Any]:
+        if self._shelf is None:
+            self._shelf = Shelf(address_towards(self._nats_url))
+        return self._shelf.offer(tensors)
+
+    def withdraw(self) -> None:
+        if self._shelf is not None:
+            self._shelf.withdraw()
+
+    def take(self) -> Puller:
+        return self._idle.pop() if self._idle else Puller()
+
+    def give_back(self, puller: Puller) -> None:
+        self._idle = [puller]
+
+
+class Puller:
+    """An agent with its buffers."""
+
+    def __init__(self) -> None:
+        self.agent = make_agent(f"rl-plane-{secrets.token_hex(8)}")
+        self._buffers: list[Memory] = []
+
+    def buffers(self, count: int, nbytes: int) -> Sequence[Memory]:
+        if len(self._buffers) < count or self._buffers[0].nbytes < nbytes:
+            for memory in self._buffers:
+                self.agent.deregister_memory(memory.registered)
+            self._buffers.clear()  # before there are new ones
+            self._buffers = [Memory(self.agent, nbytes) for _ in range(count)]
+        return self._buffers
+
+
+class Pull(PackedDelivery):
+    """A Delivery of one version, from its source."""
+
+    def __init__(
+        self,
+        transport: NixlTransport,
+        manifest: Manifest,
+        places: Sequence[Sequence[Piece]],
+        metadata: bytes,
+        refetchable: bool,
+        connection: socket.socket,
+    ) -> None:
+        super().__init__(manifest, self._received(), refetchable=refetchable, close=self._end)
+        self._transport = transport
+        self._places = places
+        self._metadata = metadata
+        self._connection = connection
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="nixl pull")
+        self._puller: Puller | None = None
+        self._source = ""
+        self._ended = False
+
+    def _received(self) -> Iterator[memoryview]:
+        """Each is used while the next one is read, by a thread of its own."""
+        buckets = self._manifest.buckets
+        buffers = self._begin(min(len(buckets), BUFFERS), max(bucket.nbytes for bucket in buckets))
+        coming = self._ahead.submit(self._read, 0, buffers[0])
+        for number, bucket in enumerate(buckets):
+            coming.result()  # bounded: each of its reads is
+            if number + 1 < len(buckets):
+                coming = self._ahead.submit(self._read, number + 1, buffers[(number + 1) % BUFFERS])
+            yield buffers[number % BUFFERS].view(0, bucket.nbytes).toreadonly()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._ahead.shutdown(wait=True, cancel_futures=True)
+        if self._puller is not None:
+            with contextlib.suppress(Exception):  # it has gone by itself
+                self._puller.agent.remove_remote_agent(self._source)
+            self._transport.give_back(self._puller)
+            self._puller = None
+        self._connection.close()
+
+    def _begin(self, count: int, nbytes: int) -> Sequence[Memory]:
+        self._puller = self._transport.take()
+        try:
+            self._source = self._puller.agent.add_remote_agent(self._metadata)
+        except Exception as error:  # nixl's errors have no root of their own
+            self._look()
+            raise _refuse(f"its metadata can't be used: {error}") from error
+        return self._puller.buffers(count, nbytes)
+
+    def _read(self, number: int, buffer: Memory) -> None:
+        """After an error its agent goes, and nobody uses the buffers again: bytes may come late, even after a read was
+        released."""
+        for pieces in _reads(self._places[number]):
+            here = [(buffer.address + at, place[1], 0) for at, place in pieces]
+            try:
+                self._read_pieces(here, [place for _, place in pieces])
+            except PlaneError:
+                self._puller = None
+                raise
+            except Exception as error:  # nixl's errors have no root of their own
+                self._puller = None
+                raise _gone(error) from error.with_traceback(None)  # whose frames would keep the agent
+
+    def _read_pieces(self, here: list[Place], there: list[Place]) -> None:
+        assert self._puller is not None
+        agent = self._puller.agent
+        handle = agent.initialize_xfer(
+            "READ", agent.get_xfer_descs(here, "DRAM"), agent.get_xfer_descs(there, "DRAM"), self._source
+        )
+        try:
+            until = time.monotonic() + READ_S
+            state = agent.transfer(handle)
+            while state == "PROC":
+                self._look()
+                if time.monotonic() > until:
+                    nbytes = sum(place[1] for place in there)
+                    raise DeadlineExceeded(f"{nbytes} bytes did not come in {READ_S:g} s", fix=_PUBLISH)
+                time.sleep(POLL_S)
+                state = agent.check_xfer_state(handle)
+            if state != "DONE":
+                raise Unavailable(f"a read ended as {state}", fix=_PUBLISH)
+        finally:
+            with contextlib.suppress(Exception):  # it says so when it has to break the read off
+                handle.release()
+            del handle, agent
+        self._look()
+
+    def _look(self) -> None:
+        """Is it still wanted, and still there?"""
+        if self._ended or self.cancelled():
+            raise EngineFailed("staging was cancelled")
+        try:
+            self._connection.recv(1)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise _gone(error) from error
+        raise _gone("it has hung up")
+
+
+def _connected(request: Mapping[str, Any]) -> socket.socket:
+    for name, fits in (("host", _is_text), ("port", _is_port), ("key", _is_text)):
+        if not fits(request.get(name)):
+            raise InvalidRequest(
+                f"transport.{name} is missing, or not what a sender gives",
+                field=f"transport.{name}",
+                fix="pass on the `transport` that the sender's `open` gave",
+            )
+    try:
+        return socket.create_connection((request["host"], request["port"]), CONNECT_S)
+    except (OSError, UnicodeError) as error:
+        raise InvalidRequest(
+            f"source_gone: no trainer listens at {request['host']}:{request['port']} ({error})",
+            field="transport",
+            fix="is the trainer alive, and reachable from this worker by that address? an update brings new weights",
+        ) from error
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_TEXT_CHARS and value.isprintable()
+
+
+def _is_port(value: Any) -> bool:
+    return type(value) is int and 0 < value <= MAX_PORT
+
+
+def _asked(
+    connection: socket.socket, key: str, kind: Literal["base", "lora"]
+) -> tuple[Manifest, Sequence[Sequence[Piece]], bytes, bool]:
+    try:
+        send_frame(connection, {"protocol": PROTOCOL, "key": key})
+        answer = read_frame(connection)
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"the trainer did not answer in {CONNECT_S:g} s", fix=_PUBLISH) from error
+    except (OSError, EOFError) as error:
+        raise _gone(error) from error
+    except Exception as error:  # msgpack's have no root of their own
+        raise _refuse(f"it sent {error}") from error
+    if isinstance(answer.get("error"), str):
+        raise InvalidRequest(answer["error"][:500], field="transport", fix=_PUBLISH)
+    manifest = Manifest.from_wire(answer.get("manifest"))
+    if (manifest.adapter_config is None) != (kind == "base"):
+        wanted, came = ("base weights", "an adapter") if kind == "base" else ("an adapter", "base weights")
+        raise InvalidWeights(f"{came} came, not {wanted}", field="target.kind", fix=f"send {wanted}")
+    if not isinstance(answer.get("metadata"), bytes):
+        raise _refuse("it gave no metadata")
+    connection.setblocking(False)
+    places = _checked_places(answer.get("places"), manifest.buckets)
+    return manifest, places, answer["metadata"], answer.get("refetchable") is not False
+
+
+def _checked_places(places: Any, buckets: Sequence[Bucket]) -> Sequence[Sequence[Piece]]:
+    if not isinstance(places, list) or len(places) != len(buckets):
+        raise _refuse("it gave not places for each bucket")
+    return [_checked_pieces(told, bucket) for told, bucket in zip(places, buckets, strict=True)]
+
+
+def _checked_pieces(told: Any, bucket: Bucket) -> Sequence[Piece]:
+    """The bucket in one run, or each of its tensors by itself."""
+    if not isinstance(told, list) or not all(isinstance(place, list) and len(place) == 3 for place in told):
+        raise _refuse("its places are not [address, bytes, device]")
+    if not all(_is_address(value) for place in told for value in place):
+        raise _refuse("its places are not [address, bytes, device]")
+    sizes = [place[1] for place in told]
+    if sizes == [bucket.nbytes]:
+        starts = [0]
+    elif sizes == [placed.spec.nbytes for placed in bucket.tensors]:
+        starts = [placed.offset for placed in bucket.tensors]
+    else:
+        raise _refuse(f"it gave {sum(sizes)} bytes for a bucket of {bucket.nbytes}")
+    return [(at, (address, nbytes, device)) for at, (address, nbytes, device) in zip(starts, told, strict=True)]
+
+
+def _reads(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """The same bytes, in pieces of which each read takes at most READ_BYTES and READ_PIECES."""
+    found: list[Piece] = []
+    room = READ_BYTES
+    for at, (address, nbytes, device) in pieces:
+        done = 0
+        while done < nbytes:
+            if not room or len(found) == READ_PIECES:
+                yield found
+                found, room = [], READ_BYTES
+            length = min(room, nbytes - done)
+            found.append((at + done, (address + done, length, device)))
+            done, room = done + length, room - length
+    if found:
+        yield found
+
+
+def _is_address(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _gone(why: object) -> Unavailable:
+    return Unavailable(f"the trainer has gone, or keeps these weights no longer: {why}", fix=_PUBLISH)
+
+
+def _refuse(what: str) -> InvalidWeights:
+    return InvalidWeights(f"not a sender of ours: {what}", field="transport", fix="update both sides")

@@ -1,0 +1,297 @@
+"""The sender of the `nixl` transport: weights that stay in the trainer's memory, for engines to pull when they like.
+
+One agent, whose registered memory holds the version that is committed. The next one is pulled from the trainer's own
+tensors where these stay as they are meanwhile, and takes the place of the committed one once it is committed itself; or
+it is packed beside it. Nobody waits for anybody: a receiver that is slow or dead costs the others nothing, and one that
+comes late, to heal, finds the committed version for as long as the trainer lives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Self
+
+from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.versions import HostTensor
+from rl_plane.transports.nixl.metadata_server import Desk
+from rl_plane.transports.nixl.wire import BACKEND, Memory, is_ours, make_agent
+from rl_plane.transports.packing import Tensor, raw_bytes, spec_of
+from rl_plane.transports.sender_base import Surroundings
+from rl_plane.weights.manifest import Bucket, Manifest
+
+log = logging.getLogger("rl_plane.transports.nixl.sender")
+
+Region = tuple[int, int]
+"""(address, bytes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Loan:
+    """Memory of the trainer's own, registered for as long as it lends the same."""
+
+    tensors: Mapping[str, HostTensor]
+    regions: Sequence[Region]
+    registered: Any
+
+
+@dataclass(slots=True)
+class _Version:
+    manifest: Manifest
+    key: str
+    lent: Mapping[int, Sequence[Region]] = field(default_factory=dict)
+    """Of the buckets that are read where their tensors are, these tensors."""
+    area: Memory | None = None
+    """Of the other ones; None: nothing is packed yet."""
+    offered: Manifest | None = None
+    """With its digests, once it can be pulled."""
+
+    @property
+    def offsets(self) -> Mapping[int, int]:
+        """In the area, of the buckets in it."""
+        found, end = {}, 0
+        for number, bucket in enumerate(self.manifest.buckets):
+            if number not in self.lent:
+                found[number] = end
+                end += bucket.nbytes
+        return found
+
+    @property
+    def packed_bytes(self) -> int:
+        return sum(bucket.nbytes for number, bucket in enumerate(self.manifest.buckets) if number not in self.lent)
+
+    def view(self, number: int) -> memoryview:
+        assert self.area is not None
+        return self.area.view(self.offsets[number], self.manifest.buckets[number].nbytes)
+
+    def places(self) -> list[Sequence[Region]]:
+        offsets = self.offsets
+        at = self.area.address if self.area is not None else 0
+        return [
+            self.lent[number] if number in self.lent else [(at + offsets[number], bucket.nbytes)]
+            for number, bucket in enumerate(self.manifest.buckets)
+        ]
+
+
+class NixlSender:
+    """A Sender that is pulled from: fill all buckets and `finish`, and only then send the update; `keep` what is
+    committed. `host`: this machine's address, as the workers reach it. `keep_copy` False: nothing is kept, so workers
+    that come late heal from one another. `destroy` ends it all."""
+
+    backend = BACKEND
+    receivers_from: ClassVar[Literal["open", "finish"]] = "finish"
+
+    bucket_bytes = 32 << 20
+    """What its buckets are best packed by: a receiver has two of them."""
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, keep_copy: bool = True) -> None:
+        self._agent = make_agent(f"rl-plane-{secrets.token_hex(8)}")
+        self._desk = Desk(host, port)
+        self._keep_copy = keep_copy
+        self._free: list[Memory] = []
+        self._kept: dict[str | None, list[_Version]] = {}
+        """Of each target, the full version and its deltas."""
+        self._loan: _Loan | None = None
+        self._opened: _Version | None = None
+
+    def open(self, manifest: Manifest) -> dict[str, Any]:
+        self._live_agent()
+        self.close()
+        self._opened = _Version(manifest, secrets.token_hex(16))
+        return self._desk.transport(self._opened.key)
+
+    def lend(self, tensors: Mapping[str, Tensor]) -> Collection[int]:
+        version = self._open_version()
+        tensors = _in_host_memory(tensors)
+        whole = {
+            number: bucket
+            for number, bucket in enumerate(version.manifest.buckets)
+            if all(placed.name in tensors and not tensors[placed.name].data.readonly for placed in bucket.tensors)
+        }
+        lent = {number: _regions(bucket, tensors) for number, bucket in whole.items()}
+        regions = [region for bucket in lent.values() for region in bucket if region[1]]
+        if not regions:
+            return ()
+        if self._loan is not None and self._loan.regions == regions:
+            registered = self._loan.registered
+        else:
+            self._return_loan()
+            try:
+                registered = self._live_agent().register_memory(_described(regions), "DRAM")
+            except Exception as error:  # nixl's errors have no root of their own
+                log.warning("the tensors are packed, since their own memory can't be registered: %s", error)
+                return ()
+        named = {placed.name: tensors[placed.name] for bucket in whole.values() for placed in bucket.tensors}
+        self._loan = _Loan(named, regions, registered)
+        version.lent = lent
+        return lent.keys()
+
+    def buffer(self, number: int) -> memoryview:
+        version = self._open_version()
+        if not version.lent:
+            self._return_loan()  # before there is memory for this one
+        return self._with_area(version).view(number)
+
+    def send(self, number: int) -> None:
+        """It is there to be pulled once all are."""
+        self._open_version()
+
+    def finish(self, digests: Mapping[str, str] | None) -> None:
+        version = self._with_area(self._open_version())
+        version.offered = version.manifest if digests is None else version.manifest.digested(digests)
+        self._offer(version)
+
+    def keep(self, adapter: str | None = None, onto_previous: bool = False) -> None:
+        """What was sent last is committed, as the base weights or as this adapter: it stays until the next one is.
+        `onto_previous`: a delta, with what it changes. What is lent is copied, since the trainer changes it now."""
+        version = self._open_version()
+        if not self._keep_copy:
+            return  # `close` withdraws it
+        if not onto_previous:
+            for old in self._kept.pop(adapter, []):  # there is room for one
+                self._withdraw(old)
+        self._own(version)
+        self._kept.setdefault(adapter, []).append(version)
+        self._opened = None
+        self._trim()
+
+    def close(self) -> None:
+        """What was sent last, and not kept, can't be pulled any more."""
+        if not is_ours(self._agent):
+            return
+        version, self._opened = self._opened, None
+        if version is not None:
+            self._withdraw(version)
+            self._trim()
+
+    def destroy(self) -> None:
+        """Nothing can be pulled any more. In a child that was forked it does nothing, as `close`."""
+        if not is_ours(self._agent):
+            return
+        self._desk.close()
+        self._agent = None  # before the memory that it has registered
+        self._opened = self._loan = None
+        self._kept.clear()
+        self._free.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.destroy()
+
+    def _return_loan(self) -> None:
+        """Of a version before, which nobody reads any more."""
+        loan, self._loan = self._loan, None
+        if loan is not None:
+            self._live_agent().deregister_memory(loan.registered)
+
+    def _offer(self, version: _Version) -> None:
+        assert version.offered is not None, "finish comes first"
+        places = version.places()
+        area = version.area
+        regions = [region for number in version.lent for region in version.lent[number] if region[1]]
+        regions += [(area.address, area.nbytes)] if area is not None else []
+        agent = self._live_agent()
+        metadata = agent.get_partial_agent_metadata(
+            agent.get_reg_descs(_described(regions), "DRAM"), True, ["UCX"]
+        )
+        self._desk.offer(version.key, metadata, version.offered, places, refetchable=self._keep_copy)
+
+    def _own(self, version: _Version) -> None:
+        """What is lent goes into memory of ours, from which it is pulled from now on."""
+        if not version.lent:
+            return
+        assert self._loan is not None
+        packed, lent, tensors = version.area, version.lent, self._loan.tensors
+        owned = self._with_area(_Version(version.manifest, version.key))
+        for number, bucket in enumerate(version.manifest.buckets):
+            data = owned.view(number)
+            if number not in lent:
+                data[:] = version.view(number)
+                continue
+            for placed in bucket.tensors:
+                data[placed.offset : placed.offset + placed.spec.nbytes] = tensors[placed.name].data
+        version.lent, version.area = owned.lent, owned.area
+        self._offer(version)
+        if packed is not None:
+            self._free.append(packed)
+
+    def _withdraw(self, version: _Version) -> None:
+        """Its memory is free once nobody reads it any more."""
+        self._desk.withdraw(version.key)
+        if version.area is not None:
+            self._free.append(version.area)
+
+    def _trim(self) -> None:
+        """Free memory stays where the next version of what is kept fits into it."""
+        kept = [one.area.nbytes for versions in self._kept.values() for one in versions if one.area is not None]
+        for memory in [one for one in self._free if one.nbytes not in kept]:
+            self._free.remove(memory)
+            if self._agent is not None:
+                self._agent.deregister_memory(memory.registered)
+
+    def _with_area(self, version: _Version) -> _Version:
+        """If it has any bucket to be packed."""
+        if version.area is None and len(version.lent) < len(version.manifest.buckets):
+            version.area = self._area(version.packed_bytes)
+        return version
+
+    def _area(self, nbytes: int) -> Memory:
+        for number, memory in enumerate(self._free):
+            if memory.nbytes == max(nbytes, 1):
+                return self._free.pop(number)
+        return Memory(self._live_agent(), nbytes)
+
+    def _live_agent(self) -> Any:
+        if self._agent is None:
+            raise InvalidRequest("this sender was stopped", field="sender", fix="make another one")
+        if not is_ours(self._agent):
+            raise InvalidRequest(
+                "this sender belongs to the process that has forked this one",
+                field="sender",
+                fix="publish from that one",
+            )
+        return self._agent
+
+    def _open_version(self) -> _Version:
+        self._live_agent()
+        if self._opened is None:
+            raise InvalidRequest("no version is open", field="sender", fix="open one first")
+        return self._opened
+
+
+def _in_host_memory(tensors: Mapping[str, Tensor]) -> Mapping[str, HostTensor]:
+    return {
+        name: one if isinstance(one, HostTensor) else HostTensor(spec_of(one), raw_bytes(one))
+        for name, one in tensors.items()
+        if isinstance(one, HostTensor) or one.device.type == "cpu"
+    }
+
+
+def _regions(bucket: Bucket, tensors: Mapping[str, HostTensor]) -> list[Region]:
+    return [(address_of(tensors[placed.name]), placed.spec.nbytes) for placed in bucket.tensors]
+
+
+def address_of(tensor: HostTensor) -> int:
+    """Of its first byte; 0: it has none."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(tensor.data)) if tensor.data.nbytes else 0
+
+
+def _described(regions: Sequence[Region]) -> list[tuple[int, int, int, str]]:
+    return [(address, nbytes, 0, "") for address, nbytes in regions]
+
+
+def build(around: Surroundings) -> NixlSender:
+    """Options: see `Surroundings.address`; `keep_copy`, of what is committed, for workers that heal: where the trainer
+    stays."""
+    around.check_options(BACKEND, "host", "port", "keep_copy")
+    keep_copy = around.options.get("keep_copy", around.stays)
+    if not isinstance(keep_copy, bool):
+        raise InvalidRequest(
+            f"keep_copy is {str(keep_copy)[:64]!r}", field="options.keep_copy", fix="give True or False"
+        )
+    return NixlSender(*around.address(), keep_copy=keep_copy)

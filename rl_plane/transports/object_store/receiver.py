@@ -1,0 +1,218 @@
+"""The `object_store` transport: weights from NATS, where a publisher has put them (`rl_plane.transports.object_store.sender`).
+
+`{backend: object_store, object: ID}`: an object of this worker's own component. It is read in batches by direct get,
+which asks nothing of the server between two of them; what breaks off is asked for again from the chunk after the last
+good one. A version that is still being written is followed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rl_plane.bus.connection import CONNECT_TIMEOUT_S
+from rl_plane.errors import BusUnreachable, InvalidWeights, Unavailable
+from rl_plane.protocol.subjects import StoredObject, Subjects, check_object_id
+from rl_plane.transports.object_store.bulk_socket import NatsSocket
+from rl_plane.transports.object_store.wire import (
+    ANSWER_S,
+    BACKEND,
+    DIGEST_BYTES,
+    LAYOUT,
+    RETRY_S,
+    Layout,
+    NoSuchObject,
+    ask,
+    decode_manifest,
+    with_digests,
+)
+from rl_plane.transports.packed_delivery import PackedDelivery
+from rl_plane.transports.receiver_base import Places, check_fields
+from rl_plane.weights.checkpoint import Kind
+from rl_plane.weights.read_ahead import Ahead, host_memory
+
+log = logging.getLogger("rl_plane.transports.object_store.receiver")
+
+BATCH = 16
+"""Chunks asked for at once; two batches are on their way, half of what the server holds for a slow client."""
+STALL_S = 25.0
+"""How long no chunk may come, be it that NATS is away or that the publisher stands still. Shorter than an abort waits
+for a receive to end (`worker.reconcile.staged_updates.ABORT_WAIT_S`)."""
+
+
+class StoredReader:
+    """Reads the chunks of one object."""
+
+    def __init__(self, url: str, stored: StoredObject) -> None:
+        self._url = url
+        self._stored = stored
+        self._socket: NatsSocket | None = None
+        self._closed = False
+        try:
+            info = self._info(time.monotonic() + STALL_S)
+            self.layout = Layout.decode((info["config"].get("metadata") or {}).get(LAYOUT))
+        except BaseException:
+            self.close()
+            raise
+        self.last_sequence = int(info["state"]["last_seq"])
+        """When it was opened."""
+
+    def read(self, sequence: int, view: memoryview) -> None:
+        """Fills `view` from the messages from `sequence` on; Unavailable when none has come for STALL_S."""
+        chunks = self.layout.cut(view)
+        done, give_up = 0, time.monotonic() + STALL_S
+        while done < len(chunks):
+            before = done
+            why = "its publisher has sent no more"
+            try:
+                for _ in self._arriving(sequence + done, chunks[done:]):
+                    done, give_up = done + 1, time.monotonic() + STALL_S
+            except OSError as error:
+                why = f"NATS: {error}"
+                self._drop()
+            if done == before:
+                if time.monotonic() > give_up:
+                    raise Unavailable(f"no chunk of the object {self._stored.id} came for {STALL_S:g} s: {why}")
+                time.sleep(RETRY_S)
+                self._info(give_up)  # is it still there?
+
+    def _arriving(self, sequence: int, chunks: list[memoryview]) -> Iterator[None]:
+        """Fills the chunks that are there, in order; a step for each."""
+        connection, first, end = self._connected(), sequence, sequence + len(chunks)
+        asked, due = first, deque[int]()  # up to which sequence each batch goes
+        while True:
+            while asked < end and len(due) < 2:
+                batch = min(BATCH, end - asked)
+                body = {"seq": asked, "batch": batch, "next_by_subj": self._stored.subject}
+                what = json.dumps(body).encode()
+                connection.publish(f"$JS.API.DIRECT.GET.{self._stored.stream}", what, reply=True)
+                asked += batch
+                due.append(asked)
+            if not due:
+                return
+            arrival = connection.next(ANSWER_S)
+            if arrival.status is not None:
+                connection.take()
+                if due.popleft() > sequence:
+                    asked = end  # it was cut short: no more of them now
+            elif arrival.headers.get("Nats-Sequence") != str(sequence):
+                connection.take()  # after one that was cut short
+            else:
+                chunk = chunks[sequence - first]
+                if arrival.nbytes != len(chunk):
+                    raise _wrong(f"message {sequence} has {arrival.nbytes} bytes, not {len(chunk)}")
+                connection.take_into(chunk)
+                sequence += 1
+                yield
+
+    def _info(self, give_up: float) -> dict[str, Any]:
+        """InvalidWeights when it is not there, or is not this component's."""
+        while True:
+            try:
+                info = ask(self._connected(), f"STREAM.INFO.{self._stored.stream}")
+                break
+            except NoSuchObject:
+                raise self._gone() from None
+            except OSError as error:
+                self._drop()
+                if time.monotonic() > give_up:
+                    raise BusUnreachable(f"NATS did not give the weights: {error}", retry_after_s=1.0) from error
+                time.sleep(RETRY_S)
+        if info["config"].get("subjects") != [self._stored.subject]:
+            raise self._gone()
+        return info
+
+    def _gone(self) -> InvalidWeights:
+        return InvalidWeights(
+            f"source_gone: there is no object {self._stored.id} of this component",
+            field="transport.object",
+            fix="publish the weights again",
+        )
+
+    def _connected(self) -> NatsSocket:
+        if self._closed:
+            raise Unavailable("the delivery was closed")
+        if (connection := self._socket) is None:
+            connection = self._socket = NatsSocket(self._url, "rl-plane-receiver", CONNECT_TIMEOUT_S)
+            if self._closed:  # meanwhile
+                self._drop()
+                raise Unavailable("the delivery was closed")
+        return connection
+
+    def _drop(self) -> None:
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            connection.close()
+
+    def close(self) -> None:
+        self._closed = True
+        self._drop()
+
+
+class ObjectDelivery(PackedDelivery):
+    """A Delivery of an object."""
+
+    def __init__(self, reader: StoredReader) -> None:
+        raw = memoryview(bytearray(reader.layout.manifest_bytes))
+        reader.read(1, raw)
+        manifest = decode_manifest(bytes(raw))
+        digests = memoryview(bytearray(DIGEST_BYTES * len(manifest.specs)))
+        *starts, after = reader.layout.starts(manifest)
+        whole = reader.last_sequence >= after + reader.layout.pieces(len(digests)) - 1
+        if whole:  # so a wrong tensor is found when it comes, not at the end
+            reader.read(after, digests)
+            manifest = with_digests(manifest, digests)
+
+        def buckets() -> Iterator[memoryview]:
+            for start, bucket in zip(starts, manifest.buckets, strict=True):
+                data = host_memory(bucket.nbytes)
+                reader.read(start, data)
+                yield data
+            if not whole:
+                reader.read(after, digests)
+                self.digest = with_digests(manifest, digests).digest
+
+        ahead = Ahead(buckets(), lambda: self.cancelled(), reader.close)
+        super().__init__(manifest, iter(ahead), refetchable=True, owned=True, close=ahead.close)
+
+
+class ObjectStoreTransport:
+    """The `object_store` backend. Keeps nothing between two updates."""
+
+    backend = BACKEND
+
+    def __init__(self, places: Places) -> None:
+        self._url = places.nats_url
+        self._subjects = Subjects(places.namespace, places.component)
+
+    def init(self, config: Mapping[str, Any]) -> None:
+        check_fields(BACKEND, config)
+
+    def destroy(self) -> None:
+        pass
+
+    def open(self, request: Mapping[str, Any], kind: Kind) -> ObjectDelivery:
+        check_fields(BACKEND, request, "object")
+        object_id = check_object_id("transport.object", request.get("object"))
+        reader = StoredReader(self._url, self._subjects.object(object_id))
+        try:
+            delivery = ObjectDelivery(reader)
+            if (kind == "lora") != (delivery.adapter_config is not None):
+                is_one = "not an adapter" if kind == "lora" else "an adapter, not base weights"
+                raise InvalidWeights(
+                    f"the object {object_id} is {is_one}",
+                    field="transport.object",
+                    fix="name an object of what the update's target says",
+                )
+            return delivery
+        except BaseException:
+            reader.close()
+            raise
+
+
+def _wrong(what: str) -> InvalidWeights:
+    return InvalidWeights(what, field="transport.object", fix="publish the weights again")

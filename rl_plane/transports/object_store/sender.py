@@ -1,0 +1,333 @@
+"""The `object_store` transport's sender: a version goes into a stream of NATS, from where workers fetch it at any time.
+
+It goes on where it was when the connection breaks or the server starts again. Opening a version removes those of the
+same publisher that nobody needs any more: all but the newest few and the ones that the fleet's record names, and what
+was left half-written when it died. Receivers may read a version while it is written.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any, ClassVar, Literal, TypeVar
+
+from rl_plane.bus.connection import CONNECT_TIMEOUT_S, WRONG_LAST_SEQUENCE
+from rl_plane.errors import BusUnreachable, InvalidRequest, Unavailable
+from rl_plane.protocol.record import DecisionRecord
+from rl_plane.protocol.subjects import (
+    DEFAULT_COMPONENT,
+    DEFAULT_NAMESPACE,
+    DEFAULT_NATS_URL,
+    RECORD,
+    StoredObject,
+    Subjects,
+)
+from rl_plane.transports.object_store.bulk_socket import NatsSocket
+from rl_plane.transports.object_store.wire import (
+    ANSWER_S,
+    BACKEND,
+    HEADROOM_BYTES,
+    LAYOUT,
+    MAX_CHUNK_BYTES,
+    MAX_MANIFEST_BYTES,
+    PUBLISHER,
+    RETRY_S,
+    Layout,
+    NoSuchObject,
+    ask,
+    encode_digests,
+    encode_manifest,
+    refused,
+)
+from rl_plane.transports.sender_base import Surroundings
+from rl_plane.weights.manifest import Manifest
+
+log = logging.getLogger("rl_plane.transports.object_store.sender")
+
+NAME = "rl-plane-publisher"
+"""Of the connection, for who looks at the server."""
+DEFAULT_KEEP = 2
+"""Versions beside the committed ones: to go back, and for workers that are still fetching."""
+IN_FLIGHT = 16
+"""Chunks that are not acknowledged yet: enough to keep the server busy, and a small part of what it buffers."""
+OUTAGE_S = 30.0
+"""How long NATS may be away: a restart takes a second, and some more with a large store."""
+ABANDONED_S = 300.0
+"""Without a write: longer than a trainer takes between two buckets."""
+HALF_AGE_S = 86_400.0
+"""A half-written version's bytes go by themselves then; none takes so long to write."""
+
+T = TypeVar("T")
+
+
+class ObjectStoreSender:
+    """A Sender. For one thread; one version at a time."""
+
+    backend = BACKEND
+    receivers_from: ClassVar[Literal["open", "finish"]] = "finish"
+    slow = True
+
+    def __init__(
+        self,
+        nats_url: str = DEFAULT_NATS_URL,
+        namespace: str = DEFAULT_NAMESPACE,
+        component: str = DEFAULT_COMPONENT,
+        *,
+        keep: int = DEFAULT_KEEP,
+        publisher: str = "",
+    ) -> None:
+        """`keep`: versions that stay, beside those that the fleet's record names and the one that is written.
+        `publisher`: whose they are, by a name that is the same after a restart."""
+        if keep < 0:
+            raise InvalidRequest(f"keep is {keep}", field="keep", fix="0 or more")
+        self._url = nats_url
+        self._subjects = Subjects(namespace, component)
+        self._keep = keep
+        self._publisher = publisher
+        self._socket: NatsSocket | None = None
+        self._object: StoredObject | None = None  # the one that is being written
+        self._config: dict[str, Any] = {}
+        self._layout: Layout
+        self._manifest: Manifest
+        self._buffer = memoryview(b"")
+        self._closed = 0  # how often
+        self._written = 0  # the stream's last sequence, as far as it is known
+
+    def open(self, manifest: Manifest) -> dict[str, Any]:
+        self.close()
+        raw = encode_manifest(manifest)
+        if len(raw) > MAX_MANIFEST_BYTES:
+            raise InvalidRequest(
+                f"the manifest has {len(raw)} bytes, more than {MAX_MANIFEST_BYTES}",
+                field="tensors",
+                fix="use shorter names, or fewer tensors",
+            )
+        max_payload = self._persistently(lambda connection: connection.max_payload)
+        chunk_bytes = min(max_payload, MAX_CHUNK_BYTES) - HEADROOM_BYTES
+        if chunk_bytes <= 0:
+            raise InvalidRequest(
+                f"the server takes messages of {max_payload} bytes only", field="nats_url", fix="raise max_payload"
+            )
+        self._persistently(self._retire)
+        self._manifest, self._layout, self._written = manifest, Layout(chunk_bytes, len(raw)), 0
+        made = self._subjects.object(f"{int(time.time() * 1000):012x}{secrets.token_hex(4)}")
+        self._config = {
+            "name": made.stream,
+            "subjects": [made.subject],
+            "storage": "file",
+            "discard": "new",
+            "allow_direct": True,
+            "max_age": int(HALF_AGE_S * 1e9),
+            "metadata": {LAYOUT: self._layout.encode(), PUBLISHER: self._publisher},
+        }
+        self._persistently(lambda connection: ask(connection, f"STREAM.CREATE.{made.stream}", self._config))
+        self._object = made
+        self._append(memoryview(raw))
+        return {"backend": BACKEND, "object": made.id}
+
+    def buffer(self, number: int) -> memoryview:
+        if not self._buffer:
+            self._buffer = memoryview(bytearray(max(bucket.nbytes for bucket in self._manifest.buckets)))
+        return self._buffer[: self._manifest.buckets[number].nbytes]
+
+    def send(self, number: int) -> None:
+        self._append(self.buffer(number))
+
+    def finish(self, digests: Mapping[str, str] | None) -> None:
+        made = self._writing()
+        self._append(memoryview(encode_digests(self._manifest, digests)))
+        # Sealing denies both: said again, in case that the first answer is lost.
+        sealed = {**self._config, "max_age": 0, "sealed": True, "deny_delete": True, "deny_purge": True}
+        self._persistently(lambda connection: ask(connection, f"STREAM.UPDATE.{made.stream}", sealed))
+        self._object = None
+
+    def close(self) -> None:
+        """What is not finished goes. From any thread: what blocks there ends with Unavailable."""
+        made, self._object = self._object, None
+        self._closed += 1
+        self._drop()
+        self._buffer = memoryview(b"")
+        if made is not None:
+            with contextlib.suppress(OSError, Unavailable, NoSuchObject):
+                connection = NatsSocket(self._url, NAME, CONNECT_TIMEOUT_S)
+                try:
+                    ask(connection, f"STREAM.DELETE.{made.stream}")
+                finally:
+                    connection.close()
+
+    def destroy(self) -> None:
+        self.close()
+
+    def remove(self, object_id: str) -> None:
+        """A version that is not wanted any more, before its turn. Again: nothing."""
+        stream = self._subjects.object(object_id).stream
+        self._persistently(lambda connection: _delete(connection, stream))
+
+    # ---- chunks ----
+
+    def _append(self, data: memoryview) -> None:
+        """Writes `data` as the stream's next messages; returns when the server has them."""
+        made, base = self._writing(), self._written
+        chunks = self._layout.cut(data)
+
+        def push(connection: NatsSocket) -> None:
+            sent = self._written
+            while self._written < base + len(chunks):
+                while sent < min(base + len(chunks), self._written + IN_FLIGHT):
+                    expected = {"Nats-Expected-Last-Sequence": str(sent)}
+                    connection.publish(made.subject, chunks[sent - base], reply=True, headers=expected)
+                    sent += 1
+                arrival = connection.next(ANSWER_S)
+                answer = connection.take()
+                if arrival.status is not None:
+                    raise ConnectionError("no stream takes it")
+                ack = json.loads(answer)
+                if (error := ack.get("error")) is None:
+                    self._written = int(ack["seq"])
+                elif error.get("err_code") in WRONG_LAST_SEQUENCE:
+                    raise ConnectionError("a chunk before was lost")
+                else:
+                    raise refused("a chunk of the weights", error)
+
+        def synchronise(connection: NatsSocket) -> None:
+            state = ask(connection, f"STREAM.INFO.{made.stream}")["state"]
+            if state["last_seq"] < base:
+                raise Unavailable(f"NATS has lost a part of the object {made.id} that it had acknowledged")
+            self._written = int(state["last_seq"])
+
+        self._persistently(push, synchronise, lambda: self._written)
+
+    def _writing(self) -> StoredObject:
+        if self._object is None:
+            raise InvalidRequest("no version is open", field="tensors", fix="open one first")
+        return self._object
+
+    # ---- what goes ----
+
+    def _retire(self, connection: NatsSocket) -> None:
+        record = self._record(connection)
+        named = _named(record)
+        whole: list[str] = []
+        abandoned: list[str] = []
+        for info in self._listed(connection):
+            config, state = info["config"], info["state"]
+            object_id = config["subjects"][0].rpartition(".")[2]
+            ours = (config.get("metadata") or {}).get(PUBLISHER) == self._publisher
+            written = state["last_ts"] if state["last_seq"] else info["created"]
+            silent_s = (_time(info["ts"]) - _time(written)).total_seconds()
+            if object_id in named:
+                continue
+            if config.get("sealed"):
+                if ours and record is not None:  # else it is not known what is needed
+                    whole.append(object_id)
+            elif silent_s >= (ABANDONED_S if ours else HALF_AGE_S):  # by then its bytes have gone by themselves
+                abandoned.append(object_id)
+        for object_id in [*abandoned, *sorted(whole, reverse=True)[self._keep :]]:
+            log.info("the object %s is removed", object_id)
+            _delete(connection, self._subjects.object(object_id).stream)
+
+    def _listed(self, connection: NatsSocket) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        while True:
+            page = ask(connection, "STREAM.LIST", {"subject": self._subjects.objects, "offset": len(found)})
+            found += page.get("streams") or []
+            if not page.get("streams") or len(found) >= page["total"]:
+                return found
+
+    def _record(self, connection: NatsSocket) -> DecisionRecord | None:
+        state = self._subjects.state
+        try:
+            found = ask(connection, f"STREAM.MSG.GET.{state.stream}", {"last_by_subj": state.key(RECORD)})
+        except NoSuchObject:
+            return None
+        data = base64.b64decode(found["message"].get("data", ""))
+        return DecisionRecord.decode(data) if data else None
+
+    # ---- the connection ----
+
+    def _connected(self) -> NatsSocket:
+        if (connection := self._socket) is None:
+            connection = self._socket = NatsSocket(self._url, NAME, CONNECT_TIMEOUT_S)
+        return connection
+
+    def _drop(self) -> None:
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            connection.close()
+
+    def _persistently(
+        self,
+        work: Callable[[NatsSocket], T],
+        before_again: Callable[[NatsSocket], None] = lambda connection: None,
+        progress: Callable[[], int] = lambda: 0,
+    ) -> T:
+        """`work`, again on a new connection where one breaks; BusUnreachable after OUTAGE_S without progress."""
+        give_up, reached, again, closed = time.monotonic() + OUTAGE_S, progress(), False, self._closed
+        while True:
+            try:
+                connection = self._connected()
+                if again:
+                    before_again(connection)
+                return work(connection)
+            except OSError as error:
+                self._drop()
+                if self._closed != closed:
+                    raise Unavailable("the sender was closed") from error
+                if progress() > reached:
+                    give_up, reached = time.monotonic() + OUTAGE_S, progress()
+                if time.monotonic() > give_up:
+                    raise BusUnreachable(f"NATS did not take the weights: {error}", retry_after_s=1.0) from error
+                again = True
+                time.sleep(RETRY_S)
+            except NoSuchObject:
+                raise Unavailable("the object was removed while it was written") from None
+            except BaseException:
+                self._drop()  # answers may still be due
+                raise
+
+
+def _delete(connection: NatsSocket, stream: str) -> None:
+    with contextlib.suppress(NoSuchObject):
+        ask(connection, f"STREAM.DELETE.{stream}")
+
+
+def _named(record: DecisionRecord | None) -> set[Any]:
+    """The objects that a worker which heals would fetch."""
+    return {
+        source.transport.get("object")
+        for source in (record.sources if record is not None else ())
+        if source.transport is not None and source.transport.get("backend") == BACKEND
+    }
+
+
+def _time(told: str) -> datetime:
+    return datetime.fromisoformat(told)
+
+
+def build(around: Surroundings) -> ObjectStoreSender:
+    """Options: `nats_url`, where the fleet is known by the facade's URL; `keep`; `publisher` (see
+    `Surroundings.publisher`)."""
+    around.check_options(BACKEND, "nats_url", "keep", "publisher")
+    url, keep = around.options.get("nats_url", around.nats_url), around.options.get("keep", DEFAULT_KEEP)
+    if not isinstance(url, str):
+        raise InvalidRequest(
+            "where NATS is is not known from the facade's URL",
+            field="options.nats_url",
+            fix="options={'nats_url': 'nats://…'} (--option nats_url=nats://…), as the workers have it",
+        )
+    if type(keep) is not int:
+        raise InvalidRequest(f"keep is {keep!r}", field="options.keep", fix="give a whole number of versions")
+    fleets = {(str(worker["namespace"]), str(worker["component"])) for worker in around.workers()}
+    if len(fleets) != 1:
+        raise InvalidRequest(
+            f"workers of {len(fleets)} components are there, and an object belongs to one",
+            field="component",
+            fix="publish to each by itself",
+        )
+    return ObjectStoreSender(url, *fleets.pop(), keep=keep, publisher=around.publisher())

@@ -1,0 +1,476 @@
+"""Reading what a directory publishes: a checkpoint in safetensors files, or a PEFT adapter.
+
+A checkpoint is one *.safetensors file, or a directory that holds `model.safetensors`, or shards with
+`model.safetensors.index.json`. An adapter is a directory that holds `adapter_config.json` and
+`adapter_model.safetensors`. A publisher may add `rl_plane_manifest.json` (see `write_manifest`): then a receiver also
+checks that the bytes are the ones that were published.
+
+All files are opened, and everything but their bytes is checked, when it is opened. They are held until `close`, so
+that a checkpoint replaced meanwhile by renaming is read as it was, and one that is written to is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from blake3 import blake3
+
+from rl_plane.errors import InvalidRequest, InvalidWeights
+from rl_plane.protocol.canary import CANARY_NAME, MAX_CANARY_BYTES, Canary, parse_canary
+from rl_plane.protocol.versions import (
+    ADAPTER_CONFIG_NAME,
+    DIGEST_PREFIX,
+    HostTensor,
+    TensorSpec,
+    config_line,
+    tensors_digest,
+)
+from rl_plane.weights.manifest import MAX_CONFIG_BYTES
+from rl_plane.weights.read_ahead import END_S, Ahead, host_memory
+from rl_plane.weights.rooted_files import Directory, check_beneath, kind_of, listed, unopened
+from rl_plane.weights.safetensors_file import READ_BYTES, SafetensorsFile, StoredTensor, write_atomically
+
+Kind = Literal["base", "lora"]
+T = TypeVar("T")
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+ADAPTER_NAME = "adapter_model.safetensors"
+MANIFEST_NAME = "rl_plane_manifest.json"
+
+MAX_FILES = 512
+"""Each is an open descriptor; the largest public checkpoints have under 200 shards."""
+
+RUN_BYTES = 64 << 20
+"""Memory that is asked for at once: so large that its own cost doesn't count, so small that staging soon has something
+to do."""
+READERS = min(4, os.cpu_count() or 1)
+"""Threads that read, and hash what they have read: four make more than most disks, and leave cores to the engine."""
+PIECE_BYTES = 1 << 20
+"""Hashed while it is in the cache still."""
+
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+_HEX = re.compile(r"[0-9a-f]{64}")
+_MANIFEST_KEYS = frozenset({"v", "digest", "tensors", "files"})
+_NO_PICKLES = (
+    "pickled checkpoints are never loaded, because loading one runs code from it: "
+    "save safetensors (in transformers: save_pretrained(..., safe_serialization=True))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """An `adapter_config.json`, read once."""
+
+    values: Mapping[str, Any]
+    raw: bytes
+
+
+class Checkpoint:
+    """The open files of a checkpoint or an adapter: every tensor, in the order in which they are best read."""
+
+    def __init__(self, files: list[SafetensorsFile], config: AdapterConfig | None = None) -> None:
+        """`config`: an adapter's."""
+        self.files = files
+        self.config = config
+        self.canary: Canary | None = None
+        """What `canary.json` beside the files says. None: there is none."""
+        self.places: dict[str, tuple[SafetensorsFile, StoredTensor]] = {
+            name: (file, stored) for file in files for name, stored in file.tensors.items()
+        }
+        self.specs: dict[str, TensorSpec] = {name: stored.spec for name, (_, stored) in self.places.items()}
+        self._lanes: list[Ahead[list[tuple[str, HostTensor]]]] = []
+
+    def tensors(self, hashed: bool = False) -> Iterator[tuple[str, HostTensor]]:
+        """Each is its taker's own, with its digest if `hashed`. The next ones are read on other threads meanwhile."""
+        runs = list(self._runs())
+        if len(runs) == 1:
+            yield from self._read(*runs[0], hashed)
+        else:
+            for lane in range(min(READERS, len(runs))):
+                self._lanes.append(Ahead(self._read(*run, hashed) for run in runs[lane::READERS]))
+            for made in self._in_turn([iter(lane) for lane in self._lanes], len(runs)):
+                yield from made
+        self.check_unchanged()
+
+    def _runs(self) -> Iterator[tuple[SafetensorsFile, list[str]]]:
+        """Neighbours in a file, to be read at once: RUN_BYTES, or one tensor that is larger."""
+        for file in self.files:
+            names: list[str] = []
+            size = 0
+            for name, stored in file.tensors.items():
+                if names and size + stored.spec.nbytes > RUN_BYTES:
+                    yield file, names
+                    names, size = [], 0
+                names.append(name)
+                size += stored.spec.nbytes
+            if names:
+                yield file, names
+
+    @staticmethod
+    def _in_turn(lanes: list[Iterator[T]], count: int) -> Iterator[T]:
+        for number in range(count):
+            yield next(lanes[number % len(lanes)])
+
+    def _read(self, file: SafetensorsFile, names: list[str], hashed: bool) -> list[tuple[str, HostTensor]]:
+        places = [file.tensors[name] for name in names]
+        start = places[0].offset
+        # Not mmap of the file: a mapped file that is cut short kills the process with SIGBUS.
+        data = host_memory(places[-1].offset + places[-1].spec.nbytes - start)
+        if not hashed:
+            file.read_into(start, data)
+        made = []
+        for name, one in zip(names, places, strict=True):
+            part = data[one.offset - start :][: one.spec.nbytes]
+            digest = _read_hashed(file, one.offset, part) if hashed else None
+            made.append((name, HostTensor(one.spec, part, owned=True, digest=digest)))
+        file.check_unchanged()
+        return made
+
+    def tensor_digests(self) -> dict[str, str]:
+        """Per tensor, blake3 hex, in memory bounded whatever the tensors' size."""
+        buffer = memoryview(bytearray(READ_BYTES))
+        digests = {}
+        for name, (file, stored) in self.places.items():
+            hasher = blake3()
+            for chunk in file.chunks(stored, buffer):
+                hasher.update(chunk)
+            digests[name] = hasher.hexdigest()
+        self.check_unchanged()
+        return digests
+
+    def digest(self) -> str:
+        return self.digest_of(self.tensor_digests())
+
+    def digest_of(self, tensor_digests: Mapping[str, str]) -> str:
+        """Of the version, from the digests of its tensors."""
+        lines = [(name, self.specs[name], value) for name, value in tensor_digests.items()]
+        return tensors_digest(lines if self.config is None else [*lines, config_line(self.config.raw)])
+
+    def check_unchanged(self) -> None:
+        for file in self.files:
+            file.check_unchanged()
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
+        give_up = time.monotonic() + END_S
+        for lane in self._lanes:
+            lane.close(max(0.0, give_up - time.monotonic()))
+
+
+def _read_hashed(file: SafetensorsFile, offset: int, place: memoryview) -> str:
+    hasher = blake3()
+    for start in range(0, len(place), PIECE_BYTES):
+        piece = place[start : start + PIECE_BYTES]
+        file.read_into(offset + start, piece)
+        hasher.update(piece)
+    return str(hasher.hexdigest())
+
+
+def open_checkpoint(
+    path: Path, roots: list[Path] | None = None, *, field: str = "transport.path", kind: Kind = "base"
+) -> Checkpoint:
+    """Opens a file or a directory without its manifest. `roots` None: the path is our own operator's."""
+    return _open(os.path.abspath(path), roots, field, kind, with_manifest=False)[0]
+
+
+def open_published(
+    path: str, roots: list[Path], kind: Kind
+) -> tuple[Checkpoint, str | None, dict[str, str] | None]:
+    """(what is at an absolute path, the digest that its manifest states, and the tensors'): None without a manifest."""
+    checkpoint, manifest = _open(path, roots, "transport.path", kind, with_manifest=True)
+    if manifest is None:
+        return checkpoint, None, None
+    try:
+        return checkpoint, *_checked_manifest(manifest, checkpoint)
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def write_manifest(directory: Path) -> dict[str, Any]:
+    """For publishers: computes the digests of a complete checkpoint or adapter directory and writes its manifest, last.
+
+    Returns the manifest; its `digest` is the version's.
+    """
+    if not os.path.isdir(directory):
+        raise InvalidRequest(
+            f"{str(directory)!r} is not a directory", field="directory", fix="name a checkpoint directory"
+        )
+    kind: Kind = "lora" if is_adapter(directory) else "base"
+    checkpoint = open_checkpoint(directory, field="directory", kind=kind)
+    try:
+        digests = checkpoint.tensor_digests()
+        manifest = manifest_of(checkpoint.specs, digests, checkpoint.digest_of(digests), _sizes(checkpoint))
+    finally:
+        checkpoint.close()
+    write_atomically(Path(directory) / MANIFEST_NAME, [json.dumps(manifest).encode()])
+    return manifest
+
+
+def manifest_of(
+    specs: Mapping[str, TensorSpec], digests: Mapping[str, str], digest: str, files: Mapping[str, int]
+) -> dict[str, Any]:
+    """What MANIFEST_NAME holds. `digests`: of the tensors; `files`: name → length."""
+    tensors = {
+        name: {"dtype": spec.dtype, "shape": list(spec.shape), "digest": digests[name]}
+        for name, spec in specs.items()
+    }
+    return {"v": 1, "digest": digest, "tensors": tensors, "files": dict(files)}
+
+
+def is_adapter(directory: Path | str) -> bool:
+    """Does it hold a PEFT adapter, and no checkpoint?"""
+    try:
+        held = set(os.listdir(directory))
+    except OSError:
+        return False
+    return ADAPTER_CONFIG_NAME in held and held.isdisjoint({SINGLE_NAME, INDEX_NAME})
+
+
+def _open(
+    path: str, roots: list[Path] | None, field: str, kind: Kind, *, with_manifest: bool
+) -> tuple[Checkpoint, dict[str, Any] | None]:
+    """The checkpoint at an absolute path; and its manifest as it was read, of a directory only."""
+    real = os.path.realpath(path)
+    # Before anything is looked at: nobody learns from the answer what exists outside.
+    check_beneath(real, path, roots, field)
+    try:
+        status = os.stat(real)
+    except OSError as error:
+        raise unopened(path, error, field) from error
+
+    if stat.S_ISDIR(status.st_mode):
+        directory = Directory(real, roots, field)
+        try:
+            return _open_directory(directory, path, kind, with_manifest)
+        finally:
+            directory.close()
+    if not stat.S_ISREG(status.st_mode):
+        raise InvalidRequest(
+            f"{path!r} is {kind_of(status)}, not a directory or a regular file",
+            field=field,
+            fix="name a checkpoint directory or a *.safetensors file",
+        )
+    if not path.endswith(".safetensors"):
+        pickled = path.endswith(PICKLE_SUFFIXES)
+        raise InvalidRequest(
+            f"{path!r} is {'a pickled checkpoint' if pickled else 'not a *.safetensors file'}",
+            field=field,
+            fix=_NO_PICKLES if pickled else "name a checkpoint directory or a *.safetensors file",
+        )
+    if kind == "lora":
+        raise InvalidWeights(
+            f"{path!r} is a file, an adapter is a directory",
+            field=field,
+            fix=f"name the directory that holds {ADAPTER_CONFIG_NAME} and {ADAPTER_NAME}",
+        )
+    directory = Directory(os.path.dirname(real), roots, field)
+    try:
+        descriptor = directory.open(os.path.basename(real))
+    finally:
+        directory.close()
+    name = os.path.basename(path).encode("utf-8", "replace").decode()  # it may go into an error, and onto the wire
+    return Checkpoint([SafetensorsFile(descriptor, name, field=field)]), None
+
+
+def _open_directory(
+    directory: Directory, path: str, kind: Kind, with_manifest: bool
+) -> tuple[Checkpoint, dict[str, Any] | None]:
+    identities: dict[str, tuple[int, int]] = {}
+    weight_map: dict[str, str] | None = None
+    config: AdapterConfig | None = None
+    if kind == "lora":
+        if not directory.has(ADAPTER_CONFIG_NAME) or not directory.has(ADAPTER_NAME):
+            raise _no_adapter(directory, path)
+        values, raw, identities[ADAPTER_CONFIG_NAME] = directory.read_json(ADAPTER_CONFIG_NAME, MAX_CONFIG_BYTES)
+        config = AdapterConfig(values, raw)
+    else:
+        weight_map = _index(directory, path, identities)
+    stated: dict[str, Any] | None = None
+    if with_manifest and directory.has(MANIFEST_NAME):
+        stated, _, identities[MANIFEST_NAME] = directory.read_json(MANIFEST_NAME)
+
+    files: list[SafetensorsFile] = []
+    try:
+        names = [ADAPTER_NAME if config is not None else SINGLE_NAME]
+        for name in names if weight_map is None else sorted(set(weight_map.values())):
+            if not directory.has(name):
+                raise directory.refuse(
+                    f"{INDEX_NAME} names {name!r}, which is not in {path!r}", "publish all shards, then the index"
+                )
+            files.append(directory.open_weights(name))
+            identities[name] = files[-1].identity
+        if weight_map is not None:
+            _check_shards(directory, weight_map, files)
+        if config is not None and ADAPTER_CONFIG_NAME in files[0].tensors:
+            raise directory.refuse(
+                f"{ADAPTER_NAME} has a tensor {ADAPTER_CONFIG_NAME!r}, the config's name", "rename it"
+            )
+        canary: Canary | None = None
+        if with_manifest and config is None and directory.has(CANARY_NAME):
+            values, _, identities[CANARY_NAME] = directory.read_json(CANARY_NAME, MAX_CANARY_BYTES)
+            canary = parse_canary(values, CANARY_NAME)
+        for name, identity in identities.items():
+            directory.check_same(name, identity)
+        checkpoint = Checkpoint(files, config)
+        checkpoint.canary = canary
+        return checkpoint, stated
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+
+
+def _index(directory: Directory, path: str, identities: dict[str, tuple[int, int]]) -> dict[str, str] | None:
+    """Tensor → shard; None where one file holds all."""
+    single, index = directory.has(SINGLE_NAME), directory.has(INDEX_NAME)
+    if not single and not index:
+        raise _nothing_there(directory, path)
+    weight_map: dict[str, str] | None = None
+    if index:
+        content, _, identities[INDEX_NAME] = directory.read_json(INDEX_NAME)
+        weight_map = _checked_map(directory, content)
+        if single and set(weight_map.values()) != {SINGLE_NAME}:
+            raise directory.refuse(
+                f"{path!r} holds {SINGLE_NAME} and an index of other files: two checkpoints", "remove one of them"
+            )
+    return weight_map
+
+
+def _nothing_there(directory: Directory, path: str) -> InvalidWeights:
+    names = directory.names()
+    others = [name for name in names if name.endswith(".safetensors")]
+    pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
+    what = f"{path!r} holds neither {SINGLE_NAME} nor {INDEX_NAME}"
+    if ADAPTER_CONFIG_NAME in names:
+        return directory.refuse(
+            f"{what}, but a LoRA adapter", "load it with target: {kind: lora, op: load, name: …}"
+        )
+    if others:
+        return directory.refuse(
+            f"{what}, but {listed(others)}", f"name the file itself, or call it {SINGLE_NAME}, or add the index"
+        )
+    if pickles:
+        return directory.refuse(f"{what}, but {listed(pickles)}", _NO_PICKLES)
+    return directory.refuse(what, "name a directory that holds safetensors files")
+
+
+def _no_adapter(directory: Directory, path: str) -> InvalidWeights:
+    names = directory.names()
+    pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
+    if ADAPTER_CONFIG_NAME not in names:
+        what = f"{path!r} holds no {ADAPTER_CONFIG_NAME}"
+        if SINGLE_NAME in names or INDEX_NAME in names:
+            return directory.refuse(f"{what}, but a full checkpoint", "publish it with target: {kind: base}")
+    else:
+        what = f"{path!r} holds no {ADAPTER_NAME}"
+        if pickles:
+            return directory.refuse(f"{what}, but {listed(pickles)}", _NO_PICKLES)
+    return directory.refuse(what, "name a directory that PEFT's save_pretrained wrote")
+
+
+def _checked_map(directory: Directory, content: dict[str, Any]) -> dict[str, str]:
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise directory.refuse(f"{INDEX_NAME} has no weight_map", "write the index again")
+    for tensor, name in weight_map.items():
+        if (
+            not isinstance(name, str)
+            or not name.endswith(".safetensors")
+            or "/" in name
+            or not name.isprintable()
+            or len(name) > 255
+        ):
+            raise directory.refuse(
+                f"{INDEX_NAME} puts {tensor[:255]!r} into {str(name)[:255]!r}, "
+                "which is not the name of a *.safetensors file in its directory",
+                "name shards by plain file names, beside the index",
+            )
+    if len(set(weight_map.values())) > MAX_FILES:
+        raise directory.refuse(
+            f"{INDEX_NAME} names {len(set(weight_map.values()))} files, more than {MAX_FILES}", "use larger shards"
+        )
+    return weight_map
+
+
+def _check_shards(directory: Directory, weight_map: dict[str, str], files: list[SafetensorsFile]) -> None:
+    """Each tensor is in the one shard that the index says, and nothing else is in any."""
+    found: dict[str, str] = {}
+    for file in files:
+        for tensor in file.tensors:
+            if tensor in found:
+                raise directory.refuse(
+                    f"{tensor!r} is in {found[tensor]!r} and in {file.name!r}", "write each tensor to one shard"
+                )
+            found[tensor] = file.name
+    strays = [tensor for tensor in found if tensor not in weight_map]
+    if strays:
+        raise directory.refuse(
+            f"{found[strays[0]]!r} holds {listed(strays)}, not in {INDEX_NAME}", "write the index again"
+        )
+    wrong = [tensor for tensor, name in weight_map.items() if found.get(tensor) != name]
+    if wrong:
+        raise directory.refuse(
+            f"{INDEX_NAME} puts {listed(name[:255] for name in wrong)} into a shard that doesn't hold it",
+            "write the index again",
+        )
+
+
+def _sizes(checkpoint: Checkpoint) -> dict[str, int]:
+    sizes = {file.name: file.nbytes for file in checkpoint.files}
+    if checkpoint.config is not None:
+        sizes[ADAPTER_CONFIG_NAME] = len(checkpoint.config.raw)
+    return sizes
+
+
+def _checked_manifest(manifest: dict[str, Any], checkpoint: Checkpoint) -> tuple[str, dict[str, str]]:
+    """(digest, tensor digests) of a manifest that agrees with itself and with the files."""
+
+    def refuse(what: str) -> InvalidWeights:
+        return InvalidWeights(
+            f"{MANIFEST_NAME} {what}",
+            field="transport.path",
+            file=MANIFEST_NAME,
+            fix="write the manifest again (rl_plane.weights.checkpoint.write_manifest), after the weights",
+        )
+
+    if manifest.get("v") != 1 or type(manifest["v"]) is not int:
+        raise refuse(f"has version {str(manifest.get('v'))[:32]!r}, not 1")
+    if manifest.keys() != _MANIFEST_KEYS:
+        raise refuse(f"must have exactly the keys {', '.join(sorted(_MANIFEST_KEYS))}")
+    tensors, files, digest = manifest["tensors"], manifest["files"], manifest["digest"]
+    if not isinstance(tensors, dict) or not isinstance(files, dict):
+        raise refuse("must have objects as tensors and files")
+    if not isinstance(digest, str) or not digest.startswith(DIGEST_PREFIX):
+        raise refuse(f"must have a digest '{DIGEST_PREFIX}<hex>'")
+
+    if files != _sizes(checkpoint):
+        raise refuse("names other files, or other lengths, than there are")
+    differing = [name[:255] for name in tensors.keys() ^ checkpoint.specs.keys()]
+    if differing:
+        raise refuse(f"and the files do not hold the same tensors: {listed(sorted(differing))}")
+    tensor_digests = {}
+    for name, entry in tensors.items():
+        spec = checkpoint.specs[name]
+        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "digest"}:
+            raise refuse(f"must have exactly dtype, shape and digest for {name!r}")
+        if entry["dtype"] != spec.dtype or entry["shape"] != list(spec.shape):
+            raise refuse(f"and the files differ in the dtype or shape of {name!r}")
+        if not isinstance(entry["digest"], str) or not _HEX.fullmatch(entry["digest"]):
+            raise refuse(f"must have 64 hex digits as the digest of {name!r}")
+        tensor_digests[name] = entry["digest"]
+    computed = checkpoint.digest_of(tensor_digests)
+    if computed != digest:
+        raise refuse(f"says digest {digest[:80]!r}, but its tensors' digests make {computed}")
+    return digest, tensor_digests

@@ -1,0 +1,178 @@
+"""What a publisher sends: tensors, packed into buckets. Pure.
+
+A bucket travels as one run of bytes: its tensors one after another in the order of the list, each from a multiple of
+ALIGN_BYTES on. So names, dtypes and shapes say where everything is, and nothing on the wire can say otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from rl_plane.errors import InvalidWeights
+from rl_plane.protocol.versions import (
+    DTYPE_BYTES,
+    MAX_NAME_CHARS,
+    MAX_RANK,
+    TensorSpec,
+    checked_name,
+    config_line,
+    tensors_digest,
+)
+
+ALIGN_BYTES = 64
+"""A cache line: every dtype can be read in place, and copies run at full speed."""
+
+DEFAULT_BUCKET_BYTES = 256 << 20
+"""Large enough that what a bucket costs by itself doesn't count, small beside a model."""
+
+MAX_TENSORS = 1 << 18
+"""Twice the tensors of the largest public checkpoints."""
+
+MAX_BUCKET_BYTES = 1 << 40
+
+MAX_CONFIG_BYTES = 1 << 20
+"""Of an adapter's config; those that PEFT writes have some 1,000."""
+
+_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tensor's place in its bucket."""
+
+    name: str
+    spec: TensorSpec
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    tensors: tuple[Placed, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, TensorSpec]]) -> Bucket:
+        placed, end = [], 0
+        for name, spec in tensors:
+            placed.append(Placed(name, spec, end))
+            end += -(-spec.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        return cls(tuple(placed), end)
+
+
+def pack(
+    tensors: Iterable[tuple[str, TensorSpec]], bucket_bytes: int = DEFAULT_BUCKET_BYTES
+) -> tuple[Bucket, ...]:
+    """In the order given. A tensor that is larger than a bucket gets one of its own."""
+    groups: list[list[tuple[str, TensorSpec]]] = []
+    room = 0
+    for name, spec in tensors:
+        size = -(-spec.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        if not groups or size > room:
+            groups.append([])
+            room = bucket_bytes
+        groups[-1].append((name, spec))
+        room -= size
+    return tuple(map(Bucket.of, groups))
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One version's tensors, in the order in which they are sent."""
+
+    buckets: tuple[Bucket, ...]
+    adapter_config: bytes | None = None
+    """Of an adapter: its `adapter_config.json`, as published."""
+    tensor_digests: Mapping[str, str] | None = None
+    """Per tensor, blake3 hex of its bytes; None while the publisher has not read them yet."""
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return {placed.name: placed.spec for bucket in self.buckets for placed in bucket.tensors}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.specs.values())
+
+    def digested(self, tensor_digests: Mapping[str, str]) -> Manifest:
+        return replace(self, tensor_digests=dict(tensor_digests))
+
+    @property
+    def digest(self) -> str | None:
+        """The version's, once all tensors were read."""
+        if self.tensor_digests is None:
+            return None
+        lines = [(name, spec, self.tensor_digests[name]) for name, spec in self.specs.items()]
+        if self.adapter_config is not None:
+            lines.append(config_line(self.adapter_config))
+        return tensors_digest(lines)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Plain values, for msgpack or JSON."""
+        return {
+            "buckets": [
+                [[one.name, one.spec.dtype, list(one.spec.shape)] for one in bucket.tensors]
+                for bucket in self.buckets
+            ],
+            "adapter_config": None if self.adapter_config is None else self.adapter_config.decode(),
+            "tensor_digests": None if self.tensor_digests is None else dict(self.tensor_digests),
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Any, field: str = "transport.manifest") -> Self:
+        """Believes nothing: InvalidWeights for what is not a manifest."""
+
+        def refuse(what: str) -> InvalidWeights:
+            return InvalidWeights(
+                f"the manifest {what}", field=field, fix="make it with rl_plane.weights.manifest, as publishers do"
+            )
+
+        if not isinstance(wire, Mapping) or wire.keys() != {"buckets", "adapter_config", "tensor_digests"}:
+            raise refuse("must have buckets, adapter_config and tensor_digests")
+        groups, config, digests = wire["buckets"], wire["adapter_config"], wire["tensor_digests"]
+        if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
+            raise refuse("must have a list of lists of tensors as its buckets")
+        if not 0 < sum(map(len, groups)) <= MAX_TENSORS or not all(groups):
+            raise refuse(f"must name 1 to {MAX_TENSORS} tensors, and no empty bucket")
+        seen: set[str] = set()
+        buckets = []
+        for group in groups:
+            bucket = Bucket.of([_tensor(one, refuse) for one in group])
+            if bucket.nbytes > MAX_BUCKET_BYTES:
+                raise refuse(f"has a bucket of more than {MAX_BUCKET_BYTES} bytes")
+            for placed in bucket.tensors:
+                if placed.name in seen:
+                    raise refuse(f"names {placed.name!r} twice")
+                seen.add(placed.name)
+            buckets.append(bucket)
+        if config is not None and not (isinstance(config, str) and len(config.encode()) <= MAX_CONFIG_BYTES):
+            raise refuse(f"must have a text of at most {MAX_CONFIG_BYTES} bytes as its adapter_config")
+        if digests is not None and not (
+            isinstance(digests, Mapping)
+            and digests.keys() == seen
+            and all(isinstance(value, str) and _HEX.fullmatch(value) for value in digests.values())
+        ):
+            raise refuse("must have one blake3 hex digest for each tensor as its tensor_digests")
+        return cls(
+            tuple(buckets),
+            None if config is None else config.encode(),
+            None if digests is None else dict(digests),
+        )
+
+
+def _tensor(one: Any, refuse: Any) -> tuple[str, TensorSpec]:
+    if not isinstance(one, list) or len(one) != 3:
+        raise refuse("must describe each tensor as [name, dtype, shape]")
+    name, dtype, shape = one
+    if not isinstance(name, str) or not checked_name(name):
+        raise refuse(
+            f"has a name that no tensor may have: 1 to {MAX_NAME_CHARS} printable characters without white space"
+        )
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise refuse(f"has {name!r} in a dtype that is none of {', '.join(sorted(DTYPE_BYTES))}")
+    sizes = isinstance(shape, list) and all(type(side) is int and 0 <= side < 1 << 62 for side in shape)
+    if not sizes or len(shape) > MAX_RANK:
+        raise refuse(f"has {name!r} in a shape that is not at most {MAX_RANK} non-negative integers")
+    return name, TensorSpec(dtype, tuple(shape))

@@ -1,0 +1,183 @@
+"""Opening files beneath configured roots, by descriptor: nothing that a symlink or a rename does lets a reader out."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rl_plane.errors import InvalidRequest, InvalidWeights, PlaneError
+from rl_plane.weights.safetensors_file import SafetensorsFile, load_json_object, unreadable
+
+MAX_JSON_BYTES = 64 << 20
+"""An index or a manifest of some 250,000 tensors."""
+
+MAX_LISTED = 10_000
+"""Directory entries looked at to say what is there instead of weights."""
+
+SHOWN = 5
+"""Names, roots and files that a message lists before it only counts."""
+
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
+_DENIED = (errno.EACCES, errno.EPERM)
+
+
+def shown_roots(roots: list[Path]) -> str:
+    if not roots:
+        return "a weight root (none is configured: set RL_PLANE_WEIGHT_ROOTS)"
+    return f"a weight root of this worker: {listed([str(root) for root in roots])}"
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first few names, then a count."""
+    names = list(names)
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(repr(name) for name in names[:SHOWN]) + more
+
+
+def check_beneath(real: str, name: str, roots: list[Path] | None, field: str) -> None:
+    """InvalidRequest unless the resolved path `real` is beneath a root, which may itself be a symlink."""
+    if roots is not None and not any(Path(real).is_relative_to(os.path.realpath(root)) for root in roots):
+        raise InvalidRequest(
+            f"{name!r} leads outside the weight roots", field=field, fix=f"put it beneath {shown_roots(roots)}"
+        )
+
+
+class Directory:
+    """An open directory, whose files are opened by name: a rename of it between two files mixes nothing."""
+
+    def __init__(self, path: str, roots: list[Path] | None, field: str) -> None:
+        """`path`: resolved."""
+        self._path = path
+        self._roots = roots
+        self._field = field
+        self._check_beneath(path, path)
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise unopened(path, error, field) from error
+        try:
+            self._check_descriptor(self._descriptor, path)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def names(self) -> list[str]:
+        with os.scandir(self._descriptor) as entries:
+            return sorted(entry.name for entry, _ in zip(entries, range(MAX_LISTED), strict=False))
+
+    def has(self, name: str) -> bool:
+        """Is there such a name, whatever is behind it?"""
+        try:
+            os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise unopened(name, error, self._field) from error
+        return True
+
+    def open(self, name: str) -> int:
+        """A descriptor of a regular file beneath the roots, its symlinks followed."""
+        real = os.path.realpath(os.path.join(self._path, name))
+        self._check_beneath(real, name)
+        try:
+            # Looked at before it is opened: opening a device can have effects.
+            self._check_regular(os.stat(real), name)
+            # NONBLOCK: opening a fifo that took the file's place since would wait for a writer.
+            descriptor = os.open(
+                name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=self._descriptor
+            )
+        except OSError as error:
+            raise unopened(name, error, self._field) from error
+        try:
+            self._check_regular(os.fstat(descriptor), name)
+            self._check_descriptor(descriptor, name)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def open_weights(self, name: str) -> SafetensorsFile:
+        return SafetensorsFile(self.open(name), name, field=self._field)
+
+    def read_json(self, name: str, max_bytes: int | None = None) -> tuple[dict[str, Any], bytes, tuple[int, int]]:
+        """(the object in a small file, its bytes, the file's identity)."""
+        limit = MAX_JSON_BYTES if max_bytes is None else max_bytes
+        descriptor = self.open(name)
+        try:
+            with os.fdopen(descriptor, "rb") as file:
+                status = os.fstat(descriptor)
+                raw = file.read(limit + 1)
+        except OSError as error:
+            raise unreadable(name, error) from error
+        if len(raw) > limit:
+            raise self.refuse(f"{name!r} has more than {limit} bytes", "check that it is the right file")
+        try:
+            return load_json_object(raw), raw, (status.st_dev, status.st_ino)
+        except ValueError as error:
+            raise self.refuse(f"{name!r} can't be read: {str(error)[:200]}", "write it again") from error
+
+    def check_same(self, name: str, identity: tuple[int, int]) -> None:
+        """InvalidWeights if `name` now leads to another file than the one that we opened."""
+        try:
+            status = os.stat(name, dir_fd=self._descriptor)
+        except OSError:
+            status = None
+        if status is None or (status.st_dev, status.st_ino) != identity:
+            raise self.refuse(
+                f"{name!r} was replaced while the checkpoint was opened",
+                "publish each checkpoint in a directory of its own, complete before it is named",
+            )
+
+    def refuse(self, what: str, fix: str) -> InvalidWeights:
+        return InvalidWeights(what, field=self._field, fix=fix)
+
+    def _check_beneath(self, real: str, name: str) -> None:
+        check_beneath(real, name, self._roots, self._field)
+
+    def _check_descriptor(self, descriptor: int, name: str) -> None:
+        """Again by what was opened: a symlink may have changed since its path was looked at."""
+        try:
+            where = os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:
+            return  # not Linux: the check of the path has to do
+        self._check_beneath(where, name)
+
+    def _check_regular(self, status: os.stat_result, name: str) -> None:
+        if not stat.S_ISREG(status.st_mode):
+            raise self.refuse(f"{name!r} is {kind_of(status)}, not a regular file", "publish regular files")
+
+
+def kind_of(status: os.stat_result) -> str:
+    for test, kind in (
+        (stat.S_ISDIR, "a directory"),
+        (stat.S_ISFIFO, "a fifo"),
+        (stat.S_ISSOCK, "a socket"),
+        (stat.S_ISCHR, "a device"),
+        (stat.S_ISBLK, "a device"),
+    ):
+        if test(status.st_mode):
+            return kind
+    return "something else"
+
+
+def unopened(name: str, error: OSError, field: str) -> PlaneError:
+    if error.errno in _ABSENT:
+        return InvalidRequest(
+            f"{name!r} is not there ({error.strerror})",
+            field=field,
+            fix="check the path, and that this worker sees the same file system as the publisher",
+        )
+    if error.errno in _DENIED:
+        return InvalidRequest(
+            f"this worker may not read {name!r} ({error.strerror})",
+            field=field,
+            fix="make it readable to the worker",
+        )
+    return unreadable(name, error)

@@ -1,0 +1,276 @@
+"""One safetensors file, read without trusting it and without a framework; and a small writer.
+
+Layout: 8 bytes little-endian header length, a JSON object `name → {dtype, shape, data_offsets}`, the data. Every
+claim of the header is checked against the file before a byte of data is read. A file is held by descriptor, so
+that replacing its path changes nothing, and it is refused when its bytes change while it is held.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import stat
+import struct
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rl_plane.errors import EngineFailed, InvalidWeights, PlaneError, Unavailable
+from rl_plane.protocol.versions import DTYPE_BYTES, MAX_NAME_CHARS, MAX_RANK, TensorSpec, checked_name
+
+MAX_HEADER_BYTES = 32 << 20
+"""Some 250,000 tensors; the headers of the largest public checkpoints are under 1 MiB a file."""
+
+READ_BYTES = 16 << 20
+"""Bytes asked for at once: large enough to stream, small enough that `close` never waits long for a read."""
+
+REWRITE = "write the file again (to another name, then rename it), and publish that"
+"""The fix for a file that is not whole."""
+
+_LENGTH = struct.Struct("<Q")
+_ENTRY_KEYS = frozenset({"dtype", "shape", "data_offsets"})
+
+
+def load_json_object(raw: bytes) -> dict[str, Any]:
+    """A JSON object in UTF-8; ValueError for anything else, duplicate keys and NaN included."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            seen: set[str] = set()
+            again = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise ValueError(f"the key {again[:MAX_NAME_CHARS]!r} is there twice")
+        return found
+
+    def no_constant(word: str) -> NoReturn:
+        raise ValueError(f"{word} is not JSON")
+
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=no_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError("it is not a JSON object")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor's place in a file."""
+
+    spec: TensorSpec
+    offset: int  # of its first byte, from the start of the file
+
+
+def parse_header(
+    raw: bytes, data_bytes: int, *, file: str, field: str
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """(tensors in the order of their bytes, metadata) of the header `raw` of a file with `data_bytes` after it."""
+
+    def refuse(what: str, fix: str = REWRITE) -> InvalidWeights:
+        return InvalidWeights(f"{file!r} is not a valid safetensors file: {what}", field=field, file=file, fix=fix)
+
+    if raw[:1] != b"{":
+        raise refuse("its header does not begin with '{'")
+    try:
+        header = load_json_object(raw)
+    except ValueError as error:
+        raise refuse(f"its header can't be read: {str(error)[:200]}") from error
+
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise refuse("__metadata__ must be an object of strings", "write metadata as strings")
+
+    placed: list[tuple[int, int, str, TensorSpec]] = []
+    for name, entry in header.items():
+        if not checked_name(name):
+            raise refuse(
+                f"{name[:MAX_NAME_CHARS]!r} is no name for a tensor",
+                f"use 1 to {MAX_NAME_CHARS} printable characters without white space",
+            )
+        if not isinstance(entry, dict) or entry.keys() != _ENTRY_KEYS:
+            raise refuse(f"the entry of {name!r} must have exactly dtype, shape and data_offsets")
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+            raise refuse(
+                f"the dtype of {name!r} is {str(dtype)[:32]!r}", f"use one of {', '.join(sorted(DTYPE_BYTES))}"
+            )
+        if not _are_sizes(shape) or len(shape) > MAX_RANK:
+            raise refuse(f"the shape of {name!r} must be at most {MAX_RANK} non-negative integers")
+        if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+            raise refuse(f"data_offsets of {name!r} must be [begin, end] with 0 <= begin <= end")
+        spec = TensorSpec(dtype, tuple(shape))
+        if spec.nbytes != offsets[1] - offsets[0]:
+            raise refuse(
+                f"{name!r} is {dtype} {_shown_shape(shape)}, so {_shown_int(spec.nbytes)} bytes, "
+                f"but its data_offsets span {_shown_int(offsets[1] - offsets[0])}"
+            )
+        placed.append((offsets[0], offsets[1], name, spec))
+
+    placed.sort(key=lambda place: place[:2])
+    end, tensors, before = 0, {}, ""
+    for begin, until, name, spec in placed:
+        if begin < end:
+            raise refuse(f"{name!r} overlaps {before!r}")
+        if begin > end:
+            hole = f"there are bytes of no tensor before {name!r}" if before else f"{name!r} does not begin at 0"
+            raise refuse(f"{hole} (at {_shown_int(end)}, the tensor at {_shown_int(begin)})")
+        tensors[name] = StoredTensor(spec, _LENGTH.size + len(raw) + begin)
+        end, before = until, name
+    if end > data_bytes:
+        raise refuse(f"it is truncated: {_shown_int(end)} bytes of tensors are announced, {data_bytes} are there")
+    if end < data_bytes:
+        raise refuse(f"it has {data_bytes - end} trailing bytes that belong to no tensor")
+    return tensors, metadata
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(side) is int and side >= 0 for side in value)
+
+
+def _shown_int(value: int) -> str:
+    return str(value) if value < 1 << 64 else "2^64 or more"
+
+
+def _shown_shape(shape: list[int]) -> str:
+    return f"[{', '.join(map(_shown_int, shape))}]"
+
+
+class SafetensorsFile:
+    """A checked file, open for reading from any threads. Owns the descriptor it is given, on failure too."""
+
+    def __init__(self, descriptor: int, name: str, *, field: str = "transport.path") -> None:
+        """`name`: for messages. `field`: the part of the request that chose this file."""
+        self.name = name
+        self.field = field
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+        self._reads = 0
+        """Under way."""
+        self._closed = False
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise self._refusal("is not a regular file", "publish a regular file")
+            self.nbytes = status.st_size
+            self.identity = (status.st_dev, status.st_ino)
+            # Not ctime: renaming another file over this path, which must not disturb us, changes it.
+            self._stamp = (status.st_size, status.st_mtime_ns)
+            self.tensors, self.metadata = self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_header(self) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+        if self.nbytes < _LENGTH.size:
+            raise self._refusal(f"is truncated: it has {self.nbytes} bytes, less than a header's length", REWRITE)
+        prefix = bytearray(_LENGTH.size)
+        self.read_into(0, memoryview(prefix))
+        (length,) = _LENGTH.unpack(prefix)
+        if length > MAX_HEADER_BYTES:
+            raise self._refusal(
+                f"announces a header of {length} bytes, more than {MAX_HEADER_BYTES}",
+                "check that it is a safetensors file; split a checkpoint with so many tensors into shards",
+            )
+        if length > self.nbytes - _LENGTH.size:
+            raise self._refusal(
+                f"is truncated: its header alone has {length} bytes, it has {self.nbytes}", REWRITE
+            )
+        raw = bytearray(length)
+        self.read_into(_LENGTH.size, memoryview(raw))
+        self.check_unchanged()
+        data_bytes = self.nbytes - _LENGTH.size - length
+        return parse_header(bytes(raw), data_bytes, file=self.name, field=self.field)
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fills `view` from `offset`. InvalidWeights where the file ends early."""
+        done = 0
+        while done < len(view):
+            count = self._read_some(offset + done, view[done : done + READ_BYTES])
+            if count == 0:
+                raise self._refusal("changed while read: it was cut short", REWRITE)
+            done += count
+
+    def _read_some(self, offset: int, view: memoryview) -> int:
+        with self._lock:
+            if self._closed:
+                raise EngineFailed(f"{self.name!r} was closed while it was read")
+            self._reads += 1
+        try:
+            return os.preadv(self._descriptor, [view], offset)
+        except OSError as error:
+            raise unreadable(self.name, error) from error
+        finally:
+            with self._lock:
+                self._reads -= 1
+                if self._closed and not self._reads:
+                    os.close(self._descriptor)
+
+    def chunks(self, tensor: StoredTensor, buffer: memoryview) -> Iterator[memoryview]:
+        """A tensor's bytes in pieces of at most `buffer`, which they share."""
+        for start in range(0, tensor.spec.nbytes, len(buffer)):
+            piece = buffer[: min(len(buffer), tensor.spec.nbytes - start)]
+            self.read_into(tensor.offset + start, piece)
+            yield piece
+
+    def check_unchanged(self) -> None:
+        """InvalidWeights if the file was written to since it was opened."""
+        with self._lock:
+            if self._closed:
+                raise EngineFailed(f"{self.name!r} was closed while it was read")
+            status = os.fstat(self._descriptor)
+        if (status.st_size, status.st_mtime_ns) != self._stamp:
+            raise self._refusal("changed while read", "don't write to a published file: publish another one")
+
+    def close(self) -> None:
+        """From any thread, twice included. Reads under way end first, so that their descriptor isn't reused."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if not self._reads:
+                os.close(self._descriptor)
+
+    def _refusal(self, what: str, fix: str) -> InvalidWeights:
+        return InvalidWeights(f"{self.name!r} {what}", field=self.field, file=self.name, fix=fix)
+
+
+def unreadable(name: str, error: OSError) -> PlaneError:
+    """The error for a failure of the disk or of the process's limits, which is no fault of the request."""
+    return Unavailable(f"{name!r} can't be read: {error.strerror or error}", file=name)
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, tuple[TensorSpec, bytes]], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Writes a file in the order given, atomically: a reader of `path` sees the old file or the whole new one."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, (spec, data) in tensors.items():
+        if not checked_name(name) or name == "__metadata__":
+            raise ValueError(f"{name[:MAX_NAME_CHARS]!r} is no name for a tensor")
+        if len(data) != spec.nbytes:
+            raise ValueError(f"{name!r} needs {spec.nbytes} bytes, not {len(data)}")
+        entry = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [end, end + len(data)]}
+        header[name], end = entry, end + len(data)
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)  # readers that map the file want its data aligned
+    write_atomically(path, [_LENGTH.pack(len(raw)), raw, *(data for _, data in tensors.values())])
+
+
+def write_atomically(path: Path, pieces: Iterable[bytes]) -> None:
+    """Writes beside `path`, then renames; on failure nothing is left."""
+    temporary = path.with_name(f".{path.name[:64]}.{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())  # or a crash could leave the new name with no bytes
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

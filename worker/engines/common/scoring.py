@@ -1,0 +1,84 @@
+"""Scores are the logprobs of given token sequences under the weights that an engine holds. Every engine checks what it
+is given, and what it computed, by the functions here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+
+from rl_plane.errors import EngineFailed, InvalidRequest, Unavailable
+from worker.engines.common.token_checks import check_vocabulary
+
+MIN_TOKENS = 2
+"""A sequence of one token has no token after the first."""
+MAX_TOKENS = 256
+"""A canary of this length passes every layer many times, and its logits still fit beside a full GPU."""
+MAX_SEQUENCES = 32
+"""A paused fleet waits for all of them: a canary has a few."""
+
+LOGPROB_FLOOR = -10_000.0
+"""The lowest score, in place of -inf and of all that is lower: JSON has no -inf. A logprob of finite logits that a
+usable model computes is far above it."""
+
+NOT_A_NUMBER = "the engine computes NaN: a token's logprob is not a number"
+
+
+def check_sequences(sequences: Sequence[Sequence[int]], vocab_size: int, max_model_len: int) -> list[list[int]]:
+    """The sequences as lists. InvalidRequest for one that the engine can't score."""
+    if not 1 <= len(sequences) <= MAX_SEQUENCES:
+        raise InvalidRequest(
+            f"{len(sequences)} sequences are given", field="sequences", fix=f"give 1 to {MAX_SEQUENCES}"
+        )
+    # An engine counts one more: the token that a request for the sequence would make.
+    longest = min(MAX_TOKENS, max_model_len - 1)
+    for number, sequence in enumerate(sequences):
+        field = f"sequences.{number}"
+        if not MIN_TOKENS <= len(sequence) <= longest:
+            raise InvalidRequest(
+                f"the sequence has {len(sequence)} tokens",
+                field=field,
+                fix=f"give {MIN_TOKENS} to {longest} token ids",
+            )
+        if (lowest := min(sequence)) < 0:
+            raise InvalidRequest(f"token {lowest} is negative", field=field, fix=f"use ids below {vocab_size}")
+        check_vocabulary(field, list(sequence), vocab_size)
+    return [list(sequence) for sequence in sequences]
+
+
+def check_adapter(adapter: str | None, loaded: Collection[str]) -> None:
+    if adapter is not None and adapter not in loaded:
+        raise InvalidRequest(
+            f"there is no adapter {adapter[:64]!r} here", field="adapter", fix="name one that is loaded"
+        )
+
+
+def check_memory(released: Collection[str]) -> None:
+    """`released`: the tags of memory that is not there."""
+    if released:
+        raise Unavailable(f"memory is released ({', '.join(sorted(released))}): score again after resume_memory")
+
+
+def in_batches(
+    sequences: Sequence[list[int]], tokens: int, places: int = MAX_SEQUENCES
+) -> Iterator[list[list[int]]]:
+    """The sequences in their order, at most `places` at a time. Padded to its longest sequence, a batch has at most so
+    many tokens, or it is one sequence."""
+    batch: list[list[int]] = []
+    longest = 0
+    for sequence in sequences:
+        longest = max(longest, len(sequence))
+        if batch and (len(batch) == places or longest * (len(batch) + 1) > tokens):
+            yield batch
+            batch, longest = [], len(sequence)
+        batch.append(sequence)
+    if batch:
+        yield batch
+
+
+def checked_scores(scores: Sequence[Sequence[float]], sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    """The scores as they are told: finite, and one for each token after the first of its sequence."""
+    if [len(row) for row in scores] != [len(sequence) - 1 for sequence in sequences]:
+        raise EngineFailed(f"the engine gave {[len(row) for row in scores]} scores")
+    if any(math.isnan(value) for row in scores for value in row):
+        raise EngineFailed(NOT_A_NUMBER)
+    return [[max(float(value), LOGPROB_FLOOR) for value in row] for row in scores]

@@ -1,0 +1,67 @@
+"""Which weights made which tokens of a request, and when a delta has to say so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rl_plane.protocol.generation import AdapterSpan, VersionSpan
+from rl_plane.protocol.versions import WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """The weights of one token. A version that is None is unknown: the token is then in no span."""
+
+    base: WeightVersion | None
+    adapter: str | None = None
+    adapter_version: WeightVersion | None = None
+
+    @property
+    def known(self) -> bool:
+        return self.base is not None and (self.adapter is None or self.adapter_version is not None)
+
+
+class SpanLog:
+    """Of one request: `add` for each token, `tell` for each delta."""
+
+    def __init__(self) -> None:
+        self._runs: list[tuple[Label, int]] = []  # (label, end); each starts where the last ended
+        self._count = 0
+        self._told = 0  # runs that a delta has told of
+
+    def add(self, label: Label) -> None:
+        self._count += 1
+        if self._runs and self._runs[-1][0] == label:
+            self._runs.pop()
+        self._runs.append((label, self._count))
+
+    def tell(self, last: bool) -> list[VersionSpan]:
+        """All spans, or none where the new tokens only lengthen the last one. While tokens are of unknown weights
+        it is all of them each time: nothing may be taken to lengthen."""
+        if not last and len(self._runs) == self._told and (not self._runs or self._runs[-1][0].known):
+            return []
+        self._told = len(self._runs)
+        spans, start = [], 0
+        for label, end in self._runs:
+            if label.known:
+                spans.append(_span(label, start, end))
+            start = end
+        return spans
+
+
+def _span(label: Label, start: int, end: int) -> VersionSpan:
+    base, adapter = label.base, label.adapter_version
+    assert base is not None, "of known labels only"
+    return VersionSpan(
+        version=base.label,
+        sequence=base.sequence,
+        digest=base.digest,
+        run=base.run,
+        start=start,
+        end=end,
+        adapter=None
+        if label.adapter is None or adapter is None
+        else AdapterSpan(
+            name=label.adapter, version=adapter.label, sequence=adapter.sequence, digest=adapter.digest
+        ),
+    )

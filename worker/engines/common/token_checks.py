@@ -1,0 +1,114 @@
+"""What every engine checks of a request's tokens before it makes one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rl_plane.errors import InvalidRequest, Unsupported
+from rl_plane.protocol.generation import MAX_BAD_WORDS_TOKENS, MAX_STOPS_WITH_MIN_TOKENS, TOGETHER, GenerateRequest
+
+NO_EXPERTS = "the model has no experts"
+NO_ROUTED = "the engine was not told to: start it with --engine-arg enable_return_routed_experts=true"
+
+
+def kept_of_prompt(request: GenerateRequest, prompt: list[int]) -> list[int]:
+    return prompt if request.truncate_prompt_tokens is None else prompt[-request.truncate_prompt_tokens :]
+
+
+def lacking_fields(capabilities: Mapping[str, str]) -> dict[str, str]:
+    """Fields of a request that an engine of these can't do (`generate:<field>`), or not together
+    (`generate:<field>+<field>`), each with the reason."""
+    named = ((name.partition(":"), reason) for name, reason in capabilities.items())
+    return {field: reason for (op, _, field), reason in named if op == "generate" and field}
+
+
+def refuse_lacking(request: GenerateRequest, capabilities: Mapping[str, str]) -> None:
+    for fields, reason in lacking_fields(capabilities).items():
+        field, *others = fields.split(TOGETHER)
+        if all(getattr(request, one) != _default(one) for one in (field, *others)):
+            raise Unsupported(
+                reason, field=field, fix="leave it out, or name a worker that can: nvext.instance_id"
+            )
+
+
+def no_cut_rows(*outside: str) -> dict[str, str]:
+    """For an engine that tells of experts only when it ends a request itself. `outside`: fields by which, all together,
+    the adapter ends it."""
+    reason = f"this engine tells no routed experts where {' with '.join(outside)} ends a choice"
+    return {f"generate:{TOGETHER.join((*outside, 'routed_experts'))}": reason}
+
+
+def _default(field: str) -> Any:
+    return GenerateRequest.model_fields[field].get_default(call_default_factory=True)
+
+
+def check_tokens(
+    request: GenerateRequest, prompt: list[int], eos: frozenset[int], vocab_size: int, max_model_len: int
+) -> None:
+    """`eos`: what ends a text."""
+    for field, ids in (
+        ("prompt_token_ids", prompt),
+        ("stop_token_ids", request.stop_token_ids),
+        ("logit_bias", [int(token) for token in request.logit_bias]),
+        ("allowed_token_ids", request.allowed_token_ids),
+        ("bad_words_token_ids", [token for word in request.bad_words_token_ids for token in word]),
+    ):
+        check_vocabulary(field, ids or [], vocab_size)
+    if not prompt:
+        raise InvalidRequest("the prompt has no tokens", field="prompt", fix="give at least one token")
+    request.check_prompt_logprobs(prompt)
+    if len(prompt) + request.max_tokens > max_model_len:
+        raise InvalidRequest(
+            f"{len(prompt)} prompt tokens and {request.max_tokens} new ones: more than {max_model_len}",
+            field="max_tokens",
+            fix=f"at most {max_model_len} together",
+            prompt_tokens=len(prompt),  # by which a frontend shortens what the caller did not choose
+        )
+    _check_choice(request, eos, vocab_size)
+
+
+def check_vocabulary(field: str, ids: list[int], vocab_size: int) -> None:
+    if ids and max(ids) >= vocab_size:
+        raise InvalidRequest(
+            f"token {max(ids)} is outside the vocabulary", field=field, fix=f"use ids below {vocab_size}"
+        )
+
+
+def _check_choice(request: GenerateRequest, eos: frozenset[int], vocab_size: int) -> None:
+    """What may be made, and that there is always something."""
+    if request.min_tokens > request.max_tokens:
+        raise InvalidRequest(
+            f"min_tokens {request.min_tokens} is more than max_tokens {request.max_tokens}",
+            field="min_tokens",
+            fix="send at most max_tokens",
+        )
+    if request.min_tokens and len(request.stop_token_ids) > MAX_STOPS_WITH_MIN_TOKENS:
+        raise InvalidRequest(
+            f"min_tokens with {len(request.stop_token_ids)} stop_token_ids",
+            field="stop_token_ids",
+            fix=f"with min_tokens send at most {MAX_STOPS_WITH_MIN_TOKENS}",
+        )
+    if sum(map(len, request.bad_words_token_ids)) > MAX_BAD_WORDS_TOKENS:
+        raise InvalidRequest(
+            f"bad_words_token_ids has more than {MAX_BAD_WORDS_TOKENS} tokens",
+            field="bad_words_token_ids",
+            fix="send fewer or shorter ones",
+        )
+    ends = {*request.stop_token_ids, *eos} if request.min_tokens else set()
+    allowed = request.allowed_token_ids
+    for barred in _barred_together(request.bad_words_token_ids):
+        left = len(set(allowed) - barred - ends) if allowed is not None else vocab_size - len(barred | ends)
+        if left <= 0:
+            raise InvalidRequest(
+                "bad_words_token_ids or min_tokens may bar every token that is allowed",
+                field="bad_words_token_ids" if barred else "allowed_token_ids",
+                fix="allow one more, or bar fewer",
+            )
+
+
+def _barred_together(words: list[list[int]]) -> Iterator[set[int]]:
+    """The largest sets of tokens that sequences bar at one time."""
+    for longest in ([], *(word[:-1] for word in words)):
+        # Of what was made last, if that is the longest: those whose own begin is the end of it.
+        yield {word[-1] for word in words if longest[len(longest) - len(word) + 1 :] == word[:-1]}

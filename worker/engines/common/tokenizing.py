@@ -1,0 +1,188 @@
+"""Tokens and text for engines that are given token ids: prompts in, text out, with a Hugging Face tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, Rendering
+from rl_plane.protocol.worker_ops import Tokenize
+from worker.engines.base import EngineInfo
+from worker.engines.common.token_checks import check_vocabulary, kept_of_prompt
+
+_aside = ThreadPoolExecutor(2, "tokenize")
+"""For the ops that only tokenize: the loop's own threads have swaps and prompts to serve."""
+
+
+def load_tokenizer(model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model, local_files_only=True)
+
+
+def eos_tokens(model: Path, tokenizer: Any) -> frozenset[int]:
+    """All that the model (the whole, and its part for text), its generation config and its tokenizer end a text with,
+    and that it can make: a tokenizer may have more tokens than its model. Its vocabulary is that of the part for text,
+    by which every engine makes its logits."""
+    from transformers import AutoConfig, GenerationConfig
+
+    config = AutoConfig.from_pretrained(model, local_files_only=True)
+    text = config.get_text_config()
+    sources = [config, text, tokenizer]
+    if (model / "generation_config.json").is_file():
+        sources.append(GenerationConfig.from_pretrained(model, local_files_only=True))
+    found: set[int] = set()
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        found.update([value] if isinstance(value, int) else value or [])
+    return frozenset(token for token in found if 0 <= token < text.vocab_size)
+
+
+async def prompt_tokens(tokenizer: Any, request: GenerateRequest) -> list[int]:
+    return kept_of_prompt(request, await _whole_prompt(tokenizer, request))
+
+
+async def _whole_prompt(tokenizer: Any, request: GenerateRequest) -> list[int]:
+    given = [name for name in ("prompt_token_ids", "prompt", "messages") if getattr(request, name) is not None]
+    if len(given) != 1:
+        raise InvalidRequest(
+            f"a request has one of prompt_token_ids, prompt and messages, not {given}",
+            field=given[-1] if given else "prompt_token_ids",
+            fix="give exactly one",
+        )
+    if request.prompt_token_ids is not None:
+        return list(request.prompt_token_ids)
+    if request.prompt is not None:
+        return await _encoded(tokenizer, request.prompt, request.add_special_tokens, None)
+    return await _rendered(tokenizer, request.messages or [], request.rendering, None)
+
+
+async def _encoded(tokenizer: Any, text: str, add_special_tokens: bool, executor: Executor | None) -> list[int]:
+    """`executor`: None: the loop's own."""
+    encode = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    ids: list[int] = await asyncio.get_running_loop().run_in_executor(executor, encode)
+    return ids
+
+
+async def _rendered(
+    tokenizer: Any, messages: list[dict[str, Any]], rendering: Rendering, executor: Executor | None
+) -> list[int]:
+    render = partial(
+        tokenizer.apply_chat_template,
+        messages,
+        tools=rendering.tools,
+        documents=rendering.documents,
+        add_generation_prompt=rendering.add_generation_prompt,
+        continue_final_message=rendering.continue_final_message,
+        tokenize=True,
+        return_dict=False,
+        **rendering.more,
+    )
+    try:
+        ids: list[int] = await asyncio.get_running_loop().run_in_executor(executor, render)
+    except Exception as error:  # a template is a program of the model's: it raises what it likes
+        raise InvalidRequest(
+            f"the chat template refuses these messages: {error}",
+            field="messages",
+            fix="give each a role and a content",
+        ) from error
+    return ids
+
+
+def nothing_made(request: GenerateRequest) -> GenerateDelta:
+    """Of a request that was aborted before an engine had it."""
+    return GenerateDelta(token_ids=[], logprobs=[] if request.logprobs else None, finish_reason="abort")
+
+
+class Tokenizing(ABC):
+    """The half of an engine that turns text into tokens and back, without the model."""
+
+    _tokenizer: Any
+    _info: EngineInfo | None
+
+    def __init__(self) -> None:
+        self._tokenized: dict[str, asyncio.Event] = {}
+        """Of requests whose prompt becomes tokens just now, by their id: set, one has been aborted."""
+
+    @abstractmethod
+    def _running(self) -> Any:
+        """EngineFailed where it is not."""
+
+    async def _prompt_of(self, request: GenerateRequest) -> list[int] | None:
+        """None: it was aborted meanwhile. No engine knows the request yet, and many prompts may wait for a thread."""
+        if request.prompt_token_ids is not None:
+            return await prompt_tokens(self._tokenizer, request)  # which waits for nothing
+        if request.id in self._tokenized:
+            raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
+        aborted = self._tokenized[request.id] = asyncio.Event()
+        work = asyncio.create_task(prompt_tokens(self._tokenizer, request))
+        until = asyncio.create_task(aborted.wait())
+        try:
+            await asyncio.wait((work, until), return_when=asyncio.FIRST_COMPLETED)
+            return None if aborted.is_set() else work.result()
+        finally:
+            del self._tokenized[request.id]
+            work.cancel()
+            until.cancel()
+
+    def _abort_tokenized(self, request_ids: list[str] | None) -> int:
+        """How many it was."""
+        names = list(self._tokenized) if request_ids is None else dict.fromkeys(request_ids)
+        found = [one for name in names if (one := self._tokenized.get(name)) is not None and not one.is_set()]
+        for one in found:
+            one.set()
+        return len(found)
+
+    async def tokenize(self, body: Tokenize) -> list[int]:
+        self._running()
+        if body.prompt is not None:
+            return await _encoded(self._tokenizer, body.prompt, body.add_special_tokens is not False, _aside)
+        return await _rendered(self._tokenizer, body.messages or [], body.rendering, _aside)
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        self._running()
+        assert self._info is not None, "start sets it"
+        check_vocabulary("tokens", token_ids, self._info.vocab_size)
+        decode = partial(
+            self._tokenizer.decode, token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        text: str = await asyncio.get_running_loop().run_in_executor(_aside, decode)
+        return text
+
+
+class IncrementalText:
+    """The text of tokens as they come; characters that more bytes may complete are held back until the last."""
+
+    _WINDOW = 16  # tokens decoded anew each time: some context, for tokenizers whose tokens depend on it
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._ids: list[int] = []
+        self._sent = 0  # characters of the decoded window
+
+    def add(self, token_ids: list[int], last: bool) -> str:
+        self._ids += token_ids
+        text = self._decode(self._ids)
+        whole = len(text)
+        if not last:
+            # An unfinished character is at most three bytes, each shown as a replacement character or all as one.
+            while whole > max(self._sent, len(text) - 3) and text[whole - 1] == "\ufffd":
+                whole -= 1
+        fresh = text[self._sent : whole]
+        self._sent = max(self._sent, whole)
+        if whole == len(text) and len(self._ids) > 2 * self._WINDOW:
+            self._ids = self._ids[-self._WINDOW :]
+            self._sent = len(self._decode(self._ids))
+        return fresh
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(
+            ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text

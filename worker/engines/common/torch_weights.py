@@ -1,0 +1,209 @@
+"""A transformers model's weights under their checkpoint names: what must come, staging, swapping, checking."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.core_model_loading import revert_weight_conversion
+
+from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
+from rl_plane.protocol.versions import DTYPE_BYTES, HostTensor, TensorSpec
+from rl_plane.transports.reception import TensorStream
+from rl_plane.weights.read_ahead import host_memory
+from worker.engines.common.weight_checks import WeightChecks, write_noise
+
+NAME_OF_DTYPE = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+DTYPE_OF_NAME = {name: dtype for dtype, name in NAME_OF_DTYPE.items()}
+
+
+@dataclass(slots=True)
+class StagedTensors:
+    """By checkpoint name, in host memory, in the model's dtypes."""
+
+    tensors: dict[str, torch.Tensor]
+
+    def host_tensors(self) -> dict[str, HostTensor]:
+        return {name: _host_tensor(tensor) for name, tensor in self.tensors.items()}
+
+
+class ModelWeights:
+    def __init__(self, model: Any, saved: Mapping[str, TensorSpec] = MappingProxyType({})) -> None:
+        """`saved`: the tensors of the checkpoint that the model was loaded from."""
+        self._model = model
+        # Taken once: adapters change the names of parameters, but not the parameters.
+        state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        targets = _checkpoint_views(model)
+        ties = {_saved_name(model, name, targets): of for name, of in model.all_tied_weights_keys.items()}
+        self._targets = {name: view for name, view in targets.items() if name not in ties}
+        # One tensor under both names: what the checkpoint calls the other one is where its memory is.
+        at = {view.data_ptr(): name for name, view in self._targets.items()}
+        self.tied: Mapping[str, str] = {
+            name: at.get(targets[name].data_ptr(), of) for name, of in ties.items() if name in targets
+        }
+        own = {name: NAME_OF_DTYPE[view.dtype] for name, view in self._targets.items()}
+        dtype = NAME_OF_DTYPE[model.dtype]
+        # A tensor that the checkpoint has in the model's dtype is taken so, whatever the model keeps it in.
+        as_saved = {name for name, spec in saved.items() if spec.dtype == dtype and own.get(name, dtype) != dtype}
+        self.spec: Mapping[str, TensorSpec] = {
+            name: TensorSpec(dtype if name in as_saved else own[name], tuple(view.shape))
+            for name, view in self._targets.items()
+        }
+        self._own = {name: own[name] for name in as_saved}
+        self._lock = threading.Lock()
+        self.checks = WeightChecks(lambda: state, self._lock)
+
+    def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> StagedTensors:
+        return StagedTensors(dict(host_copies(tensors, self.spec, self.tied, cast, cancelled, self._own)))
+
+    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> None:
+        """As `stage` and `load`, one tensor after the other. When it raises, the weights are a mixture."""
+        with self._lock, torch.no_grad():
+            for name, tensor in host_copies(tensors, self.spec, self.tied, cast, cancelled, self._own):
+                self._targets[name].copy_(tensor)
+            self._settle()
+
+    def load(self, staged: StagedTensors) -> None:
+        """In place, so that tied weights and views stay what they are. No step may be running."""
+        with self._lock, torch.no_grad():
+            for name, tensor in staged.tensors.items():
+                self._targets[name].copy_(tensor)
+            self._settle()
+
+    def reset(self) -> None:
+        """Noise over every floating point tensor. No step may be running."""
+        with self._lock:
+            write_noise(self._targets.items())
+            self._settle()
+
+    def _settle(self) -> None:
+        # The generation steps run on a CUDA stream of their own, which does not wait for these copies.
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+
+
+def host_copies(
+    tensors: TensorStream,
+    wanted: Mapping[str, TensorSpec],
+    tied: Collection[str],
+    cast: bool,
+    cancelled: Callable[[], bool],
+    own: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copies, in the dtypes of `wanted`, without those of `tied` names. A tensor that must be cast comes in the dtype
+    that `own` names for it, if it names one. InvalidWeights for what does not fit, and at the end for what is
+    missing."""
+    left = set(wanted)
+    for name, tensor in tensors:
+        if cancelled():
+            raise EngineFailed("staging was cancelled")
+        if name in tied:
+            continue  # the same as the one that it is tied to: the model has one tensor for both
+        spec = wanted.get(name)
+        if spec is None or spec.shape != tensor.spec.shape:
+            raise InvalidWeights(
+                f"{name} {list(tensor.spec.shape)} does not fit the model", field=name, fix="send its weights"
+            )
+        if spec.dtype != tensor.spec.dtype and not cast:
+            raise InvalidWeights(
+                f"{name} is {tensor.spec.dtype}, the model's is {spec.dtype}", field=name, fix="set cast: true"
+            )
+        left.discard(name)
+        dtype = spec.dtype if tensor.spec.dtype == spec.dtype else own.get(name, spec.dtype)
+        yield name, _kept(tensor).to(DTYPE_OF_NAME[dtype])
+    if left:
+        first = min(left)
+        raise InvalidWeights(
+            f"{len(left)} tensors are missing, {first} the first", field=first, fix="send them all"
+        )
+
+
+def _kept(tensor: HostTensor) -> torch.Tensor:
+    """In memory that stays: the tensor's own, or a copy."""
+    spec = tensor.spec
+    if not spec.nbytes:
+        return torch.empty(spec.shape, dtype=DTYPE_OF_NAME[spec.dtype])
+    kept = np.frombuffer(tensor.data, dtype=np.uint8)
+    if not tensor.owned or kept.ctypes.data % DTYPE_BYTES[spec.dtype]:
+        # Through numpy, which takes read-only memory and lets other threads run meanwhile. Not what torch.empty gives:
+        # that takes longer to free than the swap takes to copy, and it is freed while the engine is paused.
+        copied = np.frombuffer(host_memory(spec.nbytes), dtype=np.uint8)
+        np.copyto(copied, kept)
+        kept = copied
+    return torch.from_numpy(kept).view(DTYPE_OF_NAME[spec.dtype]).reshape(spec.shape)
+
+
+def _host_tensor(tensor: torch.Tensor) -> HostTensor:
+    spec = TensorSpec(NAME_OF_DTYPE[tensor.dtype], tuple(tensor.shape))
+    data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if spec.nbytes else memoryview(bytearray())
+    return HostTensor(spec, data, owned=True)
+
+
+def _saved_name(model: Any, name: str, saved: Collection[str]) -> str:
+    """What the checkpoint calls a parameter of its own."""
+    if name in saved:
+        return name
+    state = {key: tensor for key, tensor in model.state_dict().items() if key == name}
+    return next(iter(revert_weight_conversion(model, state)), name)
+
+
+def _checkpoint_views(model: Any) -> dict[str, torch.Tensor]:
+    """Checkpoint name → the part of the live model that it fills.
+
+    Mostly the state dict itself. A model that fuses or renames (mixtures of experts) is asked to turn its state
+    back into checkpoint form: some of that comes as views of the live tensors, some as copies. For the latter,
+    the same is asked of tensors that hold their own element numbers, which then tell the view.
+    """
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    views = dict(revert_weight_conversion(model, dict(state)))
+    at = {tensor.untyped_storage().data_ptr(): name for name, tensor in state.items()}
+    covered = {at.get(view.untyped_storage().data_ptr()) for view in views.values()}
+    fused = {name: tensor for name, tensor in state.items() if _storage_owner(at, tensor) not in covered}
+    if not fused:
+        return views
+    counted, starts, total = {}, {}, 0
+    for name, tensor in fused.items():
+        if not tensor.is_contiguous():
+            raise _not_as_saved(model, name)
+        counted[name] = torch.arange(total, total + tensor.numel()).reshape(tensor.shape)
+        starts[name] = total
+        total += tensor.numel()
+    for name, numbers in revert_weight_conversion(model, counted).items():
+        first = int(numbers.flatten()[0])
+        source = max((start, origin) for origin, start in starts.items() if start <= first)[1]
+        stride = [
+            int(numbers.select(axis, 1).flatten()[0]) - first if side > 1 else 1
+            for axis, side in enumerate(numbers.shape)
+        ]
+        offset = first - starts[source]
+        elements = counted[source].reshape(-1)
+        try:
+            found = torch.equal(elements.as_strided(numbers.shape, stride, offset), numbers)
+        except RuntimeError:  # the strides lead out of the tensor
+            found = False
+        if not found:
+            raise _not_as_saved(model, name)
+        views[name] = fused[source].reshape(-1).as_strided(numbers.shape, stride, offset)
+    return views
+
+
+def _not_as_saved(model: Any, name: str) -> Unsupported:
+    return Unsupported(
+        f"{type(model).__name__} keeps {name} in a form that the hf engine can't update",
+        field="model",
+        fix="serve this model with another engine",
+    )
+
+
+def _storage_owner(at: Mapping[int, str], tensor: torch.Tensor) -> str:
+    return at[tensor.untyped_storage().data_ptr()]

@@ -1,0 +1,614 @@
+"""The `fake` engine: the whole contract of an EngineAdapter without a model, for tests and for scale.
+
+It holds the bytes of any safetensors model directory, and makes tokens from their digest: which weights made a
+token can be told from the token itself (`fake_token`), whatever label the version carries. No torch; no thread or
+task of its own, so that a process may carry a thousand.
+
+A request's tokens are made when its reader asks for them, so a reader that stalls holds up a `pause` in mode
+`wait`. There is no end-of-sequence token: generation ends by `max_tokens` or `stop_token_ids`. What a request
+allows and bars is kept to (by `logit_bias` only the tokens with the highest are made); sampling parameters change
+nothing. With `cast`, bytes are kept as they came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from blake3 import blake3
+
+from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted, Unsupported
+from rl_plane.protocol.generation import FinishReason, GenerateDelta, GenerateRequest, Rendering
+from rl_plane.protocol.update_requests import PreparedReply
+from rl_plane.protocol.versions import TensorSpec, WeightVersion
+from rl_plane.protocol.worker_ops import Tokenize
+from rl_plane.transports.receiver_base import WeightTransport
+from rl_plane.transports.reception import Cancelled, Reception
+from rl_plane.weights.checkpoint import Checkpoint, open_checkpoint
+from worker.engines.base import CheckAction, EngineInfo, EngineOptions, PauseMode
+from worker.engines.common.scoring import check_adapter, check_memory, check_sequences, checked_scores
+from worker.engines.common.spans import Label, SpanLog
+from worker.engines.common.stop_strings import StopStrings
+from worker.engines.common.token_checks import NO_EXPERTS, check_tokens, check_vocabulary, kept_of_prompt
+from worker.engines.fake.config import FakeConfig
+from worker.engines.fake.fake_model import (
+    FIRST_TOKEN,
+    FakeAdapter,
+    FakeTensor,
+    FakeWeights,
+    both_digests,
+    fake_logprob,
+    fake_prompt_logprobs,
+    fake_token,
+    hash_of,
+    hash_of_prompt,
+    logprob_of,
+    make_fake_adapter,
+    make_fake_model,
+    permitted,
+    token_of,
+)
+from worker.engines.fake.holder import FakeHolder
+from worker.receive.weight_receiver import Receiver, load_transports
+
+__all__ = [
+    "FakeAdapter",
+    "FakeConfig",
+    "FakeEngine",
+    "FakeWeights",
+    "build",
+    "fake_logprob",
+    "fake_prompt_logprobs",
+    "fake_token",
+    "make_fake_adapter",
+    "make_fake_model",
+]
+
+FAKE_VERSION = "1"
+
+STAGE = "a stage for trials: it has no weights and generates nothing"
+
+MEMORY_TAGS = ("weights", "kv_cache")
+
+_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
+_DTYPE_NAMES = {short: name for name, short in _DTYPES.items()}
+
+
+@dataclass(eq=False, slots=True)
+class _Running:
+    """One request in the engine."""
+
+    adapter: str | None
+    prompt: list[int]
+    prompt_hash: bytes
+    admitted: bool = False
+    """Has it left the queue? Waiting ones stay in it while the engine is paused."""
+    ended: FinishReason | None = None
+    """Set from outside: the reader's next delta is the last."""
+    made: int = 0
+    spans: SpanLog = field(default_factory=SpanLog)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class FakeEngine:
+    """An EngineAdapter. `fail_stage`, `fail_swap`, `fail_overwrite`, `miscompute` and `hang_liveness` may be set
+    while it runs. `transports`: instead of those that are installed."""
+
+    def __init__(self, options: EngineOptions, transports: Mapping[str, WeightTransport] | None = None) -> None:
+        self.config = FakeConfig.parse(options.extra)
+        if options.dtype is not None and options.dtype not in _DTYPES:
+            raise InvalidRequest(
+                f"the dtype is {options.dtype[:64]!r}", field="dtype", fix=f"use one of {', '.join(_DTYPES)}"
+            )
+        if options.device not in ("auto", "cpu"):
+            raise InvalidRequest(
+                f"the fake engine has no device {options.device[:64]!r}", field="device", fix="use auto or cpu"
+            )
+        self.fail_stage = self.config.fail_stage
+        self.fail_swap = self.config.fail_swap
+        self.fail_overwrite = self.config.fail_overwrite
+        self.miscompute = self.config.miscompute
+        self.hang_liveness = self.config.hang_liveness
+        if transports is None:
+            transports = load_transports(options.places)
+        self.receiver = Receiver(FakeHolder(self), transports)
+        self._options = options
+        self._specs: dict[str, TensorSpec] = {}
+        self._weights: FakeWeights | None = None  # None before start and after close
+        self._miscomputes = False  # the last swap was one with `miscompute`
+        self._snapshot: FakeWeights | None = None
+        self._version: WeightVersion | None = None
+        self._adapters: dict[str, FakeAdapter] = {}
+        self._requests: dict[str, _Running] = {}
+        self._frozen = False  # no token is made
+        self._queueing = False  # new requests wait; without _frozen: a `wait` lets the running ones end
+        self._drained = asyncio.Event()
+        self._released: set[str] = set()
+        self._closed = False
+
+    # life
+
+    async def start(self) -> EngineInfo:
+        if self.config.stage:
+            return self._info("none", STAGE)
+        weights = await asyncio.to_thread(self._load)
+        if self._closed:
+            raise EngineFailed("the fake engine was closed while it started")
+        self._weights = weights
+        wanted = _DTYPES.get(self._options.dtype or "")
+        self._specs = {
+            name: TensorSpec(wanted, tensor.spec.shape)
+            if wanted is not None and tensor.spec.dtype in _DTYPE_NAMES
+            else tensor.spec
+            for name, tensor in weights.tensors.items()
+        }
+        sizes: Counter[str] = Counter()
+        for spec in self._specs.values():
+            sizes[spec.dtype] += spec.nbytes
+        dtype = max(sorted(sizes), key=sizes.__getitem__, default="F32")
+        return self._info(_DTYPE_NAMES.get(dtype, dtype.lower()))
+
+    def _info(self, dtype: str, stage: str | None = None) -> EngineInfo:
+        return EngineInfo(
+            engine="fake",
+            engine_version=FAKE_VERSION,
+            model=self._options.model.resolve().name,
+            dtype=dtype,
+            device="cpu",
+            world_size=1,
+            vocab_size=self.config.vocab_size,
+            max_model_len=self.config.max_model_len,
+            capabilities={"generate:routed_experts": NO_EXPERTS},
+            deterministic=True,
+            memory_saver=True,
+            transports=self.receiver.backends if stage is None else (),
+            stage=stage,
+            witnesses=self.config.witnesses,
+        )
+
+    def _load(self) -> FakeWeights:
+        checkpoint = open_checkpoint(self._options.model, field="model")
+        try:
+            return FakeWeights(self._read(checkpoint))
+        finally:
+            checkpoint.close()
+
+    def _read(self, checkpoint: Checkpoint) -> dict[str, FakeTensor]:
+        if not self.config.hold_bytes:
+            digests = checkpoint.tensor_digests()
+            return {name: FakeTensor(spec, digests[name], None) for name, spec in checkpoint.specs.items()}
+        return {
+            name: FakeTensor(tensor.spec, str(blake3(tensor.data).hexdigest()), bytes(tensor.data))
+            for name, tensor in checkpoint.tensors()
+        }
+
+    async def close(self) -> None:
+        self._closed = True
+        self._end(list(self._requests), "error")
+        self._weights = self._snapshot = self._version = None
+        self._adapters = {}
+
+    async def liveness(self) -> None:
+        if self.hang_liveness:
+            await asyncio.Event().wait()
+        await asyncio.sleep(0)
+        if self._closed or not self.config.stage:
+            self._held()
+
+    def _held(self) -> FakeWeights:
+        if self._weights is None:
+            raise EngineFailed("the fake engine is not running")
+        return self._weights
+
+    def _computed_with(self) -> str:
+        """The digest that tokens and scores follow from."""
+        digest = self._held().digest
+        return f"other than {digest}" if self._miscomputes else digest
+
+    # generation
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
+        self._held()
+        prompt = self._prompt(request)
+        if request.id in self._requests:
+            raise InvalidRequest(
+                f"a request with id {request.id!r} is running",
+                field="id",
+                fix="give each request an id of its own",
+            )
+        if self._released:
+            raise NotAdmitted(f"memory is released ({', '.join(sorted(self._released))}): resume it first")
+        if request.adapter is not None and request.adapter not in self._adapters:
+            raise InvalidRequest(
+                f"there is no adapter {request.adapter[:64]!r} here",
+                field="model",
+                fix="name one that is loaded, or the base model",
+            )
+        running = _Running(request.adapter, prompt, hash_of_prompt(prompt))
+        self._requests[request.id] = running
+        first: list[int] | None = prompt
+        stops = frozenset(request.stop_token_ids)
+        strings = StopStrings(request.stop, request.include_stop_str_in_output)
+        tokens: list[int] = []
+        try:
+            while True:
+                await self._turn(running)
+                if running.ended is not None:
+                    break
+                # From here to the yield nothing waits, so that weights and label belong together.
+                adapter = self._adapters[running.adapter] if running.adapter is not None else None
+                digests = self._computed_with(), None if adapter is None else adapter.digest
+                weights = both_digests(*digests)
+                scored = None
+                if request.prompt_logprobs and not running.made:
+                    scored = fake_prompt_logprobs(digests[0], prompt, digests[1])
+                made = hash_of(weights, running.prompt_hash, running.made)
+                token = permitted(request, token_of(made, self.config.vocab_size), tokens, self.config.vocab_size)
+                tokens.append(token)
+                running.made += 1
+                version = self._version if self.config.witnesses else None
+                running.spans.add(Label(version, running.adapter, adapter.version if adapter else None))
+                text = strings.add(_text_of(token), counts=running.made > request.min_tokens)
+                if token in stops or strings.found is not None:
+                    running.ended = "stop"
+                elif running.made >= request.max_tokens:
+                    running.ended = "length"
+                if running.ended is not None:
+                    self._forget(request.id, running)
+                    text += strings.rest()
+                yield GenerateDelta(
+                    token_ids=[token],
+                    logprobs=[logprob_of(made)] if request.logprobs else None,
+                    top_logprobs=[self._likeliest(token, logprob_of(made), request.top_logprobs)]
+                    if request.logprobs and request.top_logprobs
+                    else None,
+                    text=text,
+                    finish_reason=running.ended,
+                    stop_string=strings.found,
+                    spans=running.spans.tell(running.ended is not None),
+                    prompt_token_ids=first,
+                    prompt_logprobs=scored,
+                )
+                if running.ended in ("stop", "length"):
+                    return
+                first = None
+            yield GenerateDelta(
+                token_ids=[],
+                logprobs=[] if request.logprobs else None,
+                top_logprobs=[] if request.logprobs and request.top_logprobs else None,
+                text=strings.rest(),
+                finish_reason=running.ended,
+                spans=running.spans.tell(True),
+                prompt_token_ids=first,
+            )
+        finally:
+            self._forget(request.id, running)
+
+    def _likeliest(self, token: int, logprob: float, count: int) -> list[tuple[int, float]]:
+        """The token, then those that follow it in the vocabulary."""
+        return [((token + place) % self.config.vocab_size, logprob - place) for place in range(count)]
+
+    def _prompt(self, request: GenerateRequest) -> list[int]:
+        given = [name for name in ("prompt_token_ids", "prompt", "messages") if getattr(request, name) is not None]
+        if len(given) != 1:
+            raise InvalidRequest(
+                f"{' and '.join(given) or 'no prompt'} given",
+                field=given[-1] if given else "prompt",
+                fix="give exactly one of prompt_token_ids, prompt and messages",
+            )
+        if request.prompt_token_ids is not None:
+            prompt = list(request.prompt_token_ids)
+        else:
+            prompt = self._tokens(request.prompt, request.messages, request.rendering)
+        if not prompt:
+            raise InvalidRequest("the prompt is empty", field=given[0], fix="give at least one token")
+        prompt = kept_of_prompt(request, prompt)
+        check_tokens(request, prompt, frozenset(), self.config.vocab_size, self.config.max_model_len)
+        if request.routed_experts:
+            raise Unsupported(NO_EXPERTS, field="routed_experts", fix="leave it out")
+        return prompt
+
+    def _tokens(self, text: str | None, messages: list[dict[str, Any]] | None, rendering: Rendering) -> list[int]:
+        letters = self.config.vocab_size - FIRST_TOKEN
+        text = text if text is not None else _rendered(messages or [], rendering)
+        return [FIRST_TOKEN + byte % letters for byte in text.encode("utf-8", "surrogatepass")]
+
+    async def tokenize(self, body: Tokenize) -> list[int]:
+        """There are no special tokens."""
+        self._held()
+        return self._tokens(body.prompt, body.messages, body.rendering)
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        """As the text of tokens that are made."""
+        self._held()
+        check_vocabulary("tokens", token_ids, self.config.vocab_size)
+        return "".join(map(_text_of, token_ids))
+
+    async def _turn(self, running: _Running) -> None:
+        """Waits until `running` may make a token, or is ended."""
+        await self._gate(running)
+        loop = asyncio.get_running_loop()
+        due = loop.time() + self.config.token_delay_s
+        await asyncio.sleep(0)
+        while running.ended is None and (left := due - loop.time()) > 0:
+            running.wake.clear()
+            try:
+                async with asyncio.timeout(left):
+                    await running.wake.wait()
+            except TimeoutError:
+                pass
+        await self._gate(running)
+
+    async def _gate(self, running: _Running) -> None:
+        # Looked at again after each wait: between the wake-up and this task's turn there may be another pause.
+        while running.ended is None and (self._frozen or (self._queueing and not running.admitted)):
+            running.wake.clear()
+            await running.wake.wait()
+        running.admitted = True
+
+    def _forget(self, request_id: str, running: _Running) -> None:
+        if self._requests.get(request_id) is running:
+            del self._requests[request_id]
+        if not any(other.admitted for other in self._requests.values()):
+            self._drained.set()
+
+    def _end(self, request_ids: list[str], reason: FinishReason) -> int:
+        count = 0
+        for request_id in request_ids:
+            running = self._requests.get(request_id)
+            if running is None:
+                continue
+            running.ended = reason
+            running.wake.set()
+            self._forget(request_id, running)
+            count += 1
+        return count
+
+    def _wake(self) -> None:
+        for running in self._requests.values():
+            running.wake.set()
+
+    async def abort(self, request_ids: list[str] | None) -> int:
+        return self._end(list(self._requests) if request_ids is None else request_ids, "abort")
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
+        self._held()
+        if mode == "abort":
+            self._end(list(self._requests), "abort")
+        elif mode == "wait":
+            await self._drain()
+        elif mode != "keep":
+            raise InvalidRequest(
+                f"the pause mode is {str(mode)[:64]!r}", field="mode", fix="use keep, wait or abort"
+            )
+        self._frozen = self._queueing = True
+        return clear_cache and await self.flush_cache()
+
+    async def _drain(self) -> None:
+        """Requests that an earlier `keep` froze go on, so that they can end."""
+        before = (self._frozen, self._queueing)
+        self._frozen, self._queueing = False, True
+        self._wake()
+        try:
+            while any(running.admitted for running in self._requests.values()):
+                self._drained.clear()
+                await self._drained.wait()
+        except BaseException:
+            self._frozen, self._queueing = before
+            self._wake()
+            raise
+
+    async def resume(self) -> None:
+        self._held()
+        if self._released:
+            raise EngineFailed(f"memory is released ({', '.join(sorted(self._released))}): a step has no place")
+        self._frozen = self._queueing = False
+        self._wake()
+
+    async def flush_cache(self) -> bool:
+        """There is no prefix cache: nothing is ever reused."""
+        self._held()
+        return True
+
+    def load(self) -> tuple[int, int]:
+        requests = list(self._requests.values())
+        admitted = sum(running.admitted for running in requests)
+        return admitted, len(requests) - admitted
+
+    # weights
+
+    def weight_spec(self) -> Mapping[str, TensorSpec]:
+        self._held()
+        return self._specs
+
+    def open(self, reception: Reception) -> None:
+        self.receiver.open(reception)
+
+    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
+        return self.receiver.receive(staging, cancelled)
+
+    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+        return self.receiver.feed(staging, part, cancelled)
+
+    def kept(self) -> str | None:
+        return self.receiver.kept_digest
+
+    async def discard(self, staging: str) -> None:
+        await asyncio.to_thread(self.receiver.discard, staging)
+
+    async def swap(self, staging: str, version: WeightVersion) -> bool:
+        staged = self.receiver.take(staging)
+        if not isinstance(staged, FakeWeights):
+            raise EngineFailed(f"{staging} is an adapter")
+        await self._before_a_swap()
+        kept = self.receiver.kept is not None and self.receiver.kept.staged is staged
+        self._weights, self._version = staged.copied() if kept else staged, version
+        self._miscomputes = self.miscompute
+        return await self.flush_cache()
+
+    def set_version(self, version: WeightVersion) -> None:
+        self._held()
+        self._version = version
+
+    async def _before_a_swap(self) -> None:
+        self._check_swappable()
+        if self.config.swap_delay_s:
+            await asyncio.sleep(self.config.swap_delay_s)
+            self._check_swappable()
+        if self.fail_swap:
+            raise EngineFailed("fail_swap is set")
+
+    def _check_swappable(self) -> None:
+        self._held()
+        if not (self._frozen and self._queueing):
+            raise EngineFailed("a swap needs a paused engine")
+        if "weights" in self._released:
+            raise EngineFailed("the weights' memory is released: resume it first")
+
+    @contextmanager
+    def half_written(self) -> Iterator[dict[str, FakeTensor]]:
+        """The held tensors, to be written over one by one: weights of no version."""
+        self._check_swappable()
+        mixed = dict(self._held().tensors)
+        # Not in the held ones, which a snapshot may share.
+        self._weights, self._version = FakeWeights(mixed), None
+        try:
+            yield mixed
+        finally:
+            if not self._closed:
+                self._weights = FakeWeights(mixed)  # its digest is that of the bytes, also half-way
+                self._miscomputes = self.miscompute
+
+    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
+        """What `fake_prompt_logprobs` gives, but for the first token."""
+        self._held()
+        checked = check_sequences(sequences, self.config.vocab_size, self.config.max_model_len)
+        check_adapter(adapter, self._adapters)
+        check_memory(self._released)
+        await asyncio.sleep(0)
+        digests = self._computed_with(), None if adapter is None else self._adapters[adapter].digest
+        rows = [fake_prompt_logprobs(digests[0], sequence, digests[1])[1:] for sequence in checked]
+        return checked_scores([[value for value in row if value is not None] for row in rows], checked)
+
+    def offer(self) -> dict[str, Any] | None:
+        return self.receiver.offer()
+
+    def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+        self.receiver.init_transport(config)
+        return [{"rank": 0}]
+
+    def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
+        self.receiver.destroy_transport(backend, group)
+        return [{"rank": 0}]
+
+    # adapters
+
+    async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
+        staged = None if staging is None else self.receiver.take(staging)
+        if staged is not None and not isinstance(staged, FakeAdapter):
+            raise EngineFailed(f"{staging} is no adapter")
+        await self._before_a_swap()
+        if staged is None:
+            self._adapters.pop(name, None)
+            self._end([key for key, running in self._requests.items() if running.adapter == name], "abort")
+        else:
+            staged.version = version
+            self._adapters[name] = staged
+        return await self.flush_cache()
+
+    def set_adapter_version(self, name: str, version: WeightVersion) -> None:
+        self._held()
+        if name not in self._adapters:
+            raise InvalidRequest(
+                f"there is no adapter {name[:64]!r} here", field="name", fix="name one that is loaded"
+            )
+        self._adapters[name].version = version
+
+    async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
+        held = self._held()
+        if "weights" in self._released:
+            raise EngineFailed("the weights' memory is released: resume it first")
+        if action == "checksum":
+            return [{"rank": 0, "checksum": await asyncio.to_thread(held.checksum)}]
+        if action == "snapshot":
+            self._snapshot = held  # never changed in place, so holding it is a copy
+            return [{"rank": 0}]
+        if action == "compare":
+            if self._snapshot is None:
+                raise InvalidRequest("there is no snapshot", field="action", fix="take a snapshot first")
+            mismatches = await asyncio.to_thread(held.mismatches, self._snapshot)
+            return [{"rank": 0, "match": not mismatches, "mismatches": mismatches}]
+        if action == "reset_tensors":
+            self._weights = await asyncio.to_thread(held.noise)
+            self._version = None  # noise is no version
+            return [{"rank": 0}]
+        raise InvalidRequest(
+            f"the action is {str(action)[:64]!r}",
+            field="action",
+            fix="use checksum, snapshot, compare or reset_tensors",
+        )
+
+    async def release_memory(self, tags: list[str]) -> None:
+        """No tags: all. Only flags: the bytes stay."""
+        self._held()
+        tags = _checked_tags(tags)
+        if not self._frozen and any(running.admitted for running in self._requests.values()):
+            raise InvalidRequest("requests are running", field="tags", fix="pause first, then release memory")
+        self._released |= set(tags)
+
+    async def resume_memory(self, tags: list[str]) -> None:
+        """No tags: all."""
+        self._held()
+        self._released -= set(_checked_tags(tags))
+
+
+def _checked_tags(tags: list[str]) -> list[str]:
+    unknown = [tag for tag in tags if tag not in MEMORY_TAGS]
+    if unknown:
+        raise InvalidRequest(
+            f"there is no memory tag {str(unknown[0])[:64]!r}",
+            field="tags",
+            fix=f"use {' or '.join(MEMORY_TAGS)}",
+        )
+    return tags or list(MEMORY_TAGS)
+
+
+def _text_of(token: int) -> str:
+    return f" t{token}"
+
+
+def _rendered(messages: list[dict[str, Any]], rendering: Rendering) -> str:
+    """What a template is given besides, as JSON, then the messages' text, one after the other."""
+
+    def refuse(number: int) -> InvalidRequest:
+        return InvalidRequest(
+            f"messages[{number}] has no text",
+            field=f"messages.{number}.content",
+            fix="give content as a string, or as a list of {type: text, text: …}",
+        )
+
+    besides = rendering.model_dump(exclude_defaults=True)
+    texts = [json.dumps(besides)] if besides else []
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if more := {key: value for key, value in message.items() if key not in ("role", "content")}:
+            texts.append(json.dumps(more))
+        if isinstance(content, str):
+            texts.append(content)
+            continue
+        if not isinstance(content, list):
+            raise refuse(number)
+        for part in content:
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                raise refuse(number)
+            texts.append(part["text"])
+    return "".join(texts)
+
+
+def build(options: EngineOptions) -> FakeEngine:
+    return FakeEngine(options)

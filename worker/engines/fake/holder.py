@@ -1,0 +1,88 @@
+"""The `fake` engine's weights as a Receiver sees them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from rl_plane.errors import EngineFailed
+from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.reception import Cancelled, TensorStream
+from worker.engines.common.lora import lora_spec, parse_lora, target_modules
+from worker.engines.fake.fake_model import FakeAdapter, FakeTensor, FakeWeights, linear_modules
+
+if TYPE_CHECKING:
+    from worker.engines.fake.adapter import FakeEngine
+
+STEP_S = 0.02
+"""How often a delay on a thread looks whether it was cancelled."""
+
+
+class FakeHolder:
+    """A WeightHolder."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
+
+    def weight_spec(self) -> Mapping[str, TensorSpec]:
+        return self._engine.weight_spec()
+
+    def tied_tensors(self) -> Mapping[str, str]:
+        return {}
+
+    def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> FakeWeights:
+        return FakeWeights(self._taken(tensors, cancelled))
+
+    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
+        """With `stage_delay_s` before the first tensor is taken, as in `stage`."""
+        with self._engine.half_written() as mixed:
+            self._delay(cancelled)
+            for name, tensor in tensors:
+                if cancelled():
+                    raise EngineFailed("the overwrite was cancelled")
+                mixed[name] = self._copied(tensor)
+                if self._engine.fail_overwrite:
+                    raise EngineFailed("fail_overwrite is set")
+            if cancelled():
+                raise EngineFailed("the overwrite was cancelled")
+
+    def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
+        specs = self.weight_spec()
+        lora, linear = parse_lora(config), linear_modules(specs)
+        dtypes = {module: specs[f"{module}.weight"].dtype for module in linear}
+        return lora_spec(lora, target_modules(lora, linear), linear, dtypes)
+
+    def stage_adapter(
+        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
+    ) -> FakeAdapter:
+        return FakeAdapter(self._taken(tensors, cancelled), config)
+
+    def _taken(self, tensors: TensorStream, cancelled: Cancelled) -> dict[str, FakeTensor]:
+        self._delay(cancelled)
+        if self._engine.fail_stage:
+            raise EngineFailed("fail_stage is set")
+        config = self._engine.config
+        staged, room = {}, config.staging_bytes
+        for name, tensor in tensors:
+            if cancelled():
+                raise EngineFailed("staging was cancelled")
+            room -= tensor.spec.nbytes
+            if room < 0:
+                raise EngineFailed(f"there are more than {config.staging_bytes} bytes to stage")
+            staged[name] = self._copied(tensor)
+        if cancelled():
+            raise EngineFailed("staging was cancelled")
+        return staged
+
+    def _delay(self, cancelled: Cancelled) -> None:
+        deadline = time.monotonic() + self._engine.config.stage_delay_s
+        while not cancelled() and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(STEP_S, left))
+
+    def _copied(self, tensor: HostTensor) -> FakeTensor:
+        # Hashed here too, not believed: a token shall tell which bytes really are in the engine.
+        data = bytearray(tensor.data) if self._engine.config.hold_bytes else None
+        return FakeTensor(tensor.spec, str(blake3(tensor.data).hexdigest()), data)

@@ -1,0 +1,449 @@
+"""The `hf` engine: a model on transformers' continuous batching, in this process, on a CPU or one GPU.
+
+Two threads besides the caller's: the event loop, on which every coroutine here runs, and the generation thread
+of `hf_loop`, which alone touches the scheduler, the cache and the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
+from transformers.utils.logging import disable_progress_bar
+
+from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
+from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
+from rl_plane.protocol.routed_experts import RoutedExperts
+from rl_plane.protocol.update_requests import PreparedReply
+from rl_plane.protocol.versions import TensorSpec, WeightVersion
+from rl_plane.transports.reception import Cancelled, Reception
+from worker.engines.base import LACKING, CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
+from worker.engines.common.checkpoint_spec import saved_specs
+from worker.engines.common.scoring import check_sequences, checked_scores
+from worker.engines.common.spans import SpanLog
+from worker.engines.common.stop_strings import ReplyText
+from worker.engines.common.token_checks import NO_EXPERTS, check_tokens, refuse_lacking
+from worker.engines.common.tokenizing import (
+    Tokenizing,
+    eos_tokens,
+    load_tokenizer,
+    nothing_made,
+)
+from worker.engines.common.torch_weights import ModelWeights, StagedTensors
+from worker.engines.hf.experts import ExpertRecorder
+from worker.engines.hf.holder import HfHolder
+from worker.engines.hf.loop import GenerationLoop
+from worker.engines.hf.peft_layers import NO_PEFT, ModelAdapters, StagedAdapter, have_peft
+from worker.engines.hf.streams import Piece, Stream
+from worker.receive.weight_receiver import Receiver, load_transports
+
+CLOSE_TIMEOUT_S = 10.0
+"""How long `close` waits for the step that runs; the thread is a daemon, so a hung one can't hold the process."""
+
+_NO_SLEEP = "the hf engine has no sleep mode: its weights and cache stay where they are"
+
+
+@dataclass(frozen=True, slots=True)
+class HfArguments:
+    """The engine arguments (`--engine-arg key=value`). The cache has room for num_blocks × page_size tokens."""
+
+    num_blocks: int = 256
+    page_size: int = 32
+    """Tokens per block; prompts share whole blocks only."""
+    max_batch_tokens: int = 512
+    """Tokens per step; longer prompts take several. The attention mask has this times the cache's tokens."""
+    max_model_len: int | None = None
+    """None: what the model and the cache allow."""
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, str]) -> HfArguments:
+        values = {}
+        for key, text in extra.items():
+            if key not in cls.__dataclass_fields__:
+                known = ", ".join(cls.__dataclass_fields__)
+                raise InvalidRequest(
+                    f"unknown engine argument {key}", field=f"engine_arg.{key}", fix=f"one of {known}"
+                )
+            low = 4 if key == "page_size" else 1
+            if not text.isdecimal() or int(text) < low:
+                raise InvalidRequest(
+                    f"{key}={text} is not a number of at least {low}", field=f"engine_arg.{key}", fix="give one"
+                )
+            values[key] = int(text)
+        return cls(**values)
+
+
+def build(options: EngineOptions) -> EngineAdapter:
+    return HfEngine(options)
+
+
+class HfEngine(Tokenizing):
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__()
+        self._options = options
+        self._arguments = HfArguments.parse(options.extra)
+        options.check_model()
+        options.refuse_modes("the hf engine does not have this", "use vllm or sglang")
+        self._model: Any = None
+        self._tokenizer: Any = None
+        self._info: EngineInfo | None = None
+        self._loop: GenerationLoop | None = None
+        self._experts: ExpertRecorder | None = None
+        self._holder: HfHolder | None = None
+        self._receiver: Receiver | None = None
+        self._eos: frozenset[int] = frozenset()
+        self._streams: dict[str, Stream] = {}
+        self._keys = itertools.count()
+
+    # life
+
+    async def start(self) -> EngineInfo:
+        try:
+            info = await asyncio.to_thread(self._load)
+            config = ContinuousBatchingConfig(
+                num_blocks=self._arguments.num_blocks,
+                page_size=self._arguments.page_size,
+                max_batch_tokens=self._arguments.max_batch_tokens,
+                use_async_batching=False,  # our sampler runs on the host, in each step
+                use_cuda_graph=False,
+                auto_switch_to_flash=False,  # it would fetch kernels from the network
+            )
+            adapters, experts = self._held().adapters, self._experts
+            assert experts is not None, "made with the model"
+            self._loop = await asyncio.to_thread(
+                GenerationLoop, self._model, adapters, experts, config, asyncio.get_running_loop()
+            )
+            self._loop.start()
+            await self.liveness()
+        except PlaneError:
+            await self.close()
+            raise
+        except Exception as error:
+            await self.close()
+            raise EngineFailed(f"the model did not load: {error}") from error
+        self._info = info
+        return info
+
+    def _load(self) -> EngineInfo:
+        path, device = self._options.model, self._options.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype: Any = "auto" if self._options.dtype is None else getattr(torch, self._options.dtype)
+        disable_progress_bar()  # a worker's standard error is a log
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)  # it describes its cache at start
+        self._tokenizer = load_tokenizer(path)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, use_safetensors=True, attn_implementation="sdpa"
+        )
+        self._model = model.to(device).eval().requires_grad_(False)
+        if self._model.device.type == "cpu":
+            # Loading maps the file: a trainer that writes over it would change the weights, or end the process.
+            for tensor in (*self._model.parameters(), *self._model.buffers()):
+                tensor.data = tensor.data.clone()
+        self._experts = ExpertRecorder(self._model)
+        weights = ModelWeights(self._model, saved_specs(path))
+        self._holder = HfHolder(weights, ModelAdapters(self._model), self._forget_weights)
+        self._receiver = Receiver(self._holder, load_transports(self._options.places, str(self._model.device)))
+        self._eos = eos_tokens(path, self._tokenizer)
+        config = self._model.config.get_text_config()
+        room = min(config.max_position_embeddings, self._arguments.num_blocks * self._arguments.page_size)
+        length = self._arguments.max_model_len or room
+        if length > room:
+            raise InvalidRequest(
+                f"max_model_len {length} is more than the model and the cache take ({room})",
+                field="engine_arg.max_model_len",
+                fix="lower it, or raise num_blocks",
+            )
+        return EngineInfo(
+            engine="hf",
+            engine_version=transformers.__version__,
+            model=path.absolute().name,
+            dtype=str(self._model.dtype).removeprefix("torch."),
+            device=str(self._model.device),
+            world_size=1,
+            vocab_size=config.vocab_size,
+            max_model_len=length,
+            capabilities=_capabilities(bool(self._experts.experts)),
+            transports=self._receiver.backends,
+            tied=self._held().tied_tensors(),
+        )
+
+    async def close(self) -> None:
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call(loop.stop_loop)
+            await asyncio.to_thread(loop.join_thread, CLOSE_TIMEOUT_S)
+        self._model = self._experts = self._holder = self._receiver = self._tokenizer = None
+
+    async def liveness(self) -> None:
+        device = self._model.device if self._model is not None else "cpu"
+        # The command proves the loop, its tensor the device.
+        await self._call(lambda _: torch.ones((), device=device).item())
+
+    # generation
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
+        loop = self._running()
+        prompt = await self._prompt_of(request)
+        if prompt is None:
+            yield nothing_made(request)
+            return
+        self._validate(request, prompt)
+        stream = Stream(f"request-{next(self._keys)}", request, prompt, self._eos)
+        text, spans = ReplyText(self._tokenizer, request, prompt), SpanLog()
+        self._streams[request.id] = stream
+        submitted = loop.call(lambda: loop.submit(stream))
+        ended = finished = False
+        told: list[int] | None = prompt
+        try:
+            await asyncio.wrap_future(submitted)
+            while not finished:
+                piece, failure = await next_piece(stream)
+                ended = piece.finish_reason is not None or failure is not None
+                read = text.add(piece.token_ids, last=piece.finish_reason is not None)
+                if read.stop_string is not None:
+                    piece, failure = piece.until(read.count), None
+                finished = piece.finish_reason is not None
+                for label in piece.labels:
+                    spans.add(label)
+                if finished or piece.token_ids:
+                    yield GenerateDelta(
+                        token_ids=piece.token_ids,
+                        logprobs=piece.logprobs if request.logprobs else None,
+                        top_logprobs=piece.tops if request.logprobs and request.top_logprobs else None,
+                        text=read.text,
+                        finish_reason=piece.finish_reason,
+                        stop_string=read.stop_string,
+                        spans=spans.tell(finished),
+                        prompt_token_ids=told,
+                        prompt_logprobs=piece.prompt_logprobs,
+                        routed_experts=piece.routed,
+                    )
+                    told = None
+                if failure is not None:
+                    raise failure
+        finally:
+            del self._streams[request.id]
+            if not ended:
+                # Not awaited: this may be a cancelled task, or a generator that is being closed.
+                loop.call(lambda: loop.abort([stream]))
+
+    def _validate(self, request: GenerateRequest, prompt: list[int]) -> None:
+        info = self._info
+        assert info is not None, "start sets it before the loop is there"
+        check_tokens(request, prompt, self._eos, info.vocab_size, info.max_model_len)
+        refuse_lacking(request, info.capabilities)
+        if request.id in self._streams:
+            raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
+
+    async def abort(self, request_ids: list[str] | None) -> int:
+        streams = None
+        if request_ids is not None:
+            streams = [self._streams[name] for name in dict.fromkeys(request_ids) if name in self._streams]
+        before = self._abort_tokenized(request_ids)
+        count: int = await self._call(lambda loop: loop.abort(streams))
+        return before + count
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
+        loop, drained = self._running(), Future[None]()
+        before: list[bool] = []  # was it frozen? Once it has begun
+
+        def begin(loop: GenerationLoop) -> None:
+            before.append(loop.frozen)
+            if mode == "wait":
+                loop.drain(drained)
+            else:
+                loop.freeze()
+
+        try:
+            await self._call(begin)
+            if mode == "wait":
+                await asyncio.wrap_future(drained)
+            elif mode == "abort":
+                self._abort_tokenized(None)
+                await self._call(lambda loop: loop.abort(None))
+            return clear_cache and await self.flush_cache()
+        except BaseException:
+            # Unless another pause or a resume has ended it, and counts. Not awaited: what comes next comes behind it.
+            if drained.cancelled() or not drained.done() or drained.exception() is None:
+                loop.call(lambda: loop.go_back(before))
+            raise
+
+    async def resume(self) -> None:
+        await self._call(lambda loop: loop.thaw())
+
+    async def flush_cache(self) -> bool:
+        flushed: bool = await self._call(lambda loop: loop.flush())
+        return flushed
+
+    def load(self) -> tuple[int, int]:
+        loop, total = self._loop, len(self._streams)
+        running = min(total, loop.running()) if loop is not None else 0
+        return running, total - running
+
+    # weights
+
+    def weight_spec(self) -> Mapping[str, TensorSpec]:
+        return self._held().weight_spec()
+
+    def open(self, reception: Reception) -> None:
+        self._receiving().open(reception)
+
+    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
+        return self._receiving().receive(staging, cancelled)
+
+    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+        return self._receiving().feed(staging, part, cancelled)
+
+    def kept(self) -> str | None:
+        return self._receiving().kept_digest
+
+    async def discard(self, staging: str) -> None:
+        await asyncio.to_thread(self._receiving().discard, staging)
+
+    async def swap(self, staging: str, version: WeightVersion) -> bool:
+        staged, weights = self._receiving().take(staging), self._held().weights
+        assert isinstance(staged, StagedTensors), "base weights"
+
+        def between_two_steps(loop: GenerationLoop) -> bool:
+            loop.restart_requests()
+            loop.version = None  # half-way there are no known weights
+            weights.load(staged)
+            loop.version = version
+            return loop.flush()
+
+        flushed: bool = await self._call(between_two_steps)
+        return flushed
+
+    def set_version(self, version: WeightVersion) -> None:
+        self._running().version = version
+
+    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
+        self._running()
+        info = self._info
+        assert info is not None, "start sets it before the loop is there"
+        checked = check_sequences(sequences, info.vocab_size, info.max_model_len)
+        return checked_scores(await self._call(lambda loop: loop.score(checked, adapter)), checked)
+
+    def offer(self) -> dict[str, Any] | None:
+        return self._receiving().offer()
+
+    def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+        self._receiving().init_transport(config)
+        return [{"rank": 0}]
+
+    def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
+        self._receiving().destroy_transport(backend, group)
+        return [{"rank": 0}]
+
+    # adapters
+
+    async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
+        staged = None if staging is None else self._receiving().take(staging)
+
+        def between_two_steps(loop: GenerationLoop) -> None:
+            if staged is None:
+                loop.remove_adapter(name)
+            else:
+                assert isinstance(staged, StagedAdapter), "an adapter"
+                loop.put_adapter(name, staged, version)
+
+        await self._call(between_two_steps)
+        return False  # it has its own part of the prefix cache, which nobody finds any more
+
+    def set_adapter_version(self, name: str, version: WeightVersion) -> None:
+        versions = self._running().adapter_versions
+        if name not in versions:
+            raise InvalidRequest(
+                f"there is no adapter {name[:64]!r} here", field="name", fix="name one that is loaded"
+            )
+        versions[name] = version
+
+    async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
+        weights = self._held().weights
+        if action != "reset_tensors":
+            return [{"rank": 0, **await asyncio.to_thread(weights.checks.row, action)}]
+
+        def between_two_steps(loop: GenerationLoop) -> None:
+            loop.restart_requests()
+            loop.version = None  # what running requests go on with is no version
+            weights.reset()
+
+        await self._call(between_two_steps)
+        return [{"rank": 0}]
+
+    async def release_memory(self, tags: list[str]) -> None:
+        _refuse(_NO_SLEEP)
+
+    async def resume_memory(self, tags: list[str]) -> None:
+        _refuse(_NO_SLEEP)
+
+    def _running(self) -> GenerationLoop:
+        if self._loop is None:
+            raise EngineFailed("the engine is not running")
+        return self._loop
+
+    def _forget_weights(self) -> None:
+        loop = self._running()
+        loop.call(loop.forget_weights).result()
+
+    def _held(self) -> HfHolder:
+        if self._holder is None:
+            raise EngineFailed("the engine is not running")
+        return self._holder
+
+    def _receiving(self) -> Receiver:
+        if self._receiver is None:
+            raise EngineFailed("the engine is not running")
+        return self._receiver
+
+    async def _call(self, command: Callable[[GenerationLoop], Any]) -> Any:
+        loop = self._running()
+        try:
+            return await asyncio.wrap_future(loop.call(lambda: command(loop)))
+        except PlaneError:
+            raise
+        except Exception as error:
+            raise EngineFailed(f"{type(error).__name__}: {error}") from error
+
+
+async def next_piece(stream: Stream) -> tuple[Piece, EngineFailed | None]:
+    """All that has come since the last, as one piece, and the failure that came after it. What other weights made
+    waits for the next call."""
+    merged = Piece()
+    item, stream.waiting = stream.waiting or await stream.pieces.get(), None
+    while True:
+        if isinstance(item, EngineFailed):
+            return merged, item
+        if merged.labels and item.labels and item.labels[0] != merged.labels[-1]:
+            stream.waiting = item
+            return merged, None
+        merged.token_ids += item.token_ids
+        merged.logprobs += item.logprobs
+        merged.labels += item.labels
+        merged.tops += item.tops
+        merged.prompt_logprobs = merged.prompt_logprobs or item.prompt_logprobs
+        merged.routed = RoutedExperts.joined([merged.routed, item.routed])
+        merged.finish_reason = item.finish_reason
+        if stream.pieces.empty():
+            return merged, None
+        item = stream.pieces.get_nowait()
+
+
+def _capabilities(has_experts: bool) -> dict[str, str]:
+    lacking = {"release_memory": _NO_SLEEP, "resume_memory": _NO_SLEEP}
+    if not has_experts:
+        lacking["generate:routed_experts"] = NO_EXPERTS
+    return lacking if have_peft() else lacking | {"prepare_update:lora": NO_PEFT, "update_weights:lora": NO_PEFT}
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise Unsupported(reason, field="op", fix=LACKING)

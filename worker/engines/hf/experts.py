@@ -1,0 +1,63 @@
+"""Which experts the `hf` engine sends each token to: what transformers' routers hand on to their layer's experts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from rl_plane.protocol.routed_experts import RoutedExperts, width_of
+
+_LAYER = re.compile(r"\.layers\.(\d+)\..*\bexperts$")
+
+
+class Sent:
+    """The tokens of one forward."""
+
+    def __init__(self, layers: int, experts: int) -> None:
+        self.by_layer: dict[int, torch.Tensor] = {}
+        self._layers = layers
+        self._width = width_of(experts)
+
+    def rows(self, place: slice) -> RoutedExperts:
+        """Of these. Zeros for a layer without experts."""
+        some = next(iter(self.by_layer.values()))[place]
+        count, top_k = some.shape
+        found = torch.zeros((count, self._layers, top_k), dtype=torch.uint8 if self._width == 1 else torch.uint16)
+        for layer, chosen in self.by_layer.items():
+            found[:, layer] = chosen[place].to("cpu", found.dtype)
+        return RoutedExperts(layers=self._layers, top_k=top_k, width=self._width, data=found.numpy().tobytes())
+
+
+class ExpertRecorder:
+    def __init__(self, model: Any) -> None:
+        self.experts = 0
+        """Of a layer, at most; 0: the model has none."""
+        self._layers = int(model.config.get_text_config().num_hidden_layers)
+        self._sent: Sent | None = None  # None: nobody asks
+        for name, module in model.named_modules():
+            # All of them take (hidden states, chosen experts, their weights).
+            if (found := _LAYER.search(f".{name}")) and isinstance(
+                count := getattr(module, "num_experts", None), int
+            ):
+                self.experts = max(self.experts, count)
+                module.register_forward_pre_hook(self._hook(int(found[1])))
+
+    def _hook(self, layer: int) -> Any:
+        def take(module: Any, arguments: tuple[Any, ...]) -> None:
+            if self._sent is not None:
+                self._sent.by_layer[layer] = arguments[1]
+
+        return take
+
+    @contextmanager
+    def recording(self) -> Iterator[Sent]:
+        """While a forward runs."""
+        sent = self._sent = Sent(self._layers, self.experts)
+        try:
+            yield sent
+        finally:
+            self._sent = None

@@ -1,0 +1,44 @@
+"""The `hf` engine's model as a Receiver sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rl_plane.errors import Unsupported
+from rl_plane.protocol.versions import TensorSpec
+from rl_plane.transports.reception import Cancelled, TensorStream
+from worker.engines.common.torch_weights import ModelWeights, StagedTensors
+from worker.engines.hf.peft_layers import NO_PEFT, ModelAdapters, StagedAdapter, have_peft
+
+
+class HfHolder:
+    """A WeightHolder. `forget_weights()`: what the engine makes from now on is of no version."""
+
+    def __init__(self, weights: ModelWeights, adapters: ModelAdapters, forget_weights: Callable[[], None]) -> None:
+        self.weights = weights
+        self.adapters = adapters
+        self._forget_weights = forget_weights
+
+    def weight_spec(self) -> Mapping[str, TensorSpec]:
+        return self.weights.spec
+
+    def tied_tensors(self) -> Mapping[str, str]:
+        return self.weights.tied
+
+    def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> StagedTensors:
+        return self.weights.stage(tensors, cast, cancelled)
+
+    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
+        self._forget_weights()
+        self.weights.overwrite(tensors, cast, cancelled)
+
+    def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
+        if not have_peft():
+            raise Unsupported(NO_PEFT, field="target.kind", fix="install rl-plane[hf] beside the worker")
+        return self.adapters.spec(config)
+
+    def stage_adapter(
+        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
+    ) -> StagedAdapter:
+        return self.adapters.stage(config, tensors, cast, cancelled)

@@ -1,0 +1,445 @@
+"""The generation loop of the `hf` engine: transformers' continuous batching, steered between two steps.
+
+Everything that touches the scheduler, the cache or the weights runs on the generation thread itself, as a
+command that it takes up between two steps. So no lock is held while a step runs, no step runs while a command
+does, and a command that comes back (liveness is an empty one) proves that the loop goes round, paused or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState
+from transformers.generation.continuous_batching.continuous_api import OutputRouter
+
+from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest
+from rl_plane.protocol.versions import WeightVersion
+from worker.engines.common.finite_logits import NOT_FINITE
+from worker.engines.common.scoring import check_adapter, in_batches
+from worker.engines.common.spans import Label
+from worker.engines.hf.experts import ExpertRecorder
+from worker.engines.hf.peft_layers import ModelAdapters, StagedAdapter
+from worker.engines.hf.prefix_sharing import PrefixKeys, salted
+from worker.engines.hf.streams import Piece, Stream, choose, likeliest, score_batch
+
+IDLE_WAIT_S = 0.1
+"""How long an idle or paused loop sleeps when nobody wakes it. Each command does, so this only bounds a miss."""
+
+
+class _NoRouter(OutputRouter):  # type: ignore[misc]  # the library is untyped
+    """Tokens leave through the streams; the library's own queue would grow for ever."""
+
+    def deliver(self, output: Any) -> None:
+        pass
+
+    def deliver_batch(self, outputs: Any) -> None:
+        pass
+
+
+class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the library is untyped
+    """The library's manager and thread, with our sampler, our commands, our pause and our adapters.
+
+    Each step runs once for the base model and once for every adapter that has requests: a forward holds requests of
+    one of them only. So the base model's is the same computation, whatever adapters are loaded.
+
+    Methods below `call` are commands: they run on the generation thread, by way of `call`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        adapters: ModelAdapters,
+        experts: ExpertRecorder,
+        config: ContinuousBatchingConfig,
+        events: asyncio.AbstractEventLoop,
+    ) -> None:
+        # A neutral generation config: no logits processor of the library stands before our sampler.
+        super().__init__(model, GenerationConfig(do_sample=False, eos_token_id=-1), config)
+        self.output_router = _NoRouter()
+        self.version: WeightVersion | None = None
+        self.adapter_versions: dict[str, WeightVersion | None] = {}
+        self._adapters = adapters
+        self._experts = experts
+        self._adapter: str | None = None  # whose turn it is
+        self._prefixes: PrefixKeys | None = None
+        self._prefix_keys: dict[str, int] = {}  # by adapter; another one each time it is loaded
+        self._next_prefix_key = 1
+        self._events = events
+        self._lock = threading.Lock()  # of the next two
+        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._ended = False
+        self._stopping = False
+        self._gate_closed = False  # new requests are held
+        self.frozen = False  # no step runs
+        self._drain: Future[None] | None = None
+        self._live: dict[str, Stream] = {}  # known to the scheduler
+        self._held: deque[Stream] = deque()
+        self._stale: set[str] = set()  # running since before the last flush: their KV is never shared
+        self._broken: list[str] = []
+        self._outbox: list[tuple[Stream, Piece | EngineFailed]] = []
+
+    def start(self) -> None:
+        # The library's thread would keep the process alive when nobody closes the engine.
+        self.background_thread_status.clear()
+        self._generation_thread = threading.Thread(
+            target=self._run_generation_loop, name="hf-generation", daemon=True
+        )
+        self._generation_thread.start()
+
+    def join_thread(self, timeout_s: float) -> bool:
+        thread = self._generation_thread
+        if thread is not None:
+            thread.join(timeout_s)
+        return thread is None or not thread.is_alive()
+
+    def call(self, command: Callable[[], Any]) -> Future[Any]:
+        """Runs `command` on the generation thread between two steps, in the order of the calls; thread-safe.
+        The future fails with EngineDied when that thread has ended, or ends first."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if not self._ended:
+                self._commands.append((command, future))
+                self._wake_up_loop.set()
+                return future
+        future.set_exception(self._failure())
+        return future
+
+    def running(self) -> int:
+        """Requests that hold cache; thread-safe."""
+        return len(self.batch_processor.scheduler.active_requests) if self.batch_processor else 0
+
+    # commands
+
+    def submit(self, stream: Stream) -> None:
+        adapter = stream.request.adapter
+        if adapter is not None and adapter not in self._adapters:
+            raise InvalidRequest(
+                f"there is no adapter {adapter[:64]!r} here",
+                field="model",
+                fix="name one that is loaded, or the base model",
+            )
+        if self._gate_closed:
+            self._held.append(stream)
+        else:
+            self._admit(stream)
+
+    def abort(self, streams: Iterable[Stream] | None) -> int:
+        """Ends these (None: all) with finish_reason `abort`; how many were not over yet."""
+        known = [*self._live.values(), *self._held]
+        victims = known if streams is None else [stream for stream in streams if stream in known]
+        for stream in victims:
+            if stream.key not in self._live:
+                self._held.remove(stream)
+            stream.end("abort")
+            self._outbox.append((stream, stream.take()))
+        self._drop([stream.key for stream in victims])
+        return len(victims)
+
+    def freeze(self) -> None:
+        self._end_wait()
+        self._gate_closed = self.frozen = True
+
+    def drain(self, drained: Future[None]) -> None:
+        """Holds what is new, lets what runs go on to its end (also when frozen before), then freezes."""
+        self._end_wait()
+        self._gate_closed, self.frozen = True, False
+        self._drain = drained
+
+    def go_back(self, frozen: list[bool]) -> None:
+        """To what it was before a pause that is given up; empty: that has not begun."""
+        for was_frozen in frozen:
+            self.freeze() if was_frozen else self.thaw()
+
+    def thaw(self) -> None:
+        self._end_wait()
+        self._gate_closed = self.frozen = False
+        while self._held:
+            self._admit(self._held.popleft())
+
+    def flush(self) -> bool:
+        """Forgets all shared blocks: those that nobody uses go back to the pool, running requests keep theirs."""
+        cache = self.batch_processor.cache
+        cache.evict_cached_blocks()
+        for allocator in cache.cache_allocators.values():
+            allocator.ledger.hash_to_block.clear()
+            allocator.ledger.block_to_hash.clear()
+        self._stale.update(self.batch_processor.scheduler.active_requests)
+        return True
+
+    def forget_weights(self) -> None:
+        """Before they are overwritten: what they are is not known until a version is set."""
+        if not self.frozen:
+            raise EngineFailed("weights are overwritten only while the engine is paused")
+        self.restart_requests()
+        self.version = None
+        self.flush()
+
+    def restart_requests(self) -> None:
+        """Before weights change: a prompt is scored by those alone that make the first token. And what weights of no
+        version computed, noise say, is not to be behind a labelled token: after them all that run begin anew."""
+        for stream in [one for one in self._live.values() if one.scores_prompt or self.version is None]:
+            self._drop([stream.key])
+            stream.restart()
+            self._admit(stream)
+
+    def put_adapter(self, name: str, staged: StagedAdapter, version: WeightVersion | None) -> None:
+        self.restart_requests()
+        self._adapters.put(name, staged)
+        self.adapter_versions[name] = version
+        self._prefix_keys[name], self._next_prefix_key = self._next_prefix_key, self._next_prefix_key + 1
+        running = self.batch_processor.scheduler.active_requests
+        self._stale.update(
+            key for key, stream in self._live.items() if stream.request.adapter == name and key in running
+        )
+
+    def remove_adapter(self, name: str) -> None:
+        """Its requests end."""
+        self.abort([stream for stream in (*self._live.values(), *self._held) if stream.request.adapter == name])
+        self._adapters.remove(name)
+        self.adapter_versions.pop(name, None)
+        self._prefix_keys.pop(name, None)
+
+    def score(self, sequences: list[list[int]], adapter: str | None) -> list[list[float]]:
+        """By a forward of its own, without a cache, for as many sequences as a step has tokens."""
+        check_adapter(adapter, self.adapter_versions)
+        self._adapters.activate(adapter)
+        most = self.continuous_batching_config.max_batch_tokens
+        return [row for batch in in_batches(sequences, most) for row in score_batch(self.model, batch)]
+
+    def stop_loop(self) -> None:
+        self._stopping = True
+
+    # the generation thread
+
+    def _end_wait(self) -> None:
+        """Another pause or a resume takes the place of one that still waits: it must not wait for ever."""
+        drained, self._drain = self._drain, None
+        if drained is not None and not drained.done() and drained.set_running_or_notify_cancel():
+            drained.set_exception(EngineFailed("another pause or resume ended this wait"))
+
+    def _admit(self, stream: Stream) -> None:
+        self._live[stream.key] = stream
+        self.batch_processor.scheduler.add_waiting_request(
+            RequestState(
+                request_id=stream.key,
+                initial_tokens=[*stream.prompt, *stream.made],
+                max_new_tokens=stream.request.max_tokens - len(stream.made),
+                eos_token_id=list(stream.stop),
+            )
+        )
+
+    def _drop(self, keys: list[str]) -> None:
+        if not keys:
+            return
+        scheduler = self.batch_processor.scheduler
+        for key in keys:
+            self._live.pop(key, None)
+            scheduler.set_request_cancellation(key)
+        scheduler.clear_cancelled_requests()
+        # Set when the cache ran full, and else reset only when a request ends by itself: without this,
+        # cancelling all that run would leave those that wait stuck.
+        scheduler.block_new_requests = False
+
+    def _create_batch_processor(self) -> Any:
+        processor = super()._create_batch_processor()
+        processor.model_runner._sample = self._sample_step
+        self._watch_forward(processor.model_runner)
+        self._prefixes = PrefixKeys(processor.cache, self._prefix_key, lambda key: self._live[key].whole)
+        self._schedule_by_adapter(processor)
+        share_blocks = processor.cache.mark_complete_blocks
+
+        def share_fresh_blocks(state: Any, complete_blocks: Any) -> None:
+            if state.request_id not in self._stale:
+                share_blocks(state, complete_blocks)
+
+        processor.cache.mark_complete_blocks = share_fresh_blocks
+        return processor
+
+    def _prefix_key(self, key: str) -> int | None:
+        request = self._live[key].request
+        loaded = None if request.adapter is None else self._prefix_keys[request.adapter]
+        return loaded if request.cache_salt is None else salted(loaded, request.cache_salt)
+
+    def _schedule_by_adapter(self, processor: Any) -> None:
+        """The library's scheduler sees only the requests whose adapter's turn it is."""
+        scheduler = processor.scheduler
+        process, schedule = scheduler._process_candidates, scheduler.schedule_batch
+
+        def process_candidates(candidates: list[Any], *rest: Any) -> Any:
+            mine = [state for state in candidates if self._live[state.request_id].request.adapter == self._adapter]
+            return process(mine, *rest)
+
+        def schedule_batch(token_budget: int, cache_budget: int) -> Any:
+            found = schedule(token_budget, cache_budget)
+            # None: nothing fits, so the library makes room, or gives up. But room may be what the others hold, who
+            # run in their turn; then all that is done here is to drop what nobody uses.
+            if found[0] is None and not scheduler.starved_requests and scheduler.active_requests:
+                if processor.cache.evict_cached_blocks():
+                    found = schedule(token_budget, cache_budget)
+                if found[0] is None:
+                    return [], False, 0, 0
+            return found
+
+        scheduler._process_candidates = process_candidates
+        scheduler.schedule_batch = schedule_batch
+
+    def _watch_forward(self, runner: Any) -> None:
+        """For prompts to score and experts to tell. The library computes the logits of last tokens only; where a batch
+        has a prompt to score, all of them."""
+        forward = runner._forward_process_and_sample
+
+        def forward_and_watch(model: Any, batch_data: dict[str, Any], *rest: Any) -> None:
+            watched, row = [], 0
+            for future in self.batch_processor.inputs_and_outputs.requests_in_batch:
+                stream, end = self._live[future.state.request_id], row + future.query_length
+                if stream.whole:
+                    # The library has moved the position to behind this batch already.
+                    watched.append((stream, future.state.position_offset - future.query_length, slice(row, end)))
+                row = end
+            if not watched:
+                forward(model, batch_data, *rest)
+                return
+            if any(stream.scores_prompt for stream, _, _ in watched):
+                batch_data.pop("logits_to_keep", None)
+
+            def watched_model(**inputs: Any) -> Any:
+                with self._experts.recording() as sent:
+                    output = model(**inputs)
+                for stream, start, rows in watched:
+                    if stream.scores_prompt:
+                        stream.score(start, output.logits[0, rows])
+                    if stream.request.routed_experts:
+                        stream.route(start, sent.rows(rows))
+                return output
+
+            forward(watched_model, batch_data, *rest)
+
+        runner._forward_process_and_sample = forward_and_watch
+
+    def _sample_step(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
+        """In place of the library's sampler. `scores`: raw float32 logits, [1, rows, vocabulary]; the first rows
+        are those of the requests that get a token, in order, and the rest (split prefills) mean nothing."""
+        batch = self.batch_processor.inputs_and_outputs.requests_in_batch
+        streams = [self._live[future.state.request_id] for future in batch if future.has_new_token]
+        if not streams:
+            return
+        name = self._adapter
+        label = Label(self.version, name, self.adapter_versions[name] if name is not None else None)
+        logits = scores[0, : len(streams)]
+        (tokens, logprobs), tops = choose(logits, streams), likeliest(logits, streams)
+        output_ids[0, : len(tokens)] = torch.tensor(tokens, dtype=output_ids.dtype, device=output_ids.device)
+        for stream, token, logprob, top in zip(streams, tokens, logprobs, tops, strict=True):
+            if stream.is_finite(logprob):
+                stream.push(token, logprob, top, label)
+                self._outbox.append((stream, stream.take()))
+            else:
+                stream.done = True
+                self._broken.append(stream.key)
+                self._outbox.append((stream, EngineFailed(NOT_FINITE)))
+            if stream.done:
+                del self._live[stream.key]
+
+    def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
+        self._run_commands()
+        self._finish_drain()
+        self._deliver()
+        if self._stopping:
+            return False
+        if self.frozen:
+            self._wake_up_loop.wait(IDLE_WAIT_S)
+            self._wake_up_loop.clear()
+            return True
+        adapters = dict.fromkeys(stream.request.adapter for stream in self._live.values())
+        ran = [self._step(batch_processor, adapter) for adapter in adapters]
+        scheduler = batch_processor.scheduler
+        known = [*scheduler.active_requests, *scheduler.waiting_requests]
+        self._stale.intersection_update(known)
+        if self._prefixes is not None:
+            self._prefixes.keep_only(known)
+        self._deliver()
+        if not any(ran):
+            self._wake_up_loop.wait(IDLE_WAIT_S)
+            self._wake_up_loop.clear()
+        return True
+
+    def _step(self, batch_processor: Any, adapter: str | None) -> bool:
+        """A forward for those requests of one adapter that fit; whether there were any."""
+        self._adapter = adapter
+        self._adapters.activate(adapter)
+        if not batch_processor.prepare_next_batch():
+            return False
+        self._generation_step()
+        batch_processor.update_batch()
+        if self._broken:
+            self._drop(self._broken)
+            self._broken = []
+            # All that ran in this step attended over one packed batch: its NaNs may be in anyone's new blocks.
+            self.flush()
+        return True
+
+    def _finish_drain(self) -> None:
+        drained = self._drain
+        # A cancelled one is undone by its caller, a finished one stays until the next pause or resume.
+        if drained is not None and not self._live and not drained.done():
+            self.frozen = True
+            if drained.set_running_or_notify_cancel():
+                drained.set_result(None)
+
+    def _run_commands(self) -> None:
+        while True:
+            with self._lock:
+                if not self._commands:
+                    return
+                command, future = self._commands.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(command())
+            except Exception as error:
+                future.set_exception(error)
+
+    def _deliver(self) -> None:
+        """One wake-up of the event loop for all the tokens of a step."""
+        if self._outbox:
+            outbox, self._outbox = self._outbox, []
+            self._events.call_soon_threadsafe(_hand_out, outbox)
+
+    def _run_generation_loop(self) -> None:
+        try:
+            super()._run_generation_loop()
+        finally:
+            with self._lock:
+                self._ended = True
+                commands = list(self._commands)
+                self._commands.clear()
+            for _, future in commands:
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(self._failure())
+            if self._drain is not None and not self._drain.done():
+                self._drain.set_exception(self._failure())
+            self._outbox += [(stream, self._failure()) for stream in (*self._live.values(), *self._held)]
+            self._live.clear()
+            self._held.clear()
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
+                self._deliver()
+
+    def _failure(self) -> EngineDied:
+        cause = self.background_thread_status.fatal_error
+        if cause is None:
+            return EngineDied("the engine is closed")
+        failure = EngineDied(f"the generation thread died: {type(cause).__name__}: {cause}")
+        failure.__cause__ = cause
+        return failure
+
+
+def _hand_out(outbox: list[tuple[Stream, Piece | EngineFailed]]) -> None:
+    for stream, piece in outbox:
+        stream.pieces.put_nowait(piece)

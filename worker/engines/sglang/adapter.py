@@ -1,0 +1,592 @@
+"""The `sglang` engine: SGLang's Engine, built in this process, on a CPU or on GPUs.
+
+This process has its tokenizer manager, on the engine loop; each rank of the model is a scheduler process of SGLang's,
+in which a plugin of ours (`sglang_plugin`) starts an agent and serves what must happen between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
+from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
+from rl_plane.protocol.update_requests import PreparedReply
+from rl_plane.protocol.versions import TensorSpec, WeightVersion
+from rl_plane.transports.reception import Cancelled, Reception
+from rl_plane.weights.checkpoint import open_checkpoint
+from worker.engines.base import (
+    LACKING,
+    AdapterLost,
+    CheckAction,
+    EngineAdapter,
+    EngineInfo,
+    EngineOptions,
+    PauseMode,
+)
+from worker.engines.common.lora import NO_LORA
+from worker.engines.common.scoring import check_adapter, check_memory, check_sequences, checked_scores
+from worker.engines.common.spans import Label, SpanLog
+from worker.engines.common.stop_strings import ReplyText
+from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_tokens, no_cut_rows, refuse_lacking
+from worker.engines.common.tokenizing import (
+    Tokenizing,
+    eos_tokens,
+    load_tokenizer,
+    nothing_made,
+)
+from worker.engines.sglang.args import parse_arguments
+from worker.engines.sglang.limits import check_model, lora_targets_on_cpu
+from worker.engines.sglang.plugin import lora_reference
+from worker.engines.sglang.processes import SglangProcess
+from worker.engines.sglang.scorer import NO_PIPELINE
+from worker.engines.sglang.streams import FIRST_KEY, Experts, Feeder
+
+FLUSH_WAIT_S = 2.0
+"""How long a flush waits for the engine to see that it is idle: right after a request it does not yet."""
+
+UNUSED_WAIT_S = 5.0
+"""How long the aborted requests of an adapter may take to be gone from the engine."""
+
+NO_SAVER = "start it on a GPU with --enable-memory-saver"
+NO_SEEDS = "SGLang looks at seeds in its deterministic mode only: start it with --deterministic"
+NO_SEEDS_CPU = "only SGLang's pytorch sampler takes seeds: start it with --engine-arg sampling_backend=pytorch"
+
+PENALIZED = (
+    "SGLang counts a request's tokens anew after each update, and its logprobs would be of penalized logits"
+)
+
+NO_CHOICE = {
+    "generate:min_tokens": "SGLang counts a request's tokens anew after each update, and bars what its tokenizer says",
+    "generate:logit_bias+logprobs": "SGLang's logprobs would be those of the biased logits",
+    "generate:min_p": "SGLang has this for requests without a seed only, and ends itself",
+    "generate:frequency_penalty": PENALIZED,
+    "generate:presence_penalty": PENALIZED,
+    "generate:repetition_penalty": PENALIZED,
+    "generate:allowed_token_ids": "SGLang has this by custom logit processors only: pickled code",
+    "generate:bad_words_token_ids": "SGLang has this by custom logit processors only: pickled code",
+}
+
+
+@dataclass(slots=True)
+class Adapter:
+    """One that is loaded."""
+
+    engine_name: str
+    """Its name in the engine: never used again."""
+    lora_id: str
+    version: WeightVersion | None
+
+
+def build(options: EngineOptions) -> EngineAdapter:
+    return SglangEngine(options)
+
+
+def lacking_seeds(on_cpu: bool, backend: str, deterministic: bool) -> dict[str, str]:
+    """On a CPU, where SGLang has no deterministic mode, our plugin hands its pytorch sampler the seeds."""
+    if deterministic or (on_cpu and backend == "pytorch"):
+        return {}
+    return {"generate:seed": NO_SEEDS_CPU if on_cpu else NO_SEEDS}
+
+
+class SglangEngine(Tokenizing):
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__()
+        options.check_model()
+        self._options = options
+        device, _, gpu = _device(options.device).partition(":")
+        self._on_cpu = device == "cpu"
+        if self._on_cpu:
+            options.refuse_modes("SGLang has this on GPUs only", "leave it out on a CPU")
+        named = {
+            "enable_deterministic_inference": options.deterministic,
+            "enable_memory_saver": options.memory_saver,
+        }
+        extra = dict(options.extra) | {name: "true" for name, given in named.items() if given}
+        arguments = parse_arguments(extra)
+        if self._on_cpu and arguments.get("enable_lora"):
+            asked = arguments["lora_target_modules"] if "lora_target_modules" in extra else None
+            arguments["lora_target_modules"] = lora_targets_on_cpu(options.model, asked)
+        self._process = SglangProcess(options, arguments, device, int(gpu or 0))
+        self._feeder: Feeder | None = None
+        self._tokenizer: Any = None
+        self._info: EngineInfo | None = None
+        self._paused = False
+        self._numbers = itertools.count(1)
+        self._version: WeightVersion | None = None
+        """Of the weights that the engine holds. None: no version."""
+        self._adapters: dict[str, Adapter] = {}
+        self._in_place: set[str] = set()
+        self._released: set[str] = set()
+        self._changing = asyncio.Lock()
+        """An adapter's change has it to its end, likewise."""
+        self._memory = asyncio.Lock()
+        """A release or resume has it to its end, also where its caller has given up: SGLang ends itself where one comes
+        twice."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # life
+
+    async def start(self) -> EngineInfo:
+        self._loop = asyncio.get_running_loop()
+        try:
+            await asyncio.to_thread(self._check_model)
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, self._options.model)
+            eos = await asyncio.to_thread(eos_tokens, self._options.model, self._tokenizer)
+            await self._process.start(FIRST_KEY)
+            manager = self._process.manager
+            experts = Experts.of(manager.model_config.hf_text_config)
+            self._feeder = Feeder(manager, eos, self._adapter_in_engine, self._label, experts)
+            self._process.on_death(self._feeder.fail)
+            await self._process.call("updatable")
+            self._info = self._describe()
+        except PlaneError:
+            await self.close()
+            raise
+        except Exception as error:
+            await self.close()
+            raise EngineFailed(f"SGLang did not start: {error}") from error
+        return self._info
+
+    def _check_model(self) -> None:
+        """Before SGLang loads it, which tells less."""
+        open_checkpoint(self._options.model, field="model").close()
+        check_model(self._options.model)
+
+    def _describe(self) -> EngineInfo:
+        import sglang
+
+        engine, config = self._process.engine, self._process.manager.model_config
+        arguments = engine.server_args
+        lacking = dict(NO_CHOICE)
+        if not arguments.enable_lora:
+            lacking |= {"prepare_update:lora": NO_LORA, "update_weights:lora": NO_LORA}
+        if self._on_cpu or not arguments.enable_memory_saver:
+            lacking |= {"release_memory": NO_SAVER, "resume_memory": NO_SAVER}
+        if arguments.pp_size > 1:
+            lacking["score"] = NO_PIPELINE
+        lacking |= lacking_seeds(
+            self._on_cpu, arguments.sampling_backend, arguments.enable_deterministic_inference
+        )
+        if not arguments.enable_return_routed_experts:
+            has_experts = bool(getattr(config.hf_text_config, "num_experts_per_tok", None))
+            lacking["generate:routed_experts"] = NO_ROUTED if has_experts else NO_EXPERTS
+        else:
+            lacking |= no_cut_rows("stop") | no_cut_rows("stop_token_ids", "ignore_eos")
+        return EngineInfo(
+            engine="sglang",
+            engine_version=sglang.__version__,
+            model=self._options.model.absolute().name,
+            dtype=str(config.dtype).removeprefix("torch."),
+            device=str(arguments.device),
+            world_size=arguments.tp_size * arguments.pp_size,
+            tp_size=arguments.tp_size,
+            pp_size=arguments.pp_size,
+            vocab_size=config.vocab_size,
+            max_model_len=int(engine._scheduler_init_result.scheduler_infos[0]["max_req_input_len"]),
+            capabilities=lacking,
+            transports=self._process.ranks.transports,
+            tied=self._process.ranks.tied,
+            deterministic=arguments.enable_deterministic_inference,
+            memory_saver=arguments.enable_memory_saver,
+            max_lora_rank=arguments.max_lora_rank if arguments.enable_lora else None,
+        )
+
+    async def close(self) -> None:
+        await self._process.end()
+
+    async def liveness(self) -> None:
+        await self._process.ask(self._process.manager.get_internal_state())
+
+    def _running(self) -> Feeder:
+        self._process.check_alive()
+        assert self._feeder is not None, "start sets it"
+        return self._feeder
+
+    # generation
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
+        feeder, info = self._running(), self._info
+        assert info is not None, "start sets it"
+        prompt = await self._prompt_of(request)
+        if prompt is None:
+            yield nothing_made(request)
+            return
+        check_tokens(request, prompt, feeder.eos, info.vocab_size, info.max_model_len)
+        refuse_lacking(request, info.capabilities)
+        if request.id in feeder.streams:
+            raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
+        text, spans = ReplyText(self._tokenizer, request, prompt), SpanLog()
+        told: list[int] | None = prompt
+        async with contextlib.aclosing(feeder.run(request, prompt)) as pieces:
+            async for piece in pieces:
+                read = text.add(piece.token_ids, last=piece.finish_reason is not None)
+                if read.stop_string is not None:
+                    piece = piece.until(read.count)
+                for label in piece.labels:
+                    spans.add(label)
+                finished = piece.finish_reason is not None
+                yield GenerateDelta(
+                    token_ids=piece.token_ids,
+                    logprobs=piece.logprobs if request.logprobs else None,
+                    top_logprobs=piece.tops if request.logprobs and request.top_logprobs else None,
+                    text=read.text,
+                    finish_reason=piece.finish_reason,
+                    stop_string=read.stop_string,
+                    spans=spans.tell(finished) if piece.sure else [],
+                    prompt_token_ids=told,
+                    prompt_logprobs=piece.prompt_logprobs,
+                    routed_experts=piece.routed,
+                )
+                told = None
+                if finished:
+                    return  # a stop string ends it here; closing ends it in the engine
+
+    def _label(self, adapter: str | None) -> Label:
+        if adapter is None:
+            return Label(self._version)
+        loaded = self._adapters.get(adapter)
+        return Label(self._version, adapter, loaded.version if loaded is not None else None)
+
+    def _adapter_in_engine(self, name: str | None) -> str | None:
+        if name is None:
+            return None
+        return self._adapter(name, "model").engine_name
+
+    def _adapter(self, name: str, field: str) -> Adapter:
+        if name not in self._adapters:
+            raise InvalidRequest(
+                f"there is no adapter {name[:64]!r} here", field=field, fix="name one that is loaded"
+            )
+        return self._adapters[name]
+
+    async def abort(self, request_ids: list[str] | None) -> int:
+        feeder = self._running()
+        names = feeder.streams if request_ids is None else request_ids
+        streams = [feeder.streams[name] for name in dict.fromkeys(names) if name in feeder.streams]
+        before = self._abort_tokenized(request_ids)
+        await feeder.abort(streams)
+        return before + len(streams)
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
+        """`keep`: SGLang's in_place; with `clear_cache` its retract, by which running requests lose their KV and
+        have it computed again after `resume`."""
+        was_paused = self._paused
+        try:
+            if mode == "wait":
+                await self._drain()
+            elif mode == "abort":
+                # Retracted requests are only waiting, and end at once: others would after the next step.
+                await self._freeze("retract")
+                await self.abort(None)
+            else:
+                await self._freeze("retract" if clear_cache else "in_place")
+            return clear_cache and await self.flush_cache()
+        except BaseException:
+            with contextlib.suppress(PlaneError):  # the first error is the one that counts
+                if was_paused:
+                    await self._freeze("in_place")
+                else:
+                    await self.resume()
+            raise
+
+    async def _freeze(self, how: str) -> None:
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        feeder = self._running()
+        feeder.close()
+        self._paused = True
+        await self._process.manager.pause_generation(PauseGenerationReqInput(mode=how))
+        await self.liveness()  # it has done so
+
+    async def _thaw(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        await self._process.manager.continue_generation(ContinueGenerationReqInput())
+        self._paused = False
+
+    async def _drain(self) -> None:
+        feeder = self._running()
+        feeder.close()
+        if self._paused:
+            await self._thaw()
+        feeder.go_on()
+        while running := [stream.feeding for stream in feeder.begun() if stream.feeding is not None]:
+            await asyncio.wait(running)
+        await self._freeze("retract")  # of nothing; in_place would keep the last step, and refuse a flush
+
+    async def resume(self) -> None:
+        async with self._changing:  # a change whose caller was cut goes on
+            if self._paused:
+                await self._thaw()
+            self._running().open()
+
+    async def flush_cache(self) -> bool:
+        """SGLang refuses while requests run. Those that stand still are retracted: they compute their KV anew."""
+        if self._paused:
+            await self._freeze("retract")
+        elif self._running().submitted():
+            return False
+        wait_s = None if self._paused else FLUSH_WAIT_S
+        reply = await self._process.ask(self._process.manager.flush_cache(timeout_s=wait_s))
+        return bool(reply.success)
+
+    def load(self) -> tuple[int, int]:
+        if self._feeder is None:
+            return 0, 0
+        streams = list(self._feeder.streams.values())
+        running = sum(bool(stream.made) for stream in streams)
+        return running, len(streams) - running
+
+    # weights
+
+    def weight_spec(self) -> Mapping[str, TensorSpec]:
+        return self._process.ranks.weight_spec()
+
+    def open(self, reception: Reception) -> None:
+        self._process.ranks.open(reception)
+        if reception.in_place:
+            self._in_place.add(reception.staging)
+
+    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
+        if staging in self._in_place:
+            self._in_place.discard(staging)
+            assert self._loop is not None, "start sets it"
+            try:
+                asyncio.run_coroutine_threadsafe(self._forget_weights(), self._loop).result()
+            except PlaneError:
+                self._process.ranks.discard(staging)
+                raise
+        return self._process.ranks.receive(staging, cancelled)
+
+    def _check_paused(self) -> None:
+        if not self._paused:
+            raise EngineFailed("the engine is not paused")
+
+    async def _forget_weights(self) -> None:
+        self._check_paused()
+        await self._freeze("retract")
+        await self._relabel(None)
+
+    async def _relabel(self, version: WeightVersion | None) -> None:
+        key = self._next_key()
+        await self._process.call("relabel", key=key)
+        self._running().key, self._version = key, version
+
+    def _next_key(self) -> str:
+        return f"rl-plane-{next(self._numbers)}"
+
+    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+        return self._process.ranks.feed(staging, part, cancelled)
+
+    def kept(self) -> str | None:
+        return self._process.ranks.kept()
+
+    async def discard(self, staging: str) -> None:
+        self._in_place.discard(staging)
+        await asyncio.to_thread(self._process.ranks.discard, staging)
+
+    async def swap(self, staging: str, version: WeightVersion) -> bool:
+        """Running requests are retracted: they compute their KV anew, by the new weights."""
+        self._check_paused()
+        await self._process.ask(self._swap(staging, version))
+        return True
+
+    async def _swap(self, staging: str, version: WeightVersion) -> None:
+        await self._freeze("retract")  # all that the old weights made has come when this returns
+        try:
+            await self._process.call("ready", staging=staging)
+        except PlaneError:
+            await self.discard(staging)  # of the ranks that were not
+            raise
+        key = self._next_key()
+        self._running().key, self._version = key, None  # half-way there are no known weights
+        await self._process.call("swap", key=key)
+        self._version = version
+
+    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
+        """Running requests are retracted: they compute their KV anew."""
+        self._running()
+        info = self._info
+        assert info is not None, "start sets it"
+        if (reason := info.capabilities.get("score")) is not None:
+            raise Unsupported(reason, field="op", fix=LACKING)
+        checked = check_sequences(sequences, info.vocab_size, info.max_model_len)
+        check_adapter(adapter, self._adapters)
+        check_memory(self._released)
+        lora_id = "" if adapter is None else self._adapters[adapter].lora_id
+        was_paused = self._paused
+        try:
+            await self._freeze("retract")
+            rows = await self._process.call("score", sequences=json.dumps(checked), lora_id=lora_id)
+        finally:
+            if not was_paused:
+                await self.resume()
+        return checked_scores(rows[0]["scores"], checked)
+
+    def set_version(self, version: WeightVersion) -> None:
+        self._version = version
+
+    def offer(self) -> dict[str, Any] | None:
+        return self._process.ranks.offer()
+
+    def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return self._process.ranks.init_transport(config)
+
+    def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
+        return self._process.ranks.destroy_transport(backend, group)
+
+    # adapters
+
+    async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
+        """Each has a name of its own in the engine, and so a prefix cache of its own. The new one is loaded beside
+        the old one, which goes when that has worked; where it can't go, the new one does."""
+        self._check_paused()
+        await self._process.ask(self._change_adapter(name, staging, version))
+        return False  # nobody finds what is in the old one's
+
+    async def _change_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> None:
+        async with self._changing:
+            await self._swap_adapter(name, staging, version)
+
+    async def _swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> None:
+        old = self._adapters.get(name)
+        fresh: Adapter | None = None
+        # A request that only waits ends at once when it is aborted: no step is left that would want the adapter.
+        await self._freeze("retract")
+        if staging is not None:
+            number = next(self._numbers)
+            fresh = Adapter(f"{name}@{number}", f"rl-plane-adapter-{number}", version)
+        try:
+            if fresh is not None and staging is not None:
+                await self._process.call(
+                    "put_adapter", staging=staging, name=fresh.engine_name, lora_id=fresh.lora_id
+                )
+            if old is not None:
+                await self._retire(name, old, replaced=fresh is not None)
+        except BaseException:
+            if fresh is not None:  # a rank may have it, where another one failed
+                with contextlib.suppress(PlaneError):  # the first error is the one that counts
+                    await self._process.call("forget_adapter", lora_id=fresh.lora_id)
+            raise
+        if fresh is not None:
+            await self._process.manager.lora_registry.register(lora_reference(fresh.engine_name, fresh.lora_id))
+            self._adapters[name] = fresh
+        else:
+            self._adapters.pop(name, None)
+
+    async def _retire(self, name: str, old: Adapter, replaced: bool) -> None:
+        """A request can't change from one to the other: of one that is replaced, the new one is asked for the rest."""
+        registry, feeder = self._process.manager.lora_registry, self._running()
+        if replaced:
+            await feeder.begin_again([one for one in feeder.submitted() if one.adapter == old.engine_name])
+        else:
+            await feeder.abort([one for one in feeder.streams.values() if one.request.adapter == name])
+        feeder.end_left(old.engine_name)
+        await registry.unregister(old.engine_name)
+        try:
+            async with asyncio.timeout(UNUSED_WAIT_S):
+                await registry.wait_for_unload(old.lora_id)
+        except BaseException as error:
+            await registry.register(lora_reference(old.engine_name, old.lora_id))
+            if isinstance(error, TimeoutError):
+                raise EngineFailed(f"requests of {old.engine_name} did not end in {UNUSED_WAIT_S:g} s") from error
+            raise
+        try:
+            await self._process.call("remove_adapter", lora_id=old.lora_id)
+        except BaseException as error:
+            await self._put_back(name, old, error)
+            raise
+        with contextlib.suppress(PlaneError):  # it is gone: all that stays is memory
+            await self._process.call("forget_adapter", lora_id=old.lora_id)
+
+    async def _put_back(self, name: str, old: Adapter, error: BaseException) -> None:
+        """A rank may have removed it, where another one failed. A request for it would end a rank that lacks it."""
+        try:
+            await self._process.call("put_back_adapter", lora_id=old.lora_id)
+        except EngineDied:
+            raise
+        except PlaneError as failure:
+            del self._adapters[name]
+            feeder = self._running()
+            await feeder.abort([one for one in feeder.streams.values() if one.request.adapter == name])
+            with contextlib.suppress(PlaneError):  # the first error is the one that counts
+                await self._process.call("forget_adapter", lora_id=old.lora_id)
+            raise AdapterLost.of(name, error, failure) from error
+        await self._process.manager.lora_registry.register(lora_reference(old.engine_name, old.lora_id))
+
+    def set_adapter_version(self, name: str, version: WeightVersion) -> None:
+        self._adapter(name, "name").version = version
+
+    async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
+        if action != "reset_tensors":
+            return await self._process.ask(asyncio.to_thread(self._process.ranks.check, action))
+        was_paused = self._paused
+        await self._freeze("retract")
+        key = self._next_key()
+        self._running().key, self._version = key, None
+        await self._process.call("reset", key=key)
+        if not was_paused:
+            await self.resume()
+        return [{"rank": rank} for rank in range(self._process.ranks.count)]
+
+    # memory
+
+    async def release_memory(self, tags: list[str]) -> None:
+        """Frozen requests are retracted: they compute their KV anew."""
+        self._check_memory_saver("release_memory")
+        await self._freeze("retract")  # SGLang ends the process if anything runs
+        await self._process.ask(self._release(tags))
+
+    async def _release(self, tags: list[str]) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        async with self._memory:
+            wanted = [tag for tag in tags if tag not in self._released]
+            if wanted:
+                manager, asked = self._process.manager, ReleaseMemoryOccupationReqInput(tags=_sglang_tags(wanted))
+                await manager.release_memory_occupation(asked)
+                self._released.update(wanted)
+
+    async def resume_memory(self, tags: list[str]) -> None:
+        self._check_memory_saver("resume_memory")
+        await self._process.ask(self._take_back(tags))
+
+    async def _take_back(self, tags: list[str]) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        async with self._memory:
+            wanted = [tag for tag in tags if tag in self._released]
+            if "weights" in wanted:
+                await self._relabel(None)
+            if wanted:
+                manager, asked = self._process.manager, ResumeMemoryOccupationReqInput(tags=_sglang_tags(wanted))
+                await manager.resume_memory_occupation(asked)
+                self._released.difference_update(wanted)
+
+    def _check_memory_saver(self, op: str) -> None:
+        assert self._info is not None, "start sets it"
+        reason = self._info.capabilities.get(op)
+        if reason is not None:
+            raise Unsupported(reason, field="op", fix=LACKING)
+
+
+def _sglang_tags(tags: list[str]) -> list[str]:
+    """Its graphs hold the addresses of the weights: they go and come with them."""
+    return [*tags, "cuda_graph"] if "weights" in tags else tags
+
+
+def _device(asked: str) -> str:
+    import torch
+
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = asked.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        raise InvalidRequest(f"unknown device {asked[:64]}", field="device", fix="cpu, cuda or cuda:0")
+    return asked

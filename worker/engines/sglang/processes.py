@@ -1,0 +1,283 @@
+"""SGLang's Engine and its processes: how they start, how they are asked, how they end.
+
+SGLang's own ways to notice a death all end this process, and so does its shutdown with every child that this process
+has: they are replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from rl_plane.errors import EngineDied, EngineFailed
+from worker.engines.base import EngineOptions
+from worker.engines.common.process_watch import ProcessWatch, StartWatch, descendants, engine_processes, or_death
+from worker.engines.sglang.args import ON_CPU
+from worker.engines.sglang.plugin import MARK, METHOD, child_failed
+from worker.receive.rank_agents.agent_client import AgentClient
+from worker.receive.rank_agents.agent_messages import socket_directory
+from worker.receive.rank_agents.ranks import Ranks, check_rows
+
+T = TypeVar("T")
+log = logging.getLogger("worker.sglang")
+
+POLL_MS = 100
+"""How often a thread that waits for SGLang looks whether it is dead."""
+
+END_TIMEOUT_S = 5.0
+"""How long a killed process may take to be gone."""
+
+
+class SglangProcess:
+    """Used on the loop on which it was started. `on_death(error)`: the engine is dead, or was ended."""
+
+    def __init__(self, options: EngineOptions, arguments: dict[str, Any], device: str, gpu: int) -> None:
+        self._options = options
+        self._arguments = arguments
+        self._device = device
+        self._gpu = gpu
+        self._engine: Any = None
+        self._manager: Any = None
+        self._watch: ProcessWatch | None = None
+        self._directory: Path | None = None
+        self._ranks: Ranks | None = None
+        self._dead: asyncio.Future[NoReturn] | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._calling = asyncio.Lock()
+        self._rpc = threading.Lock()
+        """Held by the thread that uses the socket of remote calls."""
+        self._asked: set[asyncio.Task[Any]] = set()
+        self._on_death: Callable[[EngineDied], None] = lambda error: None
+
+    async def start(self, first_key: str) -> None:
+        """`first_key`: what the engine calls the weights that it starts with."""
+        loop = asyncio.get_running_loop()
+        self._dead = loop.create_future()
+        self._dead.add_done_callback(lambda dead: dead.exception())  # it may be that nobody asks
+        self._directory = socket_directory()
+        with StartWatch(), self._environment(), _as_it_was():
+            # On the loop's own thread, which it holds up: SGLang takes the running loop for its sockets.
+            self._build(first_key)
+        self._read(loop)
+        parameters = self._engine.server_args
+        self._ranks = Ranks(AgentClient(self._directory, parameters.tp_size * parameters.pp_size))
+        await or_death(asyncio.to_thread(self._ranks.start), self._dead)
+
+    def on_death(self, tell: Callable[[EngineDied], None]) -> None:
+        self._on_death = tell
+
+    def check_alive(self) -> None:
+        if self._engine is None or self._dead is None:
+            raise EngineFailed("the engine is not running")
+        if self._dead.done():
+            raise _reason(self._dead)
+
+    @property
+    def ranks(self) -> Ranks:
+        if self._ranks is None:
+            raise EngineFailed("the engine is not running")
+        return self._ranks
+
+    @property
+    def engine(self) -> Any:
+        """SGLang's."""
+        return self._engine
+
+    @property
+    def manager(self) -> Any:
+        """Its tokenizer manager. EngineDied once it is dead."""
+        self.check_alive()
+        return self._manager
+
+    async def ask(self, work: Coroutine[Any, Any, T]) -> T:
+        """The engine's answer, or an EngineDied if it dies meanwhile: it would never answer. A caller that gives up
+        leaves the work to its end: else its answer would be taken for the next one's."""
+        dead = self._dead
+        if dead is None or dead.done():
+            work.close()
+            raise EngineFailed("the engine is not running") if dead is None else _reason(dead)
+        task = asyncio.ensure_future(work)
+        self._asked.add(task)
+        task.add_done_callback(self._answered)
+        waiting: set[asyncio.Future[Any]] = {task, dead}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise _reason(dead)
+        return await task
+
+    def _answered(self, task: asyncio.Task[Any]) -> None:
+        self._asked.discard(task)
+        if not task.cancelled():
+            task.exception()  # it may be that the caller has given up
+
+    async def call(self, op: str, **arguments: str) -> list[dict[str, Any]]:
+        """In every rank, between two steps (see sglang_scheduler), to its end in all; a row for each, with what it
+        gave. Raises what a rank raised; `rank_results` tell which."""
+        return await self.ask(self._call(op, arguments))
+
+    async def _call(self, op: str, arguments: dict[str, str]) -> list[dict[str, Any]]:
+        async with self._calling:
+            failure = await asyncio.to_thread(self._remote_call, op, arguments)
+            rows = await asyncio.to_thread(self.ranks.rows, "outcome")
+            check_rows(rows)  # with their types
+            if failure is not None:
+                raise EngineFailed(f"{op}: {failure}")
+            return rows
+
+    def _remote_call(self, op: str, arguments: dict[str, str]) -> str | None:
+        from sglang.srt.managers.io_struct import RpcReqInput, sock_recv, sock_send
+
+        socket, dead = self._engine.send_to_rpc, self._dead
+        assert dead is not None, "start sets it"
+        with self._rpc:
+            if socket.closed:
+                return None
+            sock_send(socket, RpcReqInput(method=METHOD, parameters={"op": op, **arguments}))
+            while not socket.poll(POLL_MS):
+                if dead.done():
+                    return None
+            reply = sock_recv(socket)
+        return None if reply.success else str(reply.message)
+
+    async def end(self) -> None:
+        self._die(EngineDied("the engine was closed"))
+        for task in [*self._asked, *([self._reading] if self._reading is not None else [])]:
+            task.cancel()
+        if self._watch is not None:
+            self._watch.kill()
+            await asyncio.to_thread(self._watch.wait, END_TIMEOUT_S)
+            self._watch.close()
+            self._watch = None
+            multiprocessing.active_children()  # takes their exit codes
+        # A socket that is left, or holds what nobody takes any more, would hold up the end of this process for ever.
+        if self._manager is not None:
+            self._manager.send_to_scheduler.close(linger=0)
+            self._manager.recv_from_detokenizer.close(linger=0)
+            self._manager = None
+        if self._engine is not None:
+            await asyncio.to_thread(self._close_rpc)
+            self._engine = None
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _close_rpc(self) -> None:
+        with self._rpc:  # a thread that waits for an answer gives up soon
+            self._engine.send_to_rpc.close(linger=0)
+
+    # building
+
+    @contextlib.contextmanager
+    def _environment(self) -> Iterator[None]:
+        """For the processes that SGLang starts, and for what it reads here when it is imported."""
+        os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"  # raw, not scaled by the temperature
+        os.environ[MARK] = json.dumps(
+            {
+                "worker": os.getpid(),
+                "device": self._device,
+                "directory": str(self._directory),
+                "model": str(self._options.model.absolute()),
+                "places": self._options.places.to_wire(),
+            }
+        )
+        plugins, files = os.environ.get("SGLANG_PLUGINS"), tempfile.tempdir
+        if plugins:
+            os.environ["SGLANG_PLUGINS"] = f"{plugins},rl_plane"
+        tempfile.tempdir = str(self._directory)  # where it puts its sockets, and leaves them
+        try:
+            yield
+        finally:
+            del os.environ[MARK]
+            tempfile.tempdir = files
+            if plugins:
+                os.environ["SGLANG_PLUGINS"] = plugins
+
+    def _build(self, first_key: str) -> None:
+        from sglang.srt.entrypoints.engine import Engine, init_tokenizer_manager
+
+        class OwnEngine(Engine):  # type: ignore[misc,unused-ignore]
+            @staticmethod
+            def init_tokenizer_manager_func(*arguments: Any, **more: Any) -> Any:
+                made = init_tokenizer_manager(*arguments, **more)
+                self._manager = made[0]  # also when the rest fails
+                return made
+
+            def shutdown(self) -> None:
+                """Called at the process's end: it would end every child. Ours has ended its own."""
+
+        arguments: dict[str, Any] = dict(ON_CPU) if self._device == "cpu" else {}
+        arguments |= self._arguments
+        before = descendants()
+        try:
+            self._engine = OwnEngine(
+                model_path=str(self._options.model),
+                device=self._device,
+                base_gpu_id=self._gpu,
+                dtype=self._options.dtype or "auto",
+                weight_version=first_key,
+                skip_tokenizer_init=True,
+                incremental_streaming_output=True,
+                custom_sigquit_handler=child_failed,
+                **arguments,
+            )
+        finally:
+            self._watch = ProcessWatch(engine_processes(before), "sglang::", self._process_ended)
+
+    # dying
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        manager = self._manager
+        manager._subprocess_watchdog.stop()
+        manager.event_loop = loop  # else its first request would install signal handlers
+        self._reading = loop.create_task(manager.handle_loop())
+        self._reading.add_done_callback(self._reading_ended)
+
+    def _process_ended(self, pid: int) -> None:
+        self._fail(f"SGLang's process {pid} has ended")
+
+    def _reading_ended(self, reading: asyncio.Task[None]) -> None:
+        if not reading.cancelled():
+            self._fail(f"SGLang's answers can't be read any more: {reading.exception()!r}")
+
+    def _fail(self, why: str) -> None:
+        """All that wait for the engine are told, and what is left of it is killed: its ranks may still be at work."""
+        if self._dead is not None and not self._dead.done():
+            log.error("%s", why)
+            self._die(EngineDied(why))
+            if self._watch is not None:
+                self._watch.kill()
+
+    def _die(self, error: EngineDied) -> None:
+        if self._dead is None or self._dead.done():
+            return
+        if self._watch is not None:
+            self._watch.stop()
+        self._dead.set_exception(error)
+        self._on_death(error)
+
+
+def _reason(dead: asyncio.Future[NoReturn]) -> EngineDied:
+    """A fresh one for each who is told."""
+    return EngineDied(str(dead.exception()))
+
+
+@contextlib.contextmanager
+def _as_it_was() -> Iterator[None]:
+    """SGLang puts handlers of its own in the place of the root logger's, and uvloop under later event loops."""
+    root = logging.getLogger()
+    handlers, level, policy = list(root.handlers), root.level, asyncio.get_event_loop_policy()
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        asyncio.set_event_loop_policy(policy)

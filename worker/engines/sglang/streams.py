@@ -1,0 +1,332 @@
+"""Requests on their way through SGLang: each a task that feeds a queue, which its reader empties."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import secrets
+from base64 import b64decode
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rl_plane.errors import EngineFailed, PlaneError
+from rl_plane.protocol.generation import FinishReason, GenerateRequest
+from rl_plane.protocol.routed_experts import RoutedExperts, width_of
+from worker.engines.common.finite_logits import NOT_FINITE, check_prompt
+from worker.engines.common.spans import Label
+from worker.engines.sglang.logits import NOTE
+
+_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+MAX_SEED = 1 << 63
+MAX_TOP_K = 1 << 30
+"""More than any vocabulary. SGLang ends itself where it does not fit 32 bits."""
+FIRST_KEY = "rl-plane-0"
+"""Of the weights that the engine starts with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """What a model's configuration says of them."""
+
+    layers: int
+    top_k: int
+    width: Literal[1, 2]
+
+    @classmethod
+    def of(cls, config: Any) -> Experts:
+        """`config`: transformers', of the language model."""
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        count = next((found for name in names if (found := getattr(config, name, None))), 0)
+        return cls(config.num_hidden_layers, getattr(config, "num_experts_per_tok", None) or 0, width_of(count))
+
+    def read(self, told: str | None) -> RoutedExperts | None:
+        """`told`: base64 of int32 [tokens, layers, top_k]; None for what was aborted."""
+        if told is None:
+            return None
+        import numpy
+
+        ids = numpy.frombuffer(b64decode(told), "<i4").astype(f"<u{self.width}")
+        return RoutedExperts(layers=self.layers, top_k=self.top_k, width=self.width, data=ids.tobytes())
+
+
+@dataclass(slots=True)
+class Piece:
+    """New tokens."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[list[tuple[int, float]]] = field(default_factory=list)
+    """Of each token, when asked for."""
+    labels: list[Label] = field(default_factory=list)
+    """Of each token: by whose weights it was made."""
+    finish_reason: FinishReason | None = None
+    prompt_logprobs: list[float | None] | None = None
+    """With the first token, when asked for."""
+    routed: RoutedExperts | None = None
+    """With the last one, when asked for: of all."""
+    sure: bool = True
+    """False: the engine, which tells at the end what it made under which version, says otherwise than the labels."""
+
+    def until(self, count: int) -> Piece:
+        """So many of its tokens, the last of the request."""
+        made = (self.token_ids[:count], self.logprobs[:count], self.tops[:count], self.labels[:count])
+        return Piece(*made, "stop", self.prompt_logprobs, sure=self.sure)
+
+
+class Stream:
+    """One request. Its items: pieces, and at the end a piece with a finish_reason, or an error."""
+
+    def __init__(
+        self, request: GenerateRequest, prompt: list[int], stop: frozenset[int], experts: Experts
+    ) -> None:
+        self.request = request
+        self._experts = experts
+        self.prompt = prompt
+        self.submitted = False
+        self.adapter: str | None = None
+        """The adapter's name in the engine, once submitted."""
+        self.feeding: asyncio.Task[None] | None = None
+        self._items: asyncio.Queue[Piece | PlaneError] = asyncio.Queue()
+        self._waiting: Piece | None = None
+        self._stop = stop
+        self.made: list[int] = []
+        self.ended = False
+        self._start = 0
+        """So many were made before the engine was asked for the rest."""
+        self._runs: list[tuple[str, int]] = []  # (key, end), counted from there
+
+    def take(self, out: dict[str, Any], key: str, label: Label) -> bool:
+        """What the engine gave; whether the request has ended by it. `key`: what the engine calls its weights."""
+        meta = out["meta_info"]
+        if meta.get(NOTE):
+            self.end(EngineFailed(NOT_FINITE))
+            return True
+        # The count tells what is new: an abort repeats the last token.
+        fresh = meta["completion_tokens"] - self._count
+        first = not self.made
+        piece = Piece(list(out["output_ids"][:fresh]))
+        if self.request.logprobs:
+            piece.logprobs = [value for value, *_ in meta["output_token_logprobs"][:fresh]]
+        if self.request.logprobs and self.request.top_logprobs:
+            tops = meta["output_top_logprobs"][:fresh]
+            piece.tops = [[(token, value) for value, token, _ in top] for top in tops]
+        if self.request.prompt_logprobs and fresh and first:
+            piece.prompt_logprobs = check_prompt([value for value, *_ in meta["input_token_logprobs"]])
+        piece.labels = [label] * fresh
+        self.made += piece.token_ids
+        if fresh and self._runs and self._runs[-1][0] == key:
+            self._runs[-1] = (key, self._count)
+        elif fresh:
+            self._runs.append((key, self._count))
+        told = [(span["version"], span["end"]) for span in meta.get("weight_versions") or () if span["end"]]
+        piece.sure = not told or told == self._runs
+        reason = meta["finish_reason"]
+        if reason is not None:
+            if reason["type"] == "abort" and reason.get("status_code") is not None:
+                self.end(EngineFailed(f"SGLang ended the request: {reason.get('message')}"))
+                return True
+            piece.finish_reason = _FINISH[reason["type"]]
+            piece.routed = self._experts.read(meta.get("routed_experts")) if self.request.routed_experts else None
+        stopped = next((at for at, token in enumerate(piece.token_ids) if token in self._stop), None)
+        if stopped is not None:
+            # With ignore_eos the engine looks at no stop token, and has gone on beyond it.
+            piece = piece.until(stopped + 1)
+        if piece.finish_reason is not None:
+            self.end(piece)
+            return True
+        if not self.ended:
+            self._items.put_nowait(piece)
+        return self.ended
+
+    @property
+    def _count(self) -> int:
+        return len(self.made) - self._start
+
+    def begin_again(self) -> None:
+        """The engine, which has it no more, is to be asked for the rest."""
+        self.submitted, self._start, self._runs = False, len(self.made), []
+
+    def end(self, item: Piece | PlaneError) -> None:
+        """Its last item; whatever comes later is dropped."""
+        if not self.ended:
+            self.ended = True
+            self._items.put_nowait(item)
+
+    async def next(self) -> tuple[Piece, PlaneError | None]:
+        """All that has come since the last, as one piece, and the error that came after it. What other weights made
+        waits for the next call."""
+        merged = Piece()
+        item, self._waiting = self._waiting or await self._items.get(), None
+        while True:
+            if isinstance(item, PlaneError):
+                return merged, item
+            if merged.labels and item.labels and item.labels[0] != merged.labels[-1]:
+                self._waiting = item
+                return merged, None
+            merged.token_ids += item.token_ids
+            merged.logprobs += item.logprobs
+            merged.labels += item.labels
+            merged.tops += item.tops
+            merged.prompt_logprobs = merged.prompt_logprobs or item.prompt_logprobs
+            merged.finish_reason = item.finish_reason
+            merged.routed = item.routed
+            merged.sure = item.sure
+            if self._items.empty():
+                return merged, None
+            item = self._items.get_nowait()
+
+
+class Feeder:
+    """Gives requests to the engine, while its gate is open.
+
+    `adapter_of(name)`: an adapter's name in the engine. `label_of(adapter)`: of what the engine makes now. What it
+    made before a swap has been taken before the swap begins, and it makes nothing until after.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        eos: frozenset[int],
+        adapter_of: Callable[[str | None], str | None],
+        label_of: Callable[[str | None], Label],
+        experts: Experts,
+    ) -> None:
+        self.key = FIRST_KEY
+        """What the engine calls the weights that it holds."""
+        self._manager = manager
+        self.eos = eos
+        self._adapter_of = adapter_of
+        self._label_of = label_of
+        self._experts = experts
+        self._open = asyncio.Event()
+        self._open.set()
+        self._numbers = itertools.count()
+        self.streams: dict[str, Stream] = {}
+
+    @property
+    def is_open(self) -> bool:
+        return self._open.is_set()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def close(self) -> None:
+        """Requests that come from now on wait."""
+        self._open.clear()
+
+    def submitted(self) -> list[Stream]:
+        return [stream for stream in self.streams.values() if stream.submitted]
+
+    def begun(self) -> list[Stream]:
+        """Those that are with the engine, and those that wait to be there again."""
+        return [stream for stream in self.streams.values() if stream.submitted or stream.made]
+
+    async def run(self, request: GenerateRequest, prompt: list[int]) -> AsyncGenerator[Piece, None]:
+        """Until a piece has a finish_reason. Leaving early aborts the request in the engine."""
+        after = frozenset(request.stop_token_ids) if request.ignore_eos else frozenset()
+        stream = self.streams[request.id] = Stream(request, prompt, after, self._experts)
+        stream.feeding = asyncio.create_task(self._feed(stream))
+        try:
+            while True:
+                piece, failure = await stream.next()
+                if piece.token_ids or piece.finish_reason is not None:
+                    yield piece
+                if failure is not None:
+                    raise failure
+                if piece.finish_reason is not None:
+                    return
+        finally:
+            del self.streams[request.id]
+            stream.feeding.cancel()  # of one that is in the engine, this is its abort there
+
+    async def abort(self, streams: list[Stream]) -> None:
+        """Ends them here at once, and in the engine."""
+        for stream in streams:
+            stream.end(Piece(finish_reason="abort"))
+        await self._take_out(streams)
+
+    async def begin_again(self, streams: list[Stream]) -> None:
+        """Ends them in the engine; when the gate opens it is asked for the rest, after the tokens so far."""
+        await self._take_out(streams)
+        for stream in streams:
+            if not stream.ended and self.streams.get(stream.request.id) is stream:
+                stream.begin_again()
+                stream.feeding = asyncio.create_task(self._feed(stream))
+
+    def end_left(self, adapter: str) -> None:
+        """In a frozen engine, those of which nobody is here any more. They were aborted before: the scheduler may have
+        left them to the next step then, which doesn't come."""
+        for rid, state in list(self._manager.rid_to_state.items()):
+            if state.obj.lora_path == adapter:
+                state.abort_sent = False  # or it is not sent twice
+                self._manager.abort_request(rid)
+
+    def go_on(self) -> None:
+        """The gate is no bar to what has begun."""
+        for stream in self.begun():
+            if not (stream.submitted or stream.ended) and stream.feeding is not None:
+                stream.feeding.cancel()
+                stream.feeding = asyncio.create_task(self._feed(stream, waits=False))
+
+    @staticmethod
+    async def _take_out(streams: list[Stream]) -> None:
+        tasks = [stream.feeding for stream in streams if stream.feeding is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def fail(self, error: PlaneError) -> None:
+        """The engine is dead."""
+        for stream in self.streams.values():
+            stream.end(error)
+            if stream.feeding is not None:
+                stream.feeding.cancel()  # it would wait for ever
+
+    async def _feed(self, stream: Stream, *, waits: bool = True) -> None:
+        try:
+            while waits and not self._open.is_set():
+                await self._open.wait()
+            stream.adapter = self._adapter_of(stream.request.adapter)
+            stream.submitted = True
+            async with contextlib.aclosing(self._manager.generate_request(self._asked(stream))) as outputs:
+                async for out in outputs:
+                    if stream.take(out, self.key, self._label_of(stream.request.adapter)):
+                        return  # where the engine would go on, closing aborts it
+            stream.end(EngineFailed("SGLang ended the request without a reason"))
+        except PlaneError as error:
+            stream.end(error)
+        except Exception as error:
+            stream.end(EngineFailed(f"{type(error).__name__}: {error}"))
+
+    def _asked(self, stream: Stream) -> Any:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        request = stream.request
+        with_prompt = request.prompt_logprobs and not stream.made
+        return GenerateReqInput(
+            # SGLang aborts by prefix: all ids are of one length.
+            rid=f"{next(self._numbers):016x}",
+            input_ids=[*stream.prompt, *stream.made],
+            lora_path=stream.adapter,
+            cache_salt=request.cache_salt,
+            stream=True,
+            return_logprob=request.logprobs or with_prompt,
+            top_logprobs_num=request.top_logprobs if request.logprobs else 0,
+            return_routed_experts=request.routed_experts,
+            logprob_start_len=0 if with_prompt else -1,
+            sampling_params={
+                "max_new_tokens": request.max_tokens - len(stream.made),
+                "temperature": request.temperature,
+                "top_p": request.top_p,
+                "top_k": min(request.top_k, MAX_TOP_K) or -1,
+                # A draw is of seed and position, so the same one goes on.
+                "sampling_seed": request.seed if request.seed is not None else secrets.randbelow(MAX_SEED),
+                "stop_token_ids": sorted({*request.stop_token_ids, *self.eos}) or None,
+                "ignore_eos": request.ignore_eos,
+                "logit_bias": request.logit_bias or None,
+                "skip_special_tokens": False,
+            },
+        )

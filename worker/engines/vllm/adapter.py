@@ -1,0 +1,565 @@
+"""The `vllm` engine: vLLM's AsyncLLM, built in this process, on a CPU or on GPUs.
+
+This process has its front end, on the engine loop; the scheduler is a process of its own, and so is each rank of the
+model, where an extension of ours (`vllm_rank`) receives and swaps the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import shutil
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
+from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
+from rl_plane.protocol.update_requests import PreparedReply
+from rl_plane.protocol.versions import TensorSpec, WeightVersion
+from rl_plane.transports.reception import Cancelled, Reception
+from worker.engines.base import (
+    LACKING,
+    AdapterLost,
+    CheckAction,
+    EngineAdapter,
+    EngineInfo,
+    EngineOptions,
+    PauseMode,
+)
+from worker.engines.common.lora import NO_LORA
+from worker.engines.common.scoring import check_adapter, check_memory, check_sequences, checked_scores
+from worker.engines.common.spans import Label, SpanLog
+from worker.engines.common.stop_strings import ReplyText
+from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_tokens, no_cut_rows, refuse_lacking
+from worker.engines.common.tokenizing import (
+    Tokenizing,
+    eos_tokens,
+    load_tokenizer,
+    nothing_made,
+)
+from worker.engines.vllm.args import parse_arguments
+from worker.engines.vllm.plugin import lora_request
+from worker.engines.vllm.processes import NO_TRITON, VllmProcess, quieten
+from worker.engines.vllm.scorer import METHOD
+from worker.engines.vllm.sleep_levels import SLEEP_LEVEL, Call, ReleasedMemory
+from worker.engines.vllm.streams import Streams
+from worker.receive.rank_agents.ranks import Ranks
+
+KEPT_STATES = 256
+"""A request that is older than so many updates has tokens of unknown versions."""
+
+_FAST_PREFILL = "vLLM's fast prefill makes none that are right: start it without kv_sharing_fast_prefill"
+_SECOND_RUNNER = (
+    "with LoRA, vLLM's second model runner makes some that are wrong: start it with VLLM_USE_V2_MODEL_RUNNER=0"
+)
+_NO_SLEEP_CPU = "vLLM frees nothing on a CPU: its sleep mode is for GPUs"
+_NO_SLEEP = "vLLM's sleep mode is off: start it with --enable-memory-saver"
+
+
+@dataclass(slots=True)
+class _State:
+    """What the engine held while it called its weights by one name. A version that is None is unknown."""
+
+    base: WeightVersion | None = None
+    adapters: dict[str, WeightVersion] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lora:
+    """A loaded adapter: vLLM's number for it, and its files, which stay as long as it is loaded."""
+
+    number: int
+    path: str
+
+    def request(self) -> Any:
+        return lora_request(self.number, self.path)
+
+
+def build(options: EngineOptions) -> EngineAdapter:
+    return VllmEngine(options)
+
+
+class VllmEngine(Tokenizing):
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__()
+        options.check_model()
+        quieten()
+        self._options = options
+        sleeping = {"enable_sleep_mode": "true"} if options.memory_saver else {}
+        self._process = VllmProcess(options, parse_arguments(dict(options.extra) | sleeping))
+        self._tokenizer: Any = None
+        self._info: EngineInfo | None = None
+        self._paused = False
+        self._released = ReleasedMemory()
+        self._streams: Streams | None = None
+        self._numbers = itertools.count(1)
+        self._loras: dict[str, _Lora] = {}
+        self._in_place: set[str] = set()
+        """Receptions that are open, and go over the served weights."""
+        self._state = _State()
+        self._states = {"default": self._state}
+        """vLLM's name for the weights → what they are."""
+
+    # life
+
+    async def start(self) -> EngineInfo:
+        try:
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, self._options.model)
+            eos = await asyncio.to_thread(eos_tokens, self._options.model, self._tokenizer)
+            await self._process.start()
+            self._streams = Streams(self._process.llm, eos)
+            await self.liveness()
+            self._info = self._describe(self._process.ranks)
+        except PlaneError:
+            await self.close()
+            raise
+        except Exception as error:
+            await self.close()
+            raise EngineFailed(f"vLLM did not start: {error}") from error
+        return self._info
+
+    def _describe(self, ranks: Ranks) -> EngineInfo:
+        import vllm
+        from vllm.platforms import current_platform
+
+        model, parallel = self._process.config.model_config, self._process.config.parallel_config
+        return EngineInfo(
+            engine="vllm",
+            engine_version=vllm.__version__,
+            model=self._options.model.absolute().name,
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=current_platform.device_type,
+            world_size=parallel.world_size,
+            tp_size=parallel.tensor_parallel_size,
+            pp_size=parallel.pipeline_parallel_size,
+            vocab_size=model.get_vocab_size(),
+            max_model_len=model.max_model_len,
+            capabilities=self._lacking(),
+            transports=ranks.transports,
+            tied=ranks.tied,
+            deterministic=self._options.deterministic,
+            memory_saver=bool(model.enable_sleep_mode),
+            max_adapters=self._lora_places(),
+            max_lora_rank=self._lora_rank(),
+        )
+
+    def _lacking(self) -> dict[str, str]:
+        lacking: dict[str, str] = {}
+        if (reason := self._no_sleep()) is not None:
+            lacking |= {"release_memory": reason, "resume_memory": reason}
+        if self._process.config.lora_config is None:
+            lacking |= {"prepare_update:lora": NO_LORA, "update_weights:lora": NO_LORA}
+        config = self._process.config
+        wrong: str | None = None
+        if config.cache_config.kv_sharing_fast_prefill:
+            wrong = _FAST_PREFILL
+        elif config.lora_config is not None and config.use_v2_model_runner:
+            wrong = _SECOND_RUNNER
+        if wrong is not None:
+            lacking |= {"generate:prompt_logprobs": wrong, "score": wrong}
+        if not config.aux_output_config.enable_return_routed_experts:
+            lacking["generate:routed_experts"] = self._no_routed_experts()
+        else:
+            lacking |= no_cut_rows("stop")
+        return lacking
+
+    def _no_routed_experts(self) -> str:
+        from vllm.triton_utils import HAS_TRITON
+
+        if not self._process.config.model_config.is_moe:
+            return NO_EXPERTS
+        return NO_ROUTED if HAS_TRITON else NO_TRITON
+
+    def _no_sleep(self) -> str | None:
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            return _NO_SLEEP_CPU
+        return None if self._process.config.model_config.enable_sleep_mode else _NO_SLEEP
+
+    async def close(self) -> None:
+        self._streams = None
+        await self._process.end()
+
+    async def liveness(self) -> None:
+        await self._process.ask(self._process.llm.collective_rpc("rl_plane_ping"))
+
+    # generation
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
+        streams, info = self._running(), self._info
+        assert info is not None, "start sets it"
+        prompt = await self._prompt_of(request)
+        if prompt is None:
+            yield nothing_made(request)
+            return
+        check_tokens(request, prompt, streams.eos, info.vocab_size, info.max_model_len)
+        refuse_lacking(request, info.capabilities)
+        text, spans = ReplyText(self._tokenizer, request, prompt), SpanLog()
+        told: list[int] | None = prompt
+        try:
+            async with contextlib.aclosing(streams.run(request, prompt, self._lora_of(request))) as pieces:
+                async for piece in pieces:
+                    read = text.add(piece.token_ids, last=piece.finish_reason is not None)
+                    if read.stop_string is not None:
+                        piece = piece.until(read.count)
+                    for name in piece.names:
+                        spans.add(self._label(name, request.adapter))
+                    finished = piece.finish_reason is not None
+                    yield GenerateDelta(
+                        token_ids=piece.token_ids,
+                        logprobs=piece.logprobs,
+                        top_logprobs=piece.tops,
+                        text=read.text,
+                        finish_reason=piece.finish_reason,
+                        stop_string=read.stop_string,
+                        spans=spans.tell(finished),
+                        prompt_token_ids=told,
+                        prompt_logprobs=piece.prompt_logprobs,
+                        routed_experts=piece.routed,
+                    )
+                    told = None
+                    if finished:
+                        return  # a stop string ends it here; closing ends it in the engine
+        except Exception as error:
+            raise self._process.translated(error) from error
+
+    def _running(self) -> Streams:
+        self._process.check_alive()
+        assert self._streams is not None, "built with the engine"
+        return self._streams
+
+    def _lora_of(self, request: GenerateRequest) -> Any:
+        if request.adapter is None:
+            return None
+        if request.adapter not in self._loras:
+            raise InvalidRequest(
+                f"there is no adapter {request.adapter[:64]!r} here",
+                field="model",
+                fix="name one that is loaded, or the base model",
+            )
+        return self._loras[request.adapter].request()
+
+    def _label(self, name: str | None, adapter: str | None) -> Label:
+        state = self._states.get(name or "") or _State()
+        return Label(state.base, adapter, None if adapter is None else state.adapters.get(adapter))
+
+    async def abort(self, request_ids: list[str] | None) -> int:
+        streams = self._running()
+        before, ended = self._abort_tokenized(request_ids), streams.of(request_ids)
+        await self._process.ask(streams.abort(ended))
+        return before + len(ended)
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
+        """After `clear_cache` running requests have their KV computed again."""
+        was_paused = self._paused
+        try:
+            self._paused = True
+            await self._freeze(mode)
+            if mode == "abort":
+                self._abort_tokenized(None)
+            return clear_cache and await self.flush_cache()
+        except BaseException:
+            with contextlib.suppress(PlaneError):  # the first error is the one that counts
+                if was_paused:  # others than those that a `keep` froze were not running
+                    await self._freeze("keep")
+                else:
+                    await self.resume()
+            raise
+
+    async def _freeze(self, mode: PauseMode) -> None:
+        # Not by pause_generation, which sleeps for the looks of it: each token says itself what made it.
+        await self._process.ask(self._process.llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
+
+    async def resume(self) -> None:
+        self._paused = False  # what was asked last counts, also where its answer comes late
+        await self._process.ask(self._process.llm.resume_generation())
+
+    async def flush_cache(self) -> bool:
+        """While requests run, vLLM refuses; frozen ones lose their KV, which is computed again when they go on. With it
+        goes what vLLM keeps in host memory (`kv_offloading_size`), by a connector of its own."""
+        llm = self._process.llm
+        return await self._process.ask(
+            llm.reset_prefix_cache(reset_running_requests=self._paused, reset_connector=True)
+        )
+
+    def load(self) -> tuple[int, int]:
+        return self._streams.load() if self._streams is not None else (0, 0)
+
+    # weights
+
+    def weight_spec(self) -> Mapping[str, TensorSpec]:
+        return self._process.ranks.weight_spec()
+
+    def open(self, reception: Reception) -> None:
+        self._process.ranks.open(reception)
+        if reception.in_place:
+            self._in_place.add(reception.staging)
+
+    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
+        receivers = self._process.ranks
+        if staging not in self._in_place:
+            return receivers.receive(staging, cancelled)
+        self._in_place.discard(staging)
+        try:
+            self._process.run_on_loop(self._begin_overwrite())
+        except BaseException:
+            receivers.discard(staging)
+            raise
+        reply = receivers.receive(staging, cancelled)
+        self._process.run_on_loop(self._add_loras())
+        return reply
+
+    async def _begin_overwrite(self) -> None:
+        self._check_paused()
+        await self._forget_base()
+
+    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+        return self._process.ranks.feed(staging, part, cancelled)
+
+    def kept(self) -> str | None:
+        return self._process.ranks.kept()
+
+    async def discard(self, staging: str) -> None:
+        self._in_place.discard(staging)
+        await asyncio.to_thread(self._process.ranks.discard, staging)
+
+    def offer(self) -> dict[str, Any] | None:
+        return self._process.ranks.offer()
+
+    def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return self._process.ranks.init_transport(config)
+
+    def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
+        return self._process.ranks.destroy_transport(backend, group)
+
+    async def swap(self, staging: str, version: WeightVersion) -> bool:
+        """Running requests have their KV computed again: vLLM drops the prefix cache only with theirs."""
+        try:
+            self._check_paused()
+            await asyncio.to_thread(self._process.ranks.rows, "take", {"staging": staging})
+        except BaseException:
+            await self._forget(staging)
+            raise
+        await self._forget_base()
+        await self._process.on_ranks("rl_plane_swap")
+        await self._add_loras()
+        flushed = await self._flush(stale=True)
+        await self._name_state(version, self._adapter_versions())
+        return flushed
+
+    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
+        """Running requests have their KV computed again."""
+        self._process.check_alive()
+        info = self._info
+        assert info is not None, "start sets it"
+        if (reason := info.capabilities.get("score")) is not None:
+            raise Unsupported(reason, field="op", fix=LACKING)
+        checked = check_sequences(sequences, info.vocab_size, info.max_model_len)
+        check_adapter(adapter, self._loras)
+        check_memory(self._released.tags)
+        lora = None if adapter is None else (self._loras[adapter].number, self._loras[adapter].path)
+        was_paused, llm = self._paused, self._process.llm
+        try:
+            await self._freeze("keep")
+            flush = llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+            if not await self._process.ask(flush):
+                raise EngineFailed("vLLM did not flush its prefix cache: a request holds KV")
+            scores = await self._process.ask(llm.engine_core.call_utility_async(METHOD, checked, lora))
+        finally:
+            if not was_paused:
+                await self.resume()
+        return checked_scores(scores, checked)
+
+    async def _flush(self, stale: bool) -> bool:
+        """`stale`: new requests would find what is in it."""
+        flushed = await self.flush_cache()
+        if stale and not flushed:
+            raise EngineFailed("vLLM did not flush its prefix cache: new requests would reuse older KV")
+        return flushed
+
+    def _adapter_versions(self) -> dict[str, WeightVersion]:
+        """Of those that are loaded: no request can name another one."""
+        return {name: version for name, version in self._state.adapters.items() if name in self._loras}
+
+    async def _forget_base(self) -> None:
+        """From here on its weights are of no version."""
+        await self._name_state(None, self._adapter_versions())
+
+    async def _add_loras(self) -> None:
+        """Again: new base weights have dropped them."""
+        for lora in self._loras.values():
+            await self._add_lora(lora)
+
+    def _check_paused(self) -> None:
+        if not self._paused:
+            raise EngineFailed("a swap needs a paused engine")
+
+    async def _forget(self, staging: str) -> None:
+        with contextlib.suppress(PlaneError):  # the first error is the one that counts
+            await self.discard(staging)
+
+    async def _name_state(self, base: WeightVersion | None, adapters: dict[str, WeightVersion]) -> None:
+        """What the engine makes from now on is made of these."""
+        state, name = _State(base, adapters), f"state-{next(self._numbers)}"
+        self._states[name] = state
+        while len(self._states) > KEPT_STATES:
+            del self._states[next(iter(self._states))]
+        try:
+            await self._process.ask(self._process.llm.update_weight_version(name))
+        except BaseException:
+            del self._states[name]  # should the engine have it nevertheless, nobody knows what it makes
+            raise
+        self._state = state
+
+    def set_version(self, version: WeightVersion) -> None:
+        self._state.base = version
+
+    async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
+        self._check_paused()
+        assert self._info is not None, "start sets it"
+        before = self._loras.get(name)
+        if staging is None:
+            return await self._unload(name, before)
+        try:
+            self._info.check_place(name, self._loras)  # vLLM would make one
+        except InvalidRequest:
+            await self._forget(staging)
+            raise
+        rows = await asyncio.to_thread(self._process.ranks.rows, "take_adapter", {"staging": staging})
+        lora = _Lora(before.number if before is not None else next(self._numbers), rows[0]["path"])
+        try:
+            assert version is not None, "of an adapter that is loaded"
+            await self._add_lora(lora)
+            # The cache goes by the adapters' numbers, and this one may have an old one's.
+            flushed = await self._flush(stale=before is not None)
+            await self._name_state(self._state.base, self._adapter_versions() | {name: version})
+        except BaseException as error:
+            await self._take_out(name, lora, before, error)
+            raise
+        self._loras[name] = lora
+        if before is not None:
+            await asyncio.to_thread(shutil.rmtree, before.path, ignore_errors=True)
+        return flushed
+
+    def _lora_places(self) -> int | None:
+        from vllm.platforms import current_platform
+
+        limits = self._process.config.lora_config
+        if limits is None:
+            return None
+        # On a CPU the last slot is kept empty: see `completed`.
+        return int(limits.max_loras - 1 if current_platform.is_cpu() else limits.max_cpu_loras or limits.max_loras)
+
+    def _lora_rank(self) -> int | None:
+        limits = self._process.config.lora_config
+        return None if limits is None else int(limits.max_lora_rank)
+
+    async def _add_lora(self, lora: _Lora) -> None:
+        """In the place of the one with its number, if there is one; on a rank where this one does not load, that
+        stays."""
+        await self._process.on_ranks("rl_plane_add_lora", lora.number, lora.path)
+
+    async def _remove_lora(self, lora: _Lora) -> None:
+        await self._process.on_ranks("rl_plane_remove_lora", lora.number)
+
+    async def _take_out(self, name: str, lora: _Lora, before: _Lora | None, error: BaseException) -> None:
+        try:
+            if before is not None:
+                await self._put_back(name, before, error)
+            else:
+                with contextlib.suppress(PlaneError):  # the first error is the one that counts
+                    await self._remove_lora(lora)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, lora.path, ignore_errors=True)
+
+    async def _put_back(self, name: str, lora: _Lora, error: BaseException) -> None:
+        """On every rank, whatever each has. Where that fails too, they may differ: no request may come to it."""
+        try:
+            await self._add_lora(lora)
+        except EngineDied:
+            raise
+        except PlaneError as failure:
+            await self._end_adapter(name, lora)
+            with contextlib.suppress(PlaneError):  # the first error is the one that counts
+                await self._remove_lora(lora)
+            raise AdapterLost.of(name, error, failure) from error
+
+    async def _end_adapter(self, name: str, lora: _Lora) -> None:
+        """No request can name it any more, and those that have end."""
+        del self._loras[name]
+        streams = self._running()
+        await self._process.ask(streams.abort(streams.of_adapter(name)))
+        await asyncio.to_thread(shutil.rmtree, lora.path, ignore_errors=True)
+
+    async def _unload(self, name: str, lora: _Lora | None) -> bool:
+        """What may fail comes before the adapter is gone. Its version stays in the state until the next one: no request
+        can ask for it."""
+        flushed = await self.flush_cache()
+        if lora is None:
+            return flushed
+        try:
+            await self._remove_lora(lora)
+        except BaseException as error:
+            await self._put_back(name, lora, error)
+            raise
+        await self._end_adapter(name, lora)
+        return flushed
+
+    def set_adapter_version(self, name: str, version: WeightVersion) -> None:
+        if name not in self._loras:
+            raise InvalidRequest(
+                f"there is no adapter {name[:64]!r} here", field="name", fix="name one that is loaded"
+            )
+        self._state.adapters[name] = version
+
+    async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
+        info = self._info
+        assert info is not None, "start sets it"
+        if action == "reset_tensors":
+            return await self._reset()
+        if info.device != "cpu":
+            return await asyncio.to_thread(self._process.ranks.check, action)
+        # On a CPU a check runs the packed layers, which are the running steps' too.
+        return await self._process.on_ranks("rl_plane_check", action)
+
+    async def _reset(self) -> list[dict[str, Any]]:
+        """Frozen meanwhile: the adapters are dropped with the weights, and a step that lacked one would look for the
+        files that its request began with, which may have gone."""
+        was_paused = self._paused
+        await self._freeze("keep")
+        await self._forget_base()
+        rows = await self._process.on_ranks("rl_plane_check", "reset_tensors")
+        await self._add_loras()
+        if not was_paused:
+            await self.resume()
+        return rows
+
+    async def release_memory(self, tags: list[str]) -> None:
+        """Frozen requests lose their KV, which is computed again when they go on."""
+        self._check_able_to_sleep()
+        for call in self._released.release(tags):
+            await self._make(call)
+
+    async def resume_memory(self, tags: list[str]) -> None:
+        self._check_able_to_sleep()
+        for call in self._released.resume(tags):
+            await self._make(call)
+
+    async def _make(self, call: Call) -> None:
+        llm = self._process.llm
+        match call.method:
+            case "sleep":
+                await self._process.ask(llm.sleep(level=SLEEP_LEVEL, mode="keep"))
+            case "release_kv_cache_memory":
+                # It wants a scheduler that has nothing to do: an abort leaves it something.
+                await self._freeze("keep")
+                await self._process.ask(llm.release_kv_cache_memory())
+            case "wake_up":
+                await self._process.ask(llm.wake_up(sorted(call.tags)))
+
+    def _check_able_to_sleep(self) -> None:
+        if (reason := self._no_sleep()) is not None:
+            raise Unsupported(reason, field="op", fix=LACKING)

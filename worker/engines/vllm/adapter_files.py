@@ -1,0 +1,39 @@
+"""An adapter as files, for an engine that reads adapters from files only: what was received and checked, no more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_plane.protocol.versions import ADAPTER_CONFIG_NAME, TensorSpec
+from rl_plane.weights.checkpoint import ADAPTER_NAME
+from rl_plane.weights.safetensors_file import write_atomically, write_safetensors
+from worker.engines.common.lora import LoraConfig
+
+
+def write_adapter(
+    path: Path, lora: LoraConfig, modules: list[str], spec: Mapping[str, TensorSpec], tensors: Mapping[str, Any]
+) -> None:
+    """`tensors`: torch's, of the shapes and dtypes of `spec`."""
+    import torch
+
+    path.mkdir(mode=0o700)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": lora.r,
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.rslora,
+        "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
+        "bias": "none",
+    }
+    write_atomically(path / ADAPTER_CONFIG_NAME, [json.dumps(config).encode()])
+    write_safetensors(
+        path / ADAPTER_NAME,
+        {
+            name: (spec[name], tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            for name, tensor in tensors.items()
+        },
+    )

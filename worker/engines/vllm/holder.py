@@ -1,0 +1,150 @@
+"""The weights of one rank, inside vLLM's worker process."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
+from rl_plane.transports.reception import Cancelled, TensorStream
+from worker.engines.common.lora import SWITCH_ON, LoraConfig
+from worker.engines.common.rank_holder import RankHolder
+from worker.engines.common.torch_weights import DTYPE_OF_NAME, host_copies
+from worker.engines.common.weight_checks import WeightChecks, noise
+from worker.engines.vllm.adapter_files import write_adapter
+from worker.engines.vllm.dtypes import dtypes_of_load
+
+IDENTITY_ROWS = 256
+"""Of a packed layer's weights that are read at once."""
+
+
+class StagedAdapter:
+    """Its files, in the engine's private directory: vLLM reads adapters from files. None in all ranks but the first.
+    They go with this object, unless they are taken."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._remove = weakref.finalize(self, shutil.rmtree, path, ignore_errors=True) if path else None
+
+    def take(self) -> str | None:
+        if self._remove is not None:
+            self._remove.detach()
+        return str(self._path) if self._path is not None else None
+
+
+class VllmHolder(RankHolder):
+    def __init__(self, model: Path, directory: Path, runner: Any, rank: int) -> None:
+        _check_reloads(runner.get_model())
+        dtypes = {name: tensor.dtype for name, tensor in runner.model.state_dict().items()}
+        super().__init__(model, runner.model_config.dtype, runner.device, dtypes | dtypes_of_load())
+        self._directory = directory
+        self._runner = runner
+        self._rank = rank
+        self._staged_adapters = 0
+        self.checks = VllmChecks(runner.model, self._lock)
+
+    def reset(self) -> None:
+        """Noise over every tensor."""
+        self._write(self._noise())
+
+    def _noise(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, spec in self._spec.tensors.items():
+            yield name, noise(name, spec.shape).to(DTYPE_OF_NAME[spec.dtype])
+
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        try:
+            self._runner.reload_weights(weights_iterator=tensors)
+        except BaseException:
+            # Layers wait for the rest of their tensors: the next ones must find them as they were at the start.
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+            finalize_layerwise_reload(self._runner.get_model(), self._runner.model_config)
+            # A layer that was half-way has what the memory held. A NaN there would get into the KV cache, and from
+            # there into requests that come after good weights have.
+            self._runner.reload_weights(weights_iterator=self._noise())
+            raise
+
+    # adapters
+
+    def stage_adapter(
+        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
+    ) -> StagedAdapter:
+        lora, modules, spec = self._adapter(config)
+        copies = dict(host_copies(tensors, spec, frozenset(), cast, cancelled))
+        if self._rank != 0:
+            return StagedAdapter(None)  # all ranks read the first one's files
+        self._staged_adapters += 1
+        path = self._directory / f"adapter-{self._staged_adapters}"
+        staged = StagedAdapter(path)
+        write_adapter(path, lora, modules, spec, copies)
+        return staged
+
+    def _max_rank(self) -> int:
+        limits = self._runner.lora_config
+        if not limits:
+            raise Unsupported("this vLLM has no LoRA", field="target.kind", fix=SWITCH_ON)
+        return int(limits.max_lora_rank)
+
+    def _check_targets(self, lora: LoraConfig, modules: list[str]) -> None:
+        taken = self._adaptable()
+        refused = [name for name in modules if name.rpartition(".")[2] not in taken]
+        if refused:
+            raise InvalidWeights(
+                f"adapter_config.json: target_modules names {refused[0]!r}, to which vLLM takes no LoRA",
+                field="adapter_config.target_modules",
+                fix=f"target {', '.join(sorted(taken))} only",
+            )
+
+    def _adaptable(self) -> set[str]:
+        """The last parts of the names of modules that vLLM takes adapters to."""
+        manager = self._runner.lora_manager._adapter_manager
+        packed = manager.packed_modules_mapping
+        return {name for module in manager.supported_lora_modules for name in packed.get(module, [module])}
+
+
+def _check_reloads(model: Any) -> None:
+    """Unsupported where vLLM makes something of the whole model's weights after the first load, and of no later one."""
+    if hasattr(model, "process_weights_after_loading"):
+        raise Unsupported(
+            f"vLLM derives weights of {type(model).__name__} at its start, and does not derive them again after an "
+            "update",
+            field="model",
+            fix="serve this model with another engine",
+        )
+
+
+class VllmChecks(WeightChecks):
+    """On a CPU vLLM packs the weights of linear layers and drops the tensors: then what the layer makes of the unit
+    vectors is its weights, element by element."""
+
+    def __init__(self, model: Any, lock: threading.Lock) -> None:
+        super().__init__(model.state_dict, lock)
+        self._model = model
+
+    def _now(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in sorted(self._tensors().items()):
+            module = self._model.get_submodule(name.rpartition(".")[0])
+            if tensor.numel():
+                yield name, tensor.cpu()
+            elif hasattr(module, "cpu_linear"):
+                yield name, _unpacked(module)
+            else:
+                raise EngineFailed(f"vLLM keeps {name} in a form that can't be checked")
+
+
+def _unpacked(module: Any) -> torch.Tensor:
+    """A packed layer's weights, [inputs, outputs]."""
+    inputs = next(
+        getattr(module, name)
+        for name in ("input_size_per_partition", "input_size", "embedding_dim")
+        if hasattr(module, name)
+    )
+    unit = torch.eye(inputs, dtype=module.weight.dtype)
+    with torch.inference_mode():
+        return torch.cat([module.cpu_linear(rows, module.weight, None) for rows in unit.split(IDENTITY_ROWS)])

@@ -1,0 +1,262 @@
+"""vLLM's AsyncLLM and its processes: how they start, how they are asked, how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
+from worker.engines.base import EngineOptions
+from worker.engines.common.process_watch import ProcessWatch, StartWatch, descendants, engine_processes, or_death
+from worker.engines.vllm.args import check_cpu, completed, thread_binding
+from worker.engines.vllm.logits import COUNT, RAISE, end_by_count
+from worker.engines.vllm.plugin import MARK, take_temperatures_as_they_are
+from worker.receive.rank_agents.agent_client import AgentClient
+from worker.receive.rank_agents.agent_messages import socket_directory
+from worker.receive.rank_agents.ranks import Ranks, check_rows
+
+T = TypeVar("T")
+log = logging.getLogger("worker.vllm")
+
+CLOSE_TIMEOUT_S = 5.0
+"""How long killed processes may take to be gone."""
+
+NO_TRITON = "vLLM tells them by its second model runner only, which needs Triton: this build has none"
+_LOGGING = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+_VITAL = "VLLM::"
+"""So begin the names of its processes."""
+
+
+def quieten() -> None:
+    """Before vLLM is imported."""
+    for name, value in _LOGGING.items():
+        os.environ.setdefault(name, value)
+
+
+class VllmProcess:
+    """Used on the loop on which it was started."""
+
+    def __init__(self, options: EngineOptions, arguments: dict[str, Any]) -> None:
+        self._options = options
+        self._arguments = arguments
+        self._directory: Path | None = None
+        self._llm: Any = None
+        self._ranks: Ranks | None = None
+        self._watch: ProcessWatch | None = None
+        self._dead: asyncio.Future[NoReturn] | None = None
+
+    async def start(self) -> None:
+        self._dead = asyncio.get_running_loop().create_future()
+        self._dead.add_done_callback(lambda dead: dead.exception())  # it may be that nobody asks
+        self._directory = socket_directory()
+        before = descendants()
+        # On this thread, which it holds up: the children end with the thread that starts them.
+        with StartWatch():
+            try:
+                self._build(self._directory)
+            finally:
+                self._watch = ProcessWatch(engine_processes(before), _VITAL, self._died)
+        self._ranks = await or_death(self._start_agents(self._directory), self._dead)
+
+    def check_alive(self) -> None:
+        if self._dead is not None and self._dead.done():
+            raise _reason(self._dead)
+        if self._llm is None:
+            raise EngineFailed("the engine is not running")
+
+    @property
+    def llm(self) -> Any:
+        """vLLM's. EngineDied once it is dead."""
+        self.check_alive()
+        return self._llm
+
+    @property
+    def config(self) -> Any:
+        """vLLM's own."""
+        return self.llm.vllm_config
+
+    @property
+    def ranks(self) -> Ranks:
+        if self._ranks is None or self._llm is None:
+            raise EngineFailed("the engine is not running")
+        return self._ranks
+
+    async def ask(self, work: Coroutine[Any, Any, T]) -> T:
+        """The engine's answer, or an EngineDied if it dies meanwhile: it would never answer."""
+        dead = self._dead
+        assert dead is not None, "it is running"
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([task, dead], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
+        finally:
+            task.cancel()
+        if not task.done() or task.cancelled():
+            raise _reason(dead)
+        try:
+            return await task
+        except Exception as error:
+            raise self.translated(error) from error
+
+    def translated(self, error: Exception) -> PlaneError:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if isinstance(error, PlaneError):
+            return error
+        if isinstance(error, EngineDeadError):
+            self._fail("vLLM says that it is dead")
+        if self._dead is not None and self._dead.done():
+            return _reason(self._dead)
+        return EngineFailed(f"{type(error).__name__}: {error}")
+
+    async def on_ranks(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        """On vLLM's own thread in each rank, to its end in all of them; a row for each. Raises what a rank raised;
+        `rank_results` tell which."""
+        outcomes = await self.ask(self.llm.collective_rpc(method, args=arguments))
+        rows = [{"rank": rank, **outcome} for rank, outcome in enumerate(outcomes)]
+        check_rows(rows)
+        return rows
+
+    def run_on_loop(self, work: Coroutine[Any, Any, None]) -> None:
+        """For a thread: waits for what must happen on the engine loop."""
+        assert self._dead is not None, "it is running"
+        asyncio.run_coroutine_threadsafe(work, self._dead.get_loop()).result()
+
+    async def end(self) -> None:
+        self._tell_all("the engine was closed")
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown, 0)
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.kill()
+            await asyncio.to_thread(watch.wait, CLOSE_TIMEOUT_S)
+            watch.close()
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+    # building
+
+    def _build(self, directory: Path) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.triton_utils import HAS_TRITON
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        if self._arguments.get("enable_return_routed_experts") and not HAS_TRITON:
+            raise InvalidRequest(NO_TRITON, field="engine_arg.enable_return_routed_experts", fix="leave it out")
+        on_cpu = current_platform.is_cpu()
+        _check_device(self._options.device, on_cpu)
+        if on_cpu:
+            self._options.refuse_modes("vLLM has this on GPUs only", "leave it out on a CPU")
+            check_cpu(self._arguments)
+        arguments = completed(self._arguments, on_cpu)
+        ranks = int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
+        binding = thread_binding(ranks) if on_cpu else None
+        eager = on_cpu and arguments["enforce_eager"]
+        take_temperatures_as_they_are()  # also here, where requests are made
+        with _environment(directory, binding, self._options.deterministic, eager):
+            self._llm = AsyncLLM.from_engine_args(
+                AsyncEngineArgs(
+                    model=str(self._options.model),
+                    dtype=self._options.dtype or _model_dtype(self._options.model),
+                    worker_extension_cls="worker.engines.vllm.rank.RankExtension",
+                    distributed_executor_backend="mp",
+                    **{"disable_log_stats": True} | arguments,
+                )
+            )
+        end_by_count(self._llm)
+
+    async def _start_agents(self, directory: Path) -> Ranks:
+        model, places = str(self._options.model.absolute()), self._options.places.to_wire()
+        await self.on_ranks("rl_plane_start", model, str(directory), places)
+        ranks = Ranks(AgentClient(directory, self._llm.vllm_config.parallel_config.world_size))
+        await asyncio.to_thread(ranks.start)
+        return ranks
+
+    # dying
+
+    def _died(self, pid: int) -> None:
+        self._fail(f"vLLM's process {pid} ended")
+
+    def _fail(self, why: str) -> None:
+        """The one way in which an engine dies: all that wait for it are told, and what is left of it is killed."""
+        if self._tell_all(why):
+            log.warning("%s", why)
+            if self._watch is not None:
+                self._watch.kill()
+
+    def _tell_all(self, why: str) -> bool:
+        """False: they know already that it is over."""
+        if self._dead is None or self._dead.done():
+            return False
+        self._dead.set_exception(EngineDied(why))
+        if self._watch is not None:
+            self._watch.stop()
+        if self._llm is not None:
+            from vllm.v1.engine.exceptions import EngineDeadError
+
+            self._llm.output_processor.propagate_error(EngineDeadError())
+        return True
+
+
+def _reason(dead: asyncio.Future[NoReturn]) -> EngineDied:
+    """A fresh one for each who is told."""
+    return EngineDied(str(dead.exception()))
+
+
+def _check_device(device: str, on_cpu: bool) -> None:
+    name, _, index = device.partition(":")
+    known = "cpu" if on_cpu else "cuda"
+    if name not in ("auto", known):
+        why = f"this build of vLLM has no {device}"
+    elif index not in ("", "0"):
+        why = f"vLLM begins with the first device that it sees, not with {device}"
+    else:
+        return
+    raise InvalidRequest(why, field="device", fix=f"use {known}; CUDA_VISIBLE_DEVICES says which")
+
+
+def _model_dtype(model: Path) -> str:
+    """As the checkpoint says: vLLM would take a smaller one for float32."""
+    from transformers import AutoConfig
+
+    dtype = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().dtype
+    return str(dtype).removeprefix("torch.") if dtype is not None else "auto"
+
+
+@contextlib.contextmanager
+def _environment(sockets: Path, binding: str | None, deterministic: bool, eager: bool) -> Iterator[None]:
+    """For vLLM's processes. `eager`: nothing is compiled."""
+    kept = dict(os.environ)
+    os.environ[MARK] = str(os.getpid())
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
+    os.environ.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)  # it would unpickle what comes
+    os.environ[COUNT] = "1"
+    os.environ.pop(RAISE, None)
+    if deterministic:  # whatever else this process was given: `describe` says so
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    for name, value in (
+        ("VLLM_NO_USAGE_STATS", "1"),
+        ("HF_HUB_OFFLINE", "1"),
+        ("VLLM_RPC_BASE_PATH", str(sockets)),
+        ("VLLM_CPU_OMP_THREADS_BIND", binding),
+        # Else its sampler is compiled with the first request for logprobs: all wait for a quarter of a minute.
+        ("TORCHDYNAMO_DISABLE", "1" if eager else None),
+    ):
+        if value is not None:
+            os.environ.setdefault(name, value)
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if plugins is not None:
+        os.environ["VLLM_PLUGINS"] = f"{plugins},rl_plane"
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)

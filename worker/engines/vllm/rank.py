@@ -1,0 +1,125 @@
+"""What the adapter adds to vLLM's worker class (`worker_extension_cls`): the agent of a rank, and what must happen on
+vLLM's own thread, between two steps. Called by `collective_rpc`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_plane.errors import EngineFailed, PlaneError
+from rl_plane.transports.receiver_base import Places
+from rl_plane.transports.reception import Cancelled
+from worker.engines.common.torch_weights import StagedTensors
+from worker.engines.vllm.holder import StagedAdapter, VllmHolder
+from worker.engines.vllm.logits import count_before_sampling
+from worker.engines.vllm.patches.prompt_logprobs import score_prompts_by_token
+from worker.engines.vllm.patches.seeds import rewind_by_state
+from worker.engines.vllm.plugin import lora_request
+from worker.receive.rank_agents.agent_server import AgentServer, Method, receiver_methods
+from worker.receive.weight_receiver import Receiver, load_transports
+
+
+class RankExtension:
+    """vLLM refuses names that its own class has."""
+
+    model_runner: Any
+    rank: int
+    rl_plane_taken: StagedTensors | None = None
+    """For the next swap."""
+
+    def rl_plane_start(self, model: str, directory: str, places: dict[str, Any]) -> dict[str, Any]:
+        def start() -> None:
+            # It warns of tables that are in no checkpoint, at each reload.
+            logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+            holder = VllmHolder(Path(model), Path(directory), self.model_runner, self.rank)
+            transports = load_transports(Places.from_wire(places), str(self.model_runner.device))
+            self.rl_plane_receiver = Receiver(holder, transports)
+            self.rl_plane_holder = holder
+            methods = receiver_methods(self.rl_plane_receiver, self.rank)
+            methods |= self._rl_plane_methods()
+            # With the second model runner the adapter refuses such requests.
+            if self.model_runner.lora_config and not self.model_runner.vllm_config.use_v2_model_runner:
+                score_prompts_by_token(self.model_runner)
+            if self.model_runner.device.type == "cpu":
+                rewind_by_state(self.model_runner)
+            count_before_sampling(self.model_runner)
+            AgentServer(Path(directory), self.rank, methods).start()
+
+        return _outcome(start)
+
+    def rl_plane_ping(self) -> int:
+        return os.getpid()
+
+    def rl_plane_swap(self) -> dict[str, Any]:
+        """By what was taken."""
+
+        def swap() -> None:
+            staged, self.rl_plane_taken = self.rl_plane_taken, None
+            assert staged is not None, "taken before"
+            self.rl_plane_holder.swap(staged)
+
+        return _outcome(swap)
+
+    # Adapters not by vLLM's own calls: of one that raises in a rank, the answers of the ranks after it would be taken
+    # for those to the next call.
+
+    def rl_plane_add_lora(self, number: int, path: str) -> dict[str, Any]:
+        def add() -> None:
+            if not self.model_runner.add_lora(lora_request(number, path, anew=True)):
+                raise EngineFailed("vLLM did not load the adapter")
+
+        return _outcome(add)
+
+    def rl_plane_remove_lora(self, number: int) -> dict[str, Any]:
+        def remove() -> None:
+            if not self.model_runner.remove_lora(number):
+                raise EngineFailed("vLLM did not remove the adapter: it has none of this number")
+
+        return _outcome(remove)
+
+    def rl_plane_check(self, action: str) -> dict[str, Any]:
+        return _outcome(lambda: _check(self.rl_plane_holder, action))
+
+    def _rl_plane_methods(self) -> dict[str, Method]:
+        receiver, holder = self.rl_plane_receiver, self.rl_plane_holder
+
+        def take(body: Mapping[str, Any], _: Cancelled) -> None:
+            staged = receiver.take(body["staging"])
+            if not isinstance(staged, StagedTensors):
+                raise EngineFailed(f"{body['staging']} is an adapter")
+            self.rl_plane_taken = staged
+
+        def discard(body: Mapping[str, Any], _: Cancelled) -> None:
+            self.rl_plane_taken = None  # another rank may have had nothing to take
+            receiver.discard(body["staging"])
+
+        def take_adapter(body: Mapping[str, Any], _: Cancelled) -> dict[str, Any]:
+            staged = receiver.take(body["staging"])
+            if not isinstance(staged, StagedAdapter):
+                raise EngineFailed(f"{body['staging']} is no adapter")
+            return {"path": staged.take()}
+
+        def check(body: Mapping[str, Any], _: Cancelled) -> dict[str, Any]:
+            return _check(holder, body["action"])
+
+        return {"take": take, "discard": discard, "take_adapter": take_adapter, "check": check}
+
+
+def _check(holder: VllmHolder, action: str) -> dict[str, Any]:
+    if action == "reset_tensors":
+        holder.reset()
+        return {}
+    return holder.checks.row(action)
+
+
+def _outcome(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
+    """What is raised here would reach the adapter without its type, or end the engine: it is told as `error`."""
+    try:
+        return work() or {}
+    except PlaneError as error:
+        return {"error": error.to_wire()}
+    except Exception as error:
+        return {"error": EngineFailed(f"{type(error).__name__}: {error}").to_wire()}

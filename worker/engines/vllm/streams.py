@@ -1,0 +1,221 @@
+"""Requests on their way through vLLM's front end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_plane.errors import EngineFailed, InvalidRequest
+from rl_plane.protocol.generation import FinishReason, GenerateRequest
+from rl_plane.protocol.routed_experts import RoutedExperts
+from worker.engines.common.finite_logits import NOT_FINITE, check_prompt
+
+_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New tokens."""
+
+    token_ids: list[int]
+    logprobs: list[float] | None
+    tops: list[list[tuple[int, float]]] | None
+    names: list[str | None]
+    """vLLM's name for the weights of each; None: unknown."""
+    finish_reason: FinishReason | None
+    prompt_logprobs: list[float | None] | None
+    """With the first token, when asked for."""
+    routed: RoutedExperts | None = None
+    """With the last one, when asked for: of all."""
+
+    def until(self, count: int) -> Piece:
+        """So many of its tokens, the last of the request."""
+        logprobs = None if self.logprobs is None else self.logprobs[:count]
+        tops = None if self.tops is None else self.tops[:count]
+        return Piece(self.token_ids[:count], logprobs, tops, self.names[:count], "stop", self.prompt_logprobs)
+
+    def by_weights(self) -> Iterator[Piece]:
+        """Each with tokens that the same weights made."""
+        names, count = self.names, len(self.names)
+        cuts = [0, *(at for at in range(1, count) if names[at] != names[at - 1]), count]
+        for start, end in itertools.pairwise(cuts):
+            is_last = end == count
+            yield Piece(
+                self.token_ids[start:end],
+                None if self.logprobs is None else self.logprobs[start:end],
+                None if self.tops is None else self.tops[start:end],
+                names[start:end],
+                self.finish_reason if is_last else None,
+                self.prompt_logprobs if not start else None,
+                self.routed if is_last else None,
+            )
+
+
+@dataclass(eq=False, slots=True)
+class Stream:
+    key: str
+    """The request's id in the engine."""
+    adapter: str | None
+    submitted: asyncio.Event = field(default_factory=asyncio.Event)
+    """It is with the engine, or never will be: only then an abort finds it."""
+    begun: bool = False
+
+
+class Streams:
+    """`llm`: an AsyncLLM. `eos`: what ends a text, where a request does not say otherwise."""
+
+    def __init__(self, llm: Any, eos: frozenset[int]) -> None:
+        self._llm = llm
+        self.eos = eos
+        self._streams: dict[str, Stream] = {}
+        self._numbers = itertools.count(1)
+
+    def load(self) -> tuple[int, int]:
+        """(running, waiting)."""
+        streams = list(self._streams.values())
+        running = sum(stream.begun for stream in streams)
+        return running, len(streams) - running
+
+    def of(self, request_ids: Iterable[str] | None) -> list[Stream]:
+        """None: all."""
+        names = self._streams if request_ids is None else dict.fromkeys(request_ids)
+        return [self._streams[name] for name in names if name in self._streams]
+
+    def of_adapter(self, name: str) -> list[Stream]:
+        return [stream for stream in self._streams.values() if stream.adapter == name]
+
+    async def abort(self, streams: list[Stream]) -> None:
+        for stream in streams:
+            await stream.submitted.wait()
+        if streams:
+            await self._llm.abort([stream.key for stream in streams])
+
+    async def run(self, request: GenerateRequest, prompt: list[int], lora: Any) -> AsyncGenerator[Piece, None]:
+        """Closing it aborts the request."""
+        if request.id in self._streams:
+            raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
+        stream = self._streams[request.id] = Stream(f"rl-plane-{next(self._numbers)}", request.adapter)
+        made, finished = 0, False
+        try:
+            queue = await self._submit(stream, request, prompt, lora)
+            while not finished:
+                output = queue.get_nowait() or await queue.get()
+                finished = output.finished
+                (choice,) = output.outputs
+                fresh = list(choice.token_ids)
+                names = list(self._names_of(stream.key, choice, made, len(fresh)))
+                scored = None
+                if request.prompt_logprobs and fresh and not made:
+                    scored = _prompt_logprobs(output.prompt_logprobs or [], prompt)
+                made, stream.begun = made + len(fresh), True
+                reason = _FINISH.get(choice.finish_reason) if finished else None
+                if fresh or reason is not None:
+                    logprobs = _logprobs(choice, fresh) if request.logprobs else None
+                    tops = _tops(choice, fresh, request.top_logprobs) if request.logprobs else None
+                    routed = _routed(choice.routed_experts) if request.routed_experts else None
+                    for part in Piece(fresh, logprobs, tops, names, reason, scored, routed).by_weights():
+                        yield part
+                if finished and reason is None:
+                    raise EngineFailed(_failure(choice))
+        finally:
+            stream.submitted.set()
+            del self._streams[request.id]
+            if not finished and not self._llm.errored:
+                await self._llm.abort(stream.key)
+
+    async def _submit(self, stream: Stream, request: GenerateRequest, prompt: list[int], lora: Any) -> Any:
+        from vllm.exceptions import VLLMClientError
+
+        rendered: dict[str, Any] = {"type": "token", "prompt_token_ids": prompt}
+        if request.cache_salt is not None:
+            rendered["cache_salt"] = request.cache_salt
+        try:
+            queue = await self._llm.add_request(stream.key, rendered, self._sampling(request), lora_request=lora)
+        except (ValueError, VLLMClientError) as error:  # vLLM's own checks
+            field = getattr(error, "parameter", None) or "request"
+            raise InvalidRequest(f"vLLM refuses it: {error}", field=field, fix="give what vLLM takes") from error
+        stream.submitted.set()
+        return queue
+
+    def _sampling(self, request: GenerateRequest) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        stop = set(request.stop_token_ids) | (set() if request.ignore_eos else self.eos)
+        sampling = SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            min_p=request.min_p,
+            frequency_penalty=request.frequency_penalty,
+            presence_penalty=request.presence_penalty,
+            repetition_penalty=request.repetition_penalty,
+            seed=request.seed,
+            min_tokens=request.min_tokens,
+            logit_bias={int(token): bias for token, bias in request.logit_bias.items()} or None,
+            allowed_token_ids=request.allowed_token_ids,
+            stop_token_ids=sorted(stop),
+            ignore_eos=True,  # what ends a text is said above, as for every engine
+            logprobs=request.top_logprobs if request.logprobs else None,
+            prompt_logprobs=0 if request.prompt_logprobs else None,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        sampling.all_stop_token_ids.update(self.eos)  # what `min_tokens` bars
+        # vLLM takes bad words as text only, of which it makes these.
+        sampling._bad_words_token_ids = request.bad_words_token_ids or None
+        return sampling
+
+    def _names_of(self, key: str, choice: Any, made: int, count: int) -> Iterator[str | None]:
+        """Of `count` tokens after the first `made`. vLLM's reply has the names at the end only; until then they are in
+        the front end's state of the request."""
+        if choice.weight_versions is not None:
+            starts = [(span.version, span.start) for span in choice.weight_versions]
+        else:
+            processor = self._llm.output_processor
+            internal = processor.external_req_ids.get(key)
+            state = processor.request_states.get(internal[0]) if internal else None
+            starts = list(state.weight_version_starts) if state is not None else []
+        for index in range(made, made + count):
+            yield next((name for name, start in reversed(starts) if start <= index), None)
+
+
+def _prompt_logprobs(steps: list[Any], prompt: list[int]) -> list[float | None]:
+    if len(steps) != len(prompt):
+        raise EngineFailed(f"vLLM gave {len(steps)} prompt logprobs of {len(prompt)} tokens")
+    pairs = zip(prompt, steps, strict=True)
+    return check_prompt([None if step is None else step[token].logprob for token, step in pairs])
+
+
+def _failure(choice: Any) -> str:
+    if choice.stop_reason == NOT_FINITE:
+        return NOT_FINITE
+    return f"vLLM ended the request: {choice.finish_reason}"
+
+
+def _routed(rows: Any) -> RoutedExperts | None:
+    """`rows`: numpy's [tokens, layers, top_k] of uint8 or uint16, with the last tokens; None before, and of a request
+    that was aborted without any."""
+    if rows is None:
+        return None
+    _, layers, top_k = rows.shape
+    return RoutedExperts(layers=layers, top_k=top_k, width=rows.itemsize, data=rows.tobytes())
+
+
+def _logprobs(choice: Any, token_ids: list[int]) -> list[float]:
+    return [step[token].logprob for token, step in zip(token_ids, choice.logprobs, strict=True)]
+
+
+def _tops(choice: Any, token_ids: list[int], count: int) -> list[list[tuple[int, float]]] | None:
+    """vLLM gives the chosen token too: where it is none of the likeliest, there is one more."""
+    if not count:
+        return None
+    tops = []
+    for token, step in zip(token_ids, choice.logprobs, strict=True):
+        rows = [(one, row) for one, row in step.items() if one != token or len(step) <= count]
+        tops.append([(one, row.logprob) for one, row in sorted(rows, key=lambda pair: int(pair[1].rank))])
+    return tops

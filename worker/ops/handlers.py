@@ -1,0 +1,331 @@
+"""What each op does in a worker. The dispatcher has checked fence, incarnation, deadline and body."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any
+
+from rl_plane.commit.canary_rules import Verdict
+from rl_plane.errors import Conflict, EngineFailed
+from rl_plane.protocol import update_requests, validation, worker_ops
+from rl_plane.protocol.versions import TensorSpec, VersionReply
+from worker.engines.base import EngineAdapter, EngineInfo
+from worker.ops.dispatcher import ByRank, Handler
+from worker.reconcile.engine_memory import EngineMemory
+from worker.reconcile.follower import RecordFollower
+from worker.reconcile.staged_updates import Staging, WeightUpdates
+from worker.reconcile.worker_core import WorkerCore
+from worker.runtime.engine_loop import EngineLoop
+
+
+class OpHandlers:
+    """`liveness_timeout_s`: how long a round trip through the engine may take. `drain(timeout_s)` closes admission and
+    waits for the running requests; `tell` publishes what changed."""
+
+    def __init__(
+        self,
+        core: WorkerCore,
+        adapter: EngineAdapter,
+        engine: EngineLoop,
+        info: EngineInfo,
+        updates: WeightUpdates,
+        follower: RecordFollower,
+        memory: EngineMemory,
+        *,
+        member_info: dict[str, Any],
+        liveness_timeout_s: float,
+        drain: Callable[[float], Awaitable[bool]],
+        tell: Callable[[], None],
+        named: Callable[[Iterable[str]], list[str]],
+    ) -> None:
+        self.engine_alive = True
+        self._core = core
+        self._state = core.state
+        self._adapter = adapter
+        self._engine = engine
+        self._info = info
+        self._updates = updates
+        self._follower = follower
+        self._memory = memory
+        self._member_info = member_info
+        self._liveness_timeout_s = liveness_timeout_s
+        self._drain = drain
+        self._tell = tell
+        self._named = named
+
+    def table(self) -> dict[str, Handler]:
+        return {
+            "liveness": self._liveness,
+            "attest": self._attest,
+            "describe": self._describe,
+            "state": self._state_now,
+            "tokenize": self._tokenize,
+            "detokenize": self._detokenize,
+            "pause": self._pause,
+            "resume": self._resume,
+            "flush_cache": self._flush_cache,
+            "abort_requests": self._abort_requests,
+            "init_transport": self._init_transport,
+            "destroy_transport": self._destroy_transport,
+            "arm_update": self._arm,
+            "feed_update": self._feed,
+            "prepare_update": self._prepare,
+            "follow_record": self._follow_record,
+            "commit_update": self._commit,
+            "abort_update": self._abort_update,
+            "update_weights": self._update_weights,
+            "release_memory": self._release_memory,
+            "resume_memory": self._resume_memory,
+            "check_weights": self._check_weights,
+            "set_admission": self._set_admission,
+            "drain": self._drain_now,
+        }
+
+    async def round_trip(self) -> float:
+        """Seconds through the engine and back; EngineFailed when it is dead or takes too long."""
+        start = time.monotonic()
+        try:
+            async with asyncio.timeout(self._liveness_timeout_s):
+                await self._engine.run(self._adapter.liveness())
+        except TimeoutError as error:
+            raise EngineHung(f"no round trip through the engine within {self._liveness_timeout_s:g} s") from error
+        return time.monotonic() - start
+
+    # ---- reading ----
+
+    async def _liveness(self, body: validation.Empty, fence: int) -> worker_ops.LivenessReply:
+        return worker_ops.LivenessReply(alive=True, round_trip_s=await self.round_trip())
+
+    def _state_now(self, body: validation.Empty, fence: int) -> worker_ops.StateReply:
+        state, staged = self._state, self._updates.staged
+        admission = state.admission()
+        running, waiting = self._adapter.load()
+        return worker_ops.StateReply(
+            ready=self.engine_alive and admission["open"],
+            in_state_s=time.monotonic() - state.since,
+            engine=self._info.engine,
+            engine_alive=self.engine_alive,
+            pause_state="paused" if state.pause_mode else "running",
+            pause=state.pause_state(time.monotonic()),
+            admission=admission,
+            version=state.wire_version(),
+            applied_weight_version=state.version.label if state.version else None,
+            sequence=state.sequence,
+            adapters={name: version.to_wire() for name, version in state.adapters.items()},
+            staged=_staged_version(staged),
+            canary=_canary_state(self._core.numerics.verdict),
+            kept=self._updates.kept,
+            loras=sorted(state.adapters),
+            running=running,
+            waiting=waiting,
+            running_tokens=state.tokens.running,
+            waiting_tokens=state.tokens.waiting,
+            fence=state.fence,
+            draining=bool(state.closed.keys() & {"draining", "leaving"}),
+        )
+
+    def _attest(self, body: update_requests.Attest, fence: int) -> update_requests.AttestReply:
+        record = self._core.record
+        return update_requests.AttestReply(
+            record=record.to_wire() if record is not None else None,
+            admitted=self._state.admission()["open"],
+            model_digest=self._core.model_digest,
+            failed=self._updates.failed,
+            canary=update_requests.CanaryLimits(
+                vocab_size=self._info.vocab_size, max_model_len=self._info.max_model_len
+            )
+            if self._core.numerics.kind is not None
+            else None,
+        )
+
+    def _describe(self, body: worker_ops.Describe, fence: int) -> worker_ops.DescribeReply:
+        spec = self._adapter.weight_spec()
+        return worker_ops.DescribeReply(
+            engine=self._info.engine,
+            engine_version=self._info.engine_version,
+            model=self._member_info["model"],
+            model_path=self._member_info["model_path"],
+            dtype=self._info.dtype,
+            device=self._info.device,
+            world_size=self._info.world_size,
+            tp_size=self._info.tp_size,
+            pp_size=self._info.pp_size,
+            vocab_size=self._info.vocab_size,
+            max_model_len=self._info.max_model_len,
+            transports=self._member_info["transports"],
+            capabilities=dict(self._info.capabilities),
+            deterministic=self._info.deterministic,
+            memory_saver=self._info.memory_saver,
+            witnesses=self._info.witnesses,
+            max_adapters=self._info.max_adapters,
+            max_lora_rank=self._info.max_lora_rank,
+            tensors=len(spec),
+            tied=sorted(self._info.tied),
+            weight_bytes=sum(tensor.nbytes for tensor in spec.values()),
+            version=self._state.wire_version(),
+            manifest=None if body.manifest_from is None else _page(spec, body.manifest_from),
+        )
+
+    async def _tokenize(self, body: worker_ops.Tokenize, fence: int) -> worker_ops.TokenizeReply:
+        tokens = await self._engine.run(self._adapter.tokenize(body))
+        return worker_ops.TokenizeReply(tokens=tokens, max_model_len=self._info.max_model_len)
+
+    async def _detokenize(self, body: worker_ops.Detokenize, fence: int) -> worker_ops.DetokenizeReply:
+        return worker_ops.DetokenizeReply(prompt=await self._engine.run(self._adapter.detokenize(body.tokens)))
+
+    # ---- pause, cache, requests ----
+
+    async def _pause(self, body: worker_ops.Pause, fence: int) -> worker_ops.PauseReply:
+        async with self._follower.turn(fence):
+            flushed = await self._follower.pause(body.mode, body.clear_cache)
+            self._state.pause(body.mode, time.monotonic(), body.lease_s)
+        self._tell()
+        return worker_ops.PauseReply(pause_state="paused", cache_flushed=flushed)
+
+    async def _resume(self, body: validation.Empty, fence: int) -> worker_ops.PauseReply:
+        async with self._follower.turn(fence):
+            await self._follower.resume()
+        self._tell()
+        return worker_ops.PauseReply(pause_state="running", cache_flushed=False)
+
+    async def _flush_cache(self, body: validation.Empty, fence: int) -> worker_ops.FlushReply:
+        async with self._follower.turn(fence):
+            if not await self._engine.run(self._adapter.flush_cache()):
+                raise Conflict("the engine refused to flush its cache", fix="pause first, then flush")
+        return worker_ops.FlushReply(flushed=True)
+
+    async def _abort_requests(self, body: worker_ops.AbortRequests, fence: int) -> worker_ops.AbortedReply:
+        ids = self._named(body.request_ids) if body.request_ids is not None else None
+        return worker_ops.AbortedReply(aborted=await self._engine.run(self._adapter.abort(ids)))
+
+    # ---- weights ----
+
+    async def _init_transport(self, body: update_requests.InitTransport, fence: int) -> ByRank:
+        self._updates.check_backend(body.backend)
+        config = body.model_dump()
+        offsets = config.pop("rank_offsets", None)  # a group's: one message tells each worker its own
+        if offsets is not None:
+            config["rank_offset"] = offsets.get(self._state.instance_id)
+        return ByRank(worker_ops.DoneReply(), await asyncio.to_thread(self._adapter.init_transport, config))
+
+    async def _destroy_transport(self, body: update_requests.DestroyTransport, fence: int) -> ByRank:
+        self._updates.check_backend(body.backend)
+        ranks = await asyncio.to_thread(self._adapter.destroy_transport, body.backend, body.group)
+        return ByRank(worker_ops.DoneReply(), ranks)
+
+    async def _prepare(self, body: update_requests.Prepare, fence: int) -> Mapping[str, Any]:
+        self._state.check_weights_here()
+        return _by_rank(await self._follower.prepare(body, fence))
+
+    async def _arm(self, body: update_requests.Prepare, fence: int) -> update_requests.ArmedReply:
+        self._state.check_weights_here()
+        return await self._follower.arm(body, fence)
+
+    async def _feed(self, body: update_requests.FeedUpdate, fence: int) -> update_requests.FedReply:
+        self._state.check_fence(fence)
+        missing = await self._updates.feed(body, fence)
+        return update_requests.FedReply(
+            tensors=len(body.names), bytes=sum(spec.nbytes for spec in body.specs), missing=missing
+        )
+
+    def _follow_record(self, body: update_requests.FollowRecord, fence: int) -> update_requests.FollowedReply:
+        self._follower.learn(body.record, body.sequence)
+        known = self._core.record
+        return update_requests.FollowedReply(sequence=known.sequence if known is not None else None)
+
+    async def _commit(self, body: update_requests.Commit, fence: int) -> Mapping[str, Any]:
+        return _by_rank(await self._follower.commit(body, fence))
+
+    async def _abort_update(
+        self, body: update_requests.AbortUpdate, fence: int
+    ) -> update_requests.AbortUpdateReply:
+        return update_requests.AbortUpdateReply(discarded=await self._follower.abort(body.update_id, fence))
+
+    async def _update_weights(self, body: update_requests.UpdateWeights, fence: int) -> Mapping[str, Any]:
+        self._state.check_weights_here()
+        return _by_rank(await self._follower.take_alone(body, fence))
+
+    async def _check_weights(self, body: worker_ops.CheckWeights, fence: int) -> ByRank:
+        self._state.check_weights_here()
+        async with self._follower.turn(fence, blocks=True):
+            if body.action == "reset_tensors":
+                await self._memory.weights_are_gone("reset_tensors overwrote the weights")
+            if body.closed:
+                self._state.close("checking")
+                self._tell()
+            try:
+                ranks = await self._engine.run(self._adapter.check_weights(body.action))
+            finally:
+                self._state.open("checking")
+                self._tell()
+        return ByRank(worker_ops.CheckWeightsReply(ranks=ranks), ranks)
+
+    # ---- memory ----
+
+    async def _release_memory(self, body: worker_ops.MemoryTags, fence: int) -> worker_ops.MemoryReply:
+        async with self._follower.turn(fence, blocks=True):
+            await self._memory.release(body.tags)
+        return worker_ops.MemoryReply(tags=sorted(self._state.released))
+
+    async def _resume_memory(self, body: worker_ops.MemoryTags, fence: int) -> worker_ops.MemoryReply:
+        async with self._follower.turn(fence, blocks=True):
+            await self._memory.resume(body.tags)
+        return worker_ops.MemoryReply(tags=sorted(self._state.released))
+
+    # ---- admission ----
+
+    def _set_admission(self, body: worker_ops.SetAdmission, fence: int) -> worker_ops.AdmissionState:
+        if body.open:
+            self._state.open("disabled")
+            self._state.open("draining")
+            self._core.enabled()  # forces a try to heal
+            self._follower.look()
+        else:
+            self._state.close("disabled")
+        self._tell()
+        return self._state.admission()
+
+    async def _drain_now(self, body: worker_ops.Drain, fence: int) -> worker_ops.DrainReply:
+        drained = await self._drain(body.timeout_s)
+        aborted = 0 if drained else await self._engine.run(self._adapter.abort(None))
+        return worker_ops.DrainReply(drained=drained, aborted=aborted)
+
+
+def _by_rank(reply: update_requests.PreparedReply | update_requests.CommittedReply) -> Mapping[str, Any]:
+    """What the ranks tell, where there are any beside the worker's process, goes beside the body."""
+    body: dict[str, Any] = {**reply}
+    ranks = body.pop("ranks", None)
+    return body if ranks is None else ByRank(body, ranks)
+
+
+def _staged_version(staged: Staging | None) -> VersionReply | None:
+    if staged is None:
+        return None
+    return VersionReply(run="", sequence=0, label=staged.wanted.label, digest=staged.reply["digest"])
+
+
+def _canary_state(verdict: Verdict | None) -> worker_ops.CanaryState | None:
+    if verdict is None:
+        return None
+    return worker_ops.CanaryState(
+        passed=verdict.passed,
+        against=verdict.against,
+        reason=verdict.reason,
+        difference=verdict.difference,
+        tolerance=verdict.tolerance,
+        mismatch_kl=verdict.mismatch_kl,
+    )
+
+
+class EngineHung(EngineFailed):
+    """It may still come back; a dead one does not."""
+
+
+def _page(spec: Mapping[str, TensorSpec], start: int) -> list[worker_ops.TensorReply]:
+    return [
+        worker_ops.TensorReply(name=name, dtype=one.dtype, shape=list(one.shape))
+        for name, one in itertools.islice(spec.items(), start, start + worker_ops.MANIFEST_PAGE)
+    ]

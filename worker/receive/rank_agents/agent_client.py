@@ -1,0 +1,109 @@
+"""The worker's side: asks the agents of all ranks at once, and waits for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_plane._util.framing import read_frame, send_frame
+from rl_plane._util.tasks import never
+from rl_plane.errors import DeadlineExceeded, EngineFailed, PlaneError, error_from_wire
+from rl_plane.transports.reception import Cancelled
+from worker.receive.rank_agents.agent_messages import socket_of
+
+ASK_TIMEOUT_S = 60.0
+"""Of a call that receives nothing: opening a checkpoint of thousands of files on a slow disk takes seconds."""
+
+CONNECT_TIMEOUT_S = 5.0
+"""An agent accepts on a thread of its own; only a process that stands still does not."""
+
+CANCEL_WAIT_S = 25.0
+"""For the ranks to notice: they look between two tensors."""
+
+POLL_S = 0.05
+"""How often it is looked whether the caller has cancelled."""
+
+
+class AgentClient:
+    """`ask` blocks: it is for a thread."""
+
+    def __init__(self, directory: Path, ranks: int) -> None:
+        self._directory = directory
+        self.ranks = ranks
+
+    def ask(
+        self,
+        op: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        cancelled: Cancelled = never,
+        timeout_s: float = ASK_TIMEOUT_S,
+    ) -> list[Any]:
+        """Each rank's answer. When one raises, the others are cancelled, and the first error is raised once all have
+        ended. EngineFailed when a rank can't be reached."""
+        call = _Call(op, time.monotonic() + timeout_s)
+        with contextlib.ExitStack() as stack:
+            for rank in range(self.ranks):
+                try:
+                    connection = stack.enter_context(socket.socket(socket.AF_UNIX))
+                    connection.settimeout(CONNECT_TIMEOUT_S)
+                    connection.connect(str(socket_of(self._directory, rank)))
+                    send_frame(connection, {"op": op, "body": dict(body or {})})
+                except OSError as error:
+                    call.failed(EngineFailed(f"rank {rank} can't be reached: {error.strerror or error}"))
+                    break
+                call.waiting[connection] = rank
+            while call.waiting:
+                call.look(cancelled())
+        if call.error is not None:
+            raise call.error
+        return [call.values[rank] for rank in range(self.ranks)]
+
+
+class _Call:
+    def __init__(self, op: str, deadline: float) -> None:
+        self.waiting: dict[socket.socket, int] = {}
+        self.values: dict[int, Any] = {}
+        self.error: PlaneError | None = None
+        self._op = op
+        self._deadline = deadline
+        self._told_to_end = False
+
+    def failed(self, error: PlaneError) -> None:
+        self.error = self.error or error
+        self._end()
+
+    def _end(self) -> None:
+        """Tells the ranks that are still at it that nobody wants it any more."""
+        if self._told_to_end:
+            return
+        self._told_to_end = True
+        self._deadline = min(self._deadline, time.monotonic() + CANCEL_WAIT_S)
+        for connection in self.waiting:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+
+    def look(self, cancelled: bool) -> None:
+        if cancelled:
+            self.failed(EngineFailed("staging was cancelled"))
+        if time.monotonic() > self._deadline:
+            ranks = sorted(self.waiting.values())
+            self.failed(DeadlineExceeded(f"{self._op} did not end in time on the ranks {ranks}"))
+            self.waiting.clear()
+            return
+        for connection in select.select(list(self.waiting), [], [], POLL_S)[0]:
+            rank = self.waiting.pop(connection)
+            try:
+                answer = read_frame(connection)
+            except (OSError, EOFError, ValueError) as error:
+                self.failed(EngineFailed(f"rank {rank} broke off {self._op}: {error}"))
+                continue
+            if "error" in answer:
+                self.failed(error_from_wire(answer["error"]))
+            else:
+                self.values[rank] = answer["value"]

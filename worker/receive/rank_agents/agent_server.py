@@ -1,0 +1,151 @@
+"""The agent: threads in the process of one rank that receive weights there, while its engine generates."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_plane._util.framing import read_frame, send_frame
+from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
+from rl_plane.transports.reception import Cancelled, Reception
+from worker.receive.rank_agents.agent_messages import socket_of
+from worker.receive.weight_receiver import Receiver
+
+log = logging.getLogger("worker.receive.rank_agents")
+
+PR_SET_PDEATHSIG = 1
+FIRST_FRAME_S = 10.0
+"""A caller sends its request as soon as it has connected."""
+
+Method = Callable[[Mapping[str, Any], Cancelled], Any]
+"""Arguments and answers are plain values."""
+
+
+def belong_to_worker() -> None:
+    """For a process that an engine has started, for a worker: it ends with who started it."""
+    die_with_parent()
+    os.setpgid(0, 0)  # Ctrl-C is for the worker, which lets requests end first
+    os.dup2(2, 1)  # what the worker says on its standard output is for who started it
+
+
+def die_with_parent() -> None:
+    """The kernel ends this process when the thread that started it does; where that has ended before, it ends now.
+    Linux only; elsewhere nothing happens."""
+    try:
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    except (OSError, AttributeError):
+        log.warning("a worker that is killed leaves this process behind: there is no prctl here")
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(1)
+
+
+def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
+    """What every agent can do."""
+
+    def open_(body: Mapping[str, Any], _: Cancelled) -> None:
+        receiver.open(Reception.from_wire(body))
+
+    def receive(body: Mapping[str, Any], cancelled: Cancelled) -> Mapping[str, Any]:
+        return receiver.receive(body["staging"], cancelled)
+
+    def feed(body: Mapping[str, Any], cancelled: Cancelled) -> int:
+        return receiver.feed(body["staging"], body["part"], cancelled)
+
+    def discard(body: Mapping[str, Any], _: Cancelled) -> None:
+        receiver.discard(body["staging"])
+
+    def kept(_: Mapping[str, Any], __: Cancelled) -> str | None:
+        return receiver.kept_digest
+
+    def describe(_: Mapping[str, Any], __: Cancelled) -> dict[str, Any]:
+        spec = receiver.holder.weight_spec()
+        return {
+            "transports": list(receiver.backends),
+            "tensors": {name: [tensor.dtype, list(tensor.shape)] for name, tensor in spec.items()},
+            "tied": dict(receiver.holder.tied_tensors()),
+        }
+
+    def init_transport(body: Mapping[str, Any], _: Cancelled) -> None:
+        offset = body.get("rank_offset")  # a group's: of this worker's first rank
+        receiver.init_transport({**body, "rank_offset": offset + rank} if isinstance(offset, int) else body)
+
+    def destroy_transport(body: Mapping[str, Any], _: Cancelled) -> None:
+        receiver.destroy_transport(body["backend"], body["group"])
+
+    def offer(_: Mapping[str, Any], __: Cancelled) -> dict[str, Any] | None:
+        return receiver.offer() if rank == 0 else None  # each has the whole version
+
+    return {
+        "describe": describe,
+        "offer": offer,
+        "open": open_,
+        "receive": receive,
+        "feed": feed,
+        "discard": discard,
+        "kept": kept,
+        "init_transport": init_transport,
+        "destroy_transport": destroy_transport,
+    }
+
+
+class AgentServer:
+    """Serves `methods` on a socket in `directory`, which only the worker's user may enter. Its threads are daemons:
+    they hold up no process's end."""
+
+    def __init__(self, directory: Path, rank: int, methods: Mapping[str, Method]) -> None:
+        self._path = socket_of(directory, rank)
+        self._methods = methods
+        self._listener = socket.socket(socket.AF_UNIX)
+
+    def start(self) -> None:
+        self._listener.bind(str(self._path))
+        self._listener.listen()
+        threading.Thread(target=self._serve, name="agent", daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # closing alone does not wake the thread
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._answer, args=(connection,), name="agent call", daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                connection.settimeout(FIRST_FRAME_S)
+                request = read_frame(connection)
+                connection.settimeout(None)
+                send_frame(connection, self._outcome(request, connection))
+            except (OSError, EOFError, ValueError) as error:
+                log.info("a call was broken off: %s", error)
+
+    def _outcome(self, request: Mapping[str, Any], connection: socket.socket) -> dict[str, Any]:
+        def cancelled() -> bool:
+            return bool(select.select([connection], [], [], 0)[0])  # the one frame is read: what comes is its end
+
+        try:
+            method = self._methods.get(str(request.get("op")))
+            if method is None:
+                raise InvalidRequest(f"an agent has no {request.get('op')!r}", field="op", fix="update both sides")
+            return {"value": method(request.get("body") or {}, cancelled)}
+        except PlaneError as error:
+            return {"error": error.to_wire()}
+        except Exception as error:
+            log.exception("%s", request.get("op"))
+            return {"error": EngineFailed(f"{type(error).__name__}: {error}").to_wire()}

@@ -1,0 +1,410 @@
+"""Receiving weights into an engine: the half of prepare that knows neither the engine nor the transport.
+
+All of it runs on the calling thread, never on a loop: it reads, hashes and copies.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from rl_plane.errors import EngineFailed, InvalidWeights
+from rl_plane.protocol.versions import (
+    DTYPE_BYTES,
+    HostTensor,
+    TensorSpec,
+    config_line,
+    tensor_digest,
+    tensors_digest,
+)
+from rl_plane.transports.filesystem.receiver import FilesystemDelivery
+from rl_plane.transports.receiver_base import Delivery
+from rl_plane.transports.reception import Staged, WeightHolder
+from rl_plane.weights import delta_codec
+from rl_plane.weights.checkpoint import Kind, open_checkpoint
+
+log = logging.getLogger("worker.receive.staging")
+
+FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+"""What `cast` converts between. Not the 8-bit floats: those mean nothing without their scales."""
+
+SHOWN = 5
+"""Tensors that a message lists of each kind before it only counts."""
+
+SHOWN_CHARS = 200
+"""Of a name in a message."""
+
+
+BASE_FIX = "publish a full checkpoint of the model that this engine runs"
+TIE_FIX = "start the engine with a config whose tie_word_embeddings is false, or tie the trainer's"
+OWN_TIE_FIX = (
+    "start the engine with a config whose tie_word_embeddings is false, or save the model with its head tied"
+)
+ADAPTER_FIX = "publish an adapter of this model as PEFT saves it, with save_embedding_layers=False"
+
+
+def check_specs(
+    wanted: Mapping[str, TensorSpec],
+    tied: Mapping[str, str],
+    offered: Mapping[str, TensorSpec],
+    cast: bool,
+    fix: str = BASE_FIX,
+) -> None:
+    """InvalidWeights unless `offered` is what a model needs; for this, no byte of the weights is read.
+
+    Names that are `tied` to another may be missing; one that `wanted` has too must still fit, and each must be as the
+    one that it is tied to. Facts: `missing`, `unexpected`, `wrong_shape`, `wrong_dtype`, `tied`, each `{count, names}`
+    with the first few.
+    """
+    missing = sorted(name for name in wanted if name not in offered and name not in tied)
+    unexpected = sorted(name for name in offered if name not in wanted and name not in tied)
+    both = sorted(name for name in wanted if name in offered)
+    wrong_shape = [name for name in both if wanted[name].shape != offered[name].shape]
+    other_dtype = [name for name in both if wanted[name].dtype != offered[name].dtype]
+    castable = [name for name in other_dtype if {wanted[name].dtype, offered[name].dtype} <= FLOAT_DTYPES]
+    wrong_dtype = [name for name in other_dtype if not cast or name not in set(castable)]
+    if not (missing or unexpected or wrong_shape or wrong_dtype):
+        _check_ties(tied, offered)
+        _tell_of_cast({(offered[name].dtype, wanted[name].dtype) for name in castable})
+        return
+
+    def shapes(name: str) -> str:
+        return f"{_short(name)} is {list(offered[name].shape)}, the model has {list(wanted[name].shape)}"
+
+    def dtypes(name: str) -> str:
+        return f"{_short(name)} is {offered[name].dtype}, the model has {wanted[name].dtype}"
+
+    parts = [
+        *_part("missing", missing, _short),
+        *_part("unknown to the model", unexpected, _short),
+        *_part("of another shape", wrong_shape, shapes),
+        *_part("of another dtype", wrong_dtype, dtypes),
+    ]
+    only_cast = not (missing or unexpected or wrong_shape) and not cast and len(castable) == len(wrong_dtype)
+    raise InvalidWeights(
+        f"the weights do not fit the model: {'; '.join(parts)}",
+        field="cast" if only_cast else "transport",
+        fix="pass cast: true, or publish the weights in the model's dtype" if only_cast else fix,
+        missing=_fact(missing),
+        unexpected=_fact(unexpected),
+        wrong_shape=_fact(wrong_shape),
+        wrong_dtype=_fact(wrong_dtype),
+    )
+
+
+def _check_ties(
+    tied: Mapping[str, str],
+    of: Mapping[str, TensorSpec] | Mapping[str, str],
+    field: str | None = None,
+    fix: str = TIE_FIX,
+) -> None:
+    """InvalidWeights where both of a pair are there, and differ (in their specs, or in their digests): the model has
+    one tensor for them, so one of the two would be of the version and never served. `field` None: the first name."""
+    broken = sorted(name for name, to in tied.items() if name in of and to in of and of[name] != of[to])
+    if broken:
+        first = broken[0]
+        raise InvalidWeights(
+            f"this engine's model ties {_short(first)} to {_short(tied[first])}, but they differ: {of[first]}, and "
+            f"{of[tied[first]]}",
+            field=field or first,
+            fix=fix,
+            tied=_fact(broken),
+        )
+
+
+_cast_told: set[tuple[str, str]] = set()
+
+
+def _tell_of_cast(dtypes: set[tuple[str, str]]) -> None:
+    """Once in a process: a trainer that sends so does it with each update."""
+    for given, own in sorted(dtypes - _cast_told):
+        _cast_told.add((given, own))
+        log.info("weights that come as %s are cast to the model's %s, as their update allows", given, own)
+
+
+def not_fitting(error: InvalidWeights) -> bool:
+    """Has the model other tensors? Else the bytes were wrong."""
+    return bool(error.facts.keys() & {"missing", "unexpected", "wrong_shape", "wrong_dtype", "tied"})
+
+
+def _short(name: str) -> str:
+    return repr(name[:SHOWN_CHARS])
+
+
+def _part(what: str, names: list[str], show: Callable[[str], str]) -> Iterator[str]:
+    if names:
+        more = ", …" if len(names) > SHOWN else ""
+        yield f"{len(names)} {what} ({', '.join(map(show, names[:SHOWN]))}{more})"
+
+
+def _fact(names: list[str]) -> dict[str, object] | None:
+    return {"count": len(names), "names": [name[:SHOWN_CHARS] for name in names[:SHOWN]]} if names else None
+
+
+class DigestingStream:
+    """A delivery's tensors, each checked and hashed before it is passed on. Iterated once.
+
+    The last step, after all tensors, compares the digest of the whole and raises InvalidWeights instead of ending:
+    an engine that reads the stream to its end never finishes staging wrong weights.
+    """
+
+    def __init__(
+        self,
+        delivery: Delivery,
+        *,
+        tied: Mapping[str, str] | None = None,
+        expected_digest: str | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`tied`: names of tensors whose bytes must be those of another, if both come."""
+        self.digest: str | None = None
+        """The version's digest, once everything has arrived and was right."""
+        self._delivery = delivery
+        self._tied = tied or {}
+        self._expected = expected_digest
+        self._cancelled = cancelled
+        self._digests: dict[str, str] = {}
+        self._stream = self._run()
+
+    def __iter__(self) -> Iterator[tuple[str, HostTensor]]:
+        return self._stream
+
+    def check_stated(self) -> None:
+        """InvalidWeights if the delivery says of itself that it is another version, or none that the model can serve;
+        no byte is taken for this."""
+        self._compare(self._delivery.digest, self._expected, "the delivery states")
+        _check_ties(self._tied, self._delivery.tensor_digests or {})
+
+    def finish(self) -> str:
+        """The digest, for whoever consumed the stream; EngineFailed if it was not consumed whole."""
+        if next(self._stream, None) is not None:  # an engine may have counted, and not asked for the end
+            taken, total = len(self._digests) - 1, len(self._delivery.specs)
+            raise EngineFailed(f"the engine took {taken} of {total} tensors, and did not ask for the rest")
+        if self.digest is None:
+            raise EngineFailed("the engine went on although the weights failed on their way")
+        return self.digest
+
+    def _run(self) -> Iterator[tuple[str, HostTensor]]:
+        specs, stated = self._delivery.specs, self._delivery.tensor_digests
+        # It hashes what it reads, on its own threads; any other, also one that somebody derives of it, is not believed.
+        hashed = type(self._delivery) is FilesystemDelivery
+        self.check_stated()
+        for name, tensor in self._delivery.tensors():
+            if self._cancelled():
+                raise EngineFailed("staging was cancelled")
+            self._check(name, tensor, specs)
+            digest = (hashed and tensor.digest) or tensor_digest(tensor.data)
+            if stated is not None and stated.get(name) != digest:
+                raise _refuse(
+                    f"{_short(name)} has digest {digest}, but its publisher stated {stated.get(name)}", tensor=name
+                )
+            self._digests[name] = digest
+            yield name, tensor
+        missing = sorted(specs.keys() - self._digests.keys())
+        if missing:
+            raise _refuse("; ".join(_part("of the announced tensors did not arrive", missing, _short)))
+        lines = [(name, specs[name], digest) for name, digest in self._digests.items()]
+        if self._delivery.adapter_config_raw is not None:
+            lines.append(config_line(self._delivery.adapter_config_raw))
+        computed = tensors_digest(lines)
+        self._compare(computed, self._delivery.digest, "the bytes make")
+        self._compare(computed, self._expected, "the bytes make")
+        _check_ties(self._tied, self._digests)
+        if self._cancelled():
+            raise EngineFailed("staging was cancelled")
+        self.digest = computed
+
+    def _check(self, name: str, tensor: HostTensor, specs: Mapping[str, TensorSpec]) -> None:
+        if name not in specs:
+            raise _refuse(f"{_short(name)} arrived, but was not announced", tensor=name)
+        if name in self._digests:
+            raise _refuse(f"{_short(name)} arrived twice", tensor=name)
+        if tensor.spec != specs[name]:
+            raise _refuse(f"{_short(name)} arrived as {tensor.spec}, but {specs[name]} was announced", tensor=name)
+        if tensor.data.nbytes != tensor.spec.nbytes:
+            raise _refuse(
+                f"{_short(name)} arrived with {tensor.data.nbytes} bytes, not {tensor.spec.nbytes}", tensor=name
+            )
+
+    def _compare(self, digest: str | None, wanted: str | None, source: str) -> None:
+        if digest is not None and wanted is not None and digest != wanted:
+            raise _refuse(
+                f"{source} version digest {digest}, but {wanted} is wanted", digest=digest, expected_digest=wanted
+            )
+
+
+def _refuse(what: str, *, tensor: str | None = None, **facts: str) -> InvalidWeights:
+    return InvalidWeights(
+        what,
+        field="transport",
+        fix="publish the weights again, and don't change them while they are read",
+        tensor=None if tensor is None else tensor[:SHOWN_CHARS],
+        **facts,
+    )
+
+
+def receive(
+    holder: WeightHolder,
+    delivery: Delivery,
+    *,
+    cast: bool,
+    expected_digest: str | None,
+    cancelled: Callable[[], bool],
+) -> tuple[Staged, str]:
+    """Checks, stages and verifies a delivery, on the calling thread; (what was staged, the version's digest).
+
+    Closes the delivery on every path. When it raises, nothing is staged: wrong weights make the stream raise
+    inside `holder.stage`, which then frees what it had, as on any error of its own. The one exception is a
+    holder that returned without asking for the stream's end; its Staged is host memory by contract, and goes
+    with its last reference, here.
+    """
+    try:
+        tied = holder.tied_tensors()
+        check_specs(holder.weight_spec(), tied, delivery.specs, cast)
+        stream = DigestingStream(delivery, tied=tied, expected_digest=expected_digest, cancelled=cancelled)
+        return _finished(holder.stage(stream, cast, cancelled), stream)
+    finally:
+        delivery.close()
+
+
+def receive_adapter(
+    holder: WeightHolder,
+    delivery: Delivery,
+    *,
+    cast: bool,
+    expected_digest: str | None,
+    cancelled: Callable[[], bool],
+) -> tuple[Staged, str]:
+    """As `receive`, of a LoRA adapter. Its version's digest covers its config too: see `config_line`."""
+    try:
+        check_specs(_adapter_spec(holder, delivery), {}, delivery.specs, cast, ADAPTER_FIX)
+        config = delivery.adapter_config
+        assert config is not None, "it has a spec"
+        stream = DigestingStream(delivery, expected_digest=expected_digest, cancelled=cancelled)
+        return _finished(holder.stage_adapter(config, stream, cast, cancelled), stream)
+    finally:
+        delivery.close()
+
+
+def _finished(staged: Staged, stream: DigestingStream) -> tuple[Staged, str]:
+    try:
+        return staged, stream.finish()
+    except BaseException:
+        del staged  # or the traceback would keep the weights as long as the error is kept
+        raise
+
+
+def check_changes(wanted: Mapping[str, TensorSpec], offered: Mapping[str, TensorSpec]) -> None:
+    """InvalidWeights unless `offered` can be deltas of a model's tensors, by what is known without their bytes."""
+    unknown = sorted(name for name in offered if name not in wanted)
+    wrong = sorted(
+        name for name, spec in offered.items() if name in wanted and not _may_be_delta(spec, wanted[name])
+    )
+    parts = [
+        *_part("unknown to the model", unknown, _short),
+        *_part("not the delta of their tensors (U8, one axis, not too long)", wrong, _short),
+    ]
+    if parts:
+        raise InvalidWeights(
+            f"the delta does not fit the model: {'; '.join(parts)}",
+            field="transport",
+            fix="encode it with rl_plane.weights.delta_codec from the committed version, or send encoding full",
+        )
+
+
+def _may_be_delta(spec: TensorSpec, of: TensorSpec) -> bool:
+    longest = delta_codec.max_nbytes(of.nbytes, DTYPE_BYTES[of.dtype])
+    return spec.dtype == "U8" and len(spec.shape) == 1 and spec.nbytes <= longest
+
+
+def digest_of(tensors: Mapping[str, HostTensor], cancelled: Callable[[], bool]) -> str:
+    """Of the version that these bytes are."""
+    lines = []
+    for name, tensor in tensors.items():
+        if cancelled():
+            raise EngineFailed("staging was cancelled")
+        lines.append((name, tensor.spec, tensor_digest(tensor.data)))
+    return tensors_digest(lines)
+
+
+def check_staged(holder: WeightHolder, delivery: Delivery, kind: Kind, *, cast: bool) -> None:
+    """What `receive` checks before it takes a byte: who pushes is told before it sends one. Closes the delivery when
+    it raises."""
+    try:
+        if kind == "base":
+            check_specs(holder.weight_spec(), holder.tied_tensors(), delivery.specs, cast)
+        else:
+            check_specs(_adapter_spec(holder, delivery), {}, delivery.specs, cast, ADAPTER_FIX)
+    except BaseException:
+        delivery.close()
+        raise
+
+
+def _adapter_spec(holder: WeightHolder, delivery: Delivery) -> Mapping[str, TensorSpec]:
+    if delivery.adapter_config is None:
+        raise InvalidWeights(
+            "base weights arrived, not an adapter", field="transport", fix="publish a PEFT adapter directory"
+        )
+    return holder.adapter_spec(delivery.adapter_config)
+
+
+def check_overwrite(holder: WeightHolder, delivery: Delivery, *, cast: bool, expected_digest: str | None) -> None:
+    """What `overwrite` checks before it asks the engine to do anything. Closes the delivery when it raises."""
+    try:
+        tied = holder.tied_tensors()
+        check_specs(holder.weight_spec(), tied, delivery.specs, cast)
+        DigestingStream(delivery, tied=tied, expected_digest=expected_digest).check_stated()
+    except BaseException:
+        delivery.close()
+        raise
+
+
+def overwrite(
+    holder: WeightHolder,
+    delivery: Delivery,
+    *,
+    cast: bool,
+    expected_digest: str | None,
+    cancelled: Callable[[], bool],
+) -> str:
+    """Checks a delivery and writes it over the served weights, on the calling thread; the version's digest.
+
+    Closes the delivery on every path. What can be checked without the bytes is checked before the engine is asked
+    to do anything. After that, whatever is raised, the engine's weights are of no version: a digest that turns out
+    wrong at the end is an InvalidWeights too.
+    """
+    try:
+        tied = holder.tied_tensors()
+        check_specs(holder.weight_spec(), tied, delivery.specs, cast)
+        stream = DigestingStream(delivery, tied=tied, expected_digest=expected_digest, cancelled=cancelled)
+        stream.check_stated()
+        holder.overwrite(stream, cast, cancelled)
+        return stream.finish()
+    finally:
+        delivery.close()
+
+
+def model_digest(
+    directory: Path, roots: Iterable[Path] | None = None, tied: Mapping[str, str] | None = None
+) -> str:
+    """The version digest of a model directory's safetensors files, in bounded memory. Their bytes are read, a
+    manifest is not believed. `roots`: refuse files outside; None: the directory is the operator's own choice. `tied`:
+    what the engine that has loaded it ties; InvalidWeights if it serves something else than the digest says."""
+    checkpoint = open_checkpoint(directory, None if roots is None else list(roots), field="model")
+    try:
+        _check_ties(tied or {}, checkpoint.specs, "model", OWN_TIE_FIX)
+        digests = checkpoint.tensor_digests()
+        _check_ties(tied or {}, digests, "model", OWN_TIE_FIX)
+        return checkpoint.digest_of(digests)
+    finally:
+        checkpoint.close()
+
+
+def adapter_digest(directory: Path) -> str:
+    """The version digest of a PEFT adapter directory, its config included."""
+    checkpoint = open_checkpoint(directory, field="directory", kind="lora")
+    try:
+        return checkpoint.digest()
+    finally:
+        checkpoint.close()

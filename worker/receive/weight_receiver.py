@@ -1,0 +1,347 @@
+"""The receiving half, in the process that holds the model: transports on one side, a WeightHolder on the other."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase, PlaneError, Unsupported
+from rl_plane.protocol.canary import CANARY_NAME, check_vocabulary
+from rl_plane.protocol.update_requests import FeedUpdate, PreparedReply
+from rl_plane.transports.filesystem.receiver import FilesystemDelivery
+from rl_plane.transports.group.receiver import GroupTransport
+from rl_plane.transports.group.streamed_delivery import GroupFedDelivery
+from rl_plane.transports.packed_delivery import PackedDelivery
+from rl_plane.transports.receiver_base import Delivery, FedDelivery, OfferingTransport, Places, WeightTransport
+from rl_plane.transports.reception import Cancelled, Link, Reception, Staged, WeightHolder
+from rl_plane.weights.checkpoint import Kind
+from worker.receive.kept_copy import Changes, Kept, as_kept, missing_links, taken_changes
+from worker.receive.staging import (
+    check_changes,
+    check_overwrite,
+    check_staged,
+    digest_of,
+    overwrite,
+    receive,
+    receive_adapter,
+)
+
+log = logging.getLogger("worker.receive.weight_receiver")
+
+TRANSPORTS = "rl_plane.transports"
+
+
+@cache
+def _installed() -> dict[str, type[WeightTransport]]:
+    """Without those that lack a package of theirs."""
+    found = {}
+    for point in entry_points(group=TRANSPORTS):
+        try:
+            found[point.name] = point.load()
+        except ModuleNotFoundError as error:
+            log.info("there is no %s transport: %s", point.name, error)
+    return found
+
+
+def load_transports(places: Places, device: str = "cpu") -> dict[str, WeightTransport]:
+    """One of each that is installed, and can work here. `device`: where the model is."""
+    here, found = replace(places, device=device), {}
+    for name, kind in _installed().items():
+        try:
+            found[name] = kind(here)
+        except Unsupported as error:
+            log.info("there is no %s transport: %s", name, error)
+    return found
+
+
+class Receiver:
+    """One reception: `open`, `receive`, then `take` or `discard`. Its methods block: they are for a thread, all but
+    `take`, which an engine's loop may call."""
+
+    def __init__(self, holder: WeightHolder, transports: Mapping[str, WeightTransport]) -> None:
+        self.holder = holder
+        self._transports = transports
+        self._opened: dict[str, tuple[Reception, Delivery]] = {}
+        self._fed: dict[str, FedDelivery] = {}
+        """Those that are opened, or received now."""
+        self._staged: dict[str, Staged] = {}
+        self._to_keep: dict[str, Kept] = {}
+        self._undo: dict[str, tuple[Kept, Changes]] = {}
+        """What was kept before a delta was applied to it, for `discard`."""
+        self._kept: Kept | None = None
+        self._place: dict[str, Any] | None = None
+        self._offering = threading.Lock()
+
+    @property
+    def kept(self) -> Kept | None:
+        """What an update with `keep`, or a delta, has left here. It goes when other base weights are received; None
+        also while they, or a delta's, wait for `take`."""
+        return self._kept
+
+    @kept.setter
+    def kept(self, kept: Kept | None) -> None:
+        with self._offering:
+            if self._place is not None and kept is not self._kept:
+                self._place = None
+                for transport in self._offers():
+                    transport.withdraw()
+            self._kept = kept
+
+    def offer(self) -> dict[str, Any] | None:
+        """Where others find what is kept, until it goes: `{digest, transport}`; None: nothing is kept."""
+        with self._offering:
+            transport = next(iter(self._offers()), None)
+            if self._kept is not None and transport is not None and self._place is None:
+                place = dict(transport.offer(self._kept.tensors))
+                self._place = {"digest": self._kept.digest, "transport": place}
+            return self._place
+
+    def _offers(self) -> list[OfferingTransport]:
+        return [transport for transport in self._transports.values() if isinstance(transport, OfferingTransport)]
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        return tuple(sorted(self._transports))
+
+    @property
+    def kept_digest(self) -> str | None:
+        return self.kept.digest if self.kept is not None else None
+
+    def open(self, reception: Reception) -> None:
+        """Opens the delivery, and checks what can be checked without its bytes. `receive` or `discard` closes it."""
+        if reception.kind == "base":
+            for left in [*self._to_keep, *self._undo]:  # by a receive that ended after it was given up
+                self.discard(left)
+        delivery = self._open(reception.transport, reception.kind)
+        _check_canary(reception, delivery)
+        if isinstance(delivery, FedDelivery):
+            delivery.expect(self.holder.weight_spec(), self.holder.tied_tensors(), reception.cast)
+            self._fed = {reception.staging: delivery}
+        if reception.base is not None:
+            self._check_delta(reception, reception.base, delivery)
+        elif reception.in_place:
+            check_overwrite(self.holder, delivery, cast=reception.cast, expected_digest=reception.digest)
+        else:
+            check_staged(self.holder, delivery, reception.kind, cast=reception.cast)
+        self._opened[reception.staging] = (reception, delivery)
+
+    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
+        """What was opened, into staging or over the served weights. When it raises, nothing is staged."""
+        opened = self._opened.pop(staging, None)
+        if opened is None:
+            raise EngineFailed(f"nothing is open as {staging!r}")
+        reception, delivery = opened
+        _heed(delivery, cancelled)
+        refetchable = delivery.refetchable
+        how: dict[str, Any] = {
+            "cast": reception.cast,
+            "expected_digest": reception.digest,
+            "cancelled": cancelled,
+        }
+        if reception.kind == "lora":
+            self._staged[staging], digest = receive_adapter(self.holder, delivery, **how)
+        elif reception.base is not None:
+            digest = self._receive_delta(reception, reception.base, delivery, cancelled)
+        else:
+            self.kept = None  # before its like comes: there is room for one
+            if reception.in_place:
+                digest = overwrite(self.holder, delivery, **how)
+            else:
+                staged, digest = receive(self.holder, delivery, **how)
+                self._staged[staging] = staged
+                kept = as_kept(digest, staged, delivery.specs) if reception.keep else None
+                if kept is not None:
+                    self._to_keep[staging] = kept
+        self._fed.pop(staging, None)
+        size = sum(spec.nbytes for spec in delivery.specs.values())  # of a fed one it is known only now
+        reply = PreparedReply(digest=digest, tensors=len(delivery.specs), bytes=size, refetchable=refetchable)
+        if isinstance(delivery, FilesystemDelivery) and delivery.canary is not None:
+            reply["canary"] = delivery.canary.model_dump()
+        return reply
+
+    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+        """Of what is being received under this name: these tensors come now. Returns when they are staged, how many are
+        missing yet."""
+        delivery = self._fed.get(staging)
+        if delivery is None:
+            raise EngineFailed(f"nothing is fed as {staging!r}")
+        return delivery.feed(FeedUpdate.model_validate(part), cancelled)
+
+    def take(self, staging: str) -> Staged:
+        """For the swap; from here on it is the caller's. Waits for nothing: what is kept is left alone, since it may be
+        being offered, unless this takes its place; then nothing was kept since before this was received."""
+        staged = self._staged.pop(staging, None)
+        if staged is None:
+            raise EngineFailed(f"nothing is staged as {staging!r}: it was swapped or discarded before")
+        to_keep = self._to_keep.pop(staging, None)
+        if to_keep is not None:
+            self.kept = to_keep
+        self._undo.pop(staging, None)
+        return staged
+
+    def discard(self, staging: str) -> None:
+        """Frees what is staged or opened under this name, if anything is."""
+        self._staged.pop(staging, None)
+        self._fed.pop(staging, None)
+        self._to_keep.pop(staging, None)
+        undo = self._undo.pop(staging, None)
+        if undo is not None:
+            before, changes = undo
+            before.take_back(changes)
+            self.kept = before
+        opened = self._opened.pop(staging, None)
+        if opened is not None:
+            opened[1].close()
+
+    # ---- deltas ----
+
+    def _check_delta(self, reception: Reception, base: str, delivery: Delivery) -> None:
+        """Closes the delivery when it raises."""
+        try:
+            check_changes(self.holder.weight_spec(), delivery.specs)
+            if not self._is_there(reception):
+                missing_links(self.kept, reception.before, base)
+        except BaseException:
+            delivery.close()
+            raise
+
+    def _is_there(self, reception: Reception) -> bool:
+        """What it makes is kept already: the swap did not end well, say."""
+        return self.kept is not None and self.kept.digest == reception.digest
+
+    def _receive_delta(self, reception: Reception, base: str, delivery: Delivery, cancelled: Cancelled) -> str:
+        """Changes what is kept in place; the full version's digest."""
+        wanted = reception.digest
+        assert wanted is not None, "an update by delta names it"
+        changes: Changes = taken_changes(delivery, self.holder.weight_spec(), cancelled)
+        if self._is_there(reception):
+            changes = {}
+            before = self.kept
+            assert before is not None
+        else:
+            before = self._at_base(reception, base, cancelled)
+        known, self.kept = self.kept, None
+        try:
+            after = before.change(changes, wanted, cancelled)
+        except EngineFailed:
+            self.kept = known
+            raise
+        try:
+            digest = digest_of(after.tensors, cancelled)
+        except BaseException:
+            before.take_back(changes)
+            self.kept = known  # not what was fetched on the way: its own digest was never compared
+            raise
+        if digest != wanted:
+            before.take_back(changes)
+            self._blame(known, cancelled)
+            raise InvalidWeights(
+                f"the delta makes version digest {digest}, but {wanted} is wanted",
+                field="transport",
+                fix="encode it against the version that `base` names, or publish the full one",
+                digest=digest,
+                expected_digest=wanted,
+            )
+        self._staged[reception.staging], self._to_keep[reception.staging] = after.staged, after
+        self._undo[reception.staging] = (before, changes)
+        return digest
+
+    def _blame(self, known: Kept | None, cancelled: Cancelled) -> None:
+        """The delta or what it was applied to? NotAtBase where what was kept is not what it was: then that goes."""
+        if known is None:
+            return
+        if digest_of(known.tensors, cancelled) != known.digest:
+            raise NotAtBase(
+                f"what this worker keeps is not {known.digest} any more: it was damaged in memory",
+                field="base",
+                fix="publish the full version",
+            )
+        self.kept = known
+
+    def _at_base(self, reception: Reception, base: str, cancelled: Cancelled) -> Kept:
+        """What is kept, brought up to the version that the delta changes."""
+        kept, links = missing_links(self.kept, reception.before, base)
+        if not links:
+            assert kept is not None
+            return kept
+        self.kept = None  # there is room for one; and what is half-way changed is of no version
+        for link in links:
+            try:
+                kept = self._follow(kept, link, cancelled)
+            except EngineFailed:
+                raise  # cancelled, say
+            except PlaneError as error:
+                raise NotAtBase(
+                    f"{base}, which the delta changes, can't be fetched: {error.message}",
+                    field="base",
+                    fix="publish the full version",
+                ) from error
+        assert kept is not None
+        return kept
+
+    def _follow(self, kept: Kept | None, link: Link, cancelled: Cancelled) -> Kept:
+        """Fetches the next version on the way: the full one first. A delta's digest is not looked at, since that of
+        the last one tells of all."""
+        delivery = self._open(link.transport, "base")
+        _heed(delivery, cancelled)
+        if kept is not None:
+            try:
+                check_changes(self.holder.weight_spec(), delivery.specs)
+            except BaseException:
+                delivery.close()
+                raise
+            changes = taken_changes(delivery, self.holder.weight_spec(), cancelled)
+            return kept.change(changes, link.digest, cancelled)
+        staged, digest = receive(
+            self.holder, delivery, cast=False, expected_digest=link.digest, cancelled=cancelled
+        )
+        kept = as_kept(digest, staged, delivery.specs)
+        if kept is None:
+            raise NotAtBase(
+                "what this engine stages of it differs from what was published, so no delta fits",
+                field="base",
+                fix="publish the full version",
+            )
+        return kept
+
+    # ---- transports ----
+
+    def _open(self, transport: Mapping[str, Any], kind: Kind) -> Delivery:
+        return self._transport(transport).open(transport, kind)
+
+    def init_transport(self, config: Mapping[str, Any]) -> None:
+        self._transport(config).init(config)
+
+    def destroy_transport(self, backend: str, group: str | None = None) -> None:
+        transport = self._transport({"backend": backend})
+        if group is None:
+            transport.destroy()
+        elif isinstance(transport, GroupTransport):
+            transport.leave(group)
+        else:
+            raise InvalidRequest(f"{backend} has no groups", field="group", fix="leave it out")
+
+    def _transport(self, config: Mapping[str, Any]) -> WeightTransport:
+        return self._transports[config["backend"]]
+
+
+def _check_canary(reception: Reception, delivery: Delivery) -> None:
+    """InvalidRequest for a `canary.json` that the engine can't score. Closes the delivery when it raises."""
+    if not isinstance(delivery, FilesystemDelivery) or delivery.canary is None or reception.vocab_size is None:
+        return
+    try:
+        check_vocabulary(delivery.canary, reception.vocab_size, reception.max_model_len, CANARY_NAME)
+    except BaseException:
+        delivery.close()
+        raise
+
+
+def _heed(delivery: Delivery, cancelled: Cancelled) -> None:
+    """One that waits for what is sent looks itself."""
+    if isinstance(delivery, PackedDelivery | GroupFedDelivery):
+        delivery.cancelled = cancelled

@@ -1,0 +1,123 @@
+"""What one worker makes of the numeric canary: may it serve the weights that it has just swapped in? Pure.
+
+Tokens of running requests wait from a swap until its verdict (`flow`). A worker that fails is closed with the reason
+`numerics`, its running requests continue elsewhere, and it fetches the weights again a few times.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rl_plane.commit.canary_rules import Verdict, judge_one
+from rl_plane.errors import NotAdmitted
+from rl_plane.protocol.canary import CanaryRecord
+from rl_plane.protocol.record import DecisionRecord
+from worker.reconcile.worker_state import WorkerState
+
+HEAL_TRIES = 3
+"""Swaps in a row that compute something else: then the engine does it each time, and the next decision is awaited."""
+NOT_SCORED = "the weights were not scored yet"
+
+Flow = Literal["open", "held", "cut"]
+
+
+class Numerics:
+    """`kind`: the engine's kind (`rl_plane.protocol.canary.engine_kind`). None: it can't score, and every version passes."""
+
+    def __init__(self, state: WorkerState, kind: str | None) -> None:
+        self.kind = kind
+        self.flow: Flow = "open"
+        """`held`: tokens of running requests wait for the verdict. `cut`: these requests continue elsewhere."""
+        self.verdict: Verdict | None = None
+        """On the weights that are held now. None: there is none yet."""
+        self.cuts = 0
+        """How many times every running request was ended for good. A request that began before the last of them
+        delivers nothing any more: its reader may be slow, so tokens that must not go out may still wait for it."""
+        self._state = state
+        self._tries = 0
+
+    def wanted(self, record: DecisionRecord | None) -> CanaryRecord | None:
+        """The canary that the engine has to score now. None: there is nothing to score."""
+        state = self._state
+        if record is None or self.kind is None or record.canary is None or state.released:
+            return None
+        if state.digest != record.version.digest or self._is_scored(record.canary):
+            return None
+        return record.canary
+
+    def new_decision(self, record: DecisionRecord) -> None:
+        """Weights that were not judged before this decision will never be: tokens made with them do not go out."""
+        self._tries = 0
+        if self.have_run and record.version.digest != self._state.digest:
+            self.flow = "cut"
+
+    @property
+    def have_run(self) -> bool:
+        """May running requests have computed with weights that did not pass? While memory is released, no request
+        computes."""
+        return self.flow == "cut" or (self.flow == "held" and not self._state.released)
+
+    def swapped(self, record: DecisionRecord | None) -> None:
+        """Other base weights are here."""
+        if self.have_run:
+            self.cuts += 1
+        awaited = record is not None and record.canary is not None and self.kind is not None
+        self.flow = "held" if awaited else "open"
+        self.verdict = None
+
+    def needs_others(self, record: DecisionRecord) -> bool:
+        """Does the record lack anything to compare this worker with?"""
+        if record.canary is None or self.kind is None or self._state.released:
+            return False
+        return self.verdict is None or (self.verdict.passed and self.verdict.against == "nothing")
+
+    def judge(self, record: DecisionRecord, final: bool) -> None:
+        """`final`: no other worker's scores are awaited any more."""
+        state, canary = self._state, record.canary
+        if canary is None or self.kind is None:
+            state.open("numerics")
+            self.flow = "cut" if self.flow == "cut" else "open"
+            return
+        if state.digest != record.version.digest:
+            return  # what failed stays closed until other weights are here
+        if not self._is_scored(canary):
+            if state.released:
+                state.open("numerics")
+            else:
+                state.close("numerics", NOT_SCORED)
+            return
+        assert state.scores is not None
+        verdict = self.verdict = judge_one(canary, self.kind, state.scores.vectors)
+        if not verdict.passed:
+            state.close("numerics", state.scores.error or verdict.message)
+            self.flow = "cut"
+            return
+        state.open("numerics")
+        if self.flow == "held" and (final or verdict.against != "nothing"):
+            self.flow = "open"
+
+    def take_heal(self) -> bool:
+        """Should these weights be fetched again? Each call counts as one try."""
+        verdict = self.verdict
+        if verdict is None or verdict.passed or verdict.reason == "tie" or self._tries >= HEAL_TRIES:
+            return False
+        self._tries += 1
+        return True
+
+    def try_again(self) -> None:
+        self._tries = 0
+
+    def delivers(self, began: int) -> bool:
+        """May a token go out now? False: not yet. NotAdmitted: never, its request continues elsewhere. `began`: `cuts`
+        when the request began."""
+        lost = self.flow == "held" and self._state.digest is None
+        if self.flow == "cut" or lost or began != self.cuts:
+            raise NotAdmitted(
+                f"worker {self._state.instance_id} computes something else with its new weights than it should",
+                retry_after_s=1.0,
+            )
+        return self.flow == "open"
+
+    def _is_scored(self, canary: CanaryRecord) -> bool:
+        scores = self._state.scores
+        return scores is not None and scores.sequences == canary.sequences

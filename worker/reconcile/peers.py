@@ -1,0 +1,71 @@
+"""Weights from other workers: what this one keeps is offered to them, and theirs are taken when a source is gone.
+
+Where they are stands in the state bucket, not in the members' records: those change when the fleet does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Any
+
+from rl_plane.bus.connection import Bus
+from rl_plane.errors import PlaneError
+from rl_plane.protocol.subjects import KEPT_PREFIX, Subjects
+from worker.engines.base import EngineAdapter
+
+log = logging.getLogger("worker.reconcile.peers")
+
+TRIED = 3
+"""Peers that are asked in turn. One that can't be reached costs ten seconds, and later there is another try."""
+OFFERS = 1024
+"""That stay written: those of workers that died are the oldest."""
+
+
+class Peers:
+    def __init__(self, bus: Bus, subjects: Subjects, adapter: EngineAdapter, transports: Collection[str]) -> None:
+        self._bus = bus
+        self._state = subjects.state
+        self._key = KEPT_PREFIX + bus.name
+        self._adapter = adapter
+        self._transports = transports
+        self._offered: dict[str, Any] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def offer(self) -> None:
+        """What the engine keeps by now; in the background. Again: nothing."""
+        self._task = asyncio.create_task(self._offer())
+
+    async def _offer(self) -> None:
+        try:
+            place = await asyncio.to_thread(self._adapter.offer)
+            if place is not None and place != self._offered:
+                self._offered = place
+                await self._bus.put(self._state, self._key, json.dumps(place).encode())
+                await self._bus.keep_newest(self._state, KEPT_PREFIX + ">", OFFERS)
+                log.info("%s offers its weights to others", self._bus.name)
+        except PlaneError as error:
+            log.warning("%s can't offer its weights to others: %s", self._bus.name, error)
+        except Exception:
+            log.exception("%s can't offer its weights to others", self._bus.name)
+
+    async def bring(self, digest: str, take: Callable[[Mapping[str, Any]], Awaitable[object]]) -> bool:
+        """Has `take(transport)` taken weights of this digest from another worker?"""
+        entries = await self._bus.list_keys(self._state, KEPT_PREFIX + ">")
+        found = [json.loads(entry.value) for entry in entries if entry.value and entry.key != self._key]
+        here = [
+            place["transport"]
+            for place in found
+            if place["digest"] == digest and place["transport"]["backend"] in self._transports
+        ]
+        for transport in random.sample(here, min(TRIED, len(here))):
+            try:
+                await take(transport)
+            except PlaneError as error:
+                log.info("%s: a peer did not give its weights: %s", self._bus.name, error)
+            else:
+                return True
+        return False

@@ -1,0 +1,124 @@
+"""Runs an adapter's coroutines on the engine loop for callers on the NATS loop.
+
+Two loops in two threads: the engine's may be late (it builds, swaps and samples), the one that serves NATS never
+is, or the server's PINGs go unanswered and a busy worker looks dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+log = logging.getLogger("worker.runtime.engine_loop")
+
+UNDO_S = 5.0
+"""How long cancelled work may take to undo what it has begun: a round trip through the engine takes less, and one that
+hangs must not hold its caller much beyond the deadline."""
+
+
+class EngineLoop:
+    """Made on the engine loop; used from another one."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ferries: dict[asyncio.AbstractEventLoop, _Ferry] = {}
+
+    async def run(self, work: Coroutine[Any, Any, T], *, to_its_end: bool = False) -> T:
+        """Cancelling the caller cancels the work (but for `to_its_end`), and lets go when that has ended: until then it
+        is the caller's turn still, and whoever comes next finds the engine as the work has left it."""
+        here, ended = asyncio.get_running_loop(), asyncio.Event()
+        begun: list[asyncio.Task[T]] = []
+
+        def start() -> None:
+            task = self._loop.create_task(work)
+            begun.append(task)
+            task.add_done_callback(tell)
+
+        def tell(task: asyncio.Task[T]) -> None:
+            if not task.cancelled():
+                task.exception()  # it may be that nobody waits for it any more
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed
+                here.call_soon_threadsafe(ended.set)
+
+        self._loop.call_soon_threadsafe(start)
+        try:
+            await ended.wait()
+        except asyncio.CancelledError:
+            if not to_its_end:
+                self._loop.call_soon_threadsafe(lambda: begun[0].cancel())
+            try:
+                async with asyncio.timeout(UNDO_S):
+                    await ended.wait()
+            except TimeoutError:
+                log.warning("%s has no caller any more, and does not end", getattr(work, "__qualname__", work))
+            raise
+        return begun[0].result()
+
+    async def stream(self, source: AsyncIterator[T]) -> AsyncIterator[list[T]]:
+        """The source's items in batches: all that came since the last one was taken, so that a slow reader gets
+        fewer, larger ones. A request's own length bounds what can pile up. Leaving closes the source."""
+        here = asyncio.get_running_loop()
+        ferry = self._ferries.setdefault(here, _Ferry(self._loop, here))
+        items: asyncio.Queue[T | BaseException | None] = asyncio.Queue()
+
+        async def pump() -> None:
+            end: BaseException | None = None
+            try:
+                async with contextlib.aclosing(source) as closing:  # type: ignore[type-var]
+                    async for item in closing:
+                        ferry.put(items, item)
+            except BaseException as error:
+                end = error
+                if isinstance(error, asyncio.CancelledError):
+                    raise
+            finally:
+                ferry.put(items, end)
+
+        begun: list[asyncio.Task[None]] = []
+        last: Any = ...
+        self._loop.call_soon_threadsafe(lambda: begun.append(self._loop.create_task(pump())))
+        try:
+            while last is ...:
+                batch = [await items.get()]
+                while not items.empty():
+                    batch.append(items.get_nowait())
+                if batch[-1] is None or isinstance(batch[-1], BaseException):
+                    last = batch.pop()
+                if batch:
+                    yield [item for item in batch if item is not None and not isinstance(item, BaseException)]
+            if last is not None:
+                raise last
+        finally:
+            if last is ...:
+                with contextlib.suppress(RuntimeError):  # the engine's loop is closed
+                    self._loop.call_soon_threadsafe(lambda: begun[0].cancel())
+
+
+class _Ferry:
+    """Takes what many streams make in one turn of the engine loop to their readers' loop at once: to wake a thread is a
+    system call, and the two threads would take turns at the interpreter for each token."""
+
+    def __init__(self, engine: asyncio.AbstractEventLoop, readers: asyncio.AbstractEventLoop) -> None:
+        self._engine = engine
+        self._readers = readers
+        self._load: list[tuple[asyncio.Queue[Any], Any]] = []
+
+    def put(self, queue: asyncio.Queue[Any], item: Any) -> None:
+        """On the engine loop."""
+        if not self._load:
+            self._engine.call_soon(self._cross)
+        self._load.append((queue, item))
+
+    def _cross(self) -> None:
+        load, self._load = self._load, []
+        with contextlib.suppress(RuntimeError):  # the readers' loop is closed
+            self._readers.call_soon_threadsafe(_unload, load)
+
+
+def _unload(load: list[tuple[asyncio.Queue[Any], Any]]) -> None:
+    for queue, item in load:
+        queue.put_nowait(item)

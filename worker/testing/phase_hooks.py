@@ -1,0 +1,84 @@
+"""A test hook: holds a changing op open at a phase boundary, so that a kill can meet it there. Off unless
+`RL_PLANE_TEST_HOLD_DIR` names a directory; then a file `<point>` in it, or `<point>.<instance_id>`, holds. One that is
+not empty holds the ops of the update alone whose id it has.
+
+Points are `<op>.before` (the handler has not begun) and `<op>.after` (it is done, the answer not sent). `follow_record`
+is called `gate` with a record that is not open yet, `open` with one that is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_plane.protocol.worker_ops import OPS
+
+if TYPE_CHECKING:
+    from worker.ops.dispatcher import Handler
+
+log = logging.getLogger("worker.testing.phase_hooks")
+
+VARIABLE = "RL_PLANE_TEST_HOLD_DIR"
+POLL_S = 0.01
+MAX_HOLD_S = 60.0
+"""A test that forgot its file, or died, holds nobody for ever."""
+
+
+def with_holds(handlers: Mapping[str, Handler], instance_id: str) -> Mapping[str, Handler]:
+    """The handlers themselves, or, under test, ones that can be held."""
+    directory = os.environ.get(VARIABLE)
+    if not directory:
+        return handlers
+    return {
+        op: _held(Path(directory), op, handler, instance_id) if OPS[op].changes else handler
+        for op, handler in handlers.items()
+    }
+
+
+def _held(directory: Path, op: str, handler: Handler, instance_id: str) -> Handler:
+    async def handle(body: Any, fence: int) -> Mapping[str, Any]:
+        point, update_id = _point(op, body), _update_id(body)
+        await _hold(directory, f"{point}.before", instance_id, update_id)
+        outcome = handler(body, fence)
+        outcome = await outcome if isinstance(outcome, Awaitable) else outcome
+        await _hold(directory, f"{point}.after", instance_id, update_id)
+        return outcome
+
+    return handle
+
+
+def _point(op: str, body: Any) -> str:
+    if op == "follow_record":
+        return "open" if body.record.open else "gate"
+    return op
+
+
+def _update_id(body: Any) -> str:
+    record = getattr(body, "record", None)
+    return str(getattr(record or body, "update_id", None) or "")
+
+
+def _holds(file: Path, update_id: str) -> bool:
+    try:
+        return file.read_text() in ("", update_id)
+    except FileNotFoundError:
+        return False
+
+
+async def _hold(directory: Path, point: str, instance_id: str, update_id: str) -> None:
+    files = (directory / point, directory / f"{point}.{instance_id}")
+    if not any(_holds(file, update_id) for file in files):
+        return
+    log.warning("%s is held at %s", instance_id, point)
+    (directory / f"reached.{point}.{instance_id}").touch()
+    give_up = time.monotonic() + MAX_HOLD_S
+    while any(_holds(file, update_id) for file in files):
+        if time.monotonic() > give_up:
+            log.warning("%s was held at %s for too long", instance_id, point)
+            return
+        await asyncio.sleep(POLL_S)

@@ -1,0 +1,106 @@
+"""Small PEFT LoRA adapters of the models of `worker.testing.tiny_model`, made locally from a seed; every byte follows from it.
+
+`make_tiny_adapter` has random weights. `make_witness_adapter` has weights under which the greedy next token is a known
+permutation, another one for each seed, whatever the witness model under it: the tokens alone tell the adapter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from worker.testing.tiny_model import VOCAB_SIZE, permutation
+
+TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+"""Of a tiny adapter: in the attention and in the MLP."""
+
+_STD = 0.1
+"""Of a tiny adapter's weights: enough to change most greedy tokens."""
+
+_WITNESS_GAIN = 30.0
+"""Of a witness adapter's rows, ten times those of the base: its greedy token leads by more than 90 nats."""
+
+
+def make_tiny_adapter(
+    model: Path, path: Path, seed: int, r: int = 4, targets: tuple[str, ...] = TARGETS, std: float = _STD
+) -> Path:
+    """Writes a random adapter of a model directory, in the model's dtype, to `path`; gives `path` back. `targets`:
+    names of modules, or what they end with."""
+    import torch
+
+    weights = _weights(Path(model))
+    modules = [
+        name.removesuffix(".weight")
+        for name, weight in weights.items()
+        if weight.dim() == 2 and f".{name}".removesuffix(".weight").endswith(tuple(f".{end}" for end in targets))
+    ]
+    source = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Any] = {}
+    for module in sorted(modules):
+        weight = weights[f"{module}.weight"]
+        outputs, inputs = weight.shape
+        a, b = torch.randn(r, inputs, generator=source), torch.randn(outputs, r, generator=source)
+        tensors |= _pair(module, a * std, b * std, weight.dtype)
+    return _write(path, tensors, r=r, lora_alpha=2 * r, target_modules=sorted(targets))
+
+
+def make_witness_adapter(model: Path, path: Path, seed: int) -> Path:
+    """Writes an adapter of a witness model's directory that says `witness_adapter_next_token(seed, token)` after
+    every token, on top of any witness model of the same shape."""
+    import torch
+
+    weights = _weights(Path(model))
+    rows = weights["model.embed_tokens.weight"].float()
+    r = rows.shape[1] // 2
+    # The output layer sees the input row of the last token, with a little noise: half of its numbers tell it.
+    seen = torch.nn.functional.normalize(rows[:, :r])
+    b = torch.empty_like(seen)
+    b[torch.tensor(permutation(f"adapter {seed}", len(seen)))] = _WITNESS_GAIN * seen
+    tensors = _pair("lm_head", torch.eye(r, rows.shape[1]), b, weights["lm_head.weight"].dtype)
+    return _write(path, tensors, r=r, lora_alpha=r, target_modules=["lm_head"])
+
+
+def witness_adapter_next_token(seed: int, token: int, vocab_size: int = VOCAB_SIZE) -> int:
+    """The greedy next token under the witness adapter of `seed`, whatever came before `token`."""
+    return permutation(f"adapter {seed}", vocab_size)[token]
+
+
+def _weights(model: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    weights: dict[str, Any] = load_file(model / "model.safetensors")
+    return weights
+
+
+def _pair(module: str, a: Any, b: Any, dtype: Any) -> dict[str, Any]:
+    name = f"base_model.model.{module}"
+    return {f"{name}.lora_A.weight": a.to(dtype).contiguous(), f"{name}.lora_B.weight": b.to(dtype).contiguous()}
+
+
+def _write(path: Path, tensors: dict[str, Any], **config: Any) -> Path:
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    common = {"base_model_name_or_path": None, "bias": "none", "peft_type": "LORA", "task_type": "CAUSAL_LM"}
+    (path / "adapter_config.json").write_text(json.dumps(common | config, indent=2, sort_keys=True))
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="worker.testing.tiny_adapter", description="Make a LoRA adapter of a tiny model."
+    )
+    parser.add_argument("model", type=Path, help="the directory that worker.testing.tiny_model made")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--seed", type=int, default=0, help="other seeds, other weights [0]")
+    arguments = parser.parse_args()
+    make_tiny_adapter(arguments.model, arguments.directory, arguments.seed)
+    print(arguments.directory)
+
+
+if __name__ == "__main__":
+    main()
