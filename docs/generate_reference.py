@@ -17,7 +17,8 @@ TARGET = Path(__file__).with_name("reference.md")
 
 HEAD = """# Reference
 
-<!-- Made by docs/generate_reference.py from rl_plane/protocol/fleet_ops.py, rl_plane/protocol/worker_ops.py and rl_plane/errors.py. -->
+<!-- Made by docs/generate_reference.py from rl_plane/protocol/fleet_ops.py, rl_plane/protocol/worker_ops.py and
+rl_plane/errors.py. -->
 
 ## The fleet's ops
 

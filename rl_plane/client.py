@@ -179,7 +179,8 @@ class RlClient:
     # ---- the fleet's ops: bodies and merged replies as over HTTP ----
 
     async def run(self, op: str, body: dict[str, Any] | None = None, request_id: str = "") -> dict[str, Any]:
-        """Any op of `rl_plane.protocol.fleet_ops.FLEET_OPS`: a complete success, or a PlaneError whose facts name every worker.
+        """Any op of `rl_plane.protocol.fleet_ops.FLEET_OPS`: a complete success, or a PlaneError whose facts name every
+        worker.
 
         The body may select by component, workers, epoch, fingerprint, min_workers (1), wait_s (5).
         `request_id` makes an update idempotent: asked again, the first answer comes back."""

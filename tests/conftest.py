@@ -28,7 +28,7 @@ from rl_plane.client import RlClient
 from rl_plane.fleet.fleet import Fleet
 from rl_plane.transports.filesystem.receiver import FilesystemTransport
 from rl_plane.transports.receiver_base import Places
-from tests.zygote import fork_module
+from tests.support.zygote import fork_module
 from worker.engines.fake.adapter import make_fake_model
 
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -153,7 +153,7 @@ class Plane:
         }
         log = self.tmp / f"{instance_id}-{len(self.spawned)}.log"
         arguments = [json.dumps(options), patch]
-        process = fork_module(engine, "tests.worker_main", arguments, log, text=True)
+        process = fork_module(engine, "tests.support.worker_main", arguments, log, text=True)
         self.spawned.append(Spawned(instance_id, process, log))
         return self.spawned[-1].wait_ready() if ready else self.spawned[-1]
 

@@ -298,7 +298,8 @@ class CanaryHistory:
     """The vectors of the newest versions that the fleet has served, by digest.
 
     A version that returns (a roll-back, a restart, a worker that heals) must give the same values again. The history is
-    one key in the state bucket (`rl_plane.protocol.subjects.CANARY_HISTORY`); its encoded size is at most MAX_HISTORY_BYTES."""
+    one key in the state bucket (`rl_plane.protocol.subjects.CANARY_HISTORY`); its encoded size is at most
+    MAX_HISTORY_BYTES."""
 
     versions: tuple[PastValues, ...] = ()
     """At most MAX_VERSIONS, the newest last."""

@@ -109,7 +109,8 @@ class Subjects:
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """A version's weights in a stream of their own, all of it on one subject (see rl_plane/transports/object_store/wire.py)."""
+    """A version's weights in a stream of their own, all of it on one subject (see
+    rl_plane/transports/object_store/wire.py)."""
 
     id: str
     stream: str
@@ -166,7 +167,7 @@ OPENED = "opened"
 spans several calls, what a trainer that speaks to SGLang has opened and will close."""
 
 CANARY_HISTORY = "canary_history"
-"""State bucket: the values that earlier versions gave for the numeric canary (`rl_plane.protocol.canary.CanaryHistory`)."""
+"""State bucket: the values of earlier versions for the numeric canary (`rl_plane.protocol.canary.CanaryHistory`)."""
 
 HISTORY_PREFIX = "history."
 """State bucket: `history.<hash of the request id>`, an update and its outcome."""

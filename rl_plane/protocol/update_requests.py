@@ -307,8 +307,8 @@ class UpdatePolicy(Body):
 class _Update(Body):
     target: BaseTarget | LoraTarget = Field(default_factory=BaseTarget, discriminator="kind")
     encoding: Encoding = "full"
-    """`delta`: only what has changed since `base`, as `rl_plane.weights.delta_codec` encodes it: a U8 tensor for each that has. Then
-    `digest` must be given: it is the full version's, and so is `base`."""
+    """`delta`: only what has changed since `base`, as `rl_plane.weights.delta_codec` encodes it: a U8 tensor for each
+    that has. Then `digest` must be given: it is the full version's, and so is `base`."""
     base: str | None = Field(None, pattern=DIGEST)
     """Of a delta: the digest of the committed version, to which it is applied."""
     version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)

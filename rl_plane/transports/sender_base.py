@@ -40,9 +40,9 @@ Run = Callable[[str, dict[str, Any]], dict[str, Any]]
 
 
 class Sender(Protocol):
-    """It may have `bucket_bytes`: by what its buckets are best packed, unless the trainer says otherwise;
-    `pack(specs, bucket_bytes)`, which packs them in another way than `rl_plane.weights.manifest.pack`; and `slow`: do bytes
-    take longer by it than to compare them with those before? Else they do where some worker is on another machine."""
+    """It may have `bucket_bytes`: by what its buckets are best packed, unless the trainer says otherwise; `pack(specs,
+    bucket_bytes)`, which packs them in another way than `rl_plane.weights.manifest.pack`; and `slow`: do bytes take
+    longer by it than to compare them with those before? Else they do where some worker is on another machine."""
 
     backend: str
     receivers_from: ClassVar[Literal["open", "finish"]] = "open"

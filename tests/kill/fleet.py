@@ -19,13 +19,13 @@ import psutil
 
 from rl_plane.cli.children import Child
 from tests.conftest import lives, stop_process
-from tests.kept_fleet import KeptFleet
 from tests.kill.checkpoints import MODELS, Checkpoint, Wrong, check
 from tests.kill.clients import TRANSIENT, Rollouts, Version, Weights
 from tests.kill.held import installed
+from tests.support.kept_fleet import KeptFleet
+from tests.support.paths import ROOT
 from worker.testing.phase_hooks import VARIABLE as HOLD_DIR
 
-ROOT = Path(__file__).parent.parent.parent
 SEED = int(os.environ.get("KILL_SEED", "0"))
 """Another one makes other choices: who is the victim, who coordinates, who is held, which policy."""
 FRONTENDS = 2

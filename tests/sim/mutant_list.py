@@ -5,19 +5,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MACHINE = "tests/test_update_machine.py::test_"
-CORE = "tests/test_worker_core.py::test_"
-STATE = "tests/test_worker_state.py::test_"
-LOCK = "tests/test_plane_lock.py::test_"
-SEAL = "tests/test_plane_seal.py::test_"
-ATTACK = "tests/test_protocol_attacks.py::test_"
-LEASE = "tests/test_frontend_lease.py::test_"
-LABELS = "tests/test_frontend_committed.py::test_"
-CANARY = "tests/test_canary.py::test_"
-NUMERICS = "tests/test_worker_numerics.py::test_"
-SHELL = "tests/test_coordinator_shell.py::test_"
-WATCH = "tests/test_lock_watch.py::test_"
-OPS = "tests/test_worker_ops.py::test_"
+MACHINE = "tests/unit/commit/test_update_machine.py::test_"
+CORE = "tests/unit/worker/test_worker_core.py::test_"
+STATE = "tests/unit/worker/test_worker_state.py::test_"
+LOCK = "tests/fleet/test_lock.py::test_"
+SEAL = "tests/fleet/test_seal.py::test_"
+ATTACK = "tests/sim/test_protocol_attacks.py::test_"
+LEASE = "tests/fleet/test_frontend_lease.py::test_"
+LABELS = "tests/unit/frontend/test_committed.py::test_"
+CANARY = "tests/unit/protocol/test_canary.py::test_"
+NUMERICS = "tests/unit/worker/test_worker_numerics.py::test_"
+SHELL = "tests/unit/commit/test_coordinator_shell.py::test_"
+WATCH = "tests/fleet/test_lock_watch.py::test_"
+OPS = "tests/fleet/test_worker_ops.py::test_"
 
 
 @dataclass(frozen=True)
@@ -1007,7 +1007,7 @@ MUTANTS = [
         "worker/reconcile/follower.py",
         "        async with self.changing:\n            self._state.check_fence(fence)\n",
         "        async with self.changing:\n",
-        "tests/test_follower_turns.py::test_a_coordinator_that_was_replaced_while_it_waited_has_no_turn",
+        "tests/unit/worker/test_follower_turns.py::test_a_coordinator_that_was_replaced_while_it_waited_has_no_turn",
     ),
     Mutant(
         "follower: bars the next coordinator",

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.sim.mutant_list import MUTANTS, Mutant, Seeds
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parent.parent.parent
 COPIED = ("rl_plane", "worker", "frontend", "tests", "pyproject.toml")
 KILL_S = 300
 """A killer takes seconds; one that waits for ever is killed by that."""

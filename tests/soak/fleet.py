@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.kept_fleet import KeptFleet, Slow
 from tests.soak.checker import Version, Weights
 from tests.soak.probe import VARIABLE as COUNTS_DIR
+from tests.support.kept_fleet import KeptFleet, Slow
 
 FRONTENDS = 2
 WHOLE_S = 120.0

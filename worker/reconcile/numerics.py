@@ -22,7 +22,8 @@ Flow = Literal["open", "held", "cut"]
 
 
 class Numerics:
-    """`kind`: the engine's kind (`rl_plane.protocol.canary.engine_kind`). None: it can't score, and every version passes."""
+    """`kind`: the engine's kind (`rl_plane.protocol.canary.engine_kind`). None: it can't score, and every version
+    passes."""
 
     def __init__(self, state: WorkerState, kind: str | None) -> None:
         self.kind = kind

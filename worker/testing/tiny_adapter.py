@@ -1,4 +1,5 @@
-"""Small PEFT LoRA adapters of the models of `worker.testing.tiny_model`, made locally from a seed; every byte follows from it.
+"""Small PEFT LoRA adapters of the models of `worker.testing.tiny_model`, made locally from a seed; every byte follows
+from it.
 
 `make_tiny_adapter` has random weights. `make_witness_adapter` has weights under which the greedy next token is a known
 permutation, another one for each seed, whatever the witness model under it: the tokens alone tell the adapter.

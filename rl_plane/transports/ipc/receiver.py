@@ -1,7 +1,7 @@
 """The `ipc` transport: weights from a trainer on this machine, through shared memory, or from a GPU's memory.
 
-`{backend: ipc, socket: S}`, as `rl_plane.transports.ipc.sender` gives it. What arrives is checked before it is believed: who
-sends it, how large the memory really is, and that it can't become smaller while it is read.
+`{backend: ipc, socket: S}`, as `rl_plane.transports.ipc.sender` gives it. What arrives is checked before it is
+believed: who sends it, how large the memory really is, and that it can't become smaller while it is read.
 """
 
 from __future__ import annotations

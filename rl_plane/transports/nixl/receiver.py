@@ -1,8 +1,8 @@
 """The `nixl` transport: weights that are pulled one-sided out of the trainer's memory.
 
-`{backend: nixl, host: H, port: P, key: K}`, as `rl_plane.transports.nixl.sender` gives it. Two registered buffers take the
-buckets, one of which is filled while the other is used. A source that dies is noticed by UCX, or by the connection to
-it, and one that stands still by a bound.
+`{backend: nixl, host: H, port: P, key: K}`, as `rl_plane.transports.nixl.sender` gives it. Two registered buffers take
+the buckets, one of which is filled while the other is used. A source that dies is noticed by UCX, or by the connection
+to it, and one that stands still by a bound.
 """
 
 from __future__ import annotations

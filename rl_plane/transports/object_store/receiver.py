@@ -1,4 +1,5 @@
-"""The `object_store` transport: weights from NATS, where a publisher has put them (`rl_plane.transports.object_store.sender`).
+"""The `object_store` transport: weights from NATS, where a publisher has put them
+(`rl_plane.transports.object_store.sender`).
 
 `{backend: object_store, object: ID}`: an object of this worker's own component. It is read in batches by direct get,
 which asks nothing of the server between two of them; what breaks off is asked for again from the chunk after the last

@@ -1,0 +1,370 @@
+"""prime-rl's broadcaster and SkyRL's sender over a torch group: each step is an update of real models."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("peft")
+
+from frontend.server.http import MAX_BODY_BYTES
+from rl_plane.errors import Locked
+from rl_plane.protocol.versions import TensorSpec
+from rl_plane.weights.safetensors_file import write_safetensors
+from tests.dialects.test_dialect_prime_rl import PrimeRl
+from tests.engines.test_hf_fleet import START_S, Witnesses
+from tests.support.dialect_facade import (
+    HEAL_S,
+    PROMPT,
+    Answered,
+    facade,
+    fine,
+    just_before,
+    proven,
+    refused,
+    refused_before,
+    served,
+    taken_before,
+    witnessed,
+)
+from tests.support.fed_trainer import HOST, FedTrainer, parts_of
+from tests.transports.test_fed_updates import NUMBERS, free_port
+from worker.receive.staging import model_digest
+from worker.testing.tiny_model import make_witness_model
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+    from tests.support.told_process import ToldProcess
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+GLOO_S = 20.0
+
+
+async def test_trainers_that_broadcast_to_vllm(plane: Plane) -> None:
+    witnesses = Witnesses(plane)
+    ids = await asyncio.to_thread(witnesses.spawn, 2)
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http:
+            await _prime_rl(witnesses, ids, trainer, http)
+            http.timeout = httpx.Timeout(None)
+            await _skyrl(witnesses, ids, trainer, http)
+
+
+async def _prime_rl(witnesses: Witnesses, ids: list[str], trainer: ToldProcess, http: httpx.AsyncClient) -> None:
+    """At the root and beneath `/v1/rl`; the call of each step is the update."""
+    group = await _init_broadcaster(trainer, http)
+    for step, seed, base in ((1, 2, "/v1/rl"), (2, 3, "")):
+        body, sending = _broadcast(group, witnesses.base(seed), f"step_{step}")
+        await http.post(f"{base}/pause?mode=keep&clear_cache=false")
+        reply, _ = await asyncio.gather(
+            http.post(f"{base}/update_weights", json=body), trainer.do("send", sending)
+        )
+        assert fine(reply)["weight_version"] == f"step_{step}"
+        await http.post(f"{base}/resume")
+        await proven(http, ids, seed, f"step_{step}")
+    # Its own server takes a broadcast without a word of what comes: here a directory alone is one, with tensors in it.
+    error = refused(await http.post("/update_weights", json={"weight_dir": "/any/step_3"}), 400)
+    assert error["field"] == "transport.path"
+    assert refused(await http.post("/update_weights", json={"weight_dir": None}), 400)["field"] == "update_info"
+    await proven(http, ids, 3, "step_2")
+    # The next run of this trainer sends by files.
+    told = {"weight_dir": str(witnesses.base(1)), "weight_version": "filed"}
+    assert fine(await http.post("/update_weights", json=told))["weight_version"] == "filed"
+    await proven(http, ids, 1, "filed")
+    await PrimeRl(http).update_by_method(witnesses.base(2))
+    await proven(http, ids, 2)
+
+
+async def _init_broadcaster(trainer: ToldProcess, http: httpx.AsyncClient) -> str:
+    """Of two workers. The group's name."""
+    group, port = f"prime-rl {next(NUMBERS)}", free_port()
+    init = {
+        "host": HOST,
+        "port": port,
+        "rank_offset": 0,
+        "inference_world_size": 2,
+        "timeout": GLOO_S,
+        "quantize_in_weight_transfer": False,
+        "backend": "gloo",
+        "group_name": group,
+    }
+    formed, _ = await asyncio.gather(
+        http.post("/v1/rl/init_broadcaster", json=init),
+        trainer.do("form", {"group": group, "port": port, "world_size": 3, "timeout_s": GLOO_S}),
+    )
+    assert fine(formed) == {"status": "ok"}
+    return group
+
+
+def _broadcast(group: str, directory: Path, label: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The call, and what its trainer does meanwhile."""
+    (part,) = parts_of(directory, 1)
+    info = {"names": part["names"], "dtype_names": part["dtypes"], "shapes": part["shapes"]}
+    body = {"weight_dir": None, "weight_version": label, "update_info": info}
+    return body, {"group": group, "directory": str(directory), "part": part}
+
+
+async def test_prime_rls_update_of_a_fleet_that_somebody_else_changes(plane: Plane) -> None:
+    """It waits. After a 409, which its client does not repeat, nothing is left of it that another would run into."""
+    for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
+        await asyncio.to_thread(one.wait_ready)
+    client = await plane.client()
+    view = await client.view()
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http:
+
+            async def update(label: str, seed: int) -> httpx.Response:
+                body, sending = _broadcast(group, plane.model(seed), label)
+                reply, _ = await asyncio.gather(
+                    http.post("/update_weights", json=body), trainer.do("send", sending)
+                )
+                return reply
+
+            @asynccontextmanager
+            async def taken_from(op: str) -> AsyncIterator[None]:
+                """Somebody else has the fleet from this op on, and still when its update is to be dropped."""
+                async with AsyncExitStack() as stack:
+
+                    async def refuse(answered: Answered) -> None:
+                        await stack.enter_async_context(client.lock(view))
+                        raise Locked("taken", retry_after_s=1.0)
+
+                    async with just_before(op, refuse):
+                        yield
+
+            group = await _init_broadcaster(trainer, http)
+            async with (
+                taken_before(client, "feed_weights_update"),
+                taken_before(client, "complete_weights_update"),
+            ):
+                assert fine(await update("one", 1))["weight_version"] == "one"
+            body, _ = _broadcast(group, plane.model(2), "two")
+            async with taken_from("feed_weights_update"):
+                assert refused(await http.post("/update_weights", json=body), 409)["cause"] == "locked"
+            group = await _init_broadcaster(trainer, http)
+            assert fine(await update("two", 2))["weight_version"] == "two"
+            async with taken_from("complete_weights_update"):
+                assert refused(await update("three", 1), 409)["cause"] == "locked"
+            assert await served(http) == [(True, "two")] * 2
+            group = await _init_broadcaster(trainer, http)
+            assert fine(await update("three", 1))["weight_version"] == "three"
+            assert await served(http) == [(True, "three")] * 2
+
+
+async def test_a_group_is_not_formed_over_what_its_trainer_has_left(plane: Plane) -> None:
+    """Also by way of a frontend that has begun since. Where it can't be dropped, nobody joins."""
+    for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
+        await asyncio.to_thread(one.wait_ready)
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http, facade(plane) as other:
+
+            async def form(at: httpx.AsyncClient) -> str:
+                group, port = f"v {next(NUMBERS)}", free_port()
+                init = {"backend": "gloo", "group_name": group, "master_address": HOST, "master_port": port}
+                formed, _ = await asyncio.gather(
+                    at.post("/init_weight_transfer_engine", json={"init_info": {**init, "world_size": 3}}),
+                    trainer.do("form", {"group": group, "port": port, "world_size": 3, "timeout_s": GLOO_S}),
+                )
+                fine(formed)
+                return group
+
+            async def send(at: httpx.AsyncClient, group: str, seed: int, count: int) -> None:
+                fine(await at.post("/start_weight_update", json={}))
+                for part in parts_of(plane.model(seed), 2)[:count]:
+                    info = {"names": part["names"], "dtype_names": part["dtypes"], "shapes": part["shapes"]}
+                    told = {"group": group, "directory": str(plane.model(seed)), "part": part}
+                    reply, _ = await asyncio.gather(
+                        at.post("/update_weights", json={"update_info": info}), trainer.do("send", told)
+                    )
+                    fine(reply)
+
+            for seed, at in ((1, other), (2, http)):
+                await send(http, await form(http), seed, 1)
+                init = {"backend": "gloo", "master_address": HOST, "master_port": free_port(), "world_size": 3}
+                async with refused_before("abort_weights_update", Locked("taken", retry_after_s=1.0)):
+                    error = refused(await at.post("/init_weight_transfer_engine", json={"init_info": init}), 503)
+                assert error["code"] == "locked", "nobody has joined"
+                await send(at, await form(at), seed, 2)
+                fine(await at.post("/finish_weight_update", json={"weight_version": str(seed)}))
+                assert await served(http) == [(True, str(seed))] * 2
+
+
+async def _skyrl(witnesses: Witnesses, ids: list[str], trainer: ToldProcess, http: httpx.AsyncClient) -> None:
+    """Its client has no time-outs and does not repeat. The group forms while `init` is under way; the buckets come by
+    `/collective_rpc`, and with newer versions by vLLM's own routes."""
+    size = fine(await http.request("GET", "/get_world_size", json={}))["world_size"]
+    assert size == 2
+    group, port = f"skyrl {next(NUMBERS)}", free_port()
+    init = {"master_address": HOST, "master_port": port, "rank_offset": 1, "world_size": size + 1}
+    refused(await http.post("/init_weight_transfer_engine", json={"init_info": init}), 501)  # its own NCCL
+    init = {**init, "backend": "gloo", "group_name": group}
+    formed, _ = await asyncio.gather(
+        http.post("/init_weight_transfer_engine", json={"init_info": init}),
+        trainer.do("form", {"group": group, "port": port, "world_size": size + 1, "timeout_s": GLOO_S}),
+    )
+    fine(formed)
+    for seed, newer in ((1, False), (2, True)):
+        directory = witnesses.base(seed)
+        fine(await http.post("/pause?mode=keep&clear_cache=false"))
+        try:
+            assert fine(await http.post("/reset_prefix_cache", json={}))["success"] is True
+            await _skyrl_step(http, "skyrl_start_weight_update", {"is_checkpoint_format": True}, newer)
+            for part in parts_of(directory, 3):
+                info = {"names": part["names"], "dtype_names": part["dtypes"], "shapes": part["shapes"]}
+                told = {**part, "layout": "packed" if newer else "each"}
+                info = {**info, "packed": newer}
+                named = {"update_info": [info] * size if newer else info}
+                await asyncio.gather(
+                    _skyrl_step(http, "update_weights_nccl", named, newer),
+                    trainer.do("send", {"group": group, "directory": str(directory), "part": told}),
+                )
+            await _skyrl_step(http, "skyrl_finish_weight_update", {}, newer)
+        finally:
+            fine(await http.post("/resume"))
+        await proven(http, ids, seed)
+        body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4, "temperature": 0.0}, "cache_salt": "a"}
+        reply = await http.post("/inference/v1/generate", json=body, headers={"X-Session-ID": "episode 1"})
+        (choice,) = fine(reply)["choices"]
+        assert choice["token_ids"] == witnessed(seed, 4)
+
+
+async def test_weights_of_another_float_dtype_are_cast_as_engines_servers_do(plane: Plane) -> None:
+    """No trainer's client can ask for it. The version is what was published; who comes later casts it too."""
+    witnesses = Witnesses(plane)
+    half = make_witness_model(witnesses.weights / "half", 1, "bfloat16")
+    started = [plane.spawn(ready=False, engine="hf", model=half) for _ in range(2)]
+    ids = [(await asyncio.to_thread(one.wait_ready, START_S)).instance_id for one in started]
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http:
+            own = {"transport": {"backend": "filesystem", "path": str(witnesses.base(2))}}
+            assert (await http.post("/v1/rl/update_weights", json=own)).json()["error"]["field"] == "cast"
+            label = 0
+
+            async def served_by_all(seed: int) -> None:
+                nonlocal label
+                label += 1
+                await proven(http, ids, seed, str(label))
+                version = fine(await http.get("/v1/rl/state"))["version"]
+                assert version["digest"] == model_digest(witnesses.base(seed))
+                assert fine(await http.get("/v1/rl/updates"))["updates"][0]["cast"] is True
+
+            fine(await http.post("/update_weights_from_disk", json={"model_path": str(witnesses.base(2))}))
+            await served_by_all(2)
+            fine(await http.post("/update_weights", json={"weight_dir": str(witnesses.base(3))}))
+            await served_by_all(3)
+            data = base64.b64encode((witnesses.base(1) / "model.safetensors").read_bytes()).decode()
+            body = {"serialized_named_tensors": [data], "load_format": "safetensors"}
+            fine(await http.post("/update_weights_from_tensor", json=body))
+            await served_by_all(1)
+            group = await _init_broadcaster(trainer, http)
+            for part in parts_of(witnesses.base(2), 2):
+                sending = {"group": group, "directory": str(witnesses.base(2)), "part": part}
+                reply, _ = await asyncio.gather(
+                    http.post("/update_weights_from_distributed", json={**part, "group_name": group}),
+                    trainer.do("send", sending),
+                )
+                fine(reply)
+            await served_by_all(2)
+            fine(await http.post("/start_weight_update"))
+            info = {"weight_dir": str(witnesses.base(3))}
+            fine(await http.post("/update_weights", json={"update_info": info}))
+            fine(await http.post("/finish_weight_update"))
+            await served_by_all(3)
+            adapter = {"lora_name": "own", "lora_path": str(witnesses.adapter(1)), "cast": False}
+            error = (await http.post("/v1/rl/load_lora_adapter", json=adapter)).json()["error"]
+            assert error["field"] == "cast"
+            for prefix in ("", "/v1", "/v1/rl", "/v1/rl/v1"):
+                path = f"{prefix}/load_lora_adapter"
+                name = path.replace("/", "-")
+                fine(await http.post(path, json={"lora_name": name, "lora_path": str(witnesses.adapter(1))}))
+                assert fine(await http.get("/v1/rl/updates"))["updates"][0]["target"]["name"] == name
+            assert started[0].log.read_text().count("are cast to the model's") == 1
+            started[0].kill()
+            again = plane.spawn(ready=False, engine="hf", model=half, instance_id=ids[0])
+            await asyncio.to_thread(again.wait_ready, START_S)
+            await plane.until(lambda: _all_ready(http), HEAL_S)
+            await proven(http, ids, 3, str(label))
+
+
+async def _all_ready(http: httpx.AsyncClient) -> bool:
+    return (await http.get("/v1/rl/ready?min_workers=2")).status_code == 200
+
+
+async def _skyrl_step(http: httpx.AsyncClient, method: str, named: dict[str, Any], newer: bool) -> None:
+    if not newer:
+        reply = fine(await http.post("/collective_rpc", json={"method": method, "kwargs": named}))
+        assert reply == {"results": [None] * 2}
+        return
+    path = {
+        "skyrl_start_weight_update": "/start_weight_update",
+        "update_weights_nccl": "/update_weights",
+        "skyrl_finish_weight_update": "/finish_weight_update",
+    }[method]
+    assert fine(await http.post(path, json=named))["message"]
+
+
+MANY = 20_000
+
+
+"""As those of a model of many experts."""
+NAMES = [f"model.layers.{number // 400}.mlp.experts.{number % 400}.down_proj.weight" for number in range(MANY)]
+
+
+def many_tensors(plane: Plane, seed: int) -> Path:
+    """Each of one number."""
+    path, numbers = plane.model(seed), random.Random(seed)
+    weights = {name: (TensorSpec("F32", (1,)), numbers.randbytes(4)) for name in NAMES}
+    write_safetensors(path / "model.safetensors", weights)
+    return path
+
+
+async def test_more_names_than_a_message_carries(plane: Plane) -> None:
+    """TRL announces all of a model in one call, and SGLang-Omni's trainers likewise."""
+    before, after = (many_tensors(plane, seed) for seed in (1, 2))
+    plane.spawn_copies(2, model=before)
+    group, port = f"many {next(NUMBERS)}", free_port()
+    part: dict[str, Any] = {"names": NAMES, "dtypes": ["float32"] * MANY, "shapes": [[1]] * MANY}
+    info = {"names": NAMES, "dtype_names": part["dtypes"], "shapes": part["shapes"]}
+    assert len(json.dumps(info)) > MAX_BODY_BYTES
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http:
+            init = {"backend": "gloo", "group_name": group, "master_address": HOST, "master_port": port}
+            init |= {"rank_offset": 1, "world_size": 3, "packed": True, "packed_buffer_size_bytes": 1000}
+            formed, _ = await asyncio.gather(
+                http.post("/init_weight_transfer_engine", json={"init_info": init}),
+                trainer.do("form", {"group": group, "port": port, "world_size": 3, "timeout_s": GLOO_S}),
+            )
+            fine(formed)
+            fine(await http.post("/start_weight_update", json={}))
+            told = {"group": group, "directory": str(after)}
+            packed = {**part, "layout": "packed", "bucket_bytes": 1000}
+            reply, _ = await asyncio.gather(
+                http.post("/update_weights", json={"update_info": info}),
+                trainer.do("send", {**told, "part": packed}),
+            )
+            fine(reply)
+            version = fine(await http.post("/finish_weight_update", json={"weight_version": "many"}))["version"]
+            assert version["digest"] == model_digest(after)
+            assert await served(http) == [(True, "many")] * 2
+            # Two phases: all is held against the model at once, so what does not fit is one tensor.
+            asked = {"num_buckets": 1, "group_name": group}
+            for wrong in ({**part, "shapes": [*part["shapes"][:-1], [2]]}, {key: part[key][:-1] for key in part}):
+                body = {**asked, "buckets": [wrong]}
+                error = refused(await http.post("/prepare_weights_update", json=body), 400)
+                assert (error["code"], NAMES[-1] in error["message"]) == ("invalid_weights", True), error
+            # One broadcast of so many tensors can't be told of in pieces.
+            flat = {**part, "group_name": group, "load_format": "flattened_bucket"}
+            error = refused(await http.post("/update_weights_from_distributed", json=flat), 413)
+            assert (error["field"], bool(error["fix"])) == ("names", True)
+            assert await served(http) == [(True, "many")] * 2

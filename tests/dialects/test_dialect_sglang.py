@@ -1,0 +1,834 @@
+"""SGLang's admin routes over a fleet of `fake` workers: what each answers, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import pickle
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from frontend.dialects import dialect_routes
+from frontend.dialects.sglang.body_tensors import read_tensors
+from frontend.dialects.sglang.open_sessions import Opened
+from frontend.facade.calls import FleetCalls
+from rl_plane.commit.sessions import SESSION_IDLE_S
+from rl_plane.errors import BusUnreachable, Locked, Unavailable
+from rl_plane.fleet.fleet import Fleet
+from rl_plane.protocol.subjects import OPENED
+from rl_plane.weights.safetensors_file import write_safetensors
+from tests.fleet.test_colocated import WITHOUT_A_SAVER
+from tests.support.dialect_facade import PROMPT, Answered, facade, fine, just_before, refused, served
+from tests.support.faults import Told
+from worker.engines.fake.fake_model import fake_token, make_fake_adapter, make_fake_model
+from worker.receive.staging import model_digest
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+
+NAMED = {"new_version": "seven", "abort_all_requests": False}
+OVERTAKES_S = 1.0
+"""A call that nothing holds up is answered by then."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_reported_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialect_routes, "_reported", set())
+
+
+async def test_what_is_told_of_the_fleet_as_one_server(plane: Plane) -> None:
+    ids = plane.spawn_copies(2)
+    async with facade(plane) as http:
+        for path in ("/server_info", "/get_server_info"):
+            told = fine(await http.get(path))
+            assert (told["num_gpus"], told["tp_size"], told["pp_size"], told["disaggregation_mode"]) == (
+                2,
+                1,
+                1,
+                "null",
+            )
+            assert sorted(told["engines"]) == ids
+        assert "vllm_config" in fine(await http.get("/server_info?config_format=json"))
+        for path in ("/model_info", "/get_model_info"):
+            for method in ("GET", "POST"):
+                told = fine(await http.request(method, path))
+                assert (told["weight_version"], told["is_generation"]) == ("initial", True)
+        assert fine(await http.get("/get_weight_version")) == {"weight_version": "initial"}
+        assert fine(await http.get("/health_generate")) == {"status": "ok"}
+        loads = fine(await http.get("/v1/loads?include=core"))["loads"]
+        assert [load["instance_id"] for load in loads] == ids
+        assert sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads) == 0
+        (one,) = fine(await http.get("/workers"))["workers"]
+        assert one["url"] == str(http.base_url).rstrip("/")
+        assert (
+            fine(await http.post("/workers", json={"url": one["url"], "worker_type": "regular"}))["url"]
+            == one["url"]
+        )
+        assert refused(await http.post("/workers", json={"url": "http://elsewhere"}), 400)["field"] == "url"
+
+
+async def test_pause_and_what_goes_with_it(plane: Plane, caplog: pytest.LogCaptureFixture) -> None:
+    ids = plane.spawn_copies(2)
+    async with facade(plane) as http:
+        for mode, kept in ((None, "abort"), ("retract", "keep"), ("in_place", "keep"), ("abort", "abort")):
+            told = await http.post("/pause_generation", json={} if mode is None else {"mode": mode})
+            assert fine(told)["status"] == "ok"
+            rows = fine(await http.get("/v1/rl/state"))["workers"]
+            assert [row["pause"]["mode"] for row in rows] == [kept, kept]
+            for method in ("GET", "POST"):
+                assert fine(await http.request(method, "/flush_cache?timeout=1"))["success"] is True
+            assert fine(await http.post("/continue_generation", json={}))["status"] == "ok"
+        assert refused(await http.post("/pause_generation", json={"mode": "sleep"}), 400)["field"] == "mode"
+        body: dict[str, Any]
+        for body in ({"abort_all": True}, {"rid": "unknown"}, {"rid": ""}, {}):
+            assert fine(await http.post("/abort_request", json=body))["success"] is True
+        caplog.clear()
+        for _ in range(2):
+            fine(await http.post("/continue_generation", json={"torch_empty_cache": False, "pigeon": 1}))
+        told_of = [record.getMessage() for record in caplog.records if record.name == dialect_routes.log.name]
+        assert [("torch_empty_cache" in one, "pigeon" in one) for one in told_of] == [
+            (False, True),
+            (True, False),
+        ]
+        assert await served(http) == [(True, "initial")] * len(ids)
+
+
+async def test_weights_from_disk(plane: Plane) -> None:
+    plane.spawn_copies(2)
+    async with facade(plane) as http:
+
+        async def update(seed: int, **body: Any) -> httpx.Response:
+            return await http.post(
+                "/update_weights_from_disk", json={"model_path": str(plane.model(seed)), **body}
+            )
+
+        told = fine(await update(1, weight_version="one", flush_cache=False, is_async=True, token_step=3))
+        assert (told["success"], told["num_paused_requests"], told["weight_version"]) == (True, 0, "one")
+        assert told["message"].count("Succeeded") == 2
+        assert " | " in told["message"]
+        assert await served(http) == [(True, "one")] * 2
+        assert fine(await update(2, token_step=7, abort_all_requests=True))["weight_version"] == "step_7"
+        refused(await update(2, token_step=1 << 70), 400)
+        updates = fine(await http.get("/v1/rl/updates"))["updates"]
+        assert [(one["label"], one.get("step")) for one in updates] == [
+            ("step_7", 7),
+            ("one", 3),
+            ("initial", None),
+        ]
+        assert fine(await update(1, weight_version="kept", keep_pause=True))["success"]
+        rows = fine(await http.get("/v1/rl/state"))["workers"]
+        assert {row["pause_state"] for row in rows} == {"paused"}
+        fine(await http.post("/continue_generation", json={}))
+        assert fine(await http.get("/get_weight_version")) == {"weight_version": "kept"}
+        # Named anew: the same weights once more.
+        told = fine(
+            await http.post("/update_weight_version", json={"new_version": "new", "abort_all_requests": True})
+        )
+        assert (told["success"], told["new_version"]) == (True, "new")
+        assert await served(http) == [(True, "new")] * 2
+        for name in ("dummy", ""):
+            error = refused(await update(1, load_format=name), 501)
+            assert (error["field"], repr(name) in error["message"]) == ("load_format", True)
+        nowhere = await http.post("/update_weights_from_disk", json={"model_path": "/nowhere"})
+        assert refused(nowhere, 400)["field"] == "transport.path"
+        assert await served(http) == [(True, "new")] * 2
+
+
+async def test_what_is_refused_by_name(plane: Plane) -> None:
+    plane.spawn_copies(2)
+    group = {
+        "master_address": "127.0.0.1",
+        "master_port": "1",
+        "rank_offset": 1,
+        "group_name": "g",
+        "backend": "gloo",
+    }
+    part = {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[1]], "group_name": "g"}
+    async with facade(plane) as http:
+        for path, body, status, field in (
+            ("/update_weights_from_ipc", {"zmq_handles": {"GPU-1": "ipc:///tmp/x"}}, 501, "zmq_handles"),
+            ("/get_weights_by_name", {"name": "lm_head.weight"}, 501, "name"),
+            ("/init_weights_update_group", {**group, "world_size": 9}, 400, "world_size"),
+            ("/init_weights_update_group", {**group, "world_size": 3, "rank_offset": 2}, 400, "world_size"),
+            ("/init_weights_update_group", {**group, "world_size": 3, "backend": "pigeon"}, 400, "backend"),
+            ("/destroy_weights_update_group", {"group_name": "g"}, 400, "group_name"),
+            ("/update_weights_from_distributed", part, 400, "transport.group"),
+            ("/update_weights_from_distributed", {**part, "load_format": "delta"}, 501, "load_format"),
+            ("/update_weights_from_distributed", {**part, "selector": "draft"}, 501, "selector"),
+            ("/update_weights_from_distributed", {}, 400, "names"),
+            ("/begin_weight_update", {"selector": "draft"}, 501, "selector"),
+            ("/complete_weights_update", {}, 409, None),
+            ("/unload_lora_adapter", {"lora_name": "none"}, 400, "lora_name"),
+            ("/weights_checker", {"action": "weigh"}, 400, "action"),
+            ("/weights_checker", {"skip_tensor_list": ["w"]}, 400, "skip_tensor_list"),
+        ):
+            error = refused(await http.post(path, json=body), status)
+            assert error.get("field") == field, (path, error)
+        fine(await http.post("/begin_weight_update", json={}))
+        told = fine(await http.post("/end_weight_update", json={}))
+        assert "nothing has changed" in told["message"]
+        assert await served(http) == [(True, "initial")] * 2
+
+
+async def test_tensors_in_the_body(plane: Plane) -> None:
+    """Safetensors, never a pickle."""
+    plane.spawn_copies(2)
+    path = "/update_weights_from_tensor"
+    data = (plane.model(1) / "model.safetensors").read_bytes()
+    good = base64.b64encode(data).decode()
+    async with facade(plane) as http:
+        bad: dict[str, Any]
+        for bad, status in (
+            ({"serialized_named_tensors": [base64.b64encode(pickle.dumps([("w", 1)])).decode()]}, 501),
+            ({"serialized_named_tensors": [good], "load_format": "flattened_bucket"}, 501),
+            ({"serialized_named_tensors": [good, good[:-8]]}, 501),
+            ({"serialized_named_tensors": ["%%"]}, 400),
+            ({"serialized_named_tensors": [base64.b64encode(data[:-8]).decode()]}, 400),
+            ({"serialized_named_tensors": []}, 400),
+        ):
+            error = refused(await http.post(path, json=bad), status)
+            assert error["field"] in ("load_format", "serialized_named_tensors")
+            if status == 501:
+                assert "update_weights_from_distributed" in error["fix"]
+        part = {"serialized_named_tensors": [good, good], "load_format": "safetensors", "weight_version": "one"}
+        assert fine(await http.post(path, json=part))["weight_version"] == "one"
+        assert await served(http) == [(True, "one")] * 2
+        # While the fleet is paused, it waits; twice is too often, unless it is the same call once more.
+        fine(await http.post("/pause_generation", json={"mode": "retract"}))
+        held = fine(await http.post(path, json=part))
+        assert "are held" in held["message"]
+        assert fine(await http.post(path, json=part)) == held
+        assert "came twice" in refused(await http.post(path, json={**part, "flush_cache": False}), 400)["message"]
+        fine(await http.post(path, json={**part, "weight_version": "two"}))
+        assert [one[1] for one in await served(http)] == ["one"] * 2
+        # A wrong group drops nothing of it.
+        wrong = {
+            "master_address": "127.0.0.1",
+            "master_port": 1,
+            "rank_offset": 1,
+            "world_size": 9,
+            "backend": "gloo",
+        }
+        assert refused(await http.post("/init_weights_update_group", json=wrong), 400)["field"] == "world_size"
+        # The same body as vLLM's: it is meant for what is under way.
+        fine(await http.post("/update_weight_version", json={"new_version": "three"}))
+        fine(await http.post("/continue_generation", json={}))
+        assert await served(http) == [(True, "three")] * 2
+        error = refused(await http.post("/update_weight_version", json={"new_version": "four"}), 409)
+        assert "finish_weight_update" in error["fix"]
+
+
+async def test_what_the_model_needs_is_every_workers_word(plane: Plane) -> None:
+    """One that is silent may need what the others tie: nothing is taken before it has answered."""
+    plane.spawn_copies(2)
+    run, silent = FleetCalls.run, 1
+
+    async def some_are_silent(calls: FleetCalls, name: str, *more: Any, **how: Any) -> Any:
+        reply = await run(calls, name, *more, **how)
+        if name != "describe":
+            return reply
+        told, lost = reply["workers"][silent:], reply["workers"][:silent]
+        return {**reply, "workers": [*told, *({**_head(row), "status": "error"} for row in lost)]}
+
+    async with facade(plane) as http:
+        for seed in (1, 2):
+            body = tensors_of(plane, seed)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(FleetCalls, "run", some_are_silent)
+                answer = await http.post("/update_weights_from_tensor", json=body)
+            assert f"{silent} of 2 workers did not answer" in refused(answer, 503)["message"]
+            assert fine(await http.post("/update_weights_from_tensor", json=body))["weight_version"] == "one"
+            silent += 1
+
+
+def _head(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: row[key] for key in ("instance_id", "incarnation")}
+
+
+async def test_a_part_that_comes_again_when_it_is_done(plane: Plane) -> None:
+    """verl's client sends a call again, up to three times, when it has waited for its answer for 60 s."""
+    plane.spawn_copies(2)
+    path = "/update_weights_from_tensor"
+    async with facade(plane) as http:
+
+        async def sequence() -> int:
+            return int(fine(await http.get("/v1/rl/state"))["sequence"])
+
+        for step in (1, 2):
+            label = {"weight_version": str(step)}
+            *parts, last = [
+                {**body, **label} for body in one_by_one(plane, 1)
+            ]  # the same weights, by another name
+            for part in parts:
+                told = fine(await http.post(path, json=part))
+                assert "are held" in told["message"]
+                await http.post("/abort_request", json={"rid": "nobody"})  # of a rollout's client
+                assert fine(await http.post(path, json=part)) == told
+            assert fine(await http.post(path, json=parts[0]))["message"].startswith("1 tensors are held, 1 of")
+            done = fine(await http.post(path, json=last))
+            assert done["weight_version"] == str(step)
+            for _ in range(2):
+                assert fine(await http.post(path, json=last)) == done
+            assert await sequence() == step
+            assert (await http.get("/flush_cache")).status_code == 200
+        # Another update has come between: it is another call now.
+        fine(await http.post("/v1/rl/update_weights", json={"transport": on_disk(plane, 2)}))
+        assert "are held" in fine(await http.post(path, json=last))["message"]
+        # Under one id there is one call.
+        first, second = parts[:2]
+        named = {"Idempotency-Key": "one"}
+        told = fine(await http.post(path, json=first, headers=named))
+        assert refused(await http.post(path, json=second, headers=named), 400)["field"] == "Idempotency-Key"
+        assert fine(await http.post(path, json=first, headers=named)) == told
+        assert await sequence() == 3
+
+
+async def test_the_same_tensors_once_more_are_of_what_was_opened_since(plane: Plane) -> None:
+    plane.spawn()
+    path, body = "/update_weights_from_tensor", tensors_of(plane, 1)
+    async with facade(plane) as http:
+        for opens, ends in (
+            ("/begin_weight_update", "/end_weight_update"),
+            ("/pause_generation", "/continue_generation"),
+        ):
+            for _ in range(2):
+                assert fine(await http.post(path, json=body))["weight_version"] == "one"
+            fine(await http.post(opens, json={}))
+            assert "are held" in fine(await http.post(path, json=body))["message"]
+            assert fine(await http.post(ends, json={}))["weight_version"] == "one"
+        assert fine(await http.get("/v1/rl/state"))["sequence"] == 4
+
+
+async def test_a_last_part_that_found_the_fleet_taken_may_come_again(plane: Plane) -> None:
+    plane.spawn_copies(2)
+    path = "/update_weights_from_tensor"
+    async with facade(plane) as http:
+        *parts, last = one_by_one(plane, 1)
+        for part in parts:
+            fine(await http.post(path, json=part))
+        prepared = fine(await http.post("/v1/rl/prepare_weights_update", json={"transport": on_disk(plane, 2)}))
+        assert refused(await http.post(path, json=last), 503)["code"] == "locked"
+        fine(await http.post("/v1/rl/abort_weights_update", json={"update_id": prepared["update_id"]}))
+        assert fine(await http.post(path, json=last))["weight_version"] == "one"
+        assert await served(http) == [(True, "one")] * 2
+
+
+async def test_a_part_that_comes_while_the_update_is_committed(plane: Plane) -> None:
+    """The commit may not begin, and then puts back what it had taken: the part comes to that, and is not lost."""
+    plane.spawn_copies(2)
+    path = "/update_weights_from_tensor"
+    async with facade(plane) as http:
+        *parts, last = one_by_one(plane, 1)
+        fine(await http.post("/begin_weight_update", json={}))
+        for part in parts:
+            fine(await http.post(path, json=part))
+        calls = []
+
+        async def meanwhile(answered: Answered) -> None:
+            calls.append(asyncio.create_task(http.post(path, json=last)))
+            await asyncio.wait(calls, timeout=OVERTAKES_S)
+            raise Locked("taken", retry_after_s=1.0)
+
+        async with just_before("update_weights", meanwhile):
+            assert refused(await http.post("/end_weight_update", json={}), 503)["code"] == "locked"
+        (told,) = await asyncio.gather(*calls)
+        assert fine(told)["message"] == f"1 tensors are held, {len(parts) + 1} of this update"
+        assert fine(await http.post("/end_weight_update", json={}))["weight_version"] == "one"
+        assert await served(http) == [(True, "one")] * 2
+
+
+async def test_a_finish_takes_only_an_update_of_its_own(plane: Plane) -> None:
+    """Not one that was prepared by the facade's own call; nor another trainer's, where its own is lost."""
+    plane.spawn_copies(2)
+
+    async def begin(at: httpx.AsyncClient, seed: int) -> None:
+        fine(await at.post("/start_weight_update"))
+        fine(await at.post("/update_weights", json={"update_info": {"weight_dir": str(plane.model(seed))}}))
+
+    async with facade(plane) as http, facade(plane) as other:
+        fine(await http.post("/v1/rl/prepare_weights_update", json={"transport": on_disk(plane, 1)}))
+        for at in (http, other):
+            refused(await at.post("/finish_weight_update", json={"weight_version": "not its"}), 409)
+        fine(await http.post("/v1/rl/complete_weights_update", json={"version": "its own"}))
+        assert await served(http) == [(True, "its own")] * 2
+        await begin(http, 2)
+        fine(await http.post("/v1/rl/abort_weights_update", json={}))
+        await begin(other, 1)
+        refused(await http.post("/finish_weight_update", json={"weight_version": "lost"}), 409)
+        fine(await other.post("/finish_weight_update", json={"weight_version": "the other's"}))
+        assert await served(http) == [(True, "the other's")] * 2
+
+
+async def test_a_name_that_was_given_at_one_frontend_is_known_at_another(plane: Plane) -> None:
+    """Of vLLM's update, whichever of the two it was begun, named or finished at."""
+    plane.spawn_copies(2)
+    async with facade(plane) as one, facade(plane) as other:
+        for seed, (begins, names, finishes) in enumerate(
+            ((one, one, other), (other, one, one), (one, other, one), (other, one, other))
+        ):
+            label = {"new_version": f"step_{seed}"}
+            fine(await begins.post("/start_weight_update"))
+            update = {"update_info": {"weight_dir": str(plane.model(seed % 2))}}
+            fine(await begins.post("/update_weights", json=update))
+            fine(await names.post("/update_weight_version", json=label))
+            fine(await finishes.post("/finish_weight_update"))
+            assert await served(one) == [(True, f"step_{seed}")] * 2
+        # Before its weights have come, too.
+        fine(await one.post("/start_weight_update"))
+        fine(await one.post("/update_weight_version", json={"new_version": "early"}))
+        fine(await one.post("/update_weights", json={"update_info": {"weight_dir": str(plane.model(1))}}))
+        fine(await other.post("/finish_weight_update"))
+        assert await served(one) == [(True, "early")] * 2
+
+
+async def test_a_commit_is_told_of_though_its_end_could_not_be_noted(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was begun is over by its silence then. Where nothing was committed, the call may as well come again."""
+    plane.spawn_copies(2)
+
+    async def unreachable(opened: Opened) -> None:
+        raise BusUnreachable("NATS was away for a moment")
+
+    async with facade(plane) as http:
+        fine(await http.post("/begin_weight_update", json={}))
+        fine(await http.post("/update_weights_from_tensor", json=tensors_of(plane, 1)))
+        monkeypatch.setattr(Opened, "end", unreachable)
+        assert fine(await http.post("/end_weight_update", json={}))["weight_version"] == "one"
+        assert fine(await http.post("/end_weight_update", json={}))["weight_version"] == "one", "it is asked again"
+        assert await served(http) == [(True, "one")] * 2
+        fine(await http.post("/begin_weight_update", json={}))
+        assert refused(await http.post("/end_weight_update", json={}), 503)["code"] == "bus_unreachable"
+
+
+async def test_what_a_frontend_held_and_is_lost_with_it_is_told_at_each_end(plane: Plane) -> None:
+    plane.spawn_copies(2)
+    whole = tensors_of(plane, 1)
+    for opening in ("/begin_weight_update", "/pause_generation"):
+        async with facade(plane) as http:
+            fine(await http.post(opening, json={}))
+            fine(await http.post("/update_weights_from_tensor", json=whole))
+            fine(await http.post("/pause_generation", json={}))
+        async with facade(plane) as http:
+            for path in ("/end_weight_update", "/continue_generation") * 2:
+                error = refused(await http.post(path, json={}), 409)
+                assert ("is lost" in error["message"], "send all of it again" in error["fix"]) == (True, True)
+            error = refused(await http.post("/update_weight_version", json=NAMED), 409)
+            assert "is lost" in error["message"], "what is served is not what is meant"
+            assert await served(http) == [(True, "initial")] * 2
+            for path in ("/begin_weight_update", "/end_weight_update"):
+                fine(await http.post(path, json={}))
+            fine(await http.post("/continue_generation", json={}))
+
+
+async def test_newer_weights_make_up_for_those_that_are_lost(plane: Plane) -> None:
+    """Of another trainer, which has sent nothing in bodies and names what it has brought."""
+    plane.spawn_copies(2)
+    async with facade(plane) as http:
+        fine(await http.post("/begin_weight_update", json={}))
+        fine(await http.post("/update_weights_from_tensor", json=tensors_of(plane, 1)))
+    async with facade(plane) as http:
+        refused(await http.post("/end_weight_update", json={}), 409)
+        fine(await http.post("/update_weights_from_disk", json={"model_path": str(plane.model(2))}))
+        fine(await http.post("/update_weight_version", json=NAMED))
+        for path in ("/end_weight_update", "/continue_generation"):
+            fine(await http.post(path, json={}))
+        assert await served(http) == [(True, "seven")] * 2
+
+
+def on_disk(plane: Plane, seed: int) -> dict[str, Any]:
+    return {"backend": "filesystem", "path": str(plane.model(seed))}
+
+
+async def test_what_has_no_effect_is_told_once(plane: Plane, caplog: pytest.LogCaptureFixture) -> None:
+    plane.spawn()
+    adapter = str(make_fake_adapter(plane.tmp / "weights" / "adapter", 1, plane.model()))
+    disk = {"model_path": str(plane.model(1)), "weight_version": "one", "is_async": True}
+    async with facade(plane) as http:
+        for path, body, status, name in (
+            ("/update_weights_from_disk", disk, 200, "is_async"),
+            ("/load_lora_adapter", {"lora_name": "a", "lora_path": adapter, "lora_id": "1"}, 200, "lora_id"),
+            ("/unload_lora_adapter", {"lora_name": "a", "lora_id": "1"}, 200, "lora_id"),
+            ("/collective_rpc", {"method": "skyrl_finish_weight_update", "timeout": 5}, 409, "timeout"),
+            ("/complete_weights_update", {"flush_cache": False}, 409, "flush_cache"),
+        ):
+            answer = await http.post(path, json=body)
+            assert answer.status_code == status, answer.text
+            assert f"{path}: the field {name!r} has no effect" in caplog.text
+        assert await served(http) == [(True, "one")]
+
+
+async def test_an_update_that_is_not_whole_is_told_of(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """verl's order: buckets without a pause, then a flush."""
+    plane.spawn()
+    first, *rest = bodies = one_by_one(plane, 1)
+    path = "/update_weights_from_tensor"
+    async with facade(plane) as http:
+        fine(await http.post(path, json=first))
+        for _ in range(2):
+            error = refused(await http.get("/flush_cache"), 400)
+            assert f"1 of the model's {len(bodies)} tensors are held" in error["message"]
+            assert 0 < len(error["missing"]) <= min(8, len(rest))
+            assert error["missing"][0] in error["message"]
+        for one in rest:
+            fine(await http.post(path, json=one))
+        fine(await http.get("/flush_cache"))
+        assert await served(http) == [(True, "one")]
+        # While it is paused, the trainer says by itself when it is whole; and silence ends it.
+        fine(await http.post("/pause_generation", json={}))
+        monkeypatch.setattr("frontend.dialects.sglang.body_tensors.IDLE_S", 0.0)
+        caplog.clear()
+        fine(await http.post(path, json=first))
+        fine(await http.get("/flush_cache"))
+        fine(await http.post(path, json=first))  # not twice in one: the one before is forgotten
+        assert "an update is dropped" in caplog.text
+        assert "1 of the model's" in caplog.text
+        assert "'layers.0.weight'" in caplog.text
+
+
+async def test_somebody_elses_pause_is_nothing_to_wait_for(plane: Plane) -> None:
+    """`continue_generation` is awaited of who has called `pause_generation`, as long as that pause stands."""
+    ids = plane.spawn_copies(2)
+    path = "/update_weights_from_tensor"
+    async with facade(plane) as http:
+
+        async def send(seed: int, label: str) -> list[str | None]:
+            """What each part's answer says to be served."""
+            told = []
+            for part in one_by_one(plane, seed):
+                told.append(
+                    fine(await http.post(path, json={**part, "weight_version": label})).get("weight_version")
+                )
+            return told
+
+        fine(await http.post("/v1/rl/pause", json={"workers": ids[:1]}))
+        assert [label for label in await send(1, "one") if label] == ["one"]
+        fine(await http.get("/flush_cache"))
+        assert [label for _, label in await served(http)] == ["one"] * 2
+        fine(await http.post("/pause_generation", json={}))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Fleet, "_on_each", on_nobody)
+            failed = await http.post("/v1/rl/pause", json={})
+        assert failed.status_code == 503, "what it would have replaced stands"
+        assert not any(await send(2, "two"))
+        fine(await http.get("/flush_cache"))
+        assert fine(await http.post("/continue_generation", json={}))["weight_version"] == "two"
+        # An operator has ended that pause, and begun another.
+        fine(await http.post("/pause_generation", json={}))
+        fine(await http.post("/v1/rl/resume"))
+        fine(await http.post("/v1/rl/pause", json={}))
+        assert [label for label in await send(1, "three") if label] == ["three"]
+        fine(await http.post("/v1/rl/resume"))
+        fine(await http.post("/pause_generation", json={}))
+        fine(await http.post("/v1/rl/pause", json={}))
+        assert [label for label in await send(2, "four") if label] == ["four"], "it was replaced by another"
+        fine(await http.post("/v1/rl/resume"))
+        assert await served(http) == [(True, "four")] * 2
+
+
+async def on_nobody(*_: Any) -> Any:
+    raise Unavailable("nobody was asked")
+
+
+async def test_what_was_begun_is_known_to_any_frontend_and_ends(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its end, by `continue_generation` or by silence. Who then sends without a word commits by the last part."""
+    plane.spawn_copies(2)
+    *parts, last = one_by_one(plane, 1)
+    path = "/update_weights_from_tensor"
+    async with facade(plane) as one, facade(plane) as other:
+        fine(await one.post("/begin_weight_update", json={}))
+        for part in (*parts, last):
+            assert "are held" in fine(await other.post(path, json=part))["message"]
+        error = refused(await other.get("/flush_cache"), 400)
+        assert ("is whole" in error["message"], "end_weight_update" in error["fix"]) == (True, True)
+        assert await served(one) == [(True, "initial")] * 2
+        assert fine(await other.post("/end_weight_update", json={}))["weight_version"] == "one"
+
+        async def send(label: str) -> None:
+            for part in parts:
+                fine(await one.post(path, json={**part, "weight_version": label}))
+            assert fine(await one.post(path, json={**last, "weight_version": label}))["weight_version"] == label
+            fine(await one.get("/flush_cache"))
+
+        await send("ended")
+        fine(await one.post("/begin_weight_update", json={}))
+        fine(await other.post("/continue_generation", json={}))
+        await send("continued")
+        monkeypatch.setattr("frontend.dialects.sglang.open_sessions.SESSION_IDLE_S", 0.0)
+        fine(await one.post("/begin_weight_update", json={}))
+        await send("silent")
+        assert await served(one) == [(True, "silent")] * 2
+
+
+async def test_what_an_older_frontend_has_begun_goes_on(plane: Plane) -> None:
+    """Its entry says nothing of what was sent."""
+    plane.spawn()
+    client = await plane.client()
+    entry = json.dumps({"begun_until": time.time() + SESSION_IDLE_S, "pause": ""}).encode()
+    async with facade(plane) as http:
+        await client.bus.put((await client.view()).subjects.state, OPENED, entry)
+        assert (
+            "are held"
+            in fine(await http.post("/update_weights_from_tensor", json=tensors_of(plane, 1)))["message"]
+        )
+        assert fine(await http.post("/end_weight_update", json={}))["weight_version"] == "one"
+
+
+async def test_without_vllms_dialect_its_bodies_are_sglangs(plane: Plane) -> None:
+    plane.spawn()
+    async with facade(plane, dialects=("sglang",)) as http:
+        fine(await http.post("/update_weights_from_disk", json={"model_path": str(plane.model(1))}))
+        fine(await http.post("/update_weight_version", json={"new_version": "named"}))
+        assert await served(http) == [(True, "named")]
+
+
+async def test_checks_adapters_and_memory(plane: Plane) -> None:
+    ids = plane.spawn_copies(2)
+    model = plane.model()
+    adapter = make_fake_adapter(plane.tmp / "weights" / "adapter", 1, model)
+    async with facade(plane) as http:
+        for method in ("GET", "POST"):
+            told = fine(await http.request(method, "/weights_checker"))
+            assert (told["success"], [rank["instance_id"] for rank in told["ranks"]]) == (True, ids)
+            assert {rank["checksum"] for rank in told["ranks"]} == {told["per_engine_checksum"]}
+        assert await served(http) == [(True, "initial")] * 2
+        fine(await http.post("/weights_checker", json={"action": "snapshot"}))
+        fine(await http.post("/weights_checker", json={"action": "compare"}))
+        body = {"lora_name": "a", "lora_path": str(adapter), "pinned": True}
+        assert list(fine(await http.post("/load_lora_adapter", json=body))["loaded_adapters"]) == ["a"]
+        told = fine(await http.post("/unload_lora_adapter", json={"lora_name": "a"}))
+        assert (told["success"], told["loaded_adapters"]) == (True, {})
+        fine(await http.post("/pause_generation", json={"mode": "retract"}))
+        for path in ("/release_memory_occupation", "/resume_memory_occupation"):
+            answer = await http.post(path, json={"tags": None})
+            assert fine(answer) is None
+        fine(await http.post("/continue_generation", json={}))
+
+
+async def test_a_checksum_takes_one_worker_after_another_out_of_routing(plane: Plane) -> None:
+    ids = plane.spawn_copies(3)
+    fleet = await plane.fleet()
+    async with facade(plane) as http:
+        for path, body in (("/weights_checker", {}), ("/weight_checker", {"action": "checksum"})):
+            told = await Told.follow(fleet.client)
+            fine(await http.post(path, json=body))
+            assert await served(http) == [(True, "initial")] * 3
+            await plane.until(lambda told=told: {*_closed(told)} == told.admitted[-1] == {*ids})
+            assert _closed(told) == ids, path
+
+
+def _closed(told: Told) -> list[str]:
+    """Who was out of routing for a check, in that order."""
+    those = [one["instance_id"] for one in told.events if one["admission"]["reasons"] == ["checking"]]
+    return list(dict.fromkeys(those))
+
+
+async def test_the_cycle_of_trainers_on_the_same_gpu(plane: Plane) -> None:
+    """verl's order, slime's, and verl's for adapters: memory goes after the rollout, the weights come back, then the
+    new ones, and last the KV cache."""
+    ids = plane.spawn_copies(2)
+    adapter = make_fake_adapter(plane.tmp / "weights" / "adapter", 1, plane.model())
+    async with facade(plane) as http:
+
+        async def post(path: str, **body: Any) -> Any:
+            return fine(await http.post(path, json=body))
+
+        async def send(step: int) -> None:
+            data = base64.b64encode((plane.model(step) / "model.safetensors").read_bytes()).decode()
+            body = {"serialized_named_tensors": [data], "load_format": "safetensors", "weight_version": str(step)}
+            await post("/update_weights_from_tensor", **body, flush_cache=False)
+
+        async def makes(step: int) -> None:
+            assert await served(http) == [(True, str(step))] * 2
+            digest = model_digest(plane.model(step))
+            body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 3, "temperature": 0}}
+            for _ in ids:
+                reply = await post("/generate", **body)
+                assert reply["output_ids"] == [fake_token(digest, PROMPT, place) for place in range(3)]
+
+        for step in (1, 2):  # verl: nothing is paused
+            await post("/release_memory_occupation", tags=["kv_cache", "weights"])
+            early = await http.post("/update_weights_from_disk", json={"model_path": str(plane.model())})
+            refused(early, 409)
+            assert [row["error"]["field"] for row in early.json()["workers"]] == ["memory"] * 2
+            await post("/resume_memory_occupation", tags=["weights"])
+            await send(step)
+            assert (await http.get("/flush_cache")).status_code == 200
+            assert await served(http) == [(False, str(step))] * 2
+            await post("/resume_memory_occupation", tags=["kv_cache"])
+            await makes(step)
+        for step in (3, 4):  # slime: paused around the update, and on again before the KV cache is back
+            assert (await http.get("/flush_cache")).status_code == 200
+            await post("/release_memory_occupation")
+            await post("/resume_memory_occupation", tags=["weights"])
+            await post("/pause_generation")
+            assert (await http.get("/flush_cache")).status_code == 200
+            await send(step)
+            told = await post("/continue_generation")
+            assert told["weight_version"] == str(step)
+            assert await served(http) == [(False, str(step))] * 2
+            await post("/resume_memory_occupation", tags=["kv_cache"])
+            await post("/resume_memory_occupation", tags=["cuda_graph"])
+            await makes(step)
+        await post("/release_memory_occupation", tags=["kv_cache"])
+        await post("/load_lora_adapter", lora_name="a", lora_path=str(adapter))
+        assert await served(http) == [(False, "4")] * 2
+        await post("/resume_memory_occupation", tags=["kv_cache"])
+        await makes(4)
+
+
+async def test_areal_sends_aborted_requests_again(plane: Plane) -> None:
+    """A pause ends what runs; its client sends each again, its tokens so far behind the prompt, until it is whole."""
+    plane.spawn_copies(2, token_delay_s=0.01)
+    tokens, requests = 400, 4
+    digests = [model_digest(plane.model(seed)) for seed in (0, 1)]
+    async with facade(plane) as http:
+
+        async def generated(first: int) -> list[str]:
+            """How each of its sendings ended."""
+            prompt, made, ends = [first, 6, 7], 0, []
+            while made < tokens and "length" not in ends:
+                body = {
+                    "input_ids": prompt,
+                    "sampling_params": {"max_new_tokens": tokens - made, "temperature": 0, "ignore_eos": True},
+                    "return_logprob": True,
+                    "stream": False,
+                }
+                meta = fine(await http.post("/generate", json=body, timeout=3600))["meta_info"]
+                new = [token for _, token, *_ in meta["output_token_logprobs"]]
+                digest = digests[int(meta["weight_version"] == "1")] if new else ""
+                assert new == [fake_token(digest, prompt, place) for place in range(len(new))]
+                prompt, made = [*prompt, *new], made + len(new)
+                ends.append(meta["finish_reason"]["type"])
+            assert made == tokens
+            return ends
+
+        async def all_run() -> bool:
+            loads = fine(await http.get("/v1/loads?include=core"))["loads"]
+            return bool(sum(load["num_running_reqs"] for load in loads) == requests)
+
+        assert (await http.get("/health")).status_code == 200
+        running = [asyncio.create_task(generated(first)) for first in range(requests)]
+        await plane.until(all_run, 30)
+        fine(await http.post("/pause_generation", json={}))
+        update = {"model_path": str(plane.model(1)), "abort_all_requests": True, "weight_version": "1"}
+        fine(await http.post("/update_weights_from_disk", json=update))
+        fine(await http.post("/continue_generation", json={}))
+        for ends in await asyncio.gather(*running):
+            assert (ends[0], ends[-1]) == ("abort", "length")
+
+
+@asynccontextmanager
+async def aborts_what_runs(http: httpx.AsyncClient) -> AsyncIterator[None]:
+    """A request that runs when this begins is over when this ends, by an abort."""
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
+
+    async def runs() -> bool:
+        loads = fine(await http.get("/v1/loads?include=core"))["loads"]
+        return any(load["num_running_reqs"] for load in loads)
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        request = tasks.create_task(http.post("/generate", json=body))
+        while not await runs():
+            assert not request.done()
+        yield
+        assert fine(await request)["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+async def test_requests_are_aborted_if_any_call_of_an_update_says_so(plane: Plane) -> None:
+    plane.spawn(token_delay_s=0.01)
+    async with facade(plane) as http:
+        for seed, whose in ((1, 0), (2, -1)):
+            bodies = one_by_one(plane, seed)
+            bodies[whose]["abort_all_requests"] = True
+            async with aborts_what_runs(http):
+                for body in bodies:
+                    fine(await http.post("/update_weights_from_tensor", json=body))
+            assert fine(await http.get("/v1/rl/state"))["sequence"] == seed
+
+
+async def test_memory_is_released_by_all_or_by_nobody(plane: Plane) -> None:
+    plane.spawn()
+    one = plane.spawn(patch=WITHOUT_A_SAVER)
+    async with facade(plane) as http:
+        error = refused(await http.post("/release_memory_occupation", json={"tags": ["kv_cache"]}), 501)
+        assert error["lacking"] == {one.instance_id: "it has no saver"}
+        assert await served(http) == [(True, "initial")] * 2
+
+
+BUSY = """
+import worker.engines.fake.adapter as fake
+flush = fake.FakeEngine.flush_cache
+async def flush_cache(self):
+    return not Path({flag!r}).exists() and await flush(self)
+fake.FakeEngine.flush_cache = flush_cache
+"""
+
+
+async def test_a_flush_that_was_not_done_is_a_400(plane: Plane) -> None:
+    """By which SGLang's clients ask again."""
+    flag = plane.tmp / "busy"
+    flag.touch()
+    one = plane.spawn(patch=BUSY.format(flag=str(flag)))
+    async with facade(plane) as http:
+        answer = await http.get("/flush_cache")
+        assert "Flush cache failed" in refused(answer, 400)["message"]
+        assert one.instance_id in answer.json()["message"]
+        flag.unlink()
+        assert fine(await http.get("/flush_cache"))["success"] is True
+
+
+async def test_an_update_that_fails_at_its_end_leaves_nobody_paused(plane: Plane) -> None:
+    """`continue_generation` commits. Where that fails, nothing of the update is left, so the fleet goes on as it was;
+    where it has not begun, the update is still here, and the error says for how long the fleet stands still."""
+    plane.spawn_copies(2)
+    part = tensors_of(plane, 1)
+    async with facade(plane) as http:
+        fine(await http.post("/pause_generation", json={}))
+        wrong = tensors_of(plane, 1, nbytes=2048)
+        fine(await http.post("/update_weights_from_tensor", json=wrong))
+        error = refused(await http.post("/continue_generation", json={}), 400)
+        assert "goes on by the committed version" in error["message"]
+        assert fine(await http.get("/is_paused")) == {"is_paused": False}
+        assert await served(http) == [(True, "initial")] * 2
+        # Another one holds the fleet.
+        fine(await http.post("/pause_generation", json={}))
+        fine(await http.post("/update_weights_from_tensor", json=part))
+        other = {"transport": {"backend": "filesystem", "path": str(plane.model(2))}}
+        prepared = fine(await http.post("/v1/rl/prepare_weights_update", json=other))
+        error = refused(await http.post("/continue_generation", json={}), 503)
+        assert (error["code"], len(error["paused_for_s"])) == ("locked", 2)
+        fine(await http.post("/v1/rl/abort_weights_update", json={"update_id": prepared["update_id"]}))
+        assert fine(await http.post("/continue_generation", json={}))["weight_version"] == "one"
+        assert await served(http) == [(True, "one")] * 2
+        assert fine(await http.get("/is_paused")) == {"is_paused": False}
+
+
+def tensors_of(plane: Plane, seed: int, **shape: int) -> dict[str, Any]:
+    """A body of `update_weights_from_tensor`."""
+    directory = make_fake_model(plane.tmp / "elsewhere" / f"{seed}-{len(shape)}", seed, **shape)
+    data = base64.b64encode((directory / "model.safetensors").read_bytes()).decode()
+    return {"serialized_named_tensors": [data], "load_format": "safetensors", "weight_version": "one"}
+
+
+def one_by_one(plane: Plane, seed: int) -> list[dict[str, Any]]:
+    """A body for each tensor."""
+    whole = (plane.model(seed) / "model.safetensors").read_bytes()
+    bodies = []
+    for name, one in read_tensors([base64.b64encode(whole).decode()]).items():
+        path = plane.tmp / name
+        write_safetensors(path, {name: (one.spec, bytes(one.data))})
+        data = base64.b64encode(path.read_bytes()).decode()
+        bodies.append({"serialized_named_tensors": [data], "load_format": "safetensors", "weight_version": "one"})
+    return bodies

@@ -1,0 +1,605 @@
+"""Trainers' dialects on the facade's listener: who may ask, which are on, and what they share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from frontend.dialects.common import NOT_POSSIBLE, begun, served_version
+from frontend.dialects.dialect_routes import AllFields, Ask, Fields, add_route, close_routes, report, take
+from frontend.dialects.sglang import groups as sglang_groups
+from frontend.dialects.sglang.groups import GroupFields, Groups
+from frontend.main import started
+from frontend.server.http import MAX_BODY_BYTES, MAX_NAMES_BYTES, make_app, parse_hashed
+from frontend.server.openapi import add_model
+from frontend.server.options import FrontendOptions
+from rl_plane.cli.settings import DIALECTS, BadSetting, for_child, resolve
+from rl_plane.errors import (
+    Conflict,
+    EngineFailed,
+    InvalidRequest,
+    Locked,
+    NoWorkers,
+    PlaneError,
+    Unavailable,
+    Unsupported,
+    WorkerLost,
+)
+from tests.support.paths import ROOT
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+KEY = "a-key"
+
+
+@asynccontextmanager
+async def facade(plane: Plane, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    own = FrontendOptions(
+        plane.url, plane.namespace, plane.component, rl_port=0, http_port=None, admission_wait_s=5.0, **options
+    )
+    async with started(own) as urls, httpx.AsyncClient(base_url=urls["rl_url"], timeout=60) as client:
+        yield client
+
+
+# ---- the mount, over a real fleet ----
+
+
+async def test_one_listener_is_a_whole_engine(plane: Plane) -> None:
+    worker = plane.spawn()
+    async with facade(plane) as http:
+        assert (await http.get("/health")).json() == {"status": "ok"}
+        models = (await http.get("/v1/models")).json()
+        assert (await http.get("/v1/rl/v1/models")).json() == models
+        body = {"prompt_token_ids": [1, 2, 3], "prompt": "", "max_tokens": 4, "return_token_ids": True}
+        made = (await http.post("/v1/completions", json={**body, "model": models["data"][0]["id"]})).json()
+        assert len(made["choices"][0]["token_ids"]) == 4
+        assert made["nvext"]["instance_id"] == worker.instance_id
+        schema = (await http.get("/openapi.json")).json()
+        assert {"/pause", "/init_broadcaster", "/v1/rl/init_broadcaster", "/v1/completions"} <= schema[
+            "paths"
+        ].keys()
+        # Each route shows its own body, also where two dialects have one of the same purpose.
+        for path, name, value in (
+            ("/pause", "mode", "keep"),
+            ("/pause_generation", "mode", "retract"),
+            ("/weight_checker", "action", "reset"),
+            ("/weights_checker", "action", "snapshot"),
+            ("/abort_requests", "request_ids", "array"),
+            ("/abort_request", "rid", "array"),
+            ("/init_broadcaster", "host", "string"),
+        ):
+            body = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+            named = schema["components"]["schemas"][body["$ref"].rpartition("/")[2]]
+            assert value in json.dumps(named["properties"][name]), path
+        (*both,) = schema["paths"]["/update_weights"]["post"]["requestBody"]["content"]["application/json"][
+            "schema"
+        ]["anyOf"]
+        assert len({one["$ref"] for one in both}) == 2
+        missing = {part.split('"')[0] for part in json.dumps(schema).split('"#/components/schemas/')[1:]} - schema[
+            "components"
+        ]["schemas"].keys()
+        assert not missing
+
+
+async def test_the_listeners_key_is_asked_for_in_every_dialect(plane: Plane) -> None:
+    plane.spawn()
+    async with facade(plane, admin_key=KEY) as http:
+        assert (await http.get("/health")).status_code == 200
+        for method, path in (
+            ("POST", "/pause"),
+            ("POST", "/update_weights"),
+            ("GET", "/v1/models"),
+            ("POST", "/v1/completions"),
+            ("GET", "/get_world_size"),
+            ("GET", "/v1/rl/v1/models"),
+        ):
+            assert (await http.request(method, path)).status_code == 401, path
+        for auth in (None, httpx.BasicAuth("trainer", KEY)):
+            headers = {"Authorization": f"Bearer {KEY}"} if auth is None else {}
+            answer = await http.get("/get_world_size", headers=headers, auth=auth)
+            assert (answer.status_code, answer.json()) == (200, {"world_size": 1})
+        # A browser that knows the password does not lend it to another site's page.
+        for header in ({"Origin": "https://example.org"}, {"Sec-Fetch-Site": "cross-site"}):
+            answer = await http.get("/get_world_size", headers=header, auth=httpx.BasicAuth("", KEY))
+            assert answer.status_code == 401
+        own = {"Origin": str(http.base_url).rstrip("/"), "Sec-Fetch-Site": "same-origin"}
+        assert (await http.get("/get_world_size", headers=own, auth=httpx.BasicAuth("", KEY))).status_code == 200
+        for wrong in (httpx.BasicAuth(KEY, ""), httpx.BasicAuth("", KEY + "x")):
+            assert (await http.get("/get_world_size", auth=wrong)).status_code == 401
+        assert (await http.get("/get_world_size", headers={"Authorization": "Basic %%"})).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("dialects", "there", "absent"),
+    [
+        ((), [], ["/pause", "/get_world_size", "/init_broadcaster", "/v1/models", "/health", "/generate"]),
+        (("vllm",), ["/pause", "/get_world_size", "/v1/models"], ["/init_broadcaster", "/v1/rl/v1/models"]),
+        (("prime-rl",), ["/pause", "/init_broadcaster", "/v1/load_lora_adapter"], ["/get_world_size", "/sleep"]),
+    ],
+)
+async def test_each_dialect_can_be_switched_off(
+    plane: Plane, dialects: tuple[str, ...], there: list[str], absent: list[str]
+) -> None:
+    plane.spawn()
+    async with facade(plane, dialects=dialects) as http:
+        for path in there:
+            statuses = {(await http.request(method, path)).status_code for method in ("GET", "POST")}
+            assert statuses - {404, 405}, path
+        for path in absent:
+            assert {(await http.request(method, path)).status_code for method in ("GET", "POST")} == {404}, path
+        assert (await http.get("/v1/rl/state")).status_code == 200
+
+
+async def test_an_unknown_dialect_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="no dialect 'tgi'"):
+        FrontendOptions(dialects=("tgi",))
+
+
+def test_the_command_line_names_dialects() -> None:
+    assert resolve(["dialects"], {}, {})["dialects"] == DIALECTS == FrontendOptions().dialects
+    for given in ({"RL_PLANE_DIALECTS": "vllm,prime-rl"}, {"RL_PLANE_DIALECTS": "none"}):
+        (text,) = given.values()
+        assert resolve(["dialects"], {}, given)["dialects"] == tuple(text.split(","))
+        values = resolve(["dialects"], {}, given)
+        assert for_child(values, {})[0] == [f"--dialects={name}" for name in values["dialects"]]
+    with pytest.raises(BadSetting, match="tgi"):
+        resolve(["dialects"], {"dialects": ["tgi"]}, {})
+
+
+# ---- the table of routes ----
+
+
+class Numbers(Fields):
+    number: int = 0
+    tags: list[str] | None = None
+
+
+@pytest.fixture
+def app() -> FastAPI:
+    return make_app("test", None, frozenset())
+
+
+@asynccontextmanager
+async def speaking(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        yield client
+    await close_routes(app)
+
+
+async def test_a_shared_path_is_told_apart_by_its_body(app: FastAPI) -> None:
+    def named(name: str) -> Any:
+        async def answer(ask: Ask) -> Any:
+            return name
+
+        return answer
+
+    add_route(app, ["POST"], "/x", named("rest"), summary="")
+    add_route(app, ["POST"], "/x", named("a"), summary="", claims=lambda ask: ask.has("a"))
+    add_route(app, ["GET", "POST"], "/y", named("b"), summary="", claims=lambda ask: ask.has("b"))
+    async with speaking(app) as http:
+        assert (await http.post("/x", json={"a": 1})).json() == "a"
+        assert (await http.post("/x?a=1")).json() == "a"
+        assert (await http.post("/x", json={"b": 1})).json() == "rest"
+        assert (await http.post("/x")).json() == "rest"
+        assert (await http.get("/y?b=1")).json() == "b"
+        assert (await http.post("/y", json={})).status_code == 400
+
+
+async def test_bodies_are_read_as_clients_send_them(app: FastAPI) -> None:
+    async def numbers(ask: Ask) -> Any:
+        return take(Numbers, ask).model_dump()
+
+    async def nothing(ask: Ask) -> Any:
+        return None
+
+    add_route(app, ["GET", "POST"], "/numbers", numbers, summary="", fields=Numbers)
+    add_route(app, ["POST"], "/nothing", nothing, summary="")
+    async with speaking(app) as http:
+        for content in (b"", b"{}", b"null", b" null\n"):
+            assert (await http.post("/numbers", content=content)).json() == {"number": 0, "tags": None}
+        assert (await http.request("GET", "/numbers", json={"number": 3})).json()["number"] == 3
+        assert (await http.post("/numbers?number=3&tags=a&tags=b")).json() == {"number": 3, "tags": ["a", "b"]}
+        for content in (b"[]", b"1", b"{", b'{"number": "x"}'):
+            refused = await http.post("/numbers", content=content)
+            assert refused.status_code == 400
+            assert refused.json()["success"] is False
+            assert refused.json()["message"] == refused.json()["error"]["message"]
+            assert refused.headers["content-length"] == str(len(refused.content))
+        assert (await http.post("/nothing%0A")).status_code in (200, 404)  # a path is matched by its route alone
+        answer = await http.post("/nothing")
+        assert (answer.content, answer.headers["content-length"]) == (b"null", "4")
+
+
+async def test_an_unknown_field_is_told_of_once(
+    app: FastAPI, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frontend.dialects.dialect_routes._reported", set())
+
+    async def numbers(ask: Ask) -> Any:
+        return take(Numbers, ask).number
+
+    add_route(app, ["POST"], "/told", numbers, summary="", fields=Numbers)
+    caplog.set_level(logging.WARNING, "frontend.dialects")
+    async with speaking(app) as http:
+        for _ in range(3):
+            assert (await http.post("/told", json={"number": 1, "colour": "red"})).json() == 1
+    assert [record.getMessage() for record in caplog.records if record.name == "frontend.dialects"] == [
+        "/told: the field 'colour' has no effect: it is not known here, and is dropped"
+    ]
+
+
+FOUND_BY = {"/v1/rl/update_weights": {"weight_dir": ""}, "/update_weight_version": {"abort_all_requests": "no"}}
+"""What makes a request a dialect's, where the path alone does not."""
+
+
+async def test_every_route_tells_of_a_field_that_it_does_not_know(
+    plane: Plane, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else it says to the request."""
+    monkeypatch.setattr("frontend.dialects.dialect_routes._reported", set())
+    caplog.set_level(logging.WARNING, "frontend.dialects")
+    plane.spawn()
+    async with facade(plane) as http:
+        paths = (await http.get("/openapi.json")).json()["paths"]
+        asked = [
+            (path, method)
+            for path, operations in paths.items()
+            for method, operation in operations.items()
+            if operation["operationId"] == method + path.replace("/", "_")
+        ]
+        assert len({path for path, _ in asked}) > 50
+        asked.remove(("/v1/rl/load_lora_adapter", "post"))  # with any other field it is the facade's own
+        for path, method in asked:
+            body = {"colour": "red", **FOUND_BY.get(path, {})}
+            assert (await http.request(method, path, json=body)).status_code < 600
+            told = f"{path}: the field 'colour' has no effect: it is not known here, and is dropped"
+            assert [record.getMessage() for record in caplog.records].count(told) == 1, (method, path)
+        bucket = {"names": [], "dtypes": [], "shapes": [], "colour": "red"}
+        asked_for = {"num_buckets": 1, "buckets": [bucket] * 2}
+        assert (await http.post("/prepare_weights_update", json=asked_for)).status_code == 400
+        assert "/prepare_weights_update: the field 'buckets.colour' has no effect" in caplog.text
+        # The facade's own body is refused for it.
+        for path, own in (
+            ("/v1/rl/update_weights", {"transport": {"backend": "filesystem"}}),
+            ("/v1/rl/load_lora_adapter", {"lora_name": "a", "lora_path": "/a"}),
+        ):
+            answer = await http.post(path, json={**own, "tint": 1})
+            assert (answer.status_code, answer.json()["error"]["field"]) == (400, "tint")
+        assert "tint" not in caplog.text
+
+
+def test_two_bodies_of_one_name_are_not_taken_for_each_other() -> None:
+    class Same(Fields):
+        one: int = 0
+
+    schema: dict[str, Any] = {"components": {"schemas": {}}}
+    add_model(schema, Same)
+    add_model(schema, Same)
+    other = type("Same", (Fields,), {"__annotations__": {"other": int}, "__module__": __name__})
+    with pytest.raises(ValueError, match="two models are called Same"):
+        add_model(schema, other)
+    assert list(schema["components"]["schemas"]["Same"]["properties"]) == ["one"]
+
+
+async def test_equal_calls_under_way_share_one_answer(app: FastAPI) -> None:
+    started_, let_go, runs = asyncio.Semaphore(0), asyncio.Event(), []
+
+    async def slow(ask: Ask) -> Any:
+        runs.append(ask.body)
+        started_.release()
+        await let_go.wait()
+        return len(runs)
+
+    add_route(app, ["POST"], "/slow", slow, summary="", once=True)
+    async with speaking(app) as http:
+        first = asyncio.create_task(http.post("/slow", json={"a": 1}))
+        await started_.acquire()
+        gone = asyncio.create_task(http.post("/slow", json={"a": 1}))
+        await asyncio.sleep(0)
+        gone.cancel()  # its caller goes; the call goes on
+        again = asyncio.create_task(http.post("/slow", json={"a": 1}))
+        other = asyncio.create_task(http.post("/slow", json={"a": 2}))
+        await started_.acquire()
+        let_go.set()
+        assert [(await one).json() for one in (first, again, other)] == [2, 2, 2]
+        assert runs == [{"a": 1}, {"a": 2}]
+        assert (await http.post("/slow", json={"a": 1})).json() == 3
+
+
+def test_an_equal_body_is_known_by_its_bytes() -> None:
+    for data, read in ((b'{"a": 1}', {"a": 1}), (b" null\n", {}), (b"", {})):
+        assert parse_hashed(data) == parse_hashed(bytes(data))
+        assert parse_hashed(data)[0] == read
+    several = (b'{"a": 1}', b'{"a": 2}', b'{"a": 1, "b": 1}', b'{"a": [1]}', b"{}")
+    assert len({parse_hashed(data)[1] for data in several}) == len(several)
+    with pytest.raises(InvalidRequest):
+        parse_hashed(b"[]")
+
+
+async def test_a_large_body_is_hashed_beside_the_loop(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal ones are one call all the same."""
+    threads, runs = [], []
+    came, started_, let_go = asyncio.Semaphore(0), asyncio.Semaphore(0), asyncio.Event()
+
+    def parse(data: bytes) -> Any:
+        threads.append(threading.current_thread())
+        return parse_hashed(data)
+
+    def claims(ask: Ask) -> bool:
+        came.release()
+        return True
+
+    async def slow(ask: Ask) -> Any:
+        runs.append(ask.body["last"])
+        started_.release()
+        await let_go.wait()
+        return len(runs)
+
+    monkeypatch.setattr("frontend.server.http.parse_hashed", parse)
+    add_route(
+        app,
+        ["POST"],
+        "/slow",
+        slow,
+        summary="",
+        fields=AllFields,
+        claims=claims,
+        once=True,
+        max_body_bytes=MAX_NAMES_BYTES,
+    )
+    names = ["x" * 1000] * (MAX_BODY_BYTES // 1000)
+    async with speaking(app) as http:
+        tasks = [asyncio.create_task(http.post("/slow", json={"names": names, "last": n})) for n in (1, 1, 2)]
+        for each in (came, came, came, started_, started_):
+            await each.acquire()
+        let_go.set()
+        assert {(await task).json() for task in tasks} == {2}
+    assert (sorted(runs), len(threads)) == ([1, 2], 3)
+    assert threading.main_thread() not in threads
+
+
+async def test_a_part_that_is_done_is_not_done_again_while_its_update_goes_on(app: FastAPI) -> None:
+    update: list[str | None] = ["one"]
+    runs = []
+
+    async def part(ask: Ask) -> Any:
+        runs.append(ask.body)
+        if ask.has("wrong"):
+            raise InvalidRequest("it can't be")
+        return len(runs)
+
+    async def other(ask: Ask) -> Any:
+        return None
+
+    async def standing() -> object:
+        return update[0]
+
+    add_route(app, ["POST"], "/part", part, summary="", once=True, standing=standing)
+    add_route(app, ["GET", "POST"], "/other", other, summary="")
+    async with speaking(app) as http:
+
+        async def told(**body: Any) -> Any:
+            return (await http.post("/part", json=body)).json()
+
+        assert [await told(a=1), await told(a=2), await told(a=1), await told(a=2)] == [1, 2, 1, 2]
+        await http.get("/other")
+        assert await told(a=1) == 1
+        assert [(await told(wrong=1))["message"] for _ in range(3)] == ["it can't be"] * 3
+        assert len(runs) == 5, "what failed is done again"
+        update[0] = "two"
+        assert [await told(a=1), await told(a=1)] == [6, 6]
+        await http.post("/other")  # somebody else's, it may be
+        assert await told(a=1) == 6
+        update[0] = None  # its update has ended with it: the next one may have the same body
+        assert [await told(a=1), await told(a=1)] == [7, 8]
+        # A request id is of one part of an update, and of another one in the next.
+        name = {"Idempotency-Key": "first"}
+        for update[0], run in (("three", 9), ("four", 10)):
+            for _ in range(2):
+                assert (await http.post("/part", json={"b": run}, headers=name)).json() == run
+            error = (await http.post("/part", json={"c": run}, headers=name)).json()["error"]
+            assert error["field"] == "Idempotency-Key"
+
+
+# ---- the version that is told ----
+
+
+class Rows:
+    """Of a fleet whose workers say these versions."""
+
+    def __init__(self, *rows: tuple[bool, str | None]) -> None:
+        self.rows = [
+            {
+                "instance_id": f"w{number}",
+                "status": "ok",
+                "admission": {"open": is_open},
+                "version": label and {"run": "r", "sequence": 1, "label": label, "digest": "d"},
+            }
+            for number, (is_open, label) in enumerate(rows)
+        ]
+
+    @property
+    def calls(self) -> Rows:
+        return self
+
+    async def run(self, op: str, body: dict[str, Any]) -> dict[str, Any]:
+        return {"version": {"label": "of the record"}, "workers": self.rows}
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        (((True, "one"), (True, "one")), "one"),
+        (((True, "one"), (False, "healing")), "one"),
+        (((False, "one"), (False, "one")), "one"),  # paused
+        (((True, "one"), (True, "two")), Conflict),
+        (((False, "one"), (False, "two")), Conflict),
+        (((False, None), (False, None)), Unavailable),
+    ],
+)
+async def test_a_version_is_told_when_it_is_one(rows: Any, told: Any) -> None:
+    fleet: Any = Rows(*rows)
+    if isinstance(told, str):
+        assert (await served_version(fleet))["label"] == told
+        return
+    with pytest.raises(told) as caught:
+        await served_version(fleet)
+    if told is Conflict:
+        assert "'one' by w0; 'two' by w1" in caught.value.message
+
+
+# ---- what may be repeated ----
+
+
+@pytest.mark.parametrize(
+    ("raised", "status"),
+    [
+        (EngineFailed("x"), 409),
+        (WorkerLost("x", retry_after_s=1.0), 409),
+        (Locked("x"), 503),
+        (Unsupported("x"), 501),
+        (InvalidRequest("x"), 400),
+    ],
+)
+def test_once_a_transfer_may_have_begun_nobody_is_asked_to_repeat_it(raised: Any, status: int) -> None:
+    with pytest.raises(type(raised) if status != 409 else Conflict) as caught, begun():
+        raise raised
+    assert caught.value.http_status == status
+    if status == 409:
+        assert caught.value.facts == {"cause": raised.code}
+
+
+@pytest.mark.parametrize(
+    ("raised", "status"), [(Locked("x"), 409), (NoWorkers("x"), 409), (Unsupported("x"), 501)]
+)
+def test_what_was_sent_is_not_sent_again_to_a_fleet_that_is_taken_or_gone(raised: Any, status: int) -> None:
+    with pytest.raises(PlaneError) as caught, begun(NOT_POSSIBLE):
+        raise raised
+    assert caught.value.http_status == status
+
+
+def test_reports_are_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(
+        "frontend.dialects.dialect_routes._reported", {("/full", str(each)) for each in range(1000)}
+    )
+    report("/x", "y")
+    assert not caplog.records
+
+
+# ---- the tables of conformance ----
+
+DOCS = ROOT / "docs"
+TRAINERS = {
+    "vLLM",
+    "TRL",
+    "SkyRL",
+    "prime-rl",
+    "slime",
+    "miles",
+    "AReaL",
+    "verl",
+    "NeMo-RL",
+    "SGLang-Omni",
+    "Dynamo",
+}
+
+
+def rows_of(page: str, heading: str) -> list[list[str]]:
+    """The cells of the table beneath a heading."""
+    text = (DOCS / page).read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+
+
+def test_every_row_names_a_test_that_there_is() -> None:
+    rows = [*rows_of("dialects.md", "Conformance"), *rows_of("dialects-sglang.md", "Trainer by trainer")]
+    for trainer, *_, named in rows:
+        tests = named.split(", ")
+        for test in tests:
+            found = re.fullmatch(r"`(tests/\w+\.py)::(\w+)`", test)
+            assert found, f"{trainer}: {named!r} is not `tests/file.py::name`"
+            text = (DOCS.parent / found[1]).read_text()
+            assert re.search(rf"^(async )?def {found[2]}\(", text, re.MULTILINE), f"{trainer}: there is no {test}"
+            # A step of a test is one only where the test takes it.
+            assert found[2].startswith("test_") or len(re.findall(rf"\b{found[2]}\b", text)) > 1, test
+    assert TRAINERS - {name for trainer, *_ in rows for name in re.split(r"[ ,(]+", trainer)} == set()
+
+
+# ---- SGLang's groups ----
+
+
+class _Forming:
+    """The fleet's `init_transport`, which ends when it is told how."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.begun = asyncio.Event()
+        self.end: asyncio.Future[PlaneError | None] = asyncio.get_running_loop().create_future()
+
+    async def run(self, op: str, body: dict[str, Any], request_id: str) -> dict[str, Any]:
+        self.asked.append(body["group"])
+        self.begun.set()
+        if (error := await self.end) is not None:
+            raise error
+        return {"workers": []}
+
+    def groups(self) -> Groups:
+        plane: Any = SimpleNamespace(calls=self, feed_timeout_s=1.0)
+        return Groups(plane)
+
+
+def _group(name: str) -> GroupFields:
+    return GroupFields(master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=3, group_name=name)
+
+
+async def test_groups_that_waited_behind_one_that_failed_fail_with_it() -> None:
+    """They are of one trainer, which has died: each would hold the ranks for its whole time, one after another."""
+    forming = _Forming()
+    groups = forming.groups()
+    calls = [asyncio.create_task(groups.form(_group(name), "")) for name in ("a", "b", "c")]
+    await forming.begun.wait()
+    forming.end.set_result(WorkerLost("the trainer is gone", disabled=["w"]))
+    for error in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(error, Conflict)
+        assert (error.message, error.facts["disabled"]) == ("the trainer is gone", ["w"])
+    assert forming.asked == ["a"]
+    forming.end = asyncio.get_running_loop().create_future()
+    forming.end.set_result(None)
+    await groups.form(_group("b"), "")  # who comes afterwards is tried
+    assert forming.asked == ["a", "b"]
+
+
+async def test_a_group_that_was_wrong_keeps_nobody_out() -> None:
+    forming = _Forming()
+    groups = forming.groups()
+    calls = [asyncio.create_task(groups.form(_group(name), "")) for name in ("a", "b")]
+    await forming.begun.wait()
+    forming.end.set_result(InvalidRequest("no such backend", field="backend"))
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert forming.asked == ["a", "b"]
+
+
+async def test_the_turn_of_a_group_is_not_awaited_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_groups, "TURN_WAIT_S", 0.0)
+    forming = _Forming()
+    groups = forming.groups()
+    first = asyncio.create_task(groups.form(_group("a"), ""))
+    await forming.begun.wait()
+    with pytest.raises(Locked) as caught:
+        await groups.form(_group("b"), "")
+    assert caught.value.facts["fix"]
+    forming.end.set_result(None)
+    await first

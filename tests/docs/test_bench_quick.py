@@ -1,0 +1,227 @@
+"""`python -m bench --quick` measures everything that `make bench` does, on a small scale. How fast is not asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.memory import DELTA
+from rl_plane.transports.nixl.wire import have_nixl
+from tests.support.paths import ROOT
+from tests.unit.protocol.test_wire import without_nats
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+BENCH_S = 380
+"""Of a busy machine, on which two workers import torch for it, one after the other."""
+SIZES = (1, 8, 32)
+TINY = ("--device", "cpu", "--gb", "0", "--rounds", "2")
+"""Of an engine's cycle."""
+FAN_OUTS = ("RlClient.call_all(state)", "GET /v1/rl/state", "RlClient.call(state)")
+TIMES = (
+    "SIGKILL → gone, our nats.conf",
+    "SIGKILL → gone, any other NATS server",
+    "registering → listed",
+    "process started → listed (fake engine)",
+)
+UPDATES = [(what, size) for size in (1, 8) for what in ("update", "its commit")] + [
+    (f"killed in {phase} → {what}", 4)
+    for phase in ("prepare", "gate", "commit", "open")
+    for what in ("answer", "all others serve")
+]
+CANARIES = [
+    ("one forward of the canary's tokens", None),
+    ("update of 2 MB", "canary off"),
+    ("its pause", "canary off + 1 forward"),
+    ("its pause", "canary off"),
+]
+STORED = (
+    ("filesystem", "plain read"),
+    ("filesystem, unverified", "plain read"),
+    ("filesystem", "plain read into used memory"),
+    ("filesystem, unverified", "plain read into used memory"),
+    ("object_store", "nats-py get"),
+    ("object_store, unverified", "nats-py get"),
+    ("object_store", "plain read"),
+    ("object_store, unverified", "plain read"),
+    ("object_store, publishing", "nats-py put"),
+    ("object_store, publishing, unverified", "nats-py put"),
+)
+DELTAS = [f"delta, 34 MB of bf16, 1 % changed: 2.0% of the bytes, {what}" for what in ("encode", "apply")]
+HASHED = ", BLAKE3 alone of the same bytes"
+SHARED_MEMORY = [
+    ("ipc, 67 MB, digests not checked", "copy"),
+    ("ipc, 67 MB", "copy"),
+    ("ipc, 67 MB, layout tensors, digests not checked", "copy"),
+    ("ipc, 67 MB, layout tensors", "copy"),
+    (f"ipc, 67 MB{HASHED}", "copy"),
+    ("ipc, 67 MB, staged, digests not checked", "copy"),
+    ("ipc, 67 MB, staged", "copy"),
+]
+
+PULLS = [
+    (f"nixl, 34 MB{what}", receivers)
+    for receivers in (1, 3)
+    for what in (", digests not checked", "", HASHED, ", staged, digests not checked", ", staged")
+    if have_nixl()
+]
+STREAMS = [
+    f"{what}, {size}{beside}"
+    for size in ("1 stream", "8 streams")
+    for what, beside in (
+        ("first token later", ""),
+        ("first token later by the bare path", ""),
+        ("each next token later", ""),
+        ("each next token later by the bare path", ""),
+        ("1,000 tokens", ""),
+        ("1,000 tokens", ", two frontends"),
+        ("CPU of a frontend for 1,000 tokens", ""),
+        ("CPU of nats-server for 1,000 tokens", ""),
+        ("CPU of a worker for 1,000 tokens", ""),
+    )
+]
+BROADCASTS = [
+    f"gloo, 67 MB{what}"
+    for what in (
+        ", lent, digests not checked",
+        ", digests not checked",
+        "",
+        HASHED,
+        ", lent, staged, digests not checked",
+        ", staged",
+    )
+]
+
+PUBLISHED = [
+    f"publish by {name}{way}, 2 MB"
+    for way in ("", DELTA, ", unverified")
+    for name in ("ipc", "gloo", "nixl")
+    if name != "nixl" or have_nixl()
+]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    path = tmp_path_factory.mktemp("bench") / "rows.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", "--quick", "--json", str(path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONWARNINGS": "default"},
+        capture_output=True,
+        text=True,
+        timeout=BENCH_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(path.read_text())
+
+
+def test_every_row_is_printed(ran: tuple[str, dict[str, Any]]) -> None:
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in ran[0].splitlines() if "|" in line]
+    assert [(what, size) for what in FAN_OUTS for size in map(str, SIZES)] == sorted(
+        ((cells[0], cells[1]) for cells in lines if cells[0] in FAN_OUTS),
+        key=lambda row: (FAN_OUTS.index(row[0]), int(row[1])),
+    )
+    assert [cells[0] for cells in lines if cells[0] in TIMES] == list(TIMES)
+    updates = {what for what, _ in UPDATES}
+    assert [(cells[0], int(cells[1])) for cells in lines if cells[0] in updates] == UPDATES
+
+
+def test_the_json_has_the_same_rows(ran: tuple[str, dict[str, Any]]) -> None:
+    rows = ran[1]
+    assert [(row["workers"], row["what"]) for row in rows["fan_outs"]] == [
+        (size, what) for size in SIZES for what in FAN_OUTS
+    ]
+    assert [row["what"] for row in rows["times"]] == list(TIMES)
+    assert [(row["what"], row["workers"]) for row in rows["updates"]] == UPDATES
+    assert sorted((row["what"], row["beside"]) for row in rows["canaries"]) == sorted(CANARIES)
+    assert [(row["what"].rpartition(", ")[0], row["beside"]) for row in rows["stored"]] == list(STORED)
+    assert [row["what"] for row in rows["deltas"]] == DELTAS
+    assert [(row["what"], row["beside"]) for row in rows["shared_memory"]] == SHARED_MEMORY
+    assert [(row["what"], row["workers"]) for row in rows["pulls"]] == PULLS
+    assert [row["what"] for row in rows["broadcasts"]] == BROADCASTS
+    assert [row["what"] for row in rows["published"]] == PUBLISHED
+    assert [row["what"] for row in rows["generation"]] == STREAMS
+    for row in [row for table in rows.values() for row in table]:
+        assert 0 < row["median_s"] <= row["p99_s"] or (row["what"] in STREAMS and row["median_s"] == 0)
+
+
+def test_a_row_says_of_each_aim_whether_it_holds(ran: tuple[str, dict[str, Any]]) -> None:
+    for row in [row for rows in ran[1].values() for row in rows]:
+        assert row["holds"] == (None if row["aim"] is None else row["value"] <= row["aim"])
+    assert all(row["aim"] for row in ran[1]["fan_outs"] if row["workers"] >= 8)
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+
+
+def printed(module: str, *arguments: str, **environment: str) -> str:
+    done = python("-m", module, *arguments, **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_an_engines_cycle_checks_every_token(tmp_path: Path) -> None:
+    """Where there is no nats-py, too."""
+    line = printed("bench.engine_cycle", *TINY, PYTHONPATH=without_nats(tmp_path))
+    said = json.loads(line)
+    assert said["tokens_checked"] > 10
+    assert said["pause_ms"] > 0
+
+
+def test_an_engines_cycle_says_what_a_tree_lacks_that_is_not_installed() -> None:
+    hidden = (
+        "import importlib.metadata as metadata, runpy; real = metadata.entry_points; "
+        "metadata.entry_points = lambda **asked: [] if 'rl_plane.transports' in asked.values() else real(**asked); "
+        "runpy.run_module('bench.engine_cycle', run_name='__main__')"
+    )
+    done = python("-c", hidden, *TINY)
+    assert done.returncode == 1
+    assert done.stderr.endswith("docs/benchmarks.md says how, offline too\n")
+
+
+@pytest.mark.engines("sglang")
+def test_an_engines_own_ways_stand_beside_ours() -> None:
+    """Of those from memory it is checked that both load the same weights."""
+    said = printed("bench.engine_paths", "--quick", "--engine", "sglang")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines()[2:]]
+    ways = {
+        "update_weights_from_disk": "filesystem",
+        "update_weights_from_distributed, gloo": "publish by gloo",
+        "update_weights_from_tensor": "publish by ipc",
+        "update_weights_from_tensor, flattened_bucket": "publish by ipc",
+    }
+    assert [(cells[0], cells[4]) for cells in rows] == [
+        (f"sglang, {what}", own) for own, ours in ways.items() for what in (f"{ours}, 1 MB", "generation held")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("backend", "ways"),
+    [
+        ("gloo", ["", ", wait false"]),
+        ("ipc", ["", ", wait false", ", layout tensors", DELTA]),
+        ("filesystem", [""]),
+        ("object_store", ["", DELTA]),
+        ("nixl", ["", ", wait false", ", keep_copy false", ", keep_copy false, wait false", DELTA]),
+    ],
+)
+def test_what_an_update_takes_of_memory(backend: str, ways: list[str]) -> None:
+    pytest.importorskip({"nixl": "nixl"}.get(backend, "rl_plane"))
+    said = printed("bench.memory", "--quick", "--only", backend)
+    rows = [row.split(" | ") for row in said.splitlines()[2:]]
+    assert [row[0] for row in rows] == [f"| {backend}{way}" for way in ways]
+    assert {len(row) for row in rows} == {5}

@@ -1,0 +1,199 @@
+"""Every command in the docs runs, as written: each page's blocks in order, in a fresh folder with a fleet of its own.
+
+A fenced block's tags say how: `sh` and `python` are run to their end and must succeed; `sh background` is run until the
+page's end; `sh gpu` and `sh container` need what CI machines lack. Blocks without these languages are not commands.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.slow
+
+FLEET_UP_S = 90.0
+"""Two torch processes start side by side on two cores."""
+BLOCK_S = 120.0
+
+NEEDS_MORE = {"gpu", "container"}
+RUN_ELSEWHERE = {
+    "make demo": "tests/docs/test_demo_run.py runs it",
+    ".venv/bin/rl-plane demo --engine vllm": "tests/docs/test_demo_run.py runs a short one",
+    ".venv/bin/rl-plane demo --engine sglang": "tests/docs/test_demo_run.py runs a short one",
+    "make test": "whoever reads this runs it",
+    "make test-fast": "a part of make test",
+    "make setup": "make test begins with it",
+    "make engines": "make test begins with it",
+    ".venv/bin/pip install ./examples/http_transport": "tests/transports/test_third_party_transport.py installs it",
+    "make bench": "tests/docs/test_bench_quick.py runs a short one",
+}
+
+ENGINES_OF = {
+    "test_engine_adapters": {"sglang", "vllm"},
+    "test_hf_engine": {"hf"},
+    "test_mixed_fleet": {"hf", "sglang", "vllm"},
+    "test_two_ranks": {"sglang", "vllm"},
+}
+"""Test module → the engines that its tests run."""
+
+
+class Block(NamedTuple):
+    page: str
+    line: int
+    language: str
+    tags: frozenset[str]
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text()
+    found = []
+    for match in re.finditer(r"^```(\w+)([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        line = text.count("\n", 0, match.start()) + 1
+        tags = frozenset(match[2].split())
+        found.append(Block(str(page.relative_to(ROOT)), line, match[1], tags, match[3]))
+    return found
+
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+COMMANDS = {
+    page: [block for block in blocks(page) if block.language in ("sh", "python", "bash")] for page in PAGES
+}
+RUN = [page for page in PAGES if any(not block.tags & NEEDS_MORE for block in COMMANDS[page])]
+
+
+def without_run_elsewhere(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.split("#")[0].strip() not in RUN_ELSEWHERE]
+    return "\n".join(lines).strip()
+
+
+@contextmanager
+def background(block: Block, cwd: Path, environment: dict[str, str]) -> Iterator[None]:
+    with (cwd / "background.log").open("ab") as log:
+        process = subprocess.Popen(
+            ["bash", "-e", "-c", block.text],
+            cwd=cwd,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        if "rl-plane up" in block.text:
+            wait_for_fleet(process, cwd)
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def wait_for_fleet(process: subprocess.Popen[bytes], cwd: Path) -> None:
+    give_up = time.monotonic() + FLEET_UP_S
+    while time.monotonic() < give_up and process.poll() is None:
+        try:
+            with urllib.request.urlopen("http://127.0.0.1:8002/v1/rl/ready?min_workers=2", timeout=10) as reply:
+                if reply.status == 200:
+                    return
+        except OSError:
+            time.sleep(0.2)
+    pytest.fail(f"the fleet did not come up:\n{(cwd / 'background.log').read_text()[-4000:]}")
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.timeout(300)
+def test_the_page_runs_as_written(page: Path, tmp_path: Path) -> None:
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), PYTHONDONTWRITEBYTECODE="1")
+    (tmp_path / ".venv").symlink_to(Path(sys.executable).parent.parent)
+    for name in ("rl_plane", "worker", "frontend"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    running = []
+    try:
+        for block in COMMANDS[page]:
+            text = without_run_elsewhere(block.text)
+            if block.tags & NEEDS_MORE or not text:
+                continue
+            if "background" in block.tags:
+                running.append(background(block, tmp_path, environment))
+                running[-1].__enter__()
+                continue
+            if block.language == "python":
+                command = [sys.executable, "-c", text]
+            else:
+                # -f: curl fails on an HTTP error instead of printing it.
+                command = ["bash", "-e", "-o", "pipefail", "-c", text.replace("curl -s", "curl -sf")]
+            done = subprocess.run(
+                command,
+                cwd=tmp_path,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=BLOCK_S,
+                check=False,
+            )
+            where = f"{block.page}:{block.line}"
+            assert done.returncode == 0, (
+                f"{where}: exit {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+            )
+    finally:
+        for each in reversed(running):
+            each.__exit__(None, None, None)
+
+
+def test_what_is_not_run_is_known() -> None:
+    """A block that needs a GPU or containers is counted here, so that nothing slips out of the tests unseen."""
+    left_out = {page.name: sum(bool(block.tags & NEEDS_MORE) for block in COMMANDS[page]) for page in PAGES}
+    assert {name: count for name, count in left_out.items() if count} == {
+        "benchmarks.md": 2,
+        "containers.md": left_out["containers.md"],
+    }
+
+
+def test_the_reference_is_up_to_date() -> None:
+    script = ROOT / "docs" / "generate_reference.py"
+    code = f"import runpy, sys; sys.stdout.write(runpy.run_path({str(script)!r})['reference']())"
+    fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert fresh == (ROOT / "docs" / "reference.md").read_text(), "run: python docs/generate_reference.py"
+
+
+def test_every_row_of_the_engines_names_tests_of_each() -> None:
+    """A "yes" is what `describe` doesn't deny: what no engine ever denies is shown by tests alone."""
+    features = runpy.run_path(str(ROOT / "docs" / "generate_engines.py"))["FEATURES"]
+    page = (ROOT / "docs" / "engines.md").read_text()
+    for feature in features.values():
+        assert re.search(rf"^\| {re.escape(feature.words)} \|.*\| {feature.shown_by} \|$", page, re.MULTILINE)
+        run: set[str] = set()
+        for module, name in (test.split("::") for test in feature.tests):
+            text = (ROOT / "tests" / f"{module}.py").read_text()
+            assert re.search(rf"^(async )?def {name}\(", text, re.MULTILINE), f"there is no {module}::{name}"
+            run |= ENGINES_OF[module]
+        assert run == {"hf", "sglang", "vllm"}, feature.words
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page}: {target}"
+
+
+def test_curl_is_here() -> None:
+    assert shutil.which("curl"), "the docs use curl"

@@ -1,0 +1,939 @@
+"""One fleet of `hf`, `vllm` and `sglang` workers: a trainer can't tell them apart, and all serve what is committed."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import math
+import os
+import random
+import shutil
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import openai
+import psutil
+import pytest
+import pytest_asyncio
+
+from tests.support.paths import ROOT
+
+pytest.importorskip("torch")
+pytest.importorskip("peft")
+from safetensors.torch import load_file, save_file
+
+from frontend.routing.attempts import Attempts
+from rl_plane.client import RlClient
+from rl_plane.errors import PlaneError, UpdateAborted
+from tests.conftest import lives
+from tests.fleet.test_delta_fleet import by_delta
+from tests.fleet.test_frontend_generation import ask, error_of, events_of, frontend, until_running
+from tests.fleet.test_frontend_rollouts import Streaming
+from tests.fleet.test_updates import all_serve, states, update_of
+from tests.support import each_transport, group_trainer, ipc_trainer, nixl_trainer, openai_calls, verl_client
+from tests.support.bad_adapters import BAD
+from tests.support.dialect_facade import facade
+from tests.support.faults import Stream, Told
+from tests.support.reference import logprobs_of, prompt_logprobs
+from tests.support.told_process import ToldProcess
+from tests.support.vllm_trainer import VllmTrainer
+from tests.transports import test_ipc_transport as ipc
+from tests.transports import test_nixl_transport as nixl
+from tests.transports.test_fed_updates import free_port
+from tests.transports.test_group_transport import Pushing
+from tests.transports.test_ipc_transport import trainer_of
+from tests.transports.test_nixl_transport import trainer
+from worker.engines.common.finite_logits import NOT_FINITE
+from worker.exit_codes import ENGINE_DEAD
+from worker.receive.staging import adapter_digest
+from worker.testing.phase_hooks import VARIABLE
+from worker.testing.tiny_adapter import make_tiny_adapter
+from worker.testing.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model, witness_next_token
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+__all__ = ["trainer", "trainer_of"]
+
+pytestmark = [pytest.mark.engines("vllm", "sglang"), pytest.mark.alone, pytest.mark.timeout(600)]
+
+ENGINES = ("hf", "vllm", "sglang")
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "hf": {},
+    "vllm": {"max_lora_rank": "8", "max_model_len": "16384"},
+    "sglang": {"max_lora_rank": "8"},
+}
+PROMPT = [5, 6, 7]
+TOKENS = 10
+LONG_PROMPT = 700
+"""More than one step of `hf` prefills."""
+LONG = 400
+"""Tokens of a stream that lives through something."""
+MOVES = 6
+"""How often one choice goes on elsewhere: each engine goes on after each other."""
+ENDLESS = {"hf": 8000, "vllm": 16000, "sglang": 6000}
+"""More tokens than each makes meanwhile, and fewer than its cache holds."""
+ROUND_TRIPS = 10
+"""To each worker, in which an engine that runs makes tokens."""
+START_S = 240.0
+"""Three engines that start side by side on two cores."""
+HEAL_S = 90.0
+END_S = 30.0
+LOGPROB = 0.05
+"""A batch of another shape rounds bfloat16 in another way; a wrong adapter is off by far more."""
+
+
+@dataclass
+class Mixed:
+    plane: Plane
+    first: Path
+    ids: dict[str, str]
+    """Engine → instance id."""
+
+    def base(self, seed: int) -> Path:
+        return make_witness_model(self.plane.tmp / "weights" / f"witness{seed}", seed, "bfloat16")
+
+    def tiny(self, seed: int) -> Path:
+        """What an adapter does shows in these: in a witness it is lost in the gap to the second token."""
+        return make_tiny_model(self.plane.tmp / "weights" / f"tiny{seed}", seed, "bfloat16")
+
+    def adapter(self, seed: int) -> Path:
+        return make_tiny_adapter(self.first, self.plane.tmp / "weights" / f"adapter{seed}", seed=seed, r=4)
+
+    async def witnessed(self, client: RlClient) -> None:
+        """As each test finds it."""
+        await client.run("update_weights", update_of(self.first, "base 1"))
+
+
+@pytest.fixture(scope="module")
+def mixed(make_plane: Callable[[], Plane]) -> Mixed:
+    plane = make_plane()
+    first = make_witness_model(plane.tmp / "weights" / "witness1", 1, "bfloat16")
+    started = {
+        engine: plane.spawn(ready=False, engine=engine, model=first, **ARGUMENTS[engine]) for engine in ENGINES
+    }
+    ids = {engine: one.wait_ready(START_S).instance_id for engine, one in started.items()}
+    return Mixed(plane, first, ids)
+
+
+@pytest_asyncio.fixture
+async def client(mixed: Mixed) -> AsyncIterator[RlClient]:
+    client = await RlClient.connect(mixed.plane.url, mixed.plane.namespace, mixed.plane.component)
+    yield client
+    await client.close()
+
+
+@pytest_asyncio.fixture
+async def http(mixed: Mixed) -> AsyncIterator[httpx.AsyncClient]:
+    async with frontend(mixed.plane, admission_wait_s=HEAL_S) as http:
+        yield http
+
+
+async def proven(
+    http: httpx.AsyncClient,
+    mixed: Mixed,
+    label: str,
+    base: Path,
+    adapter: tuple[str, Path] | None = None,
+    digest: str | None = None,
+) -> None:
+    """Each engine generates the tokens that are likeliest by the reference for this version, up to ties, with their
+    logprobs, and names the version. `adapter`: over a `tiny` base, or the bound can't tell it.
+    `digest`: of an adapter that came otherwise than by these files, whose config is part of it to the byte."""
+    name, path = adapter if adapter is not None else (None, None)
+    made_by = (name, digest or adapter_digest(path)) if path is not None else None
+    for engine, instance_id in mixed.ids.items():
+        body: dict[str, Any] = {
+            "prompt_token_ids": PROMPT,
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "logprobs": 1,
+            "nvext": {"instance_id": instance_id},
+        }
+        (choice,) = (await ask(http, **body, **({"model": name} if name else {})))["choices"]
+        tokens = choice["token_ids"]
+        expected, gap = await asyncio.to_thread(logprobs_of, base, PROMPT, tokens, path)  # the loop serves NATS
+        assert (len(tokens), gap <= LOGPROB) == (TOKENS, True), (engine, gap)
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=LOGPROB), engine
+        if path is not None:
+            assert logprobs_of(base, PROMPT, tokens)[1] > 10 * LOGPROB, "the bound tells the adapter"
+        (span,) = choice["weight_versions"]
+        assert (span["version"], span["start"], span["end"]) == (label, 0, TOKENS), engine
+        told = span.get("adapter")
+        assert (told and (told["name"], told["digest"])) == made_by, engine
+
+
+async def fails_of_no_numbers(http: httpx.AsyncClient, mixed: Mixed, client: RlClient) -> None:
+    """Weights that have diverged, as one update, and right ones as the next. Without a canary, which would find them
+    first."""
+    path = shutil.copytree(mixed.tiny(1), mixed.plane.tmp / "weights" / "diverged")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"].fill_(math.nan)
+    save_file(tensors, path / "model.safetensors")
+    await client.run("update_weights", update_of(path, "diverged", canary="off"))
+    for engine, instance_id in mixed.ids.items():
+        body = {"prompt_token_ids": PROMPT, "max_tokens": TOKENS, "nvext": {"instance_id": instance_id}}
+        for more in ({"temperature": 0}, {"temperature": 1.0, "n": 2}, {"logprobs": 1}, {"prompt_logprobs": 0}):
+            for stream in (False, True):  # which has not begun
+                asked = {**body, **more, "stream": stream}
+                error = error_of(await http.post("/v1/completions", json=asked), 500)
+                assert (error["code"], error["message"]) == ("engine_failed", NOT_FINITE), (engine, asked)
+    await client.run("update_weights", update_of(mixed.tiny(2), "healed"))
+    await proven(http, mixed, "healed", mixed.tiny(2))
+
+
+async def settled(client: RlClient, mixed: Mixed) -> str:
+    """The label that all serve."""
+
+    async def one() -> str:
+        rows = [row for row in (await states(client)).values() if row["ready"]]
+        labels = {str(row["applied_weight_version"]) for row in rows}
+        return labels.pop() if len(labels) == 1 and len(rows) == len(mixed.ids) else ""
+
+    return str(await mixed.plane.until(one, HEAL_S))
+
+
+async def test_every_engine_serves_each_version_of_a_sequence(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    await proven(http, mixed, "initial", mixed.first)
+    one, two = mixed.tiny(1), mixed.tiny(2)
+    for label, base in (("base 2", mixed.base(2)), ("tiny 1", one), ("tiny 2", two)):
+        await client.run("update_weights", update_of(base, label))
+        await proven(http, mixed, label, base)
+    # An adapter, loaded, swapped and, with the base beneath it changed, still there.
+    for seed in (1, 2):
+        await client.run("load_lora_adapter", {"lora_name": "style", "lora_path": str(mixed.adapter(seed))})
+        await proven(http, mixed, "tiny 2", two, ("style", mixed.adapter(seed)))
+        await proven(http, mixed, "tiny 2", two)
+    await client.run("update_weights", {"rollback": {"label": "tiny 1"}, "version": "tiny 1 again"})
+    await proven(http, mixed, "tiny 1 again", one, ("style", mixed.adapter(2)))
+    await client.run("unload_lora_adapter", {"lora_name": "style"})
+    await proven(http, mixed, "tiny 1 again", one)
+    refused = await http.post("/v1/completions", json={"prompt": "hi", "model": "style"})
+    assert refused.status_code == 404
+    rolled = update_of(mixed.base(1), "base 1", barrier="rolling")
+    await client.run("update_weights", rolled)
+    await proven(http, mixed, "base 1", mixed.base(1))
+
+
+async def test_every_engine_applies_deltas_to_what_it_keeps(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    one, two, three = map(mixed.tiny, (1, 2, 3))
+    await client.run("update_weights", update_of(two, "tiny 2", keep_staged=True))
+    await client.run("load_lora_adapter", {"lora_name": "style", "lora_path": str(mixed.adapter(1))})
+    for old, new, label in ((two, three, "tiny 3"), (three, one, "tiny 1")):
+        # Compiling the comparison takes seconds on a busy machine: in this loop, the connection to NATS would not live.
+        body = await asyncio.to_thread(by_delta, mixed.plane, old, new, label)
+        with pytest.raises(PlaneError, match="the delta makes"):
+            await client.run("update_weights", {**body, "digest": "blake3:" + "0" * 64})
+        await client.run("update_weights", body)
+        await proven(http, mixed, label, new)
+        await proven(http, mixed, label, new, ("style", mixed.adapter(1)))
+    await client.run("unload_lora_adapter", {"lora_name": "style"})
+    await mixed.witnessed(client)
+
+
+def seed_of(label: str) -> int:
+    return 1 if label == "initial" else int(label.split()[-1])
+
+
+def _truncated(path: Path) -> None:
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-64])
+
+
+def _without_one(path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path / "model.safetensors")
+    tensors.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(tensors, path / "model.safetensors")
+
+
+def _other_shape(path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
+    save_file(tensors, path / "model.safetensors")
+
+
+@pytest.mark.parametrize("spoil", [_truncated, _without_one, _other_shape, shutil.rmtree])
+async def test_a_bad_checkpoint_is_refused_and_touches_no_engine(
+    spoil: Callable[[Path], None], mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    label = await settled(client, mixed)
+    bad = mixed.plane.tmp / "weights" / f"bad-{spoil.__name__}"
+    shutil.copytree(mixed.base(2), bad)
+    spoil(bad)
+    with pytest.raises(PlaneError) as caught:
+        await client.run("update_weights", update_of(bad, "bad"))
+    assert caught.value.http_status == 400, caught.value
+    assert await settled(client, mixed) == label
+    await proven(http, mixed, label, mixed.base(seed_of(label)))
+
+
+async def test_a_bad_adapter_is_refused_and_touches_no_engine(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    await client.run("update_weights", update_of(mixed.tiny(1), "tiny 1"))
+    await client.run("load_lora_adapter", {"lora_name": "style", "lora_path": str(mixed.adapter(1))})
+    told = await Told.follow(client)
+
+    async def lasting() -> dict[str, list[Any]]:
+        keys = ("admission", "version", "sequence", "adapters", "pause")
+        return {one: [row[key] for key in keys] for one, row in (await states(client)).items()}
+
+    before = await lasting()
+    for what, bad in BAD.items():
+        path = bad.make(mixed.adapter(2), mixed.plane.tmp / "weights" / f"adapter {what}")
+        for name in ("style", "another"):
+            with pytest.raises(PlaneError) as caught:
+                await client.run("load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+            bad.check(caught.value)
+            assert caught.value.http_status == 400
+    await proven(http, mixed, "tiny 1", mixed.tiny(1), ("style", mixed.adapter(1)))
+    refused = await http.post("/v1/completions", json={"prompt": "hi", "model": "another"})
+    assert refused.status_code == 404
+    assert await lasting() == before
+    assert set(told.admitted) == {frozenset(mixed.ids.values())}
+    await client.run("load_lora_adapter", {"lora_name": "style", "lora_path": str(mixed.adapter(2))})
+    await proven(http, mixed, "tiny 1", mixed.tiny(1), ("style", mixed.adapter(2)))
+    await client.run("unload_lora_adapter", {"lora_name": "style"})
+    await mixed.witnessed(client)
+
+
+def witnessed(seed: int, count: int) -> list[int]:
+    tokens, last = [], PROMPT[-1]
+    for _ in range(count):
+        last = witness_next_token(seed, last)
+        tokens.append(last)
+    return tokens
+
+
+async def begun(client: RlClient, mixed: Mixed, tokens: int | None = None, **request: Any) -> dict[str, Stream]:
+    """A stream on each engine, that has its first tokens; without `tokens` it outlasts what comes. The fastest last."""
+    streams = {}
+    for engine in ("sglang", "vllm", "hf"):
+        many = tokens or ENDLESS[engine]
+        asked = {"temperature": 0.0, "ignore_eos": True, **request}
+        streams[engine] = Stream(client, mixed.ids[engine], PROMPT, many, **asked)
+        await streams[engine].more()
+    return streams
+
+
+async def standing(client: RlClient, mixed: Mixed, streams: dict[str, Stream]) -> dict[str, int]:
+    """How many tokens each has, once none come any more; what was on its way at a pause has come."""
+
+    def counts() -> dict[str, int]:
+        return {engine: len(stream.tokens) for engine, stream in streams.items()}
+
+    async def one() -> dict[str, int] | None:
+        before = counts()
+        for _ in range(ROUND_TRIPS):
+            await states(client)
+        return before if counts() == before else None
+
+    found: dict[str, int] = await mixed.plane.until(one, END_S)
+    return found
+
+
+def late_ones(client: RlClient, mixed: Mixed) -> dict[str, Stream]:
+    return {
+        engine: Stream(client, one, PROMPT, 4, temperature=0.0, ignore_eos=True)
+        for engine, one in mixed.ids.items()
+    }
+
+
+async def test_streams_go_on_after_a_pause_that_keeps_them(mixed: Mixed, client: RlClient) -> None:
+    base = seed_of(await settled(client, mixed))
+    streams = await begun(client, mixed)
+    await client.run("pause", {"mode": "keep"})
+    late = late_ones(client, mixed)
+    had = await standing(client, mixed, streams)
+    assert set((await standing(client, mixed, late)).values()) == {0}
+    await client.run("resume", {})
+    for engine, stream in streams.items():
+        await stream.until(tokens=had[engine] + 20)
+        stream.stop()
+        assert stream.tokens == witnessed(base, len(stream.tokens)), engine
+    for engine, one in late.items():
+        assert (await one.end()).tokens == witnessed(base, 4), engine
+
+
+async def test_a_pause_that_waits_lets_streams_end(mixed: Mixed, client: RlClient) -> None:
+    base = seed_of(await settled(client, mixed))
+    streams = await begun(client, mixed, LONG)
+    await client.run("pause", {"mode": "wait"})
+    late = late_ones(client, mixed)
+    for engine, stream in streams.items():
+        await stream.end()
+        assert (stream.finish_reason, stream.tokens) == ("length", witnessed(base, LONG)), engine
+    assert set((await standing(client, mixed, late)).values()) == {0}
+    await client.run("resume", {})
+    for engine, one in late.items():
+        assert (await one.end()).tokens == witnessed(base, 4), engine
+
+
+async def test_a_pause_that_aborts_gives_the_tokens_so_far(mixed: Mixed, client: RlClient) -> None:
+    base = seed_of(await settled(client, mixed))
+    streams = await begun(client, mixed)
+    await client.run("pause", {"mode": "abort"})
+    for engine, stream in streams.items():
+        await stream.end()
+        assert stream.finish_reason == "abort", engine
+        assert 0 < len(stream.tokens) < ENDLESS[engine], engine
+        assert stream.tokens == witnessed(base, len(stream.tokens)), engine
+        (span,) = stream.spans
+        assert span["end"] == len(stream.tokens), engine
+    await client.run("resume", {})
+
+
+async def test_a_stream_that_is_kept_across_an_update_tells_which_weights_made_which_tokens(
+    mixed: Mixed, client: RlClient
+) -> None:
+    before = seed_of(await settled(client, mixed))
+    after = before % 3 + 1
+    streams = await begun(client, mixed)
+    await client.run("update_weights", update_of(mixed.base(after), f"base {after}"))
+    for engine, stream in streams.items():
+        await stream.until(spans=2)
+        stream.stop()
+        assert [seed_of(span["version"]) for span in stream.spans] == [before, after], engine
+        last, change = PROMPT[-1], stream.spans[1]["start"]
+        for place, token in enumerate(stream.tokens):
+            last = witness_next_token(before if place < change else after, last)
+            assert token == last, (engine, place, change)
+
+
+async def test_streams_of_an_adapter_that_is_swapped_go_on_by_the_new_one(mixed: Mixed, client: RlClient) -> None:
+    await client.run("update_weights", update_of(mixed.tiny(1), "tiny 1"))
+    await client.run("load_lora_adapter", {"lora_name": "style", "lora_path": str(mixed.adapter(1))})
+    streams = await begun(client, mixed, adapter="style")
+    await client.run("load_lora_adapter", {"lora_name": "style", "lora_path": str(mixed.adapter(2))})
+    made_by = [adapter_digest(mixed.adapter(seed)) for seed in (1, 2)]
+    for engine, stream in streams.items():
+        await stream.until(spans=2)
+        assert [span["adapter"]["digest"] for span in stream.spans] == made_by, engine
+    await client.run("unload_lora_adapter", {"lora_name": "style"})
+    for engine, stream in streams.items():
+        assert (await stream.end()).finish_reason == "abort", engine
+        assert stream.spans[-1]["end"] == len(stream.tokens) < ENDLESS[engine], engine
+    await mixed.witnessed(client)
+
+
+async def test_a_request_goes_to_an_engine_that_can_do_it(mixed: Mixed, http: httpx.AsyncClient) -> None:
+    await http.get("/v1/models")
+    for _ in range(6):
+        reply = await ask(
+            http, prompt_token_ids=PROMPT, allowed_token_ids=[7, 8], max_tokens=2, return_token_ids=True
+        )
+        (choice,) = reply["choices"]
+        assert choice["instance_id"] != mixed.ids["sglang"]
+        assert set(choice["token_ids"]) <= {7, 8}
+
+
+async def test_a_choice_goes_on_at_any_other_engine(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens, logprobs, text and labels, as if one had made it."""
+    base = seed_of(await settled(client, mixed))
+    found: list[Attempts] = []
+    really = Attempts.run
+
+    def watched(attempts: Attempts, *given: Any) -> Any:
+        found.append(attempts)
+        return really(attempts, *given)
+
+    monkeypatch.setattr(Attempts, "run", watched)
+    body = {"temperature": 0, "ignore_eos": True, "skip_special_tokens": False, "migrate": True}
+    texts: list[str] = []
+    async with Streaming(http, max_tokens=LONG, **body) as stream:
+        while await stream.more():
+            texts.append(stream.last["text"])
+            if len(stream.tokens) >= 20 * len(found) and len(found) <= MOVES:
+                found[-1].lost(stream.last["instance_id"])
+    assert stream.error is None
+    assert stream.tokens == witnessed(base, LONG)
+    makers = [maker["instance_id"] for maker in stream.last["instances"]]
+    assert len(makers) == MOVES + 1
+    assert set(makers) == set(mixed.ids.values())
+    expected, _ = await asyncio.to_thread(logprobs_of, mixed.base(base), PROMPT, stream.tokens)
+    assert stream.logprobs == pytest.approx(expected, abs=LOGPROB)
+    (span,) = stream.spans
+    assert (span["start"], span["end"]) == (0, LONG)
+    whole = await http.post("/detokenize", json={"tokens": stream.tokens})
+    assert "".join(texts) == whole.json()["prompt"]
+
+
+async def test_a_caller_that_leaves_ends_its_request_in_each_engine(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    for engine, instance_id in mixed.ids.items():
+        body = {"max_tokens": ENDLESS[engine], "ignore_eos": True, "nvext": {"instance_id": instance_id}}
+        async with Streaming(http, **body) as stream:
+            await stream.until(lambda stream: len(stream.tokens) >= 5)
+            assert (await states(client))[instance_id]["running_tokens"] > len(PROMPT), engine
+        await until_running(mixed.plane, client, instance_id, 0)
+
+
+async def test_prompt_logprobs_are_the_references(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
+    # Not a witness: its logits are so large that one step of bfloat16 is more than the bound.
+    weights = mixed.plane.tmp / "weights"
+    base = mixed.tiny(1)
+    adapter = make_tiny_adapter(base, weights / "tiny-adapter", seed=3)
+    await client.run("update_weights", update_of(base, "tiny 1"))
+    await client.run("load_lora_adapter", {"lora_name": "scored", "lora_path": str(adapter)})
+    pick = random.Random(7)
+    prompt = [pick.randrange(3, VOCAB_SIZE) for _ in range(LONG_PROMPT)]
+    truth = {
+        name: await asyncio.to_thread(prompt_logprobs, base, prompt, path)
+        for name, path in ((None, None), ("scored", adapter))
+    }
+    # What is compared must tell the two apart.
+    assert max(abs(one - other) for one, other in zip(*truth.values(), strict=True)) > 4 * LOGPROB
+    for engine, instance_id in mixed.ids.items():
+        for name in truth:
+            body: dict[str, Any] = {"prompt_token_ids": prompt, "max_tokens": 2, "temperature": 0.5, "seed": 1}
+            body |= {"nvext": {"instance_id": instance_id}, **({"model": name} if name else {})}
+            await ask(http, **body)  # from here on the prompt is in the prefix cache
+            reply = await ask(http, **body, n=2, prompt_logprobs=0)
+            for choice in reply["choices"]:
+                first, *rows = choice["prompt_logprobs"]
+                assert first is None, engine
+                assert [list(row) for row in rows] == [[str(token)] for token in prompt[1:]], engine
+                told = [row[str(token)]["logprob"] for row, token in zip(rows, prompt[1:], strict=True)]
+                off = [abs(one - other) for one, other in zip(told, truth[name], strict=True)]
+                assert max(off) < LOGPROB, (engine, name, off)
+            alone = await ask(http, **{**body, "prompt_token_ids": prompt[:1]}, prompt_logprobs=0)
+            assert alone["choices"][0]["prompt_logprobs"] == [None], engine
+    await client.run("unload_lora_adapter", {"lora_name": "scored"})
+    await mixed.witnessed(client)
+
+
+async def test_weights_that_are_no_numbers_make_no_tokens(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    await fails_of_no_numbers(http, mixed, client)
+    await mixed.witnessed(client)
+
+
+async def test_openais_client_finds_the_same_with_each(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    base, name = seed_of(await settled(client, mixed)), mixed.first.name
+    async with openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as caller:
+        await openai_calls.models_and_errors(caller, name)
+        for engine, instance_id in mixed.ids.items():
+            nvext = {"instance_id": instance_id}
+            for made in await openai_calls.completions(caller, name, nvext):
+                assert made == witnessed(base, len(made)), engine
+            await openai_calls.chats(caller, name, nvext)
+            await openai_calls.stops_and_batches(caller, name, nvext)
+
+
+async def own_api(engine: str, requests: list[dict[str, Any]], model: Path, tmp: Path) -> list[dict[str, Any]]:
+    asked, told, log = (tmp / f"own-{engine}.{end}" for end in ("asked", "told", "log"))
+    asked.write_text(json.dumps(requests))
+    command = (sys.executable, "-m", "tests.support.own_api", engine, str(model), str(asked), str(told))
+    with log.open("w") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            cwd=ROOT,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"},
+        )
+    try:
+        async with asyncio.timeout(START_S):
+            assert await process.wait() == 0, log.read_text()[-3000:]
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    replies: list[dict[str, Any]] = json.loads(told.read_text())
+    return replies
+
+
+async def test_each_says_what_it_says_by_its_own_api(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    """Called directly, in a process without any of ours: greedy, and where its own seeds do something, sampled."""
+    base = mixed.tiny(1)
+    await client.run("update_weights", update_of(base, "tiny 1"))
+    pick = random.Random(5)
+    prompts = [[pick.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (4, 17, 33)]
+    greedy = [{"prompt": one, "tokens": TOKENS, "temperature": 0.0, "seed": 1} for one in prompts]
+    sampled = [{**one, "temperature": 0.8, "seed": 11 + place} for place, one in enumerate(greedy)]
+    asked = {engine: greedy + sampled if engine == "vllm" else greedy for engine in mixed.ids}
+    told = await asyncio.gather(*(own_api(*one, base, mixed.plane.tmp) for one in asked.items()))
+    for (engine, requests), replies in zip(asked.items(), told, strict=True):
+        instance_id = mixed.ids[engine]
+        for request, truth in zip(requests, replies, strict=True):
+            body = {
+                "prompt_token_ids": request["prompt"],
+                "max_tokens": TOKENS,
+                "temperature": request["temperature"],
+                "seed": request["seed"],
+                "ignore_eos": True,
+                "return_token_ids": True,
+                "prompt_logprobs": 0,
+                "nvext": {"instance_id": instance_id},
+            }
+            (choice,) = (await ask(http, **body))["choices"]
+            assert choice["token_ids"] == truth["tokens"], (engine, request)
+            made = choice["logprobs"]["token_logprobs"]
+            assert made == pytest.approx(truth["logprobs"], abs=LOGPROB), engine
+            scored = [row and next(iter(row.values()))["logprob"] for row in choice["prompt_logprobs"]]
+            assert scored[0] is truth["prompt_logprobs"][0] is None, engine
+            assert scored[1:] == pytest.approx(truth["prompt_logprobs"][1:], abs=LOGPROB), engine
+    await mixed.witnessed(client)
+
+
+async def test_tokens_in_with_an_adapter_whole_and_streamed(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    base, adapter = mixed.tiny(1), mixed.adapter(3)
+    await client.run("update_weights", update_of(base, "tiny 1"))
+    await client.run("load_lora_adapter", {"lora_name": "voice", "lora_path": str(adapter)})
+    for engine, instance_id in mixed.ids.items():
+        body = {
+            "model": "voice",
+            "messages": [],
+            "prompt_token_ids": PROMPT,
+            "max_tokens": TOKENS,
+            "n": 2,
+            "temperature": 1.0,
+            "seed": 3,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "nvext": {"instance_id": instance_id},
+        }
+        whole = (await http.post("/v1/chat/completions", json=body)).json()
+        response = await http.post("/v1/chat/completions", json={**body, "stream": True})
+        *chunks, done = events_of(response.text)
+        assert done == "[DONE]", engine
+        assert whole["prompt_token_ids"] == chunks[0]["prompt_token_ids"] == PROMPT
+        parts: list[Any] = [[], []]
+        for chunk in chunks:
+            (part,) = chunk["choices"]
+            parts[part["index"]].append(part)
+        seen = []
+        for several in ([[one] for one in whole["choices"]], parts):
+            for mine in several:
+                tokens = [token for part in mine for token in part["token_ids"]]
+                rows = [row for part in mine for row in part["logprobs"]["content"]]
+                assert [row["token"] for row in rows] == [f"token_id:{token}" for token in tokens], engine
+                truth, _ = await asyncio.to_thread(logprobs_of, base, PROMPT, tokens, adapter)
+                assert [row["logprob"] for row in rows] == pytest.approx(truth, abs=LOGPROB), engine
+                assert mine[-1]["weight_versions"][0]["adapter"]["name"] == "voice", engine
+                seen.append(tokens)
+        assert {len(tokens) for tokens in seen} == {TOKENS}, engine
+        assert seen[:2] == seen[2:], engine
+        assert seen[0] != seen[1], engine
+    await client.run("unload_lora_adapter", {"lora_name": "voice"})
+    await mixed.witnessed(client)
+
+
+async def test_describe_says_the_same_of_all(mixed: Mixed, client: RlClient) -> None:
+    rows = {row["instance_id"]: row for row in (await client.run("describe"))["workers"]}
+    told = {engine: rows[one] for engine, one in mixed.ids.items()}
+    assert {row["status"] for row in told.values()} == {"ok"}, told
+    assert {engine: row["engine"] for engine, row in told.items()} == {engine: engine for engine in ENGINES}
+    for key in ("dtype", "vocab_size", "tensors", "weight_bytes", "world_size", "version"):
+        assert len({json.dumps(row[key]) for row in told.values()}) == 1, key
+
+
+async def test_the_page_of_engines_has_what_they_say(mixed: Mixed, client: RlClient) -> None:
+    """Else: python docs/generate_engines.py, by a fleet that was started like this one."""
+    rows = (await client.run("describe"))["workers"]
+    spec = importlib.util.spec_from_file_location("generate_engines", ROOT / "docs" / "generate_engines.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    page = (ROOT / "docs" / "engines.md").read_text()
+    assert page == generate.with_table(page, rows)
+
+
+async def test_weights_that_are_written_over_the_served_ones(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    await client.run("update_weights", update_of(mixed.tiny(1), "tiny 1"))
+    await client.run("load_lora_adapter", {"lora_name": "style", "lora_path": str(mixed.adapter(1))})
+    await client.run("update_weights", update_of(mixed.tiny(2), "tiny 2", staging="none"))
+    await proven(http, mixed, "tiny 2", mixed.tiny(2), ("style", mixed.adapter(1)))
+    # What turns out to be another than was said, when it is half-way in, is not kept.
+    spoilt = {**update_of(mixed.tiny(1), "spoilt", staging="none"), "digest": "blake3:" + "0" * 64}
+    with pytest.raises(PlaneError, match="blake3"):
+        await client.run("update_weights", spoilt)
+    await mixed.plane.until(lambda: all_serve(client, "tiny 2"), HEAL_S)
+    await proven(http, mixed, "tiny 2", mixed.tiny(2), ("style", mixed.adapter(1)))
+    await client.run("unload_lora_adapter", {"lora_name": "style"})
+    await mixed.witnessed(client)
+
+
+# by which ways weights come, into all three at once
+
+
+@pytest.mark.parametrize("backend", each_transport.BACKENDS)
+async def test_each_transport(mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend: str) -> None:
+    await each_transport.bring(mixed, client, http, backend)
+    await mixed.witnessed(client)
+
+
+async def test_what_is_shared_on_one_machine(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient, trainer_of: Callable[..., ipc_trainer.Trainer]
+) -> None:
+    many, label = len(mixed.ids), {"policy": {"staging": "none"}, "version": "ipc 2"}
+    await mixed.witnessed(client)  # from where it can be fetched again
+    await ipc.published(client, trainer_of(mixed.base(2), many), label)
+    await proven(http, mixed, "ipc 2", mixed.base(2))
+    own = trainer_of(mixed.base(3), many, layout="tensors", bucket_bytes=each_transport.BUCKET_BYTES)
+    await ipc.published(client, own, {"version": "ipc 3"})
+    await proven(http, mixed, "ipc 3", mixed.base(3))
+    killed = trainer_of(mixed.tiny(1), many, holds=[ipc.MIDDLE])
+    update, _ = await ipc.holding(client, killed, "killed")
+    killed.kill()
+    with pytest.raises(UpdateAborted, match="trainer has gone"):
+        await update
+    await proven(http, mixed, "ipc 3", mixed.base(3))
+    await mixed.witnessed(client)
+
+
+async def test_what_a_trainer_says_to_one_sglang_server(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    await each_transport.bring_call_by_call(mixed, client, http)
+
+
+@pytest.mark.engines("nixl")
+async def test_what_is_pulled_from_memory(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient, trainer: Callable[..., nixl_trainer.Trainer]
+) -> None:
+    """A worker of each engine comes late, and heals from the trainer; one is killed, and heals from another worker."""
+    ids: dict[str, str] = {}
+    view = await client.view()
+
+    async def heal(engine: str, label: str) -> None:
+        """One at a time: a second worker of each engine together is more than some machines' memory."""
+        late = mixed.plane.spawn(
+            ready=False, engine=engine, model=mixed.first, instance_id=ids.get(engine), **ARGUMENTS[engine]
+        )
+        ids[engine] = (await asyncio.to_thread(late.wait_ready, START_S)).instance_id
+        await mixed.plane.until(lambda: all_serve(client, label), HEAL_S)
+        await proven(http, replace(mixed, ids={engine: ids[engine]}), label, mixed.base(seed_of(label)))
+        late.kill()
+        await mixed.plane.until(lambda: view.member(ids[engine]) is None)
+
+    source = trainer()
+    transport = await source.offers(mixed.base(2), bucket_bytes=1 << 16)
+    await client.run("update_weights", nixl.update_of(transport, "nixl 2"))  # no worker keeps it
+    await source.keeps()
+    for engine in ENGINES:
+        await heal(engine, "nixl 2")
+    transport = await source.offers(mixed.base(3), bucket_bytes=1 << 16)
+    await client.run("update_weights", nixl.update_of(transport, "nixl 3", keep_staged=True))
+    await source.keeps()
+    transport = await source.offers(mixed.tiny(2), bucket_bytes=1 << 16)
+    source.kill()
+    with pytest.raises(PlaneError, match="source_gone"):
+        await client.run("update_weights", nixl.update_of(transport, "never"))
+    await proven(http, mixed, "nixl 3", mixed.base(3))
+    await heal("vllm", "nixl 3")
+    await mixed.witnessed(client)
+
+
+async def test_what_is_broadcast_while_they_generate(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    for base in (mixed.base(2), mixed.base(3)):
+        assert base.is_dir()  # now: making it would hold up this loop, and with it the streams
+    streams = list((await begun(client, mixed)).values())
+
+    async def generate_on() -> None:
+        for stream in streams:
+            await stream.more()
+
+    with group_trainer.Trainer(mixed.plane) as trainer:
+        pushing = Pushing(client, trainer)
+        await pushing.prepare(mixed.base(2), "group 2")
+        await generate_on()
+        await trainer.do("send", 2)
+        await generate_on()
+        await trainer.do("send")
+        await trainer.do("finish")
+        await trainer.do("close")
+        await generate_on()
+        await client.run("complete_weights_update")
+        for stream in streams:
+            stream.stop()
+        await proven(http, mixed, "group 2", mixed.base(2))
+        # Killed in the middle: the engines live, and the next trainer's update comes.
+        await pushing.prepare(mixed.base(3), "group 3")
+        await trainer.do("send", 1)
+        trainer.kill()
+        with pytest.raises(Exception, match="broke"):
+            await client.run("complete_weights_update")
+        await proven(http, mixed, "group 2", mixed.base(2))
+    with group_trainer.Trainer(mixed.plane) as again:
+        await Pushing(client, again).push(mixed.base(3), "group 3")
+    await proven(http, mixed, "group 3", mixed.base(3))
+    await mixed.witnessed(client)
+
+
+async def test_trainers_own_clients_drive_all_three(
+    client: RlClient, http: httpx.AsyncClient, mixed: Mixed
+) -> None:
+    """vLLM's and TRL's, unchanged: each takes the facade for one vLLM. Each meets a worker that is killed in the
+    middle, and brings its update again to the rest."""
+    pytest.importorskip("trl")
+    await mixed.witnessed(client)
+
+    async def form(trainer: ToldProcess, group: str, ranks: int, seed: int) -> None:
+        told = {
+            "directory": str(mixed.base(seed)),
+            "master_port": free_port(),
+            "world_size": 1 + ranks,
+            "group_name": group,
+            "timeout_s": 30.0,
+            "packed": True,
+            "packed_buffer_size_bytes": 20_000,
+        }
+        await trainer.do("init", told)
+
+    async with facade(mixed.plane) as steered:
+        url = str(steered.base_url).rstrip("/")
+        with VllmTrainer(mixed.plane) as trainer:
+            label, before = "base 1", 1
+            for kind, seed in (("vllm", 2), ("trl", 3)):
+                doomed = await asyncio.to_thread(mixed.plane.spawn, ready=False, engine="hf", model=mixed.first)
+                await asyncio.to_thread(doomed.wait_ready, START_S)
+                await trainer.do("client", {"kind": kind, "url": url})
+                await form(trainer, f"{kind}, with one more", len(mixed.ids) + 1, seed)
+                if kind == "trl":
+                    await trainer.do("call", ["pause"])
+                await trainer.do("call", ["start_weight_update"])
+                await trainer.do("part", [0, 3])
+                doomed.kill()
+                with pytest.raises(PlaneError, match="409"):
+                    await trainer.do("part", [1, 3])
+                if kind == "trl":
+                    await trainer.do("call", ["resume"])
+                await proven(http, mixed, label, mixed.base(before))
+                await form(trainer, f"{kind}, without it", len(mixed.ids), seed)
+                await trainer.do("send")
+                label, before = (await client.run("weight_version"))["version"]["label"], seed
+                await proven(http, mixed, label, mixed.base(seed))
+
+
+@pytest.mark.skipif(not verl_client.MODULE.exists(), reason="verl's client is not there: make engines")
+async def test_verls_own_client_drives_all_three(
+    client: RlClient, http: httpx.AsyncClient, mixed: Mixed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client of one SGLang, unchanged: buckets and adapters as safetensors; its pickles are refused. A worker is
+    killed between two buckets, which nobody has yet but the frontend, and another one while all stage them."""
+    await mixed.witnessed(client)
+    view = await client.view()
+    holds = mixed.plane.tmp / "holds"
+    holds.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setenv(VARIABLE, str(holds))
+        doomed = [mixed.plane.spawn(ready=False, engine="hf", model=mixed.first) for _ in range(2)]
+    for one in doomed:
+        await asyncio.to_thread(one.wait_ready, START_S)
+
+    async def served(seed: int) -> None:
+        """By each of the three, and as its own client sees it."""
+        version = (await client.run("weight_version"))["version"]
+        await proven(http, mixed, version["label"], mixed.base(seed))
+        assert await verl.do("generate") == witnessed(seed, verl_client.TOKENS)
+
+    async with facade(mixed.plane) as steered:
+        with verl_client.VerlClient(mixed.plane, str(steered.base_url), mixed.first) as verl:
+            with pytest.raises(PlaneError, match="501"):
+                await verl.do("pickled")
+            await verl.bucket(mixed.base(2), 0)
+            doomed[0].kill()
+            await mixed.plane.until(lambda: view.member(doomed[0].instance_id) is None)
+            await served(1)
+            for number in range(1, verl_client.BUCKETS):
+                await verl.bucket(mixed.base(2), number)
+            await verl.do("flush")
+            await served(2)
+            # With the last one the update begins, everywhere at once.
+            point = f"prepare_update.after.{doomed[1].instance_id}"
+            (holds / point).touch()
+            for number in range(verl_client.BUCKETS - 1):
+                await verl.bucket(mixed.base(3), number)
+            last = asyncio.create_task(verl.bucket(mixed.base(3), verl_client.BUCKETS - 1))
+            await mixed.plane.until((holds / f"reached.{point}").exists, END_S)
+            doomed[1].kill()
+            with pytest.raises(PlaneError, match="409"):
+                await last
+            await served(2)
+            await verl.bring(mixed.base(3))
+            await served(3)
+            await verl.bring(mixed.base(1))
+            await served(1)
+            assert "verl" in await verl.do("adapt", str(mixed.adapter(1)))
+            await verl.do("abort")
+    await client.run("update_weights", update_of(mixed.tiny(1), "tiny 1"))
+    digest = (await client.run("weight_version"))["adapters"]["verl"]["digest"]
+    await proven(http, mixed, "tiny 1", mixed.tiny(1), ("verl", mixed.adapter(1)), digest)
+    await client.run("update_weights", {"target": {"kind": "lora", "op": "unload", "name": "verl"}})
+
+
+async def test_a_choice_outlives_the_workers_and_the_weights_that_made_it(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    """The last one: it leaves `hf` alone. First a worker is killed, then one whose engine loses a process ends itself.
+    What comes back: tests/kill/test_engine_kills.py."""
+    await mixed.witnessed(client)
+    before, after = 1, 2
+    workers = {
+        engine: next(one for one in mixed.plane.spawned if one.instance_id == mixed.ids[engine])
+        for engine in ENGINES
+    }
+    families = [
+        one
+        for engine in ("vllm", "sglang")
+        for one in psutil.Process(workers[engine].process.pid).children(recursive=True)
+    ]
+    update = update_of(mixed.base(after), f"base {after}")
+    await client.run("disable", {"workers": [mixed.ids["sglang"], mixed.ids["hf"]]})
+    body = {"max_tokens": ENDLESS["sglang"], "temperature": 0, "ignore_eos": True, "migrate": True}
+    async with Streaming(http, **body) as stream:
+        await stream.until(lambda stream: len(stream.tokens) >= 20)
+        workers["vllm"].kill()
+        await client.run("update_weights", update)
+        for engine, doomed in (("sglang", "sglang::detokenizer"), ("hf", None)):
+            await client.run("enable", {"workers": [mixed.ids[engine]]})
+            await stream.until(lambda stream, engine=engine: stream.last["instance_id"] == mixed.ids[engine])  # type: ignore[misc]
+            if doomed is not None:
+                next(one for one in families if lives(one) and one.name().startswith(doomed)).kill()
+                assert await asyncio.to_thread(workers[engine].process.wait, END_S) == ENGINE_DEAD
+        await client.run("abort_requests", {})
+        await stream.end()
+    assert (stream.error, stream.last["finish_reason"]) == (None, "abort")
+    makers = stream.last["instances"]
+    assert [maker["instance_id"] for maker in makers] == [mixed.ids[engine] for engine in ("vllm", "sglang", "hf")]
+    seam = makers[1]["start"]
+    spans = [(seed_of(span["version"]), span["start"], span["end"]) for span in stream.spans]
+    assert spans == [(before, 0, seam), (after, seam, len(stream.tokens))]
+    last = PROMPT[-1]
+    for place, token in enumerate(stream.tokens):
+        last = witness_next_token(before if place < seam else after, last)
+        assert token == last, place
+    await mixed.plane.until(lambda: not any(map(lives, families)))
+    assert {state["engine"] for state in (await states(client)).values()} == {"hf"}
+    await client.run("resume", {})

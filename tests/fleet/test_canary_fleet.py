@@ -1,0 +1,339 @@
+"""The numeric canary of a real fleet: no engine serves weights with which it computes something else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from rl_plane.client import RlClient
+from rl_plane.errors import CanaryFailed, Conflict, InvalidRequest, InvalidWeights, NotAdmitted, PlaneError
+from rl_plane.fleet.fleet import Fleet
+from rl_plane.protocol.canary import default_canary
+from rl_plane.protocol.subjects import CANARY_HISTORY
+from tests.support.faults import Faulty, Stream, Told, spawn_faulty
+from worker.engines.fake.adapter import fake_prompt_logprobs, fake_token
+from worker.receive.staging import model_digest
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+SEQUENCES = [[3, 5, 7, 9], [11, 13]]
+
+
+def update_of(directory: Path, version: str, **policy: Any) -> dict[str, Any]:
+    transport = {"backend": "filesystem", "path": str(directory)}
+    return {"transport": transport, "version": version, "policy": policy}
+
+
+def scores_of(directory: Path, sequences: list[list[int]] = SEQUENCES) -> list[list[float]]:
+    """What a sound engine gives for these weights."""
+    digest = model_digest(directory)
+    rows = [fake_prompt_logprobs(digest, tokens)[1:] for tokens in sequences]
+    return [[value for value in row if value is not None] for row in rows]
+
+
+def canary_of(directory: Path) -> dict[str, Any]:
+    return {"sequences": SEQUENCES, "expected": scores_of(directory)}
+
+
+async def state_of(client: RlClient, instance_id: str) -> dict[str, Any]:
+    await client.list_workers()
+    out = await client.call_all("state")
+    return next(dict(row.body) for row in out.rows if row.instance_id == instance_id)
+
+
+async def until_closed_by_numerics(plane: Plane, client: RlClient, instance_id: str) -> None:
+    async def closed() -> bool:
+        reasons = (await state_of(client, instance_id))["admission"]["reasons"]
+        return any(reason.startswith("numerics: ") for reason in reasons)
+
+    await plane.until(closed)
+
+
+async def until_serving(plane: Plane, client: RlClient, instance_id: str, label: str) -> None:
+    async def serving() -> bool:
+        state = await state_of(client, instance_id)
+        return bool(state["ready"]) and state["applied_weight_version"] == label
+
+    await plane.until(serving)
+
+
+async def fleet_of(plane: Plane, count: int) -> tuple[Fleet, list[Faulty]]:
+    fleet = await plane.fleet()
+    workers = [spawn_faulty(plane) for _ in range(count)]
+    return fleet, workers
+
+
+async def failed_update(fleet: Fleet, body: dict[str, Any], kind: type[PlaneError]) -> PlaneError:
+    with pytest.raises(kind) as caught:
+        await fleet.run("update_weights", body)
+    assert type(caught.value) is kind
+    return caught.value
+
+
+async def test_the_answer_and_the_history_tell_how_near_the_workers_are(plane: Plane) -> None:
+    fleet, _ = await fleet_of(plane, 2)
+    reply = await fleet.run("update_weights", update_of(plane.model(1), "one"))
+    nearness = {"against": "fleet", "difference": 0.0, "mismatch_kl": 0.0}
+    assert reply["canary"].items() >= {"action": "open", "scored": 2, "failed": 0, **nearness}.items()
+    assert all(row["canary"]["passed"] and "vectors" not in row["canary"] for row in reply["workers"])
+    listed = (await fleet.run("updates", {}))["updates"]
+    assert listed[0]["canary"] == reply["canary"]
+    directory = plane.model(2)
+    reply = await fleet.run("update_weights", update_of(directory, "two", canary=canary_of(directory)))
+    assert reply["canary"]["against"] == "trainer"
+    assert reply["canary"]["difference"] < 1e-5
+
+
+async def test_a_worker_that_differs_from_the_others_is_excluded_and_heals(plane: Plane) -> None:
+    fleet, (bad, *good) = await fleet_of(plane, 3)
+    bad.fail("miscompute")
+    reply = await fleet.run("update_weights", update_of(plane.model(1), "one"))
+    assert reply["excluded"] == [bad.instance_id]
+    row = next(row for row in reply["workers"] if row["instance_id"] == bad.instance_id)
+    assert row["error"]["code"] == "numerics"
+    told = row["error"]["canary"]
+    assert told["difference"] > told["tolerance"]
+    assert told["expected"] != told["measured"]
+    for worker in good:
+        assert (await state_of(fleet.client, worker.instance_id))["ready"]
+    await until_closed_by_numerics(plane, fleet.client, bad.instance_id)
+    with pytest.raises(NotAdmitted):
+        await Stream(fleet.client, bad.instance_id, [1, 2], 4).end()
+    bad.mend("miscompute")
+    await fleet.run("enable", {"workers": [bad.instance_id]})
+    await until_serving(plane, fleet.client, bad.instance_id, "one")
+    healed = await Stream(fleet.client, bad.instance_id, [1, 2], 4).end()
+    assert healed.tokens == [fake_token(model_digest(plane.model(1)), [1, 2], place) for place in range(4)]
+
+
+async def test_no_token_goes_out_that_a_running_request_made_before_its_worker_failed(plane: Plane) -> None:
+    fleet = await plane.fleet()
+    bad = spawn_faulty(plane, token_delay_s="0.01")
+    for _ in range(2):
+        spawn_faulty(plane)
+    stream = Stream(fleet.client, bad.instance_id, [1, 2], 4000)
+    await stream.until(tokens=3)
+    bad.fail("miscompute")
+    await fleet.run("update_weights", update_of(plane.model(1), "one"))
+    with pytest.raises(NotAdmitted):
+        await stream.end()
+    before = model_digest(plane.model(0))
+    assert stream.tokens == [fake_token(before, [1, 2], place) for place in range(len(stream.tokens))]
+
+
+async def test_a_running_request_goes_on_where_its_worker_passes(plane: Plane) -> None:
+    fleet = await plane.fleet()
+    workers = [spawn_faulty(plane, token_delay_s="0.01") for _ in range(2)]
+    stream = Stream(fleet.client, workers[0].instance_id, [1, 2], 4000)
+    await stream.until(tokens=3)
+    await fleet.run("update_weights", update_of(plane.model(1), "one"))
+    await stream.until(spans=2)
+    assert [span["version"] for span in stream.spans] == ["initial", "one"]
+    stream.stop()
+
+
+async def test_a_version_that_all_miss_goes_back_to_the_one_before(plane: Plane) -> None:
+    fleet, workers = await fleet_of(plane, 2)
+    await fleet.run("update_weights", update_of(plane.model(1), "one", canary=canary_of(plane.model(1))))
+    wrong = update_of(
+        plane.model(2), "two", canary={"sequences": SEQUENCES, "expected": scores_of(plane.model(3))}
+    )
+    with pytest.raises(CanaryFailed) as caught:
+        await fleet.run("update_weights", wrong, request_id="again")
+    error = caught.value
+    assert error.facts["failed_version"]["label"] == "two"
+    assert error.facts["version"].items() >= {"label": "one", "sequence": 3}.items()
+    assert error.facts["canary"].items() >= {"action": "rollback", "failed": 2, "against": "trainer"}.items()
+    for worker in workers:
+        state = await state_of(fleet.client, worker.instance_id)
+        assert (state["ready"], state["applied_weight_version"], state["sequence"]) == (True, "one", 3)
+    with pytest.raises(CanaryFailed) as repeated:
+        await fleet.run("update_weights", wrong, request_id="again")
+    assert repeated.value.facts["repeated"]
+    newest = (await fleet.run("updates", {}))["updates"][0]
+    assert (newest["outcome"], newest["error"]["code"], newest["canary"]["failed"]) == ("aborted", "numerics", 2)
+    reply = await fleet.run("update_weights", update_of(plane.model(2), "two"))
+    assert reply["version"]["sequence"] == 4
+
+
+async def test_exclude_leaves_a_version_that_all_miss_unserved(plane: Plane) -> None:
+    fleet, workers = await fleet_of(plane, 2)
+    canary = {"sequences": SEQUENCES, "expected": scores_of(plane.model(3))}
+    body = update_of(plane.model(2), "two", canary=canary, on_canary_failure="exclude")
+    error = await failed_update(fleet, body, Conflict)
+    assert error.facts["canary"].items() >= {"action": "exclude", "failed": 2}.items()
+    for worker in workers:
+        assert not (await state_of(fleet.client, worker.instance_id))["ready"]
+    reply = await fleet.run("update_weights", update_of(plane.model(1), "one"))
+    assert reply["excluded"] == []
+
+
+async def test_warn_serves_a_version_that_all_miss(plane: Plane) -> None:
+    fleet, workers = await fleet_of(plane, 2)
+    canary = {"sequences": SEQUENCES, "expected": scores_of(plane.model(3))}
+    reply = await fleet.run(
+        "update_weights", update_of(plane.model(2), "two", canary=canary, on_canary_failure="warn")
+    )
+    assert (reply["canary"]["action"], reply["canary"]["failed"], reply["excluded"]) == ("open", 2, [])
+    assert "every worker failed the canary" in reply["canary"]["warning"]
+    noted = await fleet.client.bus.get(fleet.client.subjects().state, CANARY_HISTORY)
+    assert noted is None, "values that missed the trainer's are no measure for later"
+    for worker in workers:
+        assert (await state_of(fleet.client, worker.instance_id))["ready"]
+
+
+async def test_two_workers_that_differ_go_back_where_nothing_tells_who_is_right(plane: Plane) -> None:
+    fleet, (bad, good) = await fleet_of(plane, 2)
+    bad.fail("miscompute")
+    error = await failed_update(fleet, update_of(plane.model(1), "one"), CanaryFailed)
+    assert error.facts["version"]["label"] == "initial"
+    await until_serving(plane, fleet.client, good.instance_id, "initial")
+
+
+async def test_one_worker_is_held_against_what_its_version_gave_before(plane: Plane) -> None:
+    fleet, (only,) = await fleet_of(plane, 1)
+    await fleet.run("update_weights", update_of(plane.model(1), "one"))
+    await fleet.run("update_weights", update_of(plane.model(2), "two"))
+    only.fail("miscompute")
+    error = await failed_update(fleet, update_of(plane.model(1), "one again", commit_timeout_s=1), CanaryFailed)
+    assert error.facts["canary"]["against"] == "reference"
+    await until_closed_by_numerics(plane, fleet.client, only.instance_id)
+    only.mend("miscompute")
+    await fleet.run("enable", {"workers": [only.instance_id]})
+    await until_serving(plane, fleet.client, only.instance_id, "two")
+
+
+async def test_a_worker_that_comes_later_passes_the_canary_before_it_is_admitted(plane: Plane) -> None:
+    fleet, _ = await fleet_of(plane, 1)
+    await fleet.run("update_weights", update_of(plane.model(1), "one"))
+    late = spawn_faulty(plane, "miscompute")
+    await until_closed_by_numerics(plane, fleet.client, late.instance_id)
+    assert not (await state_of(fleet.client, late.instance_id))["ready"]
+    late.mend("miscompute")
+    await fleet.run("enable", {"workers": [late.instance_id]})
+    await until_serving(plane, fleet.client, late.instance_id, "one")
+
+
+async def test_a_rolling_update_stops_at_the_first_worker_and_goes_back(plane: Plane) -> None:
+    fleet, workers = await fleet_of(plane, 2)
+    wrong = {"sequences": SEQUENCES, "expected": scores_of(plane.model(3))}
+    error = await failed_update(
+        fleet, update_of(plane.model(1), "one", canary=wrong, barrier="rolling"), CanaryFailed
+    )
+    assert error.facts["canary"]["scored"] == 1
+    for worker in workers:
+        await until_serving(plane, fleet.client, worker.instance_id, "initial")
+    right = update_of(plane.model(1), "one", canary=canary_of(plane.model(1)), barrier="rolling")
+    reply = await fleet.run("update_weights", right)
+    assert (reply["canary"]["scored"], reply["excluded"]) == (2, [])
+
+
+async def test_memory_that_comes_back_is_scored_before_the_worker_opens(plane: Plane) -> None:
+    fleet, (bad, _) = await fleet_of(plane, 2)
+    canary = canary_of(plane.model(1))
+    await fleet.run("release_memory", {"tags": ["kv_cache"]})
+    bad.fail("miscompute")
+    reply = await fleet.run("update_weights", update_of(plane.model(1), "one", canary=canary))
+    assert "canary" not in reply, "nothing can be scored yet"
+    await fleet.run("resume_memory", {"tags": ["kv_cache"]})
+    await until_closed_by_numerics(plane, fleet.client, bad.instance_id)
+
+
+async def test_off_scores_nothing(plane: Plane) -> None:
+    fleet, (bad, _, _) = await fleet_of(plane, 3)
+    bad.fail("miscompute")
+    reply = await fleet.run("update_weights", update_of(plane.model(1), "one", canary="off"))
+    assert "canary" not in reply
+    assert reply["excluded"] == []
+
+
+@pytest.mark.parametrize(
+    ("canary", "field"),
+    [
+        ({"sequences": [[1]]}, "policy.canary.sequences.0"),
+        ({"sequences": [[1, 2]], "expected": [[-1.0, -2.0]]}, "policy.canary.expected.0"),
+        ({"sequences": [[1, 600]]}, "policy.canary.sequences.0.1"),
+        ({"sequences": [["1", 2]]}, "policy.canary.sequences.0.0"),
+        ({"sequences": [[1, 2]], "expected": [[float("nan")]]}, "policy.canary.expected.0.0"),
+        ({"sequences": [[1, 2]], "tolerance": 0}, "policy.canary.tolerance"),
+        ("on", "policy.canary"),
+    ],
+)
+async def test_a_wrong_canary_is_refused_before_anything_is_touched(plane: Plane, canary: Any, field: str) -> None:
+    fleet, (only,) = await fleet_of(plane, 1)
+    error = await failed_update(fleet, update_of(plane.model(1), "one", canary=canary), InvalidRequest)
+    assert error.facts["field"] == field
+    state = await state_of(fleet.client, only.instance_id)
+    assert (state["sequence"], state["staged"], state["ready"]) == (0, None, True)
+
+
+async def test_the_default_canary_is_scored_by_every_worker(plane: Plane) -> None:
+    fleet, _ = await fleet_of(plane, 1)
+    await fleet.run("update_weights", update_of(plane.model(1), "one"))
+    record = (await fleet.client.view()).record
+    assert record is not None
+    assert record.canary is not None
+    assert record.canary.sequences == tuple(tuple(tokens) for tokens in default_canary(512).sequences)
+
+
+async def test_a_later_worker_of_a_rolling_update_is_judged_by_the_first_ones(plane: Plane) -> None:
+    fleet, workers = await fleet_of(plane, 2)
+    first, second = sorted(workers, key=lambda worker: worker.instance_id)
+    told = await Told.follow(fleet.client)
+    second.fail("miscompute")
+    reply = await fleet.run("update_weights", update_of(plane.model(1), "one", barrier="rolling"))
+    assert reply["excluded"] == [second.instance_id]
+    row = next(row for row in reply["workers"] if row["instance_id"] == second.instance_id)
+    assert row["error"]["canary"]["against"] == "reference"
+    served = [status for status in told.of(second.instance_id) if status["admission"]["open"]]
+    assert all(status["version"]["label"] == "initial" for status in served)
+    assert (await state_of(fleet.client, first.instance_id))["ready"]
+
+
+async def test_a_canary_beside_the_checkpoint_is_the_versions_own(plane: Plane) -> None:
+    fleet, (bad, _) = await fleet_of(plane, 2)
+    before = model_digest(plane.model(1))
+    (plane.model(1) / "canary.json").write_text(json.dumps(canary_of(plane.model(1))))
+    assert model_digest(plane.model(1)) == before, "no digest covers it"
+    bad.fail("miscompute")
+    reply = await fleet.run("update_weights", update_of(plane.model(1), "one"))
+    assert reply["canary"]["against"] == "trainer"
+    assert reply["excluded"] == [bad.instance_id]
+    reply = await fleet.run("update_weights", update_of(plane.model(1), "two", canary="off"))
+    assert "canary" not in reply
+
+
+@pytest.mark.parametrize("staging", ["host", "none"])
+@pytest.mark.parametrize(
+    ("text", "kind", "field"),
+    [
+        ('{"sequences": [[1, 600]]}', InvalidRequest, "canary.json.sequences.0.1"),
+        ('{"sequences": [[1, "2"]]}', InvalidRequest, "canary.json.sequences.0.1"),
+        ('{"sequences": [[1, 2]], "expected": [[-1.0, -2.0]]}', InvalidRequest, "canary.json.expected.0"),
+        ('{"sequences": [[1, 2]], "more": 1}', InvalidRequest, "canary.json.more"),
+        ('{"sequences": [[1, 2]], "tolerance": NaN}', InvalidWeights, "transport.path"),
+        ("{" + " " * 100_000 + "}", InvalidWeights, "transport.path"),
+    ],
+)
+async def test_a_wrong_canary_beside_the_checkpoint_is_refused_before_anything_is_touched(
+    plane: Plane, text: str, kind: type[PlaneError], field: str, staging: str
+) -> None:
+    fleet, (only,) = await fleet_of(plane, 1)
+    (plane.model(1) / "canary.json").write_text(text)
+    error = await failed_update(fleet, update_of(plane.model(1), "one", staging=staging), kind)
+    assert error.facts["field"] == field
+    if kind is InvalidWeights:
+        assert "canary.json" in error.message
+    state = await state_of(fleet.client, only.instance_id)
+    assert (state["sequence"], state["staged"], state["ready"]) == (0, None, True)
+
+
+async def test_the_answer_names_why_workers_failed(plane: Plane) -> None:
+    fleet, (bad, *_) = await fleet_of(plane, 3)
+    bad.fail("miscompute")
+    reply = await fleet.run("update_weights", update_of(plane.model(1), "one"))
+    assert reply["canary"]["reasons"] == {"fleet": 1}

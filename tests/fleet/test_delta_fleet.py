@@ -1,0 +1,185 @@
+"""Updates by delta in a real fleet: who keeps the base changes it, who does not fetches the way to it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_plane.client import RlClient
+from rl_plane.errors import InvalidRequest, NotAtBase, PlaneError
+from rl_plane.protocol.record import MAX_DELTAS, read_record
+from rl_plane.protocol.versions import DTYPE_BYTES, TensorSpec
+from rl_plane.weights import delta_codec
+from rl_plane.weights.checkpoint import open_checkpoint
+from rl_plane.weights.safetensors_file import write_safetensors
+from tests.conftest import Plane
+from tests.fleet.test_updates import all_serve, generated, states, update_of
+from worker.engines.fake.adapter import fake_token
+from worker.receive.staging import model_digest
+
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
+HEAL_S = 60.0
+PROMPT = [5, 6, 7]
+
+
+def tensors_in(directory: Path) -> dict[str, tuple[TensorSpec, bytes]]:
+    checkpoint = open_checkpoint(directory)
+    try:
+        return {name: (tensor.spec, bytes(tensor.data)) for name, tensor in checkpoint.tensors()}
+    finally:
+        checkpoint.close()
+
+
+def delta_dir(plane: Plane, old: Path, new: Path) -> Path:
+    blobs = {}
+    after = tensors_in(new)
+    for name, (spec, data) in tensors_in(old).items():
+        blob = delta_codec.encode(data, after[name][1], DTYPE_BYTES[spec.dtype])
+        if blob is not None:
+            blobs[name] = (TensorSpec("U8", (len(blob),)), blob)
+    path = plane.tmp / "weights" / f"{old.name}-{new.name}"
+    path.mkdir(exist_ok=True)
+    write_safetensors(path / "model.safetensors", blobs)
+    return path
+
+
+def by_delta(plane: Plane, old: Path, new: Path, label: str, **more: Any) -> dict[str, Any]:
+    body = update_of(delta_dir(plane, old, new), label)
+    return {**body, "encoding": "delta", "base": model_digest(old), "digest": model_digest(new), **more}
+
+
+async def kept(client: RlClient) -> set[str | None]:
+    return {state["kept"] for state in (await states(client)).values()}
+
+
+async def test_versions_by_delta_and_those_that_come_later(plane: Plane) -> None:
+    models = [plane.model(seed) for seed in range(5)]
+    client = await plane.client()
+    doomed, other = (one.instance_id for one in plane.spawn_many(2))
+    # The base is each worker's own model, which nobody keeps yet.
+    reply = await client.run("update_weights", by_delta(plane, models[0], models[1], "one"))
+    assert reply["version"]["digest"] == model_digest(models[1])
+    assert await kept(client) == {model_digest(models[1])}
+    for number in (2, 3):
+        body = by_delta(plane, models[number - 1], models[number], f"step {number}")
+        await client.run("update_weights", body)
+        assert await all_serve(client, f"step {number}")
+    for one in (doomed, other):
+        made = [fake_token(model_digest(models[3]), PROMPT, position) for position in range(4)]
+        assert await generated(client, one, PROMPT, 4) == made
+    # Who was away, and who is new, comes through the chain.
+    next(one for one in plane.spawned if one.instance_id == doomed).kill()
+    plane.spawn(instance_id=doomed)
+    new = plane.spawn().instance_id
+    await plane.until(lambda: all_serve(client, "step 3"), HEAL_S)
+    assert await generated(client, new, PROMPT, 4) == made
+    assert await kept(client) == {model_digest(models[3])}
+    await client.run("update_weights", by_delta(plane, models[3], models[4], "step 4"))
+    assert await all_serve(client, "step 4")
+    # Back to one that was a delta, and on from there.
+    told = (await client.run("updates"))["updates"]
+    assert [(one["label"], one["encoding"]) for one in told[:2]] == [("step 4", "delta"), ("step 3", "delta")]
+    assert told[0]["base"] == model_digest(models[3])
+    back = await client.run("update_weights", {"rollback": {"label": "step 2"}})
+    assert back["version"]["digest"] == model_digest(models[2])
+    assert back["excluded"] == []
+    await client.run("update_weights", by_delta(plane, models[2], models[3], "on"))
+    # A full version ends the chain, and what was kept.
+    await client.run("update_weights", update_of(models[1], "full"))
+    assert await kept(client) == {None}
+    record = await read_record(client.bus, client.subjects().state)
+    assert record is not None
+    assert record.source.deltas == 0
+
+
+async def test_what_can_not_be_applied_leaves_everything_as_it_was(plane: Plane) -> None:
+    models = [plane.model(seed) for seed in range(4)]
+    client = await plane.client()
+    plane.spawn_many(2)
+    await client.run("update_weights", update_of(models[1], "one", keep_staged=True))
+    assert await kept(client) == {model_digest(models[1])}
+    good = by_delta(plane, models[1], models[2], "two")
+    wrong: list[tuple[dict[str, Any], type[PlaneError], str]] = [
+        (by_delta(plane, models[0], models[2], "two"), NotAtBase, model_digest(models[1])),
+        ({**good, "digest": "blake3:" + "0" * 64}, InvalidRequest, "the delta makes"),
+        (
+            {**good, "transport": {"backend": "filesystem", "path": str(models[2])}},
+            InvalidRequest,
+            "not the delta",
+        ),
+    ]
+    for body, error, words in wrong:
+        with pytest.raises(error, match=words):
+            await client.run("update_weights", body)
+        assert await all_serve(client, "one")
+        assert await kept(client) == {model_digest(models[1])}
+    # Aborted after it was prepared everywhere, and one whose worker fails: the next one still works.
+    prepared = await client.run("prepare_weights_update", good)
+    assert await kept(client) == {None}, "it is being changed"
+    await client.run("abort_weights_update", {"update_id": prepared["update_id"]})
+    assert await kept(client) == {model_digest(models[1])}
+    prepared = await client.run("prepare_weights_update", good)
+    await client.run("complete_weights_update", {"update_id": prepared["update_id"]})
+    assert await all_serve(client, "two")
+    await client.run("update_weights", by_delta(plane, models[2], models[3], "three"))
+    assert await all_serve(client, "three")
+
+
+async def test_a_chain_is_not_endless_and_a_gone_base_is_told(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [plane.model(seed) for seed in range(3)]
+    client = await plane.client()
+    ids = [one.instance_id for one in plane.spawn_many(2)]
+    monkeypatch.setattr("rl_plane.commit.rules.MAX_DELTAS", 1)
+    assert MAX_DELTAS > 1
+    await client.run("update_weights", by_delta(plane, models[0], models[1], "one"))
+    with pytest.raises(NotAtBase, match="1 deltas away"):
+        await client.run("update_weights", by_delta(plane, models[1], models[2], "two"))
+    monkeypatch.undo()
+    # One worker loses what it kept, and what would bring it back is gone.
+    (plane.tmp / "weights" / "seed0-seed1" / "model.safetensors").rename(plane.tmp / "away")
+    next(one for one in plane.spawned if one.instance_id == ids[0]).kill()
+    await plane.until(lambda: _count(client, 1))
+    plane.spawn(instance_id=ids[0])
+    two = await client.run("update_weights", by_delta(plane, models[1], models[2], "two"))
+    assert two["excluded"] == [ids[0]], "closed before, so it holds nobody up"
+    await client.run("update_weights", update_of(models[2], "three"))
+    assert await all_serve(client, "three")
+
+
+async def _count(client: RlClient, count: int) -> bool:
+    return len(await client.list_workers()) == count
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not all(map(importlib.util.find_spec, ("torch", "peft"))), reason="hf's packages")
+async def test_real_models_by_delta(plane: Plane) -> None:
+    from tests.engines.test_hf_fleet import Witnesses, chain
+
+    witnesses = Witnesses(plane)
+    models = [witnesses.base(seed) for seed in (1, 2, 3, 4)]
+    client = await plane.client()
+    (one,) = await asyncio.to_thread(witnesses.spawn, 1)
+
+    async def proven(seed: int) -> None:
+        assert await generated(client, one, PROMPT, 8, temperature=0.0) == chain(PROMPT[-1], 8, seed)
+
+    await client.run("update_weights", update_of(models[1], "two", keep_staged=True))
+    await proven(2)
+    bad = by_delta(plane, models[1], models[2], "bad", digest="blake3:" + "0" * 64)
+    with pytest.raises(InvalidRequest, match="the delta makes"):
+        await client.run("update_weights", bad)
+    await client.run("update_weights", by_delta(plane, models[1], models[2], "three"))
+    await proven(3)
+    plane.spawned[0].kill()
+    await asyncio.to_thread(witnesses.spawn, 1, instance_id=one)
+    await plane.until(lambda: all_serve(client, "three"), HEAL_S)
+    await client.run("update_weights", by_delta(plane, models[2], models[3], "four"))
+    await proven(4)
+    assert await kept(client) == {model_digest(models[3])}

@@ -1,0 +1,212 @@
+"""Aborts of requests that wait in a frontend, for a first worker or one that takes them: no worker knows of those."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from frontend.routing.aborts import Aborts
+from rl_plane.client import RlClient
+from rl_plane.errors import Unavailable
+from rl_plane.protocol.subjects import FRONTEND_PREFIX
+from tests.fleet.test_frontend_generation import PROMPT, ask, frontend, next_event
+from tests.support.dialect_facade import facade, fine
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+BOUND_S = 30.0
+WAIT_S = 60.0
+"""For a worker: none of these requests comes to the end of it."""
+LONG = 2000
+
+
+async def never() -> int:
+    await asyncio.Event().wait()
+    return 1
+
+
+# ---- alone ----
+
+
+async def test_what_waits_is_ended_by_each_of_its_names() -> None:
+    aborts = Aborts()
+    for names in (None, ["one"], ["x", "two"]):
+        with aborts.of("one", "two", choices=3) as ending:
+            waiting = asyncio.create_task(ending.unless_aborted(never()))
+            await asyncio.sleep(0)
+            assert aborts.abort(["x"]) == 0
+            assert aborts.abort(names) == 3
+            assert aborts.abort(names) == 0
+            assert await waiting is None
+            assert await ending.unless_aborted(never()) is None
+    assert aborts.abort(None) == 0
+
+
+async def test_what_came_at_the_same_time_is_not_used() -> None:
+    aborts = Aborts()
+    came = asyncio.Event()
+    with aborts.of("one") as ending:
+        waiting = asyncio.create_task(ending.unless_aborted(came.wait()))
+        await asyncio.sleep(0)
+        came.set()
+        assert aborts.abort(None) == 1
+        assert await waiting is None
+
+
+async def test_what_a_worker_has_waits_for_no_other_one() -> None:
+    aborts = Aborts()
+    with aborts.of("one") as ending:
+        assert await ending.unless_aborted(asyncio.sleep(0, 5)) == 5
+        assert aborts.abort(["one"]) == 0
+        assert await ending.unless_aborted(never()) is None
+
+
+async def test_other_ends_of_a_wait_are_its_own() -> None:
+    async def late() -> int:
+        raise TimeoutError
+
+    with Aborts().of("one") as ending:
+        with pytest.raises(TimeoutError):
+            await ending.unless_aborted(late())
+        waiting = asyncio.create_task(ending.unless_aborted(never()))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+
+# ---- with frontends ----
+
+
+async def aborted(client: RlClient, count: int, **body: Any) -> None:
+    """Once so many choices have waited, and were ended."""
+    async with asyncio.timeout(BOUND_S):
+        while count:
+            count -= (await client.run("abort_requests", body))["waiting"]
+            assert count >= 0
+            await asyncio.sleep(0.02)
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt_token_ids": PROMPT, "return_token_ids": True, "n": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "logprobs": True},
+    "/inference/v1/generate": {"token_ids": PROMPT, "sampling_params": {"prompt_logprobs": 0}},
+    "/generate": {"input_ids": PROMPT, "return_logprob": True},
+}
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+async def test_requests_that_wait_end_as_an_abort_ends_them(plane: Plane, disabled: bool) -> None:
+    """On every route, in every frontend; while there is no worker, and while none takes requests."""
+    client = await plane.client()
+    if disabled:
+        worker = plane.spawn()
+        await client.run("disable", {"workers": [worker.instance_id]})
+    async with frontend(plane, admission_wait_s=WAIT_S) as one, frontend(plane, admission_wait_s=WAIT_S) as other:
+        tasks = {
+            (path, stream, http): asyncio.create_task(http.post(path, json={**body, "stream": stream}))
+            for path, body in ASKED.items()
+            for stream in (False, True)
+            for http in (one, other)
+        }
+        await aborted(client, 5 * 2 * 2)
+        for (path, stream, _), task in tasks.items():
+            reply = await task
+            assert reply.status_code == 200, reply.text
+            told = events(reply) if stream else [reply.json()]
+            if path == "/generate":
+                (row,) = told
+                reason = row["meta_info"]["finish_reason"]["type"]
+                assert (reason, row["output_ids"], row["meta_info"]["weight_version"]) == ("abort", [], None)
+                continue
+            choices = [choice for part in told for choice in part["choices"]]
+            assert len(choices) == (2 if path == "/v1/completions" else 1)
+            for choice in choices:
+                assert (choice["finish_reason"], choice["weight_versions"]) == ("abort", [])
+                assert choice.get("token_ids", []) == []
+            if path == "/v1/completions":
+                assert all(choice["prompt_token_ids"] == PROMPT for choice in choices)
+        # None of them is left anywhere, and what comes later is served.
+        if disabled:
+            await client.run("enable", {"workers": [worker.instance_id]})
+        else:
+            plane.spawn()
+        for http in (one, other):
+            assert (await ask(http, max_tokens=1))["choices"][0]["finish_reason"] == "length"
+        assert (await client.run("abort_requests"))["waiting"] == 0
+
+
+def events(reply: httpx.Response) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+async def test_one_request_that_waits_ends_by_its_callers_name(plane: Plane) -> None:
+    worker, client = plane.spawn(), await plane.client()
+    await client.run("disable", {"workers": [worker.instance_id]})
+    async with facade(plane) as http:
+        asked = {
+            "mine": ("/inference/v1/generate", {"token_ids": PROMPT, "request_id": "mine", "sampling_params": {}}),
+            "yours": ("/generate", {"input_ids": PROMPT, "rid": "yours"}),
+            "other": ("/generate", {"input_ids": PROMPT, "rid": "yours, too"}),
+        }
+        tasks = {name: asyncio.create_task(http.post(path, json=body)) for name, (path, body) in asked.items()}
+        async with asyncio.timeout(BOUND_S):
+            ended = 0
+            while not ended:
+                ended = fine(await http.post("/abort_requests", json={"request_ids": ["mine"]}))["aborted"]
+            assert (await tasks.pop("mine")).json()["choices"][0]["finish_reason"] == "abort"
+            while not tasks["yours"].done():
+                fine(await http.post("/abort_request", json={"rid": "yours"}))
+            assert tasks.pop("yours").result().json()["meta_info"]["finish_reason"]["type"] == "abort"
+        await client.run("enable", {"workers": [worker.instance_id]})
+        assert (await tasks["other"]).json()["meta_info"]["finish_reason"]["type"] == "length"
+
+
+async def test_a_choice_that_waits_for_its_next_worker_ends_with_its_tokens(plane: Plane) -> None:
+    worker, client = plane.spawn(token_delay_s=0.05), await plane.client()
+    body = {"prompt_token_ids": PROMPT, "max_tokens": LONG, "migrate": True, "return_token_ids": True}
+    async with (
+        frontend(plane, admission_wait_s=WAIT_S) as http,
+        http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response,
+    ):
+        lines = response.aiter_lines()
+        choices = [(await next_event(lines))["choices"][0] for _ in range(3)]
+        worker.kill()
+        # The frontend may know of the death by now, or not yet: the choice goes on nowhere in either case.
+        await client.run("abort_requests")
+        while (event := await next_event(lines)) is not None and event != "[DONE]":
+            choices += event["choices"]
+    assert choices[-1]["finish_reason"] == "abort"
+    (span,) = choices[-1]["weight_versions"]
+    made = [token for choice in choices for token in choice["token_ids"]]
+    assert (span["start"], span["end"]) == (0, len(made))
+    assert len(made) >= 3
+
+
+async def test_a_frontend_that_does_not_answer_is_named(plane: Plane) -> None:
+    """One that is gone is not: nothing waits there any more."""
+    plane.spawn()
+    client = await plane.client()
+    subjects = client.subjects()
+    for name in ("gone", "stopped"):
+        await client.bus.put(subjects.state, FRONTEND_PREFIX + name, b"{}")
+
+    async def hear(message: Any) -> None:
+        pass
+
+    await client.bus.subscribe(subjects.frontend("stopped"), hear)
+    with pytest.raises(Unavailable) as caught:
+        await client.run("abort_requests")
+    assert caught.value.facts["frontends"] == ["stopped"]
+    assert [row["status"] for row in caught.value.facts["workers"]] == ["ok"]
+    # Who names workers means what they have.
+    (row,) = caught.value.facts["workers"]
+    reply = await client.run("abort_requests", {"workers": [row["instance_id"]]})
+    assert reply["waiting"] == 0

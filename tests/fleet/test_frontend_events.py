@@ -1,0 +1,373 @@
+"""`GET /v1/rl/events`: what a listener is told, and what it can't do to the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from frontend.facade import events
+from frontend.facade.events import HELLO, KEEP_ALIVE, FleetEvents, Listener
+from frontend.main import started
+from frontend.routing.fleet_status import FleetStatus
+from frontend.server import listeners
+from frontend.server.options import FrontendOptions
+from rl_plane.errors import InvalidRequest, Unavailable
+from tests.support.faults import spawn_faulty
+from tests.unit.frontend.test_committed import record, rolling
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+KEY = "a key"
+BOUND_S = 20.0
+
+Event = tuple[int, str, dict[str, Any]]
+
+
+def parsed(block: str) -> Event | None:
+    """`(id, kind, data)`; None for a comment."""
+    fields = dict(line.split(": ", 1) for line in block.strip().splitlines() if not line.startswith(":"))
+    return (int(fields["id"]), fields["event"], json.loads(fields["data"])) if fields else None
+
+
+class Reader:
+    """One open stream."""
+
+    def __init__(self, lines: AsyncIterator[str]) -> None:
+        self._lines = lines
+        self.seen: list[Event] = []
+
+    async def block(self) -> str | None:
+        found: list[str] = []
+        async for line in self._lines:
+            if not line:
+                return "\n".join(found)
+            found.append(line)
+        return None
+
+    async def until(self, holds: Callable[[str, dict[str, Any]], bool]) -> dict[str, Any]:
+        """The first event from now on for which it holds."""
+        async with asyncio.timeout(BOUND_S):
+            while (block := await self.block()) is not None:
+                if (event := parsed(block)) is not None:
+                    self.seen.append(event)
+                    if holds(event[1], event[2]):
+                        return event[2]
+        raise AssertionError(f"the stream has ended: {self.seen}")
+
+
+@asynccontextmanager
+async def reading(rl: httpx.AsyncClient) -> AsyncIterator[Reader]:
+    async with rl.stream("GET", "events") as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        reader = Reader(response.aiter_lines())
+        async with asyncio.timeout(BOUND_S):
+            assert await reader.block() == HELLO.decode().strip()
+        yield reader
+
+
+@pytest_asyncio.fixture
+async def rl(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
+    options = FrontendOptions(
+        plane.url, plane.namespace, plane.component, rl_port=0, http_port=None, admin_key=KEY
+    )
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with (
+        started(options) as urls,
+        httpx.AsyncClient(base_url=f"{urls['rl_url']}/v1/rl/", headers=headers, timeout=BOUND_S) as client,
+    ):
+        yield client
+
+
+def update_of(plane: Plane, seed: int) -> dict[str, Any]:
+    transport = {"backend": "filesystem", "path": str(plane.model(seed))}
+    return {"transport": transport, "version": f"step_{seed}"}
+
+
+async def test_members_come_and_go(plane: Plane, rl: httpx.AsyncClient) -> None:
+    async with reading(rl) as reader:
+        worker = plane.spawn()
+        joined = await reader.until(lambda kind, data: kind == "member" and data["change"] == "joined")
+        assert joined["instance_id"] == worker.instance_id
+        opened = await reader.until(lambda kind, data: kind == "admission" and data["open"])
+        assert (opened["instance_id"], opened["reasons"], opened["paused"]) == (worker.instance_id, [], False)
+        assert opened["version"]["label"] == "initial"
+        assert (opened["sequence"], opened["adapters"]) == (0, {})
+        worker.kill()
+        left = await reader.until(lambda kind, data: kind == "member" and data["change"] == "left")
+        assert (left["instance_id"], left["incarnation"]) == (worker.instance_id, joined["incarnation"])
+        assert left["epoch"] > joined["epoch"]
+        plane.spawn(instance_id=worker.instance_id)
+        again = await reader.until(lambda kind, data: kind == "member")
+        assert (again["change"], again["incarnation"] != joined["incarnation"]) == ("joined", True)
+        ids = [number for number, _, _ in reader.seen]
+        assert ids == sorted(set(ids))
+
+
+async def test_an_update_is_followed_from_its_beginning_to_its_end(plane: Plane, rl: httpx.AsyncClient) -> None:
+    worker = plane.spawn()
+    other = await plane.client("another coordinator")
+    async with reading(rl) as reader:
+        await rl.post("update_weights", json=update_of(plane, 1), headers={"Idempotency-Key": "id-1"})
+        await reader.until(lambda kind, data: data.get("change") == "finished")
+        told = [data for _, kind, data in reader.seen if kind == "update"]
+        assert [data["change"] for data in told] == ["began", "committed", "finished"]
+        assert {data["update_id"] for data in told} == {"id-1"}
+        assert {data["label"] for data in told} == {"step_1"}
+        assert [data["version"] and data["version"]["sequence"] for data in told] == [None, 1, 1]
+        assert [data["state"]["version"] for data in told if data["change"] == "committed"] == [told[1]["version"]]
+        admissions = [data for _, kind, data in reader.seen if kind == "admission"]
+        assert ["updating"] in [data["reasons"] for data in admissions]
+        if not admissions[-1]["open"]:
+            await reader.until(lambda kind, data: kind == "admission" and data["open"])
+        with pytest.raises(InvalidRequest):
+            await other.run("update_weights", {"transport": {"backend": "filesystem", "path": "/etc"}}, "id-2")
+        aborted = await reader.until(lambda kind, data: data.get("change") == "aborted")
+        assert (aborted["update_id"], aborted["who"]) == ("id-2", other.owner)
+        assert aborted["error"]["code"] == "invalid_request"
+        await rl.post("pause")
+        paused = await reader.until(lambda kind, data: kind == "admission" and data["paused"])
+        assert paused["instance_id"] == worker.instance_id
+        await rl.post("resume")
+        await reader.until(lambda kind, data: kind == "admission" and not data["paused"])
+
+
+async def test_an_updates_canary_is_told_and_counted(plane: Plane, rl: httpx.AsyncClient) -> None:
+    bad, *others = [spawn_faulty(plane) for _ in range(3)]
+    for worker in (bad, *others):
+        worker.worker.wait_ready()
+    bad.fail("miscompute")
+    async with reading(rl) as reader:
+        reply = (await rl.post("update_weights", json=update_of(plane, 1))).json()
+        finished = await reader.until(lambda kind, data: data.get("change") == "finished")
+        assert finished["canary"] == reply["canary"]
+        assert finished["canary"]["reasons"] == {"fleet": 1}
+        assert finished["excluded"] == [bad.instance_id]
+    url = str(rl.base_url).removesuffix("/v1/rl/") + "/metrics"
+    wanted = {
+        'rl_plane_canary_failures_total{reason="fleet"} 1',
+        'rl_plane_canary_failures_total{reason="trainer"} 0',
+        f"rl_plane_canary_difference {reply['canary']['difference']:g}",
+        f"rl_plane_canary_mismatch_kl {reply['canary']['mismatch_kl']:g}",
+        'rl_plane_workers_closed{reason="numerics"} 1',
+        'rl_plane_workers_closed{reason="disabled"} 0',
+    }
+
+    async def told() -> bool:
+        return wanted <= set((await rl.get(url)).text.splitlines())
+
+    await plane.until(told)
+    states = {row["instance_id"]: row for row in (await rl.get("state")).json()["workers"]}
+    assert (states[bad.instance_id]["canary"]["passed"], states[bad.instance_id]["canary"]["reason"]) == (
+        False,
+        "reference",
+    )
+    assert states[others[0].instance_id]["canary"]["passed"]
+
+
+async def test_two_listeners_are_told_the_same(plane: Plane, rl: httpx.AsyncClient) -> None:
+    async with reading(rl) as one, reading(rl) as two:
+        plane.spawn()
+        for reader in (one, two):
+            await reader.until(lambda kind, data: kind == "admission" and data["open"])
+        assert one.seen == two.seen
+
+
+async def test_it_needs_the_key_and_takes_no_fields(plane: Plane, rl: httpx.AsyncClient) -> None:
+    response = await rl.get("events", headers={"Authorization": "Bearer x"})
+    assert response.status_code == 401
+    response = await rl.get("events?since=1")
+    assert (response.status_code, response.json()["error"]["field"]) == (400, "since")
+    assert (await rl.post("events")).status_code == 405
+    schema = (await rl.get(str(rl.base_url).removesuffix("/v1/rl/") + "/openapi.json")).json()
+    operation = schema["paths"]["/v1/rl/events"]["get"]
+    assert "text/event-stream" in operation["responses"]["200"]["content"]
+    assert "admission" in operation["description"]
+
+
+async def test_the_number_of_listeners_is_bounded(
+    rl: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, plane: Plane
+) -> None:
+    monkeypatch.setattr(events, "MAX_LISTENERS", 1)
+    async with reading(rl):
+        response = await rl.get("events")
+        assert response.status_code == 503
+        assert response.headers["retry-after"]
+
+    async def free() -> bool:
+        async with rl.stream("GET", "events") as response:
+            return response.status_code == 200
+
+    await plane.until(free)  # the one that went away has made place
+
+
+async def test_an_open_stream_does_not_hold_the_stop(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "GRACE_S", 3 * BOUND_S)  # which it would take
+    options = FrontendOptions(plane.url, plane.namespace, plane.component, rl_port=0, http_port=None)
+    async with started(options) as urls:
+        client = httpx.AsyncClient(base_url=f"{urls['rl_url']}/v1/rl/", timeout=BOUND_S)
+        stream = reading(client)
+        reader = await stream.__aenter__()
+        begun = time.monotonic()
+    assert time.monotonic() - begun < BOUND_S
+    assert await reader.until(lambda kind, data: kind == "end") == {"reason": "stopping"}
+    assert await reader.block() is None
+    await stream.__aexit__(None, None, None)
+    await client.aclose()
+
+
+# ---- one listener, without a network ----
+
+
+async def made(plane: Plane) -> FleetEvents:
+    client = await plane.client()
+    view = await client.view()
+    return FleetEvents(view, FleetStatus(client, view))
+
+
+async def test_each_committed_update_is_told_once(plane: Plane) -> None:
+    client = await plane.client()
+    view = await client.view()
+    hub = FleetEvents(view, FleetStatus(client, view))
+    await hub.start()
+    stream = hub.listen()
+    assert await anext(stream) == HELLO
+    closed = replace(record(1), open=False)
+    loaded = replace(rolling(record(1, a=2), record(1)), update_id="lora")
+    unloaded = replace(record(1), made=record(3).made)
+    for number, one in enumerate([closed, record(1), loaded, loaded.opened(), unloaded]):
+        view.take_record(one, number + 1)
+    hub.stop()
+    told = [event[2] for block in [block async for block in stream] if (event := parsed(block.decode()))]
+    *updates, end = told
+    assert [(one["change"], one["version"]["sequence"]) for one in updates] == [
+        ("committed", 1),
+        ("committed", 2),
+        ("committed", 3),
+    ]
+    assert [one["state"]["version"]["sequence"] for one in updates] == [1, 1, 1]
+    assert [{name: of["sequence"] for name, of in one["state"]["adapters"].items()} for one in updates] == [
+        {},
+        {"a": 2},
+        {},
+    ]
+    assert updates[1]["update_id"] == "lora"
+    assert end == {"reason": "stopping"}
+
+
+async def test_a_silent_stream_is_kept_alive(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "KEEP_ALIVE_S", 0.01)
+    stream = (await made(plane)).listen()
+    assert [await anext(stream) for _ in range(3)] == [HELLO, KEEP_ALIVE, KEEP_ALIVE]
+    await stream.aclose()
+
+
+async def test_a_slow_listener_is_cut_with_a_last_event_and_delays_nobody(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "QUEUE_EVENTS", 2)
+    hub = await made(plane)
+    slow, fast = hub.listen(), hub.listen()
+    assert [await anext(slow), await anext(fast)] == [HELLO, HELLO]
+    heard = []
+    for number in range(4):
+        hub._tell("member", {"number": number})
+        heard.append(parsed((await anext(fast)).decode()))
+    assert [event and event[2]["number"] for event in heard] == [0, 1, 2, 3]
+    left = [parsed(block.decode()) async for block in slow]
+    assert [event and event[1:] for event in left] == [
+        ("member", {"number": 0}),
+        ("member", {"number": 1}),
+        ("end", {"reason": "slow"}),
+    ]
+    ids = [event[0] for event in left if event]
+    assert ids == sorted(set(ids))
+    hub.stop()
+    last = parsed((await anext(fast)).decode())
+    assert last is not None
+    assert last[1:] == ("end", {"reason": "stopping"})
+    with pytest.raises(Unavailable):
+        await anext(hub.listen())
+    await fast.aclose()
+
+
+@pytest.mark.parametrize("framed", [True, False])
+async def test_a_reader_that_takes_nothing_is_dropped(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, framed: bool
+) -> None:
+    from starlette.requests import ClientDisconnect
+
+    from frontend.server import event_stream
+
+    monkeypatch.setattr(event_stream, "SEND_TIMEOUT_S" if framed else "STALLED_S", 0.05)
+    hub = await made(plane)
+
+    async def stuck(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def silent() -> Any:
+        await asyncio.Event().wait()
+
+    with pytest.raises(ClientDisconnect):
+        await event_stream.EventStream(hub.listen(), framed=framed)({}, silent, stuck)
+    assert not hub._listeners
+
+
+async def test_work_ends_when_its_client_goes_and_only_then() -> None:
+    from starlette.requests import ClientDisconnect
+
+    from frontend.server.event_stream import unless_gone
+
+    goes, begun, cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def receive() -> Any:
+        await goes.wait()
+        return {"type": "http.disconnect"}
+
+    async def working(error: Exception) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise error from None
+
+    async def done(result: int | Exception) -> int:
+        await asyncio.sleep(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    assert await unless_gone(receive, done(7)) == 7
+    with pytest.raises(TimeoutError, match="its own"):
+        await unless_gone(receive, done(TimeoutError("its own")))
+    call = asyncio.create_task(unless_gone(receive, working(ValueError("while it ended"))))
+    async with asyncio.timeout(10):
+        await begun.wait()
+        goes.set()
+        with pytest.raises(ClientDisconnect):
+            await call
+    assert cancelled.is_set()
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    ended.set_result(None)
+    with pytest.raises(ClientDisconnect):
+        await unless_gone(asyncio.Event().wait, working(ValueError("likewise")), ended)  # type: ignore[arg-type]
+
+
+def test_a_listener_ends_once() -> None:
+    listener = Listener()
+    listener.end("stopping")
+    listener.end("slow")
+    listener.put(b"late")
+    assert (listener.ending, listener.queue.qsize()) == ("stopping", 2)

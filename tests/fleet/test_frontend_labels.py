@@ -1,0 +1,379 @@
+"""What a frontend delivers of workers that lie, miss an update, or are between two states; adapters by `model`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from frontend.main import started
+from frontend.routing import committed
+from frontend.routing.fleet_status import FleetStatus
+from frontend.server.options import FrontendOptions
+from rl_plane.client import RlClient
+from rl_plane.membership.view import MembershipView
+from rl_plane.protocol.record import DecisionRecord
+from tests.fleet.test_frontend_lease import follow, listed, tell
+from tests.support.scripted_worker import Script, ScriptedWorker, Stream, decide
+from tests.unit.frontend.test_committed import record, rolling, span
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+BOUND_S = 20.0
+
+
+class Stage:
+    """A frontend, scripted workers, and what is decided."""
+
+    def __init__(self, plane: Plane, client: RlClient, http: httpx.AsyncClient) -> None:
+        self.plane = plane
+        self.client = client
+        self.http = http
+        self.workers: list[ScriptedWorker] = []
+
+    async def worker(self, script: Script, holds: DecisionRecord) -> ScriptedWorker:
+        client = await self.plane.client("worker")
+        worker = ScriptedWorker(client.bus, client.subjects(), script, holds)
+        await worker.start()
+        self.workers.append(worker)
+        return worker
+
+    async def decide(self, decided: DecisionRecord) -> None:
+        """And every frontend has learnt it, as a coordinator sees to."""
+        written = await decide(self.client.bus, self.client.subjects(), decided)
+        for frontend_id in await self.plane.until(lambda: listed(self.client)):
+            reply = await tell(self.client, frontend_id, follow(decided, written))
+            assert (reply["status"], reply["body"]) == ("ok", {"sequence": decided.sequence})
+
+    async def ask(self, **body: Any) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={"prompt": "hi", "return_token_ids": True, **body})
+
+
+@asynccontextmanager
+async def staged(plane: Plane, wait_s: float = 5.0) -> AsyncIterator[Stage]:
+    options = FrontendOptions(
+        plane.url, plane.namespace, plane.component, rl_port=None, http_port=0, admission_wait_s=wait_s
+    )
+    client = await plane.client()
+    async with (
+        started(options) as urls,
+        httpx.AsyncClient(base_url=urls["http_url"], timeout=BOUND_S) as http,
+    ):
+        stage = Stage(plane, client, http)
+        yield stage
+        for worker in stage.workers:
+            await worker.stop()
+
+
+def event_of(line: str) -> Any:
+    return json.loads(line.removeprefix("data: "))
+
+
+def always(*tokens: int, base: int, **adapter: int) -> Script:
+    """Answers each request with these tokens at once."""
+
+    async def script(stream: Stream) -> None:
+        await stream.send([*tokens], span(base, 0, len(tokens), **adapter), end=True)
+
+    return script
+
+
+async def test_what_is_decided_on_a_stage_is_known_at_once(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the feed, nor by what a frontend reads in time: those are silent here."""
+
+    async def silent(*args: Any) -> None:
+        pass
+
+    async def script(stream: Stream) -> None:
+        await stream.send([7], span(stream.body["sequence"], 0, 1), end=True)
+
+    for name in ("_record_feed", "read_record", "keep_record"):
+        monkeypatch.setattr(MembershipView, name, silent)
+    async with staged(plane) as stage:
+        worker = await stage.worker(script, record(1))
+        for sequence in (1, 2):
+            await stage.decide(record(sequence))
+            await worker.hold(record(sequence))
+            reply = await stage.ask(min_version=sequence, on_stale="refuse")
+            assert reply.status_code == 200, reply.text
+        assert [body["sequence"] for body in worker.requests] == [1, 2]
+
+
+# ---- labels as they come ----
+
+
+async def test_tokens_without_a_label_never_leave(plane: Plane) -> None:
+    async def script(stream: Stream) -> None:
+        await stream.send([1])
+        await asyncio.Event().wait()
+
+    async with staged(plane) as stage:
+        worker = await stage.worker(script, record(1))
+        await stage.decide(record(1))
+        for more in ({}, {"stream": True}):
+            reply = await stage.ask(**more)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unlabelled")
+            assert "partial" not in reply.json()["error"]
+            async with asyncio.timeout(BOUND_S):
+                await worker.aborted.get()
+
+
+async def test_a_stream_ends_at_the_first_token_of_other_weights(plane: Plane) -> None:
+    async def script(stream: Stream) -> None:
+        await stream.send([1], span(1, 0, 1))
+        await stream.send([2])
+        await stream.send([3], span(1, 0, 2), span(9, 2, 3))
+        await stream.send([4])
+
+    async with staged(plane) as stage:
+        await stage.worker(script, record(1))
+        await stage.decide(record(1))
+        async with stage.http.stream(
+            "POST", "/v1/completions", json={"prompt": "hi", "stream": True, "return_token_ids": True}
+        ) as reply:
+            events = [event_of(line) async for line in reply.aiter_lines() if line]
+        *chunks, last = events
+        assert [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]] == [1, 2]
+        assert last["error"]["code"] == "unlabelled"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+async def test_logprobs_that_are_no_numbers_are_the_engines_error(
+    plane: Plane, stream: bool, value: float
+) -> None:
+    """Weights that diverged: what came before them is told."""
+
+    async def script(stream: Stream) -> None:
+        await stream.send([1], span(1, 0, 1))
+        await stream.send([2])
+        await stream.send([3], logprob=value)
+        await stream.send([4], end=True)
+
+    async with staged(plane) as stage:
+        await stage.worker(script, record(1))
+        await stage.decide(record(1))
+        reply = await stage.ask(stream=stream)
+        assert reply.status_code == (200 if stream else 500)
+        error = (event_of(reply.text.split("\n\n")[-2]) if stream else reply.json())["error"]
+        assert (error["code"], error["message"]) == (
+            "engine_failed",
+            "the worker sent logprobs that are not finite numbers",
+        )
+        assert (error["partial"]["token_ids"], error["partial"]["logprobs"]) == ([1, 2], [-1.0, -1.0])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_choice_without_a_label_takes_no_others_tokens_with_it(plane: Plane, stream: bool) -> None:
+    """They are told with their labels; of the one that has none, that it has none."""
+    others = asyncio.Semaphore(0)
+
+    async def script(stream: Stream) -> None:
+        index = int(stream.body["id"].rpartition("-")[2])
+        await stream.send([10 + index], span(1, 0, 1), end=index == 2)
+        if index == 1:
+            for _ in range(2):
+                await others.acquire()
+            await stream.send([99], span(1, 0, 1), span(9, 1, 2))
+        others.release()
+
+    async with staged(plane) as stage:
+        await stage.worker(script, record(1))
+        await stage.decide(record(1))
+        body = {"prompt_token_ids": [5, 6], "n": 3, "stream": stream, "return_token_ids": True}
+        reply = await stage.http.post("/v1/completions", json=body)
+        assert reply.status_code == (200 if stream else 503)
+        told = event_of(reply.text.split("\n\n")[-2]) if stream else reply.json()
+        error = told["error"]
+        assert (error["code"], error["index"]) == ("unlabelled", 1)
+        first, bad, last = error["partials"]
+        assert error["partial"] == first
+        for index, partial, reason in ((0, first, None), (2, last, "length")):
+            assert (partial["index"], partial["finish_reason"]) == (index, reason)
+            assert (partial["prompt_token_ids"], partial["token_ids"]) == ([5, 6], [10 + index])
+            assert [(made["start"], made["end"]) for made in partial["weight_versions"]] == [(0, 1)]
+            assert "unlabelled" not in partial
+        assert (bad["index"], bad["unlabelled"]) == (1, True)
+        assert (bad["token_ids"], bad["weight_versions"], bad["prompt_token_ids"]) == ([], [], None)
+
+
+async def test_a_label_that_is_news_is_looked_up(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker may have learnt the decision first."""
+    go = asyncio.Event()
+
+    async def script(stream: Stream) -> None:
+        await stream.send([1], span(1, 0, 1))
+        await go.wait()
+        await stream.send([2], span(1, 0, 1), span(2, 1, 2), end=True)
+
+    async with staged(plane) as stage:
+        worker = await stage.worker(script, record(1))
+        await stage.decide(record(1))
+        monkeypatch.setattr("rl_plane.membership.view.MembershipView.take_record", lambda *args: None)
+        asking = asyncio.create_task(stage.ask())
+        await plane.until(lambda: worker.requests)
+        await decide(stage.client.bus, stage.client.subjects(), record(2))
+        await plane.until(lambda: _stored(stage, 2))
+        monkeypatch.undo()
+        go.set()
+        (choice,) = (await asking).json()["choices"]
+        assert [made["sequence"] for made in choice["weight_versions"]] == [1, 2]
+
+
+async def _stored(stage: Stage, sequence: int) -> bool:
+    entry = await stage.client.bus.get(stage.client.subjects().state, "record")
+    return entry is not None and DecisionRecord.decode(entry.value or b"").sequence == sequence
+
+
+async def test_a_worker_that_missed_an_update_is_cut_off(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(committed, "STALE_AFTER_S", 0.2)
+    go: asyncio.Queue[int] = asyncio.Queue()
+
+    async def script(stream: Stream) -> None:
+        await stream.send([1], span(1, 0, 1))
+        while True:
+            await stream.send([await go.get()])
+
+    async with staged(plane) as stage:
+        worker = await stage.worker(script, record(1))
+        await stage.decide(record(1))
+        body = {"prompt": "hi", "stream": True, "return_token_ids": True, "max_tokens": 99}
+        async with stage.http.stream("POST", "/v1/completions", json=body) as reply:
+            lines = (line async for line in reply.aiter_lines() if line)
+            assert event_of(await anext(lines))["choices"][0]["token_ids"] == [1]
+            await decide(stage.client.bus, stage.client.subjects(), replace(record(2), open=False))
+            go.put_nowait(2)  # decided, and not yet served anywhere
+            assert event_of(await anext(lines))["choices"][0]["token_ids"] == [2]
+            begun = asyncio.get_running_loop().time()  # before: the frontend may learn it before the store answers
+            await decide(stage.client.bus, stage.client.subjects(), record(2))
+
+            async def more() -> None:
+                while True:
+                    go.put_nowait(3)
+                    await asyncio.sleep(0.02)
+
+            feeding = asyncio.create_task(more())
+            async with asyncio.timeout(BOUND_S):
+                while "error" not in (event := event_of(await anext(lines))):
+                    assert event["choices"][0]["token_ids"] == [3]
+            assert asyncio.get_running_loop().time() - begun >= 0.2
+            feeding.cancel()
+            error = event["error"]
+            assert (error["code"], error["sequence"]) == ("stale_weights", 1)
+            partial = error["partial"]
+            assert partial["token_ids"][:3] == [1, 2, 3]
+            (made,) = partial["weight_versions"]
+            assert (made["sequence"], made["end"]) == (1, len(partial["token_ids"]))
+            assert [line async for line in lines] == []
+            async with asyncio.timeout(BOUND_S):
+                await worker.aborted.get()
+
+
+# ---- adapters ----
+
+
+async def test_an_adapter_is_chosen_by_model(plane: Plane) -> None:
+    async with staged(plane, wait_s=1.0) as stage:
+        state = record(1, a=2, b=3)
+
+        async def script(stream: Stream) -> None:
+            named = stream.body["request"].get("adapter")
+            adapter = {named: state.adapters[named].version.sequence} if named else {}
+            await stream.send([7], span(1, 0, 1, **adapter), end=True)
+
+        worker = await stage.worker(script, state)
+        await stage.decide(state)
+        await stage.ask()  # it knows the worker
+        models = (await stage.http.get("/v1/models")).json()["data"]
+        assert [(model["id"], model["parent"]) for model in models] == [
+            ("base", None),
+            ("a", "base"),
+            ("b", "base"),
+        ]
+        for name, sequence in (("a", 2), ("b", 3)):
+            reply = (await stage.ask(model=name)).json()
+            assert reply["model"] == name
+            assert worker.requests[-1]["request"]["adapter"] == name
+            assert worker.requests[-1]["sequence"] == 3
+            (made,) = reply["choices"][0]["weight_versions"]
+            assert (made["sequence"], made["adapter"]["name"], made["adapter"]["sequence"]) == (1, name, sequence)
+            assert reply["nvext"]["adapter"] == made["adapter"]
+        for base in (None, "base"):
+            reply = (await stage.ask(model=base)).json()
+            assert "adapter" not in worker.requests[-1]["request"]
+            assert "adapter" not in reply["choices"][0]["weight_versions"][0]
+        chat = {"messages": [{"role": "user", "content": "hi"}], "model": "a"}
+        told = (await stage.http.post("/v1/chat/completions", json=chat)).json()
+        assert told["choices"][0]["weight_versions"][0]["adapter"]["name"] == "a"
+        refused = await stage.ask(model="c")
+        assert refused.status_code == 404
+        assert refused.json()["error"]["models"] == ["base", "a", "b"]
+
+
+async def test_tokens_without_the_adapter_are_not_delivered_for_it(plane: Plane) -> None:
+    async with staged(plane) as stage:
+        await stage.worker(always(7, base=1), record(1, a=2))
+        await stage.decide(record(1, a=2))
+        assert (await stage.ask(model="a")).json()["error"]["code"] == "unlabelled"
+        assert (await stage.ask()).status_code == 200
+
+
+async def test_while_an_adapter_rolls_out_those_that_have_it_serve_it(plane: Plane) -> None:
+    async with staged(plane, wait_s=0.5) as stage:
+        before, after = record(1), record(1, a=2)
+        without = await stage.worker(always(7, base=1), before)
+        having = await stage.worker(always(8, base=1, a=2), after)
+        await stage.decide(rolling(after, before))
+        for _ in range(4):
+            assert (await stage.ask(model="a")).json()["choices"][0]["token_ids"] == [8]
+        assert not without.requests
+        assert all(body["sequence"] is None for body in having.requests)
+        refused = await stage.ask(model="a", nvext={"instance_id": without.instance_id})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_admitted")
+        assert "not loaded a yet" in refused.json()["error"]["message"]
+
+
+async def test_a_request_that_waits_for_an_adapter_ends_when_it_is_unloaded(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = asyncio.Event()
+    wait_changed = FleetStatus.wait_changed
+
+    async def watched(status: FleetStatus, timeout_s: float) -> None:
+        waits.set()
+        await wait_changed(status, timeout_s)
+
+    monkeypatch.setattr(FleetStatus, "wait_changed", watched)
+    async with staged(plane, wait_s=BOUND_S) as stage:
+        await stage.worker(always(7, base=1), record(1))
+        await stage.decide(rolling(record(1, a=2), record(1)))
+        waiting = asyncio.create_task(stage.ask(model="a"))
+        async with asyncio.timeout(BOUND_S):
+            await waits.wait()
+        await stage.decide(replace(record(1), made=record(3).made))
+        await stage.workers[0].tell()
+        reply = await waiting
+        assert (reply.status_code, reply.json()["error"]["field"]) == (404, "model")
+
+
+async def test_a_worker_that_refuses_because_we_are_behind_is_asked_again(plane: Plane) -> None:
+    """The decision was missed: what it refuses teaches us."""
+    async with staged(plane) as stage:
+        worker = await stage.worker(always(7, base=1), record(1))
+        await stage.decide(record(1))
+        assert (await stage.ask()).status_code == 200
+        await worker.hold(record(1, a=2))
+        asking = asyncio.create_task(stage.ask())
+        await plane.until(lambda: len(worker.requests) > 1)
+        await stage.decide(record(1, a=2))
+        reply = await asking
+        assert reply.status_code == 200
+        assert [body["sequence"] for body in worker.requests][-1] == 2

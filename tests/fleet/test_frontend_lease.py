@@ -1,0 +1,353 @@
+"""The frontend's serving lease: pure, and on a real NATS: listed, told, lost and found again."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from frontend.main import Frontend
+from frontend.routing import routing_lease
+from frontend.routing.routing_lease import CONFIRM_INTERVAL_S, KEY_TTL_S, FrontendLease
+from frontend.server.options import FrontendOptions
+from rl_plane.bus.connection import Bus
+from rl_plane.bus.server import NatsServer
+from rl_plane.client import RlClient
+from rl_plane.errors import BusUnreachable, NotAdmitted
+from rl_plane.membership.view import MembershipView
+from rl_plane.protocol.envelope import Request, decode, encode
+from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
+from rl_plane.protocol.record import SERVING_LEASE_S, DecisionRecord, first_record, read_frontends
+from rl_plane.protocol.serving_lease import ServingLease
+from rl_plane.protocol.subjects import FRONTEND_PREFIX
+from tests.support.scripted_worker import ScriptedWorker, Stream, decide
+from tests.unit.frontend.test_committed import record, span
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+BOUND_S = 10.0
+HERE, THERE = ("server", 1), ("server", 2)
+
+
+# ---- pure ----
+
+
+def test_a_lease_runs_from_before_the_question() -> None:
+    lease = ServingLease()
+    assert not lease.holds(0.0, HERE)
+    lease.confirm(10.0, HERE)
+    assert lease.holds(10.0, HERE)
+    assert lease.holds(9.99 + SERVING_LEASE_S, HERE)
+    assert not lease.holds(10.0 + SERVING_LEASE_S, HERE)
+
+
+def test_a_lease_is_good_on_its_own_connection_only() -> None:
+    lease = ServingLease()
+    lease.confirm(10.0, HERE)
+    assert not lease.holds(10.0, THERE)
+    lease.confirm(11.0, THERE)
+    assert lease.holds(11.0, THERE)
+    assert not lease.holds(11.0, HERE)
+    lease.confirm(10.5, HERE)  # asked before the connection broke, and heard only now
+    assert lease.holds(11.0, THERE)
+    lease.give_up()
+    assert not lease.holds(11.0, THERE)
+
+
+async def test_who_waits_is_woken_by_the_next_confirmation() -> None:
+    bus: Any = SimpleNamespace(nc=SimpleNamespace(is_connected=True), identity=HERE)
+    view: Any = SimpleNamespace(bus=bus)
+    lease, loop = FrontendLease(view, "f"), asyncio.get_running_loop()
+    waiting = [asyncio.create_task(lease.wait(loop.time() + BOUND_S)) for _ in range(2)]
+    await asyncio.sleep(0)
+    lease.confirm(loop.time(), HERE)
+    async with asyncio.timeout(1.0):
+        await asyncio.gather(*waiting)
+    bus.identity = THERE
+    with pytest.raises(NotAdmitted):
+        await lease.wait(loop.time() + 0.001)
+
+
+def test_the_bounds_fit_together() -> None:
+    assert 2 * CONFIRM_INTERVAL_S < SERVING_LEASE_S  # one confirmation may be lost
+    assert KEY_TTL_S > SERVING_LEASE_S  # who may still route is listed
+
+
+# ---- on NATS ----
+
+
+@asynccontextmanager
+async def running(plane: Plane, **more: Any) -> AsyncIterator[Frontend]:
+    given = {"rl_port": None, "http_port": 0, "admission_wait_s": BOUND_S, **more}
+    async with Frontend.running(FrontendOptions(plane.url, plane.namespace, plane.component, **given)) as one:
+        yield one
+
+
+async def listed(client: RlClient) -> list[str]:
+    return await read_frontends(client.bus, client.subjects().state)
+
+
+async def tell(
+    client: RlClient, frontend_id: str, wire: dict[str, Any] | bytes, form: Any = "msgpack"
+) -> dict[str, Any]:
+    data = wire if isinstance(wire, bytes) else encode(wire, form)
+    message = await client.bus.nc.request(client.subjects().frontend(frontend_id), data, timeout=BOUND_S)
+    return decode(message.data)
+
+
+def follow(told: DecisionRecord, sequence: int) -> dict[str, Any]:
+    return Request("follow_record", {"record": told.to_wire(), "sequence": sequence}, id="x").to_wire()
+
+
+@asynccontextmanager
+async def scripted(plane: Plane, holds: DecisionRecord, *tokens: int) -> AsyncIterator[ScriptedWorker]:
+    """A worker that answers every request with these tokens, honestly labelled."""
+
+    async def script(stream: Stream) -> None:
+        assert worker.held is not None
+        await stream.send([*tokens], span(worker.held.version.sequence, 0, len(tokens)), end=True)
+
+    client = await plane.client("worker")
+    worker = ScriptedWorker(client.bus, client.subjects(), script, holds)
+    await worker.start()
+    yield worker
+    await worker.stop()
+
+
+async def ask(one: Frontend, **more: Any) -> list[int]:
+    request = GenerateRequest(id=secrets.token_hex(8), prompt="hi", **more)
+    return [
+        token
+        async for event in one.engines.generate(request)
+        if isinstance(event, GenerateDelta)
+        for token in event.token_ids
+    ]
+
+
+async def test_who_delivers_tokens_is_listed_and_leaves_the_list(plane: Plane) -> None:
+    client = await plane.client()
+    async with running(plane) as one, running(plane, rl_port=0, http_port=None, dialects=()) as other:
+        assert one.lease.holds()
+        assert await listed(client) == [one.lease.frontend_id]
+        assert not other.lease.holds()
+        assert "rl_plane_serving_lease 1" in one.metrics()
+        assert "rl_plane_serving_lease" not in other.metrics()
+    assert await listed(client) == []
+
+
+async def test_one_that_vanishes_leaves_the_list_by_itself(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing_lease, "KEY_TTL_S", 3)
+    client = await plane.client()
+    view = await (await plane.client("frontend")).view()
+    gone = FrontendLease(view, "0" * 16)
+    await gone._confirm()  # once, and never again
+    assert await listed(client) == ["0" * 16]
+
+    async def nobody() -> bool:
+        return await listed(client) == []
+
+    await plane.until(nobody)
+
+
+async def test_it_listens_then_is_listed_then_asks(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever finds it in the list can tell it; whoever does not has decided before it asked."""
+    client = await plane.client()
+    view = await (await plane.client("frontend")).view()
+    one = FrontendLease(view, "0" * 16)
+    steps: list[str] = []
+    put, keep = Bus.put, MembershipView.keep_record
+
+    async def watched_put(bus: Bus, bucket: Any, key: str, *args: Any, **more: Any) -> int:
+        if not key.startswith(FRONTEND_PREFIX):
+            return await put(bus, bucket, key, *args, **more)
+        reply = await tell(client, "0" * 16, follow(first_record("blake3:0"), 1))
+        steps.append(f"told {reply['status']}")
+        written = await put(bus, bucket, key, *args, **more)
+        steps.append(f"listed {not one.holds()}")
+        return written
+
+    async def watched_keep(view: MembershipView) -> None:
+        steps.append(f"asks {await listed(client) == ['0' * 16]}")
+        await keep(view)
+
+    monkeypatch.setattr(Bus, "put", watched_put)
+    monkeypatch.setattr(MembershipView, "keep_record", watched_keep)
+    await one.start()
+    assert steps == ["told ok", "listed True", "asks True"]
+    assert one.holds()
+    await one.stop()
+
+
+async def test_a_coordinator_tells_it_a_decision(plane: Plane) -> None:
+    client = await plane.client()
+    async with running(plane) as one:
+        name = one.lease.frontend_id
+        reply = await tell(client, name, follow(record(1), 100))
+        assert (reply["status"], reply["body"], reply["op"], reply["id"]) == (
+            "ok",
+            {"sequence": 1},
+            "follow_record",
+            "x",
+        )
+        assert reply["instance_id"] == reply["incarnation"] == name
+        assert (one.view.record, one.committed.sequence) == (record(1), 1)
+        closed = replace(record(1, a=2), open=False)
+        reply = await tell(client, name, follow(closed, 101), "json")
+        assert (reply["status"], reply["body"]) == ("ok", {"sequence": 2})
+        assert one.view.record == closed
+        # What it knows already is newer.
+        reply = await tell(client, name, follow(record(1), 100))
+        assert (reply["status"], reply["body"]) == ("ok", {"sequence": 2})
+        assert one.view.record == closed
+        assert one.committed.history.count == 2
+
+
+@pytest.mark.parametrize(
+    ("wire", "code"),
+    [
+        (b"\xc1", "invalid_request"),
+        ({"body": {}}, "invalid_request"),
+        ({"op": "follow_record"}, "invalid_request"),
+        ({"op": "follow_record", "body": {"record": {}, "sequence": 1}}, "invalid_request"),
+        (
+            {"op": "follow_record", "body": {"record": {**record(1).to_wire(), "x": 1}, "sequence": 1}},
+            "invalid_request",
+        ),
+        (
+            {"op": "follow_record", "body": {"record": {**record(1).to_wire(), "made": 3}, "sequence": 1}},
+            "invalid_request",
+        ),
+        ({"op": "follow_record", "body": {"record": record(1).to_wire(), "sequence": -1}}, "invalid_request"),
+        ({"op": "pause", "body": {}}, "unsupported"),
+    ],
+)
+async def test_what_makes_no_sense_is_refused(plane: Plane, wire: Any, code: str) -> None:
+    client = await plane.client()
+    async with running(plane) as one:
+        reply = await tell(client, one.lease.frontend_id, wire)
+        assert (reply["status"], reply["error"]["code"]) == ("error", code)
+        assert one.view.record is None
+
+
+async def test_without_a_lease_requests_wait_for_it(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing_lease, "SERVING_LEASE_S", 0.3)
+    monkeypatch.setattr(routing_lease, "CONFIRM_INTERVAL_S", 0.1)
+    client = await plane.client()
+    silent = asyncio.Event()
+    read = MembershipView.read_record
+
+    async def no_leader(view: MembershipView) -> None:
+        if silent.is_set():
+            raise BusUnreachable("no leader")
+        await read(view)
+
+    monkeypatch.setattr(MembershipView, "read_record", no_leader)
+    async with running(plane, admission_wait_s=0.5) as one, scripted(plane, record(1), 7):
+        await decide(client.bus, client.subjects(), record(1))
+        await plane.until(lambda: one.status.admitted())
+        assert await ask(one) == [7]
+        silent.set()
+        await plane.until(lambda: not one.lease.holds())
+        assert one.status.admitted()
+        with pytest.raises(NotAdmitted) as caught:
+            await ask(one)
+        assert caught.value.facts["retry_after_s"]
+        waiting = asyncio.create_task(ask(one))
+        await asyncio.sleep(0)
+        silent.clear()
+        assert await waiting == [7]
+
+
+async def test_a_connection_that_breaks_takes_the_lease_with_it(own_nats: tuple[NatsServer, Plane]) -> None:
+    server, plane = own_nats
+    client = await plane.client()
+    async with running(plane) as one, scripted(plane, record(1), 7, 8):
+        await decide(client.bus, client.subjects(), record(1))
+        await plane.until(lambda: one.status.admitted())
+        before = one.client.bus.identity
+        server.kill()
+        await plane.until(lambda: not one.lease.holds())
+        waiting = asyncio.create_task(ask(one))
+        await asyncio.sleep(0)
+        server.start()
+        assert await waiting == [7, 8]
+        assert one.client.bus.identity != before
+        assert one.lease.holds()
+        assert await listed(client) == [one.lease.frontend_id]
+
+
+async def test_a_question_that_was_lost_with_its_connection_is_not_waited_for(
+    own_nats: tuple[NatsServer, Plane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, plane = own_nats
+    put = Bus.put
+    stuck = asyncio.Event()
+
+    async def lost(bus: Bus, bucket: Any, key: str, *args: Any, **more: Any) -> int:
+        if key.startswith("frontend.") and not stuck.is_set():
+            stuck.set()
+            await asyncio.Event().wait()
+        return await put(bus, bucket, key, *args, **more)
+
+    async with running(plane) as one:
+        monkeypatch.setattr(Bus, "put", lost)
+        async with asyncio.timeout(BOUND_S):
+            await stuck.wait()
+        server.kill()
+        server.start()
+        await plane.until(one.lease.holds)
+
+
+async def test_a_store_that_went_back_turns_no_frontend_back(own_nats: tuple[NatsServer, Plane]) -> None:
+    server, plane = own_nats
+    client = await plane.client()
+    async with running(plane) as one, scripted(plane, record(2), 7) as worker:
+        await decide(client.bus, client.subjects(), record(2))
+        await plane.until(lambda: one.view.record == record(2))
+        server.kill()
+        shutil.rmtree(plane.tmp / "store")
+        server.start()
+        await plane.until(lambda: client.bus.nc.is_connected)
+
+        async def old_one_is_there() -> bool:
+            try:
+                return bool(await decide(client.bus, client.subjects(), record(1)))
+            except BusUnreachable:
+                return False
+
+        await plane.until(old_one_is_there)
+        await plane.until(one.lease.holds)
+        await one.view.read_record()
+        assert one.view.record == record(2)
+        written = await decide(client.bus, client.subjects(), record(2))  # a worker writes it back
+        await one.view.read_record()
+        assert (one.view.record, one.view._record_sequence) == (record(2), written)
+        await worker.register()
+        await plane.until(lambda: one.status.admitted())
+        assert await ask(one) == [7]
+        assert worker.requests[-1]["sequence"] == 2
+
+
+async def test_a_request_goes_out_under_what_was_decided_last(plane: Plane) -> None:
+    """While two states are served the worker decides; of one, it must hold it whole."""
+    client = await plane.client()
+    async with running(plane) as one, scripted(plane, record(1), 7) as worker:
+        for number, (decided, sent) in enumerate(
+            [
+                (record(1), 1),
+                (replace(record(1, a=2), rolling_from=record(1).held), None),
+                (record(1, a=2), 2),
+            ]
+        ):
+            await worker.hold(decided)
+            await tell(client, one.lease.frontend_id, follow(decided, 100 + number))
+            assert await ask(one) == [7]
+            assert worker.requests[-1]["sequence"] == sent

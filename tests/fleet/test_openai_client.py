@@ -1,0 +1,112 @@
+"""OpenAI's own Python client, unchanged, against frontends with fake and hf workers. With the other engines:
+tests/engines/test_mixed_fleet.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+
+from tests.fleet.test_frontend_generation import frontend, tokens_under, update
+from tests.support.openai_calls import MESSAGES, PROMPT, chats, completions, models_and_errors, stops_and_batches
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+START_S = 120.0
+
+
+@asynccontextmanager
+async def client_of(plane: Plane, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    key = options.get("api_key", "none")
+    async with (
+        frontend(plane, **options) as http,
+        openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key=key, max_retries=0) as client,
+    ):
+        yield client
+
+
+async def test_with_fake_workers(plane: Plane) -> None:
+    plane.spawn_many(2)
+    digest = (await update(plane, 1))["digest"]
+    async with client_of(plane, admission_wait_s=10.0) as client:
+        await models_and_errors(client, "seed0")
+        made = await completions(client, "seed0", {})
+        assert made == [tokens_under(digest, 0, len(made[0]))] * 2
+        await chats(client, "seed0", {})
+        await stops_and_batches(client, "seed0", {})
+
+
+async def test_with_an_hf_worker(plane: Plane) -> None:
+    pytest.importorskip("transformers")
+    from worker.testing.tiny_model import make_witness_model, witness_next_token
+
+    model = make_witness_model(plane.tmp / "weights" / "witness", seed=1)
+    plane.spawn(ready=False, engine="hf", model=model).wait_ready(START_S)
+    async with client_of(plane, admission_wait_s=10.0) as client:
+        await models_and_errors(client, "witness")
+        made = await completions(client, "witness", {})
+        token = PROMPT[-1]
+        expected = [token := witness_next_token(1, token) for _ in made[0]]
+        assert made == [expected] * 2
+        await chats(client, "witness", {})
+        await stops_and_batches(client, "witness", {})
+
+
+async def test_keys(plane: Plane) -> None:
+    plane.spawn()
+    async with client_of(plane, api_key="secret") as client:
+        assert [one.id async for one in client.models.list()] == ["seed0"]
+        with pytest.raises(openai.AuthenticationError):
+            await client.with_options(api_key="other").models.list()
+
+
+async def test_an_error_in_a_stream_is_the_clients_error(plane: Plane) -> None:
+    """It carries the tokens so far."""
+    worker = plane.spawn(token_delay_s=0.02)
+    await update(plane, 1)
+    async with client_of(plane) as client:
+        stream = await client.completions.create(model="seed0", prompt=PROMPT, max_tokens=1000, stream=True)
+
+        async def read() -> None:
+            async for _ in stream:
+                worker.kill()
+
+        with pytest.raises(openai.APIError) as caught:
+            await read()
+        body = caught.value.body
+        assert isinstance(body, dict)
+        assert body["code"] == "worker_lost"
+        assert body["partial"]["token_ids"]
+
+
+async def test_a_refusal_for_good_is_not_asked_again(plane: Plane) -> None:
+    async with client_of(plane) as client:
+        refused = client.with_options(max_retries=2).completions.with_raw_response
+        with pytest.raises(openai.InternalServerError) as caught:
+            await refused.create(model="x", prompt="a", suffix="b")
+        assert caught.value.request.headers["x-stainless-retry-count"] == "0"
+
+
+async def test_tools_are_rendered_unless_none_are_to_be_used(plane: Plane) -> None:
+    plane.spawn()
+    tools: list[Any] = [{"type": "function", "function": {"name": "look"}}]
+    async with client_of(plane) as client:
+        prompts = {}
+        for choice in ("auto", "none"):
+            reply = await client.chat.completions.create(
+                model="seed0",
+                messages=MESSAGES,
+                tools=tools,
+                tool_choice=choice,
+                max_tokens=1,
+                extra_body={"return_token_ids": True},
+            )
+            assert reply.model_extra is not None
+            prompts[choice] = reply.model_extra["prompt_token_ids"]
+    assert len(prompts["none"]) == len("hi")
+    assert len(prompts["auto"]) == len("hi") + len(json.dumps({"tools": tools}))

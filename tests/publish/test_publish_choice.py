@@ -1,0 +1,139 @@
+"""By which transport a version goes, and what is told where none will do."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rl_plane.errors import InvalidRequest, NoWorkers, PlaneError, Unsupported
+from rl_plane.publish import WeightPublisher
+from rl_plane.transports.registry import candidates, installed
+from rl_plane.transports.sender_base import Surroundings, world_size
+from tests.conftest import Plane
+from tests.support.publishing import served
+from worker.receive.staging import model_digest
+
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
+
+def row(name: str, host: str, *transports: str, ranks: int = 1) -> dict[str, Any]:
+    return {"instance_id": name, "host": host, "transports": list(transports), "world_size": ranks}
+
+
+ALL = ("filesystem", "gloo", "ipc", "nixl", "object_store")
+
+
+@pytest.mark.parametrize(
+    ("told", "workers", "with_root", "expected"),
+    [
+        ("auto", [row("a", "here", *ALL), row("b", "here", *ALL)], True, "filesystem nixl ipc gloo object_store"),
+        ("auto", [row("a", "here", *ALL), row("b", "here", *ALL)], False, "nixl ipc gloo object_store"),
+        ("auto", [row("a", "here", "filesystem", "gloo", "ipc")], False, "ipc gloo"),
+        ("auto", [row("a", "here", *ALL), row("b", "there", *ALL)], False, "nixl gloo object_store"),
+        ("auto", [row("a", "here", "gloo", "ipc"), row("b", "there", "gloo", "ipc")], False, "gloo"),
+        ("auto", [row("a", "there", "filesystem", "gloo"), row("b", "there", "gloo")], True, "gloo"),
+        ("auto", [row("a", "there", "filesystem", "object_store")], True, "filesystem object_store"),
+        ("auto", [row("a", "there", "filesystem", "object_store")], False, "object_store"),
+        ("gloo", [row("a", "here", *ALL)], True, "gloo"),
+    ],
+)
+def test_the_choice_of_a_transport(told: str, workers: list[Any], with_root: bool, expected: str) -> None:
+    assert candidates(told, workers, ALL, with_root=with_root, host="here") == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("host", "with_root", "expected"),
+    [
+        ("here", True, "filesystem object_store nixl ipc gloo"),
+        ("here", False, "object_store nixl ipc gloo"),
+        ("there", False, "object_store nixl gloo"),
+    ],
+)
+def test_what_lasts_comes_first_where_the_trainer_ends(host: str, with_root: bool, expected: str) -> None:
+    workers = [row("a", host, *ALL)]
+    assert candidates("auto", workers, ALL, with_root=with_root, stays=False, host="here") == expected.split()
+
+
+def lacks_nixl(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("rl_plane.transports.nixl.wire.have_nixl", lambda: False)
+
+
+def lacks_torch_and_linux(patch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise Unsupported("ipc needs Linux")
+
+    lacks_nixl(patch)
+    patch.setattr("rl_plane.transports.ipc.sender.check_platform", refuse)
+    patch.setitem(sys.modules, "torch.distributed", None)
+
+
+def is_elsewhere(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("platform.node", lambda: "elsewhere")
+
+
+@pytest.mark.engines("nixl")
+@pytest.mark.parametrize(
+    ("of_the_trainer", "expected"),
+    [(lacks_nixl, "ipc"), (lacks_torch_and_linux, "object_store"), (is_elsewhere, "object_store")],
+)
+async def test_auto_goes_by_what_the_trainer_has(
+    of_the_trainer: Callable[[pytest.MonkeyPatch], None],
+    expected: str,
+    plane: Plane,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plane.spawn()
+    fleet = await plane.fleet()
+    (worker,) = (await fleet.run("workers"))["workers"]
+    assert set(ALL) <= set(worker["transports"])
+    of_the_trainer(monkeypatch)
+    publisher = WeightPublisher(plane.model(1), fleet)
+    for label in ("one", "two"):
+        await publisher.publish_async(label)
+        assert publisher.backend == expected
+    assert await served(plane) == {("two", model_digest(plane.model(1)), 2)}
+    await asyncio.to_thread(publisher.close)
+    # Nothing can be had: what each needs is told.
+    publisher = WeightPublisher(plane.model(1), fleet, options={"colour": "red"})
+    with pytest.raises(Unsupported, match="no option 'colour'") as caught:
+        await publisher.publish_async("never")
+    assert "object_store: " in str(caught.value)
+    assert "nixl: " in str(caught.value)
+    assert caught.value.facts["field"] == "transport"
+    await asyncio.to_thread(publisher.close)
+
+
+@pytest.mark.parametrize(
+    ("told", "workers", "error", "words"),
+    [
+        ("pigeon", [row("a", "here", "pigeon")], InvalidRequest, "no sender 'pigeon'"),
+        ("gloo", [row("a", "here", *ALL), row("b", "here", "ipc")], Unsupported, "no gloo transport on b"),
+        ("auto", [row("a", "here", "filesystem")], Unsupported, "filesystem"),
+        ("auto", [row("a", "here", "pigeon")], Unsupported, "the workers have none"),
+        ("auto", [], NoWorkers, "no worker"),
+    ],
+)
+def test_no_way_is_told_with_a_fix(told: str, workers: list[Any], error: type[PlaneError], words: str) -> None:
+    with pytest.raises(error, match=words) as caught:
+        candidates(told, workers, ALL, with_root=False, host="here")
+    assert caught.value.facts["fix"]
+
+
+def test_workers_that_have_left_do_not_count() -> None:
+    there = row("a", "here", *ALL)
+    gone = {"instance_id": "b", "status": "error"}
+    around = Surroundings(lambda op, body: {"workers": [there, gone]})
+    assert around.workers() == [there]
+
+
+def test_every_rank_of_every_replica_counts() -> None:
+    assert world_size([row("a", "here"), row("b", "there", ranks=4), row("c", "there", ranks=4)]) == 10
+
+
+def test_what_is_installed_can_be_loaded() -> None:
+    for point in installed().values():
+        assert callable(point.load())

@@ -1,0 +1,167 @@
+"""Where the tensors of a publication are read: on which rank, on which thread, by which GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_plane.errors import InvalidRequest
+from rl_plane.publish import WeightPublisher
+from rl_plane.publish.sources.model_sources import Taken
+from rl_plane.publish.threads import on_thread
+from tests.conftest import Plane
+from tests.support.publishing import BOUND_S, Gathering, root_of
+from worker.engines.fake.adapter import make_fake_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
+
+def test_other_ranks_only_gather(tmp_path: Path) -> None:
+    source = Gathering(make_fake_model(tmp_path, 1))
+    publisher = WeightPublisher(source, "nats://127.0.0.1:9", rank=1)  # which is never asked
+    publication = publisher.publish("one")
+    assert publication.done
+    assert publication.result() == {}
+    publisher.close()
+    taken = source.take()
+    assert source.taken == len(taken.specs)
+    taken.close()
+
+
+async def test_a_gather_runs_on_the_callers_thread_and_to_its_end(plane: Plane) -> None:
+    plane.spawn()
+    fleet = await plane.fleet()
+    source = Gathering(plane.model(1))
+    publisher = WeightPublisher(source, fleet, root=root_of(plane))
+
+    def publish(label: str) -> threading.Thread:
+        publication = publisher.publish(label, wait=False)
+        assert publication.read
+        publication.result(BOUND_S)
+        return threading.current_thread()
+
+    assert await asyncio.to_thread(publish, "one") is source.thread
+    count = source.taken
+    with pytest.raises(InvalidRequest):
+        await asyncio.to_thread(publish, "")
+    assert source.taken == 2 * count  # it failed before a byte was sent, and other ranks were not left waiting
+
+
+class CurrentGpu(threading.local):
+    """Stands in for what `torch.cuda` notes for each thread."""
+
+    number = 0
+
+    def set_in(self, patch: pytest.MonkeyPatch) -> None:
+        cuda = pytest.importorskip("torch").cuda
+
+        @contextlib.contextmanager
+        def device(number: int) -> Iterator[None]:
+            before, self.number = self.number, number
+            yield
+            self.number = before
+
+        patch.setattr(cuda, "is_initialized", lambda: True)
+        patch.setattr(cuda, "current_device", lambda: self.number)
+        patch.setattr(cuda, "device", device)
+
+
+class OnGpu(Gathering):
+    """Notes by which GPU it is read."""
+
+    def __init__(self, path: Path, current: CurrentGpu) -> None:
+        super().__init__(path)
+        self.current = current
+        self.read_at: list[tuple[int, bool]] = []
+
+    def take(self) -> Taken:
+        taken = super().take()
+
+        def tensors() -> Iterator[Any]:
+            for pair in taken.tensors:
+                self.read_at.append((self.current.number, threading.current_thread() is threading.main_thread()))
+                yield pair
+
+        return Taken(taken.specs, tensors(), None, taken.close)
+
+
+@pytest.mark.parametrize("collective", [True, False])
+async def test_what_is_read_on_another_thread_is_read_by_the_callers_gpu(
+    collective: bool, plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else every rank would gather by number 0."""
+    plane.spawn()
+    fleet = await plane.fleet()
+    current = CurrentGpu()
+    source = OnGpu(plane.model(1), current)
+    source.collective = collective
+    count = len(source.take().specs)
+    publisher = WeightPublisher(source, fleet, root=root_of(plane))
+    with monkeypatch.context() as patch:
+        current.set_in(patch)
+        current.number = 1
+        await publisher.publish_async("one")
+        assert source.read_at == [(1, False)] * count
+        if collective:
+            other = WeightPublisher(source, "nats://127.0.0.1:9", rank=1)
+            await other.publish_async("one")
+            assert source.read_at == [(1, False)] * 2 * count
+            assert await asyncio.to_thread(lambda: current.number) == 0  # the pool's threads are others' too
+        else:
+            current.number = 2
+            publication = publisher.publish("two", wait=False)
+            await publication.wait()
+            assert source.read_at[count:] == [(2, False)] * count
+    await asyncio.to_thread(publisher.close)
+
+
+def test_a_gpu_that_has_failed_is_for_its_readers_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They end what they have begun, which a thread that did not come to them would not."""
+    CurrentGpu().set_in(monkeypatch)
+
+    def failed(number: int) -> Any:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr("torch.cuda.device", failed)
+    told: Future[str] = Future()
+    on_thread(lambda: told.set_result("read"))
+    assert told.result(BOUND_S) == "read"
+
+
+async def test_a_trainer_without_cuda_does_not_initialise_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = pytest.importorskip("torch").cuda
+    monkeypatch.setattr(cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(cuda, "current_device", lambda: pytest.fail("it would be initialised"))
+    source = Gathering(make_fake_model(tmp_path, 1))
+    publication = await WeightPublisher(source, "nats://127.0.0.1:9", rank=1).publish_async("one")
+    assert publication.result() == {}
+    assert source.taken > 0
+
+
+def test_a_trainer_without_torch_does_not_import_it() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import asyncio, threading\n"
+        "from rl_plane.publish.threads import at_callers_gpu, on_thread\n"
+        "read = threading.Event()\n"
+        "on_thread(read.set)\n"
+        f"assert read.wait({BOUND_S})\n"
+        "sys.modules['torch.cuda'] = type(sys)('torch.cuda')  # that another thread has begun to import\n"
+        "assert at_callers_gpu(read.set) == read.set\n"
+        "print('read')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=BOUND_S, check=False
+    )
+    assert done.stdout == "read\n", done.stderr

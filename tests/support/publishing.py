@@ -1,0 +1,135 @@
+"""What tests of publications have in common: their sources, and what the fleet serves."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rl_plane.client import RlClient
+from rl_plane.errors import BusUnreachable
+from rl_plane.publish.sources.model_sources import DirectorySource, Taken
+from rl_plane.weights.safetensors_file import write_safetensors
+from tests.conftest import Plane
+from tests.fleet.test_delta_fleet import tensors_in
+from tests.fleet.test_updates import all_serve
+from worker.receive.staging import model_digest
+
+BOUND_S = 60.0
+
+
+def root_of(plane: Plane) -> Path:
+    return plane.tmp / "weights" / "published"
+
+
+async def serve(client: RlClient, label: str) -> bool:
+    """Do all? On a busy machine a question may go unanswered."""
+    with contextlib.suppress(BusUnreachable):
+        return await all_serve(client, label)
+    return False
+
+
+async def all_keep(client: RlClient, model: Path) -> bool:
+    rows = (await client.run("workers"))["workers"]
+    return {row.get("kept") for row in rows} == {model_digest(model)}
+
+
+async def served(plane: Plane) -> set[tuple[str, str, int]]:
+    """(label, digest, sequence) of every worker that is open."""
+    fleet = await plane.fleet("state")
+
+    async def answered() -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = (await fleet.run("state"))["workers"]
+        return rows if all(row["status"] == "ok" for row in rows) else []
+
+    rows = await plane.until(answered, BOUND_S)  # a busy machine takes more than a second to answer
+    assert all(row["admission"]["open"] for row in rows)
+    return {(row["version"]["label"], row["version"]["digest"], row["sequence"]) for row in rows}
+
+
+class Broken(DirectorySource):
+    """Fails after some tensors."""
+
+    good = 10
+
+    def take(self) -> Taken:
+        taken = super().take()
+
+        def tensors() -> Iterator[Any]:
+            yield from itertools.islice(taken.tensors, self.good)
+            raise RuntimeError("out of memory, say")
+
+        return Taken(taken.specs, tensors(), None, taken.close)
+
+
+class Held:
+    """A source that stops in the middle until it is let go."""
+
+    collective = False
+    adapter = False
+
+    def __init__(self, path: Path) -> None:
+        self._inner = DirectorySource(path)
+        self.begun = threading.Event()
+        self.go = threading.Event()
+
+    def take(self) -> Taken:
+        taken = self._inner.take()
+
+        def tensors() -> Iterator[Any]:
+            self.begun.set()
+            assert self.go.wait(BOUND_S)
+            yield from taken.tensors
+
+        return Taken(taken.specs, tensors(), taken.adapter_config, taken.close)
+
+
+class Gathering(Held):
+    """As sharded weights are: every rank must use the iterator up."""
+
+    collective = True
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.go.set()
+        self.taken = 0
+        self.thread: threading.Thread | None = None
+
+    def take(self) -> Taken:
+        taken = super().take()
+
+        def tensors() -> Iterator[Any]:
+            self.thread = threading.current_thread()
+            for pair in taken.tensors:
+                self.taken += 1
+                yield pair
+
+        return Taken(taken.specs, tensors(), None, taken.close)
+
+
+class Changing:
+    """A trainer's weights: other ones each time."""
+
+    collective = False
+    adapter = False
+
+    def __init__(self) -> None:
+        self.path = Path()
+
+    def take(self) -> Taken:
+        return DirectorySource(self.path).take()
+
+
+def nudged(plane: Plane, model: Path, number: int) -> Path:
+    """The same weights, but for a few bits of one tensor."""
+    tensors = tensors_in(model)
+    name = sorted(tensors)[number % len(tensors)]
+    spec, data = tensors[name]
+    tensors[name] = (spec, bytes([data[0] ^ (1 + number)]) + data[1:])
+    path = plane.tmp / "weights" / f"{model.name}+{number}"
+    path.mkdir()
+    write_safetensors(path / "model.safetensors", tensors)
+    return path

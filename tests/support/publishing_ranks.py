@@ -1,0 +1,69 @@
+"""What the ranks of a trainer do that tests start by torchrun, as `SCRIPT URL NAMESPACE COMPONENT WAY…`.
+
+By each way they publish some versions, each the one before plus one. Each rank prints a JSON line for each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl_plane.publish import WeightPublisher
+from tests.support.sharded_sources import fresh, fsdp2
+
+VERSIONS = 3
+"""By each way."""
+GATHER_S = 60.0
+"""A rank that waits for another one longer than this ends, also when nobody waits for it any more."""
+
+
+class Rank:
+    """What a script does otherwise, it overrides."""
+
+    def __init__(self) -> None:
+        self.model = fsdp2(fresh())
+
+    def publisher(self, way: str, url: str, **how: Any) -> WeightPublisher:
+        return WeightPublisher(self.model, url, transport=way, **how)
+
+    def begins(self, number: int) -> None:
+        """Before each version."""
+
+    def ended(self) -> dict[str, Any]:
+        """After each: what is told of it besides."""
+        return {}
+
+    def publish(self, url: str, namespace: str, component: str, *ways: str) -> None:
+        for way in ways:
+            how: dict[str, Any] = {"namespace": namespace, "component": component, "bucket_bytes": 100}
+            with self.publisher(way, url, **how) as publisher:
+                for number in range(1, VERSIONS + 1):
+                    add_one(self.model)
+                    self.begins(number)
+                    version, error = f"{way} {number}", ""
+                    try:
+                        publisher.publish(version)
+                    except Exception as failed:
+                        error = f"{type(failed).__name__}: {failed}"
+                    told = {"rank": dist.get_rank(), "version": version, "error": error, **self.ended()}
+                    print(json.dumps(told) + "\n", end="", flush=True)  # one write: both ranks have one pipe
+
+
+def add_one(model: Any) -> None:
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(1)
+
+
+def main(make: Callable[[], Rank]) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=GATHER_S))
+    make().publish(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # as tests/support/sharded_sources.py

@@ -1,0 +1,93 @@
+"""Faults of one rank of an engine, made inside the process that has it.
+
+A transport that brings nothing: it is installed as somebody else's is, and `init_transport`, which comes to every rank,
+says which rank shall fail, and where.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from rl_plane.errors import EngineFailed
+from rl_plane.transports.receiver_base import Places
+
+Change = Literal["swap", "unload"]
+"""Of an adapter."""
+
+_SGLANG = "sglang.srt.lora.lora_manager:LoRAManager"
+_VLLM = "vllm.lora.model_manager:LRUCacheLoRAModelManager"
+PLACES: dict[str, dict[Change, str]] = {
+    "vllm": {"swap": f"{_VLLM}.add_adapter", "unload": f"{_VLLM}.remove_adapter"},
+    "sglang": {"swap": f"{_SGLANG}.unload_lora_adapter", "unload": f"{_SGLANG}.unload_lora_adapter"},
+}
+"""Where an engine does it, in each rank, and not in its steps."""
+PUTS_BACK = {"vllm": f"{_VLLM}.add_adapter", "sglang": f"{_SGLANG}.unload_lora_adapter"}
+"""And undoes it."""
+
+_METADATA = "Metadata-Version: 2.1\nName: rank-faults\nVersion: 0\n"
+_ENTRY_POINTS = "[rl_plane.transports]\nfaults = tests.support.rank_faults:Faults\n"
+
+
+def install(site: Path) -> None:
+    """For processes that have `site` in their sys.path."""
+    installed = site / "rank_faults-0.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text(_METADATA)
+    (installed / "entry_points.txt").write_text(_ENTRY_POINTS)
+
+
+def fault(rank: int, place: str, *, done: bool, times: int = 1) -> dict[str, Any]:
+    """For `init_transport`. `place`: `module:Class.method`, which raises so many times in this rank. `done`: when it
+    has done what it should."""
+    what = {"rank": rank, "place": place, "done": done, "times": times}
+    return {"backend": "faults", "fault": what}
+
+
+def faults_for_good(engine: str, change: Change, rank: int) -> list[dict[str, Any]]:
+    """The change fails in this rank, and so does what would undo it."""
+    places = Counter([PLACES[engine][change], PUTS_BACK[engine]])
+    return [fault(rank, place, done=True, times=times) for place, times in places.items()]
+
+
+class Faults:
+    backend = "faults"
+
+    def __init__(self, places: Places) -> None:
+        self._left: dict[str, int] = {}
+        """Place → how often it fails yet."""
+
+    def init(self, config: Mapping[str, Any]) -> None:
+        what = config["fault"]
+        place = what["place"]
+        if torch.distributed.get_rank() != what["rank"]:
+            return
+        module, _, path = place.partition(":")
+        kind, _, method = path.partition(".")
+        owner = getattr(importlib.import_module(module), kind)
+        really = getattr(getattr(owner, method), "really", getattr(owner, method))
+        self._left[place] = what["times"]
+
+        def faulty(*arguments: Any, **more: Any) -> Any:
+            if not self._left[place]:
+                return really(*arguments, **more)
+            self._left[place] -= 1
+            if what["done"]:
+                really(*arguments, **more)
+            raise RuntimeError(f"no {method}")
+
+        faulty.really = really  # type: ignore[attr-defined]
+        setattr(owner, method, faulty)
+
+    def destroy(self) -> None:
+        """EngineFailed where something has not failed as often as it should."""
+        if left := {place: times for place, times in self._left.items() if times}:
+            raise EngineFailed(f"it did not come to these faults: {left}")
+
+    def open(self, request: Mapping[str, Any], kind: str) -> Any:
+        raise NotImplementedError

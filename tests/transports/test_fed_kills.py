@@ -1,0 +1,124 @@
+"""Who dies in an update that is fed part by part, at each point of it: on real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from rl_plane.errors import EngineFailed, PlaneError
+from tests.engines.test_hf_fleet import proven
+from tests.fleet.test_updates import states
+from tests.support import deaths
+from tests.support.fed_trainer import FedTrainer, parts_of
+from tests.transports.test_fed_updates import GLOO_S, PARTS, Feeding
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+POINTS = ("formed", "armed", "between two parts", "in a part", "all received")
+ENDS_S = GLOO_S + 10.0
+"""Every side has its error by then."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+class Scene(deaths.Scene):
+    """An update that has come to a point."""
+
+    @property
+    def parts(self) -> list[dict[str, Any]]:
+        return parts_of(self.directory, PARTS)
+
+    async def size(self) -> int:
+        return 1 + len(await self.client.list_workers())
+
+    async def come_to(self, point: str, feeding: Feeding) -> asyncio.Task[dict[str, Any]] | None:
+        """The call that is under way there, if one is."""
+        await feeding.form(await self.size())
+        if point == "formed":
+            return None
+        await feeding.prepare(version=point, policy=deaths.UNCOMPARED)
+        if point == "armed":
+            return None
+        first, second, *others = self.parts
+        await feeding.feed(self.directory, first)
+        if point == "between two parts":
+            return None
+        if point == "in a part":
+            begun = asyncio.create_task(self.client.run("feed_weights_update", second))
+            half = {key: value[: len(value) // 2] for key, value in second.items()}
+            await feeding.send(self.directory, half)  # it ends when all have it
+            return begun
+        for part in (second, *others):
+            await feeding.feed(self.directory, part)
+        return None
+
+    async def is_as_before(self) -> None:
+        async def nothing_staged() -> bool:
+            return all(one["staged"] is None and one["ready"] for one in (await states(self.client)).values())
+
+        await self.plane.until(nothing_staged, ENDS_S)
+        await proven(self.http, self.stays, self.serves)
+
+    async def published(self, feeding: Feeding) -> None:
+        await feeding.form(await self.size())
+        reply = await feeding.push(self.directory, self.parts, policy=deaths.UNCOMPARED)
+        assert reply["excluded"] == []
+        self.serves = self.other
+        await proven(self.http, self.stays, self.serves)
+
+    async def fails(self, work: Awaitable[Any]) -> PlaneError:
+        with pytest.raises(PlaneError) as caught:
+            async with asyncio.timeout(ENDS_S):
+                await work
+        assert caught.value.http_status in (400, 409), caught.value
+        return caught.value
+
+
+async def test_the_next_version_comes_whoever_has_died(plane: Plane) -> None:
+    async with deaths.scene_of(plane, Scene, FedTrainer, POINTS, real="in a part") as (scene, trainers, doomed):
+        client = scene.client
+        feeding = Feeding(client, trainers["workers die"])
+        for point, victim in doomed.items():
+            print("a worker dies:", point)
+            under_way = await scene.come_to(point, feeding)
+            victim.kill()
+            if under_way is not None:
+                await scene.fails(under_way)
+            elif point == "formed":
+                await scene.left(victim)
+                await scene.published(feeding)
+                continue
+            elif point == "all received":
+                await scene.fails(client.run("complete_weights_update"))
+            else:
+                call = client.run("feed_weights_update", scene.parts[1])
+                sent = asyncio.create_task(feeding.send(scene.directory, scene.parts[1]))
+                await scene.fails(call)
+                with contextlib.suppress(EngineFailed):  # it may have had another child than the dead one
+                    async with asyncio.timeout(ENDS_S):
+                        await sent
+            await scene.left(victim)
+            await scene.is_as_before()
+            await scene.published(feeding)
+        trainer = trainers["workers die"]
+        for point in POINTS:
+            print("the trainer dies:", point)
+            under_way = await scene.come_to(point, Feeding(client, trainer))
+            trainer.kill()
+            if under_way is not None:
+                await scene.fails(under_way)
+            elif point == "all received":
+                await client.run("complete_weights_update")
+                scene.serves = scene.other
+            elif point != "formed":
+                await scene.fails(client.run("feed_weights_update", scene.parts[2]))
+            await scene.is_as_before()
+            trainer = trainers[point]
+            await scene.published(Feeding(client, trainer))

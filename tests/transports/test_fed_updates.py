@@ -1,0 +1,226 @@
+"""Updates whose tensors a trainer announces call by call, in a group that it has formed by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("peft")
+
+from rl_plane.errors import InvalidRequest, InvalidWeights, PlaneError, UpdateAborted
+from tests.engines.test_hf_fleet import ENDLESS, HEAL_S, PROMPT, Witnesses, chain, proven
+from tests.fleet.test_frontend_generation import frontend
+from tests.fleet.test_updates import states
+from tests.support.faults import Stream
+from tests.support.fed_trainer import HOST, FedTrainer, parts_of
+
+if TYPE_CHECKING:
+    from rl_plane.client import RlClient
+    from tests.conftest import Plane
+    from tests.support.told_process import ToldProcess
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+PARTS = 5
+NUMBERS = itertools.count()
+"""torch keeps the name of each group that a process has formed."""
+GLOO_S = 20.0
+"""A trainer's own bound, of a broadcast that nobody takes."""
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind((HOST, 0))
+        return int(one.getsockname()[1])
+
+
+class Feeding:
+    """A fleet, and a trainer that has groups of its own with it."""
+
+    def __init__(self, client: RlClient, trainer: ToldProcess) -> None:
+        self.client = client
+        self.trainer = trainer
+        self.group = ""
+
+    async def form(self, world_size: int, group: str = "", **body: Any) -> dict[str, Any]:
+        self.group = group or f"group {next(NUMBERS)}"
+        port = free_port()
+        asked = {"backend": "gloo", "form": "torch", "group": self.group, "world_size": world_size, **body}
+        reply = self.client.run("init_transport", {**asked, "master_address": HOST, "master_port": port})
+        told = {"group": self.group, "port": port, "world_size": world_size, "timeout_s": GLOO_S}
+        formed: dict[str, Any] = (await asyncio.gather(reply, self.trainer.do("form", told)))[0]
+        return formed
+
+    async def prepare(self, **body: Any) -> dict[str, Any]:
+        transport = {"backend": "gloo", "group": self.group, "fed": True}
+        return await self.client.run("prepare_weights_update", {"transport": transport, **body})
+
+    async def feed(self, directory: Path, part: dict[str, Any]) -> dict[str, Any]:
+        call = self.client.run("feed_weights_update", part)
+        reply: dict[str, Any] = (await asyncio.gather(call, self.send(directory, part)))[0]
+        return reply
+
+    async def send(self, directory: Path, part: dict[str, Any]) -> None:
+        told = {"group": part.get("group", self.group), "directory": str(directory), "part": part}
+        await self.trainer.do("send", told)
+
+    async def push(self, directory: Path, parts: list[dict[str, Any]], **body: Any) -> dict[str, Any]:
+        await self.prepare(**body)
+        for part in parts:
+            await self.feed(directory, part)
+        return await self.client.run("complete_weights_update")
+
+
+async def test_part_by_part_into_two_workers_while_they_generate(plane: Plane) -> None:
+    witnesses = Witnesses(plane)
+    client = await plane.client()
+    ids = await asyncio.to_thread(witnesses.spawn, 2)
+    with FedTrainer(plane) as trainer:
+        feeding = Feeding(client, trainer)
+        formed = await feeding.form(3)
+        assert (formed["world_size"], sorted(formed["rank_offsets"].values())) == (3, [1, 2])
+        stream = Stream(client, ids[0], PROMPT, ENDLESS, temperature=0.0)
+        await stream.more()
+        prepared = await feeding.prepare()
+        assert (prepared["ready"], prepared["digest"]) == (True, None)
+        directory = witnesses.base(2)
+        parts = parts_of(directory, PARTS)
+        missing = sum(len(part["names"]) for part in parts)
+        for part in parts:
+            await stream.more()
+            fed = await feeding.feed(directory, part)
+            missing -= len(part["names"])
+            assert fed["missing"] == missing
+            assert (fed["tensors"], [row["status"] for row in fed["workers"]]) == (
+                len(part["names"]),
+                ["ok", "ok"],
+            )
+        await stream.more()
+        reply = await client.run("complete_weights_update", {"version": "two"})
+        assert reply["version"]["label"] == "two"
+        assert reply["excluded"] == []
+        await stream.until(spans=2)
+        stream.stop()
+        change = stream.spans[1]["start"]
+        assert stream.tokens[:change] == chain(PROMPT[-1], change, 1)
+        async with frontend(plane, admission_wait_s=HEAL_S) as http:
+            await proven(http, ids, 2)
+            # In one bucket for each part, in packed ones, by a second group, and in another dtype.
+            directory = witnesses.base(3)
+            await feeding.push(directory, [{**one, "layout": "flat"} for one in parts_of(directory, 2)])
+            await proven(http, ids, 3)
+            directory = witnesses.base(1)
+            packed = {"layout": "packed", "bucket_bytes": 20_000}
+            await feeding.push(directory, [{**one, **packed} for one in parts_of(directory, 1)])
+            await proven(http, ids, 1)
+            directory, first = witnesses.base(2), feeding.group
+            await feeding.form(3)
+            parts = [
+                {**one, "group": group} for one, group in zip(parts_of(directory, 2), (first, None), strict=True)
+            ]
+            parts[1].pop("group")
+            await feeding.push(directory, parts)
+            await proven(http, ids, 2)
+            directory = witnesses.base(3)
+            await feeding.push(directory, parts_of(directory, 2, "bfloat16"), cast=True, version="cast")
+            await proven(http, ids, 3)
+            (entry, *_) = (await client.run("updates"))["updates"]
+            assert (entry["transport"], entry["refetchable"], entry["label"]) == (
+                {"backend": "gloo"},
+                False,
+                "cast",
+            )
+
+
+async def test_what_is_refused(plane: Plane) -> None:
+    witnesses = Witnesses(plane)
+    client = await plane.client()
+    ids = await asyncio.to_thread(witnesses.spawn, 2)
+    directory = witnesses.base(2)
+    first, *others = parts_of(directory, PARTS)
+
+    async def refused(work: Any, kind: type[PlaneError], words: str) -> PlaneError:
+        with pytest.raises(kind, match=words) as caught:
+            await work
+        return caught.value
+
+    with FedTrainer(plane) as trainer:
+        feeding = Feeding(client, trainer)
+        # Before anybody joins: nobody waits for the trainer, or the trainer for anybody.
+        where = {"backend": "gloo", "form": "torch", "group": "g", "master_address": HOST, "master_port": 1}
+        wrong: dict[str, Any]
+        for wrong, field in (
+            ({"world_size": 4}, "world_size"),
+            ({}, "world_size"),
+            ({"world_size": 3, "rank_offset": 0}, "rank_offset"),
+            ({"world_size": 3, "rank_offset": 2}, "world_size"),
+        ):
+            error = await refused(client.run("init_transport", {**where, **wrong}), InvalidRequest, ".")
+            assert error.facts["field"] == field
+        error = await refused(feeding.prepare(), InvalidRequest, "no such gloo group|group")
+        await feeding.form(3)
+        await refused(client.run("feed_weights_update", first), UpdateAborted, "no such update is prepared")
+        transport = {"backend": "gloo", "group": feeding.group, "fed": True}
+        await refused(client.run("update_weights", {"transport": transport}), InvalidRequest, "several calls")
+        lora = {"kind": "lora", "op": "load", "name": "a"}
+        await refused(feeding.prepare(target=lora), InvalidRequest, "full one")
+        await feeding.prepare(version="kept")
+        for wrong in ({"names": []}, {"dtypes": ["pigeon"] * len(first["names"])}, {"layout": "round"}):
+            await refused(client.run("feed_weights_update", {**first, **wrong}), InvalidRequest, ".")
+        await feeding.feed(directory, first)
+        error = await refused(client.run("complete_weights_update"), InvalidWeights, "missing")
+        assert error.facts["missing"]["count"] == sum(len(one["names"]) for one in others)
+        # What the model lacks ends the update, and the group: the trainer is about to send it.
+        for wrong, words in (
+            ({**first, "names": ["pigeon", *first["names"][1:]]}, "unknown to the model"),
+            ({**first, "shapes": [[1], *first["shapes"][1:]]}, "another shape"),
+            ({**first, "dtypes": ["bfloat16"] * len(first["names"])}, "another dtype"),
+        ):
+            await feeding.form(3)
+            await feeding.prepare()
+            await refused(client.run("feed_weights_update", wrong), InvalidWeights, words)
+            await refused(client.run("feed_weights_update", first), UpdateAborted, "no such update")
+            await refused(feeding.prepare(), PlaneError, "broke")
+        await feeding.form(3)
+        await feeding.prepare()
+        await feeding.feed(directory, first)
+        await refused(client.run("feed_weights_update", first), InvalidWeights, "twice")
+        # A trainer that does not send what it has announced.
+        await feeding.form(3)
+        await feeding.prepare()
+        await refused(
+            client.run("feed_weights_update", {**first, "timeout_s": 1.0}), UpdateAborted, "did not come"
+        )
+        # And one that gives up.
+        await feeding.form(3)
+        await feeding.prepare()
+        await feeding.feed(directory, first)
+        await client.run("abort_weights_update")
+        async with frontend(plane, admission_wait_s=HEAL_S) as http:
+            await proven(http, ids, 1)
+            await feeding.form(3)
+            await feeding.push(directory, [first, *others])
+            await proven(http, ids, 2)
+        assert all(state["staged"] is None for state in (await states(client)).values())
+
+
+async def test_a_group_that_is_left(plane: Plane) -> None:
+    witnesses = Witnesses(plane)
+    client = await plane.client()
+    await asyncio.to_thread(witnesses.spawn, 1)
+    with FedTrainer(plane) as trainer:
+        feeding = Feeding(client, trainer)
+        await feeding.form(2, "stays")
+        await feeding.form(2, "goes")
+        await client.run("destroy_transport", {"backend": "gloo", "group": "goes"})
+        with pytest.raises(InvalidRequest, match="there is stays"):
+            await feeding.prepare()
+        feeding.group = "stays"
+        directory = witnesses.base(2)
+        assert (await feeding.push(directory, parts_of(directory, 1)))["excluded"] == []

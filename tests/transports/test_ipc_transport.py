@@ -1,0 +1,736 @@
+"""The `ipc` transport: shared memory from a trainer in a process of its own, whoever dies, and whatever is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import gc
+import mmap
+import os
+import random
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import pytest
+import pytest_asyncio
+
+import rl_plane.transports.ipc.receiver as receiving
+from rl_plane.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    InvalidWeights,
+    Unavailable,
+    UpdateAborted,
+)
+from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.ipc import wire
+from rl_plane.transports.ipc.receiver import IpcTransport
+from rl_plane.transports.ipc.sender import IpcSender, build
+from rl_plane.transports.packing import fill
+from rl_plane.transports.receiver_base import Places
+from rl_plane.transports.sender_base import Sender, Surroundings
+from rl_plane.weights.manifest import Manifest, pack
+from tests.fleet.test_updates import all_serve, generated, states
+from tests.fleet.test_worker_healing import until_behind
+from tests.support.ipc_trainer import Trainer
+from worker.engines.fake.adapter import fake_token, make_fake_adapter
+from worker.receive.staging import adapter_digest, model_digest
+
+if TYPE_CHECKING:
+    from rl_plane.client import RlClient
+    from tests.conftest import Plane
+
+if sys.platform != "linux":
+    pytest.skip("memfd_create and abstract sockets", allow_module_level=True)
+
+BOUND_S = 30.0
+"""More than any step takes on a busy machine."""
+
+SPECS = {f"layer.{number}": TensorSpec("U8", (100 + 30 * number,)) for number in range(12)}
+CONFIG = b'{"r": 4}'
+
+
+def tensors(seed: int = 1) -> dict[str, HostTensor]:
+    chance = random.Random(seed)
+    return {name: HostTensor(spec, memoryview(chance.randbytes(spec.nbytes))) for name, spec in SPECS.items()}
+
+
+def data_of(named: dict[str, HostTensor]) -> dict[str, bytes]:
+    return {name: bytes(tensor.data) for name, tensor in named.items()}
+
+
+MANIFEST = Manifest(pack(SPECS.items(), 512))
+
+
+def receive(transport: dict[str, Any], kind: Any = "base") -> tuple[dict[str, bytes], str | None]:
+    delivery = IpcTransport(Places()).open(transport, kind)
+    try:
+        return {name: bytes(tensor.data) for name, tensor in delivery.tensors()}, delivery.digest
+    finally:
+        delivery.close()
+
+
+def publish(sender: Sender, named: dict[str, HostTensor]) -> str | None:
+    digests: dict[str, str] = {}
+    for number in fill(MANIFEST, named.items(), sender.buffer, digests):
+        sender.send(number)
+    sender.finish(digests)
+    return MANIFEST.digested(digests).digest
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+@contextmanager
+def sender_of(receivers: int, **bounds: Any) -> Iterator[tuple[IpcSender, dict[str, Any]]]:
+    sender = IpcSender(lambda: receivers, **bounds)
+    try:
+        yield sender, sender.open(MANIFEST)
+    finally:
+        sender.destroy()
+
+
+def descriptors(pid: int | str = "self") -> list[str]:
+    """What a process has open, without the files that come and go, and what tracebacks of expected errors hold."""
+    if pid == "self":
+        gc.collect()
+    found = []
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return sorted(one for one in found if one.startswith(("socket:", "/memfd:")))
+
+
+def maps(pid: int | str = "self") -> list[str]:
+    if pid == "self":
+        gc.collect()
+    return [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "memfd:rl-plane-ipc" in line]
+
+
+def shared_memory(pid: int | str = "self") -> list[str]:
+    """Of ours, open or mapped in a process."""
+    return maps(pid) + [one for one in descriptors(pid) if "memfd:rl-plane-ipc" in one]
+
+
+# ---- one sender and its receivers ----
+
+
+def test_what_is_sent_arrives_everywhere_and_nothing_stays(pool: ThreadPoolExecutor) -> None:
+    before = descriptors()
+    sender = IpcSender(lambda: 3)
+    for seed in range(3):  # the buffers are used again
+        transport = sender.open(MANIFEST)
+        assert transport.keys() == {"backend", "socket"}
+        arriving = [pool.submit(receive, transport) for _ in range(3)]
+        digest = publish(sender, tensors(seed))
+        for one in arriving:
+            assert one.result(BOUND_S) == (data_of(tensors(seed)), digest)
+        sender.close()
+        sender.close()
+        assert len(maps()) == 2  # the buffers
+    sender.destroy()
+    sender.destroy()
+    assert shared_memory() == []
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_as_few_buckets_as_buffers(pool: ThreadPoolExecutor, count: int) -> None:
+    specs = dict(list(SPECS.items())[:count]) | {"empty": TensorSpec("F32", (0,))}
+    manifest = Manifest(pack(specs.items(), 1), adapter_config=CONFIG)
+    sender, digests = IpcSender(lambda: 1), dict[str, str]()
+    named = {
+        **{name: tensors()[name] for name in list(specs)[:-1]},
+        "empty": HostTensor(specs["empty"], memoryview(b"")),
+    }
+    transport = sender.open(manifest)
+    arriving = pool.submit(receive, transport, "lora")
+    for number in fill(manifest, named.items(), sender.buffer, digests):
+        sender.send(number)
+    sender.finish(digests)
+    sender.destroy()
+    assert arriving.result(BOUND_S) == (data_of(named), manifest.digested(digests).digest)
+
+
+def test_without_digests_none_is_stated(pool: ThreadPoolExecutor) -> None:
+    with sender_of(1) as (sender, transport):
+        arriving = pool.submit(receive, transport)
+        for number in fill(MANIFEST, tensors().items(), sender.buffer):
+            sender.send(number)
+        sender.finish(None)
+        assert arriving.result(BOUND_S) == (data_of(tensors()), None)
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        ({}, "transport.socket"),
+        ({"socket": 5}, "transport.socket"),
+        ({"socket": "/run/docker.sock"}, "transport.socket"),
+        ({"socket": "rl-plane-ipc-" + "0" * 32 + "\n"}, "transport.socket"),
+        ({"socket": "rl-plane-ipc-" + "0" * 32}, "transport.socket"),  # nobody listens
+        ({"socket": "rl-plane-ipc-" + "0" * 32, "path": "/"}, "transport.path"),
+    ],
+)
+def test_a_wrong_request_names_its_field(request_: dict[str, Any], field: str) -> None:
+    before = descriptors()
+    with pytest.raises(InvalidRequest) as caught:
+        IpcTransport(Places()).open({"backend": "ipc", **request_}, "base")
+    assert caught.value.facts["field"] == field
+    assert caught.value.facts["fix"]
+    assert descriptors() == before
+
+
+def test_an_adapter_whose_config_is_none_is_refused() -> None:
+    sender = IpcSender(lambda: 1)
+    transport = sender.open(Manifest(MANIFEST.buckets, adapter_config=b"["))
+    with pytest.raises(InvalidWeights, match="config"):
+        IpcTransport(Places()).open(transport, "lora")
+    sender.destroy()
+    assert shared_memory() == []
+
+
+def test_an_adapter_is_not_taken_for_base_weights() -> None:
+    with sender_of(1) as (_, transport), pytest.raises(InvalidWeights, match="base weights came"):
+        IpcTransport(Places()).open(transport, "lora")
+
+
+# ---- senders that are none ----
+
+
+def memory(data: bytes, seals: int = fcntl.F_SEAL_SHRINK) -> int:
+    descriptor = os.memfd_create("rl-plane-ipc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(descriptor, data)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+PACKED = msgpack.packb(MANIFEST.to_wire())
+NEEDED = wire.buffer_bytes(MANIFEST)
+FIRST = {"protocol": wire.PROTOCOL, "manifest": len(PACKED), "buffer": NEEDED, "cuda": False}
+
+
+def good() -> list[int]:
+    return [memory(PACKED), *buffers()]
+
+
+def buffers() -> list[int]:
+    return [memory(bytes(NEEDED)), memory(bytes(NEEDED))]
+
+
+def instead(number: int, *others: int) -> list[int]:
+    """Of the good descriptors the first so many, then others."""
+    made = good()
+    wire.close_all(made[number:])
+    return [*made[:number], *others]
+
+
+def plain_file() -> int:
+    return os.open(sys.executable, os.O_RDONLY | os.O_CLOEXEC)
+
+
+@contextmanager
+def impostor(*packets: Any, given: Callable[[], list[int]] = lambda: []) -> Iterator[dict[str, Any]]:
+    """Listens as a sender does, and sends these packets, the first with descriptors."""
+    name = f"rl-plane-ipc-{secrets.token_hex(16)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(wire.address(name))
+        listener.listen()
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):  # the other side may have gone before it has heard all
+                sent = given()
+                try:
+                    for packet in packets:
+                        raw = packet if isinstance(packet, bytes) else msgpack.packb(packet)
+                        socket.send_fds(connection, [raw], sent if packet is packets[0] else [])
+                finally:
+                    wire.close_all(sent)
+                while connection.recv(4096):  # until it has
+                    pass
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield {"backend": "ipc", "socket": name}
+        finally:
+            thread.join(BOUND_S)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("packets", "given"),
+    [
+        ([b"\xc1"], good),
+        ([b"x" * 5000], good),
+        ([[1]], good),
+        ([{}], good),
+        ([{**FIRST, "protocol": 1}], good),
+        ([FIRST], list),
+        ([FIRST], lambda: instead(2)),
+        ([FIRST], lambda: instead(2, plain_file())),
+        ([FIRST], lambda: instead(2, memory(bytes(NEEDED), 0))),
+        ([FIRST], lambda: instead(2, memory(bytes(NEEDED - 1)))),
+        ([{**FIRST, "buffer": NEEDED - 1}], good),
+        ([{**FIRST, "buffer": "many"}], good),
+        ([{**FIRST, "manifest": 0}], good),
+        ([{**FIRST, "manifest": 1 << 40}], good),
+        ([{**FIRST, "manifest": len(PACKED) + 1}], good),
+        ([{**FIRST, "manifest": len(PACKED) - 1}], good),
+        ([FIRST], lambda: instead(0, memory(b"\x80" * len(PACKED)), *buffers())),
+        ([FIRST], lambda: instead(0, plain_file(), *buffers())),
+        ([FIRST, {"bucket": 1}], good),
+        ([FIRST, {"bucket": 0, "more": 1}], good),
+        ([FIRST, {"end": None}], good),
+        ([FIRST, *({"bucket": number} for number in range(len(MANIFEST.buckets))), {"end": 7}], good),
+    ],
+)
+def test_what_is_no_sender_of_ours_is_refused(packets: list[Any], given: Callable[[], list[int]]) -> None:
+    before = descriptors()
+    with impostor(*packets, given=given) as transport:
+        field = refused(transport)
+    assert field in ("transport.socket", "transport.manifest")
+    assert descriptors() == before
+    assert shared_memory() == []
+
+
+def refused(transport: dict[str, Any]) -> Any:
+    try:
+        receive(transport)
+    except InvalidWeights as error:
+        return error.facts["field"]
+    pytest.fail("it was believed")
+
+
+def test_more_descriptors_than_expected_are_dropped() -> None:
+    before = descriptors()
+    with impostor(FIRST, given=lambda: [*good(), *good()]) as transport:
+        delivery = IpcTransport(Places()).open(transport, "base")
+        assert [line.split()[1] for line in maps()] == ["r--s", "r--s"]
+        delivery.close()
+    assert descriptors() == before
+
+
+def test_what_a_trainer_refuses_with_is_told() -> None:
+    with impostor({"error": "too late"}) as transport, pytest.raises(Unavailable, match="too late"):
+        receive(transport)
+
+
+# ---- receivers that are none ----
+
+
+@contextmanager
+def raw_receiver(transport: dict[str, Any]) -> Iterator[tuple[socket.socket, list[int]]]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(BOUND_S)
+        connection.connect(wire.address(transport["socket"]))
+        _, given = wire.read_packet(connection, 3)
+        try:
+            yield connection, given
+        finally:
+            wire.close_all(given)
+
+
+@pytest.mark.parametrize(
+    "said", [b"\xc1", b"x" * 5000, b"", msgpack.packb({"taken": 1}), msgpack.packb({"taken": 0, "x": 0})]
+)
+def test_a_receiver_that_talks_nonsense_holds_up_nobody(pool: ThreadPoolExecutor, said: bytes) -> None:
+    with sender_of(2) as (sender, transport), raw_receiver(transport) as (connection, _):
+        arriving = pool.submit(receive, transport)
+        connection.send(said)
+        digest = publish(sender, tensors())
+        assert arriving.result(BOUND_S) == (data_of(tensors()), digest)
+
+
+def test_nobody_takes_what_was_not_sent(pool: ThreadPoolExecutor) -> None:
+    """Else a buffer could be overwritten while others read it: no, but a receiver could miss what was in it."""
+    with sender_of(1) as (sender, transport), raw_receiver(transport) as (connection, _):
+        connection.send(msgpack.packb({"taken": 0}))
+        assert connection.recv(1) == b"", "it is given up"
+        with pytest.raises(Unavailable, match="no receiver is left"):
+            publish(sender, tensors())
+
+
+def test_a_receiver_can_read_the_memory_and_nothing_else() -> None:
+    with sender_of(1) as (_, transport), raw_receiver(transport) as (_, (manifest, *buffers)):
+        assert msgpack.unpackb(os.pread(manifest, 1 << 20, 0)[: len(PACKED)]) == MANIFEST.to_wire()
+        for one in (manifest, *buffers):
+            with pytest.raises(PermissionError):
+                mmap.mmap(one, 64)
+            with pytest.raises(PermissionError):
+                os.pwrite(one, b"x", 0)
+            with pytest.raises(PermissionError):
+                os.ftruncate(one, 1)
+            mmap.mmap(one, 64, prot=mmap.PROT_READ).close()
+
+
+def test_a_receiver_of_another_user_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sender_of(1) as (_, transport):
+        monkeypatch.setattr(os, "geteuid", lambda: 4711)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(BOUND_S)
+            connection.connect(wire.address(transport["socket"]))
+            assert connection.recv(4096) == b""
+
+
+def test_a_sender_of_another_user_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sender_of(1) as (_, transport):
+        monkeypatch.setattr(receiving, "same_user", lambda connection: False)
+        with pytest.raises(InvalidRequest, match="another user"):
+            receive(transport)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_another_user_really_gets_nothing() -> None:
+    with sender_of(1) as (_, transport):
+        pid = os.fork()
+        if pid == 0:
+            got: Any = None
+            try:
+                os.setuid(65534)
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+                    connection.settimeout(BOUND_S)
+                    connection.connect(wire.address(transport["socket"]))
+                    got = connection.recvmsg(4096, 4096)[:2]
+            finally:
+                os._exit(got != (b"", []))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+# ---- bounds ----
+
+
+def test_every_rank_of_every_engine_is_waited_for() -> None:
+    workers = [{"world_size": ranks, "transports": ["ipc"]} for ranks in (2, 1)]
+    sender = build(Surroundings(lambda op, body: {"workers": workers}))
+    for expected in (3, 1):
+        sender.open(MANIFEST)
+        assert sender._update is not None
+        assert sender._update._expected == expected
+        del workers[0]
+    with pytest.raises(InvalidRequest, match="nobody") as caught:
+        sender.open(MANIFEST)
+    assert caught.value.facts["field"] == "receivers"
+    sender.destroy()
+    with pytest.raises(InvalidRequest, match="no option") as caught:
+        build(Surroundings(lambda op, body: {}, options={"size": 1}))
+    assert caught.value.facts["field"] == "options.size"
+
+
+def test_an_accept_that_fails_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_plane.transports.ipc.ipc_session.ACCEPT_AGAIN_S", BOUND_S)
+    tried, waits, wait = [], threading.Event(), threading.Condition.wait
+
+    def accept(self: socket.socket) -> Any:
+        tried.append(self)
+        raise OSError(24, "Too many open files")
+
+    def told(self: threading.Condition, timeout: float | None = None) -> bool:
+        if timeout == BOUND_S and tried:
+            waits.set()
+        return wait(self, timeout)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    monkeypatch.setattr(threading.Condition, "wait", told)
+    with (
+        sender_of(1) as (sender, transport),
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as receiver,
+    ):
+        receiver.connect(f"\0{transport['socket']}")
+        assert waits.wait(2 * BOUND_S)
+        assert sender._update is not None
+        with sender._update._changed:  # which it has given up, for those who send
+            sender._update._check()
+        assert len(tried) == 1
+
+
+def test_nobody_comes() -> None:
+    with (
+        sender_of(1, first_receiver_s=0.1) as (sender, _),
+        pytest.raises(DeadlineExceeded, match="no receiver came"),
+    ):
+        publish(sender, tensors())
+
+
+def test_who_does_not_come_is_not_waited_for_and_comes_too_late(pool: ThreadPoolExecutor) -> None:
+    with sender_of(2, other_receivers_s=0.1) as (sender, transport):
+        arriving = pool.submit(receive, transport)
+        named = iter(fill(MANIFEST, tensors().items(), sender.buffer))
+        for number in range(3):
+            assert next(named) == number
+            sender.send(number)
+        with pytest.raises(Unavailable, match="too late"):
+            receive(transport)
+        for number in named:
+            sender.send(number)
+        sender.finish(None)
+        assert arriving.result(BOUND_S)[0] == data_of(tensors())
+
+
+def test_a_silent_receiver_is_given_up(pool: ThreadPoolExecutor) -> None:
+    with sender_of(2, silent_receiver_s=2.0) as (sender, transport), raw_receiver(transport):
+        arriving = pool.submit(receive, transport)
+        digest = publish(sender, tensors())
+        assert arriving.result(BOUND_S) == (data_of(tensors()), digest)
+
+
+def test_when_all_have_gone_the_sender_says_so(pool: ThreadPoolExecutor) -> None:
+    with sender_of(2) as (sender, transport):
+        for _ in range(2):
+            with raw_receiver(transport):
+                pass
+        with pytest.raises(Unavailable, match="no receiver is left"):
+            publish(sender, tensors())
+
+
+def test_closing_wakes_both_sides(pool: ThreadPoolExecutor) -> None:
+    with sender_of(2) as (sender, transport):
+        arriving = pool.submit(receive, transport)
+        publishing = pool.submit(publish, sender, tensors())
+        with raw_receiver(transport) as (connection, _):
+            assert msgpack.unpackb(connection.recv(4096)) == {"bucket": 0}
+            assert msgpack.unpackb(connection.recv(4096)) == {"bucket": 1}  # the third waits for us
+            sender.close()
+        with pytest.raises(Unavailable, match="closed"):
+            publishing.result(BOUND_S)
+        with pytest.raises(Unavailable, match="gone"):
+            arriving.result(BOUND_S)
+
+
+def test_who_waits_notices_that_it_is_not_wanted_any_more(pool: ThreadPoolExecutor) -> None:
+    with sender_of(1) as (_, transport):
+        delivery = IpcTransport(Places()).open(transport, "base")
+        cancelled = threading.Event()
+        delivery.cancelled = cancelled.is_set
+        taking = pool.submit(list, delivery.tensors())
+        cancelled.set()
+        with pytest.raises(EngineFailed, match="cancelled"):
+            taking.result(BOUND_S)
+        delivery.close()
+
+
+def test_closing_a_delivery_wakes_its_thread(pool: ThreadPoolExecutor) -> None:
+    with sender_of(1) as (_, transport):
+        delivery = IpcTransport(Places()).open(transport, "base")
+        taking = pool.submit(list, delivery.tensors())
+        delivery.close()
+        with pytest.raises(Unavailable, match="gone"):
+            taking.result(BOUND_S)
+
+
+def test_a_trainer_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiving, "BUCKET_S", 0.1)
+    with sender_of(1) as (_, transport), pytest.raises(DeadlineExceeded, match="silent"):
+        receive(transport)
+    monkeypatch.setattr(receiving, "FIRST_PACKET_S", 0.1)
+    with impostor() as transport, pytest.raises(DeadlineExceeded, match="silent"):
+        receive(transport)
+
+
+# ---- a fleet ----
+
+
+@pytest_asyncio.fixture
+async def trainer_of(plane: Plane) -> AsyncIterator[Callable[..., Trainer]]:
+    with ExitStack() as stack:
+
+        def start(directory: Path, receivers: int, **options: Any) -> Trainer:
+            trainer = Trainer()
+            stack.callback(trainer.close)
+            trainer.publish(directory, receivers, **options)
+            return trainer
+
+        yield start
+
+
+def body_of(transport: dict[str, Any], version: str, **policy: Any) -> dict[str, Any]:
+    return {"transport": transport, "version": version, "policy": policy}
+
+
+async def holding(
+    client: RlClient, trainer: Trainer, version: str, **policy: Any
+) -> tuple[asyncio.Task[dict[str, Any]], dict[str, Any]]:
+    """An update that has come to where its trainer holds, and what the trainer said there."""
+    transport = (await trainer.says("transport"))["transport"]
+    update = asyncio.create_task(client.update_weights(body_of(transport, version, **policy)))
+    return update, await trainer.says("at")
+
+
+def nothing_left(plane: Plane) -> bool:
+    return not any(shared_memory(one.process.pid) for one in plane.spawned if one.process.poll() is None)
+
+
+def model_of(plane: Plane, seed: int) -> Path:
+    return plane.model(seed, tensors=12)
+
+
+BUCKET_BYTES = 2048
+"""Of the 12 kB of a model."""
+MIDDLE = 4
+"""All have taken the buckets 0 to 2 by then."""
+
+
+async def serves(client: RlClient, instance_id: str, directory: Path) -> None:
+    expected = [fake_token(model_digest(directory), [5, 6], position) for position in range(4)]
+    assert await generated(client, instance_id, [5, 6], 4) == expected
+
+
+async def test_a_fleet_takes_one_update_after_another(plane: Plane, trainer_of: Callable[..., Trainer]) -> None:
+    client = await plane.client()
+    workers = await asyncio.to_thread(plane.spawn_many, 2, model=model_of(plane, 0))
+    ids = [*(one.instance_id for one in workers), *plane.spawn_copies(2, model=model_of(plane, 0))]
+    for seed in (1, 2):
+        trainer = trainer_of(model_of(plane, seed), 4, bucket_bytes=BUCKET_BYTES)
+        said = await trainer.says("transport")
+        assert said["buckets"] == 6
+        reply = await client.update_weights(body_of(said["transport"], f"step_{seed}"))
+        assert (await trainer.says("ended"))["ended"] is None
+        assert reply["version"]["digest"] == model_digest(model_of(plane, seed))
+        assert reply["excluded"] == []
+        for one in ids:
+            await serves(client, one, model_of(plane, seed))
+    adapter = make_fake_adapter(plane.tmp / "adapter", 1, model_of(plane, 0))
+    trainer = trainer_of(adapter, 4, kind="lora", bucket_bytes=BUCKET_BYTES)
+    body = body_of((await trainer.says("transport"))["transport"], "tone")
+    reply = await client.update_weights({**body, "target": {"kind": "lora", "op": "load", "name": "a"}})
+    assert (await trainer.says("ended"))["ended"] is None
+    assert reply["version"]["digest"] == adapter_digest(adapter)
+    for state in (await states(client)).values():
+        assert state["adapters"]["a"] == reply["version"]
+    await plane.until(lambda: nothing_left(plane))
+
+
+async def test_weights_that_do_not_fit_or_are_not_the_stated_ones_change_nothing(
+    plane: Plane, trainer_of: Callable[..., Trainer]
+) -> None:
+    client = await plane.client()
+    (worker,) = await asyncio.to_thread(plane.spawn_many, 1, model=model_of(plane, 0))
+    for trainer, match in (
+        (trainer_of(plane.model(3, tensors=13), 1), "do not fit"),
+        (trainer_of(model_of(plane, 1), 1, corrupt=True), "version digest"),
+        (trainer_of(make_fake_adapter(plane.tmp / "adapter", 1, model_of(plane, 0)), 1, kind="lora"), "adapter"),
+    ):
+        with pytest.raises(InvalidWeights, match=match):
+            await client.update_weights(body_of((await trainer.says("transport"))["transport"], "one"))
+        ended = (await trainer.says("ended"))["ended"]
+        assert ended is None or ended["code"] == "unavailable"
+        await serves(client, worker.instance_id, model_of(plane, 0))
+    with pytest.raises(InvalidRequest, match="no trainer listens"):
+        await client.update_weights(body_of({"backend": "ipc", "socket": "rl-plane-ipc-" + "0" * 32}, "one"))
+    await plane.until(lambda: nothing_left(plane))
+
+
+async def test_an_update_that_is_given_up_in_the_middle(plane: Plane, trainer_of: Callable[..., Trainer]) -> None:
+    """Its trainer lives, and is silent; its coordinator is gone. The workers end it by themselves."""
+    client = await plane.client()
+    worker = await asyncio.to_thread(plane.spawn, model=model_of(plane, 0))
+    silent = trainer_of(model_of(plane, 1), 1, bucket_bytes=BUCKET_BYTES, holds=[MIDDLE])
+    update, _ = await holding(client, silent, "one")
+    update.cancel()
+    await plane.until(
+        lambda: nothing_left(plane), BOUND_S
+    )  # far less than a receiver waits for a trainer that lives
+    trainer = trainer_of(model_of(plane, 2), 1, bucket_bytes=BUCKET_BYTES)
+    await client.update_weights(body_of((await trainer.says("transport"))["transport"], "two"))
+    await plane.until(lambda: nothing_left(plane))
+    await serves(client, worker.instance_id, model_of(plane, 2))
+    silent.go_on()
+    assert (await silent.says("ended"))["ended"]["code"] == "unavailable"
+
+
+async def test_a_late_worker_waits_for_the_next_update(plane: Plane, trainer_of: Callable[..., Trainer]) -> None:
+    client = await plane.client()
+    first = await asyncio.to_thread(plane.spawn, model=model_of(plane, 0))
+    trainer = trainer_of(model_of(plane, 1), 1, bucket_bytes=BUCKET_BYTES)
+    await client.update_weights(body_of((await trainer.says("transport"))["transport"], "one"))
+    late = await asyncio.to_thread(plane.spawn, model=model_of(plane, 0))
+    assert "source_gone" in await until_behind(plane, client, late.instance_id)
+    trainer = trainer_of(model_of(plane, 2), 2, bucket_bytes=BUCKET_BYTES)
+    await client.update_weights(body_of((await trainer.says("transport"))["transport"], "two"))
+    await plane.until(lambda: all_serve(client, "two"))
+    for one in (first, late):
+        await serves(client, one.instance_id, model_of(plane, 2))
+
+
+async def test_over_the_served_weights(plane: Plane, trainer_of: Callable[..., Trainer]) -> None:
+    """Where they don't fit twice. What fails half-way is fetched from where the committed version came."""
+    client = await plane.client()
+    worker = await asyncio.to_thread(plane.spawn, model=model_of(plane, 0))
+    trainer = trainer_of(model_of(plane, 1), 1, bucket_bytes=BUCKET_BYTES, holds=[MIDDLE])
+    update, _ = await holding(client, trainer, "one", staging="none")
+    assert (await states(client))[worker.instance_id]["version"] is None
+    trainer.kill()
+    with pytest.raises(UpdateAborted, match="trainer has gone"):
+        await update
+    await plane.until(lambda: all_serve(client, "initial"))
+    await serves(client, worker.instance_id, model_of(plane, 0))
+    trainer = trainer_of(model_of(plane, 1), 1, bucket_bytes=BUCKET_BYTES)
+    transport = (await trainer.says("transport"))["transport"]
+    await client.update_weights(body_of(transport, "one", staging="none"))
+    await serves(client, worker.instance_id, model_of(plane, 1))
+    with pytest.raises(InvalidRequest, match="fetched again"):  # the next one could not bring this one back
+        await client.update_weights(body_of(transport, "two", staging="none"))
+
+
+# ---- real models ----
+
+PROMPT = [5, 6, 7]
+
+
+async def published(client: RlClient, trainer: Trainer, body: dict[str, Any]) -> dict[str, Any]:
+    transport = (await trainer.says("transport"))["transport"]
+    reply = await client.update_weights({**body, "transport": transport})
+    assert (await trainer.says("ended"))["ended"] is None
+    assert reply["excluded"] == []
+    return reply
+
+
+LOAD = {"target": {"kind": "lora", "op": "load", "name": "a"}}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_hf(plane: Plane, trainer_of: Callable[..., Trainer]) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("peft")
+    from tests.engines.test_hf_fleet import Witnesses, chain
+
+    client, witnesses = await plane.client(), Witnesses(plane)
+    ids = await asyncio.to_thread(witnesses.spawn, 2)
+
+    async def serve(base: int, adapter: int | None = None) -> None:
+        more = {"temperature": 0.0, "adapter": None if adapter is None else "a"}
+        for one in ids:
+            assert await generated(client, one, PROMPT, 12, **more) == chain(PROMPT[-1], 12, base, adapter)
+
+    await serve(1)
+    await published(client, trainer_of(witnesses.base(2), 2), {"policy": {"staging": "none"}})
+    await serve(2)
+    await published(client, trainer_of(witnesses.adapter(1), 2, kind="lora"), LOAD)
+    await published(client, trainer_of(witnesses.base(3), 2), {})
+    await serve(3)
+    await serve(3, adapter=1)
+    killed = trainer_of(witnesses.base(4), 2, holds=[MIDDLE])
+    update, _ = await holding(client, killed, "four")
+    killed.kill()
+    with pytest.raises(UpdateAborted, match="trainer has gone"):
+        await update
+    await plane.until(lambda: nothing_left(plane))
+    await serve(3)
+    await serve(3, adapter=1)
+    await published(client, trainer_of(witnesses.base(4), 2), {})
+    await serve(4)
+    await serve(4, adapter=1)

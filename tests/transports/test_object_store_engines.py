@@ -1,0 +1,46 @@
+"""The `object_store` transport into real models: a worker that comes late, or again, fetches what is stored when its
+publisher is dead. vLLM and SGLang: tests/engines/test_mixed_fleet.py; what comes late is the worker's, whatever its
+engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("peft")
+
+from tests.engines.test_hf_fleet import HEAL_S, Witnesses, proven
+from tests.fleet.test_frontend_generation import frontend
+from tests.fleet.test_updates import all_serve
+from tests.transports.test_object_store import MakePublisher, publisher
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+__all__ = ["publisher"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+BUCKET_BYTES = 1 << 16
+"""Several for a tiny model."""
+
+
+async def test_base_and_adapter(plane: Plane, publisher: MakePublisher) -> None:
+    witnesses, client = Witnesses(plane), await plane.client()
+    ids = await asyncio.to_thread(witnesses.spawn, 1)
+    trainer = publisher(plane, bucket_bytes=BUCKET_BYTES)
+    target = {"kind": "lora", "op": "load", "name": "a"}
+    async with frontend(plane, admission_wait_s=HEAL_S) as http:
+        await client.update_weights({"transport": await trainer.publish(witnesses.base(2)), "version": "two"})
+        transport = await trainer.publish(witnesses.adapter(3), "lora")
+        await client.update_weights({"target": target, "transport": transport, "version": "a3"})
+        await proven(http, ids, 2, a=3)
+        trainer.kill()
+        late = await asyncio.to_thread(witnesses.spawn, 1)
+        plane.spawned[0].kill()
+        again = await asyncio.to_thread(witnesses.spawn, 1, instance_id=ids[0])
+        await plane.until(lambda: all_serve(client, "two"), HEAL_S)
+        await proven(http, late + again, 2, a=3)

@@ -1,0 +1,112 @@
+"""A transport in a package of somebody else's: installed, it works on both sides, and nothing here knows of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.paths import ROOT
+
+pytest.importorskip("torch")
+
+from rl_plane.errors import InvalidWeights
+from rl_plane.protocol.versions import HostTensor, TensorSpec, tensor_digest, tensors_digest
+from tests.engines.test_hf_fleet import proven
+from tests.fleet.test_frontend_generation import frontend
+from worker.receive.staging import DigestingStream
+from worker.testing.tiny_adapter import make_witness_adapter
+from worker.testing.tiny_model import make_witness_model
+
+if TYPE_CHECKING:
+    from rl_plane.fleet.fleet import Fleet
+    from tests.conftest import Plane
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+PACKAGE = ROOT / "examples" / "http_transport"
+INSTALL_S = 120.0
+START_S = 150.0
+PUBLISH_S = 120.0
+
+
+def install(package: Path, into: Path) -> None:
+    """As `pip install DIR` does, but in a place of its own."""
+    copy = into / "source"  # setuptools builds in the tree that it is given
+    copy.mkdir(parents=True)
+    for one in package.iterdir():
+        if one.is_file():
+            (copy / one.name).write_bytes(one.read_bytes())
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    pip += ["--disable-pip-version-check", "--target", str(into / "site"), str(copy)]
+    subprocess.run(pip, check=True, capture_output=True, text=True, timeout=INSTALL_S)
+
+
+def publish(plane: Plane, directory: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rl_plane.cli.main", "publish", str(directory), "--transport", "http", *more]
+    command += ["--nats-url", plane.url, "--namespace", plane.namespace, "--component", plane.component]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PUBLISH_S, check=False)
+
+
+class Lying:
+    """A delivery that says of other bytes that they are those that were published."""
+
+    digest: str | None = None
+    tensor_digests: Mapping[str, str] | None = None
+    adapter_config: Mapping[str, Any] | None = None
+    adapter_config_raw: bytes | None = None
+    refetchable = False
+
+    def __init__(self) -> None:
+        self.specs: Mapping[str, TensorSpec] = {"weight": TensorSpec("U8", (9,))}
+        self.published = tensor_digest(memoryview(b"published"))
+
+    def tensors(self) -> Iterator[tuple[str, HostTensor]]:
+        yield "weight", HostTensor(self.specs["weight"], memoryview(b"something"), digest=self.published)
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_a_transport_says_of_its_bytes_is_not_believed() -> None:
+    lying = Lying()
+    expected = tensors_digest([("weight", lying.specs["weight"], lying.published)])
+    with pytest.raises(InvalidWeights, match="the bytes make"):
+        list(DigestingStream(lying, expected_digest=expected))
+
+
+async def only(fleet: Fleet, instance_id: str) -> bool:
+    return [row["instance_id"] for row in (await fleet.run("workers"))["workers"]] == [instance_id]
+
+
+async def test_a_transport_that_was_installed_as_a_package(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (
+        make_witness_model(plane.tmp / name, seed) for name, seed in (("weights/first", 1), ("second", 2))
+    )
+    adapter = make_witness_adapter(second, plane.tmp / "adapter", 1)
+    lacking = plane.spawn(model=first, engine="hf", ready=False)
+    await asyncio.to_thread(install, PACKAGE, plane.tmp / "package")
+    path = [str(plane.tmp / "package" / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))  # of every process from here on
+    having = plane.spawn(model=first, engine="hf", ready=False)
+    ids = [(await asyncio.to_thread(one.wait_ready, START_S)).instance_id for one in (lacking, having)]
+    async with frontend(plane) as http:
+        refused = await asyncio.to_thread(publish, plane, second, "--version", "two")
+        assert refused.returncode == 1
+        assert f"no http transport on {ids[0]}" in refused.stderr
+        lacking.kill()
+        fleet = await plane.fleet()
+        await plane.until(lambda: only(fleet, ids[1]))
+        done = await asyncio.to_thread(publish, plane, second, "--version", "two")
+        assert done.returncode == 0, done.stderr
+        await proven(http, ids[1:], 2)
+        done = await asyncio.to_thread(publish, plane, adapter, "--adapter", "tone")
+        assert done.returncode == 0, done.stderr
+        state = await fleet.run("state")
+        assert list(state["adapters"]) == ["tone"]

@@ -1,0 +1,65 @@
+"""Which logits make no tokens, without an engine. With each: tests/engines/test_engine_adapters.py,
+test_mixed_fleet.py."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from rl_plane.errors import EngineFailed  # noqa: E402
+from worker.engines.common.finite_logits import check_prompt, take_out  # noqa: E402
+from worker.engines.sglang.logits import NOTE, Observer, tell, telling  # noqa: E402
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_without_a_logprob_are_taken_out(dtype: Any) -> None:
+    inf, nan = math.inf, math.nan
+    rows = [
+        [1.0, 2.0, -3.0],
+        [1.0, -inf, -inf],
+        [nan, 1.0, 2.0],
+        [inf, 1.0, 2.0],
+        [-inf, -inf, -inf],
+        [inf, -inf, nan],
+    ]
+    logits = torch.tensor(rows, dtype=dtype)
+    kept = logits.clone()
+    found = take_out(logits)
+    best = kept.float().log_softmax(-1).max(-1).values
+    assert found.tolist() == [False, False, True, True, True, True] == best.isfinite().logical_not().tolist()
+    assert torch.equal(logits[:2], kept[:2])
+    assert not logits[2:].any()
+    assert take_out(logits[:0]).tolist() == []
+
+
+@pytest.mark.parametrize("value", [None, math.nan, -math.inf])
+def test_a_prompt_needs_a_logprob_for_each_token_but_the_first(value: float | None) -> None:
+    assert check_prompt([None, -1.0]) == [None, -1.0]
+    with pytest.raises(EngineFailed, match="finite"):
+        check_prompt([None, -1.0, value])
+
+
+def test_what_sglang_sends_from_then_on_says_so() -> None:
+    """As its ranks of a pipeline hand it on, to the reply that the adapter reads."""
+    good, bad, unfinished = requests = [SimpleNamespace() for _ in range(3)]
+    observer = Observer()
+    logits = torch.tensor([[1.0, 2.0], [math.nan, 2.0], [math.nan, 2.0]])
+    made = observer.after_sample(observer.before_grammar(logits, None), torch.tensor([1, 0, 0]))
+    made = observer.from_pp_tensors(made.to_pp_tensors()).copy_to_host(lambda rows: rows.clone())
+    sender = telling(object, None)()
+    assert sender.build_additional_customized_info(requests) == {}
+    made.consume(SimpleNamespace(reqs=requests), ["token", "token", None])
+    told = sender.build_additional_customized_info(requests)
+    metas: list[dict[str, Any]] = [{} for _ in requests]
+    passed = []
+    for index, meta in enumerate(metas):
+        tell(lambda *what: passed.append(what), "manager", meta, "state", {**told, "more": [[1]] * 3}, index, None)
+    assert metas == [{}, {NOTE: True}, {}]
+    assert passed == [("manager", meta, "state", {"more": [[1]] * 3}, at, None) for at, meta in enumerate(metas)]
+    assert sender.build_additional_customized_info([good, unfinished]) == {}
+    assert sender.build_additional_customized_info([bad]) == {NOTE: [True]}

@@ -1,0 +1,240 @@
+"""What is peculiar in the `sglang` engine, without SGLang. All else: tests/engines/test_engine_adapters.py."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rl_plane.errors import EngineFailed, Unsupported
+from tests.support.engine_runs import ask
+from worker.engines.base import EngineOptions
+from worker.engines.common.spans import Label
+from worker.engines.sglang import adapter
+from worker.engines.sglang.streams import Experts, Feeder, Stream
+
+
+async def test_what_an_abort_repeats_is_not_taken_again() -> None:
+    stream = Stream(ask([1], logprobs=True), [1], frozenset(), Experts(1, 1, 1))
+
+    def out(ids: list[int], count: int, finish: Any = None) -> dict[str, Any]:
+        meta = {"completion_tokens": count, "finish_reason": finish}
+        return {"output_ids": ids, "meta_info": meta | {"output_token_logprobs": [(0.0, each) for each in ids]}}
+
+    label = Label(None)
+    assert not stream.take(out([5, 6], 2), "a", label)
+    assert stream.take(out([6], 2, {"type": "abort"}), "a", label)
+    stream.take(out([7], 3), "a", label)
+    piece, failure = await stream.next()
+    assert (piece.token_ids, piece.finish_reason, failure) == ([5, 6], "abort", None)
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "backend", "deterministic", "fix"),
+    [
+        (True, "pytorch", False, None),  # by the plugin
+        (True, "flashinfer", False, "sampling_backend=pytorch"),
+        (False, "pytorch", False, "--deterministic"),
+        (False, "flashinfer", False, "--deterministic"),
+        (False, "pytorch", True, None),
+    ],
+)
+def test_where_seeds_count(on_cpu: bool, backend: str, deterministic: bool, fix: str | None) -> None:
+    lacking = adapter.lacking_seeds(on_cpu, backend, deterministic)
+    assert lacking.keys() == ({"generate:seed"} if fix else set())
+    assert all(reason.endswith(fix or "") for reason in lacking.values())
+
+
+class Process:
+    """In the place of a SglangProcess, and of its manager. A call waits for `lets_go`; one in `fails` fails once."""
+
+    def __init__(self) -> None:
+        self.manager = self
+        self.calls: list[tuple[str, list[str]]] = []
+        self.called, self.lets_go = asyncio.Event(), asyncio.Event()
+        self.fails: set[str] = set()
+        self._asked: set[asyncio.Task[Any]] = set()
+
+    async def ask(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Who gives up leaves it to its end."""
+        task = asyncio.ensure_future(work)
+        self._asked.add(task)
+        task.add_done_callback(self._asked.discard)
+        return await asyncio.shield(task)
+
+    async def release_memory_occupation(self, asked: Any) -> None:
+        await self._call("release", asked)
+
+    async def resume_memory_occupation(self, asked: Any) -> None:
+        await self._call("resume", asked)
+
+    async def _call(self, op: str, asked: Any) -> None:
+        self.calls.append((op, asked.tags))
+        self.called.set()
+        await self.lets_go.wait()
+        if op in self.fails:
+            self.fails.remove(op)
+            raise EngineFailed(f"no {op}")
+
+    async def pause_generation(self, asked: Any) -> None: ...
+
+    async def get_internal_state(self) -> None: ...
+
+    async def call(self, op: str, **arguments: str) -> None: ...
+
+    def check_alive(self) -> None: ...
+
+
+@pytest.fixture
+async def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """That says it can release memory."""
+    (tmp_path / "config.json").write_text("{}")
+    names = ("PauseGenerationReqInput", "ReleaseMemoryOccupationReqInput", "ResumeMemoryOccupationReqInput")
+    bodies = SimpleNamespace(**dict.fromkeys(names, SimpleNamespace))
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", bodies)
+    monkeypatch.setattr(adapter, "parse_arguments", dict)
+    engine: Any = adapter.SglangEngine(EngineOptions(tmp_path, device="cpu"))
+    engine._process = Process()
+    engine._feeder = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(engine, "_check_memory_saver", lambda op: None)
+    return engine
+
+
+async def test_memory_is_asked_for_again_where_a_call_failed(engine: Any) -> None:
+    process: Process = engine._process
+    process.lets_go.set()
+    for op, does in (("release", engine.release_memory), ("resume", engine.resume_memory)):
+        process.fails.add(op)
+        with pytest.raises(EngineFailed, match=f"no {op}"):
+            await does(["kv_cache"])
+        for _ in range(2):
+            await does(["kv_cache"])
+    assert [op for op, _ in process.calls] == ["release", "release", "resume", "resume"]
+
+
+async def test_memory_is_not_asked_for_twice_where_a_caller_gave_up(engine: Any) -> None:
+    """SGLang ends itself when it is to release, or to take back, what it has."""
+    process: Process = engine._process
+    for does in (engine.release_memory, engine.resume_memory):
+        process.called.clear()
+        process.lets_go.clear()
+        first = asyncio.create_task(does(["kv_cache"]))
+        async with asyncio.timeout(10):
+            await process.called.wait()
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        again = asyncio.create_task(does(["kv_cache"]))
+        process.lets_go.set()
+        await again
+    assert process.calls == [("release", ["kv_cache"]), ("resume", ["kv_cache"])]
+
+
+async def test_an_engine_that_refuses_updates_does_not_start(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    process: Process = engine._process
+    ended: list[str] = []
+
+    async def call(op: str, **arguments: str) -> None:
+        raise Unsupported(f"SGLang refuses: {op}", field="engine", fix="start it otherwise")
+
+    async def start(key: str) -> None: ...
+
+    async def end() -> None:
+        ended.append("ended")
+
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=None))
+    for name, value in {
+        "call": call,
+        "start": start,
+        "end": end,
+        "manager": config,
+        "on_death": lambda tell: None,
+    }.items():
+        monkeypatch.setattr(process, name, value, raising=False)
+    monkeypatch.setattr(engine, "_check_model", lambda: None)
+    monkeypatch.setattr(adapter, "load_tokenizer", lambda model: None)
+    monkeypatch.setattr(adapter, "eos_tokens", lambda model, tokenizer: frozenset())
+    monkeypatch.setattr(Experts, "of", lambda config: Experts(1, 1, 1))
+    with pytest.raises(Unsupported, match="refuses: updatable"):
+        await engine.start()
+    assert ended == ["ended"]
+
+
+class Manager:
+    """In the place of SGLang's: keeps what it was asked, and gives what a test says."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.outs: defaultdict[int, asyncio.Queue[dict[str, Any]]] = defaultdict(asyncio.Queue)
+        """Of each request, in their order."""
+        self.open = 0
+
+    async def generate_request(self, asked: Any) -> AsyncGenerator[dict[str, Any], None]:
+        outs = self.outs[len(self.asked)]
+        self.asked.append(asked)
+        self.open += 1
+        try:
+            while True:
+                yield await outs.get()
+        finally:
+            self.open -= 1
+
+    def says(self, number: int, ids: list[int], count: int, finish: Any = None) -> None:
+        logprobs = [(0.0, each) for each in ids]
+        meta = {"completion_tokens": count, "finish_reason": finish, "output_token_logprobs": logprobs}
+        self.outs[number].put_nowait(
+            {"output_ids": ids, "meta_info": meta | {"input_token_logprobs": [(None, 1)]}}
+        )
+
+
+@pytest.fixture
+def feeder(monkeypatch: pytest.MonkeyPatch) -> Feeder:
+    bodies = SimpleNamespace(GenerateReqInput=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", bodies)
+    return Feeder(Manager(), frozenset(), lambda name: name, lambda name: Label(None), Experts(1, 1, 1))
+
+
+async def test_who_begins_again_is_asked_for_the_rest(feeder: Feeder) -> None:
+    manager: Any = feeder._manager
+    wanted = ask([1, 2], max_tokens=5, seed=7, temperature=1.0, logprobs=True, prompt_logprobs=True)
+    pieces = feeder.run(wanted, [1, 2])
+    manager.says(0, [5, 6], 2)
+    first = await anext(pieces)
+    feeder.close()
+    (stream,) = feeder.submitted()
+    await feeder.begin_again([stream])
+    assert (manager.open, feeder.submitted()) == (0, [])
+    manager.says(1, [7], 1)
+    manager.says(1, [8, 9], 3, {"type": "length"})
+    feeder.open()
+    (rest,) = [piece async for piece in pieces]
+    assert (first.token_ids, rest.token_ids, rest.finish_reason) == ([5, 6], [7, 8, 9], "length")
+    assert (first.prompt_logprobs, rest.prompt_logprobs, len(rest.logprobs)) == ([None], None, 3)
+    before, after = manager.asked
+    assert (before.input_ids, after.input_ids) == ([1, 2], [1, 2, 5, 6])
+    assert (before.logprob_start_len, after.logprob_start_len) == (0, -1)
+    for name, values in (("max_new_tokens", (5, 3)), ("sampling_seed", (7, 7))):
+        assert (before.sampling_params[name], after.sampling_params[name]) == values
+    assert (before.rid != after.rid, manager.open, feeder.streams) == (True, 0, {})
+
+
+async def test_who_has_left_or_ended_does_not_begin_again(feeder: Feeder) -> None:
+    manager: Any = feeder._manager
+    runs = [feeder.run(ask([1], max_tokens=5), [1]) for _ in range(2)]
+    for number, run in enumerate(runs):
+        manager.says(number, [5], 1)
+        await anext(run)
+    left, ended = feeder.submitted()
+    again = asyncio.create_task(feeder.begin_again([left, ended]))
+    await runs[0].aclose()
+    ended.end(EngineFailed("it died"))
+    await again
+    with pytest.raises(EngineFailed):
+        await anext(runs[1])
+    assert (len(manager.asked), manager.open, feeder.streams) == (2, 0, {})

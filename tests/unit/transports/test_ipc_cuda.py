@@ -1,0 +1,652 @@
+"""CUDA IPC without a GPU: the wire, the checks, the choice and the order of calls. `Cuda` below stands in for torch's
+own calls, on memory of the host; it shows nothing about CUDA."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import msgpack
+import pytest
+
+import rl_plane.transports.ipc.receiver as receiving
+from rl_plane.errors import InvalidWeights, PlaneError, Unavailable
+from rl_plane.publish.sources.model_sources import as_source
+from rl_plane.transports.ipc import cuda_buffers, in_place, ipc_session
+from rl_plane.transports.ipc import wire as ipc_wire
+from rl_plane.transports.ipc.cuda_buffers import COUNTERS, Handle
+from rl_plane.transports.ipc.receiver import IpcTransport
+from rl_plane.transports.ipc.sender import IpcSender, build
+from rl_plane.transports.packing import fill
+from rl_plane.transports.receiver_base import Places
+from rl_plane.transports.sender_base import Surroundings
+from rl_plane.weights.manifest import Manifest, pack
+from tests.transports.test_ipc_transport import BOUND_S, descriptors, impostor, memory, pool, raw_receiver
+
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
+torch = pytest.importorskip("torch")
+__all__ = ["pool"]
+
+GPUS = ("GPU-here", "GPU-there")
+
+
+@dataclass
+class Cuda:
+    """Shares by file descriptor, and counts as torch does: 1 for each share, 0 once it was given up."""
+
+    calls: list[str] = field(default_factory=list)
+    counts: dict[int, int] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def share(self, storage: Any) -> tuple[Any, ...]:
+        descriptor, nbytes = storage._share_fd_cpu_()
+        with self._lock:
+            number = next(self._numbers)
+            self.counts[number] = 1
+            self.calls.append("share")
+        counter = b"/torch_%d_1_1" % os.getpid()
+        return 0, b"%d" % descriptor, nbytes, 0, counter, number, bytes(64), True
+
+    def open(
+        self, device: int, memory: bytes, nbytes: int, offset: int, counter: bytes, number: int, *event: Any
+    ) -> Any:
+        assert device is None
+        assert (offset, *event) == (0, bytes(64), True)
+        storage = torch.UntypedStorage._new_shared_fd_cpu(int(memory), nbytes)  # which duplicates it
+        self.calls.append("open")
+        weakref.finalize(storage, self.release, counter, number, None)
+        return storage
+
+    def release(self, counter: bytes, number: int, device: None) -> None:
+        with self._lock:
+            self.counts[number] -= 1
+            self.calls.append("release")
+
+    def collect(self) -> None:
+        self.calls.append("collect")
+
+    @property
+    def held(self) -> list[int]:
+        """Shares whose memory torch would never free."""
+        return [number for number, count in self.counts.items() if count]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+    gc.collect()  # what earlier tests have left
+    open_before = sorted(os.listdir("/proc/self/fd"))
+    cuda = Cuda()
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: cuda.share(storage))
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", cuda.open)
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter", cuda.release)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(GPUS))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=GPUS[number]))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: cuda.calls.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "ipc_collect", cuda.collect)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: cuda.calls.append("empty"))
+    monkeypatch.setattr(cuda_buffers, "device_of", lambda uuid: torch.device("cpu"))
+    made = cuda_buffers.GpuBuffers._made
+
+    def shared_from_the_start(buffers: cuda_buffers.GpuBuffers, uuid: str) -> Any:
+        """The first share moves host memory, under the hands of a trainer that fills it; CUDA's moves nothing."""
+        return [one.share_memory_() for one in made(buffers, uuid)]
+
+    monkeypatch.setattr(cuda_buffers.GpuBuffers, "_made", shared_from_the_start)
+    cuda_buffers.gpus.cache_clear()
+    yield cuda
+    cuda_buffers.gpus.cache_clear()
+    gc.collect()  # tensors in the traceback of an expected error
+    assert sorted(os.listdir("/proc/self/fd")) == open_before
+
+
+def tensors(seed: int = 1) -> dict[str, Any]:
+    chance = torch.Generator().manual_seed(seed)
+    return {f"layer.{number}": torch.rand(40 + 7 * number, generator=chance) for number in range(9)}
+
+
+SOURCE = as_source(tensors()).take()
+MANIFEST = Manifest(pack(SOURCE.specs, 700))
+NEEDED = ipc_wire.buffer_bytes(MANIFEST)
+
+
+def bytes_of(named: dict[str, Any]) -> dict[str, bytes]:
+    return {name: tensor.numpy().tobytes() for name, tensor in named.items()}
+
+
+def receive(transport: dict[str, Any], device: str = "cuda:0") -> tuple[dict[str, bytes], str | None]:
+    delivery = IpcTransport(Places(device=device)).open(transport, "base")
+    try:
+        return {name: bytes(tensor.data) for name, tensor in delivery.tensors()}, delivery.digest
+    finally:
+        delivery.close()
+
+
+def publish(sender: IpcSender, named: dict[str, Any]) -> str | None:
+    digests: dict[str, str] = {}
+    for number in fill(MANIFEST, named.items(), sender.buffer, digests):
+        sender.send(number)
+    sender.finish(digests)
+    return MANIFEST.digested(digests).digest
+
+
+@contextmanager
+def sender_of(receivers: int, **bounds: Any) -> Iterator[tuple[IpcSender, dict[str, Any]]]:
+    sender = IpcSender(lambda: receivers, on_gpus=lambda: True, **bounds)
+    sender.device = "cuda:0"
+    try:
+        yield sender, sender.open(MANIFEST)
+    finally:
+        sender.destroy()
+
+
+def test_each_rank_reads_from_its_own_gpu_and_all_is_given_back(cuda: Cuda, pool: ThreadPoolExecutor) -> None:
+    before = descriptors()
+    sender = IpcSender(lambda: 3, on_gpus=lambda: True)
+    sender.device = "cuda"
+    for seed in range(2):
+        cuda.calls.clear()
+        transport = sender.open(MANIFEST)
+        arriving = [pool.submit(receive, transport, device) for device in ("cuda:0", "cuda:1", "cuda:1")]
+        digest = publish(sender, tensors(seed))
+        for one in arriving:
+            assert one.result(BOUND_S) == (bytes_of(tensors(seed)), digest)
+        sender.close()
+        assert cuda.calls.count("share") == cuda.calls.count("open") == cuda.calls.count("release") == 3 * 2
+        assert cuda.calls[-2:] == ["collect", "empty"]  # after the last was given up
+        assert cuda.held == []
+    sender.destroy()
+    assert descriptors() == before
+
+
+def test_nobody_is_told_of_a_bucket_before_its_copies_are_there(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = ipc_session.Update.send
+
+    def send(self: Any, turn: dict[str, Any]) -> None:
+        cuda.calls.append(f"told {turn['bucket']}")
+        told(self, turn)
+
+    monkeypatch.setattr(ipc_session.Update, "send", send)
+    with sender_of(1) as (sender, _):
+        sender.buffer(0)
+        cuda.calls.clear()
+        sender.send(0)
+        assert cuda.calls == ["synchronize", "told 0"]
+
+
+def test_a_receiver_that_dies_is_counted_for(cuda: Cuda, pool: ThreadPoolExecutor) -> None:
+    with sender_of(2) as (sender, transport):
+        arriving = pool.submit(receive, transport)
+        with raw_receiver(transport) as (connection, _):
+            ipc_wire.send_packet(connection, {"gpu": GPUS[1]})
+            handles = ipc_wire.read_packet(connection)[0]["handles"]
+            assert [Handle.from_wire(one, NEEDED).nbytes for one in handles] == [NEEDED, NEEDED]
+        digest = publish(sender, tensors())
+        assert arriving.result(BOUND_S) == (bytes_of(tensors()), digest)
+    assert cuda.held == []
+    assert cuda.calls[-2:] == ["collect", "empty"]
+
+
+def test_memory_is_freed_when_those_who_read_it_have_given_it_up(cuda: Cuda, pool: ThreadPoolExecutor) -> None:
+    """CUDA wants it in this order, for an update that is broken off too."""
+    with sender_of(1) as (sender, transport):
+        delivery = IpcTransport(Places(device="cuda:0")).open(transport, "base")
+        taking = pool.submit(list, delivery.tensors())
+        sender.buffer(0)
+        sender.send(0)
+        sender.close()
+        with pytest.raises(Unavailable, match="gone"):
+            taking.result(BOUND_S)
+        delivery.close()
+    assert cuda.calls[-1] == "empty"
+    assert cuda.calls.index("empty") > max(i for i, call in enumerate(cuda.calls) if call == "release")
+    assert cuda.held == []
+
+
+def test_a_receiver_that_stands_still_holds_up_the_end_for_a_bounded_time(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ipc_session, "GIVE_UP_S", 0.1)
+    with sender_of(1) as (sender, transport), raw_receiver(transport) as (connection, _):
+        ipc_wire.send_packet(connection, {"gpu": GPUS[0]})
+        assert "handles" in ipc_wire.read_packet(connection)[0]
+        sender.close()
+        assert cuda.calls[-2:] == ["collect", "empty"]
+        assert cuda.held == [0, 1]  # torch keeps the memory until it goes on and gives it up
+
+
+def test_a_gpu_that_the_trainer_does_not_see_is_refused(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sender_of(1) as (_, transport):
+        monkeypatch.setattr(receiving, "uuid_of", lambda device: "GPU-elsewhere")
+        with pytest.raises(Unavailable, match=r"does not see the GPU GPU-elsewhere.*CUDA_VISIBLE_DEVICES"):
+            receive(transport)
+    with sender_of(1) as (_, transport):
+        monkeypatch.setattr(receiving, "uuid_of", lambda device: None)
+        with pytest.raises(Unavailable, match="on the CPU"):
+            receive(transport)
+
+
+@pytest.mark.parametrize("fails", [0, 1, 2])
+def test_shares_that_were_not_opened_are_given_up(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, fails: int) -> None:
+    """Before it is said that they are closed: the error, which is kept here, holds none of them."""
+    calls = itertools.count()
+
+    def opened(*args: Any) -> Any:
+        if next(calls) == fails:
+            raise RuntimeError("CUDA error")
+        return cuda.open(*args)
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", opened)
+    if fails == 2:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: 1 // 0)  # no memory of the host either
+    sent: list[list[int]] = []
+
+    def send(connection: Any, packet: Any, *descriptors: Any) -> None:
+        if packet.keys() == {"closed"}:
+            sent.append(cuda.held)
+        ipc_wire.send_packet(connection, packet, *descriptors)
+
+    monkeypatch.setattr(receiving, "send_packet", send)
+    with sender_of(1) as (_, transport), pytest.raises(Unavailable, match="can't be opened"):
+        receive(transport)
+    assert sent == [[]]
+    assert cuda.calls.count("release") == 2
+
+
+def second_share_fails(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count()
+
+    def share(storage: Any) -> Any:
+        if next(calls) == 1:
+            raise RuntimeError("CUDA error: out of memory")
+        return cuda.share(storage)
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share)
+
+
+def test_shares_that_nobody_is_told_of_are_given_up(
+    cuda: Cuda, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the sender goes on with the others."""
+    second_share_fails(cuda, monkeypatch)
+    with sender_of(2) as (sender, transport):
+        with pytest.raises(Unavailable, match="out of memory"):
+            receive(transport)
+        assert cuda.held == []
+        arriving = pool.submit(receive, transport)
+        digest = publish(sender, tensors())
+        assert arriving.result(BOUND_S) == (bytes_of(tensors()), digest)
+
+
+@pytest.mark.parametrize("gpu", [[], {}, None, 1])
+def test_what_names_no_gpu_is_refused(cuda: Cuda, pool: ThreadPoolExecutor, gpu: Any) -> None:
+    with sender_of(2) as (sender, transport):
+        with raw_receiver(transport) as (connection, _):
+            ipc_wire.send_packet(connection, {"gpu": gpu})
+            assert "does not see the GPU" in ipc_wire.read_packet(connection)[0]["error"]
+        arriving = pool.submit(receive, transport)
+        digest = publish(sender, tensors())
+        assert arriving.result(BOUND_S) == (bytes_of(tensors()), digest)
+
+
+def test_a_trainer_that_can_not_be_watched_is_told(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of another PID namespace has no id here."""
+    monkeypatch.setattr(receiving, "peer_pid", lambda connection: 0)
+    with sender_of(1) as (_, transport), pytest.raises(Unavailable, match="can't be watched") as refused:
+        receive(transport)
+    assert "PID namespace" in refused.value.facts["fix"]
+    assert cuda.held == []
+
+
+# ---- tensors where they are ----
+
+
+@contextmanager
+def own_sender_of(receivers: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[IpcSender, dict[str, Any]]]:
+    """All of whose tensors are lent."""
+    monkeypatch.setattr(in_place, "_is_on", lambda device, tensor: device == "cuda:0")
+    sender = IpcSender(lambda: receivers, layout="tensors", on_gpus=lambda: True)
+    sender.device = "cuda:0"
+    try:
+        yield sender, sender.open(MANIFEST)
+    finally:
+        sender.destroy()
+
+
+def publish_own(sender: IpcSender, named: dict[str, Any]) -> str | None:
+    digests: dict[str, str] = {}
+    lent = sender.lend(named)
+    assert set(lent) == set(range(len(MANIFEST.buckets)))
+    for number in fill(MANIFEST, named.items(), sender.buffer, digests, lent):
+        sender.send(number)
+    sender.finish(digests)
+    return MANIFEST.digested(digests).digest
+
+
+def test_each_tensor_is_shared_with_each_rank_on_its_own_gpu(
+    cuda: Cuda, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of a larger allocation too. torch's notes of a share don't stay with the trainer's weights."""
+    whole = torch.cat([torch.zeros(3), *tensors().values()])
+    lengths = [3, *(one.numel() for one in tensors().values())]
+    named = dict(zip(tensors(), whole.split(lengths)[1:], strict=True))
+    place = whole.data_ptr()
+    with own_sender_of(3, monkeypatch) as (sender, transport):
+        arriving = [pool.submit(receive, transport, device) for device in ("cuda:0", "cuda:1", "cuda:1")]
+        digest = publish_own(sender, named)
+        for one in arriving:
+            assert one.result(BOUND_S) == (bytes_of(tensors()), digest)
+    for what in ("share", "open", "release"):
+        assert cuda.calls.count(what) == 3 * len(named), what
+    assert cuda.held == []
+    assert cuda.calls[-2:] == ["collect", "empty"]
+    assert whole.data_ptr() == place
+    assert not whole.is_shared()
+
+
+@pytest.mark.parametrize("opens", [0, 1])
+def test_a_receiver_of_tensors_that_dies_is_counted_for(
+    cuda: Cuda, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, opens: int
+) -> None:
+    """Of what it was told, be it that it has taken the first bucket."""
+    with own_sender_of(2, monkeypatch) as (sender, transport):
+        arriving = pool.submit(receive, transport)
+        dying = pool.submit(_dies_after, transport, opens)
+        digest = publish_own(sender, tensors())
+        dying.result(BOUND_S)
+        assert arriving.result(BOUND_S) == (bytes_of(tensors()), digest)
+    assert cuda.held == []
+
+
+def _dies_after(transport: dict[str, Any], turns: int) -> None:
+    with raw_receiver(transport) as (connection, _):
+        ipc_wire.send_packet(connection, {"gpu": GPUS[1]})
+        assert ipc_wire.read_packet(connection)[0] == {"handles": []}
+        for number in range(turns + 1):
+            turn = ipc_wire.read_packet(connection)[0]
+            assert (turn["bucket"], len(turn["handles"])) == (number, len(MANIFEST.buckets[number].tensors))
+            if number < turns:
+                for wire in turn["handles"]:
+                    handle = Handle.from_wire(wire, 1, 0)
+                    torch.UntypedStorage._release_ipc_counter(handle.counter, handle.counter_offset, device=None)
+                ipc_wire.send_packet(connection, {"taken": number})
+
+
+def test_tensors_that_can_not_be_opened_are_given_up_and_said_to_be(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
+) -> None:
+    calls = itertools.count()
+
+    def fail(*given: Any) -> Any:
+        if next(calls) == 3:
+            raise RuntimeError("CUDA error: invalid resource handle")
+        return cuda.open(*given)
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", fail)
+    with own_sender_of(1, monkeypatch) as (sender, transport):
+        arriving = pool.submit(receive, transport)
+        with pytest.raises(Unavailable, match="no receiver is left"):
+            publish_own(sender, tensors())
+        with pytest.raises(Unavailable, match="invalid resource handle"):
+            arriving.result(BOUND_S)
+        del arriving
+        gc.collect()
+    assert cuda.held == []
+
+
+def test_a_share_that_fails_is_told_to_its_receiver(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
+) -> None:
+    second_share_fails(cuda, monkeypatch)
+    with own_sender_of(1, monkeypatch) as (sender, transport):
+        arriving = pool.submit(receive, transport)
+        with pytest.raises(Unavailable, match="no receiver is left"):
+            publish_own(sender, tensors())
+        with pytest.raises(Unavailable, match="out of memory"):
+            arriving.result(BOUND_S)
+    assert cuda.held == []
+
+
+def test_both_sides_hear_what_fails_on_the_senders_thread(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it is: torch's BufferError is none of its RuntimeErrors."""
+    threads: list[str] = []
+
+    def refuse(whole: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        raise BufferError("Can't export tensors on a different CUDA device index")
+
+    monkeypatch.setattr(torch, "from_dlpack", refuse)
+    with own_sender_of(1, monkeypatch) as (sender, transport):
+        sender.lend(tensors())
+        sender.send(0)  # before anybody has come: its handles are made when somebody does
+        with pytest.raises(Unavailable, match="refused: Can't export tensors"):
+            pool.submit(receive, transport).result(BOUND_S)
+        with pytest.raises(Unavailable, match=r"no receiver is left.*Can't export tensors"):
+            sender.send(1)
+    assert threads == ["ipc sender"]
+    assert "BufferError" in caplog.text
+    assert cuda.held == []
+
+
+def test_both_sides_hear_why_a_gpu_gets_no_buffers(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
+) -> None:
+    def refuse(buffers: Any, uuid: str) -> Any:
+        raise BufferError("no such buffer")
+
+    with sender_of(1) as (sender, transport):
+        monkeypatch.setattr(cuda_buffers.GpuBuffers, "shared", refuse)
+        with pytest.raises(Unavailable, match="refused: no such buffer"):
+            pool.submit(receive, transport).result(BOUND_S)
+        with pytest.raises(Unavailable, match=r"no receiver is left.*no such buffer"):
+            sender.send(0)
+
+
+def test_the_gpu_of_a_tensor_is_current_while_it_gets_an_alias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch exports from there alone."""
+    current: list[Any] = []
+    export = torch.from_dlpack
+
+    @contextmanager
+    def device_of(tensor: Any) -> Iterator[None]:
+        current.append(tensor)
+        yield
+        current.clear()
+
+    def from_dlpack(whole: Any) -> Any:
+        assert [one.data_ptr() for one in current] == [whole.data_ptr()]
+        return export(whole)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(torch, "from_dlpack", from_dlpack)
+    tensor = torch.arange(3.0)
+    alias = cuda_buffers.alias(tensor)
+    assert (alias.data_ptr(), alias.nbytes) == (tensor.data_ptr(), tensor.nbytes)
+
+
+@pytest.mark.parametrize(("nbytes", "start", "fits"), [(8, 0, True), (8, 4, True), (8, 5, False), (3, 0, False)])
+def test_a_tensor_lies_within_what_its_handle_opens(nbytes: int, start: int, fits: bool) -> None:
+    wire = instead(1, nbytes)
+    if fits:
+        assert Handle.from_wire(wire, 4, start).nbytes == nbytes
+    else:
+        with pytest.raises(ValueError, match="handle"):
+            Handle.from_wire(wire, 4, start)
+
+
+# ---- handles of somebody else ----
+
+GOOD: list[Any] = [b"m" * 66, NEEDED, 512, b"/torch_1_2_3", 7, bytes(64), True]
+
+
+def instead(place: int, value: Any) -> list[Any]:
+    return [*GOOD[:place], value, *GOOD[place + 1 :]]
+
+
+def test_a_handle_comes_back_as_it_was() -> None:
+    assert Handle.from_wire(GOOD, NEEDED).to_wire() == GOOD
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        None,
+        {},
+        [],
+        GOOD[:6],
+        [*GOOD, 0],
+        *(instead(place, value) for place in range(7) for value in (None, "x", 1.0)),
+        instead(0, b""),
+        instead(0, b"x" * 1025),
+        instead(1, NEEDED - 1),
+        instead(1, NEEDED + 1),
+        instead(1, True),
+        instead(2, -512),
+        instead(2, 1),
+        instead(2, 1 << 62),
+        instead(3, b"/torch_1_2_3/../../etc/passwd"),
+        instead(3, b"/dev/shm/x"),
+        instead(4, -1),
+        instead(4, COUNTERS),
+        instead(5, bytes(63)),
+    ],
+)
+def test_what_is_no_handle_is_refused(wire: Any) -> None:
+    with pytest.raises(ValueError, match="handle"):
+        Handle.from_wire(wire, NEEDED)
+
+
+PACKED = msgpack.packb(MANIFEST.to_wire())
+FIRST = {"protocol": ipc_wire.PROTOCOL, "manifest": len(PACKED), "buffer": NEEDED, "cuda": True}
+
+
+@pytest.mark.parametrize(
+    ("first", "handles"),
+    [
+        (FIRST, None),
+        (FIRST, [GOOD]),
+        (FIRST, [GOOD, instead(4, COUNTERS)]),
+        ({**FIRST, "buffer": NEEDED + 64}, [GOOD, GOOD]),
+    ],
+)
+def test_no_handle_is_opened_before_all_are_right(cuda: Cuda, first: dict[str, Any], handles: Any) -> None:
+    before = descriptors()
+    refused = pytest.raises(InvalidWeights, match="not a sender of ours")
+    with impostor(first, {"handles": handles}, given=lambda: [memory(PACKED)]) as transport, refused:
+        receive(transport)
+    assert cuda.calls == []
+    assert descriptors() == before
+
+
+# ---- a trainer that is killed ----
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_the_counters_of_a_trainer_that_was_killed_are_removed(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, lives: bool
+) -> None:
+    monkeypatch.setattr(cuda_buffers, "SHM", tmp_path)
+    monkeypatch.setattr(cuda_buffers, "TRAINER_ENDS_S", 0.05 if lives else BOUND_S)
+    pid = os.fork()
+    if pid == 0:
+        threading.Event().wait()
+    pidfd = os.pidfd_open(pid)
+    mine, others = f"torch_{pid}_2_3", f"torch_{pid + 1}_2_3"
+    handles = [Handle(b"m", 1, 0, f"/{name}".encode(), 0, b"", False) for name in (mine, others)]
+    for name in (mine, others):
+        (tmp_path / name).touch()
+    try:
+        if not lives:
+            os.kill(pid, 9)
+        cuda_buffers.remove_counters(handles, pid, pidfd)
+        assert {one.name for one in tmp_path.iterdir()} == ({mine, others} if lives else {others})
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        os.close(pidfd)
+
+
+# ---- the choice ----
+
+
+@pytest.mark.parametrize(
+    ("device", "engines", "on_gpu"),
+    [
+        ("cuda:0", ("cuda:0", "cuda"), True),
+        ("cuda:0", ("cuda:0", "cpu"), False),
+        ("cuda:0", ("cuda:0", None), False),
+        ("cpu", ("cuda:0", "cuda:1"), False),
+    ],
+)
+def test_where_all_are_on_gpus_the_weights_stay_there(
+    cuda: Cuda, device: str, engines: tuple[str | None, ...], on_gpu: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(op: str, body: dict[str, Any]) -> dict[str, Any]:
+        facts: dict[str, Callable[[str | None], dict[str, Any]]] = {
+            "workers": lambda _: {"world_size": 1, "transports": ["ipc"]},
+            "describe": lambda engine: {} if engine is None else {"device": engine},
+        }
+        return {"workers": [facts[op](engine) for engine in engines]}
+
+    sender = build(Surroundings(run))
+    sender.device = device
+    with raw_receiver(sender.open(MANIFEST)) as (_, given):
+        assert len(given) == (1 if on_gpu else 3)
+    sender.open(MANIFEST)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == (1 if device == "cuda:0" and not on_gpu else 0), "once"
+    assert all("cuda:0 go by host memory" in one for one in said)
+    sender.destroy()
+
+
+@pytest.mark.parametrize("lies", ["cuda:1", "cpu"])
+def test_a_gathered_tensor_is_on_this_ranks_gpu(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, lies: str) -> None:
+    """Not on the first one, where its bytes would be packed: a mesh tells of no number. `cpu`: it is offloaded."""
+    from rl_plane.publish.sources.model_sources import _device
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    sharded = SimpleNamespace(device=torch.device(lies), device_mesh=SimpleNamespace(device_type="cuda"))
+    assert cuda_buffers.uuid_of(_device(sharded)) == GPUS[1]
+
+
+def test_a_source_knows_where_its_tensors_are() -> None:
+    there = SimpleNamespace(device="cuda:1", dtype=torch.float32, shape=(2,))
+    assert SOURCE.device == "cpu"
+    assert cuda_buffers.uuid_of(SOURCE.device) is None
+    from rl_plane.publish.sources.model_sources import _device
+
+    assert _device(there) == "cuda:1"
+
+
+def test_errors_of_torch_are_ours(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> Any:
+        raise RuntimeError("CUDA error: invalid resource handle")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", refuse)
+    before = descriptors()
+    with sender_of(1) as (_, transport), pytest.raises(PlaneError, match="invalid resource handle"):
+        receive(transport)
+    assert descriptors() == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_bench_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench import cuda_ipc
+
+    monkeypatch.setattr("sys.argv", ["bench.cuda_ipc"])
+    with pytest.raises(SystemExit, match="needs a GPU"):
+        cuda_ipc.main()

@@ -1,0 +1,365 @@
+"""The copy of a version that a worker keeps, to which it applies deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rl_plane._util.tasks import never
+from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase
+from rl_plane.protocol.update_requests import PreparedReply, UpdateWeights
+from rl_plane.protocol.validation import parse_body
+from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.reception import Link, Reception, Staged, TensorStream
+from tests.support.small_versions import Road, Tensors, raw, same, spec_of, step, weights
+from worker.engines.common.torch_weights import StagedTensors, host_copies
+from worker.receive.weight_receiver import Receiver
+from worker.reconcile.staged_updates import Wanted, WeightUpdates
+
+
+class Holder:
+    """A WeightHolder of the tensors `wanted`; `tied` may come too."""
+
+    def __init__(self, wanted: Mapping[str, TensorSpec], tied: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.wanted = wanted
+        self.tied = tied
+
+    def weight_spec(self) -> Mapping[str, TensorSpec]:
+        return self.wanted
+
+    def tied_tensors(self) -> Mapping[str, str]:
+        return self.tied
+
+    def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> StagedTensors:
+        return StagedTensors(dict(host_copies(tensors, self.wanted, self.tied, cast, cancelled)))
+
+    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> None:
+        self.stage(tensors, cast, cancelled)
+
+    def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
+        raise NotImplementedError
+
+    def stage_adapter(self, config: Any, tensors: TensorStream, cast: bool, cancelled: Any) -> Staged:
+        raise NotImplementedError
+
+
+class Worker:
+    """A Receiver, and what reaches it."""
+
+    def __init__(self, tied: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.road = Road()
+        spec = {name: spec_of(tensor) for name, tensor in weights().items()}
+        self.receiver = Receiver(Holder(spec, tied), {"road": self.road})
+
+    def reception(self, path: str, **more: Any) -> Reception:
+        return Reception(path, **{"transport": {"backend": "road", "path": path}, "keep": True, **more})
+
+    def stage(self, path: str, **more: Any) -> str:
+        self.receiver.open(self.reception(path, **more))
+        return self.receiver.receive(path, never)["digest"]
+
+    def swap(self, path: str) -> Tensors:
+        staged = self.receiver.take(path)
+        assert isinstance(staged, StagedTensors)
+        return staged.tensors
+
+    def kept(self) -> Iterator[tuple[str, HostTensor]]:
+        assert self.receiver.kept is not None
+        yield from self.receiver.kept.tensors.items()
+
+
+def test_what_was_swapped_in_is_kept() -> None:
+    worker = Worker()
+    digest = worker.road.put("one", weights())
+    assert worker.stage("one") == digest
+    assert worker.receiver.kept is None, "it may still be discarded"
+    swapped = worker.swap("one")
+    assert worker.receiver.kept is not None
+    assert worker.receiver.kept.digest == digest
+    for name, tensor in worker.kept():
+        assert tensor.spec == spec_of(weights()[name])
+        assert bytes(tensor.data) == raw(weights()[name])
+        assert not tensor.data.readonly
+    assert isinstance(worker.receiver.kept.staged, StagedTensors)
+    assert worker.receiver.kept.staged.tensors is swapped, "one copy"
+
+
+@pytest.mark.parametrize("how", ["full", "in place", "discarded"])
+def test_other_base_weights_take_the_place_of_what_was_kept(how: str) -> None:
+    worker = Worker()
+    worker.road.put("one", weights())
+    worker.road.put("two", weights(2))
+    worker.stage("one")
+    worker.swap("one")
+    worker.stage("two", in_place=how == "in place", keep=how == "discarded")
+    assert worker.receiver.kept is None
+    if how == "discarded":
+        worker.receiver.discard("two")
+    elif how == "full":
+        worker.swap("two")
+    assert worker.receiver.kept is None
+
+
+@pytest.mark.parametrize("why", ["cast", "tied"])
+def test_what_differs_from_what_was_published_is_not_kept(why: str) -> None:
+    worker = Worker({"tied": "b"})
+    tensors = weights()
+    if why == "cast":
+        tensors["b"] = tensors["b"].double()
+    else:
+        tensors["tied"] = tensors["b"]
+    worker.road.put("one", tensors)
+    worker.stage("one", cast=True)
+    worker.swap("one")
+    assert worker.receiver.kept is None, "its digest is not the version's"
+
+
+class Chain:
+    """Versions on a Road: `v0` is full, each `d<n>` the delta from the one before, `v<n>` the same whole."""
+
+    def __init__(self, road: Road, length: int) -> None:
+        self.versions = [weights()]
+        for number in range(1, length):
+            self.versions.append(step(self.versions[-1], number))
+            road.put_delta(f"d{number}", *self.versions[-2:])
+        self.digests = [road.put(f"v{number}", tensors) for number, tensors in enumerate(self.versions)]
+
+    def delta(self, number: int, **more: Any) -> dict[str, Any]:
+        before = [self.link(0), *(self.link(each) for each in range(1, number))]
+        base, digest = self.digests[number - 1], self.digests[number]
+        return {"base": base, "digest": digest, "before": before, **more}
+
+    def link(self, number: int, refetchable: bool = True) -> Link:
+        path = f"d{number}" if number else "v0"
+        return Link(self.digests[number], {"backend": "road", "path": path}, refetchable)
+
+
+def test_a_delta_changes_what_is_kept() -> None:
+    worker = Worker()
+    chain = Chain(worker.road, 3)
+    worker.stage("v0")
+    worker.swap("v0")
+    memory = dict(worker.kept())["a"].data
+    for number in (1, 2):
+        assert worker.stage(f"d{number}", **chain.delta(number)) == chain.digests[number]
+        assert worker.receiver.kept is None
+        swapped = worker.swap(f"d{number}")
+        assert all(torch.equal(tensor, chain.versions[number][name]) for name, tensor in swapped.items())
+        assert worker.receiver.kept is not None
+        assert worker.receiver.kept.digest == chain.digests[number]
+    assert bytes(memory) == raw(chain.versions[2]["a"]), "in place"
+    assert worker.road.opened == ["v0", "d1", "d2"], "no more was fetched"
+
+
+def test_a_delta_that_is_discarded_leaves_what_was_kept() -> None:
+    worker = Worker()
+    chain = Chain(worker.road, 2)
+    worker.stage("v0")
+    worker.swap("v0")
+    for _ in range(2):
+        worker.stage("d1", **chain.delta(1))
+        worker.receiver.discard("d1")
+        worker.receiver.discard("d1")
+        assert worker.receiver.kept is not None
+        assert worker.receiver.kept.digest == chain.digests[0]
+        assert same(worker.receiver.kept.tensors, chain.versions[0])
+    worker.stage("d1", **chain.delta(1))
+    worker.swap("d1")
+    worker.receiver.discard("d1")  # too late
+    assert worker.receiver.kept is not None
+    assert same(worker.receiver.kept.tensors, chain.versions[1])
+
+
+def test_a_delta_that_fails_leaves_what_was_kept() -> None:
+    worker = Worker()
+    chain = Chain(worker.road, 2)
+    worker.stage("v0")
+    worker.swap("v0")
+    good = worker.road.there["d1"]
+    fitting = chain.delta(1)
+    cases: list[tuple[Tensors, dict[str, Any], type[Exception], str]] = [
+        (good, {**fitting, "digest": "blake3:" + "0" * 64}, InvalidWeights, "the delta makes"),
+        ({**good, "other": torch.zeros(24, dtype=torch.uint8)}, fitting, InvalidWeights, "unknown to the model"),
+        ({**good, "b": torch.zeros(24)}, fitting, InvalidWeights, "not the delta"),
+        ({**good, "b": torch.zeros(5000, dtype=torch.uint8)}, fitting, InvalidWeights, "not too long"),
+        ({**good, "b": torch.zeros(24, dtype=torch.uint8)}, fitting, InvalidWeights, "'b' does not begin"),
+    ]
+    for blobs, how, error, words in cases:
+        worker.road.put("d1", blobs)
+        with pytest.raises(error, match=words):
+            worker.stage("d1", **how)
+        assert worker.receiver.kept is not None
+        assert worker.receiver.kept.digest == chain.digests[0]
+        assert same(worker.receiver.kept.tensors, chain.versions[0])
+
+
+@pytest.mark.parametrize("after", range(6))
+def test_a_delta_that_is_cancelled_leaves_what_was_kept(after: int) -> None:
+    worker = Worker()
+    chain = Chain(worker.road, 2)
+    worker.stage("v0")
+    worker.swap("v0")
+    looks = itertools.count()
+    worker.receiver.open(worker.reception("d1", **chain.delta(1)))
+    with pytest.raises(EngineFailed, match="cancelled"):
+        worker.receiver.receive("d1", lambda: next(looks) >= after)
+    assert worker.receiver.kept is not None
+    assert same(worker.receiver.kept.tensors, chain.versions[0])
+
+
+@pytest.mark.parametrize("at", [None, 0, 2])
+def test_a_worker_that_is_behind_fetches_the_way_up_to_the_base(at: int | None) -> None:
+    worker = Worker()
+    chain = Chain(worker.road, 5)
+    if at is not None:
+        worker.stage("v0")
+        worker.swap("v0")
+        for number in range(1, at + 1):
+            worker.stage(f"d{number}", **chain.delta(number))
+            worker.swap(f"d{number}")
+    worker.road.opened.clear()
+    assert worker.stage("d4", **chain.delta(4)) == chain.digests[4]
+    way = {None: ["v0", "d1", "d2", "d3"], 0: ["d1", "d2", "d3"], 2: ["d3"]}
+    assert worker.road.opened == ["d4", *way[at]]
+    worker.receiver.discard("d4")
+    assert worker.receiver.kept is not None
+    assert same(worker.receiver.kept.tensors, chain.versions[3]), "the base, for the next try"
+    worker.road.opened.clear()
+    worker.stage("d4", **chain.delta(4))
+    worker.swap("d4")
+    assert worker.road.opened == ["d4"]
+    assert worker.stage("again", transport={"backend": "road", "path": "d4"}, **chain.delta(4)) == chain.digests[4]
+    assert worker.road.opened == ["d4", "d4"], "what it makes is there already"
+
+
+def test_a_way_that_went_wrong_is_begun_anew() -> None:
+    worker = Worker()
+    chain = Chain(worker.road, 4)
+    good = worker.road.there["d2"]
+    worker.road.put_delta("d2", chain.versions[1], step(chain.versions[1], 77))
+    with pytest.raises(InvalidWeights, match="the delta makes"):
+        worker.stage("d3", **chain.delta(3))
+    assert worker.receiver.kept is None
+    worker.road.put("d2", good)
+    assert worker.stage("d3", **chain.delta(3)) == chain.digests[3]
+
+
+def test_a_copy_that_was_damaged_is_not_kept() -> None:
+    worker = Worker()
+    chain = Chain(worker.road, 2)
+    worker.stage("v0")
+    worker.swap("v0")
+    (place,) = (tensor.data for name, tensor in worker.kept() if name == "b")
+    place[3] ^= 1
+    with pytest.raises(NotAtBase, match="damaged"):
+        worker.stage("d1", **chain.delta(1))
+    assert worker.receiver.kept is None
+    assert worker.stage("d1", **chain.delta(1)) == chain.digests[1], "from where the base came"
+
+
+def test_what_lies_on_the_way_must_be_deltas() -> None:
+    worker = Worker()
+    chain = Chain(worker.road, 4)
+    for tensors, words in (
+        ({"other": torch.zeros(24, dtype=torch.uint8)}, "unknown to the model"),
+        ({"b": torch.zeros(5000, dtype=torch.uint8)}, "not too long"),
+    ):
+        worker.road.put("d2", tensors)
+        with pytest.raises(NotAtBase, match=words):
+            worker.stage("d3", **chain.delta(3))
+    assert worker.receiver.kept is None
+
+
+def test_a_staging_that_nobody_discarded_is_taken_back_before_the_next() -> None:
+    worker = Worker()
+    chain = Chain(worker.road, 2)
+    worker.stage("v0")
+    worker.swap("v0")
+    worker.stage("left", transport={"backend": "road", "path": "d1"}, **chain.delta(1))
+    assert worker.stage("d1", **chain.delta(1)) == chain.digests[1]
+    worker.swap("d1")
+    assert same(dict(worker.kept()), chain.versions[1])
+    with pytest.raises(EngineFailed, match="nothing is staged"):
+        worker.receiver.take("left")
+
+
+class Engine:
+    """Of an adapter what WeightUpdates calls, and in which order."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def open(self, reception: Reception) -> None:
+        self.called.append("open")
+
+    def receive(self, staging: str, cancelled: Callable[[], bool]) -> PreparedReply:
+        self.called.append("cancelled" if cancelled() else "receive")
+        if cancelled():
+            raise EngineFailed("staging was cancelled")
+        return PreparedReply(digest="d", tensors=1, bytes=1, refetchable=True)
+
+    def kept(self) -> None:
+        return None
+
+    async def discard(self, staging: str) -> None:
+        self.called.append("discard")
+
+    async def run(self, work: Any) -> Any:
+        return await work
+
+
+async def test_a_delta_waits_until_no_swap_reads_what_it_changes() -> None:
+    engine: Any = Engine()
+    info: Any = SimpleNamespace(transports=("road",), vocab_size=512, max_model_len=512)
+    updates = WeightUpdates(engine, info, engine, lambda staging: None, lambda: None)
+    road = {"backend": "road"}
+    await updates.prepare(Wanted("full", road, keep=True))
+    assert updates.take("full") is not None
+    given_up = asyncio.create_task(updates.prepare(Wanted("given up", road, base="b", digest="d", fence=1)))
+    await asyncio.to_thread(wait_for, lambda: engine.called[-1] == "open")
+    assert await updates.drop("given up")
+    with pytest.raises(EngineFailed, match="cancelled"):
+        await given_up
+    delta_ = asyncio.create_task(updates.prepare(Wanted("delta", road, base="b", digest="d", fence=2)))
+    await asyncio.to_thread(wait_for, lambda: engine.called[-1] == "open")
+    updates.exchanged()
+    await delta_
+    assert engine.called == ["open", "receive", "open", "cancelled", "open", "receive"]
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 10.0
+    while not holds():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+def test_a_base_that_can_not_be_had_is_told_before_a_byte_comes() -> None:
+    worker = Worker({"tied": "b"})
+    chain = Chain(worker.road, 3)
+    gone = [chain.link(0), chain.link(1, refetchable=False)]
+    for before in ([], gone):
+        with pytest.raises(NotAtBase, match="source_gone"):
+            worker.receiver.open(worker.reception("d2", **{**chain.delta(2), "before": before}))
+    worker.stage("v0")
+    worker.swap("v0")
+    with pytest.raises(NotAtBase, match=f"keeps {chain.digests[0]}"):
+        worker.receiver.open(worker.reception("d2", **{**chain.delta(2), "before": gone}))
+    tied = {**chain.versions[0], "tied": chain.versions[0]["b"]}
+    link = Link(worker.road.put("v0", tied), {"backend": "road", "path": "v0"}, True)
+    with pytest.raises(NotAtBase, match="differs from what was published"):
+        worker.stage("d1", base=link.digest, digest=chain.digests[1], before=[link])
+
+
+def test_what_is_not_staged_can_not_be_kept() -> None:
+    body = {"transport": {"backend": "ipc"}, "policy": {"staging": "none", "keep_staged": True}}
+    with pytest.raises(InvalidRequest) as caught:
+        parse_body(UpdateWeights, body)
+    assert caught.value.facts["field"] == "policy.keep_staged"
