@@ -13,11 +13,15 @@ from typing import Any
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase, PlaneError, Unsupported
 from rl_plane.protocol.canary import CANARY_NAME, check_vocabulary
 from rl_plane.protocol.update_requests import FeedUpdate, PreparedReply
-from rl_plane.transports.filesystem.receiver import FilesystemDelivery
-from rl_plane.transports.group.receiver import GroupTransport
-from rl_plane.transports.group.streamed_delivery import GroupFedDelivery
-from rl_plane.transports.packed_delivery import PackedDelivery
-from rl_plane.transports.receiver_base import Delivery, FedDelivery, OfferingTransport, Places, WeightTransport
+from rl_plane.transports.receiver_base import (
+    CanaryDelivery,
+    Delivery,
+    FedDelivery,
+    GroupedTransport,
+    OfferingTransport,
+    Places,
+    WeightTransport,
+)
 from rl_plane.transports.reception import Cancelled, Link, Reception, Staged, WeightHolder
 from rl_plane.weights.checkpoint import Kind
 from worker.receive.kept_copy import Changes, Kept, as_kept, missing_links, taken_changes
@@ -136,7 +140,6 @@ class Receiver:
         if opened is None:
             raise EngineFailed(f"nothing is open as {staging!r}")
         reception, delivery = opened
-        _heed(delivery, cancelled)
         refetchable = delivery.refetchable
         how: dict[str, Any] = {
             "cast": reception.cast,
@@ -160,7 +163,7 @@ class Receiver:
         self._fed.pop(staging, None)
         size = sum(spec.nbytes for spec in delivery.specs.values())  # of a fed one it is known only now
         reply = PreparedReply(digest=digest, tensors=len(delivery.specs), bytes=size, refetchable=refetchable)
-        if isinstance(delivery, FilesystemDelivery) and delivery.canary is not None:
+        if isinstance(delivery, CanaryDelivery) and delivery.canary is not None:
             reply["canary"] = delivery.canary.model_dump()
         return reply
 
@@ -288,7 +291,6 @@ class Receiver:
         """Fetches the next version on the way: the full one first. A delta's digest is not looked at, since that of
         the last one tells of all."""
         delivery = self._open(link.transport, "base")
-        _heed(delivery, cancelled)
         if kept is not None:
             try:
                 check_changes(self.holder.weight_spec(), delivery.specs)
@@ -321,7 +323,7 @@ class Receiver:
         transport = self._transport({"backend": backend})
         if group is None:
             transport.destroy()
-        elif isinstance(transport, GroupTransport):
+        elif isinstance(transport, GroupedTransport):
             transport.leave(group)
         else:
             raise InvalidRequest(f"{backend} has no groups", field="group", fix="leave it out")
@@ -332,16 +334,10 @@ class Receiver:
 
 def _check_canary(reception: Reception, delivery: Delivery) -> None:
     """InvalidRequest for a `canary.json` that the engine can't score. Closes the delivery when it raises."""
-    if not isinstance(delivery, FilesystemDelivery) or delivery.canary is None or reception.vocab_size is None:
+    if not isinstance(delivery, CanaryDelivery) or delivery.canary is None or reception.vocab_size is None:
         return
     try:
         check_vocabulary(delivery.canary, reception.vocab_size, reception.max_model_len, CANARY_NAME)
     except BaseException:
         delivery.close()
         raise
-
-
-def _heed(delivery: Delivery, cancelled: Cancelled) -> None:
-    """One that waits for what is sent looks itself."""
-    if isinstance(delivery, PackedDelivery | GroupFedDelivery):
-        delivery.cancelled = cancelled
