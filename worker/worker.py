@@ -25,7 +25,7 @@ from worker.generation import GenerationService
 from worker.ops.dispatcher import Dispatcher
 from worker.ops.handlers import EngineHung, OpHandlers
 from worker.reconcile.engine_memory import EngineMemory
-from worker.reconcile.follower import RecordFollower, staged_info
+from worker.reconcile.follower import RecordFollower, staged_version
 from worker.reconcile.lock_watch import LockWatch
 from worker.reconcile.peers import Peers
 from worker.reconcile.staged_updates import WeightUpdates
@@ -70,7 +70,7 @@ class Worker:
         self._watch = EngineWatch(engine_hang_s)
         peers = Peers(bus, subjects, adapter, info.transports)
         self._updates = WeightUpdates(
-            adapter, info, engine, lambda staging: self.core.is_staged(staged_info(staging)), peers.offer
+            adapter, info, engine, lambda staging: self.core.is_staged(staged_version(staging)), peers.offer
         )
         self._generation = GenerationService(bus, adapter, engine, self.state, info.witnesses, self.core.numerics)
         self._follower = RecordFollower(

@@ -84,7 +84,7 @@ from rl_plane.protocol.record import (
     UpdateSession,
     first_record,
 )
-from rl_plane.protocol.update_requests import UpdatePolicy, UpdateWeights
+from rl_plane.protocol.update_requests import ReceiveRequest, UpdatePolicy, UpdateWeights
 from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
 
 LEASES_END_S = SERVING_LEASE_S + LEASE_MARGIN_S
@@ -273,20 +273,7 @@ class UpdateMachine:
         before: Source | None,
     ) -> Generator[Instruction, Any, list[WorkerRow]]:
         """A row for each of these workers."""
-        request = {
-            "update_id": update_id,
-            "target": body.target.model_dump(),
-            "transport": body.transport.model_dump() if body.transport is not None else None,
-            "encoding": body.encoding,
-            "base": body.base,
-            "before": before.to_wire() if before is not None else None,
-            "label": label,
-            "digest": body.digest,
-            "cast": body.cast,
-            "staging": body.policy.staging,
-            "keep_staged": body.policy.keep_staged or body.encoding == "delta",
-            "pause_mode": body.policy.pause_mode,
-        }
+        request = ReceiveRequest.of_update(body, update_id, label, before).model_dump()
         answered: Answered = yield Ask("prepare", op, request, list(workers), body.policy.prepare_timeout_s)
         rows = list(answered.rows)
         asked = {row.instance_id for row in rows}

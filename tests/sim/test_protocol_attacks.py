@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -24,7 +23,7 @@ from tests.sim.run import _simulated, adapters, deltas, models
 from tests.sim.sessions import PHASES
 from tests.sim.world import Coordinator, World
 from worker.receive.staging import model_digest
-from worker.reconcile.worker_core import Receiving
+from worker.reconcile.worker_core import CoordinatedUpdate
 
 UP_S = 3.0
 """Virtual seconds until the fleet has started."""
@@ -286,7 +285,7 @@ def test_who_asks_for_an_update_again_does_not_lose_it_with_the_coordinator_befo
                 _, worker = next(world.live_workers())
                 staging = worker._updates.staged
                 assert staging is not None
-                await worker._updates.prepare(replace(staging.wanted, fence=fence + 100))
+                await worker._updates.prepare(staging.request, fence + 100)
                 asked.append(product.instance_id(worker))
             return barred
 
@@ -351,7 +350,7 @@ def test_a_decision_that_comes_while_a_worker_is_about_to_give_up_keeps_what_is_
             if subscription.conn is not bus.conn or message.subject != world.subjects.state.feed(RECORD):
                 deliver(source, subscription, message)
 
-        def giving_up(waiting_for: str | None) -> Receiving | None:
+        def giving_up(waiting_for: str | None) -> CoordinatedUpdate | None:
             looked.extend(["it gives up"] if (found := given_up(waiting_for)) is not None else [])
             return found
 

@@ -16,7 +16,7 @@ from worker.engines.base import EngineAdapter, EngineInfo
 from worker.ops.dispatcher import ByRank, Handler
 from worker.reconcile.engine_memory import EngineMemory
 from worker.reconcile.follower import RecordFollower
-from worker.reconcile.staged_updates import Staging, WeightUpdates
+from worker.reconcile.staged_updates import StagedUpdate, WeightUpdates
 from worker.reconcile.worker_core import WorkerCore
 from worker.runtime.engine_loop import EngineLoop
 
@@ -216,11 +216,11 @@ class OpHandlers:
         ranks = await asyncio.to_thread(self._adapter.destroy_transport, body.backend, body.group)
         return ByRank(worker_ops.DoneReply(), ranks)
 
-    async def _prepare(self, body: update_requests.Prepare, fence: int) -> Mapping[str, Any]:
+    async def _prepare(self, body: update_requests.ReceiveRequest, fence: int) -> Mapping[str, Any]:
         self._state.check_weights_here()
         return _by_rank(await self._follower.prepare(body, fence))
 
-    async def _arm(self, body: update_requests.Prepare, fence: int) -> update_requests.ArmedReply:
+    async def _arm(self, body: update_requests.ReceiveRequest, fence: int) -> update_requests.ArmedReply:
         self._state.check_weights_here()
         return await self._follower.arm(body, fence)
 
@@ -301,10 +301,10 @@ def _by_rank(reply: update_requests.PreparedReply | update_requests.CommittedRep
     return body if ranks is None else ByRank(body, ranks)
 
 
-def _staged_version(staged: Staging | None) -> VersionReply | None:
+def _staged_version(staged: StagedUpdate | None) -> VersionReply | None:
     if staged is None:
         return None
-    return VersionReply(run="", sequence=0, label=staged.wanted.label, digest=staged.reply["digest"])
+    return VersionReply(run="", sequence=0, label=staged.request.label, digest=staged.reply["digest"])
 
 
 def _canary_state(verdict: Verdict | None) -> worker_ops.CanaryState | None:

@@ -97,7 +97,7 @@ class EngineMemory:
     async def weights_are_gone(self, reason: str) -> None:
         self._state.lose_weights(reason)
         coming, staged = self._updates.receiving, self._core.staged
-        if coming is not None and coming.in_place:
+        if coming is not None and coming.request.in_place:
             await self._updates.drop(coming.update_id)  # it outlived its caller, who had the turn
         if staged is not None and staged.in_place:
             await self._updates.drop(staged.update_id)  # it was among them

@@ -9,7 +9,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 from nats.aio.msg import Msg
@@ -27,32 +26,31 @@ from rl_plane.errors import (
     PlaneError,
 )
 from rl_plane.protocol import update_requests, worker_ops
-from rl_plane.protocol.record import SERVING_LEASE_S, DecisionRecord, Source, read_pause, read_session, record_of
+from rl_plane.protocol.record import SERVING_LEASE_S, DecisionRecord, read_pause, read_session, record_of
 from rl_plane.protocol.subjects import LOCK, RECORD, Subjects
+from rl_plane.protocol.update_requests import Transport
 from rl_plane.protocol.versions import tensors_digest
-from rl_plane.transports.reception import Link
 from worker.engines.base import AdapterLost, EngineAdapter, PauseMode
 from worker.receive.staging import not_fitting
 from worker.reconcile.peers import Peers
-from worker.reconcile.staged_updates import Staging, Wanted, WeightUpdates
+from worker.reconcile.staged_updates import StagedUpdate, WeightUpdates
 from worker.reconcile.worker_core import (
     HEAL_RETRY_S,
     SOURCE_GONE,
+    CoordinatedUpdate,
     Drop,
     Fetch,
     Instruction,
     Read,
-    Receiving,
     Relabel,
     Score,
+    StagedVersion,
     Swap,
     Unload,
     Wait,
     WorkerCore,
-    target_name,
     why,
 )
-from worker.reconcile.worker_core import Staged as StagedInfo
 from worker.reconcile.worker_state import Scores
 from worker.runtime.engine_loop import EngineLoop
 from worker.runtime.engine_watch import EngineWatch
@@ -97,7 +95,7 @@ class RecordFollower:
         self._watch = watch
         self._updates = updates
         self._peers = peers
-        self._model = {"backend": "filesystem", "path": model_path}
+        self._model = Transport.model_validate({"backend": "filesystem", "path": model_path})
         self._tell = tell
         self._wanted = asyncio.Event()
         self._last_commit: update_requests.CommittedReply | None = None
@@ -251,43 +249,49 @@ class RecordFollower:
     async def _fetch(self, fetch: Fetch) -> None:
         """From the recorded source into staging; over the served weights where they don't fit twice."""
         source = fetch.source
-        unstaged = self._core.in_place or source.staging == "none"
-        wanted = Wanted(
-            fetch.update_id,
-            source.transport or self._model,
-            fetch.name,
-            fetch.version.label,
-            fetch.version.digest,
-            source.cast,
-            in_place=unstaged and fetch.name is None and source.base is None and not source.keep_staged,
-            keep=source.keep_staged and fetch.name is None,
-            base=source.base,
-            before=self._links(source.before, source.base),
+        in_place = (
+            (self._core.in_place or source.staging == "none")
+            and fetch.name is None
+            and source.base is None
+            and not source.keep_staged
         )
-        if not wanted.in_place:
-            await self._staged(wanted, source.refetchable)
+        request = update_requests.ReceiveRequest(
+            update_id=fetch.update_id,
+            target=_target_of(fetch.name),
+            transport=Transport.model_validate(source.transport) if source.transport is not None else self._model,
+            encoding=source.encoding,
+            base=source.base,
+            base_chain=update_requests.delta_chain(source.before, source.base),
+            label=fetch.version.label,
+            digest=fetch.version.digest,
+            cast=source.cast,
+            staging="none" if in_place else "host",
+            keep_staged=source.keep_staged,
+        ).with_own_model(self._model)
+        if not request.in_place:
+            await self._staged(request, source.refetchable)
             return
         async with self.changing:
             if self._core.next(time.monotonic()) == fetch:
-                await self._overwrite(wanted, "keep", FREEZE_S)
+                await self._overwrite(request, None, "keep", FREEZE_S)
 
-    async def _staged(self, wanted: Wanted, refetchable: bool) -> None:
+    async def _staged(self, request: update_requests.ReceiveRequest, refetchable: bool) -> None:
         """From the recorded source, or from a worker that keeps the same weights."""
         try:
             if not refetchable:
                 raise InvalidRequest(SOURCE_GONE, field="transport", fix="publish the weights again")
-            await self._updates.prepare(wanted)
+            await self._updates.prepare(request)
         except PlaneError as error:
             if isinstance(error, Conflict) and not isinstance(error, NotAtBase):
                 raise  # an update has the staging
-            if wanted.name is not None or (isinstance(error, InvalidWeights) and not_fitting(error)):
+            if request.adapter is not None or (isinstance(error, InvalidWeights) and not_fitting(error)):
                 raise
-            assert wanted.digest is not None
+            assert request.digest is not None
 
             async def take(transport: Mapping[str, Any]) -> None:
-                await self._updates.prepare(replace(wanted, transport=transport, base=None, before=()))
+                await self._updates.prepare(request.full_from(Transport.model_validate(transport)))
 
-            if not await self._peers.bring(wanted.digest, take):
+            if not await self._peers.bring(request.digest, take):
                 raise
             log.info("%s has the weights of a peer: %s", self._state.instance_id, why(error))
 
@@ -325,56 +329,32 @@ class RecordFollower:
             await self._engine.run(self._adapter.resume())
         self._state.resume()
 
-    async def prepare(self, body: update_requests.Prepare, fence: int) -> update_requests.PreparedReply:
-        target = body.target.model_dump()
-        name = target_name(target)
-        if body.transport is None:
-            self._updates.check(name, body.staging, None)
+    async def prepare(self, request: update_requests.ReceiveRequest, fence: int) -> update_requests.PreparedReply:
+        self._check(request)
+        if request.transport is None:
             return update_requests.PreparedReply(digest=tensors_digest([]), tensors=0, bytes=0, refetchable=True)
-        wanted = self._wanted_of(body, body.transport, name, fence)
-        if not wanted.in_place:
-            return await self._updates.prepare(wanted)
+        request = request.with_own_model(self._model)
+        if not request.in_place:
+            return await self._updates.prepare(request, fence)
         async with self.turn(fence):
             self._state.check_weights_here()
-            return await self._overwrite(wanted, body.pause_mode, None)
+            return await self._overwrite(request, fence, request.pause_mode, None)
 
-    async def arm(self, body: update_requests.Prepare, fence: int) -> update_requests.ArmedReply:
+    async def arm(self, request: update_requests.ReceiveRequest, fence: int) -> update_requests.ArmedReply:
         """As `prepare`, but answers as soon as every rank listens."""
-        if body.transport is None or body.staging == "none":
+        if request.transport is None or request.staging == "none":
             raise InvalidRequest("staged weights are listened for", field="transport", fix="use prepare_update")
-        name = target_name(body.target.model_dump())
-        await self._updates.arm(self._wanted_of(body, body.transport, name, fence))
+        self._check(request)
+        await self._updates.arm(request.with_own_model(self._model), fence)
         return update_requests.ArmedReply(listening=True)
 
-    def _wanted_of(
-        self, body: update_requests.Prepare, transport: update_requests.Transport, name: str | None, fence: int
-    ) -> Wanted:
-        """Checked: this worker and its engine can do it."""
-        self._updates.check(name, body.staging, transport.backend, self._state.adapters)
-        return Wanted(
-            body.update_id,
-            transport.model_dump(),
-            name,
-            body.label,
-            body.digest,
-            body.cast,
-            fence,
-            in_place=body.staging == "none" and name is None,
-            keep=body.keep_staged and name is None,
-            base=body.base,
-            before=self._links(body.before, body.base),
-        )
-
-    def _links(self, before: Source | None, base: str | None) -> list[Link]:
-        if before is None or base is None:
-            return []
-        return [
-            Link(digest, source.transport or self._model, source.refetchable)
-            for digest, source in before.chain(base)
-        ]
+    def _check(self, request: update_requests.ReceiveRequest) -> None:
+        """Raises an error for a request that this worker or its engine can't carry out."""
+        backend = request.transport.backend if request.transport is not None else None
+        self._updates.check(request.adapter, request.staging, backend, self._state.adapters)
 
     async def _overwrite(
-        self, wanted: Wanted, mode: PauseMode, bound_s: float | None
+        self, request: update_requests.ReceiveRequest, fence: int | None, mode: PauseMode, bound_s: float | None
     ) -> update_requests.PreparedReply:
         """The caller has its turn, and keeps it to the end: nobody may resume an engine that is half written.
         `bound_s`: of the pause before it, as `_freeze` has it."""
@@ -397,9 +377,9 @@ class RecordFollower:
 
         try:
             with contextlib.ExitStack() as blocks:
-                if self._updates.busy_with == wanted.update_id:  # asked again
+                if self._updates.busy_with == request.update_id:  # asked again
                     blocks.enter_context(self._watch.blocking())
-                return await self._updates.prepare(wanted, taint)
+                return await self._updates.prepare(request, fence, taint)
         except BaseException:
             waits = False
             if freezing is not None:
@@ -438,7 +418,7 @@ class RecordFollower:
         await self._read()
         record = self._core.record
         assert record is not None
-        if body.transport is None or target_name(body.target.model_dump()) is not None:
+        if body.transport is None or body.target.kind == "lora":
             raise Conflict("one worker alone takes base weights only", field="target", fix="update the fleet")
         if body.encoding != "full":
             raise Conflict(
@@ -447,18 +427,17 @@ class RecordFollower:
                 fix="update the fleet",
             )
         self._updates.check(None, body.policy.staging, body.transport.backend)
-        wanted = Wanted(
-            f"alone-{secrets.token_hex(8)}",
-            body.transport.model_dump(),
-            None,
-            body.version or record.version.label,
-            body.digest,
-            body.cast,
-            keep=body.policy.keep_staged,
+        request = update_requests.ReceiveRequest(
+            update_id=f"alone-{secrets.token_hex(8)}",
+            transport=body.transport,
+            label=body.version or record.version.label,
+            digest=body.digest,
+            cast=body.cast,
+            keep_staged=body.policy.keep_staged,
         )
-        reply = await self._updates.prepare(wanted)
+        reply = await self._updates.prepare(request)
         if reply["digest"] != record.version.digest:
-            await self._updates.drop(wanted.update_id)
+            await self._updates.drop(request.update_id)
             raise Conflict(
                 f"the fleet has committed {record.version.label} ({record.version.digest}), these weights are "
                 f"{reply['digest']}: one worker alone can't take others",
@@ -468,8 +447,8 @@ class RecordFollower:
         async with self.turn(fence):
             self._state.check_weights_here()
             staged, done = self._core.staged, None
-            if staged is not None and staged.update_id == wanted.update_id:
-                swap = Swap(wanted.update_id, None, record.version, body.policy.pause_mode)
+            if staged is not None and staged.update_id == request.update_id:
+                swap = Swap(request.update_id, None, record.version, body.policy.pause_mode)
                 done = await self._step(
                     swap, worker_ops.DEFAULT_PAUSE_LEASE_S if body.policy.keep_pause else 0.0, None
                 )
@@ -505,7 +484,7 @@ class RecordFollower:
         start = time.monotonic()
         was_paused = state.pause_mode is not None
         swapped = False
-        taken: Staging | None = None
+        taken: StagedUpdate | None = None
         try:
             await self._freeze(swap.pause_mode, freeze_s)
         except BaseException as error:  # nothing is touched: what is staged stays, and is tried again
@@ -542,7 +521,7 @@ class RecordFollower:
         return done
 
     def _noted(
-        self, swap: Swap | Unload, taken: Staging | None, flushed: bool, swap_s: float
+        self, swap: Swap | Unload, taken: StagedUpdate | None, flushed: bool, swap_s: float
     ) -> update_requests.CommittedReply:
         record = self._core.record
         made = record.made if record is not None else swap.version if isinstance(swap, Swap) else None
@@ -625,11 +604,11 @@ class RecordFollower:
         self.look()
 
     def _look_at_receiving(self) -> None:
-        wanted = self._updates.receiving
-        if wanted is None or wanted.fence is None:
+        receive = self._updates.receiving
+        if receive is None or receive.fence is None:
             self._core.receiving = None
         else:
-            self._core.receiving = Receiving(wanted.update_id, wanted.fence)
+            self._core.receiving = CoordinatedUpdate(receive.update_id, receive.fence)
 
     async def _is_barred(self, fence: int) -> bool:
         """Bars a coordinator that has lost the lock from the record: a decision that is still on its way would need
@@ -651,9 +630,17 @@ class RecordFollower:
         return found
 
 
-def staged_info(staging: Staging | None) -> StagedInfo | None:
-    """What the core has to know of it."""
-    if staging is None:
+def staged_version(staged: StagedUpdate | None) -> StagedVersion | None:
+    """What the core has to know of what is staged."""
+    if staged is None:
         return None
-    wanted = staging.wanted
-    return StagedInfo(wanted.update_id, wanted.name, staging.reply["digest"], wanted.fence, wanted.in_place)
+    request = staged.request
+    return StagedVersion(
+        request.update_id, request.adapter, staged.reply["digest"], staged.fence, request.in_place
+    )
+
+
+def _target_of(adapter: str | None) -> update_requests.BaseTarget | update_requests.LoraTarget:
+    if adapter is None:
+        return update_requests.BaseTarget()
+    return update_requests.LoraTarget(kind="lora", op="load", name=adapter)

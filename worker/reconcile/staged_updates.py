@@ -8,13 +8,11 @@ import functools
 import itertools
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unsupported, UpdateAborted
-from rl_plane.protocol.update_requests import FeedUpdate, PreparedReply
-from rl_plane.transports.reception import Link, Reception
+from rl_plane.protocol.update_requests import CanaryLimits, FeedUpdate, PreparedReply, ReceiveRequest
 from worker.engines.base import LACKING, EngineAdapter, EngineInfo
 from worker.runtime.engine_loop import EngineLoop
 
@@ -42,53 +40,40 @@ async def _nothing() -> None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What is to be received."""
-
-    update_id: str
-    transport: Mapping[str, Any]
-    name: str | None = None
-    """The adapter's; None: base weights."""
-    label: str = ""
-    digest: str | None = None
-    cast: bool = False
-    fence: int | None = None
-    """The coordinator's; None: the worker fetches by itself, to heal."""
-    in_place: bool = False
-    """Over the served weights: the engine is paused, and nobody resumes it meanwhile."""
-    keep: bool = False
-    """In host memory, after the swap too."""
-    base: str | None = None
-    """Of a delta: the digest of the version that it changes."""
-    before: Sequence[Link] = ()
-    """Of a delta: see Reception."""
-
-
 @dataclass(slots=True)
-class Staging:
+class StagedUpdate:
     """One update's weights, complete and verified."""
 
-    wanted: Wanted
+    request: ReceiveRequest
+    fence: int | None
+    """The fence of the coordinator that asked last. None: the worker fetches by itself, to heal."""
     name: str | None
-    """In the engine's staging; None: they are in place already."""
+    """The name in the engine's staging. None: the weights are in place already."""
     reply: PreparedReply
 
 
 @dataclass(slots=True)
-class _Receiving:
-    wanted: Wanted
+class _Receive:
+    """A receive that is under way."""
+
+    request: ReceiveRequest
+    fence: int | None
+    """As StagedUpdate has it."""
     staging: str
-    """Its name in the engine's staging."""
-    task: asyncio.Task[Staging]
+    """The name in the engine's staging."""
+    task: asyncio.Task[StagedUpdate]
     cancelled: threading.Event
     opened: asyncio.Future[None]
-    """Every rank knows what will come, and from here on listens for it."""
+    """Done when every rank knows what will come, and listens for it."""
     armed: bool = False
-    """Its end is asked for by a later call."""
+    """A later call asks for the outcome."""
+
+    @property
+    def update_id(self) -> str:
+        return self.request.update_id
 
 
-def _ended(opened: asyncio.Future[None], task: asyncio.Task[Staging]) -> None:
+def _ended(opened: asyncio.Future[None], task: asyncio.Task[StagedUpdate]) -> None:
     """Before it had begun: whoever waits for that is told why."""
     if opened.done():
         return
@@ -109,7 +94,7 @@ class WeightUpdates:
         adapter: EngineAdapter,
         info: EngineInfo,
         engine: EngineLoop,
-        tell: Callable[[Staging | None], None],
+        tell: Callable[[StagedUpdate | None], None],
         tell_kept: Callable[[], None],
     ) -> None:
         self._adapter = adapter
@@ -118,12 +103,12 @@ class WeightUpdates:
         self._tell = tell
         self._tell_kept = tell_kept
         self._names = (f"staging-{number}" for number in itertools.count())
-        self._receiving: _Receiving | None = None
-        self._failed: _Receiving | None = None
+        self._receiving: _Receive | None = None
+        self._failed: _Receive | None = None
         """Armed, and its end was not asked for yet."""
         self._beginning = asyncio.Lock()
-        self.staged: Staging | None = None
-        self._taken: Wanted | None = None
+        self.staged: StagedUpdate | None = None
+        self._taken: ReceiveRequest | None = None
         self._exchanged = asyncio.Event()
         """No swap is reading what was staged, which the engine may keep for a delta to change."""
         self._exchanged.set()
@@ -131,25 +116,24 @@ class WeightUpdates:
         """The digest of the version that the engine keeps in host memory, which the next delta may change."""
 
     @property
-    def _busy(self) -> Wanted | None:
-        one = self._receiving or self.staged
-        return one.wanted if one is not None else None
+    def _busy(self) -> _Receive | StagedUpdate | None:
+        return self._receiving or self.staged
 
     @property
     def busy_with(self) -> str | None:
         """The update that is being received or is staged."""
-        return self._busy.update_id if self._busy is not None else None
+        return self._busy.request.update_id if self._busy is not None else None
 
     @property
     def failed(self) -> str | None:
         """The update that it listened for in vain, until that is asked for, or another one comes."""
-        return self._failed.wanted.update_id if self._failed is not None else None
+        return self._failed.update_id if self._failed is not None else None
 
     @property
-    def receiving(self) -> Wanted | None:
-        """Nobody has called it off."""
+    def receiving(self) -> _Receive | None:
+        """The receive that is under way, unless it was cancelled."""
         one = self._receiving
-        return one.wanted if one is not None and not one.cancelled.is_set() else None
+        return one if one is not None and not one.cancelled.is_set() else None
 
     def check_backend(self, backend: str) -> None:
         if backend in self._info.transports:
@@ -182,18 +166,21 @@ class WeightUpdates:
         if (reason := self._info.capabilities.get(capability)) is not None:
             raise Unsupported(f"{self._info.engine}: {reason}", field=field, fix=LACKING)
 
-    async def prepare(self, wanted: Wanted, taint: Taint = _nothing) -> PreparedReply:
+    async def prepare(
+        self, request: ReceiveRequest, fence: int | None = None, taint: Taint = _nothing
+    ) -> PreparedReply:
         """Idempotent by `update_id`: asked again, it waits for the same receive or gives the same answer.
 
-        `taint`: of one in place, awaited when all is checked that can be, before the first byte is written."""
-        begun = await self._begin(wanted, taint)
+        `fence`: the coordinator's; None: the worker heals itself. `taint`: of one in place, awaited when all is checked
+        that can be, before the first byte is written."""
+        begun = await self._begin(request, fence, taint)
         # Shielded: the caller's deadline doesn't end a receive that a repeated call may still want.
-        return begun.reply if isinstance(begun, Staging) else (await asyncio.shield(begun.task)).reply
+        return begun.reply if isinstance(begun, StagedUpdate) else (await asyncio.shield(begun.task)).reply
 
-    async def arm(self, wanted: Wanted) -> None:
+    async def arm(self, request: ReceiveRequest, fence: int) -> None:
         """Likewise, but returns as soon as the receive has begun: `prepare` under the same id waits for its end."""
-        begun = await self._begin(wanted, _nothing)
-        if isinstance(begun, _Receiving):
+        begun = await self._begin(request, fence, _nothing)
+        if isinstance(begun, _Receive):
             begun.armed = True
             await asyncio.shield(begun.opened)
 
@@ -202,7 +189,7 @@ class WeightUpdates:
         receive."""
         self._adopt(part.update_id, fence)
         one = self._receiving or self._failed
-        if one is None or one.wanted.update_id != part.update_id or not one.armed:
+        if one is None or one.update_id != part.update_id or not one.armed:
             raise UpdateAborted(
                 f"the update {part.update_id} is not listened for here", field="update_id", fix="prepare it again"
             )
@@ -217,91 +204,81 @@ class WeightUpdates:
         error = one.task.exception()
         raise error if error is not None else Conflict("the update has all its tensors", fix="complete it")
 
-    async def _begin(self, wanted: Wanted, taint: Taint) -> Staging | _Receiving:
+    async def _begin(self, request: ReceiveRequest, fence: int | None, taint: Taint) -> StagedUpdate | _Receive:
         async with self._beginning:
-            self._adopt(wanted.update_id, wanted.fence)
-            if self.staged is not None and self.staged.wanted.update_id == wanted.update_id:
+            update_id = request.update_id
+            self._adopt(update_id, fence)
+            if self.staged is not None and self.staged.request.update_id == update_id:
                 return self.staged
-            failed = self._failed
-            if failed is not None and failed.wanted.update_id == wanted.update_id:
-                return failed  # what was pushed does not come again
-            if self._receiving is None or self._receiving.wanted.update_id != wanted.update_id:
+            if self._failed is not None and self._failed.update_id == update_id:
+                return self._failed  # what was pushed does not come again
+            if self._receiving is None or self._receiving.update_id != update_id:
                 busy = self._busy
-                if wanted.fence is None and busy is not None and busy.fence is not None:
-                    raise Conflict(f"waiting for the update {busy.update_id}, which is being prepared")
-                self.check_backend(wanted.transport["backend"])
+                if fence is None and busy is not None and busy.fence is not None:
+                    raise Conflict(f"waiting for the update {self.busy_with}, which is being prepared")
+                assert request.transport is not None, "an unload receives nothing"
+                self.check_backend(request.transport.backend)
                 # What another coordinator has left. It is barred: the one that asks now has sealed the record before.
                 await self.drop(None)
                 cancelled, opened = threading.Event(), asyncio.get_running_loop().create_future()
                 name = next(self._names)
-                work = self._receive(wanted, name, cancelled, taint, opened)
-                self._receiving = _Receiving(wanted, name, asyncio.create_task(work), cancelled, opened)
-                self._receiving.task.add_done_callback(self._received)
-                self._receiving.task.add_done_callback(functools.partial(_ended, opened))
+                task = asyncio.create_task(self._receive(request, fence, name, cancelled, taint, opened))
+                self._receiving = _Receive(request, fence, name, task, cancelled, opened)
+                task.add_done_callback(self._received)
+                task.add_done_callback(functools.partial(_ended, opened))
             return self._receiving
 
     def _adopt(self, update_id: str, fence: int | None) -> None:
         """The coordinator that asks for an update again is responsible for it from now on."""
         staged, receiving = self.staged, self._receiving
-        if receiving is not None and receiving.wanted.update_id == update_id:
-            receiving.wanted = replace(receiving.wanted, fence=fence)
-        elif staged is not None and staged.wanted.update_id == update_id and staged.wanted.fence != fence:
-            self._set(replace(staged, wanted=replace(staged.wanted, fence=fence)))
+        if receiving is not None and receiving.update_id == update_id:
+            receiving.fence = fence
+        elif staged is not None and staged.request.update_id == update_id and staged.fence != fence:
+            self._set(replace(staged, fence=fence))
 
-    def _received(self, task: asyncio.Task[Staging]) -> None:
+    def _received(self, task: asyncio.Task[StagedUpdate]) -> None:
         """Whether anybody still waits for it or not."""
         receiving = self._receiving
         failed = not task.cancelled() and task.exception() is not None  # it is told to whoever waits
         if receiving is not None and receiving.task is task:
             self._receiving = None
             if failed and receiving.armed:
-                log.warning("the update %s: %s", receiving.wanted.update_id, task.exception())
+                log.warning("the update %s: %s", receiving.update_id, task.exception())
                 self._failed = receiving
 
     async def _receive(
         self,
-        wanted: Wanted,
+        request: ReceiveRequest,
+        fence: int | None,
         name: str,
         cancelled: threading.Event,
         taint: Taint,
         opened: asyncio.Future[None],
-    ) -> Staging:
-        reception = Reception(
-            name,
-            wanted.transport,
-            "base" if wanted.name is None else "lora",
-            wanted.cast,
-            wanted.digest,
-            wanted.in_place,
-            wanted.keep,
-            wanted.base,
-            wanted.before,
-            self._info.vocab_size,
-            self._info.max_model_len,
-        )
-        await asyncio.to_thread(self._adapter.open, reception)
+    ) -> StagedUpdate:
+        limits = CanaryLimits(vocab_size=self._info.vocab_size, max_model_len=self._info.max_model_len)
+        await asyncio.to_thread(self._adapter.open, name, request, limits)
         opened.set_result(None)
-        if wanted.in_place:
+        if request.in_place:
             try:
                 await taint()
             except BaseException:
-                await self._engine.run(self._adapter.discard(reception.staging))
+                await self._engine.run(self._adapter.discard(name))
                 raise
-        if wanted.base is not None:
+        if request.base is not None:
             await self._exchange_over(cancelled)
         try:
-            reply = await asyncio.to_thread(self._adapter.receive, reception.staging, cancelled.is_set)
+            reply = await asyncio.to_thread(self._adapter.receive, name, cancelled.is_set)
         finally:
-            await self._look_at_kept(wanted)
+            await self._look_at_kept(request)
         now = self._receiving  # another coordinator may have asked for it since
         if now is not None and now.staging == name:
-            wanted = now.wanted
-        staging = Staging(wanted, None if wanted.in_place else reception.staging, reply)
+            fence = now.fence
+        staged = StagedUpdate(request, fence, None if request.in_place else name, reply)
         if cancelled.is_set():
-            await self._discard(staging)
-            raise UpdateAborted(f"the update {wanted.update_id} was aborted while it was received")
-        self._set(staging)
-        return staging
+            await self._discard(staged)
+            raise UpdateAborted(f"the update {request.update_id} was aborted while it was received")
+        self._set(staged)
+        return staged
 
     async def _exchange_over(self, cancelled: threading.Event) -> None:
         """Waits until no swap reads what is kept; a receive that was cancelled ends by itself."""
@@ -310,17 +287,17 @@ class WeightUpdates:
                 async with asyncio.timeout(LOOK_S):
                     await self._exchanged.wait()
 
-    def _set(self, staging: Staging | None) -> None:
+    def _set(self, staging: StagedUpdate | None) -> None:
         self.staged = staging
         self._tell(staging)
 
-    async def _discard(self, staging: Staging) -> None:
+    async def _discard(self, staging: StagedUpdate) -> None:
         if staging.name is not None:
             await self._engine.run(self._adapter.discard(staging.name))
-            await self._look_at_kept(staging.wanted)
+            await self._look_at_kept(staging.request)
 
-    async def _look_at_kept(self, wanted: Wanted) -> None:
-        if not wanted.keep and self.kept is None:
+    async def _look_at_kept(self, request: ReceiveRequest) -> None:
+        if not request.keeps_copy and self.kept is None:
             return  # as with most engines, which keep nothing
         try:
             self.kept = await asyncio.to_thread(self._adapter.kept)
@@ -345,8 +322,8 @@ class WeightUpdates:
         """The name of the staged weights, for the swap, which uses them up. None: they are in place."""
         staged = self.staged
         assert staged is not None
-        assert staged.wanted.update_id == update_id, "the core has looked"
-        self._taken = staged.wanted
+        assert staged.request.update_id == update_id, "the core has looked"
+        self._taken = staged.request
         self._exchanged.clear()
         self._set(None)
         return staged.name
@@ -354,7 +331,7 @@ class WeightUpdates:
     async def give_up(self, update_id: str) -> None:
         """As `drop`, but does not wait until a receive notices."""
         receiving = self._receiving
-        if receiving is not None and receiving.wanted.update_id == update_id:
+        if receiving is not None and receiving.update_id == update_id:
             receiving.cancelled.set()
         else:
             await self.drop(update_id)
@@ -362,16 +339,16 @@ class WeightUpdates:
     async def drop(self, update_id: str | None) -> bool:
         """Ends a receive and discards what is staged (None: of any update). Whether there was something."""
         found = False
-        if self._failed is not None and update_id in (None, self._failed.wanted.update_id):
+        if self._failed is not None and update_id in (None, self._failed.update_id):
             self._failed = None
         receiving = self._receiving
-        if receiving is not None and update_id in (None, receiving.wanted.update_id):
+        if receiving is not None and update_id in (None, receiving.update_id):
             found = True
             receiving.cancelled.set()
             await asyncio.wait([receiving.task], timeout=ABORT_WAIT_S)
             self._receiving = None
         staged = self.staged
-        if staged is not None and update_id in (None, staged.wanted.update_id):
+        if staged is not None and update_id in (None, staged.request.update_id):
             found = True
             self._set(None)
             await self._discard(staged)

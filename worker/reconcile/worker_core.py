@@ -11,7 +11,7 @@ with what the fleet has committed, and says the one thing to do now.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rl_plane.errors import Conflict, NotPrepared, PlaneError
@@ -117,7 +117,7 @@ Instruction = Read | Relabel | Drop | Swap | Unload | Fetch | Score | Wait
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedVersion:
     """Complete and verified, beside the served weights (`in_place`: over them)."""
 
     update_id: str
@@ -130,7 +130,7 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True)
-class Receiving:
+class CoordinatedUpdate:
     """On its way into staging, for a coordinator."""
 
     update_id: str
@@ -153,8 +153,8 @@ class WorkerCore:
         self.state = state
         self.numerics = Numerics(state, engine_kind)
         self.record: DecisionRecord | None = None
-        self.staged: Staged | None = None
-        self.receiving: Receiving | None = None
+        self.staged: StagedVersion | None = None
+        self.receiving: CoordinatedUpdate | None = None
         self.in_place = False
         """The model does not fit twice, as the last update that touched it said."""
         self.model_digest = model_digest
@@ -279,7 +279,7 @@ class WorkerCore:
         here = self._coordinated()
         return held and (here is None or fence <= here.fence)
 
-    def given_up(self, waiting_for: str | None) -> Receiving | None:
+    def given_up(self, waiting_for: str | None) -> CoordinatedUpdate | None:
         """The update that a coordinator has left here and that is to be dropped, once the record bars the coordinator.
 
         `waiting_for`: the update of the session, which waits for another call."""
@@ -287,12 +287,12 @@ class WorkerCore:
         decided = here is not None and self.record is not None and self.record.update_id == here.update_id
         return None if here is None or decided or waiting_for == here.update_id else here
 
-    def _coordinated(self) -> Receiving | None:
+    def _coordinated(self) -> CoordinatedUpdate | None:
         """What a coordinator has begun here: staged, or still received."""
         staged = self.staged
         if staged is None or staged.fence is None:
             return self.receiving
-        return Receiving(staged.update_id, staged.fence)
+        return CoordinatedUpdate(staged.update_id, staged.fence)
 
     def check_undecided(self, update_id: str | None) -> None:
         """What the record names is decided, whatever its coordinator has heard of it."""
@@ -312,7 +312,7 @@ class WorkerCore:
     def overwrite_failed(self) -> None:
         self.state.lose_weights("an update that was written over the served weights did not end")
 
-    def is_staged(self, staged: Staged | None) -> None:
+    def is_staged(self, staged: StagedVersion | None) -> None:
         """None: nothing is any more."""
         self.staged = staged
         if staged is not None and staged.name is None:
@@ -483,12 +483,12 @@ class WorkerCore:
         assert staged is not None
         return Swap(staged.update_id, change.name, change.version, record.pause_mode)
 
-    def _is_left(self, staged: Staged) -> bool:
+    def _is_left(self, staged: StagedVersion) -> bool:
         """Fetched to heal, or of the decided update: if it doesn't fit, no coordinator comes for it any more."""
         return staged.fence is None or (self.record is not None and staged.update_id == self.record.update_id)
 
     @staticmethod
-    def _fits(staged: Staged | None, change: _Change, record: DecisionRecord) -> bool:
+    def _fits(staged: StagedVersion | None, change: _Change, record: DecisionRecord) -> bool:
         """Is this what was staged under the record's update, or fetched to heal?"""
         return (
             staged is not None
@@ -540,8 +540,3 @@ class WorkerCore:
 
 def why(error: BaseException) -> str:
     return error.message if isinstance(error, PlaneError) else f"{type(error).__name__}: {error}"
-
-
-def target_name(target: Mapping[str, object]) -> str | None:
-    """The adapter that an update's target names; None: the base weights."""
-    return str(target["name"]) if target["kind"] == "lora" else None
