@@ -51,9 +51,9 @@ def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
         if not isinstance(body, list):
             continue
         for statement in body:
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                if isinstance(statement.value.value, str):
-                    yield statement.lineno, statement.value.value
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str() as text)):
+                    yield statement.lineno, text
 
 
 def _same_modules(trees: dict[str, ast.Module]) -> list[str]:
