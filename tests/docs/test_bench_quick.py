@@ -14,7 +14,7 @@ import pytest
 from bench.memory import DELTA
 from rl_plane.transports.nixl.wire import have_nixl
 from tests.support.paths import ROOT
-from tests.unit.protocol.test_wire import without_nats
+from tests.support.without_nats import without_nats
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
