@@ -34,6 +34,7 @@ from worker.reconcile.worker_state import Reason, WorkerState
 from worker.runtime.engine_loop import EngineLoop
 from worker.runtime.engine_watch import DEFAULT_ENGINE_HANG_S, DEFAULT_LIVENESS_TIMEOUT_S, EngineWatch
 from worker.runtime.registration import Registration
+from worker.testing.phase_hooks import with_holds
 
 log = logging.getLogger("worker")
 
@@ -99,6 +100,7 @@ class Worker:
             drain=self.drain,
             tell=self._tell,
             named=self._generation.named,
+            revision=lambda: self._registration.revision,
         )
         self._registration = Registration(
             bus,
@@ -110,9 +112,8 @@ class Worker:
             on_superseded=lambda: on_end("another process has taken this instance id", exit_codes.SUPERSEDED),
         )
         self._lock = LockWatch(bus, subjects.state, self.state)
-        self._dispatcher = Dispatcher(
-            self.state, self._lock, self._handlers.table(), lambda: self._registration.revision, info.stage
-        )
+        handlers = with_holds(self._handlers.table(), self.state.instance_id)
+        self._dispatcher = Dispatcher(self.state, self._lock, handlers, info.stage)
         self._told = b""
         self._lasting: dict[str, Any] = {}
         self._tasks: set[asyncio.Task[None]] = set()

@@ -331,6 +331,9 @@ class DrainReply(TypedDict):
     aborted: int
 
 
+Pool = Literal["control", "tokenizer"]
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     name: str
@@ -342,6 +345,12 @@ class Op:
     timeout_s: float
     """How long a caller waits for a worker unless it says otherwise."""
     doc: str = ""
+    of_stage: bool = False
+    """A pipeline stage, which has no engine of its own, answers it too."""
+    pool: Pool = "control"
+    """The places that the op takes in a worker. Ops that any client may send leave those of the control plane free."""
+    reply_follows: str | None = None
+    """The field of the request that makes the reply long."""
 
 
 QUICK_S = 1.0
@@ -354,13 +363,47 @@ ENGINE_S = 30.0
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
-        Op("ping", Empty, PingReply, False, QUICK_S, doc="The bus round trip; the engine is not asked."),
-        Op("liveness", Empty, LivenessReply, False, 5.0, doc="A real round trip through the engine."),
+        Op(
+            "ping",
+            Empty,
+            PingReply,
+            False,
+            QUICK_S,
+            doc="The bus round trip; the engine is not asked.",
+            of_stage=True,
+        ),
+        Op(
+            "liveness",
+            Empty,
+            LivenessReply,
+            False,
+            5.0,
+            doc="A real round trip through the engine.",
+            of_stage=True,
+        ),
         Op("describe", Describe, DescribeReply, False, QUICK_S, doc="What the engine is and can do."),
         Op("state", Empty, StateReply, False, QUICK_S, doc="Admission, pause, version, load."),
         Op("attest", Attest, AttestReply, False, QUICK_S, doc="What it knows to be committed."),
-        Op("tokenize", Tokenize, TokenizeReply, False, TOKENIZER_S, doc="Text or messages to tokens."),
-        Op("detokenize", Detokenize, DetokenizeReply, False, TOKENIZER_S, doc="Tokens to text."),
+        Op(
+            "tokenize",
+            Tokenize,
+            TokenizeReply,
+            False,
+            TOKENIZER_S,
+            doc="Text or messages to tokens.",
+            pool="tokenizer",
+            reply_follows="prompt",
+        ),
+        Op(
+            "detokenize",
+            Detokenize,
+            DetokenizeReply,
+            False,
+            TOKENIZER_S,
+            doc="Tokens to text.",
+            pool="tokenizer",
+            reply_follows="tokens",
+        ),
         Op("pause", Pause, PauseReply, True, ENGINE_S, doc="Stop generation, with a lease."),
         Op("resume", Empty, PauseReply, True, ENGINE_S, doc="Go on."),
         Op("flush_cache", Empty, FlushReply, True, ENGINE_S, doc="Drop the prefix cache."),

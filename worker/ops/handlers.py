@@ -13,7 +13,7 @@ from rl_plane.errors import Conflict, EngineFailed
 from rl_plane.protocol import update_requests, validation, worker_ops
 from rl_plane.protocol.versions import TensorSpec, VersionReply
 from worker.engines.base import EngineAdapter, EngineInfo
-from worker.ops.dispatcher import ByRank, Handler
+from worker.ops.handler import ByRank, Handler
 from worker.reconcile.engine_memory import EngineMemory
 from worker.reconcile.follower import RecordFollower
 from worker.reconcile.staged_updates import StagedUpdate, WeightUpdates
@@ -40,6 +40,7 @@ class OpHandlers:
         drain: Callable[[float], Awaitable[bool]],
         tell: Callable[[], None],
         named: Callable[[Iterable[str]], list[str]],
+        revision: Callable[[], int],
     ) -> None:
         self.engine_alive = True
         self._core = core
@@ -55,9 +56,11 @@ class OpHandlers:
         self._drain = drain
         self._tell = tell
         self._named = named
+        self._revision = revision
 
     def table(self) -> dict[str, Handler]:
         return {
+            "ping": self._ping,
             "liveness": self._liveness,
             "attest": self._attest,
             "describe": self._describe,
@@ -95,6 +98,9 @@ class OpHandlers:
         return time.monotonic() - start
 
     # ---- reading ----
+
+    def _ping(self, body: validation.Empty, fence: int) -> worker_ops.PingReply:
+        return worker_ops.PingReply(revision=self._revision())
 
     async def _liveness(self, body: validation.Empty, fence: int) -> worker_ops.LivenessReply:
         return worker_ops.LivenessReply(alive=True, round_trip_s=await self.round_trip())

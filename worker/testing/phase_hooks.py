@@ -14,12 +14,10 @@ import os
 import time
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl_plane.protocol.worker_ops import OPS
-
-if TYPE_CHECKING:
-    from worker.ops.dispatcher import Handler
+from worker.ops.handler import Handler
 
 log = logging.getLogger("worker.testing.phase_hooks")
 
