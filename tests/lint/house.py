@@ -1,4 +1,4 @@
-"""Finds docstrings with a forbidden opening, class and module names that the product uses twice, and tests that import tests.
+"""Finds forbidden openings of docstrings, names that the product uses twice, and tests that import tests.
 
 A docstring is a sentence that says what the thing is or does. An opening such as "Of" or "By which" makes a fragment,
 which a reader must complete from the name and the body.
