@@ -17,7 +17,7 @@ from bench.peers import Peer, await_ready, start_peer, stop_peers
 from bench.phases import phases_seen
 from rl_plane.bus.server import CONFIG, NatsServer
 from rl_plane.client import RlClient
-from rl_plane.commit.steps import Ask, Instruction, Phase, Tell
+from rl_plane.commit.steps import Announce, Instruction, Phase, SendOp
 
 WORKERS = 4
 """Each in a process of its own; one of them dies."""
@@ -108,7 +108,7 @@ class Fleet:
 
         def kill(instruction: Instruction) -> None:
             # "open" is a write, then a fan-out: that one is meant.
-            if instruction.phase == phase and isinstance(instruction, Ask | Tell):
+            if instruction.phase == phase and isinstance(instruction, SendOp | Announce):
                 victim.process.kill()
 
         with phases_seen(kill):

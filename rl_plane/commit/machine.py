@@ -30,20 +30,19 @@ from rl_plane.commit.rules import (
     check_against,
     commit_body,
     enough,
+    evaluate_prepare,
     is_enough,
     is_lost,
-    judge_prepare,
     label_of,
-    left_row,
+    left_reply,
     next_record,
     one_model,
     outcome_of,
     still_there,
 )
 from rl_plane.commit.steps import (
+    Announce,
     Answered,
-    Ask,
-    Call,
     End,
     Event,
     Failed,
@@ -53,11 +52,12 @@ from rl_plane.commit.steps import (
     Outcome,
     Phase,
     Prepared,
+    RecordAcks,
     Result,
+    SendOp,
     Survey,
     Surveyed,
-    Tell,
-    Told,
+    UpdateCommand,
     WaitSilent,
     Watch,
     Write,
@@ -73,7 +73,7 @@ from rl_plane.errors import (
     PlaneError,
     StaleFence,
 )
-from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import CanaryHistory, CanaryRecord
 from rl_plane.protocol.record import (
     LEASE_MARGIN_S,
@@ -98,19 +98,19 @@ Steps = Generator[Instruction, Any, Result]
 
 
 @contextmanager
-def naming_workers(rows: Sequence[WorkerRow]) -> Iterator[None]:
+def naming_workers(replies: Sequence[WorkerReply]) -> Iterator[None]:
     """Adds each worker's row to an error's facts."""
     try:
         yield
     except PlaneError as error:
-        error.facts.setdefault("workers", [row.to_wire() for row in rows])
+        error.facts.setdefault("workers", [reply.to_wire() for reply in replies])
         raise
 
 
 class UpdateMachine:
     """One call. `step` with the event of the last instruction (None at first) gives the next one, until End."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: UpdateCommand) -> None:
         self.call = call
         self.phase: Phase = "survey"
         self._now = 0.0
@@ -119,7 +119,7 @@ class UpdateMachine:
         self._fingerprint = ""
         self._counted: set[str] = set()
         """Whose failure matters: a worker that says that it is closed can't fail an update."""
-        self._attests: Sequence[WorkerRow] = ()
+        self._reports: Sequence[WorkerReply] = ()
         self._pause, self._pause_written = DesiredPause(False), 0
         self._history = CanaryHistory()
         self._settlement: Settlement | None = None
@@ -147,18 +147,18 @@ class UpdateMachine:
     def _update(self) -> Steps:
         """A whole update in one call."""
         body = self._body()
-        if body.fed:
+        if body.in_parts:
             raise InvalidRequest(
                 "what comes part by part takes several calls",
-                field="transport.fed",
-                fix="prepare_weights_update, feed_weights_update for each part, complete_weights_update",
+                field="transport.in_parts",
+                fix="prepare_weights_update, receive_weights_part for each part, complete_weights_update",
             )
         _, base = yield from self._survey()
         if base.update_id == self.call.update_id:
             return (yield from self._answer(base, body.policy))
         before = self._before(base, body)
         check_against(base, body, before)
-        check_canary(body, limits_of(self._attests))
+        check_canary(body, limits_of(self._reports))
         try:
             prepared = yield from self._prepare(base, body)
             canary = self._canary(base, body, prepared)
@@ -182,7 +182,7 @@ class UpdateMachine:
         if base.update_id == self.call.update_id:
             return (yield from self._answer(base, UpdatePolicy()))
         record = replace(
-            first_record(one_model(self._attests), base.run_number + 1),
+            first_record(one_model(self._reports), base.run_number + 1),
             update_id=self.call.update_id,
             open=False,
         )
@@ -190,7 +190,7 @@ class UpdateMachine:
         decided = yield from self._decide(record)
         yield from self._swap_all(decided, {}, UpdatePolicy())
         watched: Answered = yield Watch(record.opened(), OPEN_BY_THEMSELVES_S)
-        return enough(outcome_of(record, watched.rows), UpdatePolicy())
+        return enough(outcome_of(record, watched.replies), UpdatePolicy())
 
     def _body(self) -> UpdateWeights:
         assert self.call.body is not None
@@ -201,7 +201,7 @@ class UpdateMachine:
         return (self.call.before or base.source) if body.encoding == "delta" else None
 
     def _canary(self, base: DecisionRecord, body: UpdateWeights, prepared: Prepared) -> CanaryRecord | None:
-        return canary_of(base, body, prepared.digest, prepared.rows, limits_of(self._attests), self._history)
+        return canary_of(base, body, prepared.digest, prepared.replies, limits_of(self._reports), self._history)
 
     # ---- the steps ----
 
@@ -238,9 +238,9 @@ class UpdateMachine:
         return session, base
 
     def _see(self, seen: Surveyed) -> None:
-        self._members, self._fingerprint, self._attests = seen.members, seen.fingerprint, seen.attests
+        self._members, self._fingerprint, self._reports = seen.members, seen.fingerprint, seen.reports
         self._pause, self._pause_written, self._history = seen.pause, seen.pause_written, seen.history
-        closed = {row.instance_id for row in seen.attests if row.ok and not row.body["admitted"]}
+        closed = {reply.instance_id for reply in seen.reports if reply.ok and not reply.body["admitted"]}
         self._counted = seen.members.keys() - closed
 
     def _continues(self, session: UpdateSession) -> bool:
@@ -251,17 +251,17 @@ class UpdateMachine:
         """Stages on every member; on failure the error names each worker."""
         yield Note("begin", base=base)
         update_id, label = self.call.update_id, label_of(base, body)
-        rows = yield from self._ask_to_prepare(
+        replies = yield from self._ask_to_prepare(
             "prepare_update", update_id, label, body, self._members, self._before(base, body)
         )
-        with naming_workers(rows):
+        with naming_workers(replies):
             all_or_none = body.pushed and body.policy.on_prepare_failure == "abort"
             pinned = self.call.fingerprint or (self._fingerprint if all_or_none else None)
             if pinned is not None:
                 again: Surveyed = yield Survey("recheck")
                 if again.fingerprint != pinned:
                     raise MembershipChanged(after_epoch=again.epoch)
-            return judge_prepare(rows, self._counted, body.policy, body.digest)
+            return evaluate_prepare(replies, self._counted, body.policy, body.digest)
 
     def _ask_to_prepare(
         self,
@@ -271,7 +271,7 @@ class UpdateMachine:
         body: UpdateWeights,
         workers: Members,
         before: Source | None,
-    ) -> Generator[Instruction, Any, list[WorkerRow]]:
+    ) -> Generator[Instruction, Any, list[WorkerReply]]:
         """A row for each of these workers."""
         request = {
             "update_id": update_id,
@@ -287,15 +287,15 @@ class UpdateMachine:
             "keep_staged": body.policy.keep_staged or body.encoding == "delta",
             "pause_mode": body.policy.pause_mode,
         }
-        answered: Answered = yield Ask("prepare", op, request, list(workers), body.policy.prepare_timeout_s)
-        rows = list(answered.rows)
-        asked = {row.instance_id for row in rows}
-        return rows + [left_row(key, incarnation) for key, incarnation in workers.items() if key not in asked]
+        answered: Answered = yield SendOp("prepare", op, request, list(workers), body.policy.prepare_timeout_s)
+        replies = list(answered.replies)
+        asked = {reply.instance_id for reply in replies}
+        return replies + [left_reply(key, incarnation) for key, incarnation in workers.items() if key not in asked]
 
     def _abort(self, update_id: str, phase: Phase = "abort") -> Generator[Instruction, Any, None]:
         """Drops what is staged, wherever it is. A worker that doesn't hear it asks the record by itself."""
         try:
-            yield Ask(phase, "abort_update", {"update_id": update_id}, list(self._members))
+            yield SendOp(phase, "abort_update", {"update_id": update_id}, list(self._members))
         except PlaneError:
             pass  # said in the shell's log
 
@@ -333,8 +333,8 @@ class UpdateMachine:
             carried = self._roll if record.rolling_from is not None else self._swap_all
             told += yield from carried(decided, prepared.ready, policy)
             if goes_back(record, self._settlement):
-                back, rows = yield from self._go_back(record, policy)
-                raise missed_error(back, rows)
+                back, replies = yield from self._go_back(record, policy)
+                raise missed_error(back, replies)
             return (yield from self._answer(record, policy, told, meant))
         except (BusUnreachable, StaleFence):
             pass  # said in the shell's log
@@ -347,13 +347,13 @@ class UpdateMachine:
                 yield Write("open", self._opened(record))
             except (BusUnreachable, StaleFence):
                 pass  # the next holder of the lock does it
-        return enough(self._outcome(record, watched.rows, told, meant), policy)
+        return enough(self._outcome(record, watched.replies, told, meant), policy)
 
     def _answer(
         self,
         record: DecisionRecord,
         policy: UpdatePolicy,
-        told: Sequence[WorkerRow] = (),
+        told: Sequence[WorkerReply] = (),
         meant: Sequence[str] = (),
     ) -> Generator[Instruction, Any, Outcome]:
         """What the workers serve at this moment, or once enough of them serve the version."""
@@ -363,13 +363,17 @@ class UpdateMachine:
         none_passed = self._settlement is not None and self._settlement.action != "open"
         for timeout_s in (0.0,) if none_passed else (0.0, late_s):
             watched: Answered = yield Watch(record, timeout_s)
-            outcome = self._outcome(record, watched.rows, told, meant)
+            outcome = self._outcome(record, watched.replies, told, meant)
             if is_enough(outcome, policy):
                 break
         return enough(outcome, policy)
 
     def _outcome(
-        self, record: DecisionRecord, states: Sequence[WorkerRow], told: Sequence[WorkerRow], meant: Sequence[str]
+        self,
+        record: DecisionRecord,
+        states: Sequence[WorkerReply],
+        told: Sequence[WorkerReply],
+        meant: Sequence[str],
     ) -> Outcome:
         summary = self._settlement.summary() if self._settlement is not None else None
         return replace(outcome_of(record, states, told, meant), canary=summary)
@@ -383,45 +387,45 @@ class UpdateMachine:
 
     def _swap_all(
         self, decided: Written, ready: Members, policy: UpdatePolicy
-    ) -> Generator[Instruction, Any, Sequence[WorkerRow]]:
+    ) -> Generator[Instruction, Any, Sequence[WorkerReply]]:
         """Strict: no worker opens before every member is gated, and swapped or excluded."""
         record = decided.record
-        told: Told = yield Tell("gate", record, decided.sequence, policy.gate_timeout_s)
-        shut = {row.instance_id for row in told.rows if row.ok}
+        told: RecordAcks = yield Announce("gate", record, decided.sequence, policy.gate_timeout_s)
+        shut = {reply.instance_id for reply in told.replies if reply.ok}
         swapping = [key for key in still_there(ready, told.members) if key in shut]
         commit = commit_body(record, decided.sequence, self._pause.left_s(self._now))
-        committed: Answered = yield Ask("commit", "commit_update", commit, swapping, policy.commit_timeout_s)
-        rows = [*(row for row in told.rows if not row.ok), *committed.rows]
-        self._settlement, rows = settled(record, rows)
+        committed: Answered = yield SendOp("commit", "commit_update", commit, swapping, policy.commit_timeout_s)
+        replies = [*(reply for reply in told.replies if not reply.ok), *committed.replies]
+        self._settlement, replies = settled(record, replies)
         if not goes_back(record, self._settlement):
             yield from self._leases(told)
             opened = yield from self._open(record)
-            yield Tell("open", opened.record, opened.sequence, policy.gate_timeout_s)
-        return rows
+            yield Announce("open", opened.record, opened.sequence, policy.gate_timeout_s)
+        return replies
 
     def _roll(
         self, decided: Written, ready: Members, policy: UpdatePolicy
-    ) -> Generator[Instruction, Any, Sequence[WorkerRow]]:
+    ) -> Generator[Instruction, Any, Sequence[WorkerReply]]:
         """Rolling: one worker after another, while the others serve the version before."""
         record = decided.record
-        told: Told = yield Tell("gate", record, decided.sequence, policy.gate_timeout_s)
-        rows = [row for row in told.rows if not row.ok]
+        told: RecordAcks = yield Announce("gate", record, decided.sequence, policy.gate_timeout_s)
+        replies = [reply for reply in told.replies if not reply.ok]
         for key in sorted(still_there(ready, told.members)):
             commit = commit_body(record, decided.sequence, self._pause.left_s(self._now))
-            one: Answered = yield Ask("roll", "commit_update", commit, [key], policy.commit_timeout_s)
-            rows += one.rows
-            self._settlement, judged = settled(record, rows)
+            one: Answered = yield SendOp("roll", "commit_update", commit, [key], policy.commit_timeout_s)
+            replies += one.replies
+            self._settlement, judged = settled(record, replies)
             if goes_back(record, self._settlement):
                 return judged  # the others serve the version before still
             if self._settlement is not None and self._settlement.record != record.canary:
                 # The next worker serves at once, so it needs what the first ones have scored to judge itself by.
                 decided = yield Write("open", replace(record, canary=self._settlement.record))
                 record = decided.record
-        self._settlement, rows = settled(record, rows)
+        self._settlement, replies = settled(record, replies)
         opened = yield from self._open(record)
-        after: Told = yield Tell("open", opened.record, opened.sequence, policy.gate_timeout_s)
+        after: RecordAcks = yield Announce("open", opened.record, opened.sequence, policy.gate_timeout_s)
         yield from self._leases(after)
-        return rows
+        return replies
 
     def _opened(self, record: DecisionRecord) -> DecisionRecord:
         """With what the workers have scored, which a worker that comes later has to give too."""
@@ -440,7 +444,7 @@ class UpdateMachine:
 
     def _go_back(
         self, record: DecisionRecord, policy: UpdatePolicy
-    ) -> Generator[Instruction, Any, tuple[DecisionRecord, Sequence[WorkerRow]]]:
+    ) -> Generator[Instruction, Any, tuple[DecisionRecord, Sequence[WorkerReply]]]:
         """Brings the version before `record` back: a decision like any other. Each worker fetches it by itself."""
         assert self._settlement is not None
         back = record_back(record, self._settlement, self._now)
@@ -451,7 +455,7 @@ class UpdateMachine:
             watched: Answered = yield Watch(back, max(policy.commit_timeout_s, LEASES_END_S))
         except (BusUnreachable, StaleFence):
             return decided.record, ()  # the next holder of the lock opens it
-        return decided.record, watched.rows
+        return decided.record, watched.replies
 
     def _end_roll(self, record: DecisionRecord) -> Generator[Instruction, Any, None]:
         """A worker whose turn has not come waits as long as the lock is held, and so for this call: without a roll
@@ -469,11 +473,13 @@ class UpdateMachine:
             except PlaneError:
                 pass
 
-    def _leases(self, told: Told) -> Generator[Instruction, Any, None]:
+    def _leases(self, told: RecordAcks) -> Generator[Instruction, Any, None]:
         """A worker or frontend that has not acknowledged may serve what it knows until it leaves or its lease has run
         out."""
         silent = {
-            row.instance_id: told.members[row.instance_id] for row in told.rows if not row.ok and not row.lost
+            reply.instance_id: told.members[reply.instance_id]
+            for reply in told.replies
+            if not reply.ok and not reply.lost
         }
         if silent or told.silent_frontends:
             yield WaitSilent(silent, told.silent_frontends)

@@ -23,7 +23,7 @@ RENEWALS = 4
 
 
 @asynccontextmanager
-async def lock_of(
+async def lock_with_keepalive(
     client: RlClient, view: MembershipView, waiting: UpdateSession | None, wait_s: float, update_id: str = ""
 ) -> AsyncIterator[HeldLock]:
     """The component's lock, for a call of the update that is `waiting` (None: of none). Who dies while it waits keeps

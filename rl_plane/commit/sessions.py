@@ -16,16 +16,26 @@ from rl_plane.commit.machine import Steps, UpdateMachine, naming_workers
 from rl_plane.commit.rules import (
     SHOWN,
     check_against,
-    judge_listening,
-    judge_prepare,
+    evaluate_listening,
+    evaluate_prepare,
     label_of,
     left_early,
-    left_row,
+    left_reply,
     next_record,
     still_there,
     too_few,
 )
-from rl_plane.commit.steps import Answered, Ask, Call, Fed, Instruction, Members, Note, Prepared, Survey
+from rl_plane.commit.steps import (
+    Answered,
+    Instruction,
+    Members,
+    Note,
+    PartReceived,
+    Prepared,
+    SendOp,
+    Survey,
+    UpdateCommand,
+)
 from rl_plane.errors import (
     BusUnreachable,
     Conflict,
@@ -43,14 +53,14 @@ from rl_plane.transports.group.broadcast_plan import pieces
 SESSION_IDLE_S = 120
 """A prepared update whose trainer is silent this long is aborted: its staging is a model's worth of memory. A call that
 waits for the lock is no silence (`keeping.py`)."""
-LEAST_FEED_S = 1.0
+LEAST_PART_S = 1.0
 """For a piece whose part has no time left: its worker says that it did not come."""
-FEED_MARGIN_S = 5.0
+PART_MARGIN_S = 5.0
 """Beyond a part's own time: a worker that gives up says so."""
 NOTHING_MORE = Part(names=[], dtypes=[], shapes=[])
 
 
-def machine_for(call: Call) -> UpdateMachine:
+def machine_for(call: UpdateCommand) -> UpdateMachine:
     """The machine of a call of any kind."""
     alone = call.kind in ("update", "finish", "new_run")
     return UpdateMachine(call) if alone else SessionMachine(call)
@@ -62,8 +72,8 @@ class SessionMachine(UpdateMachine):
     def _kinds(self) -> Mapping[str, Callable[[], Steps]]:
         return {
             "prepare": self._prepare_only,
-            "feed": self._feed,
-            "name": self._name,
+            "receive_part": self._receive_part,
+            "label": self._label,
             "complete": self._complete,
             "abort": self._abort_only,
         }
@@ -82,7 +92,7 @@ class SessionMachine(UpdateMachine):
         if session is not None:
             return Prepared(session.digest, session.prepared, [], session.refetchable, session=session)
         check_against(base, body, self._before(base, body))
-        check_canary(body, limits_of(self._attests))
+        check_canary(body, limits_of(self._reports))
         if body.pushed and body.policy.staging == "none":
             raise InvalidRequest(
                 "nobody generates from the first byte of an unstaged update on, so none waits for its trainer",
@@ -110,17 +120,17 @@ class SessionMachine(UpdateMachine):
             raise
         return replace(prepared, session=session)
 
-    def _feed(self) -> Steps:
+    def _receive_part(self) -> Steps:
         """Tensors of a prepared update, which its trainer broadcasts now. Whatever goes wrong ends the update: what is
         on its way can't be taken back, and it is not sent twice."""
         assert self.call.part is not None
         session, _ = yield from self._session("prepare the next one")
         body = UpdateWeights.model_validate(session.body)
-        if not body.fed:
+        if not body.in_parts:
             raise InvalidRequest(
                 f"the update {session.update_id!r} was not prepared to be fed",
                 field="update_id",
-                fix="prepare it with transport {backend, group, fed: true}",
+                fix="prepare it with transport {backend, group, in_parts: true}",
             )
         try:
             ready = still_there(session.prepared, self._members)
@@ -128,16 +138,16 @@ class SessionMachine(UpdateMachine):
                 raise left_early(session.prepared, ready)
             if body.policy.on_prepare_failure == "abort":
                 self._refuse_joiners(session)
-            missing = yield from self._feed_pieces(session, self.call.part)
+            missing = yield from self._receive_pieces(session, self.call.part)
             said = session.told(version=self.call.version, pause_mode=self.call.pause_mode)
             session = replace(said, parts=session.parts + 1)
             yield Note("session", session=session)
         except PlaneError:
             yield from self._give_up(session.update_id)
             raise
-        return Fed(session, missing)
+        return PartReceived(session, missing)
 
-    def _name(self) -> Steps:
+    def _label(self) -> Steps:
         """The label of a prepared update, which any coordinator then commits it under."""
         session, _ = yield from self._session("it keeps that label")
         named = session.told(version=self.call.version)
@@ -168,14 +178,14 @@ class SessionMachine(UpdateMachine):
             ready = self._still_ready(session, body.policy)
             if all_or_none:
                 self._refuse_joiners(session)
-            if body.fed:
+            if body.in_parts:
                 yield from self._ask_to_take(session, NOTHING_MORE, last=True)
-            rows = yield from self._ask_to_prepare(
+            replies = yield from self._ask_to_prepare(
                 "prepare_update", session.update_id, session.label, body, ready, before
             )
-            with naming_workers(rows):
+            with naming_workers(replies):
                 stated = self.call.digest or body.digest or session.digest or None
-                prepared = judge_prepare(rows, set(ready), body.policy, stated)
+                prepared = evaluate_prepare(replies, set(ready), body.policy, stated)
             if all_or_none:
                 self._see((yield Survey("recheck")))
                 self._refuse_joiners(session)
@@ -260,17 +270,17 @@ class SessionMachine(UpdateMachine):
         """Makes every member listen for what is pushed."""
         yield Note("begin", base=base)
         update_id, label = self.call.update_id, label_of(base, body)
-        rows = yield from self._ask_to_prepare(
-            "arm_update", update_id, label, body, self._members, self._before(base, body)
+        replies = yield from self._ask_to_prepare(
+            "listen_update", update_id, label, body, self._members, self._before(base, body)
         )
-        with naming_workers(rows):
-            return judge_listening(rows)
+        with naming_workers(replies):
+            return evaluate_listening(replies)
 
-    def _feed_pieces(self, session: UpdateSession, part: Part) -> Generator[Instruction, Any, int]:
+    def _receive_pieces(self, session: UpdateSession, part: Part) -> Generator[Instruction, Any, int]:
         """One after another, as the trainer broadcasts them; all within the part's own time."""
         began, missing, told = self._elapsed_s, 0, pieces(part)
         for number, piece in enumerate(told, 1):
-            left_s = max(part.timeout_s - (self._elapsed_s - began), LEAST_FEED_S)
+            left_s = max(part.timeout_s - (self._elapsed_s - began), LEAST_PART_S)
             in_time = piece.model_copy(update={"timeout_s": min(left_s, part.timeout_s)})
             last = piece.check_only and number == len(told)
             missing = yield from self._ask_to_take(session, in_time, last=last)
@@ -279,17 +289,17 @@ class SessionMachine(UpdateMachine):
     def _ask_to_take(self, session: UpdateSession, part: Part, *, last: bool) -> Generator[Instruction, Any, int]:
         """How many tensors are missing yet."""
         request = {**part.model_dump(include=set(Part.model_fields)), "update_id": session.update_id, "last": last}
-        answered: Answered = yield Ask(
-            "feed",
-            "feed_update",
+        answered: Answered = yield SendOp(
+            "receive",
+            "receive_part",
             request,
             list(session.prepared),
-            part.timeout_s + FEED_MARGIN_S,
+            part.timeout_s + PART_MARGIN_S,
             together=session.update_id,
         )
-        asked = {row.instance_id for row in answered.rows}
-        left = [left_row(key, one) for key, one in session.prepared.items() if key not in asked]
-        rows = [*answered.rows, *left]
-        with naming_workers(rows):
-            judge_listening(rows)
-        return max(int(row.body["missing"]) for row in rows)
+        asked = {reply.instance_id for reply in answered.replies}
+        left = [left_reply(key, one) for key, one in session.prepared.items() if key not in asked]
+        replies = [*answered.replies, *left]
+        with naming_workers(replies):
+            evaluate_listening(replies)
+        return max(int(reply.body["missing"]) for reply in replies)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_plane.errors import PlaneError
-from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import CanaryHistory
 from rl_plane.protocol.record import DecisionRecord, DesiredPause, PauseMode, Source, UpdateSession
 from rl_plane.protocol.update_requests import Part, UpdateWeights
@@ -22,7 +22,7 @@ Phase = Literal[
     "clear",  # drop what a trainer that fell silent has left staged
     "begin",  # tell the history
     "prepare",  # stage and verify, everywhere
-    "feed",  # receive tensors that the trainer sends now
+    "receive",  # receive tensors that the trainer sends now
     "recheck",  # is the fleet still the one that the caller pinned?
     "abort",  # drop it again
     "session",  # note that it waits for another call, or that this wait is over
@@ -43,15 +43,15 @@ Phase = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Asks every member to `attest`, reads session and desired pause from the leader, and seals the newest record that
-    anybody has. With phase `settle` it takes a new fence first, so that whatever was written before under the old one
-    counts only if it is found now. → Surveyed, or Failed"""
+    """Asks every member to `report_record`, reads session and desired pause from the leader, and seals the newest
+    record that anybody has. With phase `settle` it takes a new fence first, so that whatever was written before under
+    the old one counts only if it is found now. → Surveyed, or Failed"""
 
     phase: Phase = "survey"
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class SendOp:
     """One op on each of these workers, at once; those that have left meanwhile are left out. → Answered"""
 
     phase: Phase
@@ -64,7 +64,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class Announce:
     """`follow_record` to every member of this moment, and to every frontend that is listed. → Told"""
 
     phase: Phase
@@ -119,7 +119,7 @@ class End:
     phase: Phase = "end"
 
 
-Instruction = Survey | Ask | Tell | Write | Note | WaitSilent | Watch | End
+Instruction = Survey | SendOp | Announce | Write | Note | WaitSilent | Watch | End
 
 # ---- events ----
 
@@ -129,7 +129,7 @@ class Surveyed:
     members: Members
     fingerprint: str
     epoch: int
-    attests: Sequence[WorkerRow]
+    reports: Sequence[WorkerReply]
     record: DecisionRecord | None
     """The newest, sealed by this call. None: no worker has fixed sequence 0 yet."""
     written: int
@@ -144,13 +144,13 @@ class Surveyed:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    rows: Sequence[WorkerRow]
+    replies: Sequence[WorkerReply]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RecordAcks:
     members: Members
-    rows: Sequence[WorkerRow]
+    replies: Sequence[WorkerReply]
     silent_frontends: Sequence[str]
 
 
@@ -174,7 +174,7 @@ class Failed:
     error: PlaneError
 
 
-Event = Surveyed | Answered | Told | Written | Done | Failed
+Event = Surveyed | Answered | RecordAcks | Written | Done | Failed
 
 # ---- results ----
 
@@ -188,11 +188,11 @@ class Prepared:
     ready: Members
     excluded: list[str]
     refetchable: bool
-    failed: Sequence[WorkerRow] = ()
+    failed: Sequence[WorkerReply] = ()
     """What those that could not prepare have said."""
     session: UpdateSession | None = None
     """Of an update that waits for complete or abort."""
-    rows: Sequence[WorkerRow] = ()
+    replies: Sequence[WorkerReply] = ()
     """The answers of the workers that prepared."""
 
 
@@ -201,14 +201,14 @@ class Outcome:
     """What an update's reply is made of."""
 
     version: WeightVersion
-    rows: Sequence[WorkerRow] = ()
+    replies: Sequence[WorkerReply] = ()
     excluded: Sequence[str] = ()
     canary: Mapping[str, Any] | None = None
     """What the numeric canary has shown, over all workers. None: nothing was scored."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fed:
+class PartReceived:
     """A part that every rank has staged."""
 
     session: UpdateSession
@@ -216,14 +216,14 @@ class Fed:
     """Tensors that are still to come."""
 
 
-Result = Outcome | Prepared | Fed | UpdateSession
+Result = Outcome | Prepared | PartReceived | UpdateSession
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class UpdateCommand:
     """What is asked of a coordinator."""
 
-    kind: Literal["update", "prepare", "feed", "name", "complete", "abort", "finish", "new_run"]
+    kind: Literal["update", "prepare", "receive_part", "label", "complete", "abort", "finish", "new_run"]
     """`finish`: only what a dead coordinator has left."""
     update_id: str
     body: UpdateWeights | None = None

@@ -109,7 +109,7 @@ GUARDS: dict[str, dict[str, Any]] = {
     # A holder knows its own lock from any other's.
     "nonce": {"rl_plane.bus.lock._nonce": _one_nonce},
     # A worker serves weights only if its engine computes with them what it should.
-    "canary": {"worker.reconcile.numerics.judge_one": _passes},
+    "canary": {"worker.reconcile.numerics.evaluate_worker": _passes},
     # Only who computes with the committed weights counts as one that serves them.
     "answer": {"rl_plane.commit.rules.serves": _yes, "rl_plane.commit.coordinator.serves": _yes},
     # Closed workers and those without a serving lease take no requests, frontends without one route none, and tokens

@@ -480,7 +480,7 @@ MUTANTS = [
     Mutant(
         "session: complete does not ask again",
         "rl_plane/commit/sessions.py",
-        "                prepared = judge_prepare(rows, set(ready), body.policy, stated)\n",
+        "                prepared = evaluate_prepare(replies, set(ready), body.policy, stated)\n",
         '                prepared = Prepared(session.digest or "?", ready, [], session.refetchable)\n',
         MACHINE + "what_did_not_arrive_is_not_committed",
     ),
@@ -494,8 +494,8 @@ MUTANTS = [
     Mutant(
         "session: a worker that joined has not got what was pushed",
         "rl_plane/commit/sessions.py",
-        "            if all_or_none:\n                self._refuse_joiners(session)\n            if body.fed:",
-        "            if body.fed:",
+        "            if all_or_none:\n                self._refuse_joiners(session)\n            if body.in_parts:",
+        "            if body.in_parts:",
         MACHINE + "who_joins_a_pushed_update_too_late_can_not_get_it",
     ),
     Mutant(
@@ -573,7 +573,7 @@ MUTANTS = [
     Mutant(
         "judge: whoever answers serves it",
         "rl_plane/commit/rules.py",
-        '        and row.body.get("sequence") == record.sequence\n',
+        '        and reply.body.get("sequence") == record.sequence\n',
         "",
         MACHINE + "who_holds_another_version_does_not_serve_it",
     ),
@@ -587,14 +587,14 @@ MUTANTS = [
     Mutant(
         "judge: a dead engine serves it",
         "rl_plane/commit/rules.py",
-        '        and row.body.get("engine_alive")\n',
+        '        and reply.body.get("engine_alive")\n',
         "",
         MACHINE + "who_holds_another_version_does_not_serve_it",
     ),
     Mutant(
         "judge: a worker that is behind serves it",
         "rl_plane/commit/rules.py",
-        '        and all(reason.partition(":")[0] in CLOSED_BY_CHOICE for reason in row.body["admission"]["reasons"])\n',
+        '        and all(reason.partition(":")[0] in CLOSED_BY_CHOICE for reason in reply.body["admission"]["reasons"])\n',
         "",
         MACHINE + "too_few_that_serve_are_watched_and_then_told",
     ),

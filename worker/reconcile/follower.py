@@ -338,13 +338,13 @@ class RecordFollower:
             self._state.check_weights_here()
             return await self._overwrite(wanted, body.pause_mode, None)
 
-    async def arm(self, body: update_requests.Prepare, fence: int) -> update_requests.ArmedReply:
+    async def arm(self, body: update_requests.Prepare, fence: int) -> update_requests.ListeningReply:
         """As `prepare`, but answers as soon as every rank listens."""
         if body.transport is None or body.staging == "none":
             raise InvalidRequest("staged weights are listened for", field="transport", fix="use prepare_update")
         name = target_name(body.target.model_dump())
         await self._updates.arm(self._wanted_of(body, body.transport, name, fence))
-        return update_requests.ArmedReply(listening=True)
+        return update_requests.ListeningReply(listening=True)
 
     def _wanted_of(
         self, body: update_requests.Prepare, transport: update_requests.Transport, name: str | None, fence: int
