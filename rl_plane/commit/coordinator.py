@@ -12,20 +12,26 @@ from rl_plane.bus.lock import HeldLock
 from rl_plane.bus.scatter import Missing
 from rl_plane.bus.sealed_record import SealedRecord
 from rl_plane.client import RlClient
+from rl_plane.commit.commands import machine_for
 from rl_plane.commit.history import Journal
 from rl_plane.commit.rules import newest, serves, still_there
-from rl_plane.commit.sessions import machine_for
 from rl_plane.commit.steps import (
     Announce,
     Answered,
+    BeginJournal,
     Done,
     End,
+    EndSession,
     Event,
     Failed,
     Instruction,
-    Note,
     RecordAcks,
+    ResolveWrite,
     Result,
+    Save,
+    SaveCanaryHistory,
+    SavePause,
+    SaveSession,
     SendOp,
     Survey,
     Surveyed,
@@ -85,9 +91,9 @@ class Coordinator:
         """The NATS server's Unix time less this process's monotonic time, from the first survey on. A pause ends by the
         server's clock, since every worker can read that one."""
 
-    async def run(self, call: UpdateCommand) -> Result:
+    async def run(self, command: UpdateCommand) -> Result:
         """The result, or the error that the call ends with; of an update it tells the phases so far."""
-        machine = machine_for(call)
+        machine = machine_for(command)
         event: Event | None = None
         began = time.monotonic()
         while True:
@@ -105,7 +111,7 @@ class Coordinator:
                 log.log(
                     logging.INFO if machine.phase in ("decide", "prepare") else logging.WARNING,
                     "%s: %s: %s",
-                    call.update_id,
+                    command.update_id,
                     machine.phase,
                     error,
                 )
@@ -116,9 +122,10 @@ class Coordinator:
 
     async def _carry_out(self, instruction: Instruction) -> Event:
         match instruction:
-            case Survey(phase):
-                if phase == "settle":
-                    await self._record.refence()
+            case Survey():
+                return await self._survey()
+            case ResolveWrite():
+                await self._record.refence()
                 return await self._survey()
             case SendOp(_, op, body, workers, timeout_s, together):
                 if together is not None:
@@ -129,8 +136,8 @@ class Coordinator:
             case Write(phase, record):
                 write = self._record.decide if phase == "decide" else self._record.write
                 return Written(await write(record), self._record.sequence)
-            case Note():
-                await self._note(instruction)
+            case BeginJournal() | SaveSession() | EndSession() | SavePause() | SaveCanaryHistory():
+                await self._save(instruction)
                 return Done()
             case WaitSilent():
                 await self._wait_silent(instruction)
@@ -291,20 +298,22 @@ class Coordinator:
                 )
             await asyncio.sleep(WATCH_S)
 
-    # ---- noting ----
+    # ---- saving ----
 
-    async def _note(self, note: Note) -> None:
-        if note.base is not None:
-            if self._journal is not None:
-                await self._journal.begin(note.base)
-        elif note.pause is not None:
-            await self._held.put(PAUSE, note.pause.encode())
-        elif note.canary is not None:
-            await self._held.put(CANARY_HISTORY, note.canary.encode())
-        elif note.session is not None:
-            await self._held.put(SESSION, note.session.encode(), ttl_s=note.session.idle_s)
-        else:
-            await self._held.put(SESSION, b"")  # not a purge: the server takes it only while the lock is held
+    async def _save(self, save: Save) -> None:
+        """Writes to the state bucket. The server takes these writes only while this coordinator holds the lock."""
+        match save:
+            case BeginJournal(base):
+                if self._journal is not None:
+                    await self._journal.begin(base)
+            case SavePause(pause):
+                await self._held.put(PAUSE, pause.encode())
+            case SaveCanaryHistory(history):
+                await self._held.put(CANARY_HISTORY, history.encode())
+            case SaveSession(session):
+                await self._held.put(SESSION, session.encode(), ttl_s=session.idle_s)
+            case EndSession():
+                await self._held.put(SESSION, b"")  # not a purge, which the server would take without the lock
 
 
 def _members(snapshot: Snapshot) -> dict[str, str]:

@@ -360,8 +360,8 @@ class UpdateSession:
     def decode(cls, data: bytes) -> UpdateSession:
         return cls(**json.loads(data))
 
-    def told(self, *, version: str | None = None, pause_mode: PauseMode | None = None) -> UpdateSession:
-        """As its trainer says only now. None: as before."""
+    def updated(self, *, version: str | None = None, pause_mode: PauseMode | None = None) -> UpdateSession:
+        """The session with a label or a pause mode that its trainer gives only now. None: no change."""
         body = dict(self.body)
         if version is not None:
             body["version"] = version

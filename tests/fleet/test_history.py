@@ -612,7 +612,7 @@ async def test_an_unknown_outcome_is_told_by_the_record(
     real = Coordinator._carry_out
 
     async def lost(self: Coordinator, instruction: Instruction) -> Event:
-        if instruction.phase == "settle":
+        if instruction.phase == "resolve":
             raise BusUnreachable("still no answer")
         if isinstance(instruction, Write):
             if decided:

@@ -9,22 +9,28 @@ from typing import Any, TypeVar
 
 import pytest
 
-from rl_plane.commit.machine import LEASES_END_S
+from rl_plane.commit.commands import machine_for
+from rl_plane.commit.opening import LEASES_END_S
 from rl_plane.commit.rules import CLOSED_BY_CHOICE, newest
-from rl_plane.commit.sessions import SESSION_IDLE_S, machine_for
+from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.commit.steps import (
     Announce,
     Answered,
+    BeginJournal,
     Done,
     End,
+    EndSession,
     Event,
     Failed,
     Instruction,
-    Note,
     Outcome,
     PartReceived,
     Prepared,
     RecordAcks,
+    ResolveWrite,
+    SaveCanaryHistory,
+    SavePause,
+    SaveSession,
     SendOp,
     Survey,
     Surveyed,
@@ -164,7 +170,7 @@ class Driver:
 
     def healthy(self, instruction: Instruction) -> Event:
         match instruction:
-            case Survey():
+            case Survey() | ResolveWrite():
                 return self.surveyed()
             case SendOp(op="listen_update", workers=workers):
                 return Answered([ok(key, listening=True) for key in workers])
@@ -259,7 +265,7 @@ def test_a_whole_update() -> None:
     driver = Driver(update())
     outcome = driver.outcome()
     assert driver.phases == WHOLE
-    assert driver.one(Note).base == R0
+    assert driver.one(BeginJournal).base == R0
     prepare = driver.one(SendOp, "prepare")
     assert (prepare.op, list(prepare.workers), prepare.timeout_s) == ("prepare_update", ["a", "b", "c"], 300.0)
     assert prepare.body == {
@@ -340,7 +346,7 @@ def test_keep_pause_is_noted_once_it_is_decided() -> None:
     driver = Driver(update(policy={"keep_pause": True, "pause_mode": "abort"}))
     driver.outcome()
     assert driver.phases == [*WHOLE[:4], "pause", *WHOLE[4:]]
-    assert driver.one(Note, "pause").pause == DesiredPause(True, "abort", NOW + DEFAULT_PAUSE_LEASE_S)
+    assert driver.one(SavePause).pause == DesiredPause(True, "abort", NOW + DEFAULT_PAUSE_LEASE_S)
     assert driver.one(Write, "decide").record.keep_pause
 
 
@@ -534,9 +540,9 @@ def test_bad_input_that_some_worker_has_written_over_its_weights_is_not_told_as_
 @pytest.mark.parametrize("last", [None, R1_OPEN])
 def test_a_decision_whose_answer_was_lost_and_that_stands_is_carried_out(last: DecisionRecord | None) -> None:
     driver = Driver(update(), decide=LOST)
-    driver.answers["settle"] = [lambda _: replace(driver.surveyed(), record=driver.decided, written=77)]
+    driver.answers["resolve"] = [lambda _: replace(driver.surveyed(), record=driver.decided, written=77)]
     outcome = driver.outcome()
-    assert driver.phases == [*WHOLE[:4], "settle", *WHOLE[4:]]
+    assert driver.phases == [*WHOLE[:4], "resolve", *WHOLE[4:]]
     assert driver.one(Announce, "gate").sequence == 77
     assert outcome.version.label == "new"
 
@@ -546,18 +552,18 @@ def test_a_decision_whose_answer_was_lost_and_that_does_not_stand_is_aborted(
     stands: DecisionRecord | None,
 ) -> None:
     driver = Driver(update(), decide=LOST)
-    driver.answers["settle"] = [replace(driver.surveyed(), record=stands)]
+    driver.answers["resolve"] = [replace(driver.surveyed(), record=stands)]
     assert driver.run().result is LOST
-    assert driver.phases == [*WHOLE[:4], "settle", "abort"]
+    assert driver.phases == [*WHOLE[:4], "resolve", "abort"]
 
 
 @pytest.mark.parametrize("why", [LOST, FENCED])
 def test_a_decision_that_can_not_be_settled_is_unknown_and_nothing_is_aborted(why: PlaneError) -> None:
-    driver = Driver(update(), decide=LOST, settle=why)
+    driver = Driver(update(), decide=LOST, resolve=why)
     error = driver.error(OutcomeUnknown)
     assert error.facts["update_id"] == "u9"
     assert "Idempotency-Key" in error.facts["fix"]
-    assert driver.phases == [*WHOLE[:4], "settle"]
+    assert driver.phases == [*WHOLE[:4], "resolve"]
 
 
 def test_fenced_while_deciding_is_aborted() -> None:
@@ -751,7 +757,7 @@ def test_prepared_it_waits_for_another_call() -> None:
     driver = Driver(prepare())
     prepared = driver.prepared()
     assert driver.phases == ["survey", "begin", "prepare", "session"]
-    assert driver.one(Note, "session").session == prepared.session
+    assert driver.one(SaveSession).session == prepared.session
     assert prepared.session == session_of(prepare())
     assert (prepared.digest, prepared.ready, prepared.excluded) == (NEW, MEMBERS, [])
 
@@ -773,7 +779,7 @@ def test_a_session_that_may_have_been_noted_goes_before_what_it_names() -> None:
     driver = Driver(prepare(), session=[LOST, None])
     assert driver.run().result is LOST
     assert driver.phases == ["survey", "begin", "prepare", "session", "session", "abort"]
-    assert driver.all(Note, "session")[-1].session is None
+    assert driver.all(EndSession, "session")
     driver = Driver(prepare(), session=LOST)
     assert driver.run().result is LOST
     assert driver.phases[-2:] == ["session", "session"], "what it names stays staged: it may be completed"
@@ -789,7 +795,7 @@ def test_what_is_prepared_is_completed_by_anybody() -> None:
     decided = driver.decided
     assert (decided.update_id, decided.made.label, decided.made.digest) == ("u9", "new", NEW)
     assert (decided.pause_mode, decided.source) == ("abort", Source(FILES))
-    assert driver.one(Note, "session").session is None
+    assert driver.one(EndSession, "session")
     assert outcome.excluded == []
 
 
@@ -1016,7 +1022,7 @@ def test_a_prepared_update_has_the_label_that_it_was_last_given() -> None:
     named = driver.run().result
     assert isinstance(named, UpdateSession)
     assert (named.label, driver.phases) == ("seven", ["survey", "session"])
-    assert driver.one(Note, "session").session == named
+    assert driver.one(SaveSession).session == named
     assert with_session(COMPLETE, named).outcome().version.label == "seven"
     assert with_session(replace(COMPLETE, version="eight"), named).outcome().version.label == "eight"
 
@@ -1063,7 +1069,7 @@ def test_the_session_of_a_decided_update_keeps_nobody_waiting(kind: Any) -> None
     driver = with_session(UpdateCommand(kind, "u10", body()), SESSION, DECIDED)
     driver.outcome()
     assert driver.phases[:3] == ["survey", "clear", "gate"]
-    assert driver.all(Note, "clear") == [Note("clear")]
+    assert driver.all(EndSession) == [EndSession("clear")]
 
 
 @pytest.mark.parametrize("kind", ["update", "prepare", "finish", "new_run"])
@@ -1183,25 +1189,25 @@ def test_who_finishes_an_update_that_leaves_the_fleet_paused_notes_it() -> None:
         driver.pause = DesiredPause(False), written
         driver.outcome()
         assert driver.phases == ["survey", "pause", *FINISH]
-        assert driver.one(Note, "pause").pause == DesiredPause(True, "wait", NOW + DEFAULT_PAUSE_LEASE_S)
+        assert driver.one(SavePause).pause == DesiredPause(True, "wait", NOW + DEFAULT_PAUSE_LEASE_S)
     for written in (9, 200):  # after the lock of its coordinator was taken
         resumed = Driver(UpdateCommand("finish", ""), left)
         resumed.pause = DesiredPause(False), written
         resumed.outcome()
-        assert not resumed.all(Note, "pause"), "another call has resumed the fleet since"
+        assert not resumed.all(SavePause), "another call has resumed the fleet since"
 
 
 def test_a_pause_outlives_an_update_by_the_longer_lease() -> None:
     driver = Driver(update(policy={"keep_pause": True}))
     driver.pause = DesiredPause(True, "wait", NOW + 3600.0), 3
     driver.outcome()
-    assert driver.one(Note, "pause").pause == DesiredPause(True, "keep", NOW + 3600.0)
+    assert driver.one(SavePause).pause == DesiredPause(True, "keep", NOW + 3600.0)
     assert driver.one(SendOp, "commit").body["pause_s"] == 3600.0
     driver = Driver(update())
     driver.pause = DesiredPause(True, "wait", NOW + 5.0), 3
     driver.outcome()
     assert driver.one(SendOp, "commit").body["pause_s"] == 5.0
-    assert not driver.all(Note, "pause")
+    assert not driver.all(SavePause)
 
 
 # ---- a new run ----
@@ -1337,7 +1343,7 @@ def test_who_computes_something_else_is_excluded_and_the_version_opens_with_what
     assert opened.canary is not None
     assert opened.canary.references == {KIND: ((-1.0, -2.0),)}
     assert driver.one(Announce, "open").record == opened
-    history = driver.one(Note, "open").canary
+    history = driver.one(SaveCanaryHistory).history
     assert history is not None
     assert history.values(NEW, opened.canary.sequences) == opened.canary.references
 
@@ -1380,17 +1386,17 @@ def test_a_version_that_can_not_be_brought_back_stays_and_none_serves_it() -> No
 def test_a_return_whose_answer_was_lost_is_settled_by_what_the_record_has_made(found: bool) -> None:
     """Both records are of one update id: the one that is found may be the version that all workers miss."""
     driver = with_canary(scored(-5.0, -5.0, -5.0), decide=[None, LOST], watch=serving(""))
-    driver.answers["settle"] = [
+    driver.answers["resolve"] = [
         lambda _: replace(
             driver.surveyed(), record=replace(driver.all(Write, "decide")[int(found)].record, fence=FENCE)
         )
     ]
     if found:
         driver.error(CanaryFailed)
-        assert driver.phases == [*BACK[:7], "settle", *BACK[7:]]
+        assert driver.phases == [*BACK[:7], "resolve", *BACK[7:]]
         return
     driver.error(Conflict)
-    assert driver.phases == [*BACK[:7], "settle", "watch"], "the next coordinator brings it back"
+    assert driver.phases == [*BACK[:7], "resolve", "watch"], "the next coordinator brings it back"
 
 
 @pytest.mark.parametrize("why", [LOST, FENCED])
@@ -1448,7 +1454,7 @@ def test_a_part_goes_to_all_that_listen() -> None:
     told = {"update_id": "u9", "names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2, 3]], "last": False}
     assert told.items() <= asked.body.items()
     assert fed.session == replace(FEEDING, parts=1), "it waits for the next one"
-    assert driver.one(Note, "session").session == fed.session
+    assert driver.one(SaveSession).session == fed.session
 
 
 @pytest.mark.parametrize(
