@@ -15,11 +15,11 @@ from typing import Any
 from frontend.dialects import DialectPlane
 from frontend.dialects.common import NOT_POSSIBLE, begun, check_label, check_world, last_begun, world_size
 from frontend.dialects.dialect_routes import Ask, report
+from rl_plane.bus.state_store import read_session
 from rl_plane.commit.history import read_entry
 from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.errors import BusUnreachable, Conflict, Locked, PlaneError
 from rl_plane.membership.worker_reply import engine_replies
-from rl_plane.protocol.record import read_session
 from rl_plane.protocol.vllm_bodies import (
     InitInfo,
     Transfer,

@@ -11,6 +11,7 @@ from typing import Any
 from rl_plane.bus.lock import HeldLock
 from rl_plane.bus.scatter import Missing
 from rl_plane.bus.sealed_record import SealedRecord
+from rl_plane.bus.state_store import pause_of, read_frontends, read_session
 from rl_plane.client import RlClient
 from rl_plane.commit.commands import machine_for
 from rl_plane.commit.history import Journal
@@ -47,16 +48,7 @@ from rl_plane.membership.view import MembershipView
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import CanaryHistory
 from rl_plane.protocol.envelope import Request, decode, encode
-from rl_plane.protocol.record import (
-    LEASE_MARGIN_S,
-    SERVING_LEASE_S,
-    TAKEOVER_S,
-    DecisionRecord,
-    newer,
-    pause_of,
-    read_frontends,
-    read_session,
-)
+from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S, TAKEOVER_S, DecisionRecord, newer
 from rl_plane.protocol.subjects import CANARY_HISTORY, PAUSE, SESSION
 
 log = logging.getLogger("rl_plane.commit.coordinator")

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.lock import HeldLock, read_holder
+from rl_plane.bus.state_store import read_record, read_session
 from rl_plane.commit.canary_steps import missed_error
 from rl_plane.commit.steps import Outcome as UpdateOutcome
 from rl_plane.errors import (
@@ -33,7 +34,7 @@ from rl_plane.errors import (
     error_from_wire,
 )
 from rl_plane.membership.core import Member
-from rl_plane.protocol.record import DecisionRecord, Source, UpdateSession, read_record, read_session
+from rl_plane.protocol.record import DecisionRecord, Source, UpdateSession
 from rl_plane.protocol.subjects import HISTORY_PREFIX, Bucket, Entry
 from rl_plane.protocol.update_requests import PUSHED
 from rl_plane.protocol.versions import WeightVersion

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, HeldLock
+from rl_plane.bus.state_store import read_record, read_session
 from rl_plane.client import RlClient
 from rl_plane.commit.coordinator import Coordinator
 from rl_plane.commit.history import (
@@ -29,7 +30,7 @@ from rl_plane.errors import InvalidRequest, Locked, PlaneError, StaleFence, Upda
 from rl_plane.fleet.fleet_replies import Call, answered, ended, head, updated
 from rl_plane.membership.core import Snapshot
 from rl_plane.protocol import update_requests
-from rl_plane.protocol.record import Source, UpdateSession, read_record, read_session
+from rl_plane.protocol.record import Source, UpdateSession
 
 
 class FleetUpdates:

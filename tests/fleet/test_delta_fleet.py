@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from rl_plane.bus.state_store import read_record
 from rl_plane.client import RlClient
 from rl_plane.errors import InvalidRequest, NotAtBase, PlaneError
-from rl_plane.protocol.record import MAX_DELTAS, read_record
+from rl_plane.protocol.record import MAX_DELTAS
 from rl_plane.protocol.versions import DTYPE_BYTES, TensorSpec
 from rl_plane.weights import delta_codec
 from rl_plane.weights.checkpoint import open_checkpoint

@@ -19,12 +19,13 @@ from frontend.routing.routing_lease import CONFIRM_INTERVAL_S, KEY_TTL_S, Fronte
 from frontend.server.options import FrontendOptions
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.server import NatsServer
+from rl_plane.bus.state_store import read_frontends
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, NotAdmitted
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.envelope import Request, decode, encode
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
-from rl_plane.protocol.record import SERVING_LEASE_S, DecisionRecord, first_record, read_frontends
+from rl_plane.protocol.record import SERVING_LEASE_S, DecisionRecord, first_record
 from rl_plane.protocol.serving_lease import ServingLease
 from rl_plane.protocol.subjects import FRONTEND_PREFIX
 from tests.support.scripted_worker import ScriptedWorker, Stream, decide

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from rl_plane.bus.state_store import read_record
 from rl_plane.client import RlClient
 from rl_plane.commit.coordinator import Coordinator
 from rl_plane.commit.steps import Event, Instruction
-from rl_plane.protocol.record import read_record
 from tests.fleet.test_frontend_generation import PROMPT, ask, frontend, tokens_under
 from tests.fleet.test_history import _Dies, ends_at
 from tests.fleet.test_plane_adapters import adapter, load

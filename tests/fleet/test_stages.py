@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from rl_plane.bus.state_store import read_pause, read_record
 from rl_plane.cli.show import show
 from rl_plane.client import RlClient, select_members
 from rl_plane.commit.rules import evaluate_prepare
@@ -16,7 +17,6 @@ from rl_plane.fleet.fleet_replies import Call, check_engines, group_places
 from rl_plane.membership.core import Member, MembershipCore, Snapshot
 from rl_plane.membership.worker_reply import WorkerReply, engine_replies, skipped_reply
 from rl_plane.protocol.fleet_ops import FLEET_OPS, Select
-from rl_plane.protocol.record import read_pause, read_record
 from rl_plane.protocol.subjects import ADMISSION_PREFIX, Entry
 from rl_plane.protocol.update_requests import UpdatePolicy
 from rl_plane.protocol.validation import parse_body

@@ -9,9 +9,10 @@ from unittest import mock
 
 from rl_plane.bus.connection import WrongSequence
 from rl_plane.bus.lock import HeldLock, fence_of
+from rl_plane.bus.state_store import record_of
 from rl_plane.commit.canary_rules import Verdict
 from rl_plane.commit.steps import Written
-from rl_plane.protocol.record import DesiredPause, record_of
+from rl_plane.protocol.record import DesiredPause
 from rl_plane.protocol.subjects import LOCK, RECORD
 
 

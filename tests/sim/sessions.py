@@ -99,7 +99,7 @@ class Sessions:
         if end:
             await self._by_anybody(by, end, _id(reply), name)
 
-    async def _fed(self, by: Coordinator) -> None:
+    async def _in_parts(self, by: Coordinator) -> None:
         """Part by part: each is a call, by way of anybody."""
         world, rng = self.world, self.world.rng
         name, body = self.body()

@@ -17,6 +17,7 @@ from nats.aio.msg import Msg
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.lock import fence_of
 from rl_plane.bus.sealed_record import bar, restore
+from rl_plane.bus.state_store import read_pause, read_session, record_of
 from rl_plane.errors import (
     BusUnreachable,
     Conflict,
@@ -27,7 +28,7 @@ from rl_plane.errors import (
     PlaneError,
 )
 from rl_plane.protocol import update_requests, worker_ops
-from rl_plane.protocol.record import SERVING_LEASE_S, DecisionRecord, Source, read_pause, read_session, record_of
+from rl_plane.protocol.record import SERVING_LEASE_S, DecisionRecord, Source
 from rl_plane.protocol.subjects import LOCK, RECORD, Subjects
 from rl_plane.protocol.versions import tensors_digest
 from rl_plane.transports.reception import Link

@@ -27,10 +27,11 @@ from frontend.dialects.sglang.body_tensors import HeldTensors
 from frontend.dialects.sglang.groups import DEFAULT_GROUP, MAX_GROUP_CHARS, Groups
 from frontend.dialects.sglang.open_sessions import Opened
 from rl_plane.bus.lock import POLL_S, read_holder
+from rl_plane.bus.state_store import read_session
 from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, Locked, PlaneError, UpdateAborted
 from rl_plane.fleet.fleet import FORM_WAIT_S
-from rl_plane.protocol.record import UpdateSession, read_session
+from rl_plane.protocol.record import UpdateSession
 from rl_plane.protocol.update_requests import MAX_PART_TENSORS
 from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
 

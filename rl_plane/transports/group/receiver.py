@@ -21,6 +21,7 @@ from typing import Any, Literal
 from blake3 import blake3
 
 from rl_plane.errors import Conflict, InvalidRequest
+from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.versions import DIGEST_PREFIX
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, Place
 from rl_plane.transports.group.streamed_delivery import GroupFedDelivery, received
@@ -35,7 +36,6 @@ from rl_plane.transports.group.torch_group import (
 from rl_plane.transports.packed_delivery import PackedDelivery
 from rl_plane.transports.receiver_base import Places, check_fields
 from rl_plane.weights.manifest import Manifest
-from rl_plane.weights.safetensors_file import load_json_object
 
 _FIELDS = ("group", "manifest", "manifest_key", "manifest_digest", "num_buckets")
 MAX_GROUPS = 64
