@@ -15,8 +15,8 @@ from rl_plane.protocol.canary import CANARY_NAME, check_vocabulary
 from rl_plane.protocol.update_requests import (
     CanaryLimits,
     DeltaChainEntry,
-    FeedUpdate,
     PreparedReply,
+    ReceivePart,
     ReceiveRequest,
     Transport,
 )
@@ -182,7 +182,7 @@ class Receiver:
         delivery = self._fed.get(staging)
         if delivery is None:
             raise EngineFailed(f"nothing is fed as {staging!r}")
-        return delivery.feed(FeedUpdate.model_validate(part), cancelled)
+        return delivery.feed(ReceivePart.model_validate(part), cancelled)
 
     def take(self, staging: str) -> Staged:
         """For the swap; from here on it is the caller's. Waits for nothing: what is kept is left alone, since it may be

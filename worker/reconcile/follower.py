@@ -16,6 +16,7 @@ from nats.aio.msg import Msg
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.lock import fence_of
 from rl_plane.bus.sealed_record import bar, restore
+from rl_plane.bus.state_store import read_pause, read_session, record_of
 from rl_plane.errors import (
     BusUnreachable,
     Conflict,
@@ -26,7 +27,7 @@ from rl_plane.errors import (
     PlaneError,
 )
 from rl_plane.protocol import update_requests, worker_ops
-from rl_plane.protocol.record import SERVING_LEASE_S, DecisionRecord, read_pause, read_session, record_of
+from rl_plane.protocol.record import SERVING_LEASE_S, DecisionRecord
 from rl_plane.protocol.subjects import LOCK, RECORD, Subjects
 from rl_plane.protocol.update_requests import Transport
 from rl_plane.protocol.versions import tensors_digest
@@ -340,13 +341,13 @@ class RecordFollower:
             self._state.check_weights_here()
             return await self._overwrite(request, fence, request.pause_mode, None)
 
-    async def arm(self, request: update_requests.ReceiveRequest, fence: int) -> update_requests.ArmedReply:
+    async def arm(self, request: update_requests.ReceiveRequest, fence: int) -> update_requests.ListeningReply:
         """As `prepare`, but answers as soon as every rank listens."""
         if request.transport is None or request.staging == "none":
             raise InvalidRequest("staged weights are listened for", field="transport", fix="use prepare_update")
         self._check(request)
         await self._updates.arm(request.with_own_model(self._model), fence)
-        return update_requests.ArmedReply(listening=True)
+        return update_requests.ListeningReply(listening=True)
 
     def _check(self, request: update_requests.ReceiveRequest) -> None:
         """Raises an error for a request that this worker or its engine can't carry out."""

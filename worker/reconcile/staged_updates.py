@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unsupported, UpdateAborted
-from rl_plane.protocol.update_requests import CanaryLimits, FeedUpdate, PreparedReply, ReceiveRequest
+from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceivePart, ReceiveRequest
 from worker.engines.base import LACKING, EngineAdapter, EngineInfo
 from worker.runtime.engine_loop import EngineLoop
 
@@ -65,7 +65,7 @@ class _Receive:
     cancelled: threading.Event
     opened: asyncio.Future[None]
     """Done when every rank knows what will come, and listens for it."""
-    armed: bool = False
+    listening: bool = False
     """A later call asks for the outcome."""
 
     @property
@@ -181,15 +181,15 @@ class WeightUpdates:
         """Likewise, but returns as soon as the receive has begun: `prepare` under the same id waits for its end."""
         begun = await self._begin(request, fence, _nothing)
         if isinstance(begun, _Receive):
-            begun.armed = True
+            begun.listening = True
             await asyncio.shield(begun.opened)
 
-    async def feed(self, part: FeedUpdate, fence: int) -> int:
+    async def feed(self, part: ReceivePart, fence: int) -> int:
         """Of an update that is listened for: these tensors come now. How many are missing yet. Raises what ends its
         receive."""
         self._adopt(part.update_id, fence)
         one = self._receiving or self._failed
-        if one is None or one.update_id != part.update_id or not one.armed:
+        if one is None or one.update_id != part.update_id or not one.listening:
             raise UpdateAborted(
                 f"the update {part.update_id} is not listened for here", field="update_id", fix="prepare it again"
             )
@@ -242,7 +242,7 @@ class WeightUpdates:
         failed = not task.cancelled() and task.exception() is not None  # it is told to whoever waits
         if receiving is not None and receiving.task is task:
             self._receiving = None
-            if failed and receiving.armed:
+            if failed and receiving.listening:
                 log.warning("the update %s: %s", receiving.update_id, task.exception())
                 self._failed = receiving
 
