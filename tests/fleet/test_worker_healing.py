@@ -62,9 +62,9 @@ async def test_a_worker_that_heard_of_the_record_before_it_asked_serves_as_soon_
     """Of two that start on an empty store at once, one fixes sequence 0 and the other hears of it."""
     wait = f"""
 import asyncio
-import worker.reconcile.follower as follower
+import worker.reconcile.record_watch as record_watch
 from worker.runtime.registration import Registration
-follower.CONFIRM_S = 60
+record_watch.CONFIRM_S = 60
 registered = Registration.start
 async def start(self):
     await registered(self)

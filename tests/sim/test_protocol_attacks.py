@@ -290,7 +290,7 @@ def test_who_asks_for_an_update_again_does_not_lose_it_with_the_coordinator_befo
                 asked.append(product.instance_id(worker))
             return barred
 
-        with mock.patch("worker.reconcile.follower.bar", asked_again):
+        with mock.patch("worker.reconcile.coordinator_watch.bar", asked_again):
             await until(lambda: asked)
             await asyncio.sleep(0.1)  # the worker looks again after half a second
             assert staged(world) == [late.update_id]
@@ -321,7 +321,7 @@ def test_a_worker_that_looks_for_the_coordinator_before_does_not_bar_the_next_on
                 await late.on_its_way.wait()
             return await read_session(bus, bucket)
 
-        with mock.patch("worker.reconcile.follower.read_session", meanwhile):
+        with mock.patch("worker.reconcile.coordinator_watch.read_session", meanwhile):
             await late.on_its_way.wait()
             await asyncio.sleep(0.1)  # the worker goes on, and looks again after half a second
             late.arrives.set()

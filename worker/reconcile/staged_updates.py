@@ -1,4 +1,4 @@
-"""A worker's side of an update: receive and verify into staging, then swap, or drop."""
+"""Receives and verifies one update at a time into staging, until the worker swaps it in or drops it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from dataclasses import dataclass, replace
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unsupported, UpdateAborted
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceivePart, ReceiveRequest
 from worker.engines.base import LACKING, EngineAdapter, EngineInfo
+from worker.reconcile.worker_core import StagedVersion
 from worker.runtime.engine_loop import EngineLoop
 
 log = logging.getLogger("worker.reconcile.staged_updates")
 
 KNOWN_TRANSPORTS = frozenset({"ipc", "nccl", "nixl", "object_store"})
-"""Names that other workers may know: not an error of the caller's."""
+"""Other workers may have these, so the error is Unsupported, not InvalidRequest."""
 
 EXTRAS = {
     "nccl": "put the model on a GPU, or use gloo",
     "nixl": "install rl-plane[nixl] beside this worker, or use filesystem",
 }
-"""What brings a transport to a worker that lacks it."""
+"""The fix of the error where a worker lacks a transport."""
 
 ABORT_WAIT_S = 30.0
-"""How long an abort waits for a receive to notice: it looks between two tensors."""
+"""How long an abort waits until a receive ends: a receive checks between two tensors whether it is cancelled."""
 LOOK_S = 0.2
-"""Between two looks whether a receive that waits for a swap was cancelled."""
-
+"""How often a receive that waits for a swap checks whether it is cancelled."""
 
 Taint = Callable[[], Awaitable[None]]
+"""Runs before the first byte is written over the served weights."""
 
 
 async def _nothing() -> None:
@@ -42,23 +43,30 @@ async def _nothing() -> None:
 
 @dataclass(slots=True)
 class StagedUpdate:
-    """One update's weights, complete and verified."""
+    """The weights of one update, complete and verified."""
 
     request: ReceiveRequest
     fence: int | None
-    """The fence of the coordinator that asked last. None: the worker fetches by itself, to heal."""
+    """The fence of the coordinator that asked last. None: the worker fetched the weights by itself, to heal."""
     name: str | None
     """The name in the engine's staging. None: the weights are in place already."""
     reply: PreparedReply
 
+    def for_core(self) -> StagedVersion:
+        """The facts that the core decides by."""
+        request = self.request
+        return StagedVersion(
+            request.update_id, request.adapter, self.reply["digest"], self.fence, request.in_place
+        )
+
 
 @dataclass(slots=True)
 class _Receive:
-    """A receive that is under way."""
+    """A receive that is under way, or has failed."""
 
     request: ReceiveRequest
     fence: int | None
-    """As StagedUpdate has it."""
+    """The fence of the coordinator that asked last. None: the worker heals."""
     staging: str
     """The name in the engine's staging."""
     task: asyncio.Task[StagedUpdate]
@@ -66,15 +74,15 @@ class _Receive:
     opened: asyncio.Future[None]
     """Done when every rank knows what will come, and listens for it."""
     listening: bool = False
-    """A later call asks for the outcome."""
+    """The coordinator asks for the outcome by a later call."""
 
     @property
     def update_id(self) -> str:
         return self.request.update_id
 
 
-def _ended(opened: asyncio.Future[None], task: asyncio.Task[StagedUpdate]) -> None:
-    """Before it had begun: whoever waits for that is told why."""
+def _fail_opened(opened: asyncio.Future[None], task: asyncio.Task[StagedUpdate]) -> None:
+    """Gives the error of a receive that ended before it had opened to the call that waits for that."""
     if opened.done():
         return
     error = None if task.cancelled() else task.exception()
@@ -82,12 +90,15 @@ def _ended(opened: asyncio.Future[None], task: asyncio.Task[StagedUpdate]) -> No
         opened.cancel()
         return
     opened.set_exception(error)
-    opened.exception()  # nobody may be waiting
+    opened.exception()  # no call may wait for it, and asyncio would warn
 
 
 class WeightUpdates:
-    """At most one update is received or staged at a time: staging is a model's worth of memory. `tell(staging)` is
-    called when what is staged has changed (None: nothing is), `tell_kept()` when the engine may keep something new."""
+    """Receives or stages at most one update: staging takes as much memory as a model.
+
+    `tell(staged)` is called when what is staged has changed (None: nothing is staged). `tell_kept()` is called when
+    the engine may have a new copy in host memory.
+    """
 
     def __init__(
         self,
@@ -105,12 +116,12 @@ class WeightUpdates:
         self._names = (f"staging-{number}" for number in itertools.count())
         self._receiving: _Receive | None = None
         self._failed: _Receive | None = None
-        """Armed, and its end was not asked for yet."""
+        """A receive that failed while it listened, until the coordinator asks for its outcome."""
         self._beginning = asyncio.Lock()
         self.staged: StagedUpdate | None = None
         self._taken: ReceiveRequest | None = None
         self._exchanged = asyncio.Event()
-        """No swap is reading what was staged, which the engine may keep for a delta to change."""
+        """Set while no swap reads the staged weights. A delta may change them in place only then."""
         self._exchanged.set()
         self.kept: str | None = None
         """The digest of the version that the engine keeps in host memory, which the next delta may change."""
@@ -126,12 +137,12 @@ class WeightUpdates:
 
     @property
     def failed(self) -> str | None:
-        """The update that it listened for in vain, until that is asked for, or another one comes."""
+        """The update that failed while the worker listened, until a call asks for it or another update comes."""
         return self._failed.update_id if self._failed is not None else None
 
     @property
     def receiving(self) -> _Receive | None:
-        """The receive that is under way, unless it was cancelled."""
+        """The receive that is under way, unless it is cancelled."""
         one = self._receiving
         return one if one is not None and not one.cancelled.is_set() else None
 
@@ -151,15 +162,15 @@ class WeightUpdates:
         )
 
     def check(self, name: str | None, staging: str, backend: str | None, loaded: Collection[str] = ()) -> None:
-        """Refuses, before anything is touched, what this engine or worker can't do. `loaded`: the adapters that it
-        has."""
+        """Refuses what this engine or worker can't do, before anything is touched. `loaded`: the adapters of the
+        engine."""
         if name is not None:
             self._refuse_incapable("prepare_update:lora", "target.kind")
         if staging == "none":
             self._refuse_incapable("prepare_update:unstaged", "policy.staging")
         if backend is not None:
             self.check_backend(backend)
-            if name is not None:  # loaded or swapped; without a backend it goes
+            if name is not None:  # without a backend, the adapter is unloaded
                 self._info.check_place(name, loaded)
 
     def _refuse_incapable(self, capability: str, field: str) -> None:
@@ -169,36 +180,39 @@ class WeightUpdates:
     async def prepare(
         self, request: ReceiveRequest, fence: int | None = None, taint: Taint = _nothing
     ) -> PreparedReply:
-        """Idempotent by `update_id`: asked again, it waits for the same receive or gives the same answer.
+        """Receives and verifies an update. A second call with the same `update_id` waits for the same receive, or gives
+        the same answer.
 
-        `fence`: the coordinator's; None: the worker heals itself. `taint`: of one in place, awaited when all is checked
-        that can be, before the first byte is written."""
+        `fence`: the coordinator's. None: the worker heals. `taint`: for weights in place; runs after every check that
+        needs no byte, before the first byte is written."""
         begun = await self._begin(request, fence, taint)
-        # Shielded: the caller's deadline doesn't end a receive that a repeated call may still want.
+        # Shielded: the caller may repeat the call after its deadline, and wait for the same receive.
         return begun.reply if isinstance(begun, StagedUpdate) else (await asyncio.shield(begun.task)).reply
 
-    async def arm(self, request: ReceiveRequest, fence: int) -> None:
-        """Likewise, but returns as soon as the receive has begun: `prepare` under the same id waits for its end."""
+    async def listen(self, request: ReceiveRequest, fence: int) -> None:
+        """Begins a receive, and returns as soon as every rank listens. `prepare` with the same id waits for its end."""
         begun = await self._begin(request, fence, _nothing)
         if isinstance(begun, _Receive):
             begun.listening = True
             await asyncio.shield(begun.opened)
 
     async def feed(self, part: ReceivePart, fence: int) -> int:
-        """Of an update that is listened for: these tensors come now. How many are missing yet. Raises what ends its
-        receive."""
+        """Receives the tensors of one part. Returns how many tensors are still missing. Raises the error that ends the
+        update's receive."""
         self._adopt(part.update_id, fence)
         one = self._receiving or self._failed
         if one is None or one.update_id != part.update_id or not one.listening:
             raise UpdateAborted(
-                f"the update {part.update_id} is not listened for here", field="update_id", fix="prepare it again"
+                f"this worker does not listen for the update {part.update_id}",
+                field="update_id",
+                fix="prepare it again",
             )
         try:
             if not one.task.done():
                 told = part.model_dump()
                 return await asyncio.to_thread(self._adapter.feed, one.staging, told, one.cancelled.is_set)
         except PlaneError:
-            await asyncio.wait([one.task], timeout=ABORT_WAIT_S)  # it knows why
+            await asyncio.wait([one.task], timeout=ABORT_WAIT_S)  # its error says why
             if not one.task.done() or one.task.cancelled() or one.task.exception() is None:
                 raise
         error = one.task.exception()
@@ -211,25 +225,26 @@ class WeightUpdates:
             if self.staged is not None and self.staged.request.update_id == update_id:
                 return self.staged
             if self._failed is not None and self._failed.update_id == update_id:
-                return self._failed  # what was pushed does not come again
+                return self._failed  # the trainer does not push the weights a second time
             if self._receiving is None or self._receiving.update_id != update_id:
                 busy = self._busy
                 if fence is None and busy is not None and busy.fence is not None:
                     raise Conflict(f"waiting for the update {self.busy_with}, which is being prepared")
                 assert request.transport is not None, "an unload receives nothing"
                 self.check_backend(request.transport.backend)
-                # What another coordinator has left. It is barred: the one that asks now has sealed the record before.
+                # Another coordinator may have left something here. It can't decide any more: the one that asks
+                # now has sealed the record.
                 await self.drop(None)
                 cancelled, opened = threading.Event(), asyncio.get_running_loop().create_future()
                 name = next(self._names)
                 task = asyncio.create_task(self._receive(request, fence, name, cancelled, taint, opened))
                 self._receiving = _Receive(request, fence, name, task, cancelled, opened)
                 task.add_done_callback(self._received)
-                task.add_done_callback(functools.partial(_ended, opened))
+                task.add_done_callback(functools.partial(_fail_opened, opened))
             return self._receiving
 
     def _adopt(self, update_id: str, fence: int | None) -> None:
-        """The coordinator that asks for an update again is responsible for it from now on."""
+        """Makes the coordinator that asks for an update again responsible for it."""
         staged, receiving = self.staged, self._receiving
         if receiving is not None and receiving.update_id == update_id:
             receiving.fence = fence
@@ -237,9 +252,8 @@ class WeightUpdates:
             self._set(replace(staged, fence=fence))
 
     def _received(self, task: asyncio.Task[StagedUpdate]) -> None:
-        """Whether anybody still waits for it or not."""
         receiving = self._receiving
-        failed = not task.cancelled() and task.exception() is not None  # it is told to whoever waits
+        failed = not task.cancelled() and task.exception() is not None  # also marks the error as retrieved
         if receiving is not None and receiving.task is task:
             self._receiving = None
             if failed and receiving.listening:
@@ -270,7 +284,7 @@ class WeightUpdates:
             reply = await asyncio.to_thread(self._adapter.receive, name, cancelled.is_set)
         finally:
             await self._look_at_kept(request)
-        now = self._receiving  # another coordinator may have asked for it since
+        now = self._receiving  # another coordinator may have asked for the update since
         if now is not None and now.staging == name:
             fence = now.fence
         staged = StagedUpdate(request, fence, None if request.in_place else name, reply)
@@ -281,7 +295,7 @@ class WeightUpdates:
         return staged
 
     async def _exchange_over(self, cancelled: threading.Event) -> None:
-        """Waits until no swap reads what is kept; a receive that was cancelled ends by itself."""
+        """Waits until no swap reads the copy, or until the receive is cancelled."""
         while not (self._exchanged.is_set() or cancelled.is_set()):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
@@ -298,38 +312,38 @@ class WeightUpdates:
 
     async def _look_at_kept(self, request: ReceiveRequest) -> None:
         if not request.keeps_copy and self.kept is None:
-            return  # as with most engines, which keep nothing
+            return  # the usual case
         try:
             self.kept = await asyncio.to_thread(self._adapter.kept)
         except PlaneError as error:
-            log.warning("what the engine keeps is not known: %s", error)
+            log.warning("the engine does not say which version it keeps in host memory: %s", error)
             self.kept = None
         if self.kept is not None:
             self._tell_kept()
 
     def exchanged(self) -> None:
-        """The swap of what was taken has ended, well or not. One that failed may still be writing; whatever comes
-        into the engine after it is written later."""
+        """Notes that the swap has ended, well or not. A swap that failed may still be writing, but the engine writes
+        whatever comes next after it."""
         self._exchanged.set()
 
     async def swapped(self) -> None:
-        """What was taken is in: from now on it may be kept."""
+        """Notes that the weights are swapped in: the engine may keep a copy of them from now on."""
         if (taken := self._taken) is not None:
             self._taken = None
             await self._look_at_kept(taken)
 
     def take(self, update_id: str) -> str | None:
-        """The name of the staged weights, for the swap, which uses them up. None: they are in place."""
+        """Returns the name of the staged weights for the swap, which uses them up. None: they are in place."""
         staged = self.staged
         assert staged is not None
-        assert staged.request.update_id == update_id, "the core has looked"
+        assert staged.request.update_id == update_id, "the core compares them"
         self._taken = staged.request
         self._exchanged.clear()
         self._set(None)
         return staged.name
 
     async def give_up(self, update_id: str) -> None:
-        """As `drop`, but does not wait until a receive notices."""
+        """Drops an update without waiting until its receive ends."""
         receiving = self._receiving
         if receiving is not None and receiving.update_id == update_id:
             receiving.cancelled.set()
@@ -337,7 +351,7 @@ class WeightUpdates:
             await self.drop(update_id)
 
     async def drop(self, update_id: str | None) -> bool:
-        """Ends a receive and discards what is staged (None: of any update). Whether there was something."""
+        """Ends the receive and discards the weights of an update (None: of any). Returns whether there were any."""
         found = False
         if self._failed is not None and update_id in (None, self._failed.update_id):
             self._failed = None
