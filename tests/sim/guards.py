@@ -140,6 +140,7 @@ FIXES: dict[str, dict[str, Any]] = {
     "checked-overwrite": {"worker.receiver.check_overwrite": _accepts},
     "fitting-first": {"worker.core.WorkerCore._missing": _first_change},
     "frontend-witness": {"rl_plane.view.MembershipView.keep_record": _read_only},
+    "own-record": {"worker.registration.Registration.keep": _nothing},
     "finisher": {"frontend.finisher.Finisher._finish": _nothing},
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextvars import copy_context
 from typing import Any
 
@@ -29,6 +29,12 @@ class Process:
         """When it, its engine, its connection or its source was last tampered with."""
         self.plane = ""
         """What becomes of bytes that it wants to receive: `fails`, `hangs`; empty: they come."""
+        self.cut_messages = 0
+        """How many of its messages partitions have cut."""
+        self.on_phase: Callable[[str], None] = lambda phase: None
+        """Called with the phase that a coordinator of this process enters, before it asks anything in it."""
+        self.noted_cuts = 0
+        """How many of these the coverage has noted."""
         self.miscomputed = False
         """Has its engine computed something else than its weights say?"""
         self._thaw_at = 0.0
@@ -43,8 +49,9 @@ class Process:
         """Was it ever tampered with?"""
         return self.disturbed_at > 0.0
 
-    def disturb(self) -> None:
-        self.disturbed_at = self._loop.now
+    def disturb(self, seconds: float = 0.0) -> None:
+        """Something is done to it now, and lasts so long."""
+        self.disturbed_at = self._loop.now + seconds
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         return self._loop.create_task(work, context=self._context.copy())
