@@ -119,6 +119,8 @@ class Scenario:
 class Faults(NatsFaults):
     def __init__(self, world: World, scenario: Scenario) -> None:
         super().__init__(world)
+        if CLUSTER.keys() <= scenario.faults:
+            self._ways = (*self._ways, "refused")
         weights = {**FAULTS, **CLUSTER, **PARTITION}
         self._kinds = [kind for kind in weights if kind in scenario.faults]
         self._weights = [weights[kind] for kind in self._kinds]
