@@ -20,8 +20,8 @@ HOLDER_TRIES = 600
 
 
 WAYS: tuple[Way, ...] = ("lost", "lost", "late")
-"""What becomes of the messages that a partition cuts. `--cluster` has `refused` too: the plane takes a 503 for the proof
-that a process is dead, which it is only where there is one server."""
+"""What becomes of the messages that a partition cuts. `--cluster` has `refused` too: the plane takes a 503 for the
+proof that a process is dead, which it is only where there is one server."""
 
 
 class NatsFaults:
