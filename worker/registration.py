@@ -21,9 +21,9 @@ RETRY_S = 0.05
 MAX_RETRY_S = 1.0
 """A server that restarts is back within seconds; asking it 20 times a second at first costs nothing."""
 
-CHECK_S = 5.0
+CHECK_S = 10.0
 """How often a worker reads its own record: so long a worker is missing at most after the news of it was lost. Each read
-is one request to the server; the serving lease takes three in that time."""
+is one request to the server; the serving lease takes six in that time."""
 
 
 class Registration:
