@@ -24,7 +24,7 @@ from tests.sim.run import _simulated, adapters, deltas, models
 from tests.sim.sessions import PHASES
 from tests.sim.world import Coordinator, World
 from worker.receive.staging import model_digest
-from worker.reconcile.worker_core import CoordinatedUpdate
+from worker.reconcile.instructions import CoordinatedUpdate
 
 UP_S = 3.0
 """Virtual seconds until the fleet has started."""

@@ -20,9 +20,10 @@ from rl_plane.protocol.update_requests import (
 from rl_plane.protocol.versions import tensors_digest
 from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
 from worker.reconcile.engine_changes import EngineChanges
+from worker.reconcile.instructions import Swap
 from worker.reconcile.record_watch import RecordWatch
 from worker.reconcile.staged_updates import WeightUpdates
-from worker.reconcile.worker_core import Swap, WorkerCore
+from worker.reconcile.worker_core import WorkerCore
 
 
 class CoordinatorCalls:

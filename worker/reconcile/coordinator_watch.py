@@ -11,9 +11,10 @@ from rl_plane.bus.sealed_record import bar
 from rl_plane.bus.state_store import read_session, record_of
 from rl_plane.protocol.subjects import LOCK, RECORD, Subjects
 from worker.reconcile.engine_changes import EngineChanges
+from worker.reconcile.instructions import CoordinatedUpdate
 from worker.reconcile.record_watch import RecordWatch
 from worker.reconcile.staged_updates import WeightUpdates
-from worker.reconcile.worker_core import CoordinatedUpdate, WorkerCore
+from worker.reconcile.worker_core import WorkerCore
 
 log = logging.getLogger("worker.reconcile.coordinator_watch")
 

@@ -17,8 +17,9 @@ from rl_plane.errors import EngineFailed, InvalidRequest
 from rl_plane.protocol.update_requests import CommittedReply, PreparedReply, ReceiveRequest
 from rl_plane.protocol.worker_ops import OPS
 from worker.engines.base import AdapterLost, EngineAdapter, PauseMode
+from worker.reconcile.instructions import Relabel, Swap, Unload
 from worker.reconcile.staged_updates import StagedUpdate, WeightUpdates
-from worker.reconcile.worker_core import Relabel, Swap, Unload, WorkerCore, why
+from worker.reconcile.worker_core import WorkerCore, why
 from worker.reconcile.worker_state import Scores
 from worker.runtime.engine_loop import EngineLoop
 from worker.runtime.engine_watch import EngineWatch

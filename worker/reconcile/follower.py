@@ -18,24 +18,11 @@ from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S, OPS
 from worker.engines.base import EngineAdapter
 from worker.receive.staging import not_fitting
 from worker.reconcile.engine_changes import EngineChanges
+from worker.reconcile.instructions import Drop, Fetch, Instruction, Read, Relabel, Score, Swap, Unload, Wait
 from worker.reconcile.peers import Peers
 from worker.reconcile.record_watch import RecordWatch
 from worker.reconcile.staged_updates import WeightUpdates
-from worker.reconcile.worker_core import (
-    HEAL_RETRY_S,
-    SOURCE_GONE,
-    Drop,
-    Fetch,
-    Instruction,
-    Read,
-    Relabel,
-    Score,
-    Swap,
-    Unload,
-    Wait,
-    WorkerCore,
-    why,
-)
+from worker.reconcile.worker_core import HEAL_RETRY_S, SOURCE_GONE, WorkerCore, why
 from worker.runtime.engine_loop import EngineLoop
 
 log = logging.getLogger("worker.reconcile.follower")

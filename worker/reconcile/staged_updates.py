@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unsupported, UpdateAborted
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceivePart, ReceiveRequest
 from worker.engines.base import LACKING, EngineAdapter, EngineInfo
-from worker.reconcile.worker_core import StagedVersion
+from worker.reconcile.instructions import StagedVersion
 from worker.runtime.engine_loop import EngineLoop
 
 log = logging.getLogger("worker.reconcile.staged_updates")

@@ -12,7 +12,8 @@ from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import CanaryRecord
 from rl_plane.protocol.record import TAKEOVER_S, DecisionRecord, Source
 from rl_plane.protocol.versions import WeightVersion
-from worker.reconcile.worker_core import GATE_S, Fetch, Score, StagedVersion, Swap, WorkerCore
+from worker.reconcile.instructions import Fetch, Score, StagedVersion, Swap
+from worker.reconcile.worker_core import GATE_S, WorkerCore
 from worker.reconcile.worker_state import Scores, WorkerState
 
 KIND = "fake-1/float32/cpu/tp1"

@@ -11,11 +11,7 @@ import pytest
 from rl_plane.errors import Conflict, NotAdmitted, NotPrepared
 from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S, Adapter, DecisionRecord, Source, first_record
 from rl_plane.protocol.versions import WeightVersion
-from worker.reconcile.worker_core import (
-    COMMIT_GRACE_S,
-    GATE_S,
-    HEAL_RETRY_S,
-    MAX_HEAL_RETRY_S,
+from worker.reconcile.instructions import (
     CoordinatedUpdate,
     Drop,
     Fetch,
@@ -27,9 +23,8 @@ from worker.reconcile.worker_core import (
     Swap,
     Unload,
     Wait,
-    WorkerCore,
-    why,
 )
+from worker.reconcile.worker_core import COMMIT_GRACE_S, GATE_S, HEAL_RETRY_S, MAX_HEAL_RETRY_S, WorkerCore, why
 from worker.reconcile.worker_state import WorkerState
 
 RUN, MODEL = "run-1", "d0"

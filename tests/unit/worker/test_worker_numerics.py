@@ -10,8 +10,9 @@ from rl_plane.errors import NotAdmitted
 from rl_plane.protocol.canary import CanaryRecord, Vectors, engine_kind
 from rl_plane.protocol.record import TAKEOVER_S, DecisionRecord, Source
 from rl_plane.protocol.versions import WeightVersion
+from worker.reconcile.instructions import Fetch, Relabel, Score, StagedVersion, Swap, Wait
 from worker.reconcile.numerics import HEAL_TRIES, NOT_SCORED
-from worker.reconcile.worker_core import GATE_S, Fetch, Relabel, Score, StagedVersion, Swap, Wait, WorkerCore
+from worker.reconcile.worker_core import GATE_S, WorkerCore
 from worker.reconcile.worker_state import Scores, WorkerState
 
 KIND = engine_kind("hf", "5.0", "float32", "cpu", 1)
