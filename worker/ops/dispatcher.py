@@ -131,7 +131,7 @@ class Dispatcher:
     async def _change_if_live(self, request: Request, body: BaseModel, fence: int) -> Mapping[str, Any]:
         if not await self._lock.is_live(fence):
             self._state.check_fence(fence)
-            raise StaleFence(f"nobody holds the fence {fence}", fence=self._state.fence)
+            raise StaleFence(f"no coordinator holds the fence {fence}", fence=self._state.fence)
         outcome = self._handlers[request.op](body, fence)
         return outcome if isinstance(outcome, Mapping) else await outcome
 

@@ -160,7 +160,7 @@ class WorkerCore:
         return record.open or (self._is_late and not self._awaits_verdict())
 
     def ticked(self, now: float, busy: bool = False) -> bool:
-        """Notes that time has passed. Returns True if it has dropped weights that failed the canary, to fetch them again.
+        """Notes that time has passed. Returns True if it drops weights that failed the canary, to fetch them again.
 
         `busy`: a coordinator changes the engine now, and its commit still has to report the scores of these weights."""
         record, state = self.record, self.state
