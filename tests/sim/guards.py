@@ -49,7 +49,7 @@ def _no_changes(*args: Any, **more: Any) -> list[Any]:
     return []
 
 
-def _undecided(self: Any, record: Any) -> Any:
+def _undecided(record: Any) -> Any:
     """A step of the machine that yields nothing: the record is not written."""
     return Written(record, 1)
     yield
@@ -93,7 +93,11 @@ GUARDS: dict[str, dict[str, Any]] = {
     # A worker is admitted only with the committed digest.
     "digest": {"worker.reconcile.worker_core.WorkerCore._changes": _no_changes},
     # A version is committed only by its record.
-    "decision": {"rl_plane.commit.machine.UpdateMachine._decide": _undecided},
+    "decision": {
+        "rl_plane.commit.machine.decide": _undecided,
+        "rl_plane.commit.sessions.decide": _undecided,
+        "rl_plane.commit.commands.decide": _undecided,
+    },
     # The record is written only under the lock, by its newest holder, and workers obey nobody else.
     "fence": {
         "rl_plane.bus.lock.HeldLock.put": _unguarded_put,
