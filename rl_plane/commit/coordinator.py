@@ -14,7 +14,7 @@ from rl_plane.bus.sealed_record import SealedRecord
 from rl_plane.bus.state_store import pause_of, read_frontends, read_session
 from rl_plane.client import RlClient
 from rl_plane.commit.commands import machine_for
-from rl_plane.commit.history import Journal
+from rl_plane.commit.journal import Journal
 from rl_plane.commit.rules import newest, serves, still_there
 from rl_plane.commit.steps import (
     Announce,
