@@ -11,8 +11,9 @@ import rl_plane.cli.publish as publish
 import rl_plane.cli.serve as serve
 import rl_plane.cli.steer as steer
 import rl_plane.cli.up as up
+from rl_plane._util.extras import missing_module
 from rl_plane.cli.flags import Command, Parser
-from rl_plane.cli.output import error_line, missing_module, note, say_json
+from rl_plane.cli.output import error_line, note, say_json
 from rl_plane.cli.settings import BadSetting
 from rl_plane.errors import PlaneError
 

@@ -22,27 +22,6 @@ from rl_plane.errors import (
 READY = "ready"
 """The key of a ready line in JSON; its value names the command."""
 
-EXTRA_OF_MODULE = {
-    "blake3": "worker",
-    "yaml": "worker",
-    "torch": "hf",
-    "transformers": "hf",
-    "tokenizers": "hf",
-    "safetensors": "hf",
-    "numpy": "hf",
-    "psutil": "hf",
-    "jinja2": "hf",
-    "fastapi": "frontend",
-    "starlette": "frontend",
-    "uvicorn": "frontend",
-    "matplotlib": "demo",
-    "vllm": "vllm",
-    "sglang": "sglang",
-}
-"""Which of our extras brings a third party's module."""
-
-OURS = ("rl_plane", "worker", "frontend")
-
 _FIXES: tuple[tuple[type[PlaneError], str], ...] = (
     (Unauthorized, "set RL_PLANE_ADMIN_KEY to the facade's key"),
     (Locked, "repeat it when the other update has ended"),
@@ -71,16 +50,6 @@ def fix_of(error: PlaneError) -> str:
 
 def error_line(error: PlaneError) -> str:
     return one_line(f"rl-plane: error: {error.message.rstrip('.')}; fix: {fix_of(error)}")
-
-
-def missing_module(error: ModuleNotFoundError) -> PlaneError:
-    """The error that names the extra to install."""
-    top = (error.name or "").partition(".")[0]
-    if top in OURS:
-        return PlaneError(f"this installation lacks {error.name}", fix="install rl-plane again, of one version")
-    extra = EXTRA_OF_MODULE.get(top)
-    fix = f"pip install 'rl-plane[{extra}]'" if extra else f"pip install {top}"
-    return PlaneError(f"the Python module {top} is not installed", fix=fix)
 
 
 def counted(workers: int) -> str:

@@ -27,6 +27,7 @@ from rl_plane import Rollout, gather_enough
 from rl_plane.bus.server import NatsServer
 from rl_plane.bus.token_stream import IncomingStream
 from rl_plane.client import RlClient
+from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.protocol.generation import MAX_PROMPT_LOGPROBS
 from rl_plane.protocol.record import SERVING_LEASE_S
 from worker.engines.fake.adapter import fake_logprob, fake_prompt_logprobs, fake_token, make_fake_adapter
@@ -99,7 +100,7 @@ async def next_event(lines: AsyncIterator[str]) -> Any:
     return None
 
 
-async def state_of(client: RlClient, instance_id: str) -> dict[str, Any]:
+async def state_of(client: WorkerCalls, instance_id: str) -> dict[str, Any]:
     return dict((await client.call(instance_id, "state")).body)
 
 

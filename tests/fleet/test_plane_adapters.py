@@ -23,6 +23,7 @@ from rl_plane.errors import (
     Unsupported,
     UpdateAborted,
 )
+from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.protocol.record import read_record
 from tests.fleet.test_updates import coordinator_that_dies, states, update_of
 from tests.support.faults import Stream, Told, generate, spawn_faulty
@@ -82,7 +83,7 @@ async def base_of(client: RlClient) -> dict[str, Any]:
     return version
 
 
-async def until_serving(plane: Plane, client: RlClient, worker: str, sequence: int) -> None:
+async def until_serving(plane: Plane, client: WorkerCalls, worker: str, sequence: int) -> None:
     async def serving() -> bool:
         state = (await states(client)).get(worker)
         return state is not None and state["ready"] and state["sequence"] == sequence

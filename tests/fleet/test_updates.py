@@ -18,7 +18,6 @@ from nats.aio.msg import Msg
 import rl_plane.bus.lock
 import rl_plane.commit.sessions
 from rl_plane.bus.token_stream import StreamReceiver
-from rl_plane.client import RlClient
 from rl_plane.errors import (
     Conflict,
     EngineFailed,
@@ -32,6 +31,7 @@ from rl_plane.errors import (
     UpdateAborted,
 )
 from rl_plane.fleet.fleet import Fleet
+from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.protocol.subjects import RECORD
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.weights.safetensors_file import write_safetensors
@@ -52,13 +52,13 @@ def update_of(directory: Path, version: str | None = None, **policy: Any) -> dic
     return body
 
 
-async def states(client: RlClient) -> dict[str, dict[str, Any]]:
+async def states(client: WorkerCalls) -> dict[str, dict[str, Any]]:
     await client.list_workers()  # as new as the leader's: a process that has just joined is in it
     out = await client.call_all("state")
     return {row.instance_id: dict(row.body) for row in out.rows if row.status == "ok"}
 
 
-async def all_serve(client: RlClient, label: str) -> bool:
+async def all_serve(client: WorkerCalls, label: str) -> bool:
     found = await states(client)
     return bool(found) and all(
         state["admission"]["open"] and state["applied_weight_version"] == label for state in found.values()
@@ -66,7 +66,7 @@ async def all_serve(client: RlClient, label: str) -> bool:
 
 
 async def generated(
-    client: RlClient, instance_id: str, prompt: list[int], max_tokens: int, **more: Any
+    client: WorkerCalls, instance_id: str, prompt: list[int], max_tokens: int, **more: Any
 ) -> list[int]:
     receiver = StreamReceiver(client.bus)
     await receiver.start()
@@ -304,7 +304,7 @@ async def test_an_update_under_a_longer_one_is_locked_with_a_retry_time(plane: P
     assert len(view.snapshot()) == 1
 
 
-async def _locked(client: RlClient) -> bool:
+async def _locked(client: WorkerCalls) -> bool:
     entry = await client.bus.get(client.subjects().state, "lock")
     return entry is not None and entry.value is not None
 
@@ -532,6 +532,7 @@ async def test_a_pinned_fleet_that_changed_is_not_updated(plane: Plane) -> None:
 _COORDINATOR = """
 import asyncio, json, os, signal, sys
 from rl_plane.client import RlClient
+from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.fleet.fleet import Fleet
 url, namespace, die_at, body = sys.argv[1:]
 
@@ -643,7 +644,7 @@ async def test_workers_left_gated_obey_the_next_coordinator(plane: Plane) -> Non
 # ---- pause, admission ----
 
 
-async def paused(client: RlClient) -> list[bool]:
+async def paused(client: WorkerCalls) -> list[bool]:
     return [state["pause"]["paused"] for state in (await states(client)).values()]
 
 

@@ -12,8 +12,8 @@ import msgpack
 import pytest
 
 from rl_plane.bus.token_stream import CREDIT_INTERVAL_S, StreamReceiver
-from rl_plane.client import RlClient
 from rl_plane.errors import InvalidRequest, PlaneError, WorkerLost
+from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.protocol.versions import WeightVersion
 from tests.fleet.test_updates import generated
 from tests.support.faults import Stream
@@ -35,16 +35,18 @@ def update_of(directory: Path, version: str, **policy: Any) -> dict[str, Any]:
     }
 
 
-async def state_of(client: RlClient, instance_id: str) -> dict[str, Any]:
+async def state_of(client: WorkerCalls, instance_id: str) -> dict[str, Any]:
     return dict((await client.call(instance_id, "state")).body)
 
 
-async def checksum_of(client: RlClient, instance_id: str) -> str:
+async def checksum_of(client: WorkerCalls, instance_id: str) -> str:
     row = await client.call(instance_id, "check_weights", {"action": "checksum"})
     return str(row.body["ranks"][0]["checksum"])
 
 
-async def until_open(plane: Plane, client: RlClient, instance_id: str, label: str, bound_s: float = 30.0) -> None:
+async def until_open(
+    plane: Plane, client: WorkerCalls, instance_id: str, label: str, bound_s: float = 30.0
+) -> None:
     async def at_it() -> bool:
         state = await state_of(client, instance_id)
         return bool(state["admission"]["open"]) and state["applied_weight_version"] == label
@@ -52,7 +54,7 @@ async def until_open(plane: Plane, client: RlClient, instance_id: str, label: st
     await plane.until(at_it, bound_s)
 
 
-async def until_behind(plane: Plane, client: RlClient, instance_id: str) -> str:
+async def until_behind(plane: Plane, client: WorkerCalls, instance_id: str) -> str:
     """Why the worker is not at the committed version, as its state tells."""
 
     async def told() -> str:

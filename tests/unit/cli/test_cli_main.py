@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from rl_plane._util.extras import missing_module
 from rl_plane.cli import main
 from rl_plane.cli.flags import Parser
-from rl_plane.cli.output import missing_module, one_line
+from rl_plane.cli.output import one_line
 from rl_plane.cli.settings import SETTINGS
 
 COMMANDS = ["up", "nats", "worker", "frontend", "state", "workers", "pause", "resume", "update", "check"]
