@@ -18,7 +18,7 @@ EXTRA_OF_MODULE = {
     "starlette": "frontend",
     "uvicorn": "frontend",
     "matplotlib": "demo",
-    "typer": "cli",
+    "click": "cli",
     "vllm": "vllm",
     "sglang": "sglang",
 }

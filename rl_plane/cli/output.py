@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rl_plane._util.extras import missing_module
 from rl_plane.errors import (
     Conflict,
     DeadlineExceeded,
@@ -18,6 +19,11 @@ from rl_plane.errors import (
     Unavailable,
     Unsupported,
 )
+
+
+class BadSetting(InvalidRequest):
+    """A flag or a variable with a wrong value; the command line exits with 2."""
+
 
 READY = "ready"
 """The key of a ready line in JSON; its value names the command."""
@@ -42,14 +48,28 @@ def one_line(text: object) -> str:
     return re.sub(r"(\w://)[^/@\s]+@", r"\1…@", shown)
 
 
-def fix_of(error: PlaneError) -> str:
+def fix_of(error: PlaneError, command: str = "") -> str:
+    """The error's own fix, or the fix of its kind. `command`: the command that failed."""
     if fix := error.facts.get("fix"):
         return str(fix)
+    if command == "state" and isinstance(error, (Unavailable, Conflict, DeadlineExceeded)):
+        return "repeat it in a moment; if it fails again, see the logs of the frontend and of nats-server"
     return next(fix for kind, fix in _FIXES if isinstance(error, kind))
 
 
 def error_line(error: PlaneError) -> str:
     return one_line(f"rl-plane: error: {error.message.rstrip('.')}; fix: {fix_of(error)}")
+
+
+def plane_error(error: Exception) -> PlaneError | None:
+    """The error of a command as one that a person can read. None: a fault of ours, which needs its traceback."""
+    if isinstance(error, PlaneError):
+        return error
+    if isinstance(error, ModuleNotFoundError):
+        return missing_module(error)
+    if isinstance(error, OSError) and error.filename is not None and not isinstance(error, BrokenPipeError):
+        return PlaneError(f"{error.filename}: {error.strerror}", fix="let this user read and write there")
+    return None
 
 
 def counted(workers: int) -> str:

@@ -195,7 +195,7 @@ async def test_an_engine_that_skips_has_failed(plane: Plane) -> None:
         await client.run("pause", {})
     (row,) = refusal.value.facts["workers"]
     assert (row["instance_id"], row["status"]) == (liar.instance_id, "error")
-    assert "an engine skips nothing" in row["error"]["message"]
+    assert "an engine answers 'skipped'" in row["error"]["message"]
 
 
 # ---- a mixed pipeline ----
