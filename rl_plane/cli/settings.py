@@ -20,7 +20,7 @@ from rl_plane.cli.output import BadSetting, fix_of, plane_error, say_json
 from rl_plane.cli.setting_types import Seconds
 from rl_plane.errors import PlaneError
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
-from rl_plane.protocol.update_requests import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S
+from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
 from rl_plane.protocol.validation import MAX_LEASE_S, PAUSE_WORDS
 from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
 
@@ -167,10 +167,10 @@ SETTINGS: dict[str, Setting] = {
             separator=",",
         ),
         Setting(
-            "feed_timeout_s",
+            "part_timeout_s",
             "Seconds for the tensors of one call in a trainer's dialect to reach every rank.",
-            Seconds(0.001, MAX_FEED_TIMEOUT_S),
-            FEED_TIMEOUT_S,
+            Seconds(0.001, MAX_PART_TIMEOUT_S),
+            PART_TIMEOUT_S,
         ),
         # up
         Setting("workers", "The workers of each engine.", IntRange(0, 1000), 1),

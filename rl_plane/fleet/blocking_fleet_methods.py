@@ -32,7 +32,7 @@ from rl_plane.protocol.fleet_reply_types import (
 )
 from rl_plane.protocol.update_requests import (
     DEFAULT_PACKED_BYTES,
-    FEED_TIMEOUT_S,
+    PART_TIMEOUT_S,
     BaseTarget,
     LoraTarget,
     Transport,
@@ -335,7 +335,7 @@ class BlockingFleetMethods(ABC):
         reply = self.run("prepare_weights_update", {**body, **select}, request_id=request_id)
         return typing.cast(PreparedUpdate, reply)
 
-    def feed_weights_update(
+    def receive_weights_part(
         self,
         names: Sequence[str],
         dtypes: Sequence[str],
@@ -344,7 +344,7 @@ class BlockingFleetMethods(ABC):
         layout: Literal["each", "flat", "packed"] = "each",
         bucket_bytes: int = DEFAULT_PACKED_BYTES,
         group: str | None = None,
-        timeout_s: float = FEED_TIMEOUT_S,
+        timeout_s: float = PART_TIMEOUT_S,
         check_only: bool = False,
         update_id: str | None = None,
         version: str | None = None,
@@ -381,9 +381,9 @@ class BlockingFleetMethods(ABC):
             pause_mode=pause_mode,
             **select,
         )
-        return typing.cast(ReceivedPart, self.run("feed_weights_update", body))
+        return typing.cast(ReceivedPart, self.run("receive_weights_part", body))
 
-    def name_weights_update(
+    def label_weights_update(
         self, version: str, *, update_id: str | None = None, **select: Unpack[Selection]
     ) -> LabelledUpdate:
         """Labels the prepared update before it is committed.
@@ -396,7 +396,7 @@ class BlockingFleetMethods(ABC):
             NotPrepared: no update is prepared.
         """
         body = _given(version=version, update_id=update_id, **select)
-        return typing.cast(LabelledUpdate, self.run("name_weights_update", body))
+        return typing.cast(LabelledUpdate, self.run("label_weights_update", body))
 
     def complete_weights_update(
         self,

@@ -11,7 +11,7 @@ from rl_plane.errors import InvalidRequest, NoWorkers, Unsupported
 from rl_plane.membership.core import Member, Snapshot
 from rl_plane.membership.view import MembershipView
 from rl_plane.membership.worker_calls import check_pin, select_members
-from rl_plane.membership.worker_reply import skipped_row
+from rl_plane.membership.worker_reply import skipped_reply
 from rl_plane.protocol.fleet_ops import FleetOp, Select
 
 READS_OF_STAGES = ("workers", "state")
@@ -106,5 +106,5 @@ def check_engines(call: FleetCall[Any], snapshot: Snapshot) -> None:
         fix="start a worker beside an engine" if kind is NoWorkers else "leave workers out, or name engines",
         epoch=snapshot.epoch,
         fingerprint=snapshot.fingerprint,
-        workers=[skipped_row(stage).to_wire() for stage in stages],
+        workers=[skipped_reply(stage).to_wire() for stage in stages],
     )

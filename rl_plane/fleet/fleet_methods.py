@@ -29,7 +29,7 @@ from rl_plane.protocol.fleet_reply_types import (
 )
 from rl_plane.protocol.update_requests import (
     DEFAULT_PACKED_BYTES,
-    FEED_TIMEOUT_S,
+    PART_TIMEOUT_S,
     BaseTarget,
     LoraTarget,
     Transport,
@@ -345,7 +345,7 @@ class FleetMethods(ABC):
         reply = await self.run("prepare_weights_update", {**body, **select}, request_id=request_id)
         return typing.cast(PreparedUpdate, reply)
 
-    async def feed_weights_update(
+    async def receive_weights_part(
         self,
         names: Sequence[str],
         dtypes: Sequence[str],
@@ -354,7 +354,7 @@ class FleetMethods(ABC):
         layout: Literal["each", "flat", "packed"] = "each",
         bucket_bytes: int = DEFAULT_PACKED_BYTES,
         group: str | None = None,
-        timeout_s: float = FEED_TIMEOUT_S,
+        timeout_s: float = PART_TIMEOUT_S,
         check_only: bool = False,
         update_id: str | None = None,
         version: str | None = None,
@@ -391,9 +391,9 @@ class FleetMethods(ABC):
             pause_mode=pause_mode,
             **select,
         )
-        return typing.cast(ReceivedPart, await self.run("feed_weights_update", body))
+        return typing.cast(ReceivedPart, await self.run("receive_weights_part", body))
 
-    async def name_weights_update(
+    async def label_weights_update(
         self, version: str, *, update_id: str | None = None, **select: Unpack[Selection]
     ) -> LabelledUpdate:
         """Labels the prepared update before it is committed.
@@ -406,7 +406,7 @@ class FleetMethods(ABC):
             NotPrepared: no update is prepared.
         """
         body = _given(version=version, update_id=update_id, **select)
-        return typing.cast(LabelledUpdate, await self.run("name_weights_update", body))
+        return typing.cast(LabelledUpdate, await self.run("label_weights_update", body))
 
     async def complete_weights_update(
         self,

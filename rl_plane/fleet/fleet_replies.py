@@ -13,14 +13,14 @@ from rl_plane.errors import Conflict, DeadlineExceeded, InvalidRequest, PlaneErr
 from rl_plane.fleet.fleet_call import FleetCall, selected_stages
 from rl_plane.membership.core import Member, Snapshot
 from rl_plane.membership.worker_calls import FanOut
-from rl_plane.membership.worker_reply import WorkerRow, skipped_row
+from rl_plane.membership.worker_reply import WorkerReply, skipped_reply
 from rl_plane.protocol.record import DecisionRecord
 
 MAX_OFFSET = 1 << 16
 """The largest number of ranks that a trainer may have in a group."""
 
 
-def is_serving(row: WorkerRow, record: DecisionRecord | None) -> bool:
+def is_serving(row: WorkerReply, record: DecisionRecord | None) -> bool:
     """True if this worker takes requests and answers them with exactly the committed weights."""
     return record is not None and bool(row.body.get("ready")) and serves(row, record)
 
@@ -61,7 +61,7 @@ def with_stages(call: FleetCall[Any], reply: dict[str, Any]) -> dict[str, Any]:
     if call.op.name == "updates":  # its rows are of the past
         return reply
     rows = [
-        {**skipped_row(stage).to_wire(), **(listed(call, stage) if call.op.name == "workers" else {})}
+        {**skipped_reply(stage).to_wire(), **(listed(call, stage) if call.op.name == "workers" else {})}
         for stage in selected_stages(call, call.view.snapshot())
     ]
     return {**reply, "workers": [*reply["workers"], *rows]}
@@ -72,7 +72,7 @@ def updated(call: FleetCall[Any], outcome: Outcome, phases: Mapping[str, float])
     return {
         **head(call, call.view.snapshot()),
         "version": outcome.version.to_wire(),
-        "workers": [row.to_wire() for row in outcome.rows],
+        "workers": [row.to_wire() for row in outcome.replies],
         "excluded": list(outcome.excluded),
         "phases": dict(phases),
         **({"canary": dict(outcome.canary)} if outcome.canary is not None else {}),
@@ -86,7 +86,7 @@ def answered(call: FleetCall[Any], entry: UpdateEntry) -> dict[str, Any]:
     return {
         **head(call, call.view.snapshot()),
         "version": entry.version.to_wire(),
-        "workers": entry.rows(),
+        "workers": entry.replies(),
         "excluded": list(entry.excluded),
         "phases": dict(entry.phases),
         **({"canary": dict(entry.canary)} if entry.canary is not None else {}),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, HeldLock
+from rl_plane.bus.state_store import read_record, read_session
 from rl_plane.commit.coordinator import Coordinator
 from rl_plane.commit.history import (
     Journal,
@@ -21,16 +22,15 @@ from rl_plane.commit.history import (
     source_of,
     target_of,
 )
-from rl_plane.commit.session_keepalive import lock_of
-from rl_plane.commit.steps import Call as Coordination
-from rl_plane.commit.steps import Fed, Members, Outcome, Prepared
+from rl_plane.commit.session_keepalive import lock_with_keepalive
+from rl_plane.commit.steps import Members, Outcome, PartReceived, Prepared, UpdateCommand
 from rl_plane.errors import InvalidRequest, Locked, PlaneError, StaleFence, UpdateAborted
 from rl_plane.fleet.fleet_call import FleetCall, whole_fleet
 from rl_plane.fleet.fleet_replies import answered, ended, head, updated
 from rl_plane.membership.core import Snapshot
 from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.protocol import fleet_ops, update_requests
-from rl_plane.protocol.record import Source, UpdateSession, read_record, read_session
+from rl_plane.protocol.record import Source, UpdateSession
 from rl_plane.protocol.validation import Empty, same_values
 
 
@@ -53,14 +53,14 @@ class FleetUpdates:
         # If the same call comes twice at once, by two frontends, the second waits for the first.
         same_wait_s = policy.prepare_timeout_s + 2 * policy.commit_timeout_s
         pin = snapshot.fingerprint if call.pinned else None
-        asked_for = Coordination("update", call.request_id, body, pin, before=before)
+        asked_for = UpdateCommand("update", call.request_id, body, pin, before=before)
         return await self._once(call, request, asked_for, body.model_dump(), asked.rollback, same_wait_s)
 
     async def _once(
         self,
         call: FleetCall[Any],
         request: str,
-        asked_for: Coordination,
+        asked_for: UpdateCommand,
         body: Mapping[str, Any],
         rollback: update_requests.Rollback | None = None,
         same_wait_s: float = 0.0,
@@ -139,7 +139,7 @@ class FleetUpdates:
         )
 
     async def _committed(
-        self, call: FleetCall[Any], held: HeldLock, journal: Journal | None, asked_for: Coordination
+        self, call: FleetCall[Any], held: HeldLock, journal: Journal | None, asked_for: UpdateCommand
     ) -> dict[str, Any]:
         """Coordinates an update up to its commit, and writes the outcome in the history."""
         coordinator = Coordinator(self._calls, call.view, held, journal)
@@ -156,7 +156,7 @@ class FleetUpdates:
         body = call.body
         _check_name(body.target, snapshot)
         asked = request_hash(body.model_dump())
-        if body.fed and body.transport is not None:  # the workers refuse a group that has lost ranks
+        if body.in_parts and body.transport is not None:  # the workers refuse a group that has lost ranks
             ranks = sum(int(member.info["world_size"]) for member in snapshot)
             transport = body.transport.model_copy(update={"fleet_ranks": ranks})
             body = body.model_copy(update={"transport": transport})
@@ -169,7 +169,7 @@ class FleetUpdates:
             start = time.monotonic()
             try:
                 prepared = await Coordinator(self._calls, call.view, held, journal).run(
-                    Coordination("prepare", call.request_id, body)
+                    UpdateCommand("prepare", call.request_id, body)
                 )
             except PlaneError as error:
                 await journal.failed(error)
@@ -186,7 +186,7 @@ class FleetUpdates:
             "excluded": prepared.excluded,
         }
 
-    async def feed(self, call: FleetCall[fleet_ops.FeedWeights]) -> dict[str, Any]:
+    async def receive_part(self, call: FleetCall[fleet_ops.ReceiveWeightsPart]) -> dict[str, Any]:
         """Receives the tensors that the trainer broadcasts now, on every rank."""
         part = same_values(update_requests.Part, call.body)
         snapshot, update_id = await whole_fleet(call), call.body.update_id
@@ -194,10 +194,10 @@ class FleetUpdates:
         # The trainer is already sending, so a retry would be too late. Another group may be sending another part.
         wait_s = DEFAULT_LOCK_WAIT_S if waiting is None else part.timeout_s
         held_for = "" if waiting is None else waiting.update_id
-        async with lock_of(self._calls, call.view, waiting, wait_s, held_for) as held:
+        async with lock_with_keepalive(self._calls, call.view, waiting, wait_s, held_for) as held:
             journal = await self._prepared_journal(call, held, await self._session(call, update_id))
-            asked_for = Coordination(
-                "feed",
+            asked_for = UpdateCommand(
+                "receive_part",
                 update_id or "",
                 part=part,
                 version=call.body.version,
@@ -209,7 +209,7 @@ class FleetUpdates:
                 if journal is not None and not isinstance(error, Locked):
                     await journal.failed(error)
                 raise
-        assert isinstance(fed, Fed)
+        assert isinstance(fed, PartReceived)
         return {
             **head(call, snapshot),
             "update_id": fed.session.update_id,
@@ -219,12 +219,12 @@ class FleetUpdates:
             "workers": _rows_of(fed.session.prepared),
         }
 
-    async def name(self, call: FleetCall[fleet_ops.NameUpdate]) -> dict[str, Any]:
+    async def label(self, call: FleetCall[fleet_ops.LabelUpdate]) -> dict[str, Any]:
         """Labels the prepared update."""
         snapshot, update_id = await whole_fleet(call), call.body.update_id
         waiting = await self._session(call, update_id)
-        async with lock_of(self._calls, call.view, waiting, _complete_wait_s(waiting)) as held:
-            asked_for = Coordination("name", update_id or "", version=call.body.version)
+        async with lock_with_keepalive(self._calls, call.view, waiting, _complete_wait_s(waiting)) as held:
+            asked_for = UpdateCommand("label", update_id or "", version=call.body.version)
             session = await Coordinator(self._calls, call.view, held).run(asked_for)
         assert isinstance(session, UpdateSession)
         rows = _rows_of(session.prepared)
@@ -237,7 +237,7 @@ class FleetUpdates:
             return first
         await whole_fleet(call)
         waiting = await self._session(call, update_id)
-        async with lock_of(self._calls, call.view, waiting, _complete_wait_s(waiting)) as held:
+        async with lock_with_keepalive(self._calls, call.view, waiting, _complete_wait_s(waiting)) as held:
             session = await self._session(call, update_id)
             # A first call may have ended while this one waited for the lock.
             if session is None and (first := await self._completed(call, update_id)) is not None:
@@ -252,7 +252,7 @@ class FleetUpdates:
                     field="num_buckets",
                     fix="send what the manifest lists, or abort_weights_update",
                 )
-            asked_for = Coordination(
+            asked_for = UpdateCommand(
                 "complete",
                 update_id or "",
                 digest=call.body.digest,
@@ -264,7 +264,7 @@ class FleetUpdates:
             except PlaneError as error:
                 if journal is not None:
                     await journal.failed(error)
-                    if journal.entry.untold and isinstance(error, UpdateAborted):
+                    if journal.entry.outcome_unreported and isinstance(error, UpdateAborted):
                         raise journal.entry.first_error() from error  # another version was committed since
                 raise
         return _with_buckets(reply, pushed)
@@ -306,7 +306,7 @@ class FleetUpdates:
         async with self._calls.lock(call.view) as held:
             journal = await self._prepared_journal(call, held, await self._session(call, update_id))
             session = await Coordinator(self._calls, call.view, held, journal).run(
-                Coordination("abort", update_id or "")
+                UpdateCommand("abort", update_id or "")
             )
             assert isinstance(session, UpdateSession)
             if journal is not None:
@@ -344,19 +344,19 @@ class FleetUpdates:
         if (first := await self._first_answer(call, request)) is not None:
             return first
         await whole_fleet(call)
-        asked_for = Coordination("new_run", call.request_id)
+        asked_for = UpdateCommand("new_run", call.request_id)
         return await self._once(call, request, asked_for, {"version": "initial"})
 
     async def finish(self) -> None:
         """Finishes or drops an update whose coordinator has died. Locked while a coordinator is alive."""
         view = await self._calls.view()
         async with self._calls.lock(view, 0.0) as held:
-            await Coordinator(self._calls, view, held).run(Coordination("finish", ""))
+            await Coordinator(self._calls, view, held).run(UpdateCommand("finish", ""))
 
     async def check_none_waits(self, call: FleetCall[Any], held: HeldLock) -> None:
         """Raises Locked while a prepared update waits. Drops an update that can't be completed any more."""
         if await self._session(call, None) is not None:
-            await Coordinator(self._calls, call.view, held).run(Coordination("finish", ""))
+            await Coordinator(self._calls, call.view, held).run(UpdateCommand("finish", ""))
 
 
 def _complete_wait_s(waiting: UpdateSession | None) -> float:

@@ -33,7 +33,7 @@ from rl_plane.errors import (
 )
 from rl_plane.membership.core import Changed, Member, Snapshot
 from rl_plane.membership.view import MembershipView
-from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.envelope import Request, decode, encode, encode_for_each
 from rl_plane.protocol.subjects import (
     DEFAULT_COMPONENT,
@@ -56,11 +56,11 @@ class FanOut:
     """The answers of one fan-out: a row for each member that was asked."""
 
     snapshot: Snapshot
-    rows: list[WorkerRow]
+    rows: list[WorkerReply]
     elapsed_s: float
 
     @property
-    def failed(self) -> list[WorkerRow]:
+    def failed(self) -> list[WorkerReply]:
         return [row for row in self.rows if row.status == "error"]
 
 
@@ -219,7 +219,7 @@ class WorkerCalls:
         timeout_s: float | None = None,
         held: HeldLock | None = None,
         request_id: str = "",
-    ) -> WorkerRow:
+    ) -> WorkerReply:
         """Asks one worker for an op of `worker_ops.OPS`, and raises the worker's error.
 
         A changing op takes the component's lock for its fence.
@@ -307,8 +307,8 @@ class WorkerCalls:
         body: dict[str, Any],
         timeout_s: float | None = None,
         held: HeldLock | None = None,
-        on_row: Callable[[WorkerRow], None] | None = None,
-    ) -> list[WorkerRow]:
+        on_row: Callable[[WorkerReply], None] | None = None,
+    ) -> list[WorkerReply]:
         """Asks members that a coordinator has chosen. The workers check the body, which the plane itself has built.
 
         `held` is the coordinator's lock; a changing op needs it. `on_row` gets each row when it arrives; it must not
@@ -333,8 +333,8 @@ class WorkerCalls:
         request: Request,
         timeout_s: float,
         retries: int = 0,
-        on_row: Callable[[WorkerRow], None] | None = None,
-    ) -> list[WorkerRow]:
+        on_row: Callable[[WorkerReply], None] | None = None,
+    ) -> list[WorkerReply]:
         direct = view.subjects.rl_direct("")
         if request.fence is None:
             payload = encode(request.to_wire())
@@ -344,7 +344,7 @@ class WorkerCalls:
             targets = [
                 (direct + member.instance_id, payload) for member, payload in zip(members, payloads, strict=True)
             ]
-        rows: dict[int, WorkerRow] = {}
+        rows: dict[int, WorkerReply] = {}
 
         def heard(index: int, answer: Answer) -> None:
             member = members[index]
@@ -435,7 +435,7 @@ def _follow(gather: Gather, scatter: Scatter, members: Sequence[Member]) -> Call
     return changed
 
 
-def _row(member: Member, answer: Answer, timeout_s: float) -> WorkerRow:
+def _row(member: Member, answer: Answer, timeout_s: float) -> WorkerReply:
     error: PlaneError
     if isinstance(answer, Missing):
         if answer is Missing.SILENT:
@@ -444,13 +444,13 @@ def _row(member: Member, answer: Answer, timeout_s: float) -> WorkerRow:
             )
         else:
             error = WorkerLost(answer.value, instance_id=member.instance_id)
-        return WorkerRow(member.instance_id, member.incarnation, "error", error=error)
+        return WorkerReply(member.instance_id, member.incarnation, "error", error=error)
     try:
         wire = decode(answer)
         failure = wire.get("error")
         if wire["status"] == "skipped" and member.stage is None:
             raise ValueError("an engine answers 'skipped'")
-        return WorkerRow(
+        return WorkerReply(
             member.instance_id,
             wire["incarnation"],
             wire["status"],
@@ -461,7 +461,7 @@ def _row(member: Member, answer: Answer, timeout_s: float) -> WorkerRow:
         )
     except (PlaneError, LookupError, TypeError, ValueError) as malformed:
         error = EngineFailed(f"its reply can't be read: {malformed}", instance_id=member.instance_id)
-        return WorkerRow(member.instance_id, member.incarnation, "error", error=error)
+        return WorkerReply(member.instance_id, member.incarnation, "error", error=error)
 
 
 def check_timeout(field: str, timeout_s: float | None) -> None:
