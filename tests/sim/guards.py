@@ -127,7 +127,11 @@ GUARDS: dict[str, dict[str, Any]] = {
         "frontend.routing.committed.Labels.take": _accepts,
     },
     # A pinned update is of the fleet that it names.
-    "epoch": {"rl_plane.client.check_pin": _accepts, "rl_plane.fleet.fleet.check_pin": _accepts},
+    "epoch": {
+        "rl_plane.membership.worker_calls.check_pin": _accepts,
+        "rl_plane.fleet.fleet_call.check_pin": _accepts,
+        "rl_plane.fleet.fleet.check_pin": _accepts,
+    },
     # An op is done by the process that it names.
     "incarnation": {"worker.reconcile.worker_state.WorkerState.check_changing": _accepts},
 }
