@@ -49,7 +49,7 @@ def _no_changes(*args: Any, **more: Any) -> list[Any]:
     return []
 
 
-def _undecided(self: Any, record: Any) -> Any:
+def _undecided(record: Any) -> Any:
     """A step of the machine that yields nothing: the record is not written."""
     return Written(record, 1)
     yield
@@ -93,7 +93,11 @@ GUARDS: dict[str, dict[str, Any]] = {
     # A worker is admitted only with the committed digest.
     "digest": {"worker.reconcile.worker_core.WorkerCore._changes": _no_changes},
     # A version is committed only by its record.
-    "decision": {"rl_plane.commit.machine.UpdateMachine._decide": _undecided},
+    "decision": {
+        "rl_plane.commit.machine.decide": _undecided,
+        "rl_plane.commit.sessions.decide": _undecided,
+        "rl_plane.commit.commands.decide": _undecided,
+    },
     # The record is written only under the lock, by its newest holder, and workers obey nobody else.
     "fence": {
         "rl_plane.bus.lock.HeldLock.put": _unguarded_put,
@@ -123,7 +127,11 @@ GUARDS: dict[str, dict[str, Any]] = {
         "frontend.routing.committed.Labels.take": _accepts,
     },
     # A pinned update is of the fleet that it names.
-    "epoch": {"rl_plane.client.check_pin": _accepts, "rl_plane.fleet.fleet.check_pin": _accepts},
+    "epoch": {
+        "rl_plane.membership.worker_calls.check_pin": _accepts,
+        "rl_plane.fleet.fleet_call.check_pin": _accepts,
+        "rl_plane.fleet.fleet.check_pin": _accepts,
+    },
     # An op is done by the process that it names.
     "incarnation": {"worker.reconcile.worker_state.WorkerState.check_changing": _accepts},
 }

@@ -191,7 +191,7 @@ MUTANTS = [
     ),
     Mutant(
         "lock: a call that decides nothing bars nobody",
-        "rl_plane/client.py",
+        "rl_plane/membership/worker_calls.py",
         "            if held.taken:\n",
         "            if False:\n",
         SEAL + "a_call_that_decides_nothing_bars_the_holder_from_which_it_has_taken_the_lock",
