@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from rl_plane.errors import InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.record import DesiredMemory
 from worker.engines.base import LACKING, EngineAdapter, EngineInfo
+from worker.engines.capabilities import CanReleaseMemory, require
 from worker.reconcile.follower import RecordFollower
 from worker.reconcile.staged_updates import WeightUpdates
 from worker.reconcile.worker_core import WorkerCore
@@ -74,7 +75,7 @@ class EngineMemory:
         ):  # also where it should stand still already: an earlier try may have failed
             await self._adapter.pause("keep", False)
         try:
-            await self._adapter.release_memory(list(tags))
+            await require(self._adapter, CanReleaseMemory).release_memory(list(tags))
         except (InvalidRequest, Unsupported):
             if froze:
                 await self._adapter.resume()
@@ -84,7 +85,7 @@ class EngineMemory:
         state = self._state
         if not state.released:
             return  # also where the engine can't, and joined a fleet whose memory was released
-        await self._engine.run(self._adapter.resume_memory(list(tags)))
+        await self._engine.run(require(self._adapter, CanReleaseMemory).resume_memory(list(tags)))
         if "weights" in state.released & set(tags):
             await self.weights_are_gone("the weights were released")  # a deep sleep discards them
         if state.released <= set(tags) and state.digest is not None and state.pause_mode is None:

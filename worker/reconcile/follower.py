@@ -32,6 +32,7 @@ from rl_plane.protocol.subjects import LOCK, RECORD, Subjects
 from rl_plane.protocol.versions import tensors_digest
 from rl_plane.transports.reception import Link
 from worker.engines.base import AdapterLost, EngineAdapter, PauseMode
+from worker.engines.capabilities import CanLoadAdapters, CanScore, require
 from worker.receive.staging import not_fitting
 from worker.reconcile.peers import Peers
 from worker.reconcile.staged_updates import Staging, Wanted, WeightUpdates
@@ -492,7 +493,7 @@ class RecordFollower:
             self._state.keep_paused(step.record.pause_mode, time.monotonic(), pause_s)
             self._adapter.set_version(step.record.version)
             for name, version in step.record.held.adapters.items():
-                self._adapter.set_adapter_version(name, version)
+                require(self._adapter, CanLoadAdapters).set_adapter_version(name, version)
             self._core.relabelled(step.record)
             return None
         return await self._swap(step, pause_s, freeze_s)
@@ -565,7 +566,7 @@ class RecordFollower:
         try:
             with self._watch.blocking():
                 async with asyncio.timeout(SCORE_S):
-                    vectors = await self._engine.run(self._adapter.score(sequences))
+                    vectors = await self._engine.run(require(self._adapter, CanScore).score(sequences))
                 self._watch.answered()
             scores = Scores(canary.sequences, vectors)
         except TimeoutError as error:
@@ -583,12 +584,15 @@ class RecordFollower:
         if isinstance(swap, Unload):
             self._core.swapping(swap)
             self._tell()
-            return await self._engine.run(self._adapter.swap_adapter(swap.name, None, None))
+            return await self._engine.run(
+                require(self._adapter, CanLoadAdapters).swap_adapter(swap.name, None, None)
+            )
         staging = self._updates.take(swap.update_id)
         self._core.swapping(swap)
         self._tell()
         if swap.name is not None:
-            return await self._engine.run(self._adapter.swap_adapter(swap.name, staging, swap.version))
+            adapters = require(self._adapter, CanLoadAdapters)
+            return await self._engine.run(adapters.swap_adapter(swap.name, staging, swap.version))
         if staging is not None:
             return await self._engine.run(self._adapter.swap(staging, swap.version))
         if not await self._engine.run(self._adapter.flush_cache()):

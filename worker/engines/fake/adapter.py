@@ -24,17 +24,17 @@ from blake3 import blake3
 
 from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted, Unsupported
 from rl_plane.protocol.generation import FinishReason, GenerateDelta, GenerateRequest, Rendering
-from rl_plane.protocol.update_requests import PreparedReply
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
 from rl_plane.protocol.worker_ops import Tokenize
 from rl_plane.transports.receiver_base import WeightTransport
-from rl_plane.transports.reception import Cancelled, Reception
 from rl_plane.weights.checkpoint import Checkpoint, open_checkpoint
-from worker.engines.base import CheckAction, EngineInfo, EngineOptions, PauseMode
+from worker.engines.base import EngineInfo, EngineOptions, PauseMode
+from worker.engines.capabilities import CheckAction, FullEngine
 from worker.engines.common.scoring import check_adapter, check_memory, check_sequences, checked_scores
 from worker.engines.common.spans import Label, SpanLog
 from worker.engines.common.stop_strings import StopStrings
 from worker.engines.common.token_checks import NO_EXPERTS, check_tokens, check_vocabulary, kept_of_prompt
+from worker.engines.common.weights_in_process import WeightsInProcess
 from worker.engines.fake.config import FakeConfig
 from worker.engines.fake.fake_model import (
     FIRST_TOKEN,
@@ -95,11 +95,12 @@ class _Running:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class FakeEngine:
-    """An EngineAdapter. `fail_stage`, `fail_swap`, `fail_overwrite`, `miscompute` and `hang_liveness` may be set
+class FakeEngine(WeightsInProcess, FullEngine):
+    """`fail_stage`, `fail_swap`, `fail_overwrite`, `miscompute` and `hang_liveness` may be set
     while it runs. `transports`: instead of those that are installed."""
 
     def __init__(self, options: EngineOptions, transports: Mapping[str, WeightTransport] | None = None) -> None:
+        super().__init__()
         self.config = FakeConfig.parse(options.extra)
         if options.dtype is not None and options.dtype not in _DTYPES:
             raise InvalidRequest(
@@ -426,21 +427,6 @@ class FakeEngine:
         self._held()
         return self._specs
 
-    def open(self, reception: Reception) -> None:
-        self.receiver.open(reception)
-
-    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
-        return self.receiver.receive(staging, cancelled)
-
-    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
-        return self.receiver.feed(staging, part, cancelled)
-
-    def kept(self) -> str | None:
-        return self.receiver.kept_digest
-
-    async def discard(self, staging: str) -> None:
-        await asyncio.to_thread(self.receiver.discard, staging)
-
     async def swap(self, staging: str, version: WeightVersion) -> bool:
         staged = self.receiver.take(staging)
         if not isinstance(staged, FakeWeights):
@@ -494,17 +480,6 @@ class FakeEngine:
         digests = self._computed_with(), None if adapter is None else self._adapters[adapter].digest
         rows = [fake_prompt_logprobs(digests[0], sequence, digests[1])[1:] for sequence in checked]
         return checked_scores([[value for value in row if value is not None] for row in rows], checked)
-
-    def offer(self) -> dict[str, Any] | None:
-        return self.receiver.offer()
-
-    def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-        self.receiver.init_transport(config)
-        return [{"rank": 0}]
-
-    def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
-        self.receiver.destroy_transport(backend, group)
-        return [{"rank": 0}]
 
     # adapters
 
