@@ -29,7 +29,7 @@ from worker.engines.common.checkpoint_spec import saved_specs
 from worker.engines.common.scoring import check_sequences, checked_scores
 from worker.engines.common.spans import SpanLog
 from worker.engines.common.stop_strings import ReplyText
-from worker.engines.common.token_checks import NO_EXPERTS, check_tokens, refuse_lacking
+from worker.engines.common.token_checks import NO_EXPERTS, check_adapter, check_tokens, refuse_lacking
 from worker.engines.common.tokenizing import (
     Tokenizing,
     eos_tokens,
@@ -334,10 +334,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None:
         versions = self._running().adapter_versions
-        if name not in versions:
-            raise InvalidRequest(
-                f"there is no adapter {name[:64]!r} here", field="name", fix="name one that is loaded"
-            )
+        check_adapter(name, versions, "name")
         versions[name] = version
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:

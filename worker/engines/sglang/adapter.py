@@ -27,10 +27,17 @@ from worker.engines.base import (
 )
 from worker.engines.capabilities import CheckAction, FullEngine
 from worker.engines.common.lora import NO_LORA
-from worker.engines.common.scoring import check_adapter, check_memory, check_sequences, checked_scores
+from worker.engines.common.scoring import check_memory, check_sequences, checked_scores
 from worker.engines.common.spans import Label, SpanLog
 from worker.engines.common.stop_strings import ReplyText
-from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_tokens, no_cut_rows, refuse_lacking
+from worker.engines.common.token_checks import (
+    NO_EXPERTS,
+    NO_ROUTED,
+    check_adapter,
+    check_tokens,
+    no_cut_rows,
+    refuse_lacking,
+)
 from worker.engines.common.tokenizing import (
     Tokenizing,
     eos_tokens,
@@ -40,7 +47,7 @@ from worker.engines.common.tokenizing import (
 from worker.engines.common.weights_in_ranks import WeightsInRanks
 from worker.engines.sglang.args import parse_arguments
 from worker.engines.sglang.limits import check_model, lora_targets_on_cpu
-from worker.engines.sglang.plugin import lora_reference
+from worker.engines.sglang.lora import lora_reference
 from worker.engines.sglang.processes import SglangProcess
 from worker.engines.sglang.scorer import NO_PIPELINE
 from worker.engines.sglang.streams import FIRST_KEY, Experts, Feeder
@@ -260,10 +267,7 @@ class SglangEngine(Tokenizing, WeightsInRanks, FullEngine):
         return self._adapter(name, "model").engine_name
 
     def _adapter(self, name: str, field: str) -> Adapter:
-        if name not in self._adapters:
-            raise InvalidRequest(
-                f"there is no adapter {name[:64]!r} here", field=field, fix="name one that is loaded"
-            )
+        check_adapter(name, self._adapters, field)
         return self._adapters[name]
 
     async def abort(self, request_ids: list[str] | None) -> int:
@@ -389,7 +393,7 @@ class SglangEngine(Tokenizing, WeightsInRanks, FullEngine):
         if (reason := info.capabilities.get("score")) is not None:
             raise Unsupported(reason, field="op", fix=LACKING)
         checked = check_sequences(sequences, info.vocab_size, info.max_model_len)
-        check_adapter(adapter, self._adapters)
+        check_adapter(adapter, self._adapters, "adapter")
         check_memory(self._released)
         lora_id = "" if adapter is None else self._adapters[adapter].lora_id
         was_paused = self._paused

@@ -26,10 +26,17 @@ from worker.engines.base import (
 )
 from worker.engines.capabilities import CheckAction, FullEngine
 from worker.engines.common.lora import NO_LORA
-from worker.engines.common.scoring import check_adapter, check_memory, check_sequences, checked_scores
+from worker.engines.common.scoring import check_memory, check_sequences, checked_scores
 from worker.engines.common.spans import Label, SpanLog
 from worker.engines.common.stop_strings import ReplyText
-from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_tokens, no_cut_rows, refuse_lacking
+from worker.engines.common.token_checks import (
+    NO_EXPERTS,
+    NO_ROUTED,
+    check_adapter,
+    check_tokens,
+    no_cut_rows,
+    refuse_lacking,
+)
 from worker.engines.common.tokenizing import (
     Tokenizing,
     eos_tokens,
@@ -235,12 +242,7 @@ class VllmEngine(Tokenizing, WeightsInRanks, FullEngine):
     def _lora_of(self, request: GenerateRequest) -> Any:
         if request.adapter is None:
             return None
-        if request.adapter not in self._loras:
-            raise InvalidRequest(
-                f"there is no adapter {request.adapter[:64]!r} here",
-                field="model",
-                fix="name one that is loaded, or the base model",
-            )
+        check_adapter(request.adapter, self._loras, "model")
         return self._loras[request.adapter].request()
 
     def _label(self, name: str | None, adapter: str | None) -> Label:
@@ -321,7 +323,7 @@ class VllmEngine(Tokenizing, WeightsInRanks, FullEngine):
         if (reason := info.capabilities.get("score")) is not None:
             raise Unsupported(reason, field="op", fix=LACKING)
         checked = check_sequences(sequences, info.vocab_size, info.max_model_len)
-        check_adapter(adapter, self._loras)
+        check_adapter(adapter, self._loras, "adapter")
         check_memory(self._released.tags)
         lora = None if adapter is None else (self._loras[adapter].number, self._loras[adapter].path)
         was_paused, llm = self._paused, self._process.llm
@@ -472,10 +474,7 @@ class VllmEngine(Tokenizing, WeightsInRanks, FullEngine):
         return flushed
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None:
-        if name not in self._loras:
-            raise InvalidRequest(
-                f"there is no adapter {name[:64]!r} here", field="name", fix="name one that is loaded"
-            )
+        check_adapter(name, self._loras, "name")
         self._state.adapters[name] = version
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
