@@ -255,7 +255,7 @@ class EngineAdapter(ABC):
 
     @abstractmethod
     def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
-        """Announces tensors that a running `receive` gets now, as `FeedUpdate` describes them. Returns when every rank
+        """Announces tensors that a running `receive` gets now, as `ReceivePart` describes them. Returns when every rank
         has staged them: how many tensors are still missing. When it raises, that `receive` ends too. Blocks; the worker
         calls it on a thread."""
 
