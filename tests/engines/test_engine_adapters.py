@@ -60,9 +60,10 @@ from tests.support.engine_runs import (  # noqa: E402
 )
 from tests.support.reference import logits_of, logprobs_of, penalized  # noqa: E402
 from worker.engines.base import EngineInfo, PauseMode  # noqa: E402
-from worker.engines.capabilities import FullEngine  # noqa: E402
+from worker.engines.capabilities import FullEngine, with_missing  # noqa: E402
 from worker.engines.common.finite_logits import NOT_FINITE  # noqa: E402
 from worker.receive.staging import adapter_digest, model_digest  # noqa: E402
+from worker.testing.engine_contract import CHECKS, Check, EngineUnderTest  # noqa: E402
 from worker.testing.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token  # noqa: E402
 from worker.testing.tiny_model import VOCAB_SIZE  # noqa: E402
 
@@ -122,6 +123,16 @@ def info(shared: tuple[FullEngine, EngineInfo]) -> EngineInfo:
 
 def prompt_of(seed: int, length: int) -> list[int]:
     return [random.Random(f"{seed} {length}").randrange(3, VOCAB_SIZE) for _ in range(length)]
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+async def test_the_engine_keeps_the_contract(
+    check: Check, engine: FullEngine, info: EngineInfo, models: Models
+) -> None:
+    base, other = models.witness[1], models.witness[2]
+    known = with_missing(engine, info)
+    await check(EngineUnderTest(engine, known, base, other, adapter=models.adapters[1]))
+    engine.set_version(version(0, base))
 
 
 # what it is
