@@ -26,6 +26,7 @@ from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.subjects import Subjects, check_instance_id
 from worker import exit_codes
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
+from worker.engines.capabilities import with_missing
 from worker.engines.common.token_checks import lacking_fields
 from worker.options import WorkerOptions
 from worker.receive.staging import model_digest
@@ -98,7 +99,7 @@ async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], N
     loop = asyncio.get_running_loop()
     try:
         with arguments.named():
-            infos = [await adapter.start() for adapter in adapters]
+            infos = [with_missing(adapter, await adapter.start()) for adapter in adapters]
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, process.told_to_end)
         engines = any(info.stage is None for info in infos)

@@ -275,7 +275,7 @@ def _told_to_sglang(monkeypatch: pytest.MonkeyPatch, model: Path, arguments: dic
 def test_what_the_worker_sets_itself_is_refused_or_gives_way(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str, told: Callable[..., dict[str, Any]]
 ) -> None:
-    arguments = importlib.import_module(f"worker.engines.{engine}_args")
+    arguments = importlib.import_module(f"worker.engines.{engine}.args")
     given = told(monkeypatch, tmp_path, {})
     ours = {key: "theirs" for key in given if key not in arguments.OURS}
     assert given.keys() - ours.keys(), "some are refused"
