@@ -262,7 +262,7 @@ class EngineAdapter(ABC):
         calls it on a thread."""
 
     @abstractmethod
-    def kept(self) -> str | None:
+    def cached_digest(self) -> str | None:
         """The digest of the version of which every rank keeps a copy in host memory (`ReceiveRequest.keeps_copy`). None
         if there is none, or if ranks differ. Blocks; the worker calls it on a thread."""
 

@@ -134,7 +134,7 @@ class OpHandlers:
             adapters={name: version.to_wire() for name, version in state.adapters.items()},
             staged=_staged_version(staged),
             canary=_canary_state(self._core.numerics.verdict),
-            kept=self._updates.kept,
+            kept=self._updates.cached_digest,
             loras=sorted(state.adapters),
             running=running,
             waiting=waiting,

@@ -120,7 +120,7 @@ class Receiver:
         return tuple(sorted(self._transports))
 
     @property
-    def kept_digest(self) -> str | None:
+    def cached_digest(self) -> str | None:
         return self.kept.digest if self.kept is not None else None
 
     def open(self, staging: str, request: ReceiveRequest, limits: CanaryLimits | None = None) -> None:

@@ -44,8 +44,8 @@ class WeightsInProcess(EngineAdapter):
     def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
         return self.receiver.feed(staging, part, cancelled)
 
-    def kept(self) -> str | None:
-        return self.receiver.kept_digest
+    def cached_digest(self) -> str | None:
+        return self.receiver.cached_digest
 
     async def discard(self, staging: str) -> None:
         await asyncio.to_thread(self.receiver.discard, staging)

@@ -62,8 +62,8 @@ class WeightsInRanks(EngineAdapter):
     def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
         return self.ranks.feed(staging, part, cancelled)
 
-    def kept(self) -> str | None:
-        return self.ranks.kept()
+    def cached_digest(self) -> str | None:
+        return self.ranks.cached_digest()
 
     async def discard(self, staging: str) -> None:
         self._in_place.discard(staging)

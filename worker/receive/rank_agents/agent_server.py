@@ -66,8 +66,8 @@ def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
     def discard(body: Mapping[str, Any], _: Cancelled) -> None:
         receiver.discard(body["staging"])
 
-    def kept(_: Mapping[str, Any], __: Cancelled) -> str | None:
-        return receiver.kept_digest
+    def cached_digest(_: Mapping[str, Any], __: Cancelled) -> str | None:
+        return receiver.cached_digest
 
     def describe(_: Mapping[str, Any], __: Cancelled) -> dict[str, Any]:
         spec = receiver.holder.weight_spec()
@@ -94,7 +94,7 @@ def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
         "receive": receive,
         "feed": feed,
         "discard": discard,
-        "kept": kept,
+        "cached_digest": cached_digest,
         "init_transport": init_transport,
         "destroy_transport": destroy_transport,
     }

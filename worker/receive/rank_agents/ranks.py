@@ -76,8 +76,8 @@ class Ranks:
         missing: list[int] = self._client.ask("feed", body, cancelled=cancelled, timeout_s=bound_s)
         return max(missing)
 
-    def kept(self) -> str | None:
-        digests: set[str | None] = set(self._client.ask("kept"))
+    def cached_digest(self) -> str | None:
+        digests: set[str | None] = set(self._client.ask("cached_digest"))
         return digests.pop() if len(digests) == 1 else None
 
     def discard(self, staging: str) -> None:
