@@ -28,16 +28,16 @@ from worker import exit_codes
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
 from worker.engines.capabilities import with_missing
 from worker.engines.common.token_checks import lacking_fields
-from worker.options import WorkerOptions
 from worker.receive.staging import model_digest
 from worker.runtime.engine_args import EngineArguments
 from worker.runtime.engine_loop import EngineLoop
 from worker.worker import LIVENESS_INTERVAL_S, Worker
+from worker.worker_options import WorkerOptions
 
 log = logging.getLogger("worker.process")
 
 EXIT_MARGIN_S = 15.0
-"""How long leaving and closing the engine may take after the drain, before the process exits anyway."""
+"""The time that leaving and closing the engine may take after the drain, before the process exits anyway."""
 MAX_COPIES = 4096
 
 ENGINES = "rl_plane.engines"

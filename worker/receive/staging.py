@@ -30,10 +30,10 @@ FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 """The dtypes that `cast` converts between. 8-bit floats are not among them: they mean nothing without their scales."""
 
 SHOWN = 5
-"""How many tensors of each kind a message names. It counts the others."""
+"""A message names so many tensors of each kind, and counts the others."""
 
 SHOWN_CHARS = 200
-"""How much of a tensor's name a message shows."""
+"""A message shows so much of a tensor's name."""
 
 
 BASE_FIX = "publish a full checkpoint of the model that this engine runs"

@@ -29,9 +29,9 @@ EXTRAS = {
 """The fix of the error where a worker lacks a transport."""
 
 ABORT_WAIT_S = 30.0
-"""How long an abort waits until a receive ends: a receive checks between two tensors whether it is cancelled."""
+"""An abort waits this long for a receive to end. A receive checks between two tensors whether it is cancelled."""
 LOOK_S = 0.2
-"""How often a receive that waits for a swap checks whether it is cancelled."""
+"""The interval at which a receive that waits for a swap checks whether it is cancelled."""
 
 Taint = Callable[[], Awaitable[None]]
 """Runs before the first byte is written over the served weights."""

@@ -23,10 +23,10 @@ CONNECT_TIMEOUT_S = 5.0
 """An agent accepts on a thread of its own, so only a stopped process does not accept in time."""
 
 CANCEL_WAIT_S = 25.0
-"""How long the ranks may take to end a cancelled call: they check between two tensors."""
+"""The time that the ranks may take to end a cancelled call: they check between two tensors."""
 
 POLL_S = 0.05
-"""How often the client checks whether the caller has cancelled."""
+"""The interval at which the client checks whether the caller has cancelled."""
 
 
 class AgentClient:

@@ -25,7 +25,7 @@ log = logging.getLogger("worker.receive.rank_agents")
 
 PR_SET_PDEATHSIG = 1
 FIRST_FRAME_S = 10.0
-"""How long an agent waits for a request. A caller sends it as soon as it has connected."""
+"""An agent waits this long for a request. A caller sends it as soon as it has connected."""
 
 Method = Callable[[Mapping[str, Any], Cancelled], Any]
 """Takes the call's body, and whether the caller has cancelled. Arguments and answers are plain values."""

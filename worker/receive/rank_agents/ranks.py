@@ -16,7 +16,7 @@ RECEIVE_TIMEOUT_S = 86_400.0
 """A day. The caller of a receive cancels it much earlier; this only ensures that no thread waits for ever."""
 
 PART_MARGIN_S = 15.0
-"""How long a rank may take to report that a part's own time is over."""
+"""The time that a rank may take to report that a part's own time is over."""
 
 CHECK_TIMEOUT_S = 600.0
 """The bound of a check of all weights, which reads each byte."""
