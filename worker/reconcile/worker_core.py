@@ -85,7 +85,7 @@ class WorkerCore:
         self._unjudged = False
         """No coordinator will compare this worker's scores with the other workers' scores."""
         self._free_since: float | None = None
-        """The time at which this worker saw the lock free. None: a coordinator holds it, or has sealed the record since."""
+        """The time at which the lock was seen free. None: a coordinator holds it, or has sealed the record since."""
         self._is_late = False
         """No coordinator lifted the gate in time."""
         self._next_try = 0.0
