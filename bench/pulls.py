@@ -102,8 +102,8 @@ def source(tensors: int) -> None:
 
 
 def receiver(transport: dict[str, Any]) -> None:
+    from rl_plane.transports.base import TransportContext
     from rl_plane.transports.nixl.receiver import NixlTransport
-    from rl_plane.transports.receiver_base import Places
     from worker.engines.common.torch_weights import host_copies
     from worker.receive.staging import DigestingStream
 
@@ -128,7 +128,7 @@ def receiver(transport: dict[str, Any]) -> None:
                 raise SystemExit(f"a bare read ended as {state}")
             handle.release()
 
-    transports = NixlTransport(Places())
+    transports = NixlTransport(TransportContext())
 
     def consume(verified: bool = False, staged: bool = False) -> None:
         with closing(transports.open(transport, "base")) as delivery:

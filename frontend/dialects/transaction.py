@@ -18,7 +18,7 @@ from frontend.dialects.dialect_routes import Ask, report
 from rl_plane.commit.history import read_entry
 from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.errors import BusUnreachable, Conflict, Locked, PlaneError
-from rl_plane.membership.worker_reply import engine_rows
+from rl_plane.protocol.envelope import engine_rows
 from rl_plane.protocol.record import read_session
 from rl_plane.protocol.vllm_bodies import (
     InitInfo,

@@ -67,7 +67,7 @@ def publish(command: Command) -> int:
             policy=policy.model_dump(),
             cast=values["cast"],
             component=components[0],
-            stays=False,
+            trainer_stays=False,
             **reach,
         )
         with publisher:

@@ -1,20 +1,24 @@
 """The trainer's side: tensors out of a training loop, by any transport, as one committed update of the fleet.
 
-torch is needed only for sources that are made of torch tensors; it is imported when one is used.
+torch is imported only when a source of torch tensors is used.
 """
+
+from importlib.util import find_spec
+
+if find_spec("blake3") is None:
+    raise ModuleNotFoundError(
+        "rl_plane.publish needs packages of the extra `publish`: pip install 'rl-plane[publish]'", name="blake3"
+    )
 
 from rl_plane.publish.publication import Progress, Publication
 from rl_plane.publish.publisher import WeightPublisher
-from rl_plane.publish.sources.model_sources import (
-    AdapterSource,
-    DirectorySource,
-    ExportSource,
-    ModuleSource,
-    Source,
-    StateDictSource,
-    as_source,
-    peft_base_name,
-)
+from rl_plane.publish.sources.adapter import AdapterSource
+from rl_plane.publish.sources.base import Taken, WeightSource
+from rl_plane.publish.sources.choice import as_source
+from rl_plane.publish.sources.directory import DirectorySource
+from rl_plane.publish.sources.export import ExportSource
+from rl_plane.publish.sources.module import ModuleSource, peft_base_name
+from rl_plane.publish.sources.state_dict import StateDictSource
 from rl_plane.publish.trainer_canary import expected_logprobs
 
 __all__ = [
@@ -24,9 +28,10 @@ __all__ = [
     "ModuleSource",
     "Progress",
     "Publication",
-    "Source",
     "StateDictSource",
+    "Taken",
     "WeightPublisher",
+    "WeightSource",
     "as_source",
     "expected_logprobs",
     "peft_base_name",

@@ -22,13 +22,13 @@ from rl_plane.errors import (
     StaleFence,
     Unavailable,
 )
-from rl_plane.publish.publication import Publication
-from rl_plane.publish.send_plan import Way
-from rl_plane.publish.sources.model_sources import Source, Taken
+from rl_plane.publish.publication import RunningPublication
+from rl_plane.publish.send_plan import SendPlan
+from rl_plane.publish.sources.base import Taken, WeightSource
 from rl_plane.publish.threads import on_thread
-from rl_plane.transports.packing import Place, Tensor, fill
-from rl_plane.transports.sender_base import DeviceSender, KeepingSender, LendingSender, PushingSender, Sender
-from rl_plane.weights.manifest import DEFAULT_BUCKET_BYTES, Manifest, pack
+from rl_plane.transports.base import KeepingSender, LendingSender, PushingSender, Sender
+from rl_plane.transports.packing import Buffer, Tensor, fill
+from rl_plane.weights.manifest import Manifest
 
 log = logging.getLogger("rl_plane.publish")
 
@@ -56,10 +56,10 @@ class Attempt:
 
     def __init__(
         self,
-        way: Way,
-        source: Source,
-        publication: Publication,
-        previous: Publication | None,
+        plan: SendPlan,
+        source: WeightSource,
+        publication: RunningPublication,
+        previous: RunningPublication | None,
         more: Mapping[str, Any] | None = None,
         *,
         lends: bool = False,
@@ -72,8 +72,8 @@ class Attempt:
         self._joins = joins
         self._lent: Collection[int] = ()
         """Buckets."""
-        self._way = way
-        self._fleet = way.fleet
+        self._plan = plan
+        self._fleet = plan.fleet
         self._source = source
         self._publication = publication
         self._previous = previous
@@ -95,30 +95,30 @@ class Attempt:
         try:
             if self._previous is not None:
                 try:
-                    self._publication.wait_for(self._previous, self._way.told.bound_s())
+                    self._publication.wait_for(self._previous, self._plan.options.bound_s())
                 except Locked as error:
                     late = error
-            self._publication.begins_to_read()
+            self._publication.begin_reading()
             taken = self._source.take()
-            self._publication.pauses_reading()
+            self._publication.pause_reading()
             if late is not None:
                 raise late
             if not taken.specs:
                 raise InvalidRequest("there are no tensors", field="source", fix="give weights")
-            self._send(replace(taken, tensors=self._publication.reading(taken.tensors)))
+            self._send(replace(taken, tensors=self._publication.readable(taken.tensors)))
         except BaseException as error:
             self._error = self._publication.given_up or error
         finally:
             if taken is not None:
                 if self._source.collective:
-                    self._do_too(partial(drain, taken.tensors))
-                self._do_too(taken.close)
+                    self._do_anyway(partial(drain, taken.tensors))
+                self._do_anyway(taken.close)
             if not self._lent and not self._joins:  # else they are read until the end
-                self._publication.tensors_were_read()
+                self._publication.finish_reading()
             elif not self._lent:
-                self._publication.pauses_reading()
+                self._publication.pause_reading()
 
-    def _do_too(self, act: Callable[[], object]) -> None:
+    def _do_anyway(self, act: Callable[[], object]) -> None:
         """What fails after a failure tells less than that, but for Ctrl-C."""
         try:
             act()
@@ -133,14 +133,14 @@ class Attempt:
             held = taken.held
             self._lent = _sent(lambda: sender.lend(held))
         sizes = [bucket.nbytes for bucket in manifest.buckets]
-        publication.tell("sending", buckets=0, of_buckets=len(sizes), nbytes=0, of_nbytes=sum(sizes))
+        publication.report("sending", buckets=0, of_buckets=len(sizes), nbytes=0, of_nbytes=sum(sizes))
 
-        def buffer(number: int) -> Place:
+        def buffer(number: int) -> Buffer:
             return _sent(lambda: sender.buffer(number))
 
         for number in fill(manifest, taken.tensors, buffer, self._digests, self._lent):
             _sent(lambda number=number: sender.send(number))  # type: ignore[misc]
-            publication.tell("sending", buckets=number + 1, nbytes=sum(sizes[: number + 1]))
+            publication.report("sending", buckets=number + 1, nbytes=sum(sizes[: number + 1]))
 
     def _opened(self, taken: Taken) -> tuple[Sender, Manifest]:
         """For a worker that joins meanwhile, or where another trainer's group has taken the place of this one's, it is
@@ -160,21 +160,20 @@ class Attempt:
         return self._open(taken)
 
     def _open(self, taken: Taken) -> tuple[Sender, Manifest]:
-        way = self._way
-        self._body = {**way.told.body(self._publication.version), **self._more}
+        plan = self._plan
+        self._body = {**plan.options.body(self._publication.version), **self._more}
         self._body["policy"] = {**self._body["policy"], **self._publication.policy}
-        sender = self._sender = way.ready_sender()
-        if self._more.get("encoding") == "delta" and way.changes_sender:
+        sender = self._sender = plan.ready_sender()
+        if self._more.get("encoding") == "delta" and plan.changes_sender:
             raise NotAtBase(
                 "what it is a delta of goes with the sender before", field="encoding", fix="send the full version"
             )
-        bucket_bytes = way.told.bucket_bytes
+        bucket_bytes = plan.options.bucket_bytes
         if bucket_bytes is None:
-            bucket_bytes = getattr(sender, "bucket_bytes", DEFAULT_BUCKET_BYTES)
-        packed = getattr(sender, "pack", pack)(taken.specs, bucket_bytes)
+            bucket_bytes = sender.bucket_bytes
+        packed = sender.pack(taken.specs, bucket_bytes)
         manifest = self._manifest = Manifest(packed, taken.adapter_config)
-        if isinstance(sender, DeviceSender):
-            sender.device = taken.device
+        sender.device = taken.device
         self._body["transport"] = self._when_free(lambda: sender.open(manifest))
         if isinstance(sender, PushingSender):
             self._swap_if_loaded()
@@ -189,7 +188,7 @@ class Attempt:
     def _check_wanted(self) -> None:
         """Or raises, if it was given up; if it is from here on, the sender is closed."""
         assert self._sender is not None
-        self._publication.goes_by(partial(self._close, self._sender))
+        self._publication.on_give_up(partial(self._close, self._sender))
 
     def _when_free(self, act: Callable[[], T]) -> T:
         """What `act` returns. While another trainer's update is under way, or is prepared and waits, that is refused as
@@ -236,7 +235,7 @@ class Attempt:
                 raise
             log.info("%s is sent once more: %s", self._publication.version, error)
         again = Attempt(
-            self._way,
+            self._plan,
             self._source,
             self._publication,
             None,
@@ -303,14 +302,14 @@ class Attempt:
 
     def _keep(self) -> None:
         """It is committed: what fails now is no failure of the publication."""
-        self._publication.goes_by(None)
+        self._publication.on_give_up(None)
         try:
             if isinstance(self._sender, KeepingSender) and self._error is None:
                 if self._more.get("encoding") == "delta":
                     self._sender.keep(onto_previous=True)
                 else:
-                    self._sender.keep(self._way.told.adapter)
-            self._way.committed()
+                    self._sender.keep(self._plan.options.adapter)
+            self._plan.committed()
         except Exception:
             log.exception("workers that come late can't fetch %s from here", self._publication.version)
 
@@ -351,7 +350,7 @@ class Attempt:
             self._body.setdefault("digest", manifest.digested(self._digests).digest)
         _sent(lambda: sender.finish(self._digests))
         self._check_wanted()
-        self._publication.tell("committing")
+        self._publication.report("committing")
         if self._update is None:
             self._update = self._ask()
 

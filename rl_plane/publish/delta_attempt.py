@@ -11,9 +11,10 @@ from rl_plane.errors import NotAtBase, PlaneError, Unsupported
 from rl_plane.publish.attempt import JOINS, Attempt
 from rl_plane.publish.free_memory import free_memory
 from rl_plane.publish.host_copy import Change, HostCopy, as_tensors
-from rl_plane.publish.publication import Publication
-from rl_plane.publish.send_plan import Encoding, Way
-from rl_plane.publish.sources.model_sources import Source, Taken
+from rl_plane.publish.publication import RunningPublication
+from rl_plane.publish.publish_options import Encoding
+from rl_plane.publish.send_plan import SendPlan
+from rl_plane.publish.sources.base import Taken, WeightSource
 from rl_plane.weights.delta_codec import import_numba
 
 log = logging.getLogger("rl_plane.publish")
@@ -24,35 +25,35 @@ and as much of deltas; and beside the copy, or it goes: the steps of a trainer t
 see."""
 
 
-class AttemptByCopy(Attempt):
+class DeltaAttempt(Attempt):
     """By way of the publisher's copy: `read` brings the tensors into it, `end` sends what pays from there. `auto`: only
     where that pays; else as any other."""
 
     def __init__(
         self,
-        way: Way,
-        source: Source,
-        publication: Publication,
-        previous: Publication | None,
+        plan: SendPlan,
+        source: WeightSource,
+        publication: RunningPublication,
+        previous: RunningPublication | None,
+        *,
         copy: HostCopy,
         encoding: Encoding,
-        unless: str | None = None,
-        *,
+        unless_digest: str | None = None,
         lends: bool = False,
         joins: int = 0,
     ) -> None:
-        """`unless`: nothing is sent if this is its digest."""
-        super().__init__(way, source, publication, previous, lends=lends, joins=joins)
+        """`unless_digest`: nothing is sent if this is its digest."""
+        super().__init__(plan, source, publication, previous, lends=lends, joins=joins)
         self._copy = copy
         self._encoding = encoding
-        self._unless = unless
+        self._unless_digest = unless_digest
         self._deltas = False
         self._change: Change | None = None
 
     def _send(self, taken: Taken) -> None:
         self._deltas = self._encoding == "delta"
         by_copy = self._deltas
-        if self._unless is not None:  # to be compared alone, it needs no sender yet
+        if self._unless_digest is not None:  # to be compared alone, it needs no sender yet
             by_copy = by_copy or self._has_room(taken)
         elif self._encoding == "auto":
             by_copy = self._deltas = self._pays(taken)
@@ -65,8 +66,8 @@ class AttemptByCopy(Attempt):
 
     def _pays(self, taken: Taken) -> bool:
         """Where a delta saves time, and the copy leaves room for what else this machine does."""
-        self._way.ready_sender()
-        if not self._way.slow or not self._copy.is_tried():
+        self._plan.ready_sender()
+        if not self._plan.slow or not self._copy.is_tried():
             return False
         try:
             import_numba()
@@ -100,7 +101,7 @@ class AttemptByCopy(Attempt):
         if self._error is not None:
             self._copy.take_back(change)
             raise self._error
-        if change.digest == self._unless and self._is_served(change.digest):
+        if change.digest == self._unless_digest and self._is_served(change.digest):
             log.info("the fleet serves %s already", self._publication.version)
             self._copy.forget()  # its source may have gone with the trainer before: a delta needs one
             return {}
@@ -138,27 +139,27 @@ class AttemptByCopy(Attempt):
     def _is_served(self, digest: str) -> bool:
         """Under the publication's label, asked anew: since it was asked first, another version may have come."""
         label = self._publication.version
-        return label is not None and self._way.digest_of(label) == digest
+        return label is not None and self._plan.digest_of(label) == digest
 
     def _is_kept(self, base: str | None) -> bool:
         """By all workers; or by some, and the others can fetch it: they would be left out of the update. To fetch it
         does not help who serves it and does not keep it: its model ties tensors, say, so that it never will."""
-        self._way.ready_sender()
-        if self._way.changes_sender:
+        self._plan.ready_sender()
+        if self._plan.changes_sender:
             return False  # what it is a delta of would go with the sender before
-        workers = self._way.workers()
+        workers = self._plan.workers()
         lacking = [row for row in workers if row.get("kept") != base]
         if any((row.get("version") or {}).get("digest") == base for row in lacking):
             return False
-        return not lacking or (len(lacking) < len(workers) and self._way.is_refetchable(base))
+        return not lacking or (len(lacking) < len(workers) and self._plan.is_refetchable(base))
 
     def _sent(self, take: Callable[[], Taken], more: Mapping[str, Any]) -> dict[str, Any]:
         # The publisher's copy changes with the next publication, which waits for the end of this one. One that was made
         # for this comparison is to go with it, and a sender holds on to what it was lent.
-        lends = self._unless is None
+        lends = self._unless_digest is None
         if self._deltas:  # what is kept at the workers is what the next one changes
-            more = {**more, "policy": {**self._way.told.policy, "keep_staged": True}}
-        attempt = Attempt(self._way, _Copied(take), self._publication, None, more, lends=lends, joins=JOINS)
+            more = {**more, "policy": {**self._plan.options.policy, "keep_staged": True}}
+        attempt = Attempt(self._plan, _Copied(take), self._publication, None, more, lends=lends, joins=JOINS)
         attempt.read()
         try:
             return attempt.committed_by_all()
@@ -168,7 +169,7 @@ class AttemptByCopy(Attempt):
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """A Source: what the publisher's copy holds."""
+    """A WeightSource: what the publisher's copy holds."""
 
     take: Callable[[], Taken]
     collective = False

@@ -14,7 +14,7 @@ from rl_plane.protocol.versions import (
     tensor_digest,
     tensors_digest,
 )
-from rl_plane.publish.sources.model_sources import Taken
+from rl_plane.publish.sources.base import Taken
 from rl_plane.transports.packing import Tensor, copy_into, in_order, raw_bytes
 from rl_plane.weights import delta_codec
 from rl_plane.weights.read_ahead import host_memory

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.canary import LOGPROB_EPSILON, MIN_LOGPROB, Canary, parse_canary
-from rl_plane.publish.sources.model_sources import ModuleSource, Source
+from rl_plane.publish.sources.base import WeightSource
+from rl_plane.publish.sources.module import ModuleSource
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +28,7 @@ class CanarySource:
     """Makes the canary of each version that a publisher sends."""
 
     def __init__(
-        self, canary: PublishedCanary, tolerance: float | None, source: Source, given: Any, adapter: bool
+        self, canary: PublishedCanary, tolerance: float | None, source: WeightSource, given: Any, adapter: bool
     ) -> None:
         """`given`: the source as the trainer has given it."""
         self._canary = canary

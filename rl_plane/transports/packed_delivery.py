@@ -8,12 +8,14 @@ from typing import Any
 from rl_plane._util.tasks import never
 from rl_plane.errors import InvalidWeights
 from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.base import Delivery
 from rl_plane.transports.reception import Cancelled
+from rl_plane.weights.checkpoint import Kind
 from rl_plane.weights.manifest import Manifest
 from rl_plane.weights.safetensors_file import load_json_object
 
 
-class PackedDelivery:
+class PackedDelivery(Delivery):
     """`buckets`: the bytes of each of the manifest's buckets, in its order; a buffer is used up when the next one is
     asked for, unless they are `owned`. `close` ends it on every path. Digests that come with the buckets go into
     `tensor_digests` and `digest` as they come."""
@@ -55,6 +57,13 @@ class PackedDelivery:
 
     def close(self) -> None:
         self._close()
+
+
+def check_kind(manifest: Manifest, kind: Kind, field: str = "target.kind") -> None:
+    """Raises InvalidWeights unless the manifest is of what the update's target needs."""
+    if (manifest.adapter_config is None) != (kind == "base"):
+        wanted, came = ("base weights", "an adapter") if kind == "base" else ("an adapter", "base weights")
+        raise InvalidWeights(f"{came} came, not {wanted}", field=field, fix=f"send {wanted}")
 
 
 def _config(raw: bytes | None) -> Mapping[str, Any] | None:

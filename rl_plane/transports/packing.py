@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 Tensor = Union["torch.Tensor", HostTensor]
-Place = Union[memoryview, "torch.Tensor"]
+Buffer = Union[memoryview, "torch.Tensor"]
 """Of a bucket's bytes: in host memory, or as uint8 on a GPU."""
 Named = Iterable[tuple[str, Tensor]]
 
@@ -56,7 +56,7 @@ def check_readable(name: str, tensor: Any) -> None:
     raise InvalidRequest(f"{name!r} {what}", field="source", fix=f"{fix}, or leave it out by names")
 
 
-def copy_into(place: Place, tensor: Tensor) -> None:
+def copy_into(place: Buffer, tensor: Tensor) -> None:
     """The tensor's raw bytes, row-major. `place` is as long."""
     if isinstance(tensor, HostTensor):
         if isinstance(place, memoryview):
@@ -108,7 +108,7 @@ def _other(announced: str, found: str | None) -> InvalidRequest:
 def fill(
     manifest: Manifest,
     tensors: Named,
-    buffer: Callable[[int], Place],
+    buffer: Callable[[int], Buffer],
     digests: dict[str, str] | None = None,
     lent: Collection[int] = (),
 ) -> Iterator[int]:
@@ -135,7 +135,7 @@ def fill(
     next(source, None)  # to its end
 
 
-def _hash(place: Place) -> str:
+def _hash(place: Buffer) -> str:
     return tensor_digest(place if isinstance(place, memoryview) else memoryview(place.cpu().numpy()))
 
 

@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from rl_plane.errors import InvalidRequest, NoWorkers, PlaneError, Unsupported
-from rl_plane.transports.sender_base import Sender, Surroundings
+from rl_plane.transports.base import Sender, SenderContext
 
 GROUP = "rl_plane.senders"
 
@@ -29,36 +29,50 @@ def installed() -> dict[str, Any]:
 
 
 def candidates(
-    told: str,
+    transport: str,
     workers: Sequence[Mapping[str, Any]],
     senders: Collection[str],
     *,
     with_root: bool,
-    stays: bool = True,
+    trainer_stays: bool = True,
     host: str | None = None,
 ) -> list[str]:
-    """The backends that all of these workers have, best first. `told`: a name, or `auto`; `with_root`: a directory that
-    is shared with them is known, so `filesystem` is taken; `stays`: the trainer does, so that workers can heal from it;
-    `host`: this one's name."""
+    """The backends that this trainer and all of these workers have, best first.
+
+    Args:
+        transport: the name of a backend, or `auto`.
+        workers: rows of the op `workers`.
+        senders: the backends that are installed here.
+        with_root: the trainer has named a shared directory, which `filesystem` needs.
+        trainer_stays: workers can heal from the trainer after a commit.
+        host: this machine's name; None asks the system.
+
+    Raises:
+        NoWorkers: `workers` is empty.
+        InvalidRequest: no such sender is installed.
+        Unsupported: some worker lacks the transport, or no transport is common to all.
+    """
     if not workers:
         raise NoWorkers("no worker is there to send to", field="workers", fix="start one: `rl-plane worker`")
-    if told != AUTO:
-        if told not in senders:
+    if transport != AUTO:
+        if transport not in senders:
             raise InvalidRequest(
-                f"there is no sender {told!r}", field="transport", fix=f"use one of {', '.join(sorted(senders))}"
+                f"there is no sender {transport!r}",
+                field="transport",
+                fix=f"use one of {', '.join(sorted(senders))}",
             )
-        lacking = [str(worker["instance_id"]) for worker in workers if told not in worker["transports"]]
+        lacking = [str(worker["instance_id"]) for worker in workers if transport not in worker["transports"]]
         if lacking:
             raise Unsupported(
-                f"no {told} transport on {', '.join(lacking)}",
+                f"no {transport} transport on {', '.join(lacking)}",
                 field="transport",
                 fix=f"install it there, or use one that all have: {', '.join(_common(workers, senders)) or 'none'}",
             )
-        return [told]
+        return [transport]
     colocated = all(worker["host"] == (host or platform.node()) for worker in workers)
     common = _common(workers, senders)
     order: Sequence[str] = COLOCATED if colocated else REMOTE
-    if not stays:
+    if not trainer_stays:
         order = (*LASTING, *(name for name in order if name not in LASTING))
     found = [name for name in order if name in common and (name != "filesystem" or with_root)]
     if found:
@@ -91,6 +105,6 @@ def none_can_be_made(refused: Mapping[str, PlaneError]) -> PlaneError:
     )
 
 
-def make_sender(backend: str, around: Surroundings) -> Sender:
-    sender: Sender = installed()[backend].load()(around)
+def make_sender(backend: str, context: SenderContext) -> Sender:
+    sender: Sender = installed()[backend].load()(context)
     return sender

@@ -34,7 +34,7 @@ from rl_plane.protocol.versions import (
     tensors_digest,
 )
 from rl_plane.weights.manifest import MAX_CONFIG_BYTES
-from rl_plane.weights.read_ahead import END_S, Ahead, host_memory
+from rl_plane.weights.read_ahead import END_S, ReadAhead, host_memory
 from rl_plane.weights.rooted_files import Directory, check_beneath, kind_of, listed, unopened
 from rl_plane.weights.safetensors_file import READ_BYTES, SafetensorsFile, StoredTensor, write_atomically
 
@@ -88,7 +88,7 @@ class Checkpoint:
             name: (file, stored) for file in files for name, stored in file.tensors.items()
         }
         self.specs: dict[str, TensorSpec] = {name: stored.spec for name, (_, stored) in self.places.items()}
-        self._lanes: list[Ahead[list[tuple[str, HostTensor]]]] = []
+        self._lanes: list[ReadAhead[list[tuple[str, HostTensor]]]] = []
 
     def tensors(self, hashed: bool = False) -> Iterator[tuple[str, HostTensor]]:
         """Each is its taker's own, with its digest if `hashed`. The next ones are read on other threads meanwhile."""
@@ -97,7 +97,7 @@ class Checkpoint:
             yield from self._read(*runs[0], hashed)
         else:
             for lane in range(min(READERS, len(runs))):
-                self._lanes.append(Ahead(self._read(*run, hashed) for run in runs[lane::READERS]))
+                self._lanes.append(ReadAhead(self._read(*run, hashed) for run in runs[lane::READERS]))
             for made in self._in_turn([iter(lane) for lane in self._lanes], len(runs)):
                 yield from made
         self.check_unchanged()

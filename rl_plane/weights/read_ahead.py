@@ -76,7 +76,7 @@ def _give_back(mapped: mmap.mmap) -> None:
             _given_back.append(mapped)
 
 
-class Ahead(Generic[T]):
+class ReadAhead(Generic[T]):
     """Iterates `items` on a thread of its own, one item ahead of who takes them: one is used, one is made. What is
     raised there is raised here. `close` ends it with the item that is being made. `cancelled()`: nobody wants that one
     any more; `interrupt()` ends what its making waits for."""

@@ -198,19 +198,21 @@ def test_an_engines_own_ways_stand_beside_ours() -> None:
     """Of those from memory it is checked that both load the same weights."""
     said = printed("bench.engine_paths", "--quick", "--engine", "sglang")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines()[2:]]
-    ways = {
+    send_plan = {
         "update_weights_from_disk": "filesystem",
         "update_weights_from_distributed, gloo": "publish by gloo",
         "update_weights_from_tensor": "publish by ipc",
         "update_weights_from_tensor, flattened_bucket": "publish by ipc",
     }
     assert [(cells[0], cells[4]) for cells in rows] == [
-        (f"sglang, {what}", own) for own, ours in ways.items() for what in (f"{ours}, 1 MB", "generation held")
+        (f"sglang, {what}", own)
+        for own, ours in send_plan.items()
+        for what in (f"{ours}, 1 MB", "generation held")
     ]
 
 
 @pytest.mark.parametrize(
-    ("backend", "ways"),
+    ("backend", "send_plan"),
     [
         ("gloo", ["", ", wait false"]),
         ("ipc", ["", ", wait false", ", layout tensors", DELTA]),
@@ -219,9 +221,9 @@ def test_an_engines_own_ways_stand_beside_ours() -> None:
         ("nixl", ["", ", wait false", ", keep_copy false", ", keep_copy false, wait false", DELTA]),
     ],
 )
-def test_what_an_update_takes_of_memory(backend: str, ways: list[str]) -> None:
+def test_what_an_update_takes_of_memory(backend: str, send_plan: list[str]) -> None:
     pytest.importorskip({"nixl": "nixl"}.get(backend, "rl_plane"))
     said = printed("bench.memory", "--quick", "--only", backend)
     rows = [row.split(" | ") for row in said.splitlines()[2:]]
-    assert [row[0] for row in rows] == [f"| {backend}{way}" for way in ways]
+    assert [row[0] for row in rows] == [f"| {backend}{way}" for way in send_plan]
     assert {len(row) for row in rows} == {5}

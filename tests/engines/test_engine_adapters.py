@@ -67,7 +67,7 @@ ENDLESS = 2000
 """More tokens than an engine makes meanwhile."""
 
 LOGPROBS = 0.02
-"""Two forwards in bfloat16, batched in other ways, agree to this."""
+"""Two forwards in bfloat16, batched in other send_plan, agree to this."""
 
 EOS = (0,)
 """Of the tiny models."""

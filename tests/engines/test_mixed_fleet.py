@@ -682,7 +682,7 @@ async def test_weights_that_are_written_over_the_served_ones(
     await mixed.witnessed(client)
 
 
-# by which ways weights come, into all three at once
+# by which send_plan weights come, into all three at once
 
 
 @pytest.mark.parametrize("backend", each_transport.BACKENDS)

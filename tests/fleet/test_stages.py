@@ -14,7 +14,8 @@ from rl_plane.commit.rules import judge_prepare
 from rl_plane.errors import NoWorkers, PlaneError, Unsupported
 from rl_plane.fleet.fleet_replies import Call, check_engines, group_places
 from rl_plane.membership.core import Member, MembershipCore, Snapshot
-from rl_plane.membership.worker_reply import WorkerRow, engine_rows, skipped_row
+from rl_plane.membership.worker_reply import WorkerRow, skipped_row
+from rl_plane.protocol.envelope import engine_rows
 from rl_plane.protocol.fleet_ops import FLEET_OPS, Select
 from rl_plane.protocol.record import read_pause, read_record
 from rl_plane.protocol.subjects import ADMISSION_PREFIX, Entry

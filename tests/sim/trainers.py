@@ -91,15 +91,15 @@ class Trainers(Sessions):
             reply = await call(world, by, "state", {})
             if reply is not None and reply["version"] is not None and rng.random() < 0.9:
                 self._base = reply["version"]["digest"]
-            ways = sorted(digest for base, digest in world.deltas if base == self._base)
-            if not ways:
+            send_plan = sorted(digest for base, digest in world.deltas if base == self._base)
+            if not send_plan:
                 return
             name, body = self.body()
             self.wrong[name] = ""
-            digest = rng.choice(ways)
+            digest = rng.choice(send_plan)
             body["transport"]["path"] = str(world.deltas[self._base, digest])
             if rng.random() < 0.1:  # it is not what it says
-                told, digest = digest, rng.choice(ways)
+                told, digest = digest, rng.choice(send_plan)
                 self.wrong[name] = "" if told == digest else "it is a delta of something else"
             body |= {"encoding": "delta", "base": self._base, "digest": digest}
             if rng.random() < 0.2:

@@ -20,8 +20,8 @@ import rl_plane.weights.rooted_files as directories
 import rl_plane.weights.safetensors_file as safetensors_file
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unavailable
 from rl_plane.protocol.versions import TensorSpec, tensors_digest
+from rl_plane.transports.base import Delivery, TransportContext, WeightTransport
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
-from rl_plane.transports.receiver_base import Delivery, Places, WeightTransport
 from rl_plane.weights.checkpoint import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -208,7 +208,7 @@ def test_the_answer_does_not_tell_what_exists_outside(transport: FilesystemTrans
 
 
 def test_without_roots_nothing_is_read(root: Path) -> None:
-    error = refusal(FilesystemTransport(Places()), single(root / "c"))
+    error = refusal(FilesystemTransport(TransportContext()), single(root / "c"))
     assert "RL_PLANE_WEIGHT_ROOTS" in error.facts["fix"]
 
 
@@ -222,7 +222,7 @@ def test_symlinks_inside_the_roots_are_fine(root: Path, tmp_path: Path) -> None:
     snapshot.mkdir()
     (snapshot / SINGLE_NAME).symlink_to("../blobs/0123")
     (tmp_path / "rootlink").symlink_to(root)
-    transport = FilesystemTransport(Places((tmp_path / "other", tmp_path / "rootlink")))
+    transport = FilesystemTransport(TransportContext((tmp_path / "other", tmp_path / "rootlink")))
     for path in (snapshot, snapshot / SINGLE_NAME, tmp_path / "rootlink" / "snapshot"):
         assert read(transport.open(request(path), "base")) == {"a": A, "b": B}
 
@@ -317,7 +317,7 @@ def test_what_is_not_a_regular_file_is_refused_at_once(transport: FilesystemTran
         assert "socket" in refusal(transport, root / "s").message
     finally:
         listener.close()
-    assert "a device" in refusal(FilesystemTransport(Places((Path("/dev"),))), "/dev/null").message
+    assert "a device" in refusal(FilesystemTransport(TransportContext((Path("/dev"),))), "/dev/null").message
 
 
 def test_a_fifo_that_took_the_files_place(

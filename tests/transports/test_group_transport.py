@@ -32,12 +32,12 @@ from rl_plane.errors import (
 )
 from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
 from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.base import TransportContext
 from rl_plane.transports.group.rank_layout import Place
 from rl_plane.transports.group.receiver import GlooTransport
 from rl_plane.transports.group.sender import GroupSender
 from rl_plane.transports.group.torch_group import AHEAD
 from rl_plane.transports.packing import Tensor, fill, raw_bytes, spec_of
-from rl_plane.transports.receiver_base import Places
 from rl_plane.weights.checkpoint import open_checkpoint
 from rl_plane.weights.manifest import Manifest, pack
 from tests.conftest import stop_process
@@ -228,7 +228,7 @@ def test_a_tensor_that_fills_a_bucket_is_sent_from_where_it_lies() -> None:
     tensors |= {"small": torch.ones(16), "beside": torch.ones(16), "uneven": torch.ones(BUCKET // 4 + 1)}
     tensors |= {"readonly": HostTensor(TensorSpec("U8", (BUCKET,)), memoryview(bytes(BUCKET)))}
     manifest = Manifest(pack(((name, spec_of(one)) for name, one in tensors.items()), BUCKET))
-    sender, receiver = GroupSender(timeout_s=SETTLE_S), GlooTransport(Places())
+    sender, receiver = GroupSender(timeout_s=SETTLE_S), GlooTransport(TransportContext())
 
     def init(body: dict[str, Any]) -> dict[str, Any]:
         receiver.init({**body, "world_size": 2, "rank_offset": 1})
@@ -271,9 +271,9 @@ def test_a_tensor_that_fills_a_bucket_is_sent_from_where_it_lies() -> None:
 
 
 def test_nccl_is_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "nccl" not in load_transports(Places())
+    assert "nccl" not in load_transports(TransportContext())
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
-    there = load_transports(Places(), "cuda:1")["nccl"]
+    there = load_transports(TransportContext(), "cuda:1")["nccl"]
     with pytest.raises(InvalidRequest, match="does not answer"):  # nobody listens
         there.init(
             {"group": "g", "master_address": "127.0.0.1", "master_port": 1, "world_size": 2, "rank_offset": 1}

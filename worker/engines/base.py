@@ -24,7 +24,7 @@ from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEF
 from rl_plane.protocol.update_requests import PreparedReply
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
 from rl_plane.protocol.worker_ops import Tokenize
-from rl_plane.transports.receiver_base import Places
+from rl_plane.transports.base import TransportContext
 from rl_plane.transports.reception import Cancelled, Reception
 
 LACKING = "do without, or name workers that can: describe tells what each lacks"
@@ -60,8 +60,8 @@ class EngineOptions:
     """Memory can be released and resumed."""
 
     @property
-    def places(self) -> Places:
-        return Places((*self.weight_roots, self.model), self.nats_url, self.namespace, self.component)
+    def places(self) -> TransportContext:
+        return TransportContext((*self.weight_roots, self.model), self.nats_url, self.namespace, self.component)
 
     def check_model(self) -> None:
         """For an engine of models of transformers'."""

@@ -6,24 +6,32 @@ import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import entry_points
 from typing import Any
 
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase, PlaneError, Unsupported
 from rl_plane.protocol.canary import CANARY_NAME, check_vocabulary
 from rl_plane.protocol.update_requests import FeedUpdate, PreparedReply
+from rl_plane.protocol.versions import TensorSpec
+from rl_plane.transports.base import (
+    Delivery,
+    OfferingTransport,
+    PartwiseDelivery,
+    TransportContext,
+    WeightTransport,
+)
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery
 from rl_plane.transports.group.receiver import GroupTransport
-from rl_plane.transports.group.streamed_delivery import GroupFedDelivery
+from rl_plane.transports.group.streamed_delivery import GroupPartwiseDelivery
 from rl_plane.transports.packed_delivery import PackedDelivery
-from rl_plane.transports.receiver_base import Delivery, FedDelivery, OfferingTransport, Places, WeightTransport
 from rl_plane.transports.reception import Cancelled, Link, Reception, Staged, WeightHolder
 from rl_plane.weights.checkpoint import Kind
 from worker.receive.kept_copy import Changes, Kept, as_kept, missing_links, taken_changes
 from worker.receive.staging import (
     check_changes,
     check_overwrite,
+    check_specs,
     check_staged,
     digest_of,
     overwrite,
@@ -48,7 +56,7 @@ def _installed() -> dict[str, type[WeightTransport]]:
     return found
 
 
-def load_transports(places: Places, device: str = "cpu") -> dict[str, WeightTransport]:
+def load_transports(places: TransportContext, device: str = "cpu") -> dict[str, WeightTransport]:
     """One of each that is installed, and can work here. `device`: where the model is."""
     here, found = replace(places, device=device), {}
     for name, kind in _installed().items():
@@ -67,7 +75,7 @@ class Receiver:
         self.holder = holder
         self._transports = transports
         self._opened: dict[str, tuple[Reception, Delivery]] = {}
-        self._fed: dict[str, FedDelivery] = {}
+        self._fed: dict[str, PartwiseDelivery] = {}
         """Those that are opened, or received now."""
         self._staged: dict[str, Staged] = {}
         self._to_keep: dict[str, Kept] = {}
@@ -119,8 +127,9 @@ class Receiver:
                 self.discard(left)
         delivery = self._open(reception.transport, reception.kind)
         _check_canary(reception, delivery)
-        if isinstance(delivery, FedDelivery):
-            delivery.expect(self.holder.weight_spec(), self.holder.tied_tensors(), reception.cast)
+        if isinstance(delivery, PartwiseDelivery):
+            wanted, tied = self.holder.weight_spec(), self.holder.tied_tensors()
+            delivery.expect(wanted, tied, partial(_check_part, tied, reception.cast))
             self._fed = {reception.staging: delivery}
         if reception.base is not None:
             self._check_delta(reception, reception.base, delivery)
@@ -170,7 +179,7 @@ class Receiver:
         delivery = self._fed.get(staging)
         if delivery is None:
             raise EngineFailed(f"nothing is fed as {staging!r}")
-        return delivery.feed(FeedUpdate.model_validate(part), cancelled)
+        return delivery.receive_part(FeedUpdate.model_validate(part), cancelled)
 
     def take(self, staging: str) -> Staged:
         """For the swap; from here on it is the caller's. Waits for nothing: what is kept is left alone, since it may be
@@ -330,6 +339,12 @@ class Receiver:
         return self._transports[config["backend"]]
 
 
+def _check_part(
+    tied: Mapping[str, str], cast: bool, wanted: Mapping[str, TensorSpec], offered: Mapping[str, TensorSpec]
+) -> None:
+    check_specs(wanted, tied, offered, cast)
+
+
 def _check_canary(reception: Reception, delivery: Delivery) -> None:
     """InvalidRequest for a `canary.json` that the engine can't score. Closes the delivery when it raises."""
     if not isinstance(delivery, FilesystemDelivery) or delivery.canary is None or reception.vocab_size is None:
@@ -343,5 +358,5 @@ def _check_canary(reception: Reception, delivery: Delivery) -> None:
 
 def _heed(delivery: Delivery, cancelled: Cancelled) -> None:
     """One that waits for what is sent looks itself."""
-    if isinstance(delivery, PackedDelivery | GroupFedDelivery):
+    if isinstance(delivery, PackedDelivery | GroupPartwiseDelivery):
         delivery.cancelled = cancelled

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rl_plane.errors import Conflict, DeadlineExceeded, InvalidRequest, Locked, PlaneError, Unavailable
-from rl_plane.membership.worker_reply import engine_rows
+from rl_plane.protocol.envelope import engine_rows
 from rl_plane.protocol.update_requests import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S
 from rl_plane.protocol.vllm_bodies import (
     GROUP,
@@ -36,7 +36,7 @@ from rl_plane.protocol.vllm_bodies import (
     unknown_of,
 )
 from rl_plane.sync import SyncRlClient
-from rl_plane.transports.sender_base import members, world_size
+from rl_plane.transports.base import members, world_size
 
 log = logging.getLogger("rl_plane.publish")
 

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 from rl_plane.errors import InvalidRequest, PlaneError, Unavailable
 from rl_plane.protocol.versions import ADAPTER_CONFIG_NAME, DTYPE_BYTES
-from rl_plane.transports.sender_base import Surroundings
+from rl_plane.transports.base import Sender, SenderContext
 from rl_plane.weights.checkpoint import ADAPTER_NAME, MANIFEST_NAME, SINGLE_NAME, manifest_of
 from rl_plane.weights.manifest import Manifest
 
@@ -39,10 +39,10 @@ _NAME = re.compile(rf"{PREFIX}(\d{{8}})-([0-9a-f]{{8}})-[0-9a-f]{{8}}")
 _UNFINISHED = re.compile(rf"\.{PREFIX}\d{{8}}-([0-9a-f]{{8}})-[0-9a-f]{{8}}\.writing")
 
 
-class FilesystemSender:
+class FilesystemSender(Sender):
     backend = "filesystem"
-    receivers_from: ClassVar[Literal["open", "finish"]] = "finish"
-    bucket_bytes: ClassVar[int] = 64 << 20
+    receivers_from = "finish"
+    bucket_bytes = 64 << 20
     """Two are in memory; larger ones are written no faster."""
 
     def __init__(
@@ -56,8 +56,6 @@ class FilesystemSender:
         """`publisher`: whose versions these are, by a name that is the same after a restart. `sources`: the transports
         of versions that must stay, asked before old ones are removed."""
         self._root = Path(os.path.abspath(os.path.expanduser(root)))
-        if keep < 1:
-            raise InvalidRequest(f"keep is {keep}", field="keep", fix="keep at least 1 version")
         self._keep = keep
         self._mark = blake2b(publisher.encode(), digest_size=4).hexdigest()
         self._sources = sources
@@ -86,9 +84,6 @@ class FilesystemSender:
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.close()
-
-    def destroy(self) -> None:
-        pass
 
     def _open(self) -> _Writing:
         if self._writing is None:
@@ -258,16 +253,14 @@ def _unwritable(path: Path, error: OSError) -> PlaneError:
     )
 
 
-def build(around: Surroundings) -> FilesystemSender:
-    """Options: `keep`, and `publisher` (see `Surroundings.publisher`)."""
-    if around.root is None:
+def build(context: SenderContext) -> FilesystemSender:
+    """Options: `keep`, and `publisher` (see `SenderContext.publisher`)."""
+    if context.root is None:
         raise InvalidRequest(
             "the filesystem transport needs a root",
             field="root",
             fix="root=DIR (--root DIR), beneath a weight root of the workers",
         )
-    around.check_options("filesystem", "keep", "publisher")
-    keep = around.options.get("keep", DEFAULT_KEEP)
-    if type(keep) is not int:
-        raise InvalidRequest(f"keep is {keep!r}", field="options.keep", fix="give a whole number of versions")
-    return FilesystemSender(around.root, keep=keep, publisher=around.publisher(), sources=around.sources)
+    context.check_options("filesystem", "keep", "publisher")
+    keep = context.keep_option(DEFAULT_KEEP, least=1)
+    return FilesystemSender(context.root, keep=keep, publisher=context.publisher(), sources=context.sources)

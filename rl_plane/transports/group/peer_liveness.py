@@ -37,7 +37,7 @@ BACKLOG = 4096
 """Ranks that come at once: what Linux allows by default."""
 
 
-class Lifelines:
+class PeerLiveness:
     """Connections between the trainer and each rank of the fleet. A rank says who it is; after that either side says
     at most why it gives up. Who comes to the trainer's port and is no rank, or one that is there already, is not
     listened to, and not kept: so there are never more than ranks and STRANGERS."""
@@ -57,7 +57,7 @@ class Lifelines:
                 self._selector.register(one, selectors.EVENT_READ, "its trainer" if one in lines else None)
 
     @classmethod
-    def of_trainer(cls, host: str) -> Lifelines:
+    def of_trainer(cls, host: str) -> PeerLiveness:
         """Listens, at any port."""
         try:
             family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
@@ -72,7 +72,7 @@ class Lifelines:
         return cls(listener)
 
     @classmethod
-    def of_rank(cls, place: Place, timeout_s: float = CONNECT_TIMEOUT_S) -> Lifelines | None:
+    def of_rank(cls, place: Place, timeout_s: float = CONNECT_TIMEOUT_S) -> PeerLiveness | None:
         """`timeout_s`: for a trainer of form torch, which may not listen yet."""
         if place.form == "torch":
             lines = cls(None, _connected_within((place.master_address, place.master_port), timeout_s))

@@ -30,7 +30,7 @@ class Place:
     rank: int
     timeout_s: float = RECEIVE_TIMEOUT_S
     lifeline_port: int | None = None
-    """Where the trainer's Lifelines listen; None: there are none."""
+    """Where the trainer's PeerLiveness listen; None: there are none."""
     device: str | None = None
     """Where nccl's buckets are; None: in host memory."""
     form: Literal["plane", "torch"] = "plane"

@@ -16,14 +16,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from blake3 import blake3
 
 from rl_plane.errors import Conflict, InvalidRequest
 from rl_plane.protocol.versions import DIGEST_PREFIX
+from rl_plane.transports.base import TransportContext, WeightTransport, check_fields
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, Place
-from rl_plane.transports.group.streamed_delivery import GroupFedDelivery, received
+from rl_plane.transports.group.streamed_delivery import GroupPartwiseDelivery, received
 from rl_plane.transports.group.torch_group import (
     JOIN_TIMEOUT_S,
     JOIN_TORCH_S,
@@ -33,7 +34,7 @@ from rl_plane.transports.group.torch_group import (
     import_torch,
 )
 from rl_plane.transports.packed_delivery import PackedDelivery
-from rl_plane.transports.receiver_base import Places, check_fields
+from rl_plane.weights.checkpoint import Kind
 from rl_plane.weights.manifest import Manifest
 from rl_plane.weights.safetensors_file import load_json_object
 
@@ -42,17 +43,16 @@ MAX_GROUPS = 64
 """Of a trainer's own: one for each of its pipeline's stages."""
 
 
-class GroupTransport:
+class GroupTransport(WeightTransport):
     """In one rank. Keeps one group of the plane's form, and those that a trainer has formed by itself."""
 
-    backend: str
     _device: str | None = None
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, context: TransportContext) -> None:
         self._group: Group | None = None
         self._own: dict[str, Group] = {}
         """Of form `torch`, by name."""
-        self._receiving: GroupDelivery | GroupFedDelivery | None = None
+        self._receiving: GroupDelivery | GroupPartwiseDelivery | None = None
         self._forming = threading.Lock()
 
     def init(self, config: Mapping[str, Any]) -> None:
@@ -99,7 +99,7 @@ class GroupTransport:
         for group in list(self._own.values()):
             group.drop(why)
 
-    def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> GroupDelivery | GroupFedDelivery:
+    def open(self, request: Mapping[str, Any], kind: Kind) -> GroupDelivery | GroupPartwiseDelivery:
         if "fed" in request:
             return self._open_fed(request)
         check_fields(self.backend, request, *_FIELDS)
@@ -117,7 +117,7 @@ class GroupTransport:
         self._receiving = delivery
         return delivery
 
-    def _open_fed(self, request: Mapping[str, Any]) -> GroupFedDelivery:
+    def _open_fed(self, request: Mapping[str, Any]) -> GroupPartwiseDelivery:
         check_fields(self.backend, request, "group", "fed", "fleet_ranks")
         name = request.get("group")
         if request["fed"] is not True or not isinstance(name, str):
@@ -133,7 +133,7 @@ class GroupTransport:
                 fix=FORM_AGAIN,
             )
         self._check_free(group)
-        delivery = GroupFedDelivery(group, self._own_group, self._drop_own)
+        delivery = GroupPartwiseDelivery(group, self._own_group, self._drop_own)
         self._receiving = delivery
         return delivery
 
@@ -240,6 +240,6 @@ class GlooTransport(GroupTransport):
 class NcclTransport(GroupTransport):
     backend = "nccl"
 
-    def __init__(self, places: Places) -> None:
-        super().__init__(places)
-        self._device = gpu(places.device)
+    def __init__(self, context: TransportContext) -> None:
+        super().__init__(context)
+        self._device = gpu(context.device)

@@ -13,20 +13,20 @@ sender.close()
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from blake3 import blake3
 
-from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, PlaneError, Unavailable
+from rl_plane.errors import DeadlineExceeded, InvalidRequest, PlaneError, Unavailable
 from rl_plane.protocol.versions import DIGEST_PREFIX, HostTensor
-from rl_plane.transports.group.peer_liveness import Lifelines
+from rl_plane.transports.base import LendingSender, PushingSender, SenderContext
+from rl_plane.transports.group.peer_liveness import PeerLiveness
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, RECEIVE_TIMEOUT_S, Place
 from rl_plane.transports.group.torch_group import (
     AHEAD,
@@ -39,25 +39,19 @@ from rl_plane.transports.group.torch_group import (
     import_torch,
 )
 from rl_plane.transports.packing import Tensor, raw_bytes
-from rl_plane.transports.sender_base import Surroundings
 from rl_plane.weights.manifest import Manifest
 
 if TYPE_CHECKING:
     import torch
 
-    from rl_plane.client import RlClient
-
-INIT_TIMEOUT_S = 330.0
-"""Beyond the op's own time-out."""
 END_S = 5.0
 """For a group to be taken down. What a dead peer left posted takes longer, and is not waited for."""
 
 
-class GroupSender:
+class GroupSender(PushingSender, LendingSender):
     """A Sender. The store by which a group forms listens at `host`:`port` (0: any) for as long as this lives."""
 
-    receivers_from: ClassVar[Literal["open", "finish"]] = "open"
-    bucket_bytes: ClassVar[int] = 32 << 20
+    bucket_bytes = 32 << 20
     """Each side keeps two of them; larger ones are no faster."""
 
     def __init__(
@@ -73,7 +67,7 @@ class GroupSender:
         """`host`: as the workers reach this process. `timeout_s`: of a whole update. `device`: the trainer's own, for
         nccl."""
         import_torch()  # or it is Unsupported
-        self.backend: str = backend
+        self.backend = backend
         self._device = gpu(_here(device)) if backend == "nccl" else None
         self.slow = False if backend == "nccl" else None
         """From GPU to GPU: to be compared, weights would have to come to the host first."""
@@ -105,7 +99,7 @@ class GroupSender:
 
     def form(self, init: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
         """`init(body)` asks the fleet for `init_transport`, and returns its reply. Blocks until all have joined."""
-        lifelines = Lifelines.of_trainer(self._host)
+        lifelines = PeerLiveness.of_trainer(self._host)
         try:
             body = {**self._announce(), "lifeline_port": lifelines.port}
         except BaseException:
@@ -159,7 +153,7 @@ class GroupSender:
             "timeout_s": self._timeout_s,
         }
 
-    def _join(self, name: str, lifelines: Lifelines, withdrawn: threading.Event) -> Group:
+    def _join(self, name: str, lifelines: PeerLiveness, withdrawn: threading.Event) -> Group:
         try:
             size = self._world_size(name, withdrawn)
             place = Place(
@@ -288,16 +282,16 @@ class GroupSender:
 class FleetGroupSender(GroupSender):
     """Forms its group by itself."""
 
-    def __init__(self, backend: Literal["gloo", "nccl"], around: Surroundings) -> None:
+    def __init__(self, backend: Literal["gloo", "nccl"], context: SenderContext) -> None:
         device = ("device",) if backend == "nccl" else ()
-        around.check_options(backend, "host", "port", "timeout_s", *device)
-        host, port = around.address()
-        timeout_s = around.options.get("timeout_s", RECEIVE_TIMEOUT_S)
+        context.check_options(backend, "host", "port", "timeout_s", *device)
+        host, port = context.address()
+        timeout_s = context.options.get("timeout_s", RECEIVE_TIMEOUT_S)
         if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
             raise InvalidRequest(f"timeout_s is {timeout_s!r}", field="options.timeout_s", fix="give some seconds")
-        at = around.options.get("device", "cuda:0")
+        at = context.options.get("device", "cuda:0")
         super().__init__(backend, host=host, port=port, timeout_s=timeout_s, device=at)
-        self._run = around.run
+        self._run = context.run
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
         now = self._run("workers", {})["fingerprint"]  # first: another trainer may form its group meanwhile
@@ -317,29 +311,11 @@ def _here(device: object) -> str | None:
     return str(device) if known else None
 
 
-def build_gloo(around: Surroundings) -> FleetGroupSender:
-    """Options: see `Surroundings.address`; `timeout_s`, of a whole update."""
-    return FleetGroupSender("gloo", around)
+def build_gloo(context: SenderContext) -> FleetGroupSender:
+    """Options: see `SenderContext.address`; `timeout_s`, of a whole update."""
+    return FleetGroupSender("gloo", context)
 
 
-def build_nccl(around: Surroundings) -> FleetGroupSender:
+def build_nccl(context: SenderContext) -> FleetGroupSender:
     """As `build_gloo`; `device`, the trainer's: `cuda:0`."""
-    return FleetGroupSender("nccl", around)
-
-
-async def ensure_group(sender: GroupSender, client: RlClient, component: str | None = None) -> None:
-    """Forms the group with the fleet of this moment, unless there is one already."""
-    fleet = await client.list_workers(component)
-    if sender.formed and sender.fingerprint == fleet.fingerprint:
-        return
-    loop = asyncio.get_running_loop()
-
-    def init(body: dict[str, Any]) -> Mapping[str, Any]:
-        asked = {**body, "component": component} if component is not None else body
-        future = asyncio.run_coroutine_threadsafe(client.run("init_transport", asked), loop)
-        try:
-            return future.result(INIT_TIMEOUT_S)
-        except TimeoutError as error:
-            raise EngineFailed("init_transport did not end") from error
-
-    await asyncio.to_thread(sender.form, init)
+    return FleetGroupSender("nccl", context)

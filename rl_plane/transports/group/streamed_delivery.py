@@ -13,11 +13,11 @@ from rl_plane._util.tasks import never
 from rl_plane.errors import Conflict, DeadlineExceeded, EngineFailed, InvalidWeights, PlaneError, Unavailable
 from rl_plane.protocol.update_requests import FeedUpdate
 from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.base import CheckSpecs, PartwiseDelivery
 from rl_plane.transports.group.broadcast_plan import chunks
 from rl_plane.transports.group.rank_layout import FORM_AGAIN
 from rl_plane.transports.group.torch_group import AHEAD, Group
 from rl_plane.transports.reception import Cancelled
-from worker.receive.staging import check_specs
 
 LOOK_S = 0.05
 """How often who waits for the next part, or for one to be taken, looks whether it is still wanted."""
@@ -53,14 +53,8 @@ class _Coming:
     taken: threading.Event = field(default_factory=threading.Event)
 
 
-class GroupFedDelivery:
+class GroupPartwiseDelivery(PartwiseDelivery):
     """`group_named` finds a group, `drop` ends all of them: an update that ends early leaves them out of step."""
-
-    adapter_config: Mapping[str, Any] | None = None
-    adapter_config_raw: bytes | None = None
-    digest: str | None = None
-    tensor_digests: Mapping[str, str] | None = None
-    refetchable = False
 
     def __init__(self, group: Group, group_named: Callable[[str], Group], drop: Callable[[str], None]) -> None:
         self._specs: dict[str, TensorSpec] = {}
@@ -78,7 +72,7 @@ class GroupFedDelivery:
         self._drop = drop
         self._wanted: Mapping[str, TensorSpec] = {}
         self._tied: Mapping[str, str] = {}
-        self._cast = False
+        self._check_specs: CheckSpecs = lambda wanted, offered: None
         self._came: dict[str, TensorSpec] = {}
         self._asked: dict[str, TensorSpec] = {}
         """Whether they fit, of parts whose last one is still to come."""
@@ -86,13 +80,13 @@ class GroupFedDelivery:
         self._coming: queue.SimpleQueue[_Coming | None] = queue.SimpleQueue()
         self._feeding = threading.Lock()
 
-    def expect(self, wanted: Mapping[str, TensorSpec], tied: Mapping[str, str], cast: bool) -> None:
+    def expect(self, wanted: Mapping[str, TensorSpec], tied: Mapping[str, str], check: CheckSpecs) -> None:
         self._specs.update(wanted)
-        self._wanted, self._tied, self._cast = wanted, tied, cast
+        self._wanted, self._tied, self._check_specs = wanted, tied, check
 
     # ---- on the caller's thread ----
 
-    def feed(self, part: FeedUpdate, cancelled: Cancelled) -> int:
+    def receive_part(self, part: FeedUpdate, cancelled: Cancelled) -> int:
         deadline = time.monotonic() + part.timeout_s
         if not self._feeding.acquire(blocking=False):
             raise Conflict("a part of this update is received already", fix="feed one after another")
@@ -142,7 +136,7 @@ class GroupFedDelivery:
         self._asked.update(self._offered(part))
         if part.last:
             whole, self._asked = {**self._came, **self._asked}, {}
-            check_specs(self._wanted, self._tied, whole, self._cast)
+            self._check_specs(self._wanted, whole)
 
     def _announce(self, part: FeedUpdate) -> Group:
         """Corrects `specs`, unless these can't be the model's."""
@@ -151,7 +145,7 @@ class GroupFedDelivery:
         wanted = (
             self._wanted if part.last else {name: one for name, one in self._wanted.items() if name in offered}
         )
-        check_specs(wanted, self._tied, whole if part.last else offered, self._cast)
+        self._check_specs(wanted, whole if part.last else offered)
         group = self._first if part.group is None else self._group_named(part.group)
         if offered:
             group.check()

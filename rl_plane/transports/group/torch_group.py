@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rl_plane._util.own_address import own_address
 from rl_plane._util.tasks import never
 from rl_plane.errors import DeadlineExceeded, EngineFailed, PlaneError, Unavailable, Unsupported
-from rl_plane.transports.group.peer_liveness import Lifelines, connected
+from rl_plane.transports.group.peer_liveness import PeerLiveness, connected
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, Place
 from rl_plane.weights.read_ahead import host_memory
 
@@ -65,7 +65,7 @@ class Group:
     `drop` may come from anywhere, twice included."""
 
     def __init__(
-        self, place: Place, join_timeout_s: float = JOIN_TIMEOUT_S, lifelines: Lifelines | None = None
+        self, place: Place, join_timeout_s: float = JOIN_TIMEOUT_S, lifelines: PeerLiveness | None = None
     ) -> None:
         """`lifelines`: the trainer's own; they are closed with the group, and if none is made."""
         self.place = place
@@ -80,7 +80,7 @@ class Group:
         """Of nccl, by id: what a kernel may still write to. What is let go of, torch lends to others at once."""
         self._connected = False
         """By nccl: see `_connect`."""
-        self._lifelines = Lifelines.of_rank(place, join_timeout_s) if lifelines is None else lifelines
+        self._lifelines = PeerLiveness.of_rank(place, join_timeout_s) if lifelines is None else lifelines
         try:
             if lifelines is None or place.device is not None:
                 self._form_within(place, join_timeout_s)

@@ -14,13 +14,14 @@ import socket
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgpack
 
 from rl_plane._util.tasks import never
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, InvalidWeights, Unavailable
 from rl_plane.protocol.versions import HostTensor
+from rl_plane.transports.base import TransportContext, WeightTransport, check_fields
 from rl_plane.transports.ipc.cuda_buffers import Handle, OpenBuckets, read_opened, remove_counters, uuid_of
 from rl_plane.transports.ipc.in_place import MAX_TOGETHER, read_memory
 from rl_plane.transports.ipc.wire import (
@@ -40,9 +41,9 @@ from rl_plane.transports.ipc.wire import (
     seals,
     send_packet,
 )
-from rl_plane.transports.packed_delivery import PackedDelivery
-from rl_plane.transports.receiver_base import Places, check_fields
+from rl_plane.transports.packed_delivery import PackedDelivery, check_kind
 from rl_plane.transports.reception import Cancelled
+from rl_plane.weights.checkpoint import Kind
 from rl_plane.weights.manifest import Bucket, Manifest
 from rl_plane.weights.read_ahead import host_memory
 
@@ -58,21 +59,15 @@ LOOK_S = 0.1
 _FIX = "is the trainer on this machine, in this network namespace, and still there? else use another transport"
 
 
-class IpcTransport:
+class IpcTransport(WeightTransport):
     """The `ipc` backend. Keeps nothing between two updates."""
 
     backend = BACKEND
 
-    def __init__(self, places: Places) -> None:
-        self._device = places.device
+    def __init__(self, context: TransportContext) -> None:
+        self._device = context.device
 
-    def init(self, config: Mapping[str, Any]) -> None:
-        check_fields(BACKEND, config)
-
-    def destroy(self) -> None:
-        pass
-
-    def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> PackedDelivery:
+    def open(self, request: Mapping[str, Any], kind: Kind) -> PackedDelivery:
         check_platform()
         check_fields(BACKEND, request, "socket")
         name = request.get("socket")
@@ -301,7 +296,7 @@ def _connected(name: str) -> socket.socket:
         raise
 
 
-def _opened(connection: socket.socket, kind: Literal["base", "lora"], device: str) -> IpcDelivery:
+def _opened(connection: socket.socket, kind: Kind, device: str) -> IpcDelivery:
     first, descriptors = _packet(connection, FIRST_PACKET_S, 1 + BUFFERS)
     try:
         if first.get("protocol") != PROTOCOL:
@@ -310,9 +305,7 @@ def _opened(connection: socket.socket, kind: Literal["base", "lora"], device: st
         if not descriptors or type(nbytes) is not int or type(room) is not int:
             raise _refuse("its first packet has no manifest and buffers")
         manifest = _manifest(descriptors[0], nbytes)
-        if (manifest.adapter_config is None) != (kind == "base"):
-            wanted, came = ("base weights", "an adapter") if kind == "base" else ("an adapter", "base weights")
-            raise InvalidWeights(f"{came} came, not {wanted}", field="target.kind", fix=f"send {wanted}")
+        check_kind(manifest, kind)
         needed = buffer_bytes(manifest)
         if first.get("cuda") is True:
             source: _Mapped | _OnGpu = _on_gpu(connection, room, needed, device)

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 from rl_plane.errors import InvalidRequest
-from rl_plane.membership.worker_reply import engine_rows
+from rl_plane.protocol.envelope import engine_rows
 from rl_plane.protocol.versions import TensorSpec
+from rl_plane.transports.base import LendingSender, SenderContext, world_size
 from rl_plane.transports.ipc.cuda_buffers import GpuBuffers
 from rl_plane.transports.ipc.host_buffers import HostBuffers
 from rl_plane.transports.ipc.in_place import OwnTensors, pack_modules
 from rl_plane.transports.ipc.ipc_session import Update, closed
 from rl_plane.transports.ipc.wire import BACKEND, buffer_bytes, check_platform
-from rl_plane.transports.packing import Place, Tensor
-from rl_plane.transports.sender_base import Surroundings, world_size
+from rl_plane.transports.packing import Buffer, Tensor
 from rl_plane.weights.manifest import Bucket, Manifest, pack
 
 log = logging.getLogger("rl_plane.transports.ipc.sender")
@@ -40,7 +40,7 @@ SILENT_RECEIVER_S = 60.0
 Layout = Literal["packed", "tensors"]
 
 
-class IpcSender:
+class IpcSender(LendingSender):
     """A Sender. `receivers`: how many will come to an update, asked when it is opened, and while one is late: each rank
     of each engine is one.
     `on_gpus`: whether all of them have GPUs. Buffers in host memory stay for the next update, those of a GPU don't.
@@ -48,10 +48,6 @@ class IpcSender:
     `send` and `finish` on."""
 
     backend = BACKEND
-    device = "cpu"
-    """Where the tensors of the next update are."""
-    receivers_from: ClassVar[Literal["open", "finish"]] = "open"
-    """When the fleet is to be asked: the buffers hold two buckets, and receivers make room for more."""
 
     def __init__(
         self,
@@ -111,7 +107,7 @@ class IpcSender:
         self._begun(own)
         return own.lent
 
-    def buffer(self, number: int) -> Place:
+    def buffer(self, number: int) -> Buffer:
         update = self._begun()
         update.await_free(number)
         assert update.buffers is not None, "not everything is lent"
@@ -161,13 +157,13 @@ class IpcSender:
         return self._update
 
 
-def build(around: Surroundings) -> IpcSender:
+def build(context: SenderContext) -> IpcSender:
     """Options: `layout`, `packed` (the default) or `tensors`."""
-    around.check_options(BACKEND, "layout")
+    context.check_options(BACKEND, "layout")
 
     def on_gpus() -> bool:
-        rows = engine_rows(around.run("describe", {}))
+        rows = engine_rows(context.run("describe", {}))
         return all(str(row.get("device", "")).startswith("cuda") for row in rows)
 
-    layout = around.options.get("layout", "packed")
-    return IpcSender(lambda: world_size(around.workers()) - 1, layout=layout, on_gpus=on_gpus)
+    layout = context.options.get("layout", "packed")
+    return IpcSender(lambda: world_size(context.workers()) - 1, layout=layout, on_gpus=on_gpus)

@@ -36,7 +36,7 @@ OTHER_PROTOCOL = frame_of({"error": f"this trainer speaks version {PROTOCOL}: up
 NOT_KEPT = frame_of({"error": "source_gone: these weights are not kept any more"})
 
 
-class Desk:
+class MetadataServer:
     """Tells those who know a version's key where it is. A thread for each that asks: they are as many as ranks."""
 
     def __init__(self, host: str, port: int) -> None:

@@ -9,19 +9,19 @@ from urllib.parse import urlsplit
 
 from rl_plane._util.own_address import own_address
 from rl_plane.protocol.versions import HostTensor
-from rl_plane.transports.nixl.metadata_server import Desk
+from rl_plane.transports.nixl.metadata_server import MetadataServer
 from rl_plane.transports.nixl.sender import NixlSender, address_of
 from rl_plane.transports.nixl.wire import is_ours, make_agent
 from rl_plane.transports.object_store.bulk_socket import DEFAULT_PORT
 from rl_plane.weights.manifest import Manifest, pack
 
 
-class Shelf:
+class PeerSource:
     """One set of tensors at a time, each read where it lies."""
 
     def __init__(self, host: str) -> None:
         self._agent = make_agent(f"rl-plane-{secrets.token_hex(8)}")
-        self._desk = Desk(host, 0)
+        self._server = MetadataServer(host, 0)
         self._key = ""
         self._registered: Any = None
         self._tensors: Mapping[str, HostTensor] = {}
@@ -38,14 +38,14 @@ class Shelf:
         self._tensors, self._key = tensors, secrets.token_hex(16)
         self._registered = self._agent.register_memory(regions, "DRAM")
         metadata = self._agent.get_partial_agent_metadata(self._registered, True, ["UCX"])
-        self._desk.offer(self._key, metadata, manifest, places)
-        return self._desk.transport(self._key)
+        self._server.offer(self._key, metadata, manifest, places)
+        return self._server.transport(self._key)
 
     def withdraw(self) -> None:
         """Nobody reads them any more."""
         if not is_ours(self._agent):
             return
-        self._desk.withdraw(self._key)
+        self._server.withdraw(self._key)
         if self._registered is not None:
             self._agent.deregister_memory(self._registered)
         self._registered, self._tensors = None, {}
@@ -55,7 +55,7 @@ class Shelf:
         if not is_ours(self._agent):
             return
         self.withdraw()
-        self._desk.close()
+        self._server.close()
         self._agent = None
 
 

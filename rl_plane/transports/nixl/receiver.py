@@ -14,15 +14,16 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
 from rl_plane._util.framing import read_frame, send_frame
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unavailable
 from rl_plane.protocol.versions import HostTensor
-from rl_plane.transports.nixl.peer_source import Shelf, address_towards
+from rl_plane.transports.base import OfferingTransport, TransportContext, check_fields
+from rl_plane.transports.nixl.peer_source import PeerSource, address_towards
 from rl_plane.transports.nixl.wire import BACKEND, PROTOCOL, Memory, have_nixl, make_agent
-from rl_plane.transports.packed_delivery import PackedDelivery
-from rl_plane.transports.receiver_base import Places, check_fields
+from rl_plane.transports.packed_delivery import PackedDelivery, check_kind
+from rl_plane.weights.checkpoint import Kind
 from rl_plane.weights.manifest import Bucket, Manifest
 
 if not have_nixl():
@@ -61,15 +62,15 @@ Piece = tuple[int, Place]
 """Where it goes in its bucket, and where it is."""
 
 
-class NixlTransport:
+class NixlTransport(OfferingTransport):
     """The `nixl` backend. Keeps its agent and buffers from one update to the next."""
 
     backend = BACKEND
 
-    def __init__(self, places: Places) -> None:
-        self._nats_url = places.nats_url
+    def __init__(self, context: TransportContext) -> None:
+        self._nats_url = context.nats_url
         self._idle: list[Puller] = []
-        self._shelf: Shelf | None = None
+        self._peer_source: PeerSource | None = None
 
     def init(self, config: Mapping[str, Any]) -> None:
         check_fields(BACKEND, config)
@@ -77,11 +78,11 @@ class NixlTransport:
 
     def destroy(self) -> None:
         self._idle.clear()
-        shelf, self._shelf = self._shelf, None
+        shelf, self._peer_source = self._peer_source, None
         if shelf is not None:
             shelf.close()
 
-    def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> PackedDelivery:
+    def open(self, request: Mapping[str, Any], kind: Kind) -> PackedDelivery:
         check_fields(BACKEND, request, *_FIELDS)
         connection = _connected(request)
         try:
@@ -91,13 +92,13 @@ class NixlTransport:
             raise
 
     def offer(self, tensors: Mapping[str, HostTensor]) -> Mapping[str, Any]:
-        if self._shelf is None:
-            self._shelf = Shelf(address_towards(self._nats_url))
-        return self._shelf.offer(tensors)
+        if self._peer_source is None:
+            self._peer_source = PeerSource(address_towards(self._nats_url))
+        return self._peer_source.offer(tensors)
 
     def withdraw(self) -> None:
-        if self._shelf is not None:
-            self._shelf.withdraw()
+        if self._peer_source is not None:
+            self._peer_source.withdraw()
 
     def take(self) -> Puller:
         return self._idle.pop() if self._idle else Puller()
@@ -252,7 +253,7 @@ def _is_port(value: Any) -> bool:
 
 
 def _asked(
-    connection: socket.socket, key: str, kind: Literal["base", "lora"]
+    connection: socket.socket, key: str, kind: Kind
 ) -> tuple[Manifest, Sequence[Sequence[Piece]], bytes, bool]:
     try:
         send_frame(connection, {"protocol": PROTOCOL, "key": key})
@@ -266,9 +267,7 @@ def _asked(
     if isinstance(answer.get("error"), str):
         raise InvalidRequest(answer["error"][:500], field="transport", fix=_PUBLISH)
     manifest = Manifest.from_wire(answer.get("manifest"))
-    if (manifest.adapter_config is None) != (kind == "base"):
-        wanted, came = ("base weights", "an adapter") if kind == "base" else ("an adapter", "base weights")
-        raise InvalidWeights(f"{came} came, not {wanted}", field="target.kind", fix=f"send {wanted}")
+    check_kind(manifest, kind)
     if not isinstance(answer.get("metadata"), bytes):
         raise _refuse("it gave no metadata")
     connection.setblocking(False)

@@ -13,14 +13,14 @@ import logging
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Self
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.versions import HostTensor
-from rl_plane.transports.nixl.metadata_server import Desk
+from rl_plane.transports.base import KeepingSender, LendingSender, SenderContext
+from rl_plane.transports.nixl.metadata_server import MetadataServer
 from rl_plane.transports.nixl.wire import BACKEND, Memory, is_ours, make_agent
 from rl_plane.transports.packing import Tensor, raw_bytes, spec_of
-from rl_plane.transports.sender_base import Surroundings
 from rl_plane.weights.manifest import Bucket, Manifest
 
 log = logging.getLogger("rl_plane.transports.nixl.sender")
@@ -76,20 +76,19 @@ class _Version:
         ]
 
 
-class NixlSender:
+class NixlSender(KeepingSender, LendingSender):
     """A Sender that is pulled from: fill all buckets and `finish`, and only then send the update; `keep` what is
     committed. `host`: this machine's address, as the workers reach it. `keep_copy` False: nothing is kept, so workers
     that come late heal from one another. `destroy` ends it all."""
 
     backend = BACKEND
-    receivers_from: ClassVar[Literal["open", "finish"]] = "finish"
-
+    receivers_from = "finish"
     bucket_bytes = 32 << 20
     """What its buckets are best packed by: a receiver has two of them."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, *, keep_copy: bool = True) -> None:
         self._agent = make_agent(f"rl-plane-{secrets.token_hex(8)}")
-        self._desk = Desk(host, port)
+        self._server = MetadataServer(host, port)
         self._keep_copy = keep_copy
         self._free: list[Memory] = []
         self._kept: dict[str | None, list[_Version]] = {}
@@ -101,7 +100,7 @@ class NixlSender:
         self._live_agent()
         self.close()
         self._opened = _Version(manifest, secrets.token_hex(16))
-        return self._desk.transport(self._opened.key)
+        return self._server.transport(self._opened.key)
 
     def lend(self, tensors: Mapping[str, Tensor]) -> Collection[int]:
         version = self._open_version()
@@ -171,7 +170,7 @@ class NixlSender:
         """Nothing can be pulled any more. In a child that was forked it does nothing, as `close`."""
         if not is_ours(self._agent):
             return
-        self._desk.close()
+        self._server.close()
         self._agent = None  # before the memory that it has registered
         self._opened = self._loan = None
         self._kept.clear()
@@ -199,7 +198,7 @@ class NixlSender:
         metadata = agent.get_partial_agent_metadata(
             agent.get_reg_descs(_described(regions), "DRAM"), True, ["UCX"]
         )
-        self._desk.offer(version.key, metadata, version.offered, places, refetchable=self._keep_copy)
+        self._server.offer(version.key, metadata, version.offered, places, refetchable=self._keep_copy)
 
     def _own(self, version: _Version) -> None:
         """What is lent goes into memory of ours, from which it is pulled from now on."""
@@ -222,7 +221,7 @@ class NixlSender:
 
     def _withdraw(self, version: _Version) -> None:
         """Its memory is free once nobody reads it any more."""
-        self._desk.withdraw(version.key)
+        self._server.withdraw(version.key)
         if version.area is not None:
             self._free.append(version.area)
 
@@ -285,13 +284,13 @@ def _described(regions: Sequence[Region]) -> list[tuple[int, int, int, str]]:
     return [(address, nbytes, 0, "") for address, nbytes in regions]
 
 
-def build(around: Surroundings) -> NixlSender:
-    """Options: see `Surroundings.address`; `keep_copy`, of what is committed, for workers that heal: where the trainer
+def build(context: SenderContext) -> NixlSender:
+    """Options: see `SenderContext.address`; `keep_copy`, of what is committed, for workers that heal: where the trainer
     stays."""
-    around.check_options(BACKEND, "host", "port", "keep_copy")
-    keep_copy = around.options.get("keep_copy", around.stays)
+    context.check_options(BACKEND, "host", "port", "keep_copy")
+    keep_copy = context.options.get("keep_copy", context.trainer_stays)
     if not isinstance(keep_copy, bool):
         raise InvalidRequest(
             f"keep_copy is {str(keep_copy)[:64]!r}", field="options.keep_copy", fix="give True or False"
         )
-    return NixlSender(*around.address(), keep_copy=keep_copy)
+    return NixlSender(*context.address(), keep_copy=keep_copy)

@@ -18,6 +18,7 @@ from typing import Any
 from rl_plane.bus.connection import CONNECT_TIMEOUT_S
 from rl_plane.errors import BusUnreachable, InvalidWeights, Unavailable
 from rl_plane.protocol.subjects import StoredObject, Subjects, check_object_id
+from rl_plane.transports.base import TransportContext, WeightTransport, check_fields
 from rl_plane.transports.object_store.bulk_socket import NatsSocket
 from rl_plane.transports.object_store.wire import (
     ANSWER_S,
@@ -31,10 +32,9 @@ from rl_plane.transports.object_store.wire import (
     decode_manifest,
     with_digests,
 )
-from rl_plane.transports.packed_delivery import PackedDelivery
-from rl_plane.transports.receiver_base import Places, check_fields
+from rl_plane.transports.packed_delivery import PackedDelivery, check_kind
 from rl_plane.weights.checkpoint import Kind
-from rl_plane.weights.read_ahead import Ahead, host_memory
+from rl_plane.weights.read_ahead import ReadAhead, host_memory
 
 log = logging.getLogger("rl_plane.transports.object_store.receiver")
 
@@ -157,10 +157,11 @@ class StoredReader:
 class ObjectDelivery(PackedDelivery):
     """A Delivery of an object."""
 
-    def __init__(self, reader: StoredReader) -> None:
+    def __init__(self, reader: StoredReader, kind: Kind) -> None:
         raw = memoryview(bytearray(reader.layout.manifest_bytes))
         reader.read(1, raw)
         manifest = decode_manifest(bytes(raw))
+        check_kind(manifest, kind, "transport.object")
         digests = memoryview(bytearray(DIGEST_BYTES * len(manifest.specs)))
         *starts, after = reader.layout.starts(manifest)
         whole = reader.last_sequence >= after + reader.layout.pieces(len(digests)) - 1
@@ -177,39 +178,25 @@ class ObjectDelivery(PackedDelivery):
                 reader.read(after, digests)
                 self.digest = with_digests(manifest, digests).digest
 
-        ahead = Ahead(buckets(), lambda: self.cancelled(), reader.close)
+        ahead = ReadAhead(buckets(), lambda: self.cancelled(), reader.close)
         super().__init__(manifest, iter(ahead), refetchable=True, owned=True, close=ahead.close)
 
 
-class ObjectStoreTransport:
+class ObjectStoreTransport(WeightTransport):
     """The `object_store` backend. Keeps nothing between two updates."""
 
     backend = BACKEND
 
-    def __init__(self, places: Places) -> None:
-        self._url = places.nats_url
-        self._subjects = Subjects(places.namespace, places.component)
-
-    def init(self, config: Mapping[str, Any]) -> None:
-        check_fields(BACKEND, config)
-
-    def destroy(self) -> None:
-        pass
+    def __init__(self, context: TransportContext) -> None:
+        self._url = context.nats_url
+        self._subjects = Subjects(context.namespace, context.component)
 
     def open(self, request: Mapping[str, Any], kind: Kind) -> ObjectDelivery:
         check_fields(BACKEND, request, "object")
         object_id = check_object_id("transport.object", request.get("object"))
         reader = StoredReader(self._url, self._subjects.object(object_id))
         try:
-            delivery = ObjectDelivery(reader)
-            if (kind == "lora") != (delivery.adapter_config is not None):
-                is_one = "not an adapter" if kind == "lora" else "an adapter, not base weights"
-                raise InvalidWeights(
-                    f"the object {object_id} is {is_one}",
-                    field="transport.object",
-                    fix="name an object of what the update's target says",
-                )
-            return delivery
+            return ObjectDelivery(reader, kind)
         except BaseException:
             reader.close()
             raise

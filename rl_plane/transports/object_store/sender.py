@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, TypeVar
 
 from rl_plane.bus.connection import CONNECT_TIMEOUT_S, WRONG_LAST_SEQUENCE
 from rl_plane.errors import BusUnreachable, InvalidRequest, Unavailable
@@ -28,6 +28,7 @@ from rl_plane.protocol.subjects import (
     StoredObject,
     Subjects,
 )
+from rl_plane.transports.base import Sender, SenderContext
 from rl_plane.transports.object_store.bulk_socket import NatsSocket
 from rl_plane.transports.object_store.wire import (
     ANSWER_S,
@@ -45,7 +46,6 @@ from rl_plane.transports.object_store.wire import (
     encode_manifest,
     refused,
 )
-from rl_plane.transports.sender_base import Surroundings
 from rl_plane.weights.manifest import Manifest
 
 log = logging.getLogger("rl_plane.transports.object_store.sender")
@@ -66,11 +66,11 @@ HALF_AGE_S = 86_400.0
 T = TypeVar("T")
 
 
-class ObjectStoreSender:
+class ObjectStoreSender(Sender):
     """A Sender. For one thread; one version at a time."""
 
     backend = BACKEND
-    receivers_from: ClassVar[Literal["open", "finish"]] = "finish"
+    receivers_from = "finish"
     slow = True
 
     def __init__(
@@ -84,8 +84,6 @@ class ObjectStoreSender:
     ) -> None:
         """`keep`: versions that stay, beside those that the fleet's record names and the one that is written.
         `publisher`: whose they are, by a name that is the same after a restart."""
-        if keep < 0:
-            raise InvalidRequest(f"keep is {keep}", field="keep", fix="0 or more")
         self._url = nats_url
         self._subjects = Subjects(namespace, component)
         self._keep = keep
@@ -160,9 +158,6 @@ class ObjectStoreSender:
                     ask(connection, f"STREAM.DELETE.{made.stream}")
                 finally:
                     connection.close()
-
-    def destroy(self) -> None:
-        self.close()
 
     def remove(self, object_id: str) -> None:
         """A version that is not wanted any more, before its turn. Again: nothing."""
@@ -310,24 +305,22 @@ def _time(told: str) -> datetime:
     return datetime.fromisoformat(told)
 
 
-def build(around: Surroundings) -> ObjectStoreSender:
+def build(context: SenderContext) -> ObjectStoreSender:
     """Options: `nats_url`, where the fleet is known by the facade's URL; `keep`; `publisher` (see
-    `Surroundings.publisher`)."""
-    around.check_options(BACKEND, "nats_url", "keep", "publisher")
-    url, keep = around.options.get("nats_url", around.nats_url), around.options.get("keep", DEFAULT_KEEP)
+    `SenderContext.publisher`)."""
+    context.check_options(BACKEND, "nats_url", "keep", "publisher")
+    url, keep = context.options.get("nats_url", context.nats_url), context.keep_option(DEFAULT_KEEP, least=0)
     if not isinstance(url, str):
         raise InvalidRequest(
             "where NATS is is not known from the facade's URL",
             field="options.nats_url",
             fix="options={'nats_url': 'nats://…'} (--option nats_url=nats://…), as the workers have it",
         )
-    if type(keep) is not int:
-        raise InvalidRequest(f"keep is {keep!r}", field="options.keep", fix="give a whole number of versions")
-    fleets = {(str(worker["namespace"]), str(worker["component"])) for worker in around.workers()}
+    fleets = {(str(worker["namespace"]), str(worker["component"])) for worker in context.workers()}
     if len(fleets) != 1:
         raise InvalidRequest(
             f"workers of {len(fleets)} components are there, and an object belongs to one",
             field="component",
             fix="publish to each by itself",
         )
-    return ObjectStoreSender(url, *fleets.pop(), keep=keep, publisher=around.publisher())
+    return ObjectStoreSender(url, *fleets.pop(), keep=keep, publisher=context.publisher())

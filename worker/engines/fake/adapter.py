@@ -27,7 +27,7 @@ from rl_plane.protocol.generation import FinishReason, GenerateDelta, GenerateRe
 from rl_plane.protocol.update_requests import PreparedReply
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
 from rl_plane.protocol.worker_ops import Tokenize
-from rl_plane.transports.receiver_base import WeightTransport
+from rl_plane.transports.base import WeightTransport
 from rl_plane.transports.reception import Cancelled, Reception
 from rl_plane.weights.checkpoint import Checkpoint, open_checkpoint
 from worker.engines.base import CheckAction, EngineInfo, EngineOptions, PauseMode
