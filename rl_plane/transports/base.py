@@ -95,13 +95,18 @@ class Delivery(ABC):
     """The numeric canary that the publisher has put beside the weights, if any."""
 
     @abstractmethod
-    def tensors(self) -> Iterator[tuple[str, HostTensor]]:
+    def tensors(self, cancelled: Cancelled, /) -> Iterator[tuple[str, HostTensor]]:
         """Yields each tensor of `specs` once, in any order. May be called once.
 
         The bytes are contiguous, row-major and in host memory. The buffer of a HostTensor that is not `owned` is valid
         until the next tensor is asked for.
 
+        Args:
+            cancelled: becomes true, on another thread, when the update is aborted. A delivery that waits for bytes calls
+                it at least once a second. Between two tensors the receiver calls it.
+
         Raises:
+            EngineFailed: `cancelled` became true.
             InvalidWeights: what arrives is not what `specs` said.
             Unavailable: the source is gone.
             DeadlineExceeded: nothing arrived within the transport's own bound.
@@ -164,6 +169,14 @@ class WeightTransport(ABC):
             InvalidRequest: a field of `request` is wrong.
             InvalidWeights: what lies at the source is not usable.
         """
+
+
+class GroupedTransport(WeightTransport):
+    """A WeightTransport that can be in several groups at once, each under a name."""
+
+    @abstractmethod
+    def leave(self, name: str) -> None:
+        """Leaves this group only. Without such a group it does nothing."""
 
 
 class OfferingTransport(WeightTransport):

@@ -18,6 +18,7 @@ from blake3 import blake3
 import rl_plane.weights.checkpoint as checkpoints
 import rl_plane.weights.rooted_files as directories
 import rl_plane.weights.safetensors_file as safetensors_file
+from rl_plane._util.tasks import never
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unavailable
 from rl_plane.protocol.versions import TensorSpec, tensors_digest
 from rl_plane.transports.base import Delivery, TransportContext, WeightTransport
@@ -65,7 +66,7 @@ def sharded(directory: Path, weight_map: dict[str, Any] | None = None, **shards:
 
 def read(delivery: Delivery) -> Tensors:
     try:
-        return {name: (tensor.spec, bytes(tensor.data)) for name, tensor in delivery.tensors()}
+        return {name: (tensor.spec, bytes(tensor.data)) for name, tensor in delivery.tensors(never)}
     finally:
         delivery.close()
 

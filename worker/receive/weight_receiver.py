@@ -16,15 +16,12 @@ from rl_plane.protocol.update_requests import FeedUpdate, PreparedReply
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.transports.base import (
     Delivery,
+    GroupedTransport,
     OfferingTransport,
     PartwiseDelivery,
     TransportContext,
     WeightTransport,
 )
-from rl_plane.transports.filesystem.receiver import FilesystemDelivery
-from rl_plane.transports.group.receiver import GroupTransport
-from rl_plane.transports.group.streamed_delivery import GroupPartwiseDelivery
-from rl_plane.transports.packed_delivery import PackedDelivery
 from rl_plane.transports.reception import Cancelled, Link, Reception, Staged, WeightHolder
 from rl_plane.weights.checkpoint import Kind
 from worker.receive.kept_copy import Changes, Kept, as_kept, missing_links, taken_changes
@@ -145,7 +142,6 @@ class Receiver:
         if opened is None:
             raise EngineFailed(f"nothing is open as {staging!r}")
         reception, delivery = opened
-        _heed(delivery, cancelled)
         refetchable = delivery.refetchable
         how: dict[str, Any] = {
             "cast": reception.cast,
@@ -169,7 +165,7 @@ class Receiver:
         self._fed.pop(staging, None)
         size = sum(spec.nbytes for spec in delivery.specs.values())  # of a fed one it is known only now
         reply = PreparedReply(digest=digest, tensors=len(delivery.specs), bytes=size, refetchable=refetchable)
-        if isinstance(delivery, FilesystemDelivery) and delivery.canary is not None:
+        if delivery.canary is not None:
             reply["canary"] = delivery.canary.model_dump()
         return reply
 
@@ -297,7 +293,6 @@ class Receiver:
         """Fetches the next version on the way: the full one first. A delta's digest is not looked at, since that of
         the last one tells of all."""
         delivery = self._open(link.transport, "base")
-        _heed(delivery, cancelled)
         if kept is not None:
             try:
                 check_changes(self.holder.weight_spec(), delivery.specs)
@@ -330,7 +325,7 @@ class Receiver:
         transport = self._transport({"backend": backend})
         if group is None:
             transport.destroy()
-        elif isinstance(transport, GroupTransport):
+        elif isinstance(transport, GroupedTransport):
             transport.leave(group)
         else:
             raise InvalidRequest(f"{backend} has no groups", field="group", fix="leave it out")
@@ -347,16 +342,10 @@ def _check_part(
 
 def _check_canary(reception: Reception, delivery: Delivery) -> None:
     """InvalidRequest for a `canary.json` that the engine can't score. Closes the delivery when it raises."""
-    if not isinstance(delivery, FilesystemDelivery) or delivery.canary is None or reception.vocab_size is None:
+    if delivery.canary is None or reception.vocab_size is None:
         return
     try:
         check_vocabulary(delivery.canary, reception.vocab_size, reception.max_model_len, CANARY_NAME)
     except BaseException:
         delivery.close()
         raise
-
-
-def _heed(delivery: Delivery, cancelled: Cancelled) -> None:
-    """One that waits for what is sent looks itself."""
-    if isinstance(delivery, PackedDelivery | GroupPartwiseDelivery):
-        delivery.cancelled = cancelled

@@ -22,7 +22,7 @@ from blake3 import blake3
 
 from rl_plane.errors import Conflict, InvalidRequest
 from rl_plane.protocol.versions import DIGEST_PREFIX
-from rl_plane.transports.base import TransportContext, WeightTransport, check_fields
+from rl_plane.transports.base import GroupedTransport, TransportContext, check_fields
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, Place
 from rl_plane.transports.group.streamed_delivery import GroupPartwiseDelivery, received
 from rl_plane.transports.group.torch_group import (
@@ -43,7 +43,7 @@ MAX_GROUPS = 64
 """Of a trainer's own: one for each of its pipeline's stages."""
 
 
-class GroupTransport(WeightTransport):
+class GroupTransport(GroupedTransport):
     """In one rank. Keeps one group of the plane's form, and those that a trainer has formed by itself."""
 
     _device: str | None = None
