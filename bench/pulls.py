@@ -22,7 +22,7 @@ from rl_plane._util.framing import read_frame, send_frame
 from rl_plane._util.processes import die_with_parent
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.nixl.sender import NixlSender
-from rl_plane.transports.nixl.wire import PROTOCOL, Memory, make_agent
+from rl_plane.transports.nixl.wire import PROTOCOL, RegisteredMemory, make_agent
 from rl_plane.transports.packing import fill
 from rl_plane.weights.manifest import Manifest, pack
 
@@ -114,7 +114,7 @@ def receiver(transport: dict[str, Any]) -> None:
     peer = agent.add_remote_agent(told["metadata"])
     places = [bucket for (bucket,) in told["places"]]
     largest = max(nbytes for _, nbytes, _ in places)
-    buffers = [Memory(agent, largest) for _ in range(2)]
+    buffers = [RegisteredMemory(agent, largest) for _ in range(2)]
 
     def bare() -> None:
         for number, (address, nbytes, device) in enumerate(places):

@@ -102,8 +102,8 @@ class Delivery(ABC):
         until the next tensor is asked for.
 
         Args:
-            cancelled: becomes true, on another thread, when the update is aborted. A delivery that waits for bytes calls
-                it at least once a second. Between two tensors the receiver calls it.
+            cancelled: becomes true, on another thread, when the update is aborted. A delivery that waits for bytes
+                calls it at least once a second. Between two tensors the receiver calls it.
 
         Raises:
             EngineFailed: `cancelled` became true.

@@ -1,4 +1,4 @@
-"""Which sender: every one that is installed, and those that `auto` may take."""
+"""Finds the senders that are installed, and orders those that `auto` may take."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ GROUP = "rl_plane.senders"
 AUTO = "auto"
 
 COLOCATED = ("filesystem", "nixl", "ipc", "gloo", "object_store")
-"""Best first, where trainer and engines share a machine: those from which a worker can heal, then the fastest."""
+"""The order of `auto`, best first, if trainer and engines share a machine: first transports from which a worker can
+heal, then the fastest."""
 REMOTE = ("filesystem", "nixl", "gloo", "object_store")
-"""Best first, where some engine is elsewhere. `nccl` is never taken unasked: whether the trainer's GPU is none of the
-engines', which a group needs, is not known here."""
+"""The order of `auto` if some engine is on another machine. `auto` never takes `nccl`, because it can't know that the
+trainer's GPU is used by no engine, which an nccl group needs."""
 LASTING = ("filesystem", "object_store")
-"""What is sent by these can be fetched when the trainer is gone."""
+"""Transports whose weights can still be fetched when the trainer is gone."""
 
 
 def installed() -> dict[str, Any]:
-    """Backend → its entry point: nothing is imported before it is chosen."""
+    """Backend to entry point. Nothing is imported before a backend is chosen."""
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
@@ -53,7 +54,7 @@ def candidates(
         Unsupported: some worker lacks the transport, or no transport is common to all.
     """
     if not workers:
-        raise NoWorkers("no worker is there to send to", field="workers", fix="start one: `rl-plane worker`")
+        raise NoWorkers("there is no worker to send to", field="workers", fix="start one: `rl-plane worker`")
     if transport != AUTO:
         if transport not in senders:
             raise InvalidRequest(
@@ -78,7 +79,8 @@ def candidates(
     if found:
         return found
     raise Unsupported(
-        f"of the senders here ({', '.join(sorted(senders))}) the workers have {', '.join(common) or 'none'}",
+        f"no transport is usable: of this trainer's ({', '.join(sorted(senders))}) the workers have "
+        f"{', '.join(common) or 'none'}",
         field="transport",
         fix="for filesystem, name a directory beneath the workers' weight roots: root=DIR (--root DIR)",
     )
@@ -89,22 +91,23 @@ def _common(workers: Sequence[Mapping[str, Any]], senders: Collection[str]) -> l
 
 
 def is_passed_over(error: PlaneError) -> bool:
-    """Can another transport do with what is here, and with the options that were given?"""
+    """True if another transport may work although this one failed: it lacks a package, or an option is wrong for it."""
     return isinstance(error, Unsupported) or str(error.facts.get("field")).startswith("options.")
 
 
 def none_can_be_made(refused: Mapping[str, PlaneError]) -> PlaneError:
-    """Of those that were passed over."""
+    """The error if every candidate was passed over. `refused`: each with its own error."""
     if len(refused) == 1:
         return next(iter(refused.values()))
     reasons = (f"{name}: {error.message} ({error.facts.get('fix')})" for name, error in refused.items())
     return Unsupported(
-        f"none of the transports that the workers have can be used here: {'; '.join(reasons)}",
+        f"no transport of the workers can be used here: {'; '.join(reasons)}",
         field="transport",
-        fix="do for one of them what it needs",
+        fix="follow the fix of one of them",
     )
 
 
 def make_sender(backend: str, context: SenderContext) -> Sender:
+    """Makes the sender of an installed backend."""
     sender: Sender = installed()[backend].load()(context)
     return sender

@@ -74,7 +74,7 @@ async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pyte
     await client.run("update_weights", body)
     models[4].rename(plane.tmp / "away")
     with monkeypatch.context() as patch:
-        patch.setattr(by_copy.DeltaAttempt, "_is_kept", lambda *_: True)
+        patch.setattr(by_copy.DeltaAttempt, "_base_is_kept", lambda *_: True)
         await publish(5, "full")
     await publish(6, "delta")
     # Somebody else has published meanwhile.
@@ -312,7 +312,7 @@ async def test_what_nixl_was_lent_goes_before_more_memory_is_taken(
     source.path = plane.model(1)
     await publisher.publish_async("one")
     assert publisher._plan is not None
-    sender, make, lent = publisher._plan._sender, nixl.Memory, []
+    sender, make, lent = publisher._plan._sender, nixl.RegisteredMemory, []
     assert sender._loan is not None  # type: ignore[union-attr]
 
     def memory(*given: Any) -> Any:
@@ -320,7 +320,7 @@ async def test_what_nixl_was_lent_goes_before_more_memory_is_taken(
         return make(*given)
 
     monkeypatch.setattr(by_copy, "free_memory", lambda: 0)
-    monkeypatch.setattr(nixl, "Memory", memory)
+    monkeypatch.setattr(nixl, "RegisteredMemory", memory)
     source.path = plane.model(2)
     await publisher.publish("two", wait=False).wait()
     assert lent == [None]

@@ -57,7 +57,7 @@ async def test_rank_0_uses_an_export_up_as_the_others_do(plane: Plane) -> None:
     that was not announced fails the version."""
     send_plan = ("gloo:full", "ipc:full", "ipc:delta")
     versions, told = await told_by_two_ranks(plane, "tests/support/exporting_ranks.py", *send_plan)
-    refused = f"InvalidRequest: nothing was announced next, and {GROWN!r} came"
+    refused = f"InvalidRequest: expected nothing next, but {GROWN!r} came"
     of_rank = [[one for one in told if one["rank"] == rank] for rank in range(2)]
     assert [(one["version"], one["error"]) for one in of_rank[1]] == [(name, "") for name in versions]
     assert [(one["version"], one["error"]) for one in of_rank[0]] == [

@@ -157,7 +157,7 @@ async def test_a_mixed_world_and_a_joiner(plane: Plane) -> None:
         late = plane.spawn(model=model)
         await plane.until(lambda: _is_listed(client, late.instance_id))
         transport = await trainer.do("open", [str(model), BUCKET])
-        with pytest.raises(InvalidRequest, match="no such gloo group") as refused:
+        with pytest.raises(InvalidRequest, match="there is no gloo group") as refused:
             await client.run("prepare_weights_update", {"transport": transport})
         assert refused.value.facts["field"] == "transport.group"
         await trainer.do("close")

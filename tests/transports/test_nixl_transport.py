@@ -113,13 +113,13 @@ def test_what_is_offered_is_pulled_and_memory_is_registered_once(
 ) -> None:
     assert isinstance(sender, KeepingSender)
     registered: list[int] = []
-    made = wire.Memory.__init__
+    made = wire.RegisteredMemory.__init__
 
-    def counted(self: wire.Memory, agent: Any, nbytes: int) -> None:
+    def counted(self: wire.RegisteredMemory, agent: Any, nbytes: int) -> None:
         registered.append(nbytes)
         made(self, agent, nbytes)
 
-    monkeypatch.setattr(wire.Memory, "__init__", counted)
+    monkeypatch.setattr(wire.RegisteredMemory, "__init__", counted)
     for seed in range(5):
         transport = offer(sender, seed)
         for _ in range(2):
@@ -195,9 +195,9 @@ def test_what_is_lent_is_pulled_from_where_it_lies_and_copied_once_it_is_committ
 ) -> None:
     assert isinstance(sender, LendingSender)
     made: list[int] = []
-    init = wire.Memory.__init__
+    init = wire.RegisteredMemory.__init__
 
-    def counted(self: wire.Memory, agent: Any, nbytes: int) -> None:
+    def counted(self: wire.RegisteredMemory, agent: Any, nbytes: int) -> None:
         made.append(nbytes)
         init(self, agent, nbytes)
 
@@ -208,14 +208,14 @@ def test_what_is_lent_is_pulled_from_where_it_lies_and_copied_once_it_is_committ
         if kept is not None:
             assert pull(puller, kept) == (data_of(tensors(seed - 1)), _digest(seed - 1)), "of the version before"
         with monkeypatch.context() as patched:
-            patched.setattr(wire.Memory, "__init__", counted)
+            patched.setattr(wire.RegisteredMemory, "__init__", counted)
             transport = lent_offer(sender, given, packed)
         own[0] ^= 1
         assert pull(puller, transport)[0]["layer.0"] == bytes(own), "it is the trainer's memory that is read"
         own[0] ^= 1
         assert pull(puller, transport) == (data_of(tensors(seed)), _digest(seed))
         with monkeypatch.context() as patched:
-            patched.setattr(wire.Memory, "__init__", counted)
+            patched.setattr(wire.RegisteredMemory, "__init__", counted)
             sender.keep()
         sender.close()
         kept = transport
@@ -286,7 +286,7 @@ def test_only_what_the_manifest_names_can_be_read(sender: NixlSender) -> None:
         addresses[seed] = msgpack.unpackb(sender._server._offers[key][4:])
         sender.keep(str(seed))
     agent = wire.make_agent("reader")
-    here = wire.Memory(agent, 64)
+    here = wire.RegisteredMemory(agent, 64)
     source = agent.add_remote_agent(addresses[1]["metadata"])
 
     def prepared(address: int) -> None:
@@ -742,7 +742,7 @@ def test_what_serves_pullers_is_of_no_use_in_a_forked_child(sender: NixlSender, 
             os._exit(0)
     os.close(writer)
     with open(reader) as said:
-        assert said.read() == "sender: this sender belongs to the process that has forked this one\n" * 2
+        assert said.read() == "sender: this sender belongs to the parent of this forked process\n" * 2
     assert os.waitpid(pid, 0)[1] == 0
     assert pull(puller, transport)[0] == data_of(tensors(1))
     assert pull(puller, passed_on)[0] == data_of(tensors(2))

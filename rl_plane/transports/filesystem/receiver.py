@@ -1,6 +1,6 @@
-"""The `filesystem` transport: weights from files beneath configured roots.
+"""The receiving half of `filesystem`: weights from files beneath the operator's weight roots.
 
-`{backend: filesystem, path: P}`. P, an absolute path, is what `rl_plane.weights.checkpoint` reads.
+A request is `{backend: filesystem, path: P}`. `rl_plane.weights.checkpoint` reads what is at P, an absolute path.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_PATH_CHARS = 4096
 
 
 class FilesystemDelivery(Delivery):
-    """A Delivery of files."""
+    """The tensors of a checkpoint, or of an adapter, in files."""
 
     def __init__(
         self, checkpoint: Checkpoint, digest: str | None = None, tensor_digests: Mapping[str, str] | None = None

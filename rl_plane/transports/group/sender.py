@@ -1,13 +1,13 @@
-"""The trainer's half of `gloo` and `nccl`: rank 0 of a group with every rank of the fleet.
+"""The sending half of `gloo` and `nccl`: rank 0 of a group with every rank of the fleet.
 
 sender = GroupSender(host="10.0.0.1")
-await ensure_group(sender, client)          # again before each update: it forms the group anew when it must
+sender.form(lambda body: client.run("init_transport", body))   # again if the fleet has changed
 transport = sender.open(manifest)
-await client.run("prepare_weights_update", {"transport": transport, "fingerprint": sender.fingerprint})
+client.run("prepare_weights_update", {"transport": transport, "fingerprint": sender.fingerprint})
 for number in fill(manifest, tensors, sender.buffer, digests):
     sender.send(number)
 sender.finish(digests)
-await client.run("complete_weights_update", {"num_buckets": len(manifest.buckets)})
+client.run("complete_weights_update", {"num_buckets": len(manifest.buckets)})
 sender.close()
 """
 
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     import torch
 
 END_S = 5.0
-"""For a group to be taken down. What a dead peer left posted takes longer, and is not waited for."""
+"""Seconds to wait for the end of a group. Operations that a dead peer left posted take longer, and are not awaited."""
 
 
 class GroupSender(PushingSender, LendingSender):
-    """A Sender. The store by which a group forms listens at `host`:`port` (0: any) for as long as this lives."""
+    """Sends by a group that `form` has formed. The store by which a group forms listens until `destroy`."""
 
     bucket_bytes = 32 << 20
-    """Each side keeps two of them; larger ones are no faster."""
+    """Each side has two buckets in memory. Larger ones are not faster."""
 
     def __init__(
         self,
@@ -64,15 +64,26 @@ class GroupSender(PushingSender, LendingSender):
         join_timeout_s: float = JOIN_TIMEOUT_S,
         device: str = "cuda:0",
     ) -> None:
-        """`host`: as the workers reach this process. `timeout_s`: of a whole update. `device`: the trainer's own, for
-        nccl."""
-        import_torch()  # or it is Unsupported
+        """Makes the sender.
+
+        Args:
+            backend: the kind of group.
+            host: the address at which workers reach this process.
+            port: the port of the group's store; 0 takes any free one.
+            timeout_s: the time for a whole update, in seconds.
+            join_timeout_s: the time to form a group, in seconds.
+            device: the trainer's own GPU, for nccl.
+
+        Raises:
+            Unsupported: torch is missing, or nccl can't be used.
+        """
+        import_torch()
         self.backend = backend
         self._device = gpu(_here(device)) if backend == "nccl" else None
         self.slow = False if backend == "nccl" else None
-        """From GPU to GPU: to be compared, weights would have to come to the host first."""
+        """With nccl weights go from GPU to GPU. To compare them they would have to come to the host first."""
         self.fingerprint = ""
-        """Of the fleet that is in the group."""
+        """The fingerprint of the fleet that is in the group; empty before."""
         self._host = host
         self._port = port
         self._timeout_s = timeout_s
@@ -88,17 +99,18 @@ class GroupSender(PushingSender, LendingSender):
 
     @property
     def port(self) -> int:
-        """Of the store, once a group was formed."""
+        """The port of the store, once a group was formed."""
         return int(self._store.port)
 
     @property
     def formed(self) -> bool:
+        """True if there is a group, and it was not dropped."""
         return self._group is not None and not self._group.why_dropped
 
     # ---- the group ----
 
     def form(self, init: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
-        """`init(body)` asks the fleet for `init_transport`, and returns its reply. Blocks until all have joined."""
+        """Forms a group, and blocks until every rank has joined. `init(body)` runs the op `init_transport`."""
         lifelines = PeerLiveness.of_trainer(self._host)
         try:
             body = {**self._announce(), "lifeline_port": lifelines.port}
@@ -123,16 +135,20 @@ class GroupSender(PushingSender, LendingSender):
             joining.join(2 * self._join_timeout_s)
             for one in joined:
                 if isinstance(one, Group):
-                    one.drop("it was not formed by all")
+                    one.drop("some rank did not join")
             raise
         joining.join(2 * self._join_timeout_s)
-        group = joined[0] if joined else DeadlineExceeded("this process has not joined the group", fix=FORM_AGAIN)
+        group = (
+            joined[0]
+            if joined
+            else DeadlineExceeded("the trainer's own rank has not joined the group", fix=FORM_AGAIN)
+        )
         if isinstance(group, PlaneError):
             raise group
         self._group, self.fingerprint = group, str(reply["fingerprint"])
 
     def _announce(self) -> dict[str, Any]:
-        """The store listens from here on. A group that there was is dropped."""
+        """Lets the store listen, drops the group before, and returns the body of `init_transport`."""
         dist = import_torch().distributed
         self.leave()
         if self._store is None:
@@ -165,12 +181,12 @@ class GroupSender(PushingSender, LendingSender):
             raise
 
     def _world_size(self, name: str, withdrawn: threading.Event) -> int:
-        """Once a worker says how many ranks there are."""
+        """The group's size, which the first worker writes into the store."""
         key, until = f"{name}/world_size", time.monotonic() + self._join_timeout_s
         try:
             while not self._store.check([key]):
                 if withdrawn.wait(LOOK_S) or time.monotonic() > until:
-                    raise DeadlineExceeded(f"no worker came to the group {name}", fix=FORM_AGAIN)
+                    raise DeadlineExceeded(f"no worker has joined the group {name}", fix=FORM_AGAIN)
             return int(self._store.get(key))
         except (RuntimeError, ValueError) as error:
             raise Unavailable(
@@ -178,7 +194,7 @@ class GroupSender(PushingSender, LendingSender):
             ) from error
 
     def leave(self) -> None:
-        """Drops the group; the store goes on listening."""
+        """Drops the group. The store continues to listen."""
         group, self._group = self._group, None
         if group is not None:
             group.drop("the trainer left it")
@@ -197,9 +213,9 @@ class GroupSender(PushingSender, LendingSender):
         group = self._whole()
         sizes = [bucket.nbytes for bucket in manifest.buckets]
         self._manifest = manifest
-        told = json.dumps(manifest.to_wire()).encode()
+        raw = json.dumps(manifest.to_wire()).encode()
         self._manifest_key = f"manifest-{secrets.token_hex(4)}"
-        group.put(self._manifest_key, told)
+        group.put(self._manifest_key, raw)
         self._places = group.lanes(sizes)
         self._lent, self._under_way = {}, {}
         self._deadline = time.monotonic() + self._timeout_s
@@ -207,12 +223,12 @@ class GroupSender(PushingSender, LendingSender):
             "backend": self.backend,
             "group": group.place.group,
             "manifest_key": self._manifest_key,
-            "manifest_digest": DIGEST_PREFIX + blake3(told).hexdigest(),
+            "manifest_digest": DIGEST_PREFIX + blake3(raw).hexdigest(),
             "num_buckets": len(sizes),
         }
 
     def lend(self, tensors: Mapping[str, Tensor]) -> Collection[int]:
-        """In host memory, a tensor that fills a bucket is sent from where it lies."""
+        """Sends a tensor in host memory that fills a bucket from where it lies."""
         assert self._manifest is not None, "open comes first"
         for number, bucket in enumerate(self._manifest.buckets):
             tensor = tensors.get(bucket.tensors[0].name) if len(bucket.tensors) == 1 else None
@@ -227,7 +243,7 @@ class GroupSender(PushingSender, LendingSender):
         return memoryview(self._place(number).numpy())
 
     def send(self, number: int) -> None:
-        self._wait(number - AHEAD)  # what is lent asks for no buffer
+        self._wait(number - AHEAD)  # for a lent bucket `buffer` is not called
         self._under_way[number] = self._whole().broadcast(self._place(number))
 
     def finish(self, digests: Mapping[str, str] | None) -> None:
@@ -248,7 +264,7 @@ class GroupSender(PushingSender, LendingSender):
         group.broadcast(data).wait("the digest", self._deadline)
 
     def close(self) -> None:
-        """What was not finished can't be taken back: the group is formed anew for the next update."""
+        """Ends the update. If it was not finished, the group is dropped, since what was posted can't be taken back."""
         if self._manifest is not None:
             if self._group is not None:
                 self._group.remove(self._manifest_key)
@@ -272,15 +288,13 @@ class GroupSender(PushingSender, LendingSender):
 
     def _whole(self) -> Group:
         if self._group is None:
-            raise Unavailable(
-                "there is no group with the fleet", fix="form it: await ensure_group(sender, client)"
-            )
+            raise Unavailable("there is no group with the fleet", fix="form it with sender.form")
         self._group.check()
         return self._group
 
 
 class FleetGroupSender(GroupSender):
-    """Forms its group by itself."""
+    """A GroupSender that forms its group when it must, before each update."""
 
     def __init__(self, backend: Literal["gloo", "nccl"], context: SenderContext) -> None:
         device = ("device",) if backend == "nccl" else ()
@@ -288,20 +302,22 @@ class FleetGroupSender(GroupSender):
         host, port = context.address()
         timeout_s = context.options.get("timeout_s", RECEIVE_TIMEOUT_S)
         if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
-            raise InvalidRequest(f"timeout_s is {timeout_s!r}", field="options.timeout_s", fix="give some seconds")
+            raise InvalidRequest(
+                f"timeout_s is {timeout_s!r}", field="options.timeout_s", fix="give seconds, above 0"
+            )
         at = context.options.get("device", "cuda:0")
         super().__init__(backend, host=host, port=port, timeout_s=timeout_s, device=at)
         self._run = context.run
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
-        now = self._run("workers", {})["fingerprint"]  # first: another trainer may form its group meanwhile
+        now = self._run("workers", {})["fingerprint"]  # ask first: another trainer may form its group meanwhile
         if not self.formed or self.fingerprint != now:
             self.form(lambda body: self._run("init_transport", body))
         return super().open(manifest)
 
 
 def _here(device: object) -> str | None:
-    """If it is one of this machine's."""
+    """Returns the device if it is one of this machine's GPUs; None if there is no GPU."""
     torch = import_torch()
     known = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     if known and device not in known:
@@ -312,10 +328,10 @@ def _here(device: object) -> str | None:
 
 
 def build_gloo(context: SenderContext) -> FleetGroupSender:
-    """Options: see `SenderContext.address`; `timeout_s`, of a whole update."""
+    """Makes the gloo sender. Options: `host`, `port` (see `SenderContext.address`), `timeout_s` (a whole update)."""
     return FleetGroupSender("gloo", context)
 
 
 def build_nccl(context: SenderContext) -> FleetGroupSender:
-    """As `build_gloo`; `device`, the trainer's: `cuda:0`."""
+    """Makes the nccl sender. Options: those of gloo, and `device`, the trainer's GPU (default `cuda:0`)."""
     return FleetGroupSender("nccl", context)

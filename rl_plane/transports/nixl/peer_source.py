@@ -1,4 +1,4 @@
-"""Weights that a worker keeps beside its model, for others to pull when their source is gone."""
+"""Offers the weights that a worker keeps beside its model, so that other workers can heal from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_plane.weights.manifest import Manifest, pack
 
 
 class PeerSource:
-    """One set of tensors at a time, each read where it lies."""
+    """Offers one set of tensors at a time. Other workers read them in place."""
 
     def __init__(self, host: str) -> None:
         self._agent = make_agent(f"rl-plane-{secrets.token_hex(8)}")
@@ -27,7 +27,8 @@ class PeerSource:
         self._tensors: Mapping[str, HostTensor] = {}
 
     def offer(self, tensors: Mapping[str, HostTensor]) -> Mapping[str, Any]:
-        """The `transport` of whoever wants them. Their memory is lent until `withdraw`."""
+        """Offers tensors, whose memory is lent until `withdraw`. Returns the `transport` object of a request for
+        them."""
         self.withdraw()
         manifest = Manifest(pack(((name, one.spec) for name, one in tensors.items()), NixlSender.bucket_bytes))
         places = [
@@ -42,7 +43,7 @@ class PeerSource:
         return self._server.transport(self._key)
 
     def withdraw(self) -> None:
-        """Nobody reads them any more."""
+        """Ends the offer. When it returns, no other worker reads the tensors. In a forked child it does nothing."""
         if not is_ours(self._agent):
             return
         self._server.withdraw(self._key)
@@ -51,7 +52,7 @@ class PeerSource:
         self._registered, self._tensors = None, {}
 
     def close(self) -> None:
-        """In a child that was forked it does nothing, as `withdraw`."""
+        """Ends the offer and the server. In a forked child it does nothing."""
         if not is_ours(self._agent):
             return
         self.withdraw()
@@ -60,6 +61,6 @@ class PeerSource:
 
 
 def address_towards(nats_url: str) -> str:
-    """This machine's, on the network on which it reaches NATS: there the other workers are too."""
+    """This machine's address on the network of NATS, where the other workers are too."""
     where = urlsplit(nats_url if "://" in nats_url else f"nats://{nats_url}")
     return own_address(where.hostname or "", where.port or DEFAULT_PORT)

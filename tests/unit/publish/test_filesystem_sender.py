@@ -165,7 +165,7 @@ def test_a_full_or_absent_disk_is_told(tmp_path: Path) -> None:
     ("root", "options", "field"),
     [
         (None, {}, "root"),
-        ("/x", {"keep": 0}, "keep"),
+        ("/x", {"keep": 0}, "options.keep"),
         ("/x", {"keep": "2"}, "options.keep"),
         ("/x", {"colour": 1}, "options.colour"),
         ("/x", {"publisher": ""}, "options.publisher"),

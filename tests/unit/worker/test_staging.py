@@ -18,7 +18,7 @@ import rl_plane.weights.checkpoint as checkpoint
 from rl_plane._util.tasks import never
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights
 from rl_plane.protocol.versions import HostTensor, TensorSpec, tensors_digest
-from rl_plane.transports.base import Delivery, TransportContext
+from rl_plane.transports.base import Delivery, TransportContext, WeightTransport
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
 from rl_plane.transports.reception import Cancelled, Reception, Staged, TensorStream
 from rl_plane.weights.checkpoint import open_published, write_manifest
@@ -419,7 +419,7 @@ class Silent(Memory):
         yield  # a generator, as the contract wants
 
 
-class SilentTransport:
+class SilentTransport(WeightTransport):
     """A transport of a third party: it shares no class with the product's."""
 
     backend = "silent"
