@@ -51,7 +51,7 @@ if typing.TYPE_CHECKING:
     from rl_plane.fleet.fleet import Fleet
     from rl_plane.sync import SyncRlClient
 else:
-    _ON_NATS = {"FanOut": "client", "Fleet": "fleet", "RlClient": "client", "SyncRlClient": "sync"}
+    _ON_NATS = {"FanOut": "client", "Fleet": "fleet.fleet", "RlClient": "client", "SyncRlClient": "sync"}
     """Name → its module. Loaded when asked for: what has the model (an engine's processes, an engine by itself) does
     without nats-py."""
 

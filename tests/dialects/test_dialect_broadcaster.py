@@ -21,8 +21,6 @@ from frontend.server.http import MAX_BODY_BYTES
 from rl_plane.errors import Locked
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.weights.safetensors_file import write_safetensors
-from tests.dialects.test_dialect_prime_rl import PrimeRl
-from tests.engines.test_hf_fleet import START_S, Witnesses
 from tests.support.dialect_facade import (
     HEAL_S,
     PROMPT,
@@ -38,7 +36,9 @@ from tests.support.dialect_facade import (
     witnessed,
 )
 from tests.support.fed_trainer import HOST, FedTrainer, parts_of
-from tests.transports.test_fed_updates import NUMBERS, free_port
+from tests.support.fed_updates import NUMBERS, free_port
+from tests.support.hf_fleet import START_S, Witnesses
+from tests.support.prime_rl_calls import PrimeRl
 from worker.receive.staging import model_digest
 from worker.testing.tiny_model import make_witness_model
 

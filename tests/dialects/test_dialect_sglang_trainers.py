@@ -27,8 +27,6 @@ from frontend.dialects.sglang.open_sessions import Opened
 from frontend.dialects.sglang.sglang_session import Updates
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, Holder, read_holder
 from rl_plane.errors import BusUnreachable, EngineFailed, Locked
-from tests.dialects.test_dialect_sglang import aborts_what_runs, one_by_one
-from tests.engines.test_hf_fleet import START_S, Witnesses
 from tests.support.dialect_facade import (
     HEAL_S,
     facade,
@@ -40,7 +38,10 @@ from tests.support.dialect_facade import (
     taken_before,
 )
 from tests.support.fed_trainer import HOST, FedTrainer, parts_of
-from tests.transports.test_fed_updates import GLOO_S, free_port
+from tests.support.fed_updates import GLOO_S, free_port
+from tests.support.hf_fleet import START_S, Witnesses
+from tests.support.sglang_calls import aborts_what_runs, one_by_one
+from tests.support.sglang_replay import Replay
 from worker.engines.fake.fake_model import make_fake_adapter
 from worker.receive.staging import TIE_FIX
 from worker.testing.tiny_model import make_tiny_model
@@ -56,58 +57,6 @@ WORKERS = 2
 BUCKETS = 4
 ENDS_S = 30.0
 """Every side has its error by then."""
-
-
-class Replay:
-    """A trainer that takes the facade for one SGLang server."""
-
-    def __init__(self, http: httpx.AsyncClient, trainer: ToldProcess) -> None:
-        self.http = http
-        self.trainer = trainer
-
-    async def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """As `requests.post(url, json=payload or {})`, then `raise_for_status` and `json`."""
-        return fine(await self.http.post(path, json=body or {}))
-
-    async def flush(self) -> None:
-        """As slime: each second, at most sixty times."""
-        for _ in range(60):
-            if (await self.http.get("/flush_cache")).status_code == 200:
-                return
-            await asyncio.sleep(1)
-        raise AssertionError("the cache was never flushed")
-
-    async def form(self, group: str, port_type: type = int) -> httpx.Response:
-        ranks = fine(await self.http.get("/server_info"))["num_gpus"]
-        port = free_port()
-        asked = {
-            "master_address": HOST,
-            "master_port": port_type(port),
-            "rank_offset": 1,
-            "world_size": ranks + 1,
-            "group_name": group,
-            "backend": "gloo",
-        }
-        told = {"group": group, "port": port, "world_size": ranks + 1, "timeout_s": GLOO_S}
-        reply, _ = await asyncio.gather(
-            self.http.post("/init_weights_update_group", json=asked),
-            self.trainer.do("form", told),
-        )
-        return reply
-
-    async def leave(self, group: str) -> None:
-        await self.post("/destroy_weights_update_group", {"group_name": group})
-        await self.trainer.do("leave", group)
-
-    async def send(self, group: str, directory: Path, part: dict[str, Any], **body: Any) -> httpx.Response:
-        """The call and the broadcasts, side by side as trainers do it."""
-        layout = "flat" if body.get("load_format") == "flattened_bucket" else "each"
-        told = {"group": group, "directory": str(directory), "part": {**part, "layout": layout}}
-        reply, _ = await asyncio.gather(
-            self.http.post("/update_weights_from_distributed", json={**part, "group_name": group, **body}),
-            self.trainer.do("send", told),
-        )
-        return reply
 
 
 async def test_trainers_that_speak_to_sglang(plane: Plane) -> None:

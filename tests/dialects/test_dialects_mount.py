@@ -529,7 +529,7 @@ def test_every_row_names_a_test_that_there_is() -> None:
     for trainer, *_, named in rows:
         tests = named.split(", ")
         for test in tests:
-            found = re.fullmatch(r"`(tests/\w+\.py)::(\w+)`", test)
+            found = re.fullmatch(r"`(tests/[\w/]+\.py)::(\w+)`", test)
             assert found, f"{trainer}: {named!r} is not `tests/file.py::name`"
             text = (DOCS.parent / found[1]).read_text()
             assert re.search(rf"^(async )?def {found[2]}\(", text, re.MULTILINE), f"{trainer}: there is no {test}"

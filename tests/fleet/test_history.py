@@ -45,6 +45,7 @@ from rl_plane.protocol import update_requests, validation
 from rl_plane.protocol.record import DecisionRecord, Source, UpdateSession
 from rl_plane.protocol.subjects import HISTORY_PREFIX, RECORD
 from rl_plane.protocol.versions import WeightVersion
+from tests.support.dying_coordinator import ENDS, _Dies, ends_at
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -343,22 +344,6 @@ async def test_a_duplicate_waits_for_the_one_in_flight_elsewhere(plane: Plane) -
     assert {entry["who"] for entry in await told(two)} == {one.owner, ""}
 
 
-class _Dies(BaseException):
-    """As a SIGKILL: nothing that the coordinator would do at its end is done."""
-
-
-def ends_at(patch: pytest.MonkeyPatch, phase: str, error: BaseException) -> None:
-    """Coordinators get so far, and no further."""
-    real = Coordinator._carry_out
-
-    async def carry_out(self: Coordinator, instruction: Instruction) -> Event:
-        if instruction.phase == phase:
-            raise error
-        return await real(self, instruction)
-
-    patch.setattr(Coordinator, "_carry_out", carry_out)
-
-
 async def test_a_commit_whose_coordinator_died_at_once_is_in_the_history(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -454,10 +439,6 @@ async def test_an_error_after_the_decision_is_a_commit_all_the_same(
     else:
         with pytest.raises(Conflict, match="0 workers serve it"):
             await again
-
-
-ENDS = [pytest.param(_Dies(), id="dies"), pytest.param(Unavailable("NATS is down"), id="503")]
-"""How a coordinator may end after its decision, with nobody told who serves it."""
 
 
 async def asked(

@@ -17,7 +17,7 @@ from rl_plane.errors import BusUnreachable, PlaneError, StaleFence
 from rl_plane.protocol.record import DecisionRecord, Source, read_record
 from rl_plane.protocol.subjects import RECORD
 from rl_plane.protocol.versions import WeightVersion
-from tests.fleet.test_updates import generated, states, update_of
+from tests.support.fleet_updates import generated, states, update_of
 from worker.engines.fake.adapter import fake_token, make_fake_adapter
 from worker.receive.staging import model_digest
 

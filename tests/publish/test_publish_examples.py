@@ -28,7 +28,7 @@ EXAMPLE_S = 150.0
 PROMPT = [5, 6, 7]
 TOKENS = 8
 LOGPROB = 2e-3
-"""Between two send_plan to compute the same float32 model, in nats."""
+"""Between two ways to compute the same float32 model, in nats."""
 
 
 async def says(http: httpx.AsyncClient, ids: list[str], base: Path, adapter: Path | None = None) -> None:

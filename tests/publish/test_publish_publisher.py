@@ -45,8 +45,8 @@ from rl_plane.transports.packing import raw_bytes, spec_of
 from rl_plane.transports.registry import installed
 from rl_plane.weights.manifest import Manifest, pack
 from tests.conftest import Plane
-from tests.fleet.test_delta_fleet import tensors_in
-from tests.fleet.test_worker_healing import until_behind
+from tests.support.delta_updates import tensors_in
+from tests.support.healing import until_behind
 from tests.support.paths import ROOT
 from tests.support.publishing import BOUND_S, Broken, Changing, Gathering, Held, nudged, root_of, serve, served
 from worker.engines.fake.adapter import make_fake_adapter
@@ -359,7 +359,7 @@ async def test_a_failure_names_the_worker_and_leaves_the_fleet_as_it_was(plane: 
 
     broken = Broken(good)
     broken.go.set()
-    with pytest.raises(InvalidRequest, match="expected .* next"):
+    with pytest.raises(InvalidRequest, match=r"expected .* next"):
         await WeightPublisher(broken, fleet, root=root_of(plane)).publish_async("broken")
     with pytest.raises(InvalidRequest, match="version"):
         await WeightPublisher(good, fleet, root=root_of(plane)).publish_async("bad\nlabel")

@@ -26,19 +26,19 @@ RANKS_S = 150.0
 pytestmark = [pytest.mark.slow, pytest.mark.parallel, pytest.mark.timeout(RANKS_S + 60)]
 
 
-async def told_by_two_ranks(plane: Plane, script: str, *send_plan: str) -> tuple[list[str], list[dict[str, Any]]]:
+async def told_by_two_ranks(plane: Plane, script: str, *ways: str) -> tuple[list[str], list[dict[str, Any]]]:
     """(the versions, what each rank told of each): two workers serve the last one. One by each way fails."""
     model, first = fresh(), plane.tmp / "weights" / "first"
     first.mkdir(parents=True)
     save_file(dict(ModuleSource(model).take().tensors), first / "model.safetensors")
     plane.spawn_many(2, model=first)
     where = (plane.url, plane.namespace, plane.component)
-    told = await asyncio.to_thread(told_by_ranks, 2, script, *where, *send_plan, timeout_s=RANKS_S)
-    versions = [f"{way} {number}" for way in send_plan for number in range(1, VERSIONS + 1)]
+    told = await asyncio.to_thread(told_by_ranks, 2, script, *where, *ways, timeout_s=RANKS_S)
+    versions = [f"{way} {number}" for way in ways for number in range(1, VERSIONS + 1)]
     for _ in versions:
         add_one(model)
     _, digest = digest_of(ModuleSource(model))
-    assert await served(plane) == {(versions[-1], digest, len(versions) - len(send_plan))}, told
+    assert await served(plane) == {(versions[-1], digest, len(versions) - len(ways))}, told
     return versions, told
 
 
@@ -55,8 +55,8 @@ async def test_when_rank_0_fails_in_the_middle_of_sending_all_ranks_go_on(plane:
 async def test_rank_0_uses_an_export_up_as_the_others_do(plane: Plane) -> None:
     """Also what comes after the last tensor that is sent: one that is left out is gathered, and a barrier is met. One
     that was not announced fails the version."""
-    send_plan = ("gloo:full", "ipc:full", "ipc:delta")
-    versions, told = await told_by_two_ranks(plane, "tests/support/exporting_ranks.py", *send_plan)
+    ways = ("gloo:full", "ipc:full", "ipc:delta")
+    versions, told = await told_by_two_ranks(plane, "tests/support/exporting_ranks.py", *ways)
     refused = f"InvalidRequest: expected nothing next, but {GROWN!r} came"
     of_rank = [[one for one in told if one["rank"] == rank] for rank in range(2)]
     assert [(one["version"], one["error"]) for one in of_rank[1]] == [(name, "") for name in versions]

@@ -91,15 +91,15 @@ class Trainers(Sessions):
             reply = await call(world, by, "state", {})
             if reply is not None and reply["version"] is not None and rng.random() < 0.9:
                 self._base = reply["version"]["digest"]
-            send_plan = sorted(digest for base, digest in world.deltas if base == self._base)
-            if not send_plan:
+            ways = sorted(digest for base, digest in world.deltas if base == self._base)
+            if not ways:
                 return
             name, body = self.body()
             self.wrong[name] = ""
-            digest = rng.choice(send_plan)
+            digest = rng.choice(ways)
             body["transport"]["path"] = str(world.deltas[self._base, digest])
             if rng.random() < 0.1:  # it is not what it says
-                told, digest = digest, rng.choice(send_plan)
+                told, digest = digest, rng.choice(ways)
                 self.wrong[name] = "" if told == digest else "it is a delta of something else"
             body |= {"encoding": "delta", "base": self._base, "digest": digest}
             if rng.random() < 0.2:

@@ -15,8 +15,8 @@ from rl_plane.publish.sources.base import Taken
 from rl_plane.publish.sources.directory import DirectorySource
 from rl_plane.weights.safetensors_file import write_safetensors
 from tests.conftest import Plane
-from tests.fleet.test_delta_fleet import tensors_in
-from tests.fleet.test_updates import all_serve
+from tests.support.delta_updates import tensors_in
+from tests.support.fleet_updates import all_serve
 from worker.receive.staging import model_digest
 
 BOUND_S = 60.0

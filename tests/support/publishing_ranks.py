@@ -40,8 +40,8 @@ class Rank:
         """After each: what is told of it besides."""
         return {}
 
-    def publish(self, url: str, namespace: str, component: str, *send_plan: str) -> None:
-        for way in send_plan:
+    def publish(self, url: str, namespace: str, component: str, *ways: str) -> None:
+        for way in ways:
             how: dict[str, Any] = {"namespace": namespace, "component": component, "bucket_bytes": 100}
             with self.publisher(way, url, **how) as publisher:
                 for number in range(1, VERSIONS + 1):

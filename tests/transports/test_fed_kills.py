@@ -12,11 +12,11 @@ import pytest
 pytest.importorskip("torch")
 
 from rl_plane.errors import EngineFailed, PlaneError
-from tests.engines.test_hf_fleet import proven
-from tests.fleet.test_updates import states
 from tests.support import deaths
 from tests.support.fed_trainer import FedTrainer, parts_of
-from tests.transports.test_fed_updates import GLOO_S, PARTS, Feeding
+from tests.support.fed_updates import GLOO_S, PARTS, Feeding
+from tests.support.fleet_updates import states
+from tests.support.hf_fleet import proven
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

@@ -128,9 +128,7 @@ class _VersionWriter:
         self._file = -1
         self._threads = ThreadPoolExecutor(1, "rl-plane-write")
         try:
-            fcntl.flock(
-                self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB
-            )  # in use while this process lives
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # in use while this process lives
             adapter = manifest.adapter_config is not None
             self._name = ADAPTER_NAME if adapter else SINGLE_NAME
             self._file = os.open(self._directory / self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

@@ -36,6 +36,7 @@ from rl_plane.protocol.fleet_ops import FLEET_OPS
 from rl_plane.protocol.record import first_record
 from rl_plane.protocol.subjects import Subjects, check_instance_id
 from rl_plane.protocol.versions import TensorSpec, WeightVersion, tensors_digest
+from tests.support.without_nats import without_nats
 
 # ---- the public face ----
 
@@ -52,14 +53,6 @@ def test_the_public_face_is_sorted_and_nothing_strays() -> None:
         rl_plane.__all__, key=str.casefold
     )
     assert len(set(rl_plane.__all__)) == len(rl_plane.__all__)
-
-
-def without_nats(directory: Path) -> str:
-    """What PYTHONPATH is where nats-py is not installed."""
-    package = directory / "nats"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'nats'\", name='nats')\n")
-    return str(directory)
 
 
 def test_what_has_the_model_does_without_nats(tmp_path: Path) -> None:

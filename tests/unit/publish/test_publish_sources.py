@@ -197,7 +197,7 @@ def test_names_are_mapped(names: Any, expected: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("names", "words"),
-    [({"a": "b"}, "two tensors"), ({"a": "with space"}, "no name"), (lambda name: None, "no tensors")],
+    [({"a": "b"}, "two tensors"), ({"a": "with space"}, "can't be the name"), (lambda name: None, "no tensors")],
 )
 def test_names_that_can_not_be_are_refused(names: Any, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:

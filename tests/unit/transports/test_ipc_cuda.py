@@ -29,7 +29,7 @@ from rl_plane.transports.ipc.receiver import IpcTransport
 from rl_plane.transports.ipc.sender import IpcSender, build
 from rl_plane.transports.packing import fill
 from rl_plane.weights.manifest import Manifest, pack
-from tests.transports.test_ipc_transport import BOUND_S, descriptors, impostor, memory, pool, raw_receiver
+from tests.support.ipc_memory import BOUND_S, descriptors, impostor, memory, pool, raw_receiver
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
