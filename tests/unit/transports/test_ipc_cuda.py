@@ -171,13 +171,13 @@ def test_each_rank_reads_from_its_own_gpu_and_all_is_given_back(cuda: Cuda, pool
 def test_nobody_is_told_of_a_bucket_before_its_copies_are_there(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = ipc_session.Update.send
+    told = ipc_session.IpcUpdate.send
 
     def send(self: Any, turn: dict[str, Any]) -> None:
         cuda.calls.append(f"told {turn['bucket']}")
         told(self, turn)
 
-    monkeypatch.setattr(ipc_session.Update, "send", send)
+    monkeypatch.setattr(ipc_session.IpcUpdate, "send", send)
     with sender_of(1) as (sender, _):
         sender.buffer(0)
         cuda.calls.clear()
