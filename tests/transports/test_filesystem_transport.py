@@ -401,7 +401,7 @@ BAD_HEADERS: list[tuple[str, Any, bytes, str]] = [
     ("no tensors but bytes", {}, b"1", "1 trailing bytes"),
     ("overlap", {"a": entry(0, 5), "b": entry(4, 8)}, bytes(8), "'b' overlaps 'a'"),
     ("same place", {"a": entry(0, 4), "b": entry(0, 4)}, bytes(4), "overlaps"),
-    ("hole", {"a": entry(0, 3), "b": entry(4, 8)}, bytes(8), "bytes of no tensor before 'b'"),
+    ("hole", {"a": entry(0, 3), "b": entry(4, 8)}, bytes(8), "bytes before 'b' belong to no tensor"),
     ("late begin", {"a": entry(1, 8)}, bytes(8), "does not begin at 0"),
     ("unknown dtype", {"a": entry(0, 8, "F13")}, bytes(8), "'F13'"),
     ("dtype no string", {"a": entry(0, 8, ["U8"])}, bytes(8), "dtype"),
@@ -437,8 +437,8 @@ BAD_HEADERS: list[tuple[str, Any, bytes, str]] = [
     ("nan", b'{"a": NaN}', b"", "NaN is not JSON"),
     ("long number", b'{"a": ' + b"9" * 5000 + b"}", b"", "can't be read"),
     ("deep", b'{"a": ' + b"[" * 100_000, b"", "can't be read"),
-    ("twice", b'{"a": 1, "a": 1}', b"", "'a' is there twice"),
-    ("twice within", b'{"a": {"dtype": "U8", "dtype": "U8"}}', b"", "'dtype' is there twice"),
+    ("twice", b'{"a": 1, "a": 1}', b"", "'a' occurs twice"),
+    ("twice within", b'{"a": {"dtype": "U8", "dtype": "U8"}}', b"", "'dtype' occurs twice"),
 ]
 
 

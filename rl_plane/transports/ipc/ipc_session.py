@@ -203,7 +203,7 @@ class IpcUpdate:
             return
         if self._come >= self._expected or (self._come and time.monotonic() >= self._come_until):
             raise Unavailable(
-                f"no receiver is left: {self._come} came, and ended before they had everything; the last: {self._why_dropped}"
+                f"no receiver is left: {self._come} came, and ended too early; the last: {self._why_dropped}"
             )
         if not self._come and time.monotonic() >= self._come_until:
             raise DeadlineExceeded(
