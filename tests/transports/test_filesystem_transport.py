@@ -396,7 +396,7 @@ def entry(begin: Any, end: Any, dtype: Any = "U8", shape: Any = None) -> dict[st
 HUGE = (1 << 63) - 1
 
 BAD_HEADERS: list[tuple[str, Any, bytes, str]] = [
-    ("truncated", {"a": entry(0, 8)}, b"1234567", "truncated: 8 bytes"),
+    ("truncated", {"a": entry(0, 8)}, b"1234567", "truncated: its tensors have 8 bytes"),
     ("trailing", {"a": entry(0, 8)}, b"123456789", "1 trailing bytes"),
     ("no tensors but bytes", {}, b"1", "1 trailing bytes"),
     ("overlap", {"a": entry(0, 5), "b": entry(4, 8)}, bytes(8), "'b' overlaps 'a'"),
