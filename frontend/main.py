@@ -55,7 +55,7 @@ class Frontend:
         self.view = view
         self.delivers = options.http_port is not None or options.speaks
         """Tokens. A frontend that does not is not waited for by updates."""
-        self.feed_timeout_s = options.feed_timeout_s
+        self.part_timeout_s = options.part_timeout_s
         self.status = FleetStatus(client, view)
         self.events = FleetEvents(view, self.status)
         self.committed = Committed(view)
@@ -106,7 +106,7 @@ class Frontend:
             yield frontend
 
     def spoken(self, dialects: tuple[str, ...]) -> Spoken:
-        plane = DialectPlane(DialectCalls(self.calls), self.view, self.generation, self.feed_timeout_s)
+        plane = DialectPlane(DialectCalls(self.calls), self.view, self.generation, self.part_timeout_s)
         return Spoken(dialects, plane, self.tokens)
 
     def metrics(self) -> str:

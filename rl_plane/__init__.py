@@ -41,7 +41,7 @@ from rl_plane.errors import (
     WrongIncarnation,
 )
 from rl_plane.membership.core import Changed, Member, Snapshot
-from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
 from rl_plane.rollouts.multi_turn import check_next_prompt, next_prompt
 from rl_plane.rollouts.partial import Gathered, Rollout, gather_enough
@@ -106,7 +106,7 @@ __all__ = [
     "UpdateAborted",
     "WeightVersion",
     "WorkerLost",
-    "WorkerRow",
+    "WorkerReply",
     "WrongIncarnation",
     "check_next_prompt",
     "gather_enough",

@@ -53,7 +53,7 @@ class DialectPlane:
     calls: DialectCalls
     view: MembershipView
     generation: Generation
-    feed_timeout_s: float
+    part_timeout_s: float
     """Of the tensors of one call, where its dialect has no word for it."""
 
 

@@ -11,7 +11,7 @@ from frontend.dialects import DialectPlane
 from frontend.dialects.dialect_routes import SHOWN, by_worker
 from rl_plane.commit.history import read_history
 from rl_plane.errors import Conflict, InvalidRequest, Locked, NoWorkers, PlaneError, Unavailable, Unsupported
-from rl_plane.protocol.envelope import engine_rows
+from rl_plane.protocol.envelope import engine_replies
 
 T = TypeVar("T")
 
@@ -138,7 +138,7 @@ async def rows_of_all(plane: DialectPlane, op: str) -> list[dict[str, Any]]:
     """Of an op that reads. Most clients ask once: a worker that is busy for a moment is asked again."""
     rows: list[dict[str, Any]] = []
     for _ in range(TRIES):
-        rows = engine_rows(await plane.calls.run(op, {}))
+        rows = engine_replies(await plane.calls.run(op, {}))
         silent = [row["instance_id"] for row in rows if row["status"] != "ok"]
         if not silent:
             return rows
@@ -159,7 +159,7 @@ async def checksum_each(plane: DialectPlane) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for member in await members(plane):
         asked = {"action": "checksum", "closed": True, "workers": [member["instance_id"]]}
-        rows += engine_rows(await plane.calls.run("check_weights", asked))
+        rows += engine_replies(await plane.calls.run("check_weights", asked))
     return rows
 
 

@@ -198,6 +198,6 @@ def reply_from_wire(wire: dict[str, Any]) -> Reply:
     )
 
 
-def engine_rows(reply: Mapping[str, Any]) -> list[dict[str, Any]]:
+def engine_replies(reply: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of a fleet's merged reply, without the rows of stages, which did nothing."""
     return [row for row in reply["workers"] if row.get("status") != "skipped"]

@@ -28,9 +28,9 @@ from typing import Any, Literal
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.canary import Canary
-from rl_plane.protocol.envelope import engine_rows
+from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
-from rl_plane.protocol.update_requests import FeedUpdate
+from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.packing import Buffer, Tensor
 from rl_plane.transports.reception import Cancelled
@@ -133,7 +133,7 @@ class PartwiseDelivery(Delivery):
         """
 
     @abstractmethod
-    def receive_part(self, part: FeedUpdate, cancelled: Cancelled) -> int:
+    def receive_part(self, part: ReceivePart, cancelled: Cancelled) -> int:
         """Receives the tensors of one part. Returns how many tensors are still to come.
 
         Runs on another thread than `tensors`, and returns when `tensors` has yielded the whole part. An error ends the
@@ -399,7 +399,7 @@ class PushingSender(Sender):
 
 def members(reply: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The engines' rows of a reply to `workers`, without workers that have left: of these only the name is known."""
-    return [row for row in engine_rows(reply) if "transports" in row]
+    return [row for row in engine_replies(reply) if "transports" in row]
 
 
 def world_size(workers: Sequence[Mapping[str, Any]]) -> int:

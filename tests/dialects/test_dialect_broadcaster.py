@@ -145,12 +145,12 @@ async def test_prime_rls_update_of_a_fleet_that_somebody_else_changes(plane: Pla
 
             group = await _init_broadcaster(trainer, http)
             async with (
-                taken_before(client, "feed_weights_update"),
+                taken_before(client, "receive_weights_part"),
                 taken_before(client, "complete_weights_update"),
             ):
                 assert fine(await update("one", 1))["weight_version"] == "one"
             body, _ = _broadcast(group, plane.model(2), "two")
-            async with taken_from("feed_weights_update"):
+            async with taken_from("receive_weights_part"):
                 assert refused(await http.post("/update_weights", json=body), 409)["cause"] == "locked"
             group = await _init_broadcaster(trainer, http)
             assert fine(await update("two", 2))["weight_version"] == "two"

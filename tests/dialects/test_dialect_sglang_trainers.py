@@ -639,7 +639,7 @@ async def test_a_fleet_that_is_taken_for_a_moment(plane: Plane) -> None:
 async def _taken_at_the_last_bucket(replay: Replay, plane: Plane, client: RlClient) -> None:
     first, last = parts_of(plane.model(1), 2)
     fine(await replay.send("g", plane.model(1), first))
-    async with taken_before(client, "feed_weights_update"), taken_before(client, "complete_weights_update"):
+    async with taken_before(client, "receive_weights_part"), taken_before(client, "complete_weights_update"):
         told = fine(await replay.send("g", plane.model(1), last, weight_version="one"))
     assert told["weight_version"] == "one"
     # For too long: it is not sent again, and not lost.
@@ -665,7 +665,7 @@ async def _taken_for_longer_than_a_silence(replay: Replay, plane: Plane, client:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("frontend.dialects.sglang.open_sessions.SESSION_IDLE_S", DEFAULT_LOCK_WAIT_S)
         await replay.post("/begin_weight_update")
-        async with taken_before(client, "feed_weights_update"):
+        async with taken_before(client, "receive_weights_part"):
             told = fine(await replay.send("g", plane.model(2), whole, weight_version="two"))
     assert "0 are missing" in told["message"]
     assert (await served(replay.http))[0][1] == "one"
@@ -691,7 +691,7 @@ async def _taken_in_two_phases(replay: Replay, plane: Plane, client: RlClient) -
         looks.append(asked)
         return await (_unreachable() if len(looks) == 1 else read_holder(*asked))
 
-    async with taken_before(client, "feed_weights_update", lambda body: not body.get("check_only")):
+    async with taken_before(client, "receive_weights_part", lambda body: not body.get("check_only")):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sglang_session, "read_holder", once_unreachable)
             assert (await replay.post("/prepare_weights_update", body))["status"] == "ready"
@@ -734,7 +734,7 @@ async def _refused_at_the_end(replay: Replay, plane: Plane, client: RlClient) ->
         await replay.post("/pause_generation", {"mode": "retract"})
         await replay.post("/begin_weight_update", {"selector": "all"})
         fine(await replay.send("g", plane.model(1), whole))
-        async with taken_before(client, "name_weights_update"):
+        async with taken_before(client, "label_weights_update"):
             await replay.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
         async with refused_before("complete_weights_update", Locked("taken", retry_after_s=1.0)):
             error = refused(await replay.http.post(path, json={}), 409)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from rl_plane.bus.state_store import read_record
 from rl_plane.client import RlClient
 from rl_plane.errors import InvalidRequest, NotAtBase, PlaneError
-from rl_plane.protocol.record import MAX_DELTAS, read_record
+from rl_plane.protocol.record import MAX_DELTAS
 from tests.conftest import Plane
 from tests.support.delta_updates import by_delta
 from tests.support.fleet_updates import all_serve, generated, states, update_of

@@ -12,9 +12,10 @@ import pytest
 
 from rl_plane.bus.sealed_record import SealedRecord
 from rl_plane.bus.server import NatsServer
+from rl_plane.bus.state_store import read_record
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, PlaneError, StaleFence
-from rl_plane.protocol.record import DecisionRecord, Source, read_record
+from rl_plane.protocol.record import DecisionRecord, Source
 from rl_plane.protocol.subjects import RECORD
 from rl_plane.protocol.versions import WeightVersion
 from tests.support.fleet_updates import generated, states, update_of

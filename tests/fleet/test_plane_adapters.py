@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from rl_plane.bus.state_store import read_record
 from rl_plane.client import RlClient
 from rl_plane.errors import (
     Conflict,
@@ -23,7 +24,6 @@ from rl_plane.errors import (
     Unsupported,
     UpdateAborted,
 )
-from rl_plane.protocol.record import read_record
 from tests.support.adapter_updates import adapter, load, target
 from tests.support.faults import Stream, Told, generate, spawn_faulty
 from tests.support.fleet_updates import coordinator_that_dies, states, update_of

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from rl_plane.bus.state_store import read_record
 from rl_plane.client import RlClient
 from rl_plane.commit.coordinator import Coordinator
 from rl_plane.commit.steps import Event, Instruction
-from rl_plane.protocol.record import read_record
 from tests.support.adapter_updates import adapter, load
 from tests.support.dying_coordinator import _Dies, ends_at
 from tests.support.faults import Stream, Told, generate, spawn_faulty

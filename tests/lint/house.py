@@ -1,4 +1,4 @@
-"""Finds docstrings with a forbidden opening, and class and module names that the product uses twice.
+"""Finds forbidden openings of docstrings, names that the product uses twice, and tests that import tests.
 
 A docstring is a sentence that says what the thing is or does. An opening such as "Of" or "By which" makes a fragment,
 which a reader must complete from the name and the body.
@@ -34,6 +34,7 @@ def offences(root: Path) -> list[str]:
     files = [name for name in names.stdout.split() if (root / name).is_file()]
     trees = {name: ast.parse((root / name).read_text()) for name in files}
     found = [line for name, tree in trees.items() for line in _openings(name, tree)]
+    found += [line for name, tree in trees.items() for line in _imports_of_tests(name, tree)]
     product = {name: tree for name, tree in trees.items() if name.startswith(PRODUCT)}
     return sorted(found + _same_modules(product) + _same_classes(product))
 
@@ -42,6 +43,14 @@ def _openings(name: str, tree: ast.Module) -> Iterator[str]:
     for line, text in _docstrings(tree):
         if OPENING.match(text.lstrip("`*_ \n")):
             yield f"{name}:{line}: the docstring opens with {text.split()[0]!r}: say what the thing is or does"
+
+
+def _imports_of_tests(name: str, tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            paths = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            if any(re.match(r"tests\..*\btest_\w+$", path) for path in paths):
+                yield f"{name}:{node.lineno}: it imports a test file: what tests share belongs into tests/support"
 
 
 def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:

@@ -59,3 +59,9 @@ def test_a_name_that_is_used_twice_is_found(tmp_path: Path) -> None:
 
 def test_a_file_that_has_the_same_part_in_each_folder_may_have_the_same_name(tmp_path: Path) -> None:
     assert _offences(tmp_path, rl_plane__ipc__sender=GOOD, rl_plane__nixl__sender="") == []
+
+
+def test_a_test_that_imports_a_test_is_found(tmp_path: Path) -> None:
+    imports = "from tests.fleet.test_updates import update\nfrom tests.support.faults import update\n"
+    found = _offences(tmp_path, tests__fleet__test_other=imports, tests__fleet__test_updates="")
+    assert [line.split(": ")[0] for line in found] == ["tests/fleet/test_other.py:1"]

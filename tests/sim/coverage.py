@@ -1,4 +1,5 @@
-"""Which transitions of the two machines a run has taken, by name; and the list of all that there are."""
+"""Which transitions of the two machines a run has taken, by name, and before which of them a partition has cut messages
+of their process; and the list of all that there are."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from unittest import mock
 from rl_plane.commit.machine import UpdateMachine
 from rl_plane.commit.steps import End, Failed
 from rl_plane.errors import PlaneError
+from tests.sim.virtual_loop import PROCESS
 from worker.reconcile import worker_core
 from worker.reconcile.worker_core import WorkerCore
 
@@ -31,11 +33,22 @@ def _watchers(reached: set[str]) -> list[tuple[Any, str, Any]]:
     ]
 
 
+def _note_cut(reached: set[str], what: str) -> None:
+    """Has a partition cut messages of the process that runs now, since this was last asked in it?"""
+    process = PROCESS.get()
+    if process is not None and process.cut_messages > process.noted_cuts:
+        process.noted_cuts = process.cut_messages
+        reached.add(f"cut: {what}")
+
+
 def _watched_step(step: Any, reached: set[str]) -> Any:
     def watched(self: UpdateMachine, event: Any, now: float, elapsed_s: float) -> Any:
         before = self.phase
         instruction = step(self, event, now, elapsed_s)
+        if (process := PROCESS.get()) is not None:
+            process.on_phase(instruction.phase)
         if event is not None:  # else it begins
+            _note_cut(reached, f"coordinator, {before}")
             what = "fails" if isinstance(event, Failed) else "goes well"
             after: str = instruction.phase
             if isinstance(instruction, End):
@@ -49,7 +62,10 @@ def _watched_step(step: Any, reached: set[str]) -> Any:
 def _watched(method: Any, name: str, reached: set[str]) -> Any:
     def watched(self: WorkerCore, *args: Any, **more: Any) -> Any:
         result = method(self, *args, **more)
-        reached.add(f"worker: {_NAMES[name](self, args, result)}")
+        what = f"worker: {_NAMES[name](self, args, result)}"
+        reached.add(what)
+        if what in CUT_AT:
+            _note_cut(reached, CUT_AT[what])
         return result
 
     return watched
@@ -104,6 +120,18 @@ _NAMES: dict[str, Any] = {
     "enabled": lambda self, args, result: "enabled",
 }
 
+CUT_AT = {
+    "worker: the leader said → lease": "worker, before it renews its lease",
+    "worker: by itself → Fetch the base": "worker, before it heals",
+    "worker: by itself → Swap the base": "worker, before it heals",
+    "worker: commit → Swap the base": "worker, before it commits",
+    "worker: asks after its coordinator → holds the lock": "worker, before it asks after its coordinator",
+    "worker: asks after its coordinator → is gone": "worker, before it asks after its coordinator",
+}
+"""Transition of a worker → what a partition before it is called."""
+CUT_PHASES = ("begin", "prepare", "receive", "session", "decide", "gate", "commit", "roll", "open")
+"""The phases of a coordinator at whose beginning the simulation cuts it off from others."""
+
 TRANSITIONS: dict[str, bool] = {
     "coordinator: abort fails → error": True,
     "coordinator: abort goes well → done": False,
@@ -118,7 +146,7 @@ TRANSITIONS: dict[str, bool] = {
     "coordinator: clear goes well → clear": True,
     "coordinator: clear goes well → done": True,
     "coordinator: clear goes well → error": True,
-    "coordinator: clear goes well → feed": True,
+    "coordinator: clear goes well → receive": True,
     "coordinator: clear goes well → gate": True,
     "coordinator: clear goes well → pause": True,
     "coordinator: clear goes well → prepare": True,
@@ -133,15 +161,15 @@ TRANSITIONS: dict[str, bool] = {
     "coordinator: decide fails → abort": True,
     "coordinator: decide fails → error": True,
     "coordinator: decide fails → session": True,
-    "coordinator: decide fails → settle": True,
+    "coordinator: decide fails → resolve": True,
     "coordinator: decide goes well → gate": False,
     "coordinator: decide goes well → pause": True,
     "coordinator: decide goes well → session": True,
-    "coordinator: feed fails → session": True,
-    "coordinator: feed goes well → abort": True,
-    "coordinator: feed goes well → feed": True,
-    "coordinator: feed goes well → prepare": True,
-    "coordinator: feed goes well → session": True,
+    "coordinator: receive fails → session": True,
+    "coordinator: receive goes well → abort": True,
+    "coordinator: receive goes well → receive": True,
+    "coordinator: receive goes well → prepare": True,
+    "coordinator: receive goes well → session": True,
     "coordinator: gate fails → error": True,
     "coordinator: gate fails → open": True,
     "coordinator: gate fails → watch": True,
@@ -181,7 +209,7 @@ TRANSITIONS: dict[str, bool] = {
     "coordinator: recheck goes well → decide": True,
     "coordinator: recheck goes well → done": True,
     "coordinator: recheck goes well → error": True,
-    "coordinator: recheck goes well → feed": True,
+    "coordinator: recheck goes well → receive": True,
     "coordinator: recheck goes well → prepare": True,
     "coordinator: recheck goes well → session": True,
     "coordinator: recheck goes well → watch": True,
@@ -198,19 +226,19 @@ TRANSITIONS: dict[str, bool] = {
     "coordinator: session goes well → gate": True,
     "coordinator: session goes well → pause": True,
     "coordinator: session goes well → watch": True,
-    "coordinator: settle fails → error": True,
-    "coordinator: settle fails → watch": True,
-    "coordinator: settle goes well → abort": True,
-    "coordinator: settle goes well → gate": True,
-    "coordinator: settle goes well → pause": True,
-    "coordinator: settle goes well → session": True,
+    "coordinator: resolve fails → error": True,
+    "coordinator: resolve fails → watch": True,
+    "coordinator: resolve goes well → abort": True,
+    "coordinator: resolve goes well → gate": True,
+    "coordinator: resolve goes well → pause": True,
+    "coordinator: resolve goes well → session": True,
     "coordinator: survey fails → error": False,
     "coordinator: survey goes well → begin": False,
     "coordinator: survey goes well → clear": True,
     "coordinator: survey goes well → decide": True,
     "coordinator: survey goes well → done": True,
     "coordinator: survey goes well → error": False,
-    "coordinator: survey goes well → feed": True,
+    "coordinator: survey goes well → receive": True,
     "coordinator: survey goes well → gate": False,
     "coordinator: survey goes well → pause": True,
     "coordinator: survey goes well → prepare": True,
@@ -224,6 +252,10 @@ TRANSITIONS: dict[str, bool] = {
     "coordinator: watch goes well → open": True,
     "coordinator: watch goes well → recheck": True,
     "coordinator: watch goes well → watch": True,
+    **{f"cut: {what}": True for what in CUT_AT.values()},
+    **{f"cut: coordinator, {phase}": True for phase in CUT_PHASES},
+    **{f"cut: coordinator, {phase}": True for phase in ("survey", "clear", "abort", "resolve", "pause")},
+    **{f"cut: coordinator, {phase}": True for phase in ("recheck", "leases", "watch")},
     "worker: asks after its coordinator → alone": True,
     "worker: asks after its coordinator → holds the lock": False,
     "worker: asks after its coordinator → is gone": False,

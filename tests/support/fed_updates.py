@@ -45,11 +45,11 @@ class Feeding:
         return formed
 
     async def prepare(self, **body: Any) -> dict[str, Any]:
-        transport = {"backend": "gloo", "group": self.group, "fed": True}
+        transport = {"backend": "gloo", "group": self.group, "in_parts": True}
         return await self.client.run("prepare_weights_update", {"transport": transport, **body})
 
     async def feed(self, directory: Path, part: dict[str, Any]) -> dict[str, Any]:
-        call = self.client.run("feed_weights_update", part)
+        call = self.client.run("receive_weights_part", part)
         reply: dict[str, Any] = (await asyncio.gather(call, self.send(directory, part)))[0]
         return reply
 

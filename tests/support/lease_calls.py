@@ -8,9 +8,10 @@ from typing import Any
 
 from frontend.main import Frontend
 from frontend.server.options import FrontendOptions
+from rl_plane.bus.state_store import read_frontends
 from rl_plane.client import RlClient
 from rl_plane.protocol.envelope import Request, decode, encode
-from rl_plane.protocol.record import DecisionRecord, read_frontends
+from rl_plane.protocol.record import DecisionRecord
 from tests.conftest import Plane
 from tests.support.committed_records import span
 from tests.support.scripted_worker import ScriptedWorker, Stream

@@ -112,14 +112,14 @@ async def test_what_is_refused(plane: Plane) -> None:
             assert error.facts["field"] == field
         error = await refused(feeding.prepare(), InvalidRequest, "there is no gloo group|group")
         await feeding.form(3)
-        await refused(client.run("feed_weights_update", first), UpdateAborted, "no such update is prepared")
-        transport = {"backend": "gloo", "group": feeding.group, "fed": True}
+        await refused(client.run("receive_weights_part", first), UpdateAborted, "no such update is prepared")
+        transport = {"backend": "gloo", "group": feeding.group, "in_parts": True}
         await refused(client.run("update_weights", {"transport": transport}), InvalidRequest, "several calls")
         lora = {"kind": "lora", "op": "load", "name": "a"}
         await refused(feeding.prepare(target=lora), InvalidRequest, "full one")
         await feeding.prepare(version="kept")
         for wrong in ({"names": []}, {"dtypes": ["pigeon"] * len(first["names"])}, {"layout": "round"}):
-            await refused(client.run("feed_weights_update", {**first, **wrong}), InvalidRequest, ".")
+            await refused(client.run("receive_weights_part", {**first, **wrong}), InvalidRequest, ".")
         await feeding.feed(directory, first)
         error = await refused(client.run("complete_weights_update"), InvalidWeights, "missing")
         assert error.facts["missing"]["count"] == sum(len(one["names"]) for one in others)
@@ -131,18 +131,18 @@ async def test_what_is_refused(plane: Plane) -> None:
         ):
             await feeding.form(3)
             await feeding.prepare()
-            await refused(client.run("feed_weights_update", wrong), InvalidWeights, words)
-            await refused(client.run("feed_weights_update", first), UpdateAborted, "no such update")
+            await refused(client.run("receive_weights_part", wrong), InvalidWeights, words)
+            await refused(client.run("receive_weights_part", first), UpdateAborted, "no such update")
             await refused(feeding.prepare(), PlaneError, "broke")
         await feeding.form(3)
         await feeding.prepare()
         await feeding.feed(directory, first)
-        await refused(client.run("feed_weights_update", first), InvalidWeights, "twice")
+        await refused(client.run("receive_weights_part", first), InvalidWeights, "twice")
         # A trainer that does not send what it has announced.
         await feeding.form(3)
         await feeding.prepare()
         await refused(
-            client.run("feed_weights_update", {**first, "timeout_s": 1.0}), UpdateAborted, "did not come"
+            client.run("receive_weights_part", {**first, "timeout_s": 1.0}), UpdateAborted, "did not come"
         )
         # And one that gives up.
         await feeding.form(3)

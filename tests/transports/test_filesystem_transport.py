@@ -19,6 +19,7 @@ import rl_plane.weights.checkpoint as checkpoints
 import rl_plane.weights.rooted_files as directories
 import rl_plane.weights.safetensors_file as safetensors_file
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unavailable
+from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.versions import TensorSpec, tensors_digest
 from rl_plane.transports.base import Delivery, TransportContext, WeightTransport
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
@@ -29,7 +30,7 @@ from rl_plane.weights.checkpoint import (
     open_checkpoint,
     write_manifest,
 )
-from rl_plane.weights.safetensors_file import SafetensorsFile, load_json_object, write_safetensors
+from rl_plane.weights.safetensors_file import SafetensorsFile, write_safetensors
 from tests.support.safetensors_files import SCALAR, A, B, Tensors, read, refusal, request, sharded, single
 
 pytestmark = pytest.mark.usefixtures("no_descriptor_leaks")
@@ -331,7 +332,7 @@ def test_a_directory_without_weights(transport: FilesystemTransport, root: Path)
         ({"a": 3}, "not the name"),
         ({"a": None}, "not the name"),
         ({"a": "one\0.safetensors"}, "not the name"),
-        ({"a": "one\ud800.safetensors"}, "not the name"),
+        ({"a": "one\ud800.safetensors"}, "surrogates not allowed"),
         ({"a": "x" * 300 + ".safetensors"}, "not the name"),
         ({"a": "one.bin"}, "not the name"),
         ({"a": "one.safetensors", "b": "three.safetensors"}, "'three.safetensors', which is not in"),
@@ -424,7 +425,7 @@ BAD_HEADERS: list[tuple[str, Any, bytes, str]] = [
     ("empty name", {"": entry(0, 8)}, bytes(8), "no name"),
     ("new line in a name", {"a F32 2x3 00\nb": entry(0, 8)}, bytes(8), "no name"),
     ("space in a name", {"a b": entry(0, 8)}, bytes(8), "no name"),
-    ("surrogate in a name", {"\ud800": entry(0, 8)}, bytes(8), "no name"),
+    ("surrogate in a name", {"\ud800": entry(0, 8)}, bytes(8), "surrogates not allowed"),
     ("long name", {"a" * 513: entry(0, 8)}, bytes(8), "no name"),
     ("metadata no object", {"__metadata__": [], "a": entry(0, 8)}, bytes(8), "__metadata__"),
     ("metadata no strings", {"__metadata__": {"x": 1}, "a": entry(0, 8)}, bytes(8), "__metadata__"),
@@ -437,8 +438,8 @@ BAD_HEADERS: list[tuple[str, Any, bytes, str]] = [
     ("nan", b'{"a": NaN}', b"", "NaN is not JSON"),
     ("long number", b'{"a": ' + b"9" * 5000 + b"}", b"", "can't be read"),
     ("deep", b'{"a": ' + b"[" * 100_000, b"", "can't be read"),
-    ("twice", b'{"a": 1, "a": 1}', b"", "'a' occurs twice"),
-    ("twice within", b'{"a": {"dtype": "U8", "dtype": "U8"}}', b"", "'dtype' occurs twice"),
+    ("twice", b'{"a": 1, "a": 1}', b"", "'a' is there twice"),
+    ("twice within", b'{"a": {"dtype": "U8", "dtype": "U8"}}', b"", "'dtype' is there twice"),
 ]
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 POINTS: dict[str, tuple[str | int, ...]] = {
     "joined": ("form",),
-    "armed": ("prepare",),
+    "listening": ("prepare",),
     "the first bucket": ("prepare", 1),
     "a middle bucket": ("prepare", 4),
     "the last bucket": ("prepare", 100),

@@ -85,7 +85,7 @@ async def test_base_and_adapter_into_two_workers_while_they_generate(plane: Plan
         prepared = await pushing.prepare(witnesses.base(2), "two")
         assert prepared["ready"]
         assert prepared["digest"] is None
-        await stream.more()  # armed, it generates on
+        await stream.more()  # listening, it generates on
         assert await trainer.do("send", 2) == 1
         await stream.more()
         last = await trainer.do("send")
@@ -185,7 +185,7 @@ async def test_by_http_and_op_by_op(plane: Plane) -> None:
         asked = {"update_id": "u", "transport": transport, "label": "three"}
         async with client.lock(view) as held:
             for one in ids:
-                row = await client.call(one, "arm_update", asked, held=held)
+                row = await client.call(one, "listen_update", asked, held=held)
                 assert row.body == {"listening": True}
             await _send_all(trainer)
             rows = [await client.call(one, "prepare_update", asked, held=held) for one in ids]
@@ -421,7 +421,7 @@ async def test_a_trainer_that_stands_still_while_its_group_forms(plane: Plane) -
                 with pytest.raises(PlaneError, match="not formed within 2 s"):
                     await client.run("init_transport", {**announced, **more})
         assert await all_serve(client, "initial")
-        async with facade(plane, feed_timeout_s=1.0) as http:
+        async with facade(plane, part_timeout_s=1.0) as http:
             await _a_group_of_its_own(http, ids, {**announced, "rank_offset": 1, "world_size": 3})
         assert await all_serve(client, "initial")
     with Trainer(plane) as trainer:

@@ -19,7 +19,7 @@ from frontend.dialects import DialectPlane
 from frontend.dialects.common import NOT_POSSIBLE, begun, rows_of_all
 from frontend.dialects.dialect_routes import SHOWN
 from rl_plane.errors import InvalidRequest, InvalidWeights, Locked, PayloadTooLarge, Unsupported
-from rl_plane.protocol.envelope import engine_rows
+from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.protocol.worker_ops import MANIFEST_PAGE
 from rl_plane.transports.object_store.sender import ObjectStoreSender
@@ -198,7 +198,7 @@ class HeldTensors:
 
     async def missing(self) -> list[str]:
         """The first few names that are the model's and are not held."""
-        rows = engine_rows(await self._plane.calls.run("describe", {}))
+        rows = engine_replies(await self._plane.calls.run("describe", {}))
         largest = sorted(rows, key=lambda row: int(row.get("tensors", 0)))[-1:]
         found: list[str] = []
         for start in range(0, self._wanted, MANIFEST_PAGE) if largest else ():

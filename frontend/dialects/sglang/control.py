@@ -16,7 +16,7 @@ from frontend.dialects.dialect_routes import Ask, Fields, add_route, report, tak
 from frontend.dialects.sglang.body_tensors import IDLE_S, HeldTensors
 from frontend.dialects.sglang.sglang_session import Updates
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError
-from rl_plane.protocol.envelope import engine_rows
+from rl_plane.protocol.envelope import engine_replies
 
 FLUSH_AGAIN_S = 0.2
 MAX_FLUSH_S = 300.0
@@ -211,7 +211,7 @@ async def _check(plane: DialectPlane, action: str) -> Any:
     if action == "checksum":
         rows = await checksum_each(plane)
     else:
-        rows = engine_rows(await plane.calls.run("check_weights", {"action": action}))
+        rows = engine_replies(await plane.calls.run("check_weights", {"action": action}))
     ranks = [{"instance_id": row["instance_id"], **rank} for row in rows for rank in row["ranks"]]
     differing = [rank["instance_id"] for rank in ranks if rank.get("match") is False]
     if differing:

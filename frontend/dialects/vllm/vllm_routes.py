@@ -24,7 +24,7 @@ from frontend.dialects.transaction import Transactions
 from frontend.dialects.vllm.collective_rpc import mount_rpc
 from frontend.server.http import MAX_NAMES_BYTES
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unavailable, Unsupported
-from rl_plane.protocol.envelope import engine_rows
+from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.record import PauseMode
 from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
 from rl_plane.protocol.vllm_bodies import GROUP
@@ -146,7 +146,7 @@ def _asleep(row: dict[str, Any]) -> bool:
 
 async def _config(plane: DialectPlane) -> dict[str, Any]:
     """What clients read of a `VllmConfig`: one engine with the ranks of all workers."""
-    rows = engine_rows(await plane.calls.run("describe", {}))
+    rows = engine_replies(await plane.calls.run("describe", {}))
     silent = [row["instance_id"] for row in rows if row["status"] != "ok"]
     if silent:
         raise Unavailable(f"{', '.join(silent[:8])} did not answer", workers=rows, retry_after_s=1.0)
@@ -196,7 +196,7 @@ def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
             {"request_ids": plane.generation.caller_ids.made_of(fields.request_ids)} if fields.request_ids else {}
         )
         reply = await plane.calls.run("abort_requests", body, ask.request_id)
-        count = sum(int(row["aborted"]) for row in engine_rows(reply))
+        count = sum(int(row["aborted"]) for row in engine_replies(reply))
         return {"status": "aborted", "aborted": count + reply["waiting"]}
 
     async def reset_prefix_cache(ask: Ask) -> Any:
@@ -275,7 +275,7 @@ async def _take_back(plane: DialectPlane, tags: list[str], request_id: str) -> b
         reply = await plane.calls.run("resume_memory", {"tags": tags}, request_id)
     except Unsupported:
         return True  # no engine here can, so none has released any
-    return not any(row["tags"] for row in engine_rows(reply))
+    return not any(row["tags"] for row in engine_replies(reply))
 
 
 def _mount_transfer(app: FastAPI, plane: DialectPlane, transactions: Transactions) -> None:

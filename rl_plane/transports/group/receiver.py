@@ -5,7 +5,7 @@ adds `world_size` and each worker's `rank_offset`. A request for an update is on
 
     {backend, group?, manifest_key, manifest_digest, num_buckets}   the manifest is in the group's store
     {backend, group?, manifest, num_buckets?}                       the manifest is short
-    {backend, group, fed: true}                                     the trainer announces it part by part
+    {backend, group, in_parts: true}                                the trainer announces it part by part
 
 The last needs a group that the trainer has formed itself, with `init_transport {backend, form: "torch", group,
 master_address, master_port, timeout_s?}`; there may be several (see `streamed_delivery.py`; for the store see
@@ -22,6 +22,7 @@ from typing import Any
 from blake3 import blake3
 
 from rl_plane.errors import Conflict, InvalidRequest
+from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.versions import DIGEST_PREFIX
 from rl_plane.transports.base import GroupedTransport, TransportContext, check_fields
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, Place
@@ -37,7 +38,6 @@ from rl_plane.transports.group.torch_group import (
 from rl_plane.transports.packed_delivery import PackedDelivery
 from rl_plane.weights.checkpoint import Kind
 from rl_plane.weights.manifest import Manifest
-from rl_plane.weights.safetensors_file import load_json_object
 
 _FIELDS = ("group", "manifest", "manifest_key", "manifest_digest", "num_buckets")
 MAX_GROUPS = 64
@@ -101,8 +101,8 @@ class GroupTransport(GroupedTransport):
             group.drop(why)
 
     def open(self, request: Mapping[str, Any], kind: Kind) -> GroupDelivery | GroupPartwiseDelivery:
-        if "fed" in request:
-            return self._open_fed(request)
+        if "in_parts" in request:
+            return self._open_in_parts(request)
         check_fields(self.backend, request, *_FIELDS)
         group = self._formed(request.get("group"))
         manifest = _manifest(group, request)
@@ -118,14 +118,14 @@ class GroupTransport(GroupedTransport):
         self._receiving = delivery
         return delivery
 
-    def _open_fed(self, request: Mapping[str, Any]) -> GroupPartwiseDelivery:
-        check_fields(self.backend, request, "group", "fed", "fleet_ranks")
+    def _open_in_parts(self, request: Mapping[str, Any]) -> GroupPartwiseDelivery:
+        check_fields(self.backend, request, "group", "in_parts", "fleet_ranks")
         name = request.get("group")
-        if request["fed"] is not True or not isinstance(name, str):
+        if request["in_parts"] is not True or not isinstance(name, str):
             raise InvalidRequest(
-                "fed needs the name of a group that the trainer has formed",
+                "in_parts needs the name of a group that the trainer has formed",
                 field="transport.group",
-                fix="name it, with fed: true",
+                fix="name it, with in_parts: true",
             )
         group = self._own_group(name)
         formed, now = group.place.fleet_ranks, request.get("fleet_ranks")

@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_plane._util.tasks import never
 from rl_plane.errors import Conflict, DeadlineExceeded, EngineFailed, InvalidWeights, PlaneError, Unavailable
-from rl_plane.protocol.update_requests import FeedUpdate
+from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.base import CheckSpecs, PartwiseDelivery
 from rl_plane.transports.group.broadcast_plan import chunks
@@ -47,7 +47,7 @@ def received(
 class _Coming:
     """A part that was announced, and is being received."""
 
-    part: FeedUpdate
+    part: ReceivePart
     group: Group
     deadline: float
     """Monotonic seconds."""
@@ -96,7 +96,7 @@ class GroupPartwiseDelivery(PartwiseDelivery):
 
     # ---- on the thread of `receive_part` ----
 
-    def receive_part(self, part: FeedUpdate, cancelled: Cancelled) -> int:
+    def receive_part(self, part: ReceivePart, cancelled: Cancelled) -> int:
         deadline = time.monotonic() + part.timeout_s
         if not self._feeding.acquire(blocking=False):
             raise Conflict("another part of this update is being received", fix="send one part after another")
@@ -143,14 +143,14 @@ class GroupPartwiseDelivery(PartwiseDelivery):
         if self.ended:
             raise Unavailable("the update has ended", fix=FORM_AGAIN)
 
-    def _check_whole(self, part: FeedUpdate) -> None:
+    def _check_whole(self, part: ReceivePart) -> None:
         """Checks the tensors that a trainer asks about, once the last part of its question has come."""
         self._asked.update(self._offered(part))
         if part.last:
             whole, self._asked = {**self._came, **self._asked}, {}
             self._check_specs(self._wanted, whole)
 
-    def _announce(self, part: FeedUpdate) -> Group:
+    def _announce(self, part: ReceivePart) -> Group:
         """Checks the specs of a part, and puts them into `specs`. Returns the group by which the part comes."""
         offered = self._offered(part)
         whole = {**self._came, **offered}
@@ -167,7 +167,7 @@ class GroupPartwiseDelivery(PartwiseDelivery):
         self._specs.update(offered)
         return group
 
-    def _offered(self, part: FeedUpdate) -> dict[str, TensorSpec]:
+    def _offered(self, part: ReceivePart) -> dict[str, TensorSpec]:
         offered = dict(zip(part.names, part.specs, strict=True))
         twice = sorted(offered.keys() & self._came.keys())
         if twice:

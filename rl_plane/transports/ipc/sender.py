@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, get_args
 
 from rl_plane.errors import InvalidRequest
-from rl_plane.protocol.envelope import engine_rows
+from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.transports.base import LendingSender, SenderContext, world_size
 from rl_plane.transports.ipc.cuda_buffers import GpuBuffers
@@ -171,7 +171,7 @@ def build(context: SenderContext) -> IpcSender:
     context.check_options(BACKEND, "layout")
 
     def on_gpus() -> bool:
-        rows = engine_rows(context.run("describe", {}))
+        rows = engine_replies(context.run("describe", {}))
         return all(str(row.get("device", "")).startswith("cuda") for row in rows)
 
     layout = context.options.get("layout", "packed")

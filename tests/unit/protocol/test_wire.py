@@ -314,17 +314,17 @@ def test_an_unknown_op_names_the_known_ones() -> None:
 
 def test_the_ops_are_those_of_the_design() -> None:
     named = """liveness describe state pause resume flush_cache abort_requests init_transport destroy_transport
-        arm_update feed_update prepare_update commit_update abort_update update_weights release_memory resume_memory
-        check_weights set_admission drain attest follow_record tokenize detokenize"""
+        listen_update receive_part prepare_update commit_update abort_update update_weights release_memory resume_memory
+        check_weights set_admission drain report_record follow_record tokenize detokenize"""
     assert set(named.split()) | {"ping"} == set(worker_ops.OPS)
-    reading = {"ping", "liveness", "describe", "state", "attest", "tokenize", "detokenize"}
+    reading = {"ping", "liveness", "describe", "state", "report_record", "tokenize", "detokenize"}
     assert {name for name, op in worker_ops.OPS.items() if not op.changes} == reading
     assert all(op.doc and op.timeout_s > 0 for op in worker_ops.OPS.values())
 
 
 def test_the_fleets_ops_are_those_of_the_design() -> None:
     posts = """pause resume flush_cache abort_requests init_transport destroy_transport update_weights
-        prepare_weights_update feed_weights_update name_weights_update complete_weights_update abort_weights_update
+        prepare_weights_update receive_weights_part label_weights_update complete_weights_update abort_weights_update
         release_memory resume_memory check_weights load_lora_adapter unload_lora_adapter new_run
         workers/{id}/enable workers/{id}/disable"""
     gets = "ready liveness state workers weight_version updates"
