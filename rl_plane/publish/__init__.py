@@ -3,23 +3,21 @@
 torch is imported only when a source of torch tensors is used.
 """
 
-from importlib.util import find_spec
+from rl_plane._util.extras import import_error
 
-if find_spec("blake3") is None:
-    raise ModuleNotFoundError(
-        "rl_plane.publish needs packages of the extra `publish`: pip install 'rl-plane[publish]'", name="blake3"
-    )
-
-from rl_plane.publish.publication import Progress, Publication
-from rl_plane.publish.publisher import WeightPublisher
-from rl_plane.publish.sources.adapter import AdapterSource
-from rl_plane.publish.sources.base import Taken, WeightSource
-from rl_plane.publish.sources.choice import as_source
-from rl_plane.publish.sources.directory import DirectorySource
-from rl_plane.publish.sources.export import ExportSource
-from rl_plane.publish.sources.module import ModuleSource, peft_base_name
-from rl_plane.publish.sources.state_dict import StateDictSource
-from rl_plane.publish.trainer_canary import expected_logprobs
+try:
+    from rl_plane.publish.publication import Progress, Publication
+    from rl_plane.publish.publisher import WeightPublisher
+    from rl_plane.publish.sources.adapter import AdapterSource
+    from rl_plane.publish.sources.base import Taken, WeightSource
+    from rl_plane.publish.sources.choice import as_source
+    from rl_plane.publish.sources.directory import DirectorySource
+    from rl_plane.publish.sources.export import ExportSource
+    from rl_plane.publish.sources.module import ModuleSource, peft_base_name
+    from rl_plane.publish.sources.state_dict import StateDictSource
+    from rl_plane.publish.trainer_canary import expected_logprobs
+except ModuleNotFoundError as error:
+    raise import_error(error, "rl_plane.publish", "publish") from None
 
 __all__ = [
     "AdapterSource",

@@ -20,9 +20,10 @@ from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights
 from rl_plane.protocol.versions import HostTensor, TensorSpec, tensors_digest
 from rl_plane.transports.base import Delivery, TransportContext, WeightTransport
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
-from rl_plane.transports.reception import Cancelled, Reception, Staged, TensorStream
+from rl_plane.transports.reception import Cancelled, Staged, TensorStream
 from rl_plane.weights.checkpoint import open_published, write_manifest
 from rl_plane.weights.safetensors_file import write_safetensors
+from tests.support.receive_requests import named_request
 from worker.engines.base import EngineOptions
 from worker.engines.fake.adapter import FakeAdapter, FakeEngine, FakeWeights, make_fake_adapter, make_fake_model
 from worker.engines.fake.holder import FakeHolder
@@ -420,7 +421,7 @@ class Silent(Memory):
 
 
 class SilentTransport(WeightTransport):
-    """A transport of a third party: it shares no class with the product's."""
+    """A transport of a third party: it shares only the contract with the product's."""
 
     backend = "silent"
 
@@ -440,7 +441,7 @@ class SilentTransport(WeightTransport):
 def test_a_third_partys_delivery_that_waits_for_bytes_is_cancelled() -> None:
     transport = SilentTransport(TransportContext())
     receiver = Receiver(Engine(transport.delivery), {"silent": transport})
-    receiver.open(Reception("s", {"backend": "silent"}))
+    receiver.open(*named_request("s", {"backend": "silent"}))
     cancelled = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         receiving = pool.submit(receiver.receive, "s", cancelled.is_set)
