@@ -354,9 +354,8 @@ class Sender(ABC):
         """Ends the update and frees what it held, finished or not. Called on every path, perhaps twice. The next
         `open` may follow."""
 
-    def destroy(self) -> None:
-        """Ends the sender, with all that outlives an update, such as a group or registered memory."""
-        self.close()
+    def destroy(self) -> None:  # noqa: B027
+        """Ends what outlives an update, such as a group or registered memory. Called after the last `close`."""
 
 
 class KeepingSender(Sender):

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import pytest
 
@@ -39,7 +39,7 @@ from rl_plane.publish.publication import RunningPublication
 from rl_plane.publish.sources.base import Taken
 from rl_plane.publish.sources.directory import DirectorySource
 from rl_plane.sync import SyncRlClient
-from rl_plane.transports.base import KeepingSender, SenderContext, world_size
+from rl_plane.transports.base import KeepingSender, LendingSender, Sender, SenderContext, world_size
 from rl_plane.transports.filesystem.sender import FilesystemSender
 from rl_plane.transports.packing import raw_bytes, spec_of
 from rl_plane.transports.registry import installed
@@ -461,11 +461,11 @@ async def test_nobody_serves_what_a_progress_callback_refused(plane: Plane) -> N
     assert {label for label, _, _ in await served(plane)} == {"initial"}
 
 
-class Streaming:
+class Streaming(Sender):
     """A sender of its own making, whose receivers find nothing."""
 
     backend = "filesystem"
-    receivers_from: ClassVar[Literal["open", "finish"]] = "open"
+    receivers_from = "open"
 
     def __init__(self, around: SenderContext) -> None:
         self._root = around.root
@@ -495,7 +495,7 @@ class Streaming:
         self.events.append("destroyed")
 
 
-class Lending(Streaming):
+class Lending(Streaming, LendingSender):
     def lend(self, tensors: Mapping[str, Any]) -> set[int]:
         self.send(0)
         return set()
@@ -682,7 +682,7 @@ async def test_without_a_copy_a_late_worker_heals_from_another_one(plane: Plane)
     publisher = publisher_of(False)
     await publisher.publish_async("one")
     sender: Any = publisher._plan._sender if publisher._plan is not None else None
-    assert (sender._kept, sender._free, sender._desk._offers) == ({}, [], {})
+    assert (sender._kept, sender._free, sender._server._offers) == ({}, [], {})
     plane.spawn()
     await plane.until(lambda: serve(client, "one"), HEAL_S)
     assert await served(plane) == {("one", model_digest(plane.model(1)), 1)}
@@ -1059,7 +1059,7 @@ async def test_ctrl_c_ends_a_sender_that_waits_for_nobody(plane: Plane, monkeypa
     begun = threading.Event()
 
     class Stuck(Streaming):
-        receivers_from: ClassVar[Literal["open", "finish"]] = "finish"
+        receivers_from = "finish"
 
         def send(self, number: int) -> None:
             begun.set()
@@ -1222,7 +1222,7 @@ async def test_a_copy_that_is_made_to_be_compared_is_not_lent(
     plane.spawn()
     lent: list[int] = []
 
-    class Lending(FilesystemSender):
+    class Lending(FilesystemSender, LendingSender):
         def lend(self, tensors: Mapping[str, Any]) -> Collection[int]:
             lent.append(len(tensors))
             return ()

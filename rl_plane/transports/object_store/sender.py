@@ -166,6 +166,9 @@ class ObjectStoreSender(Sender):
                 finally:
                     connection.close()
 
+    def destroy(self) -> None:
+        self.close()
+
     def remove(self, object_id: str) -> None:
         """Removes a version early. If it is gone already, this does nothing."""
         stream = self._subjects.object(object_id).stream
