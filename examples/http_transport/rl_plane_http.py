@@ -1,7 +1,7 @@
-"""Weights over plain HTTP: a transport of your own, small enough to read before you write another.
+"""Moves weights over plain HTTP: an example of a transport in a package of its own.
 
-The trainer keeps the packed buckets in memory and serves them at `/<key>/<number>`; each rank of each engine fetches
-them. Install this package beside the trainer and beside every worker, and say `transport="http"`.
+The trainer holds the packed buckets in memory and serves them at `/<key>/<number>`. Each rank of each engine fetches
+them. Install this package beside the trainer and beside every worker, and publish with `transport="http"`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from rl_plane.weights.manifest import Manifest
 
 BACKEND = "http"
 TIMEOUT_S = 20.0
-"""Of a connection on which nothing moves."""
+"""The longest time in seconds without a byte on a connection. It bounds each wait, also of a cancelled update."""
 MAX_MANIFEST_BYTES = 256 << 20
 
 
 class HttpTransport(WeightTransport):
-    """The receiving half, in the process that holds the model."""
+    """The receiving half. It runs in the process that holds the model."""
 
     backend = BACKEND
 
@@ -36,7 +36,7 @@ class HttpTransport(WeightTransport):
         host, port, key = request.get("host"), request.get("port"), request.get("key")
         if not (isinstance(host, str) and type(port) is int and isinstance(key, str) and key.isalnum()):
             raise InvalidRequest(
-                "it needs host, port and key", field="transport", fix="send what HttpSender.open gave"
+                "host, port or key is missing", field="transport", fix="send what HttpSender.open returned"
             )
         connection = HTTPConnection(host, port, timeout=TIMEOUT_S)
         try:
@@ -68,10 +68,10 @@ def _fetch(connection: HTTPConnection, path: str, nbytes: int | None = None) -> 
 
 
 class HttpSender(Sender):
-    """The trainer's half. One version at a time, gone when its update has ended."""
+    """The sending half. It serves one version at a time, until the update ends."""
 
     backend = BACKEND
-    receivers_from = "finish"  # the fleet is asked when all is here
+    receivers_from = "finish"  # the fleet may fetch once every bucket is here
 
     def __init__(self, host: str, port: int) -> None:
         self._pages: dict[str, bytes | bytearray] = {}

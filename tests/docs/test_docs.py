@@ -40,6 +40,7 @@ RUN_ELSEWHERE = {
     "make setup": "make test begins with it",
     "make engines": "make test begins with it",
     ".venv/bin/pip install ./examples/http_transport": "tests/transports/test_third_party_transport.py installs it",
+    ".venv/bin/rl-plane publish ./checkpoint --transport http": "test_third_party_transport.py publishes so",
     "make bench": "tests/docs/test_bench_quick.py runs a short one",
 }
 
