@@ -50,8 +50,3 @@ def skipped_reply(stage: Member) -> WorkerReply:
     """It is not asked: its registration says that it skips what engines are asked, and why. So one that hangs or dies
     keeps nobody waiting."""
     return WorkerReply(stage.instance_id, stage.incarnation, "skipped", {"reason": stage.stage})
-
-
-def engine_replies(reply: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a fleet's reply, without those of stages, which have done nothing."""
-    return [row for row in reply["workers"] if row.get("status") != "skipped"]

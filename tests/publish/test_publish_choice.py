@@ -11,8 +11,8 @@ import pytest
 
 from rl_plane.errors import InvalidRequest, NoWorkers, PlaneError, Unsupported
 from rl_plane.publish import WeightPublisher
+from rl_plane.transports.base import SenderContext, world_size
 from rl_plane.transports.registry import candidates, installed
-from rl_plane.transports.sender_base import Surroundings, world_size
 from tests.conftest import Plane
 from tests.support.publishing import served
 from worker.receive.staging import model_digest
@@ -55,7 +55,9 @@ def test_the_choice_of_a_transport(told: str, workers: list[Any], with_root: boo
 )
 def test_what_lasts_comes_first_where_the_trainer_ends(host: str, with_root: bool, expected: str) -> None:
     workers = [row("a", host, *ALL)]
-    assert candidates("auto", workers, ALL, with_root=with_root, stays=False, host="here") == expected.split()
+    assert (
+        candidates("auto", workers, ALL, with_root=with_root, trainer_stays=False, host="here") == expected.split()
+    )
 
 
 def lacks_nixl(patch: pytest.MonkeyPatch) -> None:
@@ -126,7 +128,7 @@ def test_no_way_is_told_with_a_fix(told: str, workers: list[Any], error: type[Pl
 def test_workers_that_have_left_do_not_count() -> None:
     there = row("a", "here", *ALL)
     gone = {"instance_id": "b", "status": "error"}
-    around = Surroundings(lambda op, body: {"workers": [there, gone]})
+    around = SenderContext(lambda op, body: {"workers": [there, gone]})
     assert around.workers() == [there]
 
 

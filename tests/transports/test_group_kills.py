@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 
 from rl_plane._util.tasks import never
 from rl_plane.errors import Locked, Unavailable, UpdateAborted
-from rl_plane.transports.group.peer_liveness import Lifelines
+from rl_plane.transports.group.peer_liveness import PeerLiveness
 from rl_plane.transports.group.rank_layout import Place
 from tests.support import deaths
 from tests.support.fleet_updates import states
@@ -76,9 +76,9 @@ class Scene(deaths.Scene):
 
 @pytest.mark.parametrize("why", ["it is full", ""])
 def test_a_lifeline_tells_who_has_died_or_why_it_gave_up(why: str) -> None:
-    trainer = Lifelines.of_trainer("127.0.0.1")
+    trainer = PeerLiveness.of_trainer("127.0.0.1")
     place = Place("gloo", "g", "127.0.0.1", 1, world_size=3, rank=1, lifeline_port=trainer.port)
-    one, other = (Lifelines.of_rank(replace(place, rank=rank)) for rank in (1, 2))
+    one, other = (PeerLiveness.of_rank(replace(place, rank=rank)) for rank in (1, 2))
     assert one is not None
     assert other is not None
     for said in (b"", b"gg 1\n", b"\xff" * 5000):
@@ -94,7 +94,7 @@ def test_a_lifeline_tells_who_has_died_or_why_it_gave_up(why: str) -> None:
     assert other.watch("g", never) == (why or "its trainer is gone")
     assert other.watch("g", lambda: True) == ""
     other.close()
-    assert Lifelines.of_rank(replace(place, lifeline_port=None)) is None
+    assert PeerLiveness.of_rank(replace(place, lifeline_port=None)) is None
 
 
 async def test_the_next_version_comes_whoever_has_died(plane: Plane) -> None:

@@ -32,12 +32,12 @@ from rl_plane.errors import (
 )
 from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
 from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.base import TransportContext
 from rl_plane.transports.group.rank_layout import Place
 from rl_plane.transports.group.receiver import GlooTransport
 from rl_plane.transports.group.sender import GroupSender
 from rl_plane.transports.group.torch_group import AHEAD
 from rl_plane.transports.packing import Tensor, fill, raw_bytes, spec_of
-from rl_plane.transports.receiver_base import Places
 from rl_plane.weights.checkpoint import open_checkpoint
 from rl_plane.weights.manifest import Manifest, pack
 from tests.conftest import stop_process
@@ -131,7 +131,7 @@ async def test_a_mixed_world_and_a_joiner(plane: Plane) -> None:
         late = plane.spawn(model=model)
         await plane.until(lambda: _is_listed(client, late.instance_id))
         transport = await trainer.do("open", [str(model), BUCKET])
-        with pytest.raises(InvalidRequest, match="no such gloo group") as refused:
+        with pytest.raises(InvalidRequest, match="there is no gloo group") as refused:
             await client.run("prepare_weights_update", {"transport": transport})
         assert refused.value.facts["field"] == "transport.group"
         await trainer.do("close")
@@ -202,7 +202,7 @@ def test_a_tensor_that_fills_a_bucket_is_sent_from_where_it_lies() -> None:
     tensors |= {"small": torch.ones(16), "beside": torch.ones(16), "uneven": torch.ones(BUCKET // 4 + 1)}
     tensors |= {"readonly": HostTensor(TensorSpec("U8", (BUCKET,)), memoryview(bytes(BUCKET)))}
     manifest = Manifest(pack(((name, spec_of(one)) for name, one in tensors.items()), BUCKET))
-    sender, receiver = GroupSender(timeout_s=SETTLE_S), GlooTransport(Places())
+    sender, receiver = GroupSender(timeout_s=SETTLE_S), GlooTransport(TransportContext())
 
     def init(body: dict[str, Any]) -> dict[str, Any]:
         receiver.init({**body, "world_size": 2, "rank_offset": 1})
@@ -245,9 +245,9 @@ def test_a_tensor_that_fills_a_bucket_is_sent_from_where_it_lies() -> None:
 
 
 def test_nccl_is_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "nccl" not in load_transports(Places())
+    assert "nccl" not in load_transports(TransportContext())
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
-    there = load_transports(Places(), "cuda:1")["nccl"]
+    there = load_transports(TransportContext(), "cuda:1")["nccl"]
     with pytest.raises(InvalidRequest, match="does not answer"):  # nobody listens
         there.init(
             {"group": "g", "master_address": "127.0.0.1", "master_port": 1, "world_size": 2, "rank_offset": 1}
@@ -394,8 +394,8 @@ async def test_an_abort_ends_it_on_every_side(plane: Plane) -> None:
 FORMING_BOUND_S = 90.0
 """Far more than it takes to import torch and to wait for two seconds; far less than without an end."""
 FORMING_ENDS_SOON = """
-from rl_plane import torch_group
-from worker.transports import group
+from rl_plane.transports.group import torch_group
+from rl_plane.transports.group import receiver as group
 torch_group.FORM_MARGIN_S = 1.0
 group.Group = lambda place, join_s: torch_group.Group(place, min(join_s, place.timeout_s))
 """

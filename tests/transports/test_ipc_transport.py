@@ -27,12 +27,11 @@ from rl_plane.errors import (
     UpdateAborted,
 )
 from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.base import Sender, SenderContext, TransportContext
 from rl_plane.transports.ipc import wire
 from rl_plane.transports.ipc.receiver import IpcTransport
 from rl_plane.transports.ipc.sender import IpcSender, build
 from rl_plane.transports.packing import fill
-from rl_plane.transports.receiver_base import Places
-from rl_plane.transports.sender_base import Sender, Surroundings
 from rl_plane.weights.manifest import Manifest, pack
 from tests.support.fleet_updates import all_serve, generated, states
 from tests.support.healing import until_behind
@@ -164,7 +163,7 @@ def test_without_digests_none_is_stated(pool: ThreadPoolExecutor) -> None:
 def test_a_wrong_request_names_its_field(request_: dict[str, Any], field: str) -> None:
     before = descriptors()
     with pytest.raises(InvalidRequest) as caught:
-        IpcTransport(Places()).open({"backend": "ipc", **request_}, "base")
+        IpcTransport(TransportContext()).open({"backend": "ipc", **request_}, "base")
     assert caught.value.facts["field"] == field
     assert caught.value.facts["fix"]
     assert descriptors() == before
@@ -174,14 +173,14 @@ def test_an_adapter_whose_config_is_none_is_refused() -> None:
     sender = IpcSender(lambda: 1)
     transport = sender.open(Manifest(MANIFEST.buckets, adapter_config=b"["))
     with pytest.raises(InvalidWeights, match="config"):
-        IpcTransport(Places()).open(transport, "lora")
+        IpcTransport(TransportContext()).open(transport, "lora")
     sender.destroy()
     assert shared_memory() == []
 
 
 def test_an_adapter_is_not_taken_for_base_weights() -> None:
     with sender_of(1) as (_, transport), pytest.raises(InvalidWeights, match="base weights came"):
-        IpcTransport(Places()).open(transport, "lora")
+        IpcTransport(TransportContext()).open(transport, "lora")
 
 
 # ---- senders that are none ----
@@ -258,7 +257,7 @@ def refused(transport: dict[str, Any]) -> Any:
 def test_more_descriptors_than_expected_are_dropped() -> None:
     before = descriptors()
     with impostor(FIRST, given=lambda: [*good(), *good()]) as transport:
-        delivery = IpcTransport(Places()).open(transport, "base")
+        delivery = IpcTransport(TransportContext()).open(transport, "base")
         assert [line.split()[1] for line in maps()] == ["r--s", "r--s"]
         delivery.close()
     assert descriptors() == before
@@ -343,7 +342,7 @@ def test_another_user_really_gets_nothing() -> None:
 
 def test_every_rank_of_every_engine_is_waited_for() -> None:
     workers = [{"world_size": ranks, "transports": ["ipc"]} for ranks in (2, 1)]
-    sender = build(Surroundings(lambda op, body: {"workers": workers}))
+    sender = build(SenderContext(lambda op, body: {"workers": workers}))
     for expected in (3, 1):
         sender.open(MANIFEST)
         assert sender._update is not None
@@ -354,7 +353,7 @@ def test_every_rank_of_every_engine_is_waited_for() -> None:
     assert caught.value.facts["field"] == "receivers"
     sender.destroy()
     with pytest.raises(InvalidRequest, match="no option") as caught:
-        build(Surroundings(lambda op, body: {}, options={"size": 1}))
+        build(SenderContext(lambda op, body: {}, options={"size": 1}))
     assert caught.value.facts["field"] == "options.size"
 
 
@@ -440,7 +439,7 @@ def test_closing_wakes_both_sides(pool: ThreadPoolExecutor) -> None:
 
 def test_who_waits_notices_that_it_is_not_wanted_any_more(pool: ThreadPoolExecutor) -> None:
     with sender_of(1) as (_, transport):
-        delivery = IpcTransport(Places()).open(transport, "base")
+        delivery = IpcTransport(TransportContext()).open(transport, "base")
         cancelled = threading.Event()
         taking = pool.submit(list, delivery.tensors(cancelled.is_set))
         cancelled.set()
@@ -451,7 +450,7 @@ def test_who_waits_notices_that_it_is_not_wanted_any_more(pool: ThreadPoolExecut
 
 def test_closing_a_delivery_wakes_its_thread(pool: ThreadPoolExecutor) -> None:
     with sender_of(1) as (_, transport):
-        delivery = IpcTransport(Places()).open(transport, "base")
+        delivery = IpcTransport(TransportContext()).open(transport, "base")
         taking = pool.submit(list, delivery.tensors())
         delivery.close()
         with pytest.raises(Unavailable, match="gone"):

@@ -30,12 +30,11 @@ from rl_plane.errors import (
     UpdateAborted,
 )
 from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.base import KeepingSender, LendingSender, TransportContext
 from rl_plane.transports.nixl import wire
 from rl_plane.transports.nixl.sender import NixlSender
 from rl_plane.transports.packing import fill
-from rl_plane.transports.receiver_base import Places
 from rl_plane.transports.registry import is_passed_over
-from rl_plane.transports.sender_base import KeepingSender, LendingSender
 from rl_plane.weights.manifest import Manifest, pack
 from tests.support.fleet_updates import all_serve, generated, states
 from tests.support.healing import until_behind, until_open
@@ -96,7 +95,7 @@ def pull(
 def puller() -> NixlTransport:
     from rl_plane.transports.nixl.receiver import NixlTransport
 
-    return NixlTransport(Places())
+    return NixlTransport(TransportContext())
 
 
 @pytest.fixture
@@ -114,13 +113,13 @@ def test_what_is_offered_is_pulled_and_memory_is_registered_once(
 ) -> None:
     assert isinstance(sender, KeepingSender)
     registered: list[int] = []
-    made = wire.Memory.__init__
+    made = wire.RegisteredMemory.__init__
 
-    def counted(self: wire.Memory, agent: Any, nbytes: int) -> None:
+    def counted(self: wire.RegisteredMemory, agent: Any, nbytes: int) -> None:
         registered.append(nbytes)
         made(self, agent, nbytes)
 
-    monkeypatch.setattr(wire.Memory, "__init__", counted)
+    monkeypatch.setattr(wire.RegisteredMemory, "__init__", counted)
     for seed in range(5):
         transport = offer(sender, seed)
         for _ in range(2):
@@ -196,9 +195,9 @@ def test_what_is_lent_is_pulled_from_where_it_lies_and_copied_once_it_is_committ
 ) -> None:
     assert isinstance(sender, LendingSender)
     made: list[int] = []
-    init = wire.Memory.__init__
+    init = wire.RegisteredMemory.__init__
 
-    def counted(self: wire.Memory, agent: Any, nbytes: int) -> None:
+    def counted(self: wire.RegisteredMemory, agent: Any, nbytes: int) -> None:
         made.append(nbytes)
         init(self, agent, nbytes)
 
@@ -209,14 +208,14 @@ def test_what_is_lent_is_pulled_from_where_it_lies_and_copied_once_it_is_committ
         if kept is not None:
             assert pull(puller, kept) == (data_of(tensors(seed - 1)), _digest(seed - 1)), "of the version before"
         with monkeypatch.context() as patched:
-            patched.setattr(wire.Memory, "__init__", counted)
+            patched.setattr(wire.RegisteredMemory, "__init__", counted)
             transport = lent_offer(sender, given, packed)
         own[0] ^= 1
         assert pull(puller, transport)[0]["layer.0"] == bytes(own), "it is the trainer's memory that is read"
         own[0] ^= 1
         assert pull(puller, transport) == (data_of(tensors(seed)), _digest(seed))
         with monkeypatch.context() as patched:
-            patched.setattr(wire.Memory, "__init__", counted)
+            patched.setattr(wire.RegisteredMemory, "__init__", counted)
             sender.keep()
         sender.close()
         kept = transport
@@ -284,10 +283,10 @@ def test_only_what_the_manifest_names_can_be_read(sender: NixlSender) -> None:
     addresses = {}
     for seed in (1, 2):
         key = offer(sender, seed)["key"]
-        addresses[seed] = msgpack.unpackb(sender._desk._offers[key][4:])
+        addresses[seed] = msgpack.unpackb(sender._server._offers[key][4:])
         sender.keep(str(seed))
     agent = wire.make_agent("reader")
-    here = wire.Memory(agent, 64)
+    here = wire.RegisteredMemory(agent, 64)
     source = agent.add_remote_agent(addresses[1]["metadata"])
 
     def prepared(address: int) -> None:
@@ -396,7 +395,7 @@ def test_a_manifest_of_megabytes(sender: NixlSender, puller: NixlTransport) -> N
     for number in fill(manifest, given.items(), sender.buffer, digests):
         sender.send(number)
     sender.finish(digests)
-    assert len(sender._desk._offers[transport["key"]]) > 4 << 20
+    assert len(sender._server._offers[transport["key"]]) > 4 << 20
     assert pull(puller, transport) == (data_of(given), manifest.digested(digests).digest)
 
 
@@ -461,14 +460,14 @@ def test_an_address_that_is_none_of_ours_is_refused(host: str) -> None:
 
 @needs_nixl
 def test_what_a_worker_keeps_is_pulled_from_where_it_lies(puller: NixlTransport) -> None:
-    from rl_plane.transports.nixl.peer_source import Shelf
+    from rl_plane.transports.nixl.peer_source import PeerSource
 
     kept = tensors(1) | {
         "empty": HostTensor(TensorSpec("F32", (0, 4)), memoryview(b"")),
         "large": HostTensor(TensorSpec("U8", (100_000,)), memoryview(random.Random(2).randbytes(100_000))),
     }
     lent = {name: HostTensor(one.spec, memoryview(bytearray(one.data))) for name, one in kept.items()}
-    shelf = Shelf("127.0.0.1")
+    shelf = PeerSource("127.0.0.1")
     for _ in range(2):
         transport = dict(shelf.offer(lent))
         assert pull(puller, transport)[0] == data_of(kept)
@@ -487,11 +486,11 @@ def test_what_a_worker_keeps_is_pulled_from_where_it_lies(puller: NixlTransport)
 def test_small_pieces_are_read_together(
     puller: NixlTransport, read_bytes: int, read_pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rl_plane.transports.nixl.peer_source import Shelf
+    from rl_plane.transports.nixl.peer_source import PeerSource
 
     monkeypatch.setattr("rl_plane.transports.nixl.receiver.READ_BYTES", read_bytes)
     monkeypatch.setattr("rl_plane.transports.nixl.receiver.READ_PIECES", read_pieces)
-    shelf = Shelf("127.0.0.1")
+    shelf = PeerSource("127.0.0.1")
     lent = {name: HostTensor(one.spec, memoryview(bytearray(one.data))) for name, one in tensors(1).items()}
     assert pull(puller, dict(shelf.offer(lent)))[0] == data_of(lent)
     shelf.close()
@@ -707,13 +706,13 @@ async def test_a_forked_child_that_ends_leaves_its_workers_agents_as_they_were(
 @needs_nixl
 def test_what_serves_pullers_is_of_no_use_in_a_forked_child(sender: NixlSender, puller: NixlTransport) -> None:
     transport, passed_on = offer(sender, 1), dict(puller.offer(writable(2)))
-    assert puller._shelf is not None
+    assert puller._peer_source is not None
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         signal.alarm(int(BOUND_S))
         try:
-            with sender._desk._lock, puller._shelf._desk._lock:  # as by threads that are not there
+            with sender._server._lock, puller._peer_source._server._lock:  # as by threads that are not there
                 sender.close()
                 sender.destroy()
                 puller.destroy()
@@ -726,7 +725,7 @@ def test_what_serves_pullers_is_of_no_use_in_a_forked_child(sender: NixlSender, 
             os._exit(0)
     os.close(writer)
     with open(reader) as said:
-        assert said.read() == "sender: this sender belongs to the process that has forked this one\n" * 2
+        assert said.read() == "sender: this sender belongs to the parent of this forked process\n" * 2
     assert os.waitpid(pid, 0)[1] == 0
     assert pull(puller, transport)[0] == data_of(tensors(1))
     assert pull(puller, passed_on)[0] == data_of(tensors(2))

@@ -36,9 +36,6 @@ KNOWN_UPWARD = {
     ("rl_plane.fleet.fleet", "rl_plane.client"),
     ("rl_plane.fleet.fleet_replies", "rl_plane.client"),
     ("rl_plane.fleet.fleet_updates", "rl_plane.client"),
-    ("rl_plane.transports.group.streamed_delivery", "worker.receive.staging"),
-    ("rl_plane.transports.ipc.sender", "rl_plane.membership.worker_reply"),
-    ("rl_plane.transports.sender_base", "rl_plane.membership.worker_reply"),
 }
 """Imports (module, imported module) that still break a direction. Only to be shortened."""
 KNOWN_CYCLES = {

@@ -19,7 +19,7 @@ from frontend.dialects import DialectPlane
 from frontend.dialects.common import NOT_POSSIBLE, begun, rows_of_all
 from frontend.dialects.dialect_routes import SHOWN
 from rl_plane.errors import InvalidRequest, InvalidWeights, Locked, PayloadTooLarge, Unsupported
-from rl_plane.membership.worker_reply import engine_replies
+from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.protocol.worker_ops import MANIFEST_PAGE
 from rl_plane.transports.object_store.sender import ObjectStoreSender

@@ -24,7 +24,7 @@ from frontend.dialects.transaction import Transactions
 from frontend.dialects.vllm.collective_rpc import mount_rpc
 from frontend.server.http import MAX_NAMES_BYTES
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unavailable, Unsupported
-from rl_plane.membership.worker_reply import engine_replies
+from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.record import PauseMode
 from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
 from rl_plane.protocol.vllm_bodies import GROUP

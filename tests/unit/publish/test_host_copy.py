@@ -6,7 +6,7 @@ import torch
 
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.publish.host_copy import HostCopy
-from rl_plane.publish.sources.model_sources import Taken
+from rl_plane.publish.sources.base import Taken
 from tests.support.small_versions import Road, Tensors, same, spec_of, step, weights
 
 

@@ -17,17 +17,13 @@ torch = pytest.importorskip("torch")
 from rl_plane.errors import InvalidRequest, InvalidWeights  # noqa: E402
 from rl_plane.protocol.versions import HostTensor, TensorSpec  # noqa: E402
 from rl_plane.publish.host_copy import HostCopy  # noqa: E402
-from rl_plane.publish.sources.model_sources import (  # noqa: E402
-    AdapterSource,
-    DirectorySource,
-    ExportSource,
-    ModuleSource,
-    Source,
-    StateDictSource,
-    Taken,
-    as_source,
-    peft_base_name,
-)
+from rl_plane.publish.sources.adapter import AdapterSource  # noqa: E402
+from rl_plane.publish.sources.base import Taken, WeightSource  # noqa: E402
+from rl_plane.publish.sources.choice import as_source  # noqa: E402
+from rl_plane.publish.sources.directory import DirectorySource  # noqa: E402
+from rl_plane.publish.sources.export import ExportSource  # noqa: E402
+from rl_plane.publish.sources.module import ModuleSource, peft_base_name  # noqa: E402
+from rl_plane.publish.sources.state_dict import StateDictSource  # noqa: E402
 from rl_plane.transports.packing import fill  # noqa: E402
 from rl_plane.weights.manifest import Manifest, pack  # noqa: E402
 from tests.support.paths import ROOT  # noqa: E402
@@ -57,7 +53,7 @@ def digest_of(taken: Taken) -> str:
     return digest
 
 
-def names_of(source: Source) -> list[str]:
+def names_of(source: WeightSource) -> list[str]:
     return [name for name, _ in source.take().specs]
 
 
@@ -201,7 +197,7 @@ def test_names_are_mapped(names: Any, expected: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("names", "words"),
-    [({"a": "b"}, "two tensors"), ({"a": "with space"}, "no name"), (lambda name: None, "no tensors")],
+    [({"a": "b"}, "two tensors"), ({"a": "with space"}, "can't be the name"), (lambda name: None, "no tensors")],
 )
 def test_names_that_can_not_be_are_refused(names: Any, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
@@ -290,7 +286,7 @@ def test_an_export_that_changes_its_mind_is_told() -> None:
     shapes = iter([2, 2, 3])
     source = ExportSource(lambda: [("weight", torch.zeros(next(shapes)))])
     digest_of(source.take())
-    with pytest.raises(InvalidRequest, match="announced next"):
+    with pytest.raises(InvalidRequest, match="with another dtype or shape"):
         digest_of(source.take())
 
 
@@ -309,7 +305,7 @@ def test_an_export_that_grows_is_told(copied: bool) -> None:
     read = copy.read if copied else digest_of
     read(source.take())
     before, count = copy.digest, 3
-    with pytest.raises(InvalidRequest, match=r"nothing was announced next, and 'layer\.2' came"):
+    with pytest.raises(InvalidRequest, match=r"expected nothing next, but 'layer\.2' came"):
         read(source.take())
     assert copy.digest == before
 
@@ -350,7 +346,7 @@ def test_directories_need_no_torch(tmp_path: Path) -> None:
     fake = make_fake_model(tmp_path / "fake", 3)
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from rl_plane.publish.sources.model_sources import as_source\n"
+        "from rl_plane.publish.sources.choice import as_source\n"
         f"print(len(list(as_source({str(fake)!r}).take().tensors)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -69,7 +69,7 @@ def test_a_part_that_is_longer_than_a_message(layout: dict[str, Any]) -> None:
         assert [chunk for one in told for chunk in chunks(one)] == chunks(long)
     assert pieces(part()) == [part()]
     for one_broadcast in ({"layout": "flat"}, {"layout": "packed"}):
-        with pytest.raises(PayloadTooLarge, match="20000 tensors in one broadcast") as refused:
+        with pytest.raises(PayloadTooLarge, match="a broadcast of 20000 tensors") as refused:
             pieces(long.model_copy(update={"check_only": False, "bucket_bytes": 1 << 30, **one_broadcast}))
         assert (refused.value.facts["field"], bool(refused.value.facts["fix"])) == ("names", True)
 

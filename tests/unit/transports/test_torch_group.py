@@ -23,15 +23,15 @@ pytest.importorskip("torch")
 from rl_plane._util.own_address import own_address
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, Unavailable, Unsupported
 from rl_plane.protocol.versions import TensorSpec
+from rl_plane.transports.base import TransportContext
 from rl_plane.transports.group import peer_liveness as lifelines
 from rl_plane.transports.group import torch_group
-from rl_plane.transports.group.peer_liveness import Lifelines
+from rl_plane.transports.group.peer_liveness import PeerLiveness
 from rl_plane.transports.group.rank_layout import Place
 from rl_plane.transports.group.receiver import GlooTransport
 from rl_plane.transports.group.sender import GroupSender
 from rl_plane.transports.group.streamed_delivery import received
 from rl_plane.transports.group.torch_group import CHUNK_BYTES, Group, import_torch
-from rl_plane.transports.receiver_base import Places
 from rl_plane.weights.manifest import Manifest, pack
 from tests.support.told_process import forked
 
@@ -81,7 +81,7 @@ def is_closed(line: socket.socket) -> bool:
 @pytest.mark.parametrize("bound", ["HELLO_S", "STRANGERS"])
 def test_who_does_not_say_who_it_is_is_not_kept(monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
     monkeypatch.setattr(lifelines, bound, 0)
-    trainer = Lifelines.of_trainer("127.0.0.1")
+    trainer = PeerLiveness.of_trainer("127.0.0.1")
     done = threading.Event()
     watching = threading.Thread(target=trainer.watch, args=("g", done.is_set))
     with socket.create_connection(("127.0.0.1", trainer.port)) as stranger:
@@ -94,7 +94,7 @@ def test_who_does_not_say_who_it_is_is_not_kept(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_rank_that_has_said_who_it_is_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = Lifelines.of_trainer("127.0.0.1")
+    trainer = PeerLiveness.of_trainer("127.0.0.1")
     address = ("127.0.0.1", trainer.port)
     looks = iter(range(10))
     with contextlib.ExitStack() as lines:
@@ -111,7 +111,7 @@ def test_a_rank_that_has_said_who_it_is_is_kept(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_rank_says_once_who_it_is() -> None:
-    trainer = Lifelines.of_trainer("127.0.0.1")
+    trainer = PeerLiveness.of_trainer("127.0.0.1")
     address = ("127.0.0.1", trainer.port)
     done = threading.Event()
     why: list[str] = []
@@ -144,8 +144,8 @@ def test_a_rank_says_once_who_it_is() -> None:
 
 @pytest.mark.parametrize("ends", ["its trainer", "rank 1"])
 def test_a_lifeline_ends_with_its_process_and_not_with_a_child_of_it(ends: str) -> None:
-    trainer = Lifelines.of_trainer("127.0.0.1")
-    rank = Lifelines.of_rank(replace(PLACE, lifeline_port=trainer.port))
+    trainer = PeerLiveness.of_trainer("127.0.0.1")
+    rank = PeerLiveness.of_rank(replace(PLACE, lifeline_port=trainer.port))
     assert rank is not None
     assert trainer.watch("g", lambda: trainer._ranks) == ""
     child = forked()
@@ -163,7 +163,7 @@ def test_a_lifeline_ends_with_its_process_and_not_with_a_child_of_it(ends: str) 
 def test_an_accept_that_fails_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr("rl_plane.transports.group.peer_liveness.time.sleep", slept.append)
-    trainer = Lifelines.of_trainer("127.0.0.1")
+    trainer = PeerLiveness.of_trainer("127.0.0.1")
 
     def accept() -> Any:
         raise OSError(24, "Too many open files")
@@ -247,7 +247,7 @@ def trainers_own(store: Any, rank: int, timeout_s: float = BOUND_S, join_timeout
 def test_nccl_connects_as_it_forms_and_writes_into_receivers_alone(store: Any, nccl: type[Nccl]) -> None:
     torch = import_torch()
     trainers: list[Group] = []
-    lifelines = Lifelines.of_trainer("127.0.0.1")
+    lifelines = PeerLiveness.of_trainer("127.0.0.1")
     joining = threading.Thread(
         target=lambda: trainers.append(Group(nccl_place(store, 0), BOUND_S, lifelines)), daemon=True
     )
@@ -311,7 +311,7 @@ def test_a_trainer_does_not_wait_for_ranks_that_have_died_while_they_connect(sto
         raise RuntimeError("it has no peers")
 
     nccl.connecting = staticmethod(connecting)
-    trainer = Lifelines.of_trainer("127.0.0.1")
+    trainer = PeerLiveness.of_trainer("127.0.0.1")
     line = socket.create_connection(("127.0.0.1", trainer.port))
     line.sendall(b"g 1\n")
 
@@ -513,7 +513,7 @@ def test_a_store_that_breaks_while_the_group_forms_is_told(said: Any) -> None:
 
     sender = GroupSender(join_timeout_s=BOUND_S)
     sender._store = SimpleNamespace(check=lambda keys: True, get=get, port=1)
-    lifelines = Lifelines.of_trainer("127.0.0.1")
+    lifelines = PeerLiveness.of_trainer("127.0.0.1")
     with pytest.raises(Unavailable, match="can't be read"):
         sender._join("g", lifelines, threading.Event())
     assert lifelines._listener is not None
@@ -529,7 +529,7 @@ def test_a_lifeline_that_breaks_at_once_is_told(monkeypatch: pytest.MonkeyPatch)
     line = SimpleNamespace(sendall=sendall, close=closed.set)
     monkeypatch.setattr(lifelines, "connected", lambda *args: line)
     with pytest.raises(Unavailable, match="lifeline broke"):
-        Lifelines.of_rank(Place("gloo", "g", "127.0.0.1", 1, 2, 1, lifeline_port=1))
+        PeerLiveness.of_rank(Place("gloo", "g", "127.0.0.1", 1, 2, 1, lifeline_port=1))
     assert closed.is_set()
 
 
@@ -590,7 +590,7 @@ def test_the_manifest_of_an_update_that_failed_is_not_left_in_the_store(monkeypa
 
 
 def test_the_digest_of_a_manifest_that_is_not_stored_is_refused() -> None:
-    transport = GlooTransport(Places())
+    transport = GlooTransport(TransportContext())
     transport._group = group_with(None)
     request = {"manifest": {"buckets": [[["a", "F32", [1]]]]}, "manifest_digest": "blake3:" + "0" * 64}
     with pytest.raises(InvalidRequest) as refused:
@@ -619,7 +619,7 @@ def test_a_port_that_is_taken_is_told() -> None:
 
 def test_a_trainers_address_that_is_no_name_is_told() -> None:
     with pytest.raises(InvalidRequest, match=r"does not answer at a\.\.b:1") as refused:
-        GlooTransport(Places()).init(
+        GlooTransport(TransportContext()).init(
             {
                 "backend": "gloo",
                 "group": "g",

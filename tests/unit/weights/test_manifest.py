@@ -117,7 +117,7 @@ def test_a_source_that_gives_other_tensors_than_it_announced_is_refused() -> Non
     buffer = memoryview(bytearray(made.buckets[0].nbytes))
     right = list(tensors().items())
     for wrong in (right[:-1], right[::-1], [("a", right[1][1]), *right[1:]], [*right, ("more", right[0][1])]):
-        with pytest.raises(InvalidRequest, match="announced"):
+        with pytest.raises(InvalidRequest, match="expected"):
             list(fill(made, wrong, lambda _: buffer))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.weights import read_ahead
-from rl_plane.weights.read_ahead import HUGE_BYTES, Ahead, host_memory
+from rl_plane.weights.read_ahead import HUGE_BYTES, ReadAhead, host_memory
 
 BOUND_S = 30.0
 
@@ -105,7 +105,7 @@ def test_items_come_in_order_and_one_is_made_while_one_is_used() -> None:
             yield number
 
     taken = []
-    for number in Ahead(items()):
+    for number in ReadAhead(items()):
         if number == 0:
             assert second.wait(BOUND_S), "it reads ahead"
         taken.append(number)
@@ -119,7 +119,7 @@ def test_what_is_raised_there_is_raised_here() -> None:
         yield 1
         raise ValueError("no more")
 
-    ahead = iter(Ahead(items()))
+    ahead = iter(ReadAhead(items()))
     assert next(ahead) == 1
     with pytest.raises(ValueError, match="no more"):
         next(ahead)
@@ -137,7 +137,7 @@ def test_who_stops_early_leaves_no_thread() -> None:
             ended.set()
 
     for close_first in (False, True):
-        ahead = Ahead(items())
+        ahead = ReadAhead(items())
         taking = iter(ahead)
         next(taking)
         if close_first:
@@ -147,7 +147,7 @@ def test_who_stops_early_leaves_no_thread() -> None:
         assert ended.wait(BOUND_S)
         ended.clear()
         assert not threads()
-    Ahead(items()).close()  # never begun
+    ReadAhead(items()).close()  # never begun
 
 
 def test_staged_weights_keep_what_they_own_and_copy_what_is_lent_or_askew() -> None:

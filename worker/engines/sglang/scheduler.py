@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane.errors import EngineFailed, PlaneError
-from rl_plane.transports.receiver_base import Places
+from rl_plane.transports.base import TransportContext
 from rl_plane.transports.reception import Cancelled, Staged
 from worker.engines.common.torch_weights import StagedTensors
 from worker.engines.sglang.holder import SglangHolder, StagedAdapter, model_device
@@ -29,7 +29,9 @@ class Rank:
         self._scheduler = scheduler
         self._holder = SglangHolder(model, scheduler)
         device = str(model_device(scheduler.tp_worker.model_runner.model))
-        self._receiver = Receiver(self._holder, load_transports(Places.from_wire(told["places"]), device))
+        self._receiver = Receiver(
+            self._holder, load_transports(TransportContext.from_wire(told["places"]), device)
+        )
         self._taken: Staged | None = None
         self._outcome: dict[str, Any] = {}
         """What the last call gave, or its `error`: SGLang passes on the first rank's error alone, and of that the
