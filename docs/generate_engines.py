@@ -29,7 +29,7 @@ class Feature(NamedTuple):
 
     @property
     def shown_by(self) -> str:
-        return ", ".join(f"`tests/{test.replace('::', '.py::')}`" for test in self.tests)
+        return ", ".join(f"`tests/engines/{test.replace('::', '.py::')}`" for test in self.tests)
 
 
 def of_engines(name: str, of_hf: str | None = None) -> tuple[str, str]:

@@ -182,7 +182,7 @@ def test_every_row_of_the_engines_names_tests_of_each() -> None:
         assert re.search(rf"^\| {re.escape(feature.words)} \|.*\| {feature.shown_by} \|$", page, re.MULTILINE)
         run: set[str] = set()
         for module, name in (test.split("::") for test in feature.tests):
-            text = (ROOT / "tests" / f"{module}.py").read_text()
+            text = (ROOT / "tests" / "engines" / f"{module}.py").read_text()
             assert re.search(rf"^(async )?def {name}\(", text, re.MULTILINE), f"there is no {module}::{name}"
             run |= ENGINES_OF[module]
         assert run == {"hf", "sglang", "vllm"}, feature.words
