@@ -192,6 +192,7 @@ class Bus:
                 await bus.nc.connect(
                     url,
                     name=name,
+                    disconnected_cb=bus._disconnected,
                     reconnected_cb=bus._reconnected,
                     error_cb=bus._error,
                     max_reconnect_attempts=-1,
@@ -220,6 +221,10 @@ class Bus:
         """Calls it after each reconnect, from now on; the result ends that."""
         self._on_reconnect.append(callback)
         return lambda: self._on_reconnect.remove(callback)
+
+    async def _disconnected(self) -> None:
+        if not self.nc.is_closed:  # a `close` is no loss
+            log.warning("%s: the connection to NATS is lost; reconnecting", self.name)
 
     async def _reconnected(self) -> None:
         log.info("%s: connected to NATS again", self.name)

@@ -12,9 +12,8 @@ from rl_plane.bus.lock import HeldLock
 from rl_plane.bus.scatter import Missing
 from rl_plane.bus.sealed_record import SealedRecord
 from rl_plane.bus.state_store import pause_of, read_frontends, read_session
-from rl_plane.client import RlClient
 from rl_plane.commit.commands import machine_for
-from rl_plane.commit.history import Journal
+from rl_plane.commit.journal import Journal
 from rl_plane.commit.rules import newest, serves, still_there
 from rl_plane.commit.steps import (
     Announce,
@@ -45,6 +44,7 @@ from rl_plane.commit.steps import (
 from rl_plane.errors import BusUnreachable, PlaneError, Unavailable
 from rl_plane.membership.core import Member, Snapshot
 from rl_plane.membership.view import MembershipView
+from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import CanaryHistory
 from rl_plane.protocol.envelope import Request, decode, encode
@@ -68,16 +68,16 @@ class Coordinator:
     """One call under the lock. `journal` is told when work begins."""
 
     def __init__(
-        self, client: RlClient, view: MembershipView, held: HeldLock, journal: Journal | None = None
+        self, calls: WorkerCalls, view: MembershipView, held: HeldLock, journal: Journal | None = None
     ) -> None:
         self.phases: dict[str, float] = {}
         """Phase → seconds."""
-        self._client = client
+        self._calls = calls
         self._view = view
         self._held = held
         self._journal = journal
         self._state = view.subjects.state
-        self._record = SealedRecord(client.bus, view.subjects.state, held)
+        self._record = SealedRecord(calls.bus, view.subjects.state, held)
         self._told_at = 0.0
         self._server_ahead_s = time.time() - time.monotonic()
         """The NATS server's Unix time less this process's monotonic time, from the first survey on. A pause ends by the
@@ -142,7 +142,7 @@ class Coordinator:
     # ---- asking ----
 
     async def _survey(self) -> Surveyed:
-        bus, state = self._client.bus, self._state
+        bus, state = self._calls.bus, self._state
         (snapshot, replies), session, pause, history, server_time = await asyncio.gather(
             self._reports(),
             read_session(bus, state),
@@ -203,7 +203,7 @@ class Coordinator:
 
         end = asyncio.create_task(end_for_all())
         try:
-            replies = await self._client.ask(self._view, members, op, dict(body), timeout_s, self._held, heard)
+            replies = await self._calls.ask(self._view, members, op, dict(body), timeout_s, self._held, heard)
             if failed.is_set():
                 await end
             return sorted(replies, key=lambda reply: reply.instance_id not in first[:1])  # it tells why
@@ -214,7 +214,7 @@ class Coordinator:
     async def _ask_members(
         self, op: str, body: Mapping[str, Any], members: Sequence[Member], timeout_s: float | None
     ) -> list[WorkerReply]:
-        return await self._client.ask(self._view, members, op, dict(body), timeout_s, self._held)
+        return await self._calls.ask(self._view, members, op, dict(body), timeout_s, self._held)
 
     async def _tell(self, tell: Announce) -> RecordAcks:
         body = {"record": tell.record.to_wire(), "sequence": tell.sequence}
@@ -246,10 +246,10 @@ class Coordinator:
 
     async def _tell_frontends(self, body: dict[str, Any], timeout_s: float) -> list[str]:
         """Those that have not acknowledged. One that is dead has nobody subscribed to its subject."""
-        frontends = await read_frontends(self._client.bus, self._state)
+        frontends = await read_frontends(self._calls.bus, self._state)
         request = encode(Request("follow_record", body=body, fence=self._held.fence).to_wire())
         targets = [(self._view.subjects.frontend(each), request) for each in frontends]
-        answers = await self._client.gather(targets, timeout_s)
+        answers = await self._calls.gather(targets, timeout_s)
         silent = []
         for frontend, answer in zip(frontends, answers, strict=True):
             if answer is Missing.SILENT or (isinstance(answer, bytes) and decode(answer).get("status") != "ok"):
@@ -275,7 +275,7 @@ class Coordinator:
         last = give_up + WATCH_GRACE_S
         while True:
             try:
-                out = await self._client.call_all("state", component=self._view.subjects.component, empty="ok")
+                out = await self._calls.call_all("state", component=self._view.subjects.component, empty="ok")
                 known = self._view.record
                 replaced = known is not None and known.made != record.made and newer(known, record)
                 if replaced or all(serves(reply, record) for reply in out.rows) or time.monotonic() > give_up:

@@ -1,45 +1,26 @@
-"""The updates that there were and how each ended: entries in the state bucket, written under the lock.
+"""The history of updates: entries in the state bucket, how they are read, and how an unfinished one is completed.
 
-An entry is `running` from where work begins, and final once it is `committed` or `aborted`. What a dead coordinator
-left unfinished is judged by the decision record, which so counts as the newest entry; before the next update overwrites
-the record, it makes sure that the record's own entry is final (`Journal.begin`).
+`journal.py` writes an entry under the lock. It is `running` from where work begins, and final once it is `committed` or
+`aborted`. If its coordinator died, the decision record tells how the update ended, so the record counts as the newest
+entry.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
-import logging
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from rl_plane.bus.connection import Bus
-from rl_plane.bus.lock import HeldLock, read_holder
+from rl_plane.bus.lock import read_holder
 from rl_plane.bus.state_store import read_record, read_session
 from rl_plane.commit.canary_steps import missed_error
-from rl_plane.commit.steps import Outcome as UpdateOutcome
-from rl_plane.errors import (
-    BusUnreachable,
-    Conflict,
-    InvalidRequest,
-    NotFound,
-    OutcomeUnknown,
-    PlaneError,
-    StaleFence,
-    Unavailable,
-    UpdateAborted,
-    error_from_wire,
-)
-from rl_plane.membership.core import Member
-from rl_plane.protocol.record import DecisionRecord, Source, UpdateSession
+from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unavailable, UpdateAborted, error_from_wire
+from rl_plane.protocol.record import DecisionRecord, UpdateSession
 from rl_plane.protocol.subjects import HISTORY_PREFIX, Bucket, Entry
-from rl_plane.protocol.update_requests import PUSHED
 from rl_plane.protocol.versions import WeightVersion
-
-log = logging.getLogger("rl_plane.commit.history")
 
 KEEP = 256
 """Entries: a day of steps of five minutes; at 1,024 workers about 20 MB in the store."""
@@ -48,8 +29,6 @@ MAX_ENTRY_BYTES = 512_000
 MAX_FACTS_BYTES = 8_000
 """Of an error; beyond it only its code, message, field and fix are kept."""
 MAX_MESSAGE_CHARS = 500
-SHOWN_VERSIONS = 20
-"""That an error lists of those one could go back to."""
 
 Outcome = Literal["running", "prepared", "committed", "aborted"]
 """`prepared`: by a call of its own, and waits for complete or abort."""
@@ -180,7 +159,7 @@ def request_hash(body: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-# ---- unfinished entries: the pure half ----
+# ---- unfinished entries: pure ----
 
 
 def from_record(record: DecisionRecord, entry: UpdateEntry | None = None) -> UpdateEntry:
@@ -190,7 +169,9 @@ def from_record(record: DecisionRecord, entry: UpdateEntry | None = None) -> Upd
     if record.missed is not None:  # the version before is back
         error = missed_error(record)
         summary = error.facts["canary"]
-        return replace(known, outcome="aborted", ended_at=record.decided_at, error=_kept(error), canary=summary)
+        return replace(
+            known, outcome="aborted", ended_at=record.decided_at, error=short_error(error), canary=summary
+        )
     return replace(
         known,
         label=version.label,
@@ -206,11 +187,6 @@ def from_record(record: DecisionRecord, entry: UpdateEntry | None = None) -> Upd
         base=source.base,
         before=source.before.to_wire() if source.before is not None else None,
     )
-
-
-def _outcome_unreported(record: DecisionRecord, entry: UpdateEntry | None) -> UpdateEntry:
-    error = Unavailable("its coordinator ended before it could tell how many workers serve it")
-    return replace(from_record(record, entry), error=error.to_wire(), workers={})
 
 
 def _target_in(record: DecisionRecord) -> dict[str, Any] | None:
@@ -244,77 +220,12 @@ def evaluate_entry(
     return replace(entry, outcome="aborted", error=left.to_wire())
 
 
-def rollback_target(
-    newest_first: Sequence[UpdateEntry], run: str, label: str | None, sequence: int | None
-) -> UpdateEntry:
-    """The committed version that is meant; NotFound names those that there are."""
-    known = [(entry, entry.version) for entry in newest_first if entry.outcome == "committed"]
-    mine = [(entry, version) for entry, version in known if version is not None and version.run == run]
-    found = [
-        entry
-        for entry, version in mine
-        if (version.sequence == sequence if sequence is not None else version.label == label)
-    ]
-    there = [{"sequence": version.sequence, "label": version.label} for _, version in mine[:SHOWN_VERSIONS]]
-    names = ", ".join(f"{one['sequence']} ({one['label']})" for one in there)
-    if not found:
-        what = f"sequence {sequence}" if sequence is not None else f"label {label!r}"
-        raise NotFound(
-            f"the history has no committed version of {what}",
-            field="rollback",
-            fix=f"it has {names}" if names else "nothing was committed yet",
-            versions=there,
-        )
-    if len({entry.digest for entry in found}) > 1:
-        raise NotFound(
-            f"several versions with different weights are called {label!r}",
-            field="rollback.label",
-            fix=f"name the sequence; there are {names}",
-            versions=there,
-        )
-    return found[0]
-
-
-def target_of(entry: UpdateEntry, loaded: Iterable[str]) -> dict[str, Any]:
-    """The target that makes this version again. `loaded`: the adapters that are there now."""
-    target = dict(entry.target or {"kind": "base"})
-    if target["kind"] == "lora":
-        if target["op"] == "unload":
-            raise Conflict(
-                f"{entry.label} unloaded the adapter {target['name']!r}: there are no weights to go back to",
-                field="rollback",
-                fix="name a version that was loaded, or unload the adapter",
-            )
-        target["op"] = "swap" if target["name"] in loaded else "load"
-    return target
-
-
-def before_of(entry: UpdateEntry) -> Source | None:
-    """Of a version that was sent as a delta: where the one came from that it changed."""
-    return Source.from_wire(entry.before) if entry.before is not None else None
-
-
-def source_of(entry: UpdateEntry, members: Iterable[Member]) -> dict[str, Any]:
-    """The transport that brings a committed version again, or an error that says why none does."""
-    label, before = entry.label, before_of(entry)
-    if not entry.refetchable or (before is not None and not before.from_scratch):
-        raise Conflict(
-            f"the weights of {label} can't be fetched again from where they came",
-            field="rollback",
-            fix="publish them anew, and update by transport",
-        )
-    if entry.transport is not None:
-        return dict(entry.transport)
-    # Sequence 0 is each worker's own model; one transport says it for all where they all have it in one place.
-    paths = sorted({str(member.info["model_path"]) for member in members})
-    if len(paths) != 1:
-        raise Conflict(
-            f"the workers started from {len(paths)} model directories, so no one transport brings {label} to all",
-            field="rollback",
-            fix="update by transport, from a directory that all workers can read",
-            paths=paths[:SHOWN_VERSIONS],
-        )
-    return {"backend": "filesystem", "path": paths[0]}
+def short_error(error: PlaneError) -> dict[str, Any]:
+    wire = {key: value for key, value in error.to_wire().items() if key not in ("workers", "phases", "elapsed_s")}
+    if len(json.dumps(wire, default=str)) > MAX_FACTS_BYTES:
+        wire = {key: wire[key] for key in ESSENTIAL if key in wire}
+        wire["message"] = wire["message"][:MAX_MESSAGE_CHARS]
+    return wire
 
 
 # ---- reading ----
@@ -349,194 +260,6 @@ async def read_history(bus: Bus, state: Bucket, limit: int = KEEP) -> list[Updat
     return judged[:limit]
 
 
-# ---- writing ----
-
-
-def _without_manifest(transport: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """A manifest is long; the record has it, if anybody can fetch by it."""
-    return None if transport is None else {key: value for key, value in transport.items() if key != "manifest"}
-
-
-def pushed_buckets(transport: Mapping[str, Any] | None) -> int | None:
-    """How many the workers listen for; None: nothing is pushed to them, or it is not said as it should."""
-    if transport is None or transport.get("backend") not in PUSHED:
-        return None
-    manifest, count = transport.get("manifest"), transport.get("num_buckets")
-    if isinstance(manifest, Mapping) and isinstance(manifest.get("buckets"), list):
-        count = len(manifest["buckets"])
-    return count if type(count) is int else None
-
-
-class Journal:
-    """Keeps one update's entry while its coordinator holds the lock."""
-
-    def __init__(
-        self,
-        bus: Bus,
-        state: Bucket,
-        held: HeldLock,
-        who: str,
-        update_id: str,
-        body: Mapping[str, Any],
-        request: str = "",
-        rollback: Mapping[str, Any] | None = None,
-    ) -> None:
-        """`body`: the update's; `request`: the hash of what was asked for, where that was a roll-back."""
-        self._bus = bus
-        self._state = state
-        self._held = held
-        self._begun = False
-        self._entry = UpdateEntry(
-            update_id,
-            str(body.get("version") or ""),
-            "running",
-            who,
-            target=body.get("target"),
-            transport=_without_manifest(body.get("transport")),
-            digest=body.get("digest"),
-            cast=bool(body.get("cast")),
-            encoding=str(body.get("encoding") or "full"),
-            base=body.get("base"),
-            rollback=rollback,
-            num_buckets=pushed_buckets(body.get("transport")),
-            step=body.get("step"),
-            min_ready=(body.get("policy") or {}).get("min_ready", 1),
-            request=request,
-        )
-
-    @property
-    def entry(self) -> UpdateEntry:
-        """As it was last written, or is to be."""
-        return self._entry
-
-    async def first_answer(self) -> UpdateEntry | None:
-        """As the function of this name. The lock is ours, so one that is unfinished has lost its coordinator: it runs
-        now, or goes on from its decision."""
-        found = await first_answer(self._bus, self._state, self._entry.update_id, self._entry.request)
-        if found is None:
-            await self.go_on()
-        return found
-
-    async def go_on(self) -> None:
-        """With the update's own entry, if it was decided: the answer is still to come."""
-        if await self.settle_own():
-            await self.take_up()
-
-    async def settle_own(self) -> bool:
-        """Was it decided? Then its entry says so from now on, whatever the workers tell of later ones: the store may
-        have lost those."""
-        record = await read_record(self._bus, self._state)
-        if record is None or record.update_id != self._entry.update_id:
-            return False
-        await self._settle(record)
-        return True
-
-    async def begin(self, record: DecisionRecord | None) -> None:
-        """Work begins. `record`: the committed version, which may become the one before."""
-        found = await read_entry(self._bus, self._state, self._entry.update_id)
-        if (
-            found is not None and found.outcome_unreported
-        ):  # the store had lost a later decision, which the workers have told
-            raise found.first_error()
-        await self._settle(record)
-        label = self._entry.label or str(record.sequence + 1 if record else 1)
-        await self._write(replace(self._entry, label=label, began_at=time.time()))
-        self._begun = True
-
-    async def _settle(self, record: DecisionRecord | None) -> None:
-        """The record's own entry is final before another decision overwrites the record. By the record alone: what its
-        workers were before the decision tells nothing of who serves it."""
-        if record is None:
-            return
-        entry = await read_entry(self._bus, self._state, record.update_id)
-        if entry is None or not entry.final or entry.version != record.made:
-            # Nobody has asked for sequence 0.
-            settled = _outcome_unreported(record, entry) if record.update_id else from_record(record, entry)
-            await self._held.put(history_key(record.update_id), settled.encode())
-
-    async def take_up(self) -> None:
-        """Goes on with an update that another call has prepared, or that was decided and not answered."""
-        found = await read_entry(self._bus, self._state, self._entry.update_id)
-        if found is not None and (found.outcome_unreported or not found.final):
-            self._entry = found
-            self._begun = True
-
-    async def prepared(self, replies: Iterable[Mapping[str, Any]], digest: str | None, prepare_s: float) -> None:
-        """`digest` None: its bytes are still to come."""
-        entry = replace(
-            self._entry,
-            outcome="prepared",
-            workers=_outcomes(replies),
-            digest=digest or self._entry.digest,
-            phases={"prepare_s": prepare_s},
-        )
-        await self._write_if_held(entry)
-
-    async def committed(
-        self,
-        outcome: UpdateOutcome,
-        replies: Iterable[Mapping[str, Any]],
-        phases: Mapping[str, float],
-    ) -> None:
-        """The end, with what the reply says; what the record says of the source stands there."""
-        try:
-            record = await read_record(self._bus, self._state)
-        except BusUnreachable:
-            return  # the record stands for it
-        if record is None or record.update_id != self._entry.update_id:
-            return  # the first answer was given again, or another coordinator went on
-        await self._end(
-            replace(
-                from_record(record, self._entry),
-                error=None,
-                version=outcome.version,
-                workers=_outcomes(replies),
-                excluded=list(outcome.excluded),
-                phases={**self._entry.phases, **phases},
-                canary=outcome.canary,
-            )
-        )
-
-    async def failed(self, error: PlaneError) -> None:
-        """The end by an error; after the decision the version stands all the same."""
-        if not self._begun or isinstance(error, OutcomeUnknown):
-            return  # nothing to tell; or the record tells it, once it can be read
-        workers = _outcomes(error.facts.get("workers", ()))
-        canary = error.facts.get("canary")
-        entry = replace(self._entry, error=_kept(error), workers=workers or self._entry.workers, canary=canary)
-        try:
-            record = await read_record(self._bus, self._state)
-        except BusUnreachable:
-            return
-        decided = record is not None and record.update_id == entry.update_id
-        if self._entry.outcome_unreported and not (decided and type(error) is Conflict):
-            return  # still unreported: only too few who serve it are an answer
-        phases = {**entry.phases, **error.facts.get("phases", {})}
-        ended = from_record(record, entry) if decided and record else replace(entry, outcome="aborted")
-        await self._end(replace(ended, phases=phases, error=entry.error))
-
-    async def _end(self, entry: UpdateEntry) -> None:
-        # At once: the entry is there already, so it is counted however they come.
-        await asyncio.gather(self._write_if_held(replace(entry, ended_at=time.time())), self._shorten())
-
-    async def _shorten(self) -> None:
-        try:
-            await self._bus.keep_newest(self._state, HISTORY_PREFIX + ">", KEEP)
-        except BusUnreachable as error:
-            log.warning("the history was not shortened: %s", error)
-
-    async def _write(self, entry: UpdateEntry) -> None:
-        await self._held.put(history_key(entry.update_id), entry.encode())
-        self._entry = entry
-
-    async def _write_if_held(self, entry: UpdateEntry) -> None:
-        """The outcome stands already; without the lock, the record and the next holder tell it."""
-        try:
-            await self._write(entry)
-        except (BusUnreachable, StaleFence) as error:
-            log.warning("the history of %s could not be written: %s", entry.update_id, error)
-
-
 async def first_answer(bus: Bus, state: Bucket, update_id: str, request: str) -> UpdateEntry | None:
     """The entry of this request id, whose answer is given again; None: there is none, and the update may run or go on.
     InvalidRequest: the id was used for something else."""
@@ -561,24 +284,3 @@ async def is_answered(bus: Bus, state: Bucket, entry: UpdateEntry) -> bool:
         return entry.final
     record = await read_record(bus, state)
     return record is None or record.update_id != entry.update_id
-
-
-def _outcomes(replies: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for reply in replies:
-        kept = {key: reply[key] for key in ("incarnation", "status") if key in reply}
-        if error := reply.get("error"):
-            kept["error"] = {
-                "code": error.get("code"),
-                "message": str(error.get("message", ""))[:MAX_MESSAGE_CHARS],
-            }
-        found[str(reply["instance_id"])] = kept
-    return found
-
-
-def _kept(error: PlaneError) -> dict[str, Any]:
-    wire = {key: value for key, value in error.to_wire().items() if key not in ("workers", "phases", "elapsed_s")}
-    if len(json.dumps(wire, default=str)) > MAX_FACTS_BYTES:
-        wire = {key: wire[key] for key in ESSENTIAL if key in wire}
-        wire["message"] = wire["message"][:MAX_MESSAGE_CHARS]
-    return wire

@@ -11,9 +11,9 @@ from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import Bus, WrongSequence
 from rl_plane.bus.lock import HeldLock
 from rl_plane.bus.state_store import session_of
-from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable
 from rl_plane.membership.view import MembershipView
+from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.protocol.record import UpdateSession
 from rl_plane.protocol.subjects import SESSION, Bucket
 
@@ -25,16 +25,16 @@ RENEWALS = 4
 
 @asynccontextmanager
 async def lock_with_keepalive(
-    client: RlClient, view: MembershipView, waiting: UpdateSession | None, wait_s: float, update_id: str = ""
+    calls: WorkerCalls, view: MembershipView, waiting: UpdateSession | None, wait_s: float, update_id: str = ""
 ) -> AsyncIterator[HeldLock]:
     """The component's lock, for a call of the update that is `waiting` (None: of none). Who dies while it waits keeps
     nobody out for longer than a silent trainer does."""
     renewals = []
     if waiting is not None:
-        work = _renewals(client.bus, view.subjects.state, waiting)
+        work = _renewals(calls.bus, view.subjects.state, waiting)
         renewals.append(asyncio.create_task(work, name=f"renewals of {waiting.update_id}"))
     try:
-        async with client.lock(view, wait_s, update_id=update_id) as held:
+        async with calls.lock(view, wait_s, update_id=update_id) as held:
             await end_tasks(renewals)
             yield held
     finally:

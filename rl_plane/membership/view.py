@@ -39,7 +39,8 @@ EPOCH_KEY = MEMBER_PREFIX + "epoch"
 MAX_RAISES = 100_000
 """Writes that a store may have lost: more than a day of joins and leaves."""
 
-PING = encode(Request("ping").to_wire())
+PING_REQUEST = Request("ping")
+PING = encode(PING_REQUEST.to_wire())
 
 Listener = Callable[[Changed], None]
 RecordListener = Callable[[DecisionRecord], None]

@@ -52,6 +52,7 @@ from worker.receive.weight_receiver import load_transports
 
 if TYPE_CHECKING:
     from rl_plane.client import RlClient
+    from rl_plane.membership.worker_calls import WorkerCalls
     from tests.conftest import Plane
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -363,7 +364,7 @@ async def test_a_trainer_that_stands_still(plane: Plane) -> None:
     assert await all_serve(client, "two")
 
 
-async def _serve(client: RlClient, ids: set[str], label: str) -> bool:
+async def _serve(client: WorkerCalls, ids: set[str], label: str) -> bool:
     return {*(await states(client))} == ids and await all_serve(client, label)
 
 

@@ -21,11 +21,11 @@ from typing import Any, Literal, Protocol
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
-from rl_plane.protocol.update_requests import PreparedReply
+from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
 from rl_plane.protocol.worker_ops import Tokenize
 from rl_plane.transports.receiver_base import Places
-from rl_plane.transports.reception import Cancelled, Reception
+from rl_plane.transports.reception import Cancelled
 
 LACKING = "do without, or name workers that can: describe tells what each lacks"
 """The fix of what one engine can't do."""
@@ -188,9 +188,10 @@ class EngineAdapter(Protocol):
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         """Every tensor that a full checkpoint must hold, by its checkpoint name."""
 
-    def open(self, reception: Reception) -> None:
-        """In every rank: opens what the reception describes, and checks what can be without its bytes. Touches
-        nothing. InvalidRequest or InvalidWeights. Blocks, on a thread of the worker's."""
+    def open(self, staging: str, request: ReceiveRequest, limits: CanaryLimits | None = None) -> None:
+        """In every rank: opens the delivery of this request, and checks everything that needs no byte of it. Touches
+        nothing. `staging`: a name that was not used before. `limits`: what a `canary.json` has to fit. InvalidRequest
+        or InvalidWeights. Blocks, on a thread of the worker's."""
 
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
         """Brings what was opened under this name into staging, complete and verified, while generation goes on. Ends
@@ -207,8 +208,8 @@ class EngineAdapter(Protocol):
         worker's."""
 
     def kept(self) -> str | None:
-        """The digest of the version that every rank keeps in host memory (`Reception.keep`); None: there is none, or
-        not the same in all. Blocks, on a thread of the worker's."""
+        """The digest of the version that every rank keeps in host memory (`ReceiveRequest.keeps_copy`). None: there is
+        none, or it differs between ranks. Blocks, on a thread of the worker's."""
 
     async def discard(self, staging: str) -> None:
         """Frees what is opened or staged under this name; nothing there is no error."""

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rl_plane.errors import EngineFailed, NotAtBase
+from rl_plane.protocol.update_requests import DeltaChainEntry
 from rl_plane.protocol.versions import DTYPE_BYTES, HostTensor, TensorSpec
 from rl_plane.transports.receiver_base import Delivery
-from rl_plane.transports.reception import Cancelled, KeepableStaged, Link, Staged
+from rl_plane.transports.reception import Cancelled, KeepableStaged, Staged
 from rl_plane.weights import delta_codec
 from rl_plane.weights.delta_codec import Delta
 from worker.receive.staging import DigestingStream
@@ -69,7 +70,9 @@ def taken_changes(delivery: Delivery, tensors: Mapping[str, TensorSpec], cancell
         delivery.close()
 
 
-def missing_links(kept: Kept | None, before: Sequence[Link], base: str) -> tuple[Kept | None, Sequence[Link]]:
+def missing_links(
+    kept: Kept | None, before: Sequence[DeltaChainEntry], base: str
+) -> tuple[Kept | None, Sequence[DeltaChainEntry]]:
     """(what can be built on, the versions to fetch from there on until `base`). None: from the full version, the first
     of them. NotAtBase when one can't be fetched."""
     start, links = None, before

@@ -190,7 +190,7 @@ class DigestingStream:
         # It hashes what it reads, on its own threads; any other, also one that somebody derives of it, is not believed.
         hashed = type(self._delivery) is FilesystemDelivery
         self.check_stated()
-        for name, tensor in self._delivery.tensors():
+        for name, tensor in self._delivery.tensors(self._cancelled):
             if self._cancelled():
                 raise EngineFailed("staging was cancelled")
             self._check(name, tensor, specs)

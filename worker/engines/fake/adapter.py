@@ -24,11 +24,11 @@ from blake3 import blake3
 
 from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted, Unsupported
 from rl_plane.protocol.generation import FinishReason, GenerateDelta, GenerateRequest, Rendering
-from rl_plane.protocol.update_requests import PreparedReply
+from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
 from rl_plane.protocol.worker_ops import Tokenize
 from rl_plane.transports.receiver_base import WeightTransport
-from rl_plane.transports.reception import Cancelled, Reception
+from rl_plane.transports.reception import Cancelled
 from rl_plane.weights.checkpoint import Checkpoint, open_checkpoint
 from worker.engines.base import CheckAction, EngineInfo, EngineOptions, PauseMode
 from worker.engines.common.scoring import check_adapter, check_memory, check_sequences, checked_scores
@@ -426,8 +426,8 @@ class FakeEngine:
         self._held()
         return self._specs
 
-    def open(self, reception: Reception) -> None:
-        self.receiver.open(reception)
+    def open(self, staging: str, request: ReceiveRequest, limits: CanaryLimits | None = None) -> None:
+        self.receiver.open(staging, request, limits)
 
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
         return self.receiver.receive(staging, cancelled)

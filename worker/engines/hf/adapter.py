@@ -22,9 +22,9 @@ from transformers.utils.logging import disable_progress_bar
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.routed_experts import RoutedExperts
-from rl_plane.protocol.update_requests import PreparedReply
+from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
-from rl_plane.transports.reception import Cancelled, Reception
+from rl_plane.transports.reception import Cancelled
 from worker.engines.base import LACKING, CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
 from worker.engines.common.checkpoint_spec import saved_specs
 from worker.engines.common.scoring import check_sequences, checked_scores
@@ -294,8 +294,8 @@ class HfEngine(Tokenizing):
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         return self._held().weight_spec()
 
-    def open(self, reception: Reception) -> None:
-        self._receiving().open(reception)
+    def open(self, staging: str, request: ReceiveRequest, limits: CanaryLimits | None = None) -> None:
+        self._receiving().open(staging, request, limits)
 
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
         return self._receiving().receive(staging, cancelled)

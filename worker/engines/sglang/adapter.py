@@ -16,9 +16,9 @@ from typing import Any
 
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
-from rl_plane.protocol.update_requests import PreparedReply
+from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
-from rl_plane.transports.reception import Cancelled, Reception
+from rl_plane.transports.reception import Cancelled
 from rl_plane.weights.checkpoint import open_checkpoint
 from worker.engines.base import (
     LACKING,
@@ -348,10 +348,10 @@ class SglangEngine(Tokenizing):
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         return self._process.ranks.weight_spec()
 
-    def open(self, reception: Reception) -> None:
-        self._process.ranks.open(reception)
-        if reception.in_place:
-            self._in_place.add(reception.staging)
+    def open(self, staging: str, request: ReceiveRequest, limits: CanaryLimits | None = None) -> None:
+        self._process.ranks.open(staging, request, limits)
+        if request.in_place:
+            self._in_place.add(staging)
 
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
         if staging in self._in_place:

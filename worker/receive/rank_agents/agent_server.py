@@ -16,7 +16,8 @@ from typing import Any
 
 from rl_plane._util.framing import read_frame, send_frame
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
-from rl_plane.transports.reception import Cancelled, Reception
+from rl_plane.protocol.update_requests import ReceiveRequest
+from rl_plane.transports.reception import Cancelled
 from worker.receive.rank_agents.agent_messages import socket_of
 from worker.receive.weight_receiver import Receiver
 
@@ -53,7 +54,7 @@ def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
     """What every agent can do."""
 
     def open_(body: Mapping[str, Any], _: Cancelled) -> None:
-        receiver.open(Reception.from_wire(body))
+        receiver.open(body["staging"], ReceiveRequest.model_validate(body["request"]), body["limits"])
 
     def receive(body: Mapping[str, Any], cancelled: Cancelled) -> Mapping[str, Any]:
         return receiver.receive(body["staging"], cancelled)

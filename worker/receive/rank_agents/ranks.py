@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_plane.errors import EngineFailed, PlaneError, error_from_wire
-from rl_plane.protocol.update_requests import PreparedReply
+from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec
-from rl_plane.transports.reception import Cancelled, Reception
+from rl_plane.transports.reception import Cancelled
 from worker.receive.rank_agents.agent_client import AgentClient
 
 RECEIVE_TIMEOUT_S = 86_400.0
@@ -48,11 +48,11 @@ class Ranks:
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         return self._spec
 
-    def open(self, reception: Reception) -> None:
+    def open(self, staging: str, request: ReceiveRequest, limits: CanaryLimits | None = None) -> None:
         try:
-            self._client.ask("open", reception.to_wire())
+            self._client.ask("open", {"staging": staging, "request": request.model_dump(), "limits": limits})
         except PlaneError:
-            self._forget(reception.staging)
+            self._forget(staging)
             raise
 
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
