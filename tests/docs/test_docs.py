@@ -188,6 +188,15 @@ def test_every_row_of_the_engines_has_tests_of_each() -> None:
         assert run == {"hf", "sglang", "vllm"}, feature.words
 
 
+def test_every_test_that_a_page_names_exists() -> None:
+    for page in PAGES:
+        for file, words in set(re.findall(r"`(tests/[\w/]+\.py)(?: -k ([\w-]+))?`", page.read_text())):
+            assert (ROOT / file).exists(), f"{page.name}: there is no {file}"
+            # The names in the kill matrix are parameters, which it computes.
+            if words and not file.startswith("tests/kill/"):
+                assert words in (ROOT / file).read_text(), f"{page.name}: no test of {file} is called {words}"
+
+
 def test_links_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
