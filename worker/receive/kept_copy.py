@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, NotAtBase
 from rl_plane.protocol.update_requests import DeltaChainEntry
 from rl_plane.protocol.versions import DTYPE_BYTES, HostTensor, TensorSpec
 from rl_plane.transports.base import Delivery
-from rl_plane.transports.reception import Cancelled, KeepableStaged, Staged
 from rl_plane.weights import delta_codec
 from rl_plane.weights.delta_codec import Delta
 from worker.receive.staging import DigestingStream
+from worker.receive.weight_holder import KeepableStaged, Staged
 
 Changes = Mapping[str, Delta]
 """Tensor name → its checked delta."""

@@ -10,6 +10,7 @@ from functools import cache, partial
 from importlib.metadata import entry_points
 from typing import Any
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase, PlaneError, Unsupported
 from rl_plane.protocol.canary import CANARY_NAME, check_vocabulary
 from rl_plane.protocol.update_requests import (
@@ -29,7 +30,6 @@ from rl_plane.transports.base import (
     TransportContext,
     WeightTransport,
 )
-from rl_plane.transports.reception import Cancelled, Staged, WeightHolder
 from rl_plane.weights.checkpoint import Kind
 from worker.receive.kept_copy import Changes, KeptCopy, as_kept, missing_links, taken_changes
 from worker.receive.staging import (
@@ -42,6 +42,7 @@ from worker.receive.staging import (
     receive,
     receive_adapter,
 )
+from worker.receive.weight_holder import Staged, WeightHolder
 
 log = logging.getLogger("worker.receive.weight_receiver")
 

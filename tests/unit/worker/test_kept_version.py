@@ -24,10 +24,10 @@ from rl_plane.protocol.update_requests import (
 )
 from rl_plane.protocol.validation import parse_body
 from rl_plane.protocol.versions import HostTensor, TensorSpec, tensors_digest
-from rl_plane.transports.reception import Staged, TensorStream
 from tests.support.receive_requests import NamedRequest, named_request
 from tests.support.small_versions import Road, Tensors, raw, same, spec_of, step, weights
 from worker.engines.common.torch_weights import StagedTensors, host_copies
+from worker.receive.weight_holder import Staged, TensorStream
 from worker.receive.weight_receiver import Receiver
 from worker.reconcile.staged_updates import WeightUpdates
 

@@ -19,10 +19,9 @@ import pytest
 import rl_plane._util.framing as frames
 import worker.receive.rank_agents.agent_client as client_module
 import worker.receive.rank_agents.agent_messages as wire
-from rl_plane._util.tasks import never
+from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, PlaneError
 from rl_plane.transports.base import TransportContext
-from rl_plane.transports.reception import Cancelled
 from tests.support.receive_requests import NamedRequest, files_request
 from worker.engines.base import EngineOptions
 from worker.engines.fake.adapter import FakeEngine, make_fake_model

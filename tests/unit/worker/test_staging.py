@@ -15,12 +15,11 @@ import pytest
 from blake3 import blake3
 
 import rl_plane.weights.checkpoint as checkpoint
-from rl_plane._util.tasks import never
+from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights
 from rl_plane.protocol.versions import HostTensor, TensorSpec, tensors_digest
 from rl_plane.transports.base import Delivery, TransportContext, WeightTransport
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
-from rl_plane.transports.reception import Cancelled, Staged, TensorStream
 from rl_plane.weights.checkpoint import open_published, write_manifest
 from rl_plane.weights.safetensors_file import write_safetensors
 from tests.support.receive_requests import named_request
@@ -39,6 +38,7 @@ from worker.receive.staging import (
     receive,
     receive_adapter,
 )
+from worker.receive.weight_holder import Staged, TensorStream
 from worker.receive.weight_receiver import Receiver
 
 F32, BF16, I64 = TensorSpec("F32", (2, 3)), TensorSpec("BF16", (2, 3)), TensorSpec("I64", (2, 3))

@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, PlaneError, error_from_wire
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec
-from rl_plane.transports.reception import Cancelled
 from worker.receive.rank_agents.agent_client import AgentClient
 
 RECEIVE_TIMEOUT_S = 86_400.0
