@@ -27,7 +27,7 @@ class KeptCopy:
     tensors: Mapping[str, HostTensor]
     """Writable memory, by checkpoint name."""
     staged: KeepableStaged
-    """The same memory in the form that the engine's swap takes."""
+    """This memory in the form that the engine's swap takes."""
 
     def change(self, changes: Changes, digest: str, cancelled: Cancelled) -> KeptCopy:
         """Applies the changes in place, and returns the copy as another version.

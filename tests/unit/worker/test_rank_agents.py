@@ -98,7 +98,7 @@ def test_every_rank_receives(ranks: Ranks, engines: list[FakeEngine], tmp_path: 
 
 
 @pytest.mark.engines("nixl")
-def test_what_the_first_rank_keeps_is_there_for_others(
+def test_the_copy_of_the_first_rank_is_offered_to_others(
     ranks: Ranks, engines: list[FakeEngine], tmp_path: Path
 ) -> None:
     from rl_plane.transports.nixl.receiver import NixlTransport
@@ -126,7 +126,7 @@ def test_what_the_first_rank_keeps_is_there_for_others(
         transport.open(place["transport"], "base")
 
 
-def test_what_is_not_open_is_not_received(ranks: Ranks, engines: list[FakeEngine], tmp_path: Path) -> None:
+def test_a_staging_that_is_not_open_is_not_received(ranks: Ranks, engines: list[FakeEngine], tmp_path: Path) -> None:
     with pytest.raises(EngineFailed, match="nothing is open"):
         ranks.receive("s", never)
     ranks.open(*reception(make_fake_model(tmp_path / "new", 1)))
@@ -145,7 +145,7 @@ def test_an_error_keeps_its_type_and_facts(ranks: Ranks, tmp_path: Path) -> None
     assert weights.value.facts["unexpected"]["count"] == 1
 
 
-def test_what_one_rank_refuses_none_keeps(ranks: Ranks, engines: list[FakeEngine], tmp_path: Path) -> None:
+def test_weights_that_one_rank_refuses_are_staged_in_none(ranks: Ranks, engines: list[FakeEngine], tmp_path: Path) -> None:
     engines[1].fail_stage = True
     ranks.open(*reception(make_fake_model(tmp_path / "new", 1)))
     with pytest.raises(EngineFailed, match="fail_stage"):

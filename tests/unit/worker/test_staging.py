@@ -177,7 +177,7 @@ def test_dtypes_and_cast() -> None:
 
 @pytest.mark.parametrize("cast", [True, False])
 @pytest.mark.parametrize("other", ["I64", "U8", "BOOL", "F8_E4M3", "F8_E5M2"])
-def test_what_cast_does_not_convert(cast: bool, other: str) -> None:
+def test_dtypes_that_cast_does_not_convert(cast: bool, other: str) -> None:
     spec = TensorSpec(other, (2, 3))
     for wanted, offered in ((F32, spec), (spec, F32)):
         with pytest.raises(InvalidWeights) as caught:
@@ -289,7 +289,7 @@ def test_a_stated_digest_that_is_not_the_expected_one_costs_no_byte() -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_what_comes_under_tied_names_is_the_same(in_place: bool) -> None:
+def test_tied_tensors_must_be_equal(in_place: bool) -> None:
     def send(delivery: Memory, digest: str | None = None) -> str:
         engine = Engine(delivery)
         del engine.wanted["tied"]
@@ -350,7 +350,7 @@ def test_an_engine_that_swallows_the_error() -> None:
         run(Engine(delivery, swallow), delivery, "blake3:" + "0" * 64)
 
 
-def test_what_an_engine_raises_comes_through_and_the_delivery_is_closed() -> None:
+def test_an_engines_error_passes_and_the_delivery_is_closed() -> None:
     def fail(stream: TensorStream) -> None:
         next(iter(stream))
         raise EngineFailed("no memory")
@@ -618,7 +618,7 @@ def test_overwriting_gives_the_digest() -> None:
     assert (engine.begun, delivery.closed) == (True, 1)
 
 
-def test_what_is_known_to_be_wrong_does_not_touch_the_engine() -> None:
+def test_weights_that_are_known_to_be_wrong_do_not_touch_the_engine() -> None:
     unfit, lying = two(), two()
     lying.digest = lying.true_digest()
     engines = [Engine(unfit), Engine(lying)]
