@@ -1,4 +1,4 @@
-"""Watching an engine's processes, and ending them."""
+"""Tests the watch over an engine's processes, and how they are ended."""
 
 from __future__ import annotations
 

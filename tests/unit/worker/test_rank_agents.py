@@ -1,4 +1,4 @@
-"""Receivers in other processes: the agent of a rank and its client, with the fake engine's holder behind them."""
+"""Tests a rank's agent and its client, with the fake engine's holder."""
 
 from __future__ import annotations
 
@@ -126,7 +126,9 @@ def test_the_copy_of_the_first_rank_is_offered_to_others(
         transport.open(place["transport"], "base")
 
 
-def test_a_staging_that_is_not_open_is_not_received(ranks: Ranks, engines: list[FakeEngine], tmp_path: Path) -> None:
+def test_a_staging_that_is_not_open_is_not_received(
+    ranks: Ranks, engines: list[FakeEngine], tmp_path: Path
+) -> None:
     with pytest.raises(EngineFailed, match="nothing is open"):
         ranks.receive("s", never)
     ranks.open(*reception(make_fake_model(tmp_path / "new", 1)))
@@ -145,7 +147,9 @@ def test_an_error_keeps_its_type_and_facts(ranks: Ranks, tmp_path: Path) -> None
     assert weights.value.facts["unexpected"]["count"] == 1
 
 
-def test_weights_that_one_rank_refuses_are_staged_in_none(ranks: Ranks, engines: list[FakeEngine], tmp_path: Path) -> None:
+def test_weights_that_one_rank_refuses_are_staged_in_none(
+    ranks: Ranks, engines: list[FakeEngine], tmp_path: Path
+) -> None:
     engines[1].fail_stage = True
     ranks.open(*reception(make_fake_model(tmp_path / "new", 1)))
     with pytest.raises(EngineFailed, match="fail_stage"):
@@ -251,7 +255,7 @@ def test_frames_are_bounded(serve: Serve, directory: Path, monkeypatch: pytest.M
 
 
 def test_a_child_dies_with_its_parent() -> None:
-    """The parent is killed, without a last word."""
+    """The parent is killed with SIGKILL."""
     child = (
         "from worker.receive.rank_agents.agent_server import die_with_parent; "
         "die_with_parent(); print('up', flush=True); input()"

@@ -1,4 +1,4 @@
-"""The half of prepare that knows neither engine nor transport: specs, digests, staging."""
+"""Tests the checks between transport and engine: specs, digests, staging."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def hexed(data: bytes) -> str:
 
 
 class Memory(Delivery):
-    """A Delivery from memory, which can lie."""
+    """A Delivery from memory, which may send other tensors than it states."""
 
     def __init__(self, tensors: Mapping[str, bytes], shape: tuple[int, ...] | None = None) -> None:
         self.specs: Mapping[str, TensorSpec] = {
@@ -78,7 +78,7 @@ class Memory(Delivery):
 
 
 class Engine:
-    """A WeightHolder that wants what a Memory offers; `take` is how it stages."""
+    """A WeightHolder that wants the tensors of a Memory, and stages them by `take`."""
 
     def __init__(self, delivery: Memory, take: Callable[[TensorStream], Any] = list) -> None:
         self.begun = False
@@ -391,7 +391,7 @@ async def test_from_files_into_an_engine(tmp_path: Path) -> None:
 
 
 async def test_bytes_that_are_not_the_manifests(tmp_path: Path) -> None:
-    """Equal names, shapes and length: only the digest tells."""
+    """Names, shapes and lengths are equal, so only the digest differs."""
     base, new = make_fake_model(tmp_path / "base", 1), make_fake_model(tmp_path / "new", 2)
     write_manifest(new)
     make_fake_model(new, 3)
@@ -453,7 +453,7 @@ def test_a_third_partys_delivery_that_waits_for_bytes_is_cancelled() -> None:
 
 
 class Derived(FilesystemDelivery):
-    """Somebody else's: it tells of each tensor that it has the digest that its publisher stated."""
+    """A third party's delivery, which claims of each tensor the digest that its publisher stated."""
 
     def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
         assert self.tensor_digests is not None
@@ -506,7 +506,7 @@ def test_model_digest_errors_name_the_model(tmp_path: Path, no_descriptor_leaks:
 
 @pytest.mark.parametrize("other", [(TensorSpec("F32", (2,)), b"87654321"), (TensorSpec("U8", (8,)), b"12345678")])
 def test_a_models_digest_is_of_no_tie_that_it_breaks(tmp_path: Path, other: tuple[TensorSpec, bytes]) -> None:
-    """Told apart by the bytes alone, or by what they are."""
+    """The digests differ by the bytes alone, or by dtype and shape."""
     embedding = (TensorSpec("F32", (2,)), b"12345678")
     file = tmp_path / "model.safetensors"
     for tensors in ({"head": embedding, "embedding": embedding}, {"embedding": embedding}, {"head": other}):
