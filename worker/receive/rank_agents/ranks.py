@@ -66,8 +66,8 @@ class Ranks:
             self._forget(staging)
             raise
         reply: PreparedReply = replies[0]
-        told = ("digest", "tensors", "bytes")
-        rows = [{"rank": rank, **{key: one[key] for key in told}} for rank, one in enumerate(replies)]
+        shown = ("digest", "tensors", "bytes")
+        rows = [{"rank": rank, **{key: one[key] for key in shown}} for rank, one in enumerate(replies)]
         return {**reply, "ranks": rows}
 
     def receive_part(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
