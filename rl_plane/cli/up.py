@@ -21,7 +21,7 @@ from rl_plane.cli.children import ERR, OUT, Child, Printer, start_process
 from rl_plane.cli.output import READY, counted, one_line
 from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, WORKER, check_engine
 from rl_plane.cli.settings import Command, command, for_child
-from rl_plane.cli.supervisor import Kept, Supervisor
+from rl_plane.cli.supervisor import SupervisedProcess, Supervisor
 from rl_plane.errors import DeadlineExceeded, PlaneError
 
 ERROR_OBJECT = b'{"status": "error"'
@@ -117,22 +117,22 @@ class Up:
             name = f"worker-{number}"
             self._workers.append(name)
             own = {**values, "engine": engine, "instance_id": secrets.token_hex(8), "copies": 1}
-            self._supervisor.keep(self._kept(name, "worker", own, WORKER, values["restart"]))
-        frontend = self._kept("frontend", "frontend", values, FRONTEND, restart=True)
+            self._supervisor.supervise(self._process(name, "worker", own, WORKER, values["restart"]))
+        frontend = self._process("frontend", "frontend", values, FRONTEND, restart=True)
         frontend.on_ready = self._keep_ports
-        self._supervisor.keep(frontend)
-        for kept in self._supervisor.kept.values():
-            await kept.ready.wait()
+        self._supervisor.supervise(frontend)
+        for process in self._supervisor.processes.values():
+            await process.ready.wait()
 
-    def _kept(
+    def _process(
         self, name: str, command: str, values: dict[str, Any], names: tuple[str, ...], restart: bool
-    ) -> Kept:
+    ) -> SupervisedProcess:
         own = {key: values[key] for key in names}
         own["json"] = True
         argv, env = for_child(own, os.environ)
         if command == "worker":
             env.setdefault("OMP_NUM_THREADS", str(self._threads()))
-        return Kept(name, python("rl_plane.cli.main", command, *argv), env, restart=restart)
+        return SupervisedProcess(name, python("rl_plane.cli.main", command, *argv), env, restart=restart)
 
     def _threads(self) -> int:
         """Workers that share a machine share its cores; more threads than cores only get in each other's way."""
@@ -173,15 +173,15 @@ class Up:
         assert port is not None
         self.values["nats_url"] = server.url
         self._nats = server
-        self._supervisor.keep_nats(server, lambda: NatsServer(port=port, store=store))
+        self._supervisor.supervise_nats(server, lambda: NatsServer(port=port, store=store))
 
     def _keep_ports(self) -> None:
         """A frontend that starts again takes the ports that were found free the first time."""
-        frontend = self._supervisor.kept["frontend"]
+        frontend = self._supervisor.processes["frontend"]
         for name, url in (("rl_port", "rl_url"), ("http_port", "http_url")):
             if frontend.facts.get(url):
                 self.values[name] = urlsplit(frontend.facts[url]).port
-        frontend.argv = self._kept("frontend", "frontend", self.values, FRONTEND, restart=True).argv
+        frontend.argv = self._process("frontend", "frontend", self.values, FRONTEND, restart=True).argv
 
     # ---- what it says ----
 
@@ -194,16 +194,16 @@ class Up:
         self.printer.line(json.dumps(facts) if self._json else f"rl-plane: {one_line(words)}")
 
     def _tell_ready(self) -> None:
-        kept, values = self._supervisor.kept, self.values
-        frontend = kept["frontend"].facts
+        processes, values = self._supervisor.processes, self.values
+        frontend = processes["frontend"].facts
         rl_url, http_url = frontend.get("rl_url"), frontend.get("http_url")
         nats_url = one_line(values["nats_url"])
         workers = [
             {
                 "name": name,
-                "instance_id": kept[name].facts["instance_ids"][0],
-                "engine": kept[name].facts["engine"],
-                "pid": kept[name].facts["pid"],
+                "instance_id": processes[name].facts["instance_ids"][0],
+                "engine": processes[name].facts["engine"],
+                "pid": processes[name].facts["pid"],
             }
             for name in self._workers
         ]

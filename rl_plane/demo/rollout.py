@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_plane.demo.http_json import call_json
 from rl_plane.errors import DeadlineExceeded, PlaneError, Unavailable
+from rl_plane.fleet.http_client import call_json
 
 REQUEST_TIMEOUT_S = 30.0
 """A request takes well under a second; one that hangs is repeated, and the run still ends in time."""
@@ -50,7 +50,7 @@ class Rollout:
     model: str
     group: int
     max_tokens: int
-    post: Callable[[str, dict[str, Any], float], dict[str, Any]] = call_json
+    post: Callable[[str, dict[str, Any], str | None, float], dict[str, Any]] = call_json
     repeats: int = field(default=0, init=False)
     """Requests that had to be asked again, over the whole run."""
 
@@ -86,7 +86,7 @@ class Rollout:
         return self._ask(prompt, body)
 
     def _ask(self, prompt: list[int], body: dict[str, Any]) -> list[Completion]:
-        reply = self.post(f"{self.url}/v1/completions", body, REQUEST_TIMEOUT_S)
+        reply = self.post(f"{self.url}/v1/completions", body, None, REQUEST_TIMEOUT_S)
         made = [_completion(prompt, choice) for choice in reply["choices"]]
         if len(made) != self.group:
             raise PlaneError(f"asked for {self.group} completions, got {len(made)}")
