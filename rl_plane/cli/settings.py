@@ -35,7 +35,7 @@ OFF = "off"
 HELP_CHARS = 110
 """The widest line of a help text, on a terminal that is as wide."""
 MAX_COUNT = 10_000
-"""The largest fleet that was measured."""
+"""The number of workers in the largest fleet that was measured."""
 
 
 class Setting(click.Option):

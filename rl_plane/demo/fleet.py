@@ -104,7 +104,7 @@ class DemoFleet:
         self._supervisor.processes[f"worker-{instance_id}"].kill()
 
     async def in_flight(self, instance_id: str) -> int:
-        """How many requests the worker runs now; 0 if it does not answer."""
+        """The number of requests that the worker runs now; 0 if it does not answer."""
         try:
             rows = await self._rows({"workers": instance_id})
         except PlaneError:

@@ -27,7 +27,7 @@ class Published:
     version: dict[str, Any]
     """The committed version."""
     workers: int
-    """How many workers took it."""
+    """The number of workers that took it."""
     canary_difference: float | None
     """The largest difference between the engines' log probabilities and the trainer's. None: no engine scored."""
     mismatch_kl: float | None
@@ -41,7 +41,7 @@ class Steering:
     """The frontend's address."""
     call: Callable[[str, str | None, str, Mapping[str, Any], float, str], dict[str, Any]] = call_facade
     repeats: int = field(default=0, init=False)
-    """How many calls were repeated."""
+    """The number of calls that were repeated."""
 
     def wait_ready(self, workers: int, timeout_s: float) -> None:
         """Waits until so many workers serve the committed version."""

@@ -20,7 +20,7 @@ from rl_plane.cli.output import say_ready
 from rl_plane.demo.grpo import group_advantages
 from rl_plane.demo.policy import PREFIX, Policy, prune_checkpoints
 from rl_plane.demo.reward import reward
-from rl_plane.demo.rollout import Completion, Rollout
+from rl_plane.demo.rollout import Completion, GroupSampler
 from rl_plane.demo.steering import Steering
 from rl_plane.demo.story import StepRecord
 from rl_plane.errors import PlaneError
@@ -65,7 +65,7 @@ def train(args: argparse.Namespace) -> None:
     fleet = Steering(args.rl_url)
     fleet.wait_ready(args.workers, READY_TIMEOUT_S)
     name = call_json(f"{args.http_url}/v1/models", None, None, CALL_TIMEOUT_S)["data"][0]["id"]
-    rollout = Rollout(args.http_url, name, GROUP, MAX_TOKENS)
+    rollout = GroupSampler(args.http_url, name, GROUP, MAX_TOKENS)
     rng = random.Random(args.seed)
     version, committed = fleet.version(), None
     for step in range(1, args.steps + 1):

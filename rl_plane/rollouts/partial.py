@@ -43,9 +43,9 @@ and is cancelled then."""
 AT_ONCE = 1024
 """Requests that run at once. A frontend takes 4096, and may serve other trainers too."""
 TRIES = 5
-"""The number of times that one call sends a completion that a worker may have begun. An update that aborts, a worker's death, the end
-of a connection, and a time-out of the client each use one try. A request that no worker has begun, because all are
-full, closed or restarting, is sent again until the time is over."""
+"""The number of times that one call sends a completion that a worker may have begun. An update that aborts, a worker's
+death, the end of a connection, and a time-out of the client each use one try. A request that no worker has begun,
+because all are full, closed or restarting, is sent again until the time is over."""
 BEGUN = (WorkerLost, Unlabelled, StaleWeights, Stalled)
 """Errors of a request that a worker had begun. They count as tries, so that a request that kills its workers is not
 sent for ever."""
@@ -102,8 +102,8 @@ class Rollout:
     finish_reason: str | None = None
     """None: the completion can continue."""
     routed_experts: str | None = None
-    """The experts of the prompt and of all tokens so far, if `options` ask for them. They are from the reply to the last
-    part, whose weights have chosen them. None: that part was stopped before an engine had reported them."""
+    """The experts of the prompt and of all tokens so far, if `options` ask for them. The reply to the last part has
+    them, and its weights have chosen them. None: that part was stopped before an engine had reported them."""
 
     def __post_init__(self) -> None:
         barred = {

@@ -91,7 +91,7 @@ def test_pause_and_resume(facade: Facade, capsys: pytest.CaptureFixture[str]) ->
     assert main.run(["pause", "--mode", "abort", "--clear-cache", "--lease-s", "60"]) == 0
     assert facade.asked[0]["method"] == "POST"
     assert facade.asked[0]["body"] == {"mode": "abort", "clear_cache": True, "lease_s": 60.0}
-    assert capsys.readouterr().out == "paused 2 workers in 0.250 s (abort); by itself the fleet resumes in 60 s\n"
+    assert capsys.readouterr().out == "paused 2 workers in 0.250 s (abort); the fleet resumes by itself in 60 s\n"
     assert main.run(["resume"]) == 0
     assert facade.asked[1]["path"] == "/v1/rl/resume"
     assert facade.asked[1]["body"] == {}

@@ -9,7 +9,7 @@ import pytest
 
 from rl_plane.demo import rollout as rollout_module
 from rl_plane.demo import steering as steering_module
-from rl_plane.demo.rollout import Completion, Rollout
+from rl_plane.demo.rollout import Completion, GroupSampler
 from rl_plane.demo.steering import Published, Steering
 from rl_plane.errors import (
     Conflict,
@@ -97,8 +97,8 @@ def reply(choices: int = 2, tokens: int = 3, logprobs: int = 3) -> dict[str, Any
     return {"choices": [choice] * choices}
 
 
-def roll(server: Server, prompts: int = 1) -> tuple[Rollout, list[list[Completion]]]:
-    rollout = Rollout("http://h", "m", group=2, max_tokens=3, post=server.post)
+def roll(server: Server, prompts: int = 1) -> tuple[GroupSampler, list[list[Completion]]]:
+    rollout = GroupSampler("http://h", "m", group=2, max_tokens=3, post=server.post)
     return rollout, rollout.groups([[1, 2]] * prompts, seed=7)
 
 
