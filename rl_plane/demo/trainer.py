@@ -21,13 +21,13 @@ from rl_plane.demo.grpo import group_advantages
 from rl_plane.demo.policy import PREFIX, Policy, prune_checkpoints
 from rl_plane.demo.reward import reward
 from rl_plane.demo.rollout import Completion, GroupSampler
-from rl_plane.demo.steering import Steering
 from rl_plane.demo.story import StepRecord
+from rl_plane.demo.trainer_calls import Steering
 from rl_plane.errors import PlaneError
 from rl_plane.fleet.http_client import call_json
 
 PROMPTS = 8
-"""How many requests run at once, so that every worker has some."""
+"""The number of requests at once: every worker has some."""
 GROUP = 8
 MAX_TOKENS = 32
 PROMPT_TOKENS = (4, 12)

@@ -126,7 +126,7 @@ class Rollout:
 
     @property
     def left(self) -> int:
-        """How many tokens the completion may still get."""
+        """The number of tokens that the completion may still get."""
         return self.max_tokens - len(self.token_ids)
 
     def body(self) -> dict[str, Any]:

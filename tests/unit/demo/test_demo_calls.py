@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rl_plane.demo import rollout as rollout_module
-from rl_plane.demo import steering as steering_module
+from rl_plane.demo import trainer_calls as steering_module
 from rl_plane.demo.rollout import Completion, GroupSampler
-from rl_plane.demo.steering import Published, Steering
+from rl_plane.demo.trainer_calls import Published, Steering
 from rl_plane.errors import (
     Conflict,
     DeadlineExceeded,
