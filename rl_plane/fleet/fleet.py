@@ -48,7 +48,7 @@ from rl_plane.membership.core import Snapshot
 from rl_plane.membership.worker_calls import FanOut, WorkerCalls, check_pin
 from rl_plane.protocol import update_requests, worker_ops
 from rl_plane.protocol.envelope import Request, decode, encode
-from rl_plane.protocol.fleet_ops import FLEET_OPS, ONE_COMPONENT, Select
+from rl_plane.protocol.fleet_ops import FLEET_OPS, Select
 from rl_plane.protocol.record import DesiredMemory, DesiredPause, version_wire
 from rl_plane.protocol.subjects import ADMISSION_PREFIX, MEMORY, PAUSE, check_name
 from rl_plane.protocol.validation import Empty, parse_body, same_values
@@ -129,7 +129,7 @@ class Fleet:
             update_id = request_id or uuid.uuid4().hex
             calls.append(FleetCall(spec, select, own, view, update_id, bool(request_id), time.monotonic()))
         handler = self._handlers.get(op, self._change)
-        if len(calls) > 1 and op in ONE_COMPONENT:
+        if len(calls) > 1 and spec.one_component:
             raise InvalidRequest("an update is of one component", field="component", fix="name one, call by call")
         if len(calls) > 1 and spec.method == "POST":
             for call in calls:

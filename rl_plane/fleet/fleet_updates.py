@@ -9,19 +9,9 @@ from typing import Any, Literal
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, HeldLock
 from rl_plane.bus.state_store import read_record, read_session
 from rl_plane.commit.coordinator import Coordinator
-from rl_plane.commit.history import (
-    Journal,
-    UpdateEntry,
-    before_of,
-    first_answer,
-    is_answered,
-    read_entry,
-    read_history,
-    request_hash,
-    rollback_target,
-    source_of,
-    target_of,
-)
+from rl_plane.commit.history import UpdateEntry, first_answer, is_answered, read_entry, read_history, request_hash
+from rl_plane.commit.journal import Journal
+from rl_plane.commit.past_versions import before_of, rollback_target, source_of, target_of
 from rl_plane.commit.session_keepalive import lock_with_keepalive
 from rl_plane.commit.steps import Members, Outcome, PartReceived, Prepared, UpdateCommand
 from rl_plane.errors import InvalidRequest, Locked, PlaneError, StaleFence, UpdateAborted

@@ -26,7 +26,6 @@ from rl_plane.protocol.worker_ops import OPS
 from rl_plane.publish import WeightPublisher
 from tests.support.dialect_facade import PROMPT, facade, fine
 from worker.engines.fake.adapter import STAGE, fake_token
-from worker.ops.dispatcher import OF_STAGES
 from worker.receive.staging import model_digest
 from worker.testing.phase_hooks import VARIABLE
 
@@ -172,7 +171,7 @@ async def test_a_stage_answers_that_it_skips_and_why(plane: Plane) -> None:
     asked = 0
     for op in OPS:
         answer = await ask(op, bodies.get(op, {}))
-        if op in OF_STAGES:
+        if OPS[op].of_stage:
             assert answer["status"] == "ok"
         elif answer["status"] != "error":  # an op whose body must say more
             assert (answer["status"], answer["body"]) == ("skipped", {"reason": STAGE})

@@ -394,8 +394,8 @@ async def test_an_abort_ends_it_on_every_side(plane: Plane) -> None:
 FORMING_BOUND_S = 90.0
 """Far more than it takes to import torch and to wait for two seconds; far less than without an end."""
 FORMING_ENDS_SOON = """
-from rl_plane import torch_group
-from worker.transports import group
+from rl_plane.transports.group import torch_group
+from rl_plane.transports.group import receiver as group
 torch_group.FORM_MARGIN_S = 1.0
 group.Group = lambda place, join_s: torch_group.Group(place, min(join_s, place.timeout_s))
 """

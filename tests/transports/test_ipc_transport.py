@@ -442,8 +442,7 @@ def test_who_waits_notices_that_it_is_not_wanted_any_more(pool: ThreadPoolExecut
     with sender_of(1) as (_, transport):
         delivery = IpcTransport(Places()).open(transport, "base")
         cancelled = threading.Event()
-        delivery.cancelled = cancelled.is_set
-        taking = pool.submit(list, delivery.tensors())
+        taking = pool.submit(list, delivery.tensors(cancelled.is_set))
         cancelled.set()
         with pytest.raises(EngineFailed, match="cancelled"):
             taking.result(BOUND_S)

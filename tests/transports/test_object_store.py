@@ -195,12 +195,11 @@ async def test_an_aborted_update_ends_in_the_middle_of_a_bucket(
     version = await trainer.step("open", "base", str(plane.model(1, tensors=4, nbytes=4 << 20)))
     await trainer.step("send")
     delivery = transport.open(version, "base")
-    arriving = delivery.tensors()
+    cancelled = threading.Event()
+    arriving = delivery.tensors(cancelled.is_set)
     next(arriving)
     if still == "server":
         stop_process(server.process.pid)
-    cancelled = threading.Event()
-    delivery.cancelled = cancelled.is_set
     waiting = asyncio.create_task(asyncio.to_thread(next, arriving))
     cancelled.set()
     try:
