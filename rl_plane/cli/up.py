@@ -55,7 +55,7 @@ def run_up(given: Command) -> int:
     values["engines"] = [check_engine(name) for name in values["engines"] or ("hf",)]
     up = Up(values)
     try:
-        asyncio.run(up.run())
+        asyncio.run(up.until_a_signal())
     finally:
         up.printer.flush()
     return 0
@@ -77,7 +77,7 @@ class Up:
         self._nats: NatsServer | None = None
         self._workers: list[str] = []
 
-    async def run(self) -> None:
+    async def until_a_signal(self) -> None:
         """Runs the fleet until a signal. PlaneError if it can't be brought up."""
         supervisor = self._supervisor = Supervisor(self.printer, self._event, self._line)
         loop = asyncio.get_running_loop()
