@@ -465,7 +465,6 @@ class Streaming(Sender):
     """A sender of its own making, whose receivers find nothing."""
 
     backend = "filesystem"
-    receivers_from = "open"
 
     def __init__(self, around: SenderContext) -> None:
         self._root = around.root

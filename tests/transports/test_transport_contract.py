@@ -71,7 +71,7 @@ class Damaged(FilesystemTransport):
                     data[0] ^= 1
                 yield name, HostTensor(tensor.spec, memoryview(data))
 
-        delivery.tensors = damaged  # type: ignore[method-assign]
+        delivery.tensors = damaged  # type: ignore[method-assign, assignment]
         return delivery
 
 
