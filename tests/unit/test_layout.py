@@ -30,27 +30,11 @@ MAY_IMPORT = {"rl_plane": set[str](), "worker": {"rl_plane"}, "frontend": {"rl_p
 STARTS_PROCESSES = ("rl_plane.cli", "rl_plane.demo")
 """Packages that may import worker and frontend, because they start them."""
 
-KNOWN_UPWARD = {
-    ("rl_plane.commit.coordinator", "rl_plane.client"),
-    ("rl_plane.commit.session_keepalive", "rl_plane.client"),
-    ("rl_plane.fleet.fleet", "rl_plane.client"),
-    ("rl_plane.fleet.fleet_replies", "rl_plane.client"),
-    ("rl_plane.fleet.fleet_updates", "rl_plane.client"),
-}
+KNOWN_UPWARD: set[tuple[str, str]] = set()
 """Imports (module, imported module) that still break a direction. Only to be shortened."""
 KNOWN_CYCLES = {
     frozenset({"worker.engines.sglang.holder", "worker.engines.sglang.plugin", "worker.engines.sglang.scheduler"}),
     frozenset({"worker.engines.vllm.plugin", "worker.engines.vllm.scorer"}),
-    frozenset(
-        {
-            "rl_plane.client",
-            "rl_plane.commit.coordinator",
-            "rl_plane.commit.session_keepalive",
-            "rl_plane.fleet.fleet",
-            "rl_plane.fleet.fleet_replies",
-            "rl_plane.fleet.fleet_updates",
-        }
-    ),
 }
 """Modules that still import each other in a circle. Only to be shortened."""
 
