@@ -33,7 +33,6 @@ STARTS_PROCESSES = ("rl_plane.cli", "rl_plane.demo")
 KNOWN_UPWARD: set[tuple[str, str]] = set()
 """Imports (module, imported module) that still break a direction. Only to be shortened."""
 KNOWN_CYCLES = {
-    frozenset({"worker.engines.sglang.holder", "worker.engines.sglang.plugin", "worker.engines.sglang.scheduler"}),
     frozenset({"worker.engines.vllm.plugin", "worker.engines.vllm.scorer"}),
 }
 """Modules that still import each other in a circle. Only to be shortened."""
