@@ -33,16 +33,17 @@ from rl_plane.weights.manifest import Manifest
 log = logging.getLogger("rl_plane.publish")
 
 ATTEMPTS = 3
-"""How often an op is called, with the same id, if its answer was lost, the fleet was locked, or it lost its lock."""
+"""The number of times that an op is called, with the same id, if its answer was lost, the fleet was locked, or it lost
+its lock."""
 AGAIN_S = 1.0
 """Seconds between two calls."""
 OTHERS_S = 30.0
 """Seconds to wait while another trainer's update is prepared or under way."""
 JOINS = 1
-"""How often a version is sent again because a worker has joined that can't fetch what was pushed."""
+"""The number of times that a version is sent again because a worker has joined that can't fetch what was pushed."""
 OPENINGS = 8
-"""How often an update is opened while workers join, as in a fleet that starts. Each takes about a second, in which the
-other ranks may wait."""
+"""The number of times that an update is opened while workers join, as in a fleet that starts. Each takes about a
+second, in which the other ranks may wait."""
 
 T = TypeVar("T")
 
@@ -424,7 +425,7 @@ def _transport_call(act: Callable[[], T]) -> T:
 
 
 def _with_worker_named(error: BaseException) -> BaseException:
-    """The same error, with a message that names the worker and its reason."""
+    """Returns the error with a message that names the worker and its reason."""
     if not isinstance(error, PlaneError):
         return error
     failed = _failed_rows(error)

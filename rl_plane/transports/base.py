@@ -49,7 +49,7 @@ CheckSpecs = Callable[[Mapping[str, TensorSpec], Mapping[str, TensorSpec]], None
 
 @dataclass(frozen=True, slots=True)
 class TransportContext:
-    """What the operator allows a receiving half to read, and the device to which the weights go."""
+    """The limits that the operator sets for a receiving half, and the device of the model."""
 
     weight_roots: tuple[Path, ...] = ()
     """The only directories that a transport may read, with symlinks resolved."""
@@ -302,8 +302,8 @@ class Sender(ABC):
     """The name of the entry point, and of `transport.backend` in a request."""
 
     receivers_from: Literal["open", "finish"] = "open"
-    """When the publisher sends `update_weights` to the fleet: after `open`, so that receivers read while the trainer
-    sends, or after `finish`, when everything can be fetched."""
+    """The moment at which the publisher sends `update_weights` to the fleet: after `open`, so that receivers read while
+    the trainer sends, or after `finish`, when everything can be fetched."""
 
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     """The size in bytes at which a bucket is full, unless the trainer gives `bucket_bytes`."""

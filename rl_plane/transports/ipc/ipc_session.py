@@ -56,9 +56,9 @@ class _Receiver:
 
     connection: socket.socket
     told: int
-    """How many turns were sent to it."""
+    """The number of turns that were sent to it."""
     taken: int
-    """How many turns it has answered."""
+    """The number of turns that it has answered."""
     since: float
     """The monotonic time of its last answer, or of the last turn that was sent to it."""
     named: bool
@@ -114,7 +114,7 @@ class IpcUpdate:
         self._begun_without = False
         """The first bucket is overwritten, so a receiver that comes now is too late."""
         self._ended = 0
-        """How many receivers have everything."""
+        """The number of receivers that have everything."""
         self._why_dropped = ""
         """Why the last receiver that has not everything was dropped."""
         self._turns: list[dict[str, Any]] = []

@@ -132,7 +132,7 @@ class _OnGpu:
         self._handles = handles
         """The handles of the buffers, and one handle of lent tensors for each further file of counters."""
         self._closed_turns = 0
-        """How many turns are closed."""
+        """The number of turns that are closed."""
         self._connection = connection
         self._pid = peer_pid(connection)
         try:

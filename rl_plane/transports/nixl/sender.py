@@ -240,7 +240,7 @@ class NixlSender(KeepingSender, LendingSender):
                 self._agent.deregister_memory(memory.registered)
 
     def _with_area(self, version: _Version) -> _Version:
-        """The same version, with memory for the buckets that have to be packed."""
+        """Gives the version memory for the buckets that have to be packed, and returns it."""
         if version.area is None and len(version.lent) < len(version.manifest.buckets):
             version.area = self._area(version.packed_bytes)
         return version
