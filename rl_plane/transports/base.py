@@ -35,7 +35,7 @@ from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.packing import Buffer, Tensor
 from rl_plane.transports.reception import Cancelled
 from rl_plane.weights.checkpoint import Kind
-from rl_plane.weights.manifest import DEFAULT_BUCKET_BYTES, Bucket, Manifest, pack
+from rl_plane.weights.manifest import DEFAULT_BUCKET_BYTES, Manifest, PackedBucket, pack
 from rl_plane.weights.rooted_files import listed
 
 RunOp = Callable[[str, dict[str, Any]], dict[str, Any]]
@@ -315,7 +315,7 @@ class Sender(ABC):
     device: str = "cpu"
     """The device of the tensors of the next update, in torch's notation. The publisher sets it before `open`."""
 
-    def pack(self, specs: Iterable[tuple[str, TensorSpec]], bucket_bytes: int) -> tuple[Bucket, ...]:
+    def pack(self, specs: Iterable[tuple[str, TensorSpec]], bucket_bytes: int) -> tuple[PackedBucket, ...]:
         """Groups tensors into buckets, in the order given. Called before `open`."""
         return pack(specs, bucket_bytes)
 

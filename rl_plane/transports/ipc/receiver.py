@@ -44,7 +44,7 @@ from rl_plane.transports.ipc.wire import (
 from rl_plane.transports.packed_delivery import PackedDelivery, check_kind
 from rl_plane.transports.reception import Cancelled
 from rl_plane.weights.checkpoint import Kind
-from rl_plane.weights.manifest import Bucket, Manifest
+from rl_plane.weights.manifest import Manifest, PackedBucket
 from rl_plane.weights.read_ahead import host_memory
 
 FIRST_PACKET_S = 30.0
@@ -239,7 +239,7 @@ class IpcDelivery(PackedDelivery):
         finally:
             self._end()
 
-    def _read(self, number: int, bucket: Bucket) -> bool:
+    def _read(self, number: int, bucket: PackedBucket) -> bool:
         """Reads one bucket. Returns True if it is in memory of this process."""
         packet, descriptors = self._await("bucket", number, MAX_TOGETHER)
         try:

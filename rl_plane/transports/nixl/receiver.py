@@ -24,7 +24,7 @@ from rl_plane.transports.nixl.peer_source import PeerSource, address_towards
 from rl_plane.transports.nixl.wire import BACKEND, PROTOCOL, RegisteredMemory, have_nixl, make_agent
 from rl_plane.transports.packed_delivery import PackedDelivery, check_kind
 from rl_plane.weights.checkpoint import Kind
-from rl_plane.weights.manifest import Bucket, Manifest
+from rl_plane.weights.manifest import Manifest, PackedBucket
 
 if not have_nixl():
     raise ModuleNotFoundError("nixl is not installed", name="nixl")
@@ -279,13 +279,13 @@ def _asked(
     return manifest, places, answer["metadata"], answer.get("refetchable") is not False
 
 
-def _checked_places(places: Any, buckets: Sequence[Bucket]) -> Sequence[Sequence[Piece]]:
+def _checked_places(places: Any, buckets: Sequence[PackedBucket]) -> Sequence[Sequence[Piece]]:
     if not isinstance(places, list) or len(places) != len(buckets):
         raise _refuse("it did not give places for each bucket")
     return [_checked_pieces(told, bucket) for told, bucket in zip(places, buckets, strict=True)]
 
 
-def _checked_pieces(told: Any, bucket: Bucket) -> Sequence[Piece]:
+def _checked_pieces(told: Any, bucket: PackedBucket) -> Sequence[Piece]:
     """The pieces of a bucket: the whole bucket, or each of its tensors."""
     if not isinstance(told, list) or not all(isinstance(place, list) and len(place) == 3 for place in told):
         raise _refuse("its places are not [address, bytes, device]")

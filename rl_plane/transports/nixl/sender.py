@@ -21,7 +21,7 @@ from rl_plane.transports.base import KeepingSender, LendingSender, SenderContext
 from rl_plane.transports.nixl.metadata_server import MetadataServer
 from rl_plane.transports.nixl.wire import BACKEND, RegisteredMemory, is_ours, make_agent
 from rl_plane.transports.packing import Tensor, raw_bytes, spec_of
-from rl_plane.weights.manifest import Bucket, Manifest
+from rl_plane.weights.manifest import Manifest, PackedBucket
 
 log = logging.getLogger("rl_plane.transports.nixl.sender")
 
@@ -277,7 +277,7 @@ def _in_host_memory(tensors: Mapping[str, Tensor]) -> Mapping[str, HostTensor]:
     }
 
 
-def _regions(bucket: Bucket, tensors: Mapping[str, HostTensor]) -> list[Region]:
+def _regions(bucket: PackedBucket, tensors: Mapping[str, HostTensor]) -> list[Region]:
     return [(address_of(tensors[placed.name]), placed.spec.nbytes) for placed in bucket.tensors]
 
 
