@@ -431,8 +431,8 @@ def _with_worker_named(error: BaseException) -> BaseException:
     failed = _failed_rows(error)
     if not failed or any(row["instance_id"] in error.message for row in failed):
         return error
-    told = [(row["instance_id"], (row.get("error") or {}).get("message", "")) for row in failed]
-    who, reason = next((one for one in told if one[1] and one[1] in error.message), told[0])
+    reasons = [(row["instance_id"], (row.get("error") or {}).get("message", "")) for row in failed]
+    who, reason = next((one for one in reasons if one[1] and one[1] in error.message), reasons[0])
     words = f"on {who}" if reason in error.message else f"{who}: {reason}"
     named = type(error)(f"{error.message} ({words})", **error.facts)
     named.__cause__ = error
