@@ -526,7 +526,10 @@ def rows_of(page: str, heading: str) -> list[list[str]]:
 
 
 def test_every_row_names_a_test_that_there_is() -> None:
-    rows = [*rows_of("dialects.md", "Conformance"), *rows_of("dialects-sglang.md", "Trainer by trainer")]
+    rows = [
+        *rows_of("conformance.md", "vLLM, TRL, SkyRL, prime-rl, Dynamo"),
+        *rows_of("conformance.md", "SGLang's trainers"),
+    ]
     for trainer, *_, named in rows:
         tests = named.split(", ")
         for test in tests:
