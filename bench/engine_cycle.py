@@ -28,6 +28,7 @@ from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.update_requests import ReceiveRequest, Transport
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.base import EngineAdapter, EngineOptions
+from worker.engines.capabilities import CanCheckWeights, require
 from worker.engines.hf.adapter import build
 from worker.testing.tiny_model import make_witness_model, witness_next_token
 
@@ -135,7 +136,7 @@ async def cycle(device: str, models: dict[int, Path], rounds: int) -> tuple[Time
             await engine.resume()
             times.paused.append(time.perf_counter() - start)
             await reader.until_more(reading)
-            checksum = (await engine.check_weights("checksum"))[0]["checksum"]
+            checksum = (await require(engine, CanCheckWeights).check_weights("checksum"))[0]["checksum"]
             if checksums.setdefault(str(seed), checksum) != checksum:
                 raise SystemExit(f"the weights {seed} have another checksum than before")
             if len(set(checksums.values())) != len(checksums):
@@ -152,7 +153,9 @@ async def cycle(device: str, models: dict[int, Path], rounds: int) -> tuple[Time
         engine.set_version(version(SEEDS[0], reply["digest"]))
         await engine.resume()
         times.overwritten.append(time.perf_counter() - start)
-        if (await engine.check_weights("checksum"))[0]["checksum"] != checksums.get(str(SEEDS[0])):
+        if (await require(engine, CanCheckWeights).check_weights("checksum"))[0]["checksum"] != checksums.get(
+            str(SEEDS[0])
+        ):
             raise SystemExit("written over the served weights, they have another checksum")
         nbytes = sum(spec.nbytes for spec in engine.weight_spec().values())
         return times, {"tokens": reader.tokens, "versions": len(reader.versions), "nbytes": nbytes}

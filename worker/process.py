@@ -26,17 +26,18 @@ from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.subjects import Subjects, check_instance_id
 from worker import exit_codes
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
+from worker.engines.capabilities import with_missing
 from worker.engines.common.token_checks import lacking_fields
-from worker.options import WorkerOptions
 from worker.receive.staging import model_digest
 from worker.runtime.engine_args import EngineArguments
 from worker.runtime.engine_loop import EngineLoop
 from worker.worker import LIVENESS_INTERVAL_S, Worker
+from worker.worker_options import WorkerOptions
 
 log = logging.getLogger("worker.process")
 
 EXIT_MARGIN_S = 15.0
-"""How long leaving and closing the engine may take after the drain, before the process exits anyway."""
+"""The time that leaving and closing the engine may take after the drain, before the process exits anyway."""
 MAX_COPIES = 4096
 
 ENGINES = "rl_plane.engines"
@@ -98,7 +99,7 @@ async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], N
     loop = asyncio.get_running_loop()
     try:
         with arguments.named():
-            infos = [await adapter.start() for adapter in adapters]
+            infos = [with_missing(adapter, await adapter.start()) for adapter in adapters]
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, process.told_to_end)
         engines = any(info.stage is None for info in infos)

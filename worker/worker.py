@@ -22,7 +22,7 @@ from rl_plane.protocol.subjects import ADMISSION_PREFIX, Subjects
 from rl_plane.protocol.update_requests import Transport
 from worker import exit_codes
 from worker.engines.base import EngineAdapter, EngineInfo
-from worker.generation import GenerationService
+from worker.generation_service import GenerationService
 from worker.ops.dispatcher import Dispatcher
 from worker.ops.handlers import EngineHung, OpHandlers
 from worker.reconcile.coordinator_calls import CoordinatorCalls
@@ -44,7 +44,7 @@ from worker.testing.phase_hooks import with_holds
 log = logging.getLogger("worker")
 
 TICK_S = 0.5
-"""How often the worker checks leases, gates and its load."""
+"""The interval at which the worker checks leases, gates and its load."""
 LIVENESS_INTERVAL_S = 1.0
 
 

@@ -114,8 +114,8 @@ def run_worker(given: Command) -> int:
     engine = check_engine(values["engine"])
     _set_up_logging(values["log_level"])
 
-    from worker.options import WorkerOptions
     from worker.process import run
+    from worker.worker_options import WorkerOptions
 
     options = WorkerOptions(
         engine=engine,

@@ -23,74 +23,75 @@ from rl_plane.protocol.subjects import HISTORY_PREFIX, Bucket, Entry
 from rl_plane.protocol.versions import WeightVersion
 
 KEEP = 256
-"""Entries: a day of steps of five minutes; at 1,024 workers about 20 MB in the store."""
+"""Entries that are kept: a day of steps of five minutes. With 1,024 workers they take about 20 MB in the store."""
 MAX_ENTRY_BYTES = 512_000
-"""Half of what a NATS message carries; beyond it (some 5,000 workers) only the workers that failed are listed."""
+"""Half of what a NATS message carries. An entry above it (with some 5,000 workers) lists only the failed workers."""
 MAX_FACTS_BYTES = 8_000
-"""Of an error; beyond it only its code, message, field and fix are kept."""
+"""The size of an error's facts. A larger error keeps only its code, message, field and fix."""
 MAX_MESSAGE_CHARS = 500
 
-Outcome = Literal["running", "prepared", "committed", "aborted"]
-"""`prepared`: by a call of its own, and waits for complete or abort."""
+EntryOutcome = Literal["running", "prepared", "committed", "aborted"]
+"""`prepared`: the update was prepared by a call of its own, and waits for complete or abort."""
 ESSENTIAL = ("code", "message", "field", "fix")
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateEntry:
-    """One update, as `GET /v1/rl/updates` tells it."""
+    """One update, as `GET /v1/rl/updates` reports it."""
 
     update_id: str
     """The request id; empty for sequence 0, the workers' own model."""
     label: str
-    outcome: Outcome
+    outcome: EntryOutcome
     who: str = ""
-    """The client that coordinated it; empty where only the record is left to tell."""
+    """The client that coordinated it. Empty: the entry was made from the record alone."""
     began_at: float | None = None
     """Unix seconds."""
     ended_at: float | None = None
-    """Unix seconds; None: not ended, or its coordinator died."""
+    """Unix seconds. None: the update has not ended, or its coordinator died."""
     version: WeightVersion | None = None
     """None: nothing was committed."""
     error: Mapping[str, Any] | None = None
-    """Its wire form, without `workers`. Of a committed one: too few served it, or nobody was told how many."""
+    """The error's wire form without `workers`. A committed update has one if too few workers served it, or if the
+    number was never reported."""
     phases: Mapping[str, float] = field(default_factory=dict)
     """`prepare_s`, `gate_s`, `commit_s`, `open_s`."""
     workers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """instance_id → `{incarnation, status, error?}`."""
     workers_left_out: int = 0
-    """Workers that did well and are not listed, for size."""
+    """The number of successful workers that are not listed, to save space."""
     excluded: Sequence[str] = ()
     canary: Mapping[str, Any] | None = None
-    """What the numeric canary has shown: see `rl_plane.commit.canary_rules.Settlement.summary`."""
+    """The result of the numeric canary: see `rl_plane.commit.canary_rules.Settlement.summary`."""
     target: Mapping[str, Any] | None = None
     transport: Mapping[str, Any] | None = None
-    """The request's; None for sequence 0."""
+    """The transport of the request. None for sequence 0."""
     digest: str | None = None
-    """Committed, or as the caller stated it."""
+    """The committed digest, or the digest that the caller stated."""
     cast: bool = False
     refetchable: bool = True
     encoding: str = "full"
     base: str | None = None
-    """Of a delta: the digest of the version that it changed."""
+    """For a delta: the digest of the version that it changed."""
     before: Mapping[str, Any] | None = None
-    """Of a delta: that version's Source."""
+    """For a delta: the Source of that version."""
     rollback: Mapping[str, Any] | None = None
-    """The version that it went back to, as it was asked for."""
+    """The version that the update went back to, as the caller named it."""
     num_buckets: int | None = None
-    """So many were pushed; None: the workers fetched it."""
+    """The number of buckets that were pushed. None: the workers fetched the weights."""
     step: int | None = None
-    """The trainer's, as its request said it."""
+    """The trainer's step, from its request."""
     min_ready: int = 1
-    """Its policy's, for a `complete` that comes again and does not know it."""
+    """The policy's value, for a `complete` that is repeated after the session has ended."""
     request: str = ""
-    """A hash of what was asked: another request under the same id is a mistake. Empty: not known."""
+    """A hash of the request. A different request under the same id is a mistake. Empty: not known."""
 
     @property
     def final(self) -> bool:
         return self.outcome in ("committed", "aborted")
 
     def _fields(self) -> dict[str, Any]:
-        """Not `asdict`, which copies each worker's row."""
+        """The fields, without the deep copy that `asdict` makes of each worker's reply."""
         wire = {each.name: getattr(self, each.name) for each in fields(self)}
         return {**wire, "version": self.version.to_wire() if self.version is not None else None}
 
@@ -118,25 +119,25 @@ class UpdateEntry:
         return {key: value for key, value in wire.items() if value is not None or key in always}
 
     def replies(self) -> list[dict[str, Any]]:
-        """The workers as an update's reply has them."""
+        """The workers in the form of an update's reply."""
         return [{"instance_id": key, **reply} for key, reply in sorted(self.workers.items())]
 
     @property
     def try_again(self) -> bool:
-        """Its error was of the moment (503): asked again, it may go well."""
+        """Reports whether the error was temporary (503), so that the same request may succeed."""
         return self.error is not None and isinstance(error_from_wire(dict(self.error)), Unavailable)
 
     @property
     def outcome_unreported(self) -> bool:
-        """Committed, and nobody could be answered how many workers serve it."""
+        """Reports whether the update is committed, and no caller was told how many workers serve it."""
         return self.outcome == "committed" and self.try_again
 
     def first_error(self) -> PlaneError:
-        """What the caller was answered, again: of an aborted update, or of one that hardly any worker serves. Where the
-        outcome was not reported: that it can't be answered any more."""
+        """The error that answers a repeated call: the first answer of an aborted update, or of one that too few workers
+        serve. If the outcome was not reported, the error says that it can't be reported any more."""
         if self.outcome_unreported:
             return Conflict(
-                f"{self.label} was committed, and another one since; how many workers served it is not known",
+                f"{self.label} was committed, and another version since; it is not known how many workers served it",
                 version=self.version.to_wire() if self.version is not None else None,
                 fix="don't send it again: read the state",
                 repeated=True,
@@ -153,7 +154,7 @@ def history_key(update_id: str) -> str:
 
 
 def request_hash(body: Mapping[str, Any]) -> str:
-    """Of an update's body without its policy: asked again with more patience, it still is the same."""
+    """A hash of an update's body without its policy: with a longer time-out it is still the same request."""
     asked = {key: value for key, value in body.items() if key != "policy" and value is not None}
     text = json.dumps(asked, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -163,7 +164,7 @@ def request_hash(body: Mapping[str, Any]) -> str:
 
 
 def from_record(record: DecisionRecord, entry: UpdateEntry | None = None) -> UpdateEntry:
-    """The entry of an update that was decided, whatever else is known of it."""
+    """The entry of an update that was decided. `entry` adds what else is known about it."""
     version, source = record.made, record.made_source
     known = entry or UpdateEntry(record.update_id, version.label, "running")
     if record.missed is not None:  # the version before is back
@@ -190,13 +191,13 @@ def from_record(record: DecisionRecord, entry: UpdateEntry | None = None) -> Upd
 
 
 def _target_in(record: DecisionRecord) -> dict[str, Any] | None:
-    """What an update was of whose entry was lost with the store; None: of the base."""
+    """The target of an update whose entry was lost with the store. None: the base weights."""
     if record.made == record.version:
         return None
     for name, adapter in record.adapters.items():
         if adapter.version == record.made:
             return {"kind": "lora", "op": "load", "name": name}
-    return {"kind": "lora", "op": "unload", "name": ""}  # the record does not know it any more
+    return {"kind": "lora", "op": "unload", "name": ""}  # the record has no trace of an unloaded adapter's name
 
 
 def evaluate_entry(
@@ -205,7 +206,8 @@ def evaluate_entry(
     session: UpdateSession | None,
     holder: str | None,
 ) -> UpdateEntry:
-    """How an entry stands that isn't committed: `holder` is the update that the lock is held for."""
+    """The entry with the outcome that follows from the record, the session, and `holder`: the update that the lock is
+    held for. A committed entry stays as it is."""
     if entry.outcome == "committed":
         return entry
     if record is not None and record.update_id == entry.update_id:
@@ -216,7 +218,7 @@ def evaluate_entry(
         return entry
     if session is not None and session.update_id == entry.update_id:
         return replace(entry, outcome="prepared")
-    left = UpdateAborted("its coordinator died, or fell silent, before it was decided", fix="repeat it")
+    left = UpdateAborted("its coordinator died, or fell silent, before the decision", fix="repeat it")
     return replace(entry, outcome="aborted", error=left.to_wire())
 
 
@@ -236,17 +238,17 @@ def _decoded(entry: Entry | None) -> UpdateEntry | None:
 
 
 async def read_entry(bus: Bus, state: Bucket, update_id: str) -> UpdateEntry | None:
-    """As it was last written, from the leader."""
+    """Reads an entry from the leader."""
     found = _decoded(await bus.get(state, history_key(update_id)))
     return found if found is not None and found.update_id == update_id else None
 
 
 async def read_history(bus: Bus, state: Bucket, limit: int = KEEP) -> list[UpdateEntry]:
-    """Newest first."""
+    """Reads the entries, the newest first, and completes unfinished ones."""
     stored, _ = await bus.read_keys(state, HISTORY_PREFIX + ">")
     entries = [found for entry in reversed(stored) if (found := _decoded(entry)) is not None]
-    # In this order: a coordinator that lost the lock can't decide any more, and one that released it has made its
-    # entry final before; so what is still unfinished after the record was read is as the record says.
+    # The order matters. A coordinator that has lost the lock can't decide any more, and a coordinator makes its entry
+    # final before it releases the lock. So the record decides about an entry that is still unfinished after this.
     holder = await read_holder(bus, state)
     record = await read_record(bus, state)
     session = await read_session(bus, state)
@@ -261,8 +263,8 @@ async def read_history(bus: Bus, state: Bucket, limit: int = KEEP) -> list[Updat
 
 
 async def first_answer(bus: Bus, state: Bucket, update_id: str, request: str) -> UpdateEntry | None:
-    """The entry of this request id, whose answer is given again; None: there is none, and the update may run or go on.
-    InvalidRequest: the id was used for something else."""
+    """The entry of this request id, if its answer is to be repeated. None: the update may run, or continue from its
+    decision. InvalidRequest: the id belongs to a different request."""
     entry = await read_entry(bus, state, update_id)
     if entry is None:
         return None
@@ -278,8 +280,8 @@ async def first_answer(bus: Bus, state: Bucket, update_id: str, request: str) ->
 
 
 async def is_answered(bus: Bus, state: Bucket, entry: UpdateEntry) -> bool:
-    """Can this answer change no more? Where the outcome was not reported, it can while the version is the committed
-    one: its workers can be asked."""
+    """Reports whether the entry's answer is final. If the outcome was not reported, it is not final while the version
+    is the committed one, because its workers can be asked."""
     if not entry.outcome_unreported:
         return entry.final
     record = await read_record(bus, state)

@@ -32,7 +32,7 @@ log = logging.getLogger("rl_plane.commit.journal")
 
 
 class Journal:
-    """Keeps one update's entry while its coordinator holds the lock."""
+    """Writes one update's entry while its coordinator holds the lock."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Journal:
         request: str = "",
         rollback: Mapping[str, Any] | None = None,
     ) -> None:
-        """`body`: the update's; `request`: the hash of what was asked for, where that was a roll-back."""
+        """`body`: the update's body. `request`: the hash of the request, which for a roll-back is another body."""
         self._bus = bus
         self._state = state
         self._held = held
@@ -70,25 +70,25 @@ class Journal:
 
     @property
     def entry(self) -> UpdateEntry:
-        """As it was last written, or is to be."""
+        """The entry that was written last, or that is to be written."""
         return self._entry
 
     async def first_answer(self) -> UpdateEntry | None:
-        """As the function of this name. The lock is ours, so one that is unfinished has lost its coordinator: it runs
-        now, or goes on from its decision."""
+        """The entry whose answer is to be repeated, as `history.first_answer` returns it. This call has the lock, so an
+        unfinished entry has lost its coordinator: the update runs now, or continues from its decision."""
         found = await first_answer(self._bus, self._state, self._entry.update_id, self._entry.request)
         if found is None:
             await self.go_on()
         return found
 
     async def go_on(self) -> None:
-        """With the update's own entry, if it was decided: the answer is still to come."""
+        """Takes up the update's entry if the update was decided and not answered."""
         if await self.settle_own():
             await self.take_up()
 
     async def settle_own(self) -> bool:
-        """Was it decided? Then its entry says so from now on, whatever the workers tell of later ones: the store may
-        have lost those."""
+        """Reports whether the record is this update's decision, and makes its entry final then. It stays so even if the
+        workers report later decisions, which the store may have lost."""
         record = await read_record(self._bus, self._state)
         if record is None or record.update_id != self._entry.update_id:
             return False
@@ -96,11 +96,11 @@ class Journal:
         return True
 
     async def begin(self, record: DecisionRecord | None) -> None:
-        """Work begins. `record`: the committed version, which may become the one before."""
+        """Begins the entry. `record`: the committed version, which this update may replace."""
         found = await read_entry(self._bus, self._state, self._entry.update_id)
         if (
             found is not None and found.outcome_unreported
-        ):  # the store had lost a later decision, which the workers have told
+        ):  # the store had lost a later decision, which workers reported
             raise found.first_error()
         await self._settle(record)
         label = self._entry.label or str(record.sequence + 1 if record else 1)
@@ -108,25 +108,25 @@ class Journal:
         self._begun = True
 
     async def _settle(self, record: DecisionRecord | None) -> None:
-        """The record's own entry is final before another decision overwrites the record. By the record alone: what its
-        workers were before the decision tells nothing of who serves it."""
+        """Makes the record's own entry final before another decision replaces the record. The entry is made from the
+        record alone: the workers' replies before the decision do not show which of them serve it."""
         if record is None:
             return
         entry = await read_entry(self._bus, self._state, record.update_id)
         if entry is None or not entry.final or entry.version != record.made:
-            # Nobody has asked for sequence 0.
+            # No caller has asked for sequence 0.
             settled = _outcome_unreported(record, entry) if record.update_id else from_record(record, entry)
             await self._held.put(history_key(record.update_id), settled.encode())
 
     async def take_up(self) -> None:
-        """Goes on with an update that another call has prepared, or that was decided and not answered."""
+        """Takes up the entry of an update that another call has prepared, or that was decided and not answered."""
         found = await read_entry(self._bus, self._state, self._entry.update_id)
         if found is not None and (found.outcome_unreported or not found.final):
             self._entry = found
             self._begun = True
 
     async def prepared(self, replies: Iterable[Mapping[str, Any]], digest: str | None, prepare_s: float) -> None:
-        """`digest` None: its bytes are still to come."""
+        """Notes that the update was prepared. `digest` None: its bytes are still to come."""
         entry = replace(
             self._entry,
             outcome="prepared",
@@ -142,13 +142,13 @@ class Journal:
         replies: Iterable[Mapping[str, Any]],
         phases: Mapping[str, float],
     ) -> None:
-        """The end, with what the reply says; what the record says of the source stands there."""
+        """Ends the entry with the reply of the update, and with the source in the record."""
         try:
             record = await read_record(self._bus, self._state)
         except BusUnreachable:
-            return  # the record stands for it
+            return  # the record takes the place of the entry
         if record is None or record.update_id != self._entry.update_id:
-            return  # the first answer was given again, or another coordinator went on
+            return  # the first answer was repeated, or another coordinator has committed since
         await self._end(
             replace(
                 from_record(record, self._entry),
@@ -162,9 +162,9 @@ class Journal:
         )
 
     async def failed(self, error: PlaneError) -> None:
-        """The end by an error; after the decision the version stands all the same."""
+        """Ends the entry with an error. If the update was decided, the entry is committed and has the error."""
         if not self._begun or isinstance(error, OutcomeUnknown):
-            return  # nothing to tell; or the record tells it, once it can be read
+            return  # nothing was begun; or the record shows the outcome, once it can be read
         workers = _outcomes(error.facts.get("workers", ()))
         canary = error.facts.get("canary")
         entry = replace(
@@ -176,13 +176,13 @@ class Journal:
             return
         decided = record is not None and record.update_id == entry.update_id
         if self._entry.outcome_unreported and not (decided and type(error) is Conflict):
-            return  # still unreported: only too few who serve it are an answer
+            return  # still unreported: the only answer is that too few workers serve it
         phases = {**entry.phases, **error.facts.get("phases", {})}
         ended = from_record(record, entry) if decided and record else replace(entry, outcome="aborted")
         await self._end(replace(ended, phases=phases, error=entry.error))
 
     async def _end(self, entry: UpdateEntry) -> None:
-        # At once: the entry is there already, so it is counted however they come.
+        # Both at once: the entry exists already, so it is counted whichever comes first.
         await asyncio.gather(self._write_if_held(replace(entry, ended_at=time.time())), self._shorten())
 
     async def _shorten(self) -> None:
@@ -196,7 +196,8 @@ class Journal:
         self._entry = entry
 
     async def _write_if_held(self, entry: UpdateEntry) -> None:
-        """The outcome stands already; without the lock, the record and the next holder tell it."""
+        """Writes the entry. If the lock is lost, the outcome stands all the same: the record and the next holder show
+        it."""
         try:
             await self._write(entry)
         except (BusUnreachable, StaleFence) as error:
@@ -209,12 +210,12 @@ def _outcome_unreported(record: DecisionRecord, entry: UpdateEntry | None) -> Up
 
 
 def _without_manifest(transport: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """A manifest is long; the record has it, if anybody can fetch by it."""
+    """The transport without its manifest, which is long. The record has it, if workers can fetch by it."""
     return None if transport is None else {key: value for key, value in transport.items() if key != "manifest"}
 
 
 def pushed_buckets(transport: Mapping[str, Any] | None) -> int | None:
-    """How many the workers listen for; None: nothing is pushed to them, or it is not said as it should."""
+    """The number of buckets that the workers listen for. None: nothing is pushed, or the field is missing or wrong."""
     if transport is None or transport.get("backend") not in PUSHED:
         return None
     manifest, count = transport.get("manifest"), transport.get("num_buckets")

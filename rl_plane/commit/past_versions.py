@@ -17,7 +17,7 @@ SHOWN_VERSIONS = 20
 def rollback_target(
     newest_first: Sequence[UpdateEntry], run: str, label: str | None, sequence: int | None
 ) -> UpdateEntry:
-    """The committed version that is meant; NotFound names those that there are."""
+    """The committed version with this label or sequence. NotFound lists the versions that the history has."""
     known = [(entry, entry.version) for entry in newest_first if entry.outcome == "committed"]
     mine = [(entry, version) for entry, version in known if version is not None and version.run == run]
     found = [
@@ -30,14 +30,14 @@ def rollback_target(
     if not found:
         what = f"sequence {sequence}" if sequence is not None else f"label {label!r}"
         raise NotFound(
-            f"the history has no committed version of {what}",
+            f"the history has no committed version with {what}",
             field="rollback",
             fix=f"it has {names}" if names else "nothing was committed yet",
             versions=there,
         )
     if len({entry.digest for entry in found}) > 1:
         raise NotFound(
-            f"several versions with different weights are called {label!r}",
+            f"several versions with different weights have the label {label!r}",
             field="rollback.label",
             fix=f"name the sequence; there are {names}",
             versions=there,
@@ -46,7 +46,7 @@ def rollback_target(
 
 
 def target_of(entry: UpdateEntry, loaded: Iterable[str]) -> dict[str, Any]:
-    """The target that makes this version again. `loaded`: the adapters that are there now."""
+    """The target of an update that brings this version back. `loaded`: the adapters that are loaded now."""
     target = dict(entry.target or {"kind": "base"})
     if target["kind"] == "lora":
         if target["op"] == "unload":
@@ -60,22 +60,22 @@ def target_of(entry: UpdateEntry, loaded: Iterable[str]) -> dict[str, Any]:
 
 
 def before_of(entry: UpdateEntry) -> Source | None:
-    """Of a version that was sent as a delta: where the one came from that it changed."""
+    """The source of the version that a delta changed. None: the version was not sent as a delta."""
     return Source.from_wire(entry.before) if entry.before is not None else None
 
 
 def source_of(entry: UpdateEntry, members: Iterable[Member]) -> dict[str, Any]:
-    """The transport that brings a committed version again, or an error that says why none does."""
+    """The transport that brings a committed version back. Conflict says why there is none."""
     label, before = entry.label, before_of(entry)
     if not entry.refetchable or (before is not None and not before.from_scratch):
         raise Conflict(
-            f"the weights of {label} can't be fetched again from where they came",
+            f"the weights of {label} can't be fetched from their source again",
             field="rollback",
-            fix="publish them anew, and update by transport",
+            fix="publish them again, and update by transport",
         )
     if entry.transport is not None:
         return dict(entry.transport)
-    # Sequence 0 is each worker's own model; one transport says it for all where they all have it in one place.
+    # Sequence 0 is each worker's own model. One transport brings it to all if all started from the same path.
     paths = sorted({str(member.info["model_path"]) for member in members})
     if len(paths) != 1:
         raise Conflict(

@@ -1,4 +1,4 @@
-"""Keeps a prepared update while one of its own calls waits for the lock: its trainer is not silent then."""
+"""Keeps a session alive while one of its own calls waits for the lock, because its trainer is not silent then."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from rl_plane.protocol.subjects import SESSION, Bucket
 log = logging.getLogger("rl_plane.commit.session_keepalive")
 
 RENEWALS = 4
-"""In one idle time of the session: two may be lost before the session is."""
+"""Renewals in one idle time of the session. The session survives if two of them are lost."""
 
 
 @asynccontextmanager
 async def lock_with_keepalive(
     calls: WorkerCalls, view: MembershipView, waiting: UpdateSession | None, wait_s: float, update_id: str = ""
 ) -> AsyncIterator[HeldLock]:
-    """The component's lock, for a call of the update that is `waiting` (None: of none). Who dies while it waits keeps
-    nobody out for longer than a silent trainer does."""
+    """Takes the component's lock for a call of the session `waiting` (None: there is none), and renews the session
+    meanwhile. If this process dies, the session expires as it does for a silent trainer."""
     renewals = []
     if waiting is not None:
         work = _renewals(calls.bus, view.subjects.state, waiting)
@@ -42,7 +42,8 @@ async def lock_with_keepalive(
 
 
 async def _renewals(bus: Bus, state: Bucket, session: UpdateSession) -> None:
-    """Writes the session anew, so that the server counts its silence from then on, until the update is over."""
+    """Writes the session again and again until the update has ended, so that the server counts its silence from
+    then."""
     while True:
         await asyncio.sleep(session.idle_s / RENEWALS)
         try:
@@ -50,9 +51,9 @@ async def _renewals(bus: Bus, state: Bucket, session: UpdateSession) -> None:
             there = session_of(entry)
             if entry is None or there is None or there.update_id != session.update_id:
                 return
-            # Without the lock: its holder writes over this at will, and this over nothing that was not read here.
+            # This write does not need the lock: the holder may replace it, and it replaces only the value read here.
             await bus.put(state, SESSION, there.encode(), last=entry.sequence, ttl_s=there.idle_s)
         except WrongSequence:
-            pass  # another call was faster
+            pass  # another call has written the session first
         except BusUnreachable as error:
             log.warning("could not renew the update %s: %s", session.update_id, error)

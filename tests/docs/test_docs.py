@@ -39,6 +39,10 @@ RUN_ELSEWHERE = {
     "make test-fast": "a part of make test",
     "make setup": "make test begins with it",
     "make engines": "make test begins with it",
+    ".venv/bin/pip install ./examples/echo_engine": "tests/engines/test_third_party_engine.py installs it",
+    ".venv/bin/rl-plane worker --engine echo --model /tmp/echo-model": (
+        "tests/engines/test_third_party_engine.py runs it"
+    ),
     ".venv/bin/pip install ./examples/http_transport": "tests/transports/test_third_party_transport.py installs it",
     "make bench": "tests/docs/test_bench_quick.py runs a short one",
 }

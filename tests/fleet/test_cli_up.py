@@ -31,7 +31,7 @@ from tests.support.settings import values_of
 from worker import process
 from worker.engines.fake.adapter import make_fake_model
 from worker.exit_codes import COME_BACK, ENGINE_DEAD
-from worker.options import WorkerOptions
+from worker.worker_options import WorkerOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 

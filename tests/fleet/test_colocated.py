@@ -270,7 +270,7 @@ async def pause(self, *given):
         raise EngineFailed("no pause")
     return await really(self, *given)
 async def release_memory(self, tags):
-    if not self._frozen:
+    if not self.gate.is_paused:
         raise EngineFailed("not paused")
     await release(self, tags)
 fake.FakeEngine.pause, fake.FakeEngine.release_memory = pause, release_memory

@@ -333,11 +333,10 @@ async def test_a_worker_whose_own_part_fails_ends(plane: Plane) -> None:
 
 
 def _fake() -> tuple[Callable[[], object], dict[str, Any]]:
-    from worker.engines.fake.adapter import FakeEngine
+    from worker.engines.common.request_gate import RequestGate
 
-    engine = FakeEngine.__new__(FakeEngine)
-    engine._requests = {}
-    return engine.load, engine._requests
+    gate = RequestGate()
+    return gate.load, gate._requests
 
 
 def _vllm() -> tuple[Callable[[], object], dict[str, Any]]:

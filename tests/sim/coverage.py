@@ -264,7 +264,7 @@ TRANSITIONS: dict[str, bool] = {
     "worker: by itself → Fetch the base": False,
     "worker: by itself → Read": True,
     "worker: by itself → Relabel": False,
-    "worker: by itself → Score": False,
+    "worker: by itself → ScoreCanary": False,
     "worker: by itself → Swap an adapter": True,
     "worker: by itself → Swap the base": False,
     "worker: by itself → Unload": True,

@@ -265,7 +265,7 @@ MUTANTS = [
     Mutant(
         "lock: a renewal whose answer was lost costs it",
         "rl_plane/bus/lock.py",
-        "await self._look()  # our own renewal, whose answer was lost, counts",
+        "await self._look()  # this process's own renewal counts, also if its answer was lost",
         "raise self.stale()",
         LOCK + "what_follows_a_renewal_whose_answer_was_lost_counts_it",
     ),

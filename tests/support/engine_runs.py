@@ -16,6 +16,7 @@ from rl_plane.protocol.update_requests import PreparedReply
 from rl_plane.protocol.versions import WeightVersion
 from tests.support.receive_requests import NamedRequest, files_request
 from worker.engines.base import EngineAdapter, PauseMode
+from worker.engines.capabilities import CanLoadAdapters, require
 from worker.receive.staging import adapter_digest, model_digest
 from worker.testing.tiny_model import witness_next_token
 
@@ -115,14 +116,14 @@ async def load_adapter(engine: EngineAdapter, name: str, path: Path, sequence: i
     assert reply["digest"] == adapter_digest(path)
     await engine.pause("keep", False)
     try:
-        await engine.swap_adapter(name, staging, adapter_version(sequence, path))
+        await require(engine, CanLoadAdapters).swap_adapter(name, staging, adapter_version(sequence, path))
     finally:
         await engine.resume()
 
 
 async def unload_adapter(engine: EngineAdapter, name: str) -> None:
     await engine.pause("keep", False)
-    await engine.swap_adapter(name, None, None)
+    await require(engine, CanLoadAdapters).swap_adapter(name, None, None)
     await engine.resume()
 
 

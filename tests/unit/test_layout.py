@@ -31,11 +31,6 @@ STARTS_PROCESSES = ("rl_plane.cli", "rl_plane.demo")
 """Packages that may import worker and frontend, because they start them."""
 
 KNOWN_UPWARD = {
-    ("rl_plane.commit.coordinator", "rl_plane.client"),
-    ("rl_plane.commit.session_keepalive", "rl_plane.client"),
-    ("rl_plane.fleet.fleet", "rl_plane.client"),
-    ("rl_plane.fleet.fleet_replies", "rl_plane.client"),
-    ("rl_plane.fleet.fleet_updates", "rl_plane.client"),
     ("rl_plane.transports.group.streamed_delivery", "worker.receive.staging"),
     ("rl_plane.transports.ipc.sender", "rl_plane.membership.worker_reply"),
     ("rl_plane.transports.sender_base", "rl_plane.membership.worker_reply"),
@@ -44,16 +39,6 @@ KNOWN_UPWARD = {
 KNOWN_CYCLES = {
     frozenset({"worker.engines.sglang.holder", "worker.engines.sglang.plugin", "worker.engines.sglang.scheduler"}),
     frozenset({"worker.engines.vllm.plugin", "worker.engines.vllm.scorer"}),
-    frozenset(
-        {
-            "rl_plane.client",
-            "rl_plane.commit.coordinator",
-            "rl_plane.commit.session_keepalive",
-            "rl_plane.fleet.fleet",
-            "rl_plane.fleet.fleet_replies",
-            "rl_plane.fleet.fleet_updates",
-        }
-    ),
 }
 """Modules that still import each other in a circle. Only to be shortened."""
 

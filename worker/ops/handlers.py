@@ -13,6 +13,7 @@ from rl_plane.errors import Conflict, EngineFailed
 from rl_plane.protocol import update_requests, validation, worker_ops
 from rl_plane.protocol.versions import TensorSpec, VersionReply
 from worker.engines.base import EngineAdapter, EngineInfo
+from worker.engines.capabilities import CanCheckWeights, CanTokenize, require
 from worker.ops.handler import ByRank, Handler
 from worker.reconcile.coordinator_calls import CoordinatorCalls
 from worker.reconcile.engine_changes import EngineChanges
@@ -133,7 +134,7 @@ class OpHandlers:
             adapters={name: version.to_wire() for name, version in state.adapters.items()},
             staged=_staged_version(staged),
             canary=_canary_state(self._core.numerics.verdict),
-            kept=self._updates.kept,
+            kept=self._updates.cached_digest,
             loras=sorted(state.adapters),
             running=running,
             waiting=waiting,
@@ -186,11 +187,12 @@ class OpHandlers:
         )
 
     async def _tokenize(self, body: worker_ops.Tokenize, fence: int) -> worker_ops.TokenizeReply:
-        tokens = await self._engine.run(self._adapter.tokenize(body))
+        tokens = await self._engine.run(require(self._adapter, CanTokenize).tokenize(body))
         return worker_ops.TokenizeReply(tokens=tokens, max_model_len=self._info.max_model_len)
 
     async def _detokenize(self, body: worker_ops.Detokenize, fence: int) -> worker_ops.DetokenizeReply:
-        return worker_ops.DetokenizeReply(prompt=await self._engine.run(self._adapter.detokenize(body.tokens)))
+        text = await self._engine.run(require(self._adapter, CanTokenize).detokenize(body.tokens))
+        return worker_ops.DetokenizeReply(prompt=text)
 
     # ---- pause, cache, requests ----
 
@@ -266,6 +268,7 @@ class OpHandlers:
 
     async def _check_weights(self, body: worker_ops.CheckWeights, fence: int) -> ByRank:
         self._state.check_weights_here()
+        checks = require(self._adapter, CanCheckWeights)
         async with self._changes.turn(fence, blocks=True):
             if body.action == "reset_tensors":
                 await self._memory.weights_are_gone("reset_tensors overwrote the weights")
@@ -273,7 +276,7 @@ class OpHandlers:
                 self._state.close("checking")
                 self._tell()
             try:
-                ranks = await self._engine.run(self._adapter.check_weights(body.action))
+                ranks = await self._engine.run(checks.check_weights(body.action))
             finally:
                 self._state.open("checking")
                 self._tell()

@@ -31,7 +31,7 @@ from rl_plane.transports.receiver_base import (
 )
 from rl_plane.transports.reception import Cancelled, Staged, WeightHolder
 from rl_plane.weights.checkpoint import Kind
-from worker.receive.kept_copy import Changes, Kept, as_kept, missing_links, taken_changes
+from worker.receive.kept_copy import Changes, KeptCopy, as_kept, missing_links, taken_changes
 from worker.receive.staging import (
     check_changes,
     check_overwrite,
@@ -81,21 +81,21 @@ class Receiver:
         self._fed: dict[str, FedDelivery] = {}
         """Those that are opened, or received now."""
         self._staged: dict[str, Staged] = {}
-        self._to_keep: dict[str, Kept] = {}
-        self._undo: dict[str, tuple[Kept, Changes]] = {}
+        self._to_keep: dict[str, KeptCopy] = {}
+        self._undo: dict[str, tuple[KeptCopy, Changes]] = {}
         """What was kept before a delta was applied to it, for `discard`."""
-        self._kept: Kept | None = None
+        self._kept: KeptCopy | None = None
         self._place: dict[str, Any] | None = None
         self._offering = threading.Lock()
 
     @property
-    def kept(self) -> Kept | None:
+    def kept(self) -> KeptCopy | None:
         """What an update with `keep`, or a delta, has left here. It goes when other base weights are received; None
         also while they, or a delta's, wait for `take`."""
         return self._kept
 
     @kept.setter
-    def kept(self, kept: Kept | None) -> None:
+    def kept(self, kept: KeptCopy | None) -> None:
         with self._offering:
             if self._place is not None and kept is not self._kept:
                 self._place = None
@@ -120,7 +120,7 @@ class Receiver:
         return tuple(sorted(self._transports))
 
     @property
-    def kept_digest(self) -> str | None:
+    def cached_digest(self) -> str | None:
         return self.kept.digest if self.kept is not None else None
 
     def open(self, staging: str, request: ReceiveRequest, limits: CanaryLimits | None = None) -> None:
@@ -265,7 +265,7 @@ class Receiver:
         self._undo[staging] = (before, changes)
         return digest
 
-    def _blame(self, known: Kept | None, cancelled: Cancelled) -> None:
+    def _blame(self, known: KeptCopy | None, cancelled: Cancelled) -> None:
         """The delta or what it was applied to? NotAtBase where what was kept is not what it was: then that goes."""
         if known is None:
             return
@@ -277,7 +277,7 @@ class Receiver:
             )
         self.kept = known
 
-    def _at_base(self, request: ReceiveRequest, base: str, cancelled: Cancelled) -> Kept:
+    def _at_base(self, request: ReceiveRequest, base: str, cancelled: Cancelled) -> KeptCopy:
         """What is kept, brought up to the version that the delta changes."""
         kept, links = missing_links(self.kept, request.base_chain, base)
         if not links:
@@ -298,7 +298,7 @@ class Receiver:
         assert kept is not None
         return kept
 
-    def _follow(self, kept: Kept | None, link: DeltaChainEntry, cancelled: Cancelled) -> Kept:
+    def _follow(self, kept: KeptCopy | None, link: DeltaChainEntry, cancelled: Cancelled) -> KeptCopy:
         """Fetches the next version on the way: the full one first. A delta's digest is not looked at, since that of
         the last one tells of all."""
         assert link.transport is not None, "the worker has filled in its own model"

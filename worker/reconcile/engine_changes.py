@@ -17,6 +17,7 @@ from rl_plane.errors import EngineFailed, InvalidRequest
 from rl_plane.protocol.update_requests import CommittedReply, PreparedReply, ReceiveRequest
 from rl_plane.protocol.worker_ops import OPS
 from worker.engines.base import AdapterLost, EngineAdapter, PauseMode
+from worker.engines.capabilities import CanLoadAdapters, CanScore, require
 from worker.reconcile.instructions import Relabel, Swap, Unload
 from worker.reconcile.staged_updates import StagedUpdate, WeightUpdates
 from worker.reconcile.worker_core import WorkerCore, why
@@ -148,7 +149,7 @@ class EngineChanges:
             self._state.keep_paused(step.record.pause_mode, time.monotonic(), pause_s)
             self._adapter.set_version(step.record.version)
             for name, version in step.record.held.adapters.items():
-                self._adapter.set_adapter_version(name, version)
+                require(self._adapter, CanLoadAdapters).set_adapter_version(name, version)
             self._core.relabelled(step.record)
             return None
         return await self._swap(step, pause_s, freeze_s)
@@ -213,12 +214,15 @@ class EngineChanges:
         if isinstance(swap, Unload):
             self._core.swapping(swap)
             self._tell()
-            return await self._engine.run(self._adapter.swap_adapter(swap.name, None, None))
+            return await self._engine.run(
+                require(self._adapter, CanLoadAdapters).swap_adapter(swap.name, None, None)
+            )
         staging = self._updates.take(swap.update_id)
         self._core.swapping(swap)
         self._tell()
         if swap.name is not None:
-            return await self._engine.run(self._adapter.swap_adapter(swap.name, staging, swap.version))
+            adapters = require(self._adapter, CanLoadAdapters)
+            return await self._engine.run(adapters.swap_adapter(swap.name, staging, swap.version))
         if staging is not None:
             return await self._engine.run(self._adapter.swap(staging, swap.version))
         if not await self._engine.run(self._adapter.flush_cache()):
@@ -238,7 +242,7 @@ class EngineChanges:
         try:
             with self._watch.blocking():
                 async with asyncio.timeout(SCORE_S):
-                    vectors = await self._engine.run(self._adapter.score(sequences))
+                    vectors = await self._engine.run(require(self._adapter, CanScore).score(sequences))
                 self._watch.answered()
             scores = Scores(canary.sequences, vectors)
         except TimeoutError as error:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from rl_plane.errors import InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.record import DesiredMemory
 from worker.engines.base import LACKING, EngineAdapter, EngineInfo
+from worker.engines.capabilities import CanReleaseMemory, require
 from worker.reconcile.engine_changes import EngineChanges
 from worker.reconcile.staged_updates import WeightUpdates
 from worker.reconcile.worker_core import WorkerCore
@@ -73,7 +74,7 @@ class EngineMemory:
         if self._state.pause_mode is None:
             await self._adapter.pause("keep", False)
         try:
-            await self._adapter.release_memory(list(tags))
+            await require(self._adapter, CanReleaseMemory).release_memory(list(tags))
         except (InvalidRequest, Unsupported):
             if froze:
                 await self._adapter.resume()
@@ -83,7 +84,7 @@ class EngineMemory:
         state = self._state
         if not state.released:
             return  # also for an engine that can't release memory, in a fleet that has released it
-        await self._engine.run(self._adapter.resume_memory(list(tags)))
+        await self._engine.run(require(self._adapter, CanReleaseMemory).resume_memory(list(tags)))
         if "weights" in state.released & set(tags):
             await self.weights_are_gone("the weights were released")  # a deep sleep discards them
         if state.released <= set(tags) and state.digest is not None and state.pause_mode is None:

@@ -18,7 +18,7 @@ from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S, OPS
 from worker.engines.base import EngineAdapter
 from worker.receive.staging import not_fitting
 from worker.reconcile.engine_changes import EngineChanges
-from worker.reconcile.instructions import Drop, Fetch, Instruction, Read, Relabel, Score, Swap, Unload, Wait
+from worker.reconcile.instructions import Drop, Fetch, Instruction, Read, Relabel, ScoreCanary, Swap, Unload, Wait
 from worker.reconcile.peers import Peers
 from worker.reconcile.record_watch import RecordWatch
 from worker.reconcile.staged_updates import WeightUpdates
@@ -28,8 +28,8 @@ from worker.runtime.engine_loop import EngineLoop
 log = logging.getLogger("worker.reconcile.follower")
 
 FREEZE_S = OPS["commit_update"].timeout_s
-"""How long a worker that changes by itself waits for its engine to pause: in the mode `wait`, running requests end
-first. After that it tries again. A change that a coordinator asks for waits until the coordinator's deadline."""
+"""A worker that changes by itself waits this long for its engine to pause: in the mode `wait`, running requests end
+first. Then it tries again. A change that a coordinator asks for waits until the coordinator's deadline."""
 
 
 class RecordFollower:
@@ -125,7 +125,7 @@ class RecordFollower:
                 await self._updates.drop(update_id)
             case Swap() | Unload() | Relabel():
                 await self._change(instruction)
-            case Score():
+            case ScoreCanary():
                 async with self._changes.changing:
                     await self._changes.score_wanted()
             case Wait():

@@ -69,8 +69,8 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
-    """Score these sequences with the weights that the engine holds. → `scored`, or `fetch_failed`"""
+class ScoreCanary:
+    """Score the canary's sequences with the weights that the engine holds. → `scored`, or `fetch_failed`"""
 
     canary: CanaryRecord
 
@@ -83,7 +83,7 @@ class Wait:
     """Monotonic seconds at which the wait ends at the latest. None: without a bound."""
 
 
-Instruction = Read | Relabel | Drop | Swap | Unload | Fetch | Score | Wait
+Instruction = Read | Relabel | Drop | Swap | Unload | Fetch | ScoreCanary | Wait
 
 
 @dataclass(frozen=True, slots=True)

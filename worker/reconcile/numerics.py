@@ -34,7 +34,7 @@ class Numerics:
         self.verdict: Verdict | None = None
         """The verdict on the weights that the engine holds now. None: there is none yet."""
         self.cuts = 0
-        """How often all running requests were ended. A request that began before the last time delivers nothing more:
+        """Counts how often all running requests were ended. A request that began before the last time delivers no more:
         its reader may be slow, so tokens that must not go out may still wait for it."""
         self._state = state
         self._tries = 0

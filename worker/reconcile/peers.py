@@ -20,9 +20,9 @@ from worker.engines.base import EngineAdapter
 log = logging.getLogger("worker.reconcile.peers")
 
 TRIED = 3
-"""How many peers a worker asks, one after another. A peer that can't be reached costs ten seconds."""
+"""A worker asks so many peers, one after another. A peer that can't be reached costs ten seconds."""
 OFFERS = 1024
-"""How many offers stay in the bucket. The oldest are those of dead workers."""
+"""So many offers stay in the bucket. Dead workers have the oldest."""
 
 
 class Peers:

@@ -26,7 +26,7 @@ log = logging.getLogger("worker.reconcile.record_watch")
 CONFIRM_S = SERVING_LEASE_S / 3
 """The lease survives two confirmations that are lost."""
 RESTORES = 3
-"""How often in a row another process may write first while this worker restores a lost record. Then it tries later."""
+"""While this worker restores a lost record, so many writes of other processes may come first. Then it tries later."""
 
 
 class RecordWatch:

@@ -29,9 +29,9 @@ EXTRAS = {
 """The fix of the error where a worker lacks a transport."""
 
 ABORT_WAIT_S = 30.0
-"""How long an abort waits until a receive ends: a receive checks between two tensors whether it is cancelled."""
+"""An abort waits this long for a receive to end. A receive checks between two tensors whether it is cancelled."""
 LOOK_S = 0.2
-"""How often a receive that waits for a swap checks whether it is cancelled."""
+"""The interval at which a receive that waits for a swap checks whether it is cancelled."""
 
 Taint = Callable[[], Awaitable[None]]
 """Runs before the first byte is written over the served weights."""
@@ -96,7 +96,7 @@ def _fail_opened(opened: asyncio.Future[None], task: asyncio.Task[StagedUpdate])
 class WeightUpdates:
     """Receives or stages at most one update: staging takes as much memory as a model.
 
-    `tell(staged)` is called when what is staged has changed (None: nothing is staged). `tell_kept()` is called when
+    `tell(staged)` is called when what is staged has changed (None: nothing is staged). `tell_cached()` is called when
     the engine may have a new copy in host memory.
     """
 
@@ -106,13 +106,13 @@ class WeightUpdates:
         info: EngineInfo,
         engine: EngineLoop,
         tell: Callable[[StagedUpdate | None], None],
-        tell_kept: Callable[[], None],
+        tell_cached: Callable[[], None],
     ) -> None:
         self._adapter = adapter
         self._info = info
         self._engine = engine
         self._tell = tell
-        self._tell_kept = tell_kept
+        self._tell_cached = tell_cached
         self._names = (f"staging-{number}" for number in itertools.count())
         self._receiving: _Receive | None = None
         self._failed: _Receive | None = None
@@ -123,7 +123,7 @@ class WeightUpdates:
         self._exchanged = asyncio.Event()
         """Set while no swap reads the staged weights. A delta may change them in place only then."""
         self._exchanged.set()
-        self.kept: str | None = None
+        self.cached_digest: str | None = None
         """The digest of the version that the engine keeps in host memory, which the next delta may change."""
 
     @property
@@ -283,7 +283,7 @@ class WeightUpdates:
         try:
             reply = await asyncio.to_thread(self._adapter.receive, name, cancelled.is_set)
         finally:
-            await self._look_at_kept(request)
+            await self._read_cached_digest(request)
         now = self._receiving  # another coordinator may have asked for the update since
         if now is not None and now.staging == name:
             fence = now.fence
@@ -308,18 +308,18 @@ class WeightUpdates:
     async def _discard(self, staging: StagedUpdate) -> None:
         if staging.name is not None:
             await self._engine.run(self._adapter.discard(staging.name))
-            await self._look_at_kept(staging.request)
+            await self._read_cached_digest(staging.request)
 
-    async def _look_at_kept(self, request: ReceiveRequest) -> None:
-        if not request.keeps_copy and self.kept is None:
+    async def _read_cached_digest(self, request: ReceiveRequest) -> None:
+        if not request.keeps_copy and self.cached_digest is None:
             return  # the usual case
         try:
-            self.kept = await asyncio.to_thread(self._adapter.kept)
+            self.cached_digest = await asyncio.to_thread(self._adapter.cached_digest)
         except PlaneError as error:
             log.warning("the engine does not say which version it keeps in host memory: %s", error)
-            self.kept = None
-        if self.kept is not None:
-            self._tell_kept()
+            self.cached_digest = None
+        if self.cached_digest is not None:
+            self._tell_cached()
 
     def exchanged(self) -> None:
         """Notes that the swap has ended, well or not. A swap that failed may still be writing, but the engine writes
@@ -330,7 +330,7 @@ class WeightUpdates:
         """Notes that the weights are swapped in: the engine may keep a copy of them from now on."""
         if (taken := self._taken) is not None:
             self._taken = None
-            await self._look_at_kept(taken)
+            await self._read_cached_digest(taken)
 
     def take(self, update_id: str) -> str | None:
         """Returns the name of the staged weights for the swap, which uses them up. None: they are in place."""

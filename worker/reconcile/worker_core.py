@@ -3,7 +3,7 @@
 A worker's own actions follow from its state alone, whatever happened before. `next` compares what the engine holds
 with what the fleet has committed, and returns the one thing to do now:
 
-    everything is here ──→ Relabel, Score, Drop what is left in staging, open
+    everything is here ──→ Relabel, ScoreCanary, Drop what is left in staging, open
     something differs ──→ the change is staged:  Wait for the coordinator's commit, then Swap
                           an adapter is too many:  Unload
                           otherwise:  Fetch it from the recorded source; after a failure Wait, longer each time
@@ -34,7 +34,7 @@ from worker.reconcile.instructions import (
     Read,
     Relabel,
     Restore,
-    Score,
+    ScoreCanary,
     StagedVersion,
     Swap,
     Unload,
@@ -47,9 +47,9 @@ HEAL_RETRY_S = 1.0
 MAX_HEAL_RETRY_S = 30.0
 """A worker finds a source that was away for a minute at most half a minute after it is back."""
 COMMIT_GRACE_S = 4.0
-"""How long a prepared worker waits for its commit after the decision, before it swaps by itself."""
+"""A prepared worker waits this long for its commit after the decision, before it swaps by itself."""
 GATE_S = SERVING_LEASE_S + LEASE_MARGIN_S
-"""How long a gate lasts that no coordinator lifts: after that no worker can serve the version before."""
+"""A gate that no coordinator lifts lasts this long. After that no worker can serve the version before."""
 SOURCE_GONE = "source_gone: the committed weights can't be fetched again; an update brings new ones"
 OTHER_MODEL_FIX = "start it with the fleet's model, or begin a new run (`rl-plane new-run`)"
 
@@ -79,13 +79,13 @@ class WorkerCore:
         self._written = 0
         """The record's sequence in the bucket."""
         self._learnt_at = 0.0
-        """When this worker first heard of the record's version."""
+        """The time at which this worker first heard of the record's version."""
         self._alone = False
         """The coordinator of the rolling update is gone."""
         self._unjudged = False
         """No coordinator will compare this worker's scores with the other workers' scores."""
         self._free_since: float | None = None
-        """When this worker first saw the lock free. None: a coordinator holds it, or has sealed the record since."""
+        """The time at which the lock was seen free. None: a coordinator holds it, or has sealed the record since."""
         self._is_late = False
         """No coordinator lifted the gate in time."""
         self._next_try = 0.0
@@ -338,7 +338,7 @@ class WorkerCore:
             if not self._is_whole():
                 return Relabel(record)
             if (canary := self.numerics.wanted(record)) is not None:
-                return Score(canary) if now >= self._next_try else Wait(self._next_try)
+                return ScoreCanary(canary) if now >= self._next_try else Wait(self._next_try)
             return Drop(staged.update_id) if staged is not None and self._is_left(staged) else Wait()
         if self._may_serve_the_old():
             return Wait()

@@ -103,7 +103,7 @@ class WorkerState:
     closed: dict[Reason, str] = field(default_factory=lambda: {"starting": ""})
     """The reasons why the worker is closed. Reason → detail."""
     pause_mode: str | None = None
-    """How generation is paused. None: it runs."""
+    """The mode in which generation is paused. None: it runs."""
     pause_until: float = 0.0
     """Monotonic seconds at which the pause's lease ends."""
     lease: ServingLease = field(default_factory=ServingLease)

@@ -16,8 +16,8 @@ T = TypeVar("T")
 log = logging.getLogger("worker.runtime.engine_loop")
 
 UNDO_S = 5.0
-"""How long cancelled work may take to undo what it has begun. A round trip through the engine takes less. A hung engine
-must not hold its caller much beyond the deadline."""
+"""The time that cancelled work may take to undo what it has begun. A round trip through the engine takes less. A hung
+engine must not hold its caller much beyond the deadline."""
 
 
 class EngineLoop:

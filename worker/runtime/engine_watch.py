@@ -12,7 +12,7 @@ DEFAULT_LIVENESS_TIMEOUT_S = 5.0
 DEFAULT_ENGINE_HANG_S = 60.0
 """The slowest step that we know takes seconds, and a restart heals the worker before a trainer gives up."""
 MAX_BLOCKED_S = 1800.0
-"""How long an op may block the engine before that is a hang too: the load of a large checkpoint takes minutes."""
+"""The time that an op may block the engine before that is a hang too. Loading a large checkpoint takes minutes."""
 
 
 @dataclass(slots=True)

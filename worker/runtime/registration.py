@@ -22,8 +22,8 @@ MAX_RETRY_S = 1.0
 """A server that restarts is back within seconds. At first, 20 tries a second cost nothing."""
 
 CHECK_S = 10.0
-"""How often a worker reads its own record. If the news of its removal is lost, the worker is missing for so long at
-most. One read is one request to the server; the serving lease takes six in that time."""
+"""The interval at which a worker reads its own record. If the news of its removal is lost, the worker is missing for so
+long at most. One read is one request to the server; the serving lease takes six in that time."""
 
 
 class Registration:

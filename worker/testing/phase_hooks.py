@@ -26,7 +26,7 @@ log = logging.getLogger("worker.testing.phase_hooks")
 VARIABLE = "RL_PLANE_TEST_HOLD_DIR"
 POLL_S = 0.01
 MAX_HOLD_S = 60.0
-"""How long an op waits at most: a test may die and leave its file."""
+"""An op waits no longer than this: a test may die and leave its file."""
 
 
 def with_holds(handlers: Mapping[str, Handler], instance_id: str) -> Mapping[str, Handler]:

@@ -12,7 +12,7 @@ from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import CanaryRecord
 from rl_plane.protocol.record import TAKEOVER_S, DecisionRecord, Source
 from rl_plane.protocol.versions import WeightVersion
-from worker.reconcile.instructions import Fetch, Score, StagedVersion, Swap
+from worker.reconcile.instructions import Fetch, ScoreCanary, StagedVersion, Swap
 from worker.reconcile.worker_core import GATE_S, WorkerCore
 from worker.reconcile.worker_state import Scores, WorkerState
 
@@ -47,7 +47,7 @@ def swapped(record: DecisionRecord, at: float) -> WorkerCore:
     assert isinstance(swap, Swap)
     core.swapping(swap)
     core.swapped(swap, at)
-    assert core.next(at) == Score(record.canary) if record.canary else True
+    assert core.next(at) == ScoreCanary(record.canary) if record.canary else True
     return core
 
 

@@ -314,7 +314,7 @@ class Engine:
             raise EngineFailed("staging was cancelled")
         return PreparedReply(digest="d", tensors=1, bytes=1, refetchable=True)
 
-    def kept(self) -> None:
+    def cached_digest(self) -> None:
         return None
 
     async def discard(self, staging: str) -> None:

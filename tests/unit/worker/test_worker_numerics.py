@@ -10,7 +10,7 @@ from rl_plane.errors import NotAdmitted
 from rl_plane.protocol.canary import CanaryRecord, Vectors, engine_kind
 from rl_plane.protocol.record import TAKEOVER_S, DecisionRecord, Source
 from rl_plane.protocol.versions import WeightVersion
-from worker.reconcile.instructions import Fetch, Relabel, Score, StagedVersion, Swap, Wait
+from worker.reconcile.instructions import Fetch, Relabel, ScoreCanary, StagedVersion, Swap, Wait
 from worker.reconcile.numerics import HEAL_TRIES, NOT_SCORED
 from worker.reconcile.worker_core import GATE_S, WorkerCore
 from worker.reconcile.worker_state import Scores, WorkerState
@@ -67,7 +67,7 @@ def test_after_a_swap_it_scores_before_a_token_goes_out() -> None:
     swapped(core, record(1))
     assert closed(core) == {"updating", "numerics"}
     assert core.state.closed["numerics"] == NOT_SCORED
-    assert core.next(0.0) == Score(TRAINED)
+    assert core.next(0.0) == ScoreCanary(TRAINED)
     assert not core.numerics.delivers(0)
     scored(core, RIGHT)
     assert closed(core) == {"updating"}
@@ -249,7 +249,7 @@ def test_released_memory_is_not_scored() -> None:
     assert "numerics" not in closed(core)
     core.took_back(["kv_cache"], 0.0)
     assert core.state.closed["numerics"] == NOT_SCORED
-    assert core.next(0.0) == Score(TRAINED)
+    assert core.next(0.0) == ScoreCanary(TRAINED)
 
 
 def test_what_other_sequences_gave_says_nothing() -> None:

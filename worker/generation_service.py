@@ -26,11 +26,11 @@ from worker.reconcile.numerics import Numerics
 from worker.reconcile.worker_state import TokenShare, WorkerState
 from worker.runtime.engine_loop import EngineLoop
 
-log = logging.getLogger("worker.generation")
+log = logging.getLogger("worker.generation_service")
 
 ACCEPTED_WITHIN_S = 0.002
-"""How long the acceptance waits for the first token, to travel in one message with it. An idle engine begins with a
-request in less. Sending at once would hold the interpreter, and the engine's loop would wait for it."""
+"""The time that the acceptance waits for the first token, to travel in one message with it. An idle engine begins with
+a request in less. Sending at once would hold the interpreter, and the engine's loop would wait for it."""
 GONE = msgpack.packb({"gone": True})
 MAX_TOKENS = 1 << 13
 """Tokens in one message. With logprobs a token takes 14 bytes, so this is an eighth of what a message carries."""
