@@ -1,7 +1,7 @@
-"""What an engine may be able to do beyond `EngineAdapter`: a protocol for each capability.
+"""Capabilities of engines beyond `EngineAdapter`: a protocol for each.
 
 An adapter has a capability if it has the protocol's methods. The worker answers the ops of every other capability with
-`unsupported`, and lists them in `describe`. An adapter that has the methods, and can't do it as it was started, names
+`unsupported`, and lists them in `describe`. An adapter that has the methods, but can't do it as it was started, names
 the op in `EngineInfo.capabilities` and raises `Unsupported` with the same reason.
 """
 

@@ -119,11 +119,11 @@ class EngineUnderTest:
 
     engine: EngineAdapter
     info: EngineInfo
-    """As `describe` has it: with the ops of the capabilities that the engine does not have."""
+    """The facts that `describe` reports: with the ops of the capabilities that the engine does not have."""
     model: Path
     """The engine serves it. A directory of safetensors files."""
     other: Path
-    """The same tensors with other bytes, which make other tokens of `prompt`."""
+    """Another directory with the same tensors and other bytes, which make other tokens of `prompt`."""
     prompt: tuple[int, ...] = (5, 6, 7)
     adapter: Path | None = None
     """A PEFT adapter of `model`. None: the checks load none."""
@@ -165,7 +165,7 @@ class EngineUnderTest:
 
     def reception(self, model: Path, **more: Any) -> Reception:
         staging = f"contract-{next(self._names)}"
-        return Reception(staging, {"backend": "filesystem", "path": str(model)}, **more)
+        return Reception(staging, {"backend": "filesystem", "path": str(model.absolute())}, **more)
 
     async def stage(self, model: Path, **more: Any) -> str:
         reception = self.reception(model, **more)

@@ -1,9 +1,10 @@
-"""A test hook: holds a changing op open at a phase boundary, so that a kill can meet it there. Off unless
-`RL_PLANE_TEST_HOLD_DIR` names a directory; then a file `<point>` in it, or `<point>.<instance_id>`, holds. One that is
-not empty holds the ops of the update alone whose id it has.
+"""A test hook that holds a changing op open at a phase boundary, so that a kill can meet it there.
 
-Points are `<op>.before` (the handler has not begun) and `<op>.after` (it is done, the answer not sent). `follow_record`
-is called `gate` with a record that is not open yet, `open` with one that is.
+It is off unless `RL_PLANE_TEST_HOLD_DIR` names a directory. A file `<point>` or `<point>.<instance_id>` in it then
+holds the op. A file with an update's id in it holds the ops of that update alone.
+
+Points are `<op>.before` (the handler has not begun) and `<op>.after` (it has ended, and the answer is not sent).
+`follow_record` has two names instead: `gate` with a record that is not open yet, `open` with one that is.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ log = logging.getLogger("worker.testing.phase_hooks")
 VARIABLE = "RL_PLANE_TEST_HOLD_DIR"
 POLL_S = 0.01
 MAX_HOLD_S = 60.0
-"""A test that forgot its file, or died, holds nobody for ever."""
+"""Seconds that a point is held at most, if a test forgets its file or dies."""
 
 
 def with_holds(handlers: Mapping[str, Handler], instance_id: str) -> Mapping[str, Handler]:
-    """The handlers themselves, or, under test, ones that can be held."""
+    """Returns the handlers, or, if the hook is on, handlers that can be held."""
     directory = os.environ.get(VARIABLE)
     if not directory:
         return handlers

@@ -1,8 +1,8 @@
-"""Small PEFT LoRA adapters of the models of `worker.testing.tiny_model`, made locally from a seed; every byte follows
+"""Small PEFT LoRA adapters of the models of `worker.testing.tiny_model`, made locally from a seed. Every byte follows
 from it.
 
 `make_tiny_adapter` has random weights. `make_witness_adapter` has weights under which the greedy next token is a known
-permutation, another one for each seed, whatever the witness model under it: the tokens alone tell the adapter.
+permutation, another one for each seed, on any witness model: the tokens alone tell the adapter.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 from worker.testing.tiny_model import VOCAB_SIZE, permutation
 
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
-"""Of a tiny adapter: in the attention and in the MLP."""
+"""The modules of a tiny adapter, in the attention and in the MLP."""
 
 _STD = 0.1
-"""Of a tiny adapter's weights: enough to change most greedy tokens."""
+"""Standard deviation of a tiny adapter's weights: enough to change most greedy tokens."""
 
 _WITNESS_GAIN = 30.0
-"""Of a witness adapter's rows, ten times those of the base: its greedy token leads by more than 90 nats."""
+"""Scale of a witness adapter's rows, ten times that of the base: its greedy token leads by more than 90 nats."""
 
 
 def make_tiny_adapter(
     model: Path, path: Path, seed: int, r: int = 4, targets: tuple[str, ...] = TARGETS, std: float = _STD
 ) -> Path:
-    """Writes a random adapter of a model directory, in the model's dtype, to `path`; gives `path` back. `targets`:
-    names of modules, or what they end with."""
+    """Writes a random adapter of a model directory, in the model's dtype. Returns `path`. `targets`: names of modules,
+    or their last parts."""
     import torch
 
     weights = _weights(Path(model))
@@ -48,8 +48,8 @@ def make_tiny_adapter(
 
 
 def make_witness_adapter(model: Path, path: Path, seed: int) -> Path:
-    """Writes an adapter of a witness model's directory that says `witness_adapter_next_token(seed, token)` after
-    every token, on top of any witness model of the same shape."""
+    """Writes an adapter of a witness model that says `witness_adapter_next_token(seed, token)` after every token, on
+    any witness model of the same shape."""
     import torch
 
     weights = _weights(Path(model))

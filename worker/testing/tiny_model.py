@@ -38,23 +38,23 @@ _SHAPE = {
 _RECIPE_FILE = "recipe.json"
 
 _LAYER_GAIN = 0.2
-"""Standard deviation of a layer's matrices times sqrt(fan in): a witness's layers move its logits by a few
-percent of the gap between the first token and the second."""
+"""Standard deviation of a layer's matrices times sqrt(fan in). A witness's layers move its logits by a few percent of
+the gap between the first token and the second."""
 _HEAD_GAIN = 3.0
 """Scale of a witness's output rows. Its greedy token leads by more than 10 nats."""
 
 
 def make_tiny_model(path: Path, seed: int, dtype: str = "float32", **shape: int) -> Path:
-    """Writes a random checkpoint to `path`, or leaves the one that is there already; gives `path` back.
+    """Writes a random checkpoint to `path`, or leaves the one that is there already. Returns `path`.
 
-    `shape` overrides fields of the Qwen3Config (`hidden_size=…`); `dtype` is torch's name for it.
-    A directory that holds anything else is a FileExistsError.
+    `shape` overrides fields of the Qwen3Config (`hidden_size=…`). `dtype` is torch's name for it. Raises
+    FileExistsError for a directory that holds anything else.
     """
     return _make("tiny", path, seed, dtype, shape, lambda model: None)
 
 
 def make_witness_model(path: Path, seed: int, dtype: str = "float32", **shape: int) -> Path:
-    """As `make_tiny_model`, with weights that say `witness_next_token(seed, token)` after every token."""
+    """Does what `make_tiny_model` does, with weights that say `witness_next_token(seed, token)` after every token."""
     return _make("witness", path, seed, dtype, shape, lambda model: _witness_weights(model, seed))
 
 
@@ -88,14 +88,15 @@ def _make(
         try:
             made.rename(path)
         except OSError:
-            # Another process was faster, or something else is there.
+            # Another process was faster, or the directory holds something else.
             if not _holds(path, recipe):
                 raise FileExistsError(f"{path} is not empty and holds no {recipe}") from None
     return path
 
 
 def _holds(path: Path, recipe: dict[str, Any]) -> bool:
-    """The recipe is written into the scratch directory, so that where it is the checkpoint is complete."""
+    """Whether the directory holds a complete checkpoint of this recipe: the recipe is written last into a scratch
+    directory."""
     try:
         return bool(json.loads((path / _RECIPE_FILE).read_text()) == recipe)
     except (OSError, ValueError):
@@ -124,8 +125,8 @@ def _write(path: Path, recipe: dict[str, Any], shape_weights: Callable[[Any], No
 
 
 def _witness_weights(model: Any, seed: int) -> None:
-    """Output row `next(t)` points along input row `t`; the layers, all random, only add a little noise to it.
-    All witnesses of a shape have the same input rows, so that an adapter which reads them fits each."""
+    """Points output row `next(t)` along input row `t`; the layers are random, and only add a little noise. All
+    witnesses of a shape have the same input rows, so an adapter that reads them fits each."""
     import torch
 
     for name, weight in model.named_parameters():

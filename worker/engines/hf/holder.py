@@ -1,4 +1,4 @@
-"""The `hf` engine's model as a Receiver sees it."""
+"""The weights of the `hf` engine, as a Receiver stages and overwrites them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from worker.engines.hf.peft_layers import NO_PEFT, ModelAdapters, StagedAdapter,
 
 
 class HfHolder:
-    """A WeightHolder. `forget_weights()`: what the engine makes from now on is of no version."""
+    """A WeightHolder. `forget_weights()` says that the weights are of no version from here on."""
 
     def __init__(self, weights: ModelWeights, adapters: ModelAdapters, forget_weights: Callable[[], None]) -> None:
         self.weights = weights

@@ -50,7 +50,8 @@ def _pack_reloaded_experts() -> None:
 
 
 def _keep_experts_on_the_cpu_kernel() -> None:
-    """With LoRA vLLM chooses its Triton kernel for experts, on a CPU too, where Triton is not."""
+    """Keeps experts on the CPU kernel. With LoRA, vLLM chooses its Triton kernel for experts, on a CPU too, where there
+    is no Triton."""
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
 
     really = method.select_unquantized_moe_backend
@@ -62,7 +63,7 @@ def _keep_experts_on_the_cpu_kernel() -> None:
 
 
 def _adapt_no_experts() -> None:
-    """vLLM's CPU kernel for experts takes no adapters, so experts get none. Every other module keeps its own."""
+    """Gives experts no adapters, since vLLM's CPU kernel for experts takes none. Every other module keeps its own."""
     from vllm.lora import model_manager
     from vllm.model_executor.layers.fused_moe import MoERunner
 
