@@ -64,7 +64,7 @@ async def _update(client: RlClient, model: Path, canary: Canary) -> tuple[float,
     body = {"transport": {"backend": "filesystem", "path": str(model)}, "policy": {"canary": canary}}
     start = time.perf_counter()
     async with asyncio.timeout(UPDATE_TIMEOUT_S):
-        reply = await client.update_weights(body)
+        reply = await client.run("update_weights", body)
     took = time.perf_counter() - start
     (worker,) = reply["workers"]
     if ("canary" in reply) != (canary is None):

@@ -120,7 +120,7 @@ async def _gap(client: RlClient, http_url: str, model: Path, way: Way) -> Gap:
             async for came in tokens:
                 times.append(came)
                 if len(times) == TOKENS:
-                    updating = asyncio.create_task(client.update_weights(body))
+                    updating = asyncio.create_task(client.run("update_weights", body))
                 elif updating is not None and updating.done():
                     left += 1
                     if left == TOKENS:

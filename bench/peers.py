@@ -128,8 +128,8 @@ def workers(
     tensor that arrives is hashed."""
     import rl_plane.weights.checkpoint
     import worker.receive.staging
-    from worker.options import WorkerOptions
     from worker.process import run
+    from worker.worker_options import WorkerOptions
 
     if not verify:
         worker.receive.staging.tensor_digest = unhashed  # type: ignore[attr-defined]

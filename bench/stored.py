@@ -77,7 +77,7 @@ def plain_read(path: Path, place: memoryview | None = None) -> float:
 async def _prepared(client: RlClient, transport: Mapping[str, Any]) -> float:
     with phases_seen() as seen:
         async with asyncio.timeout(UPDATE_TIMEOUT_S):
-            await client.update_weights({"transport": dict(transport)})
+            await client.run("update_weights", {"transport": dict(transport)})
     return sum(one.end - one.start for one in seen if one.phase == "prepare")
 
 

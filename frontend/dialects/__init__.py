@@ -16,14 +16,13 @@ from frontend.completions.completion_routes import Generation
 from frontend.facade.calls import FleetCalls
 from rl_plane.fleet.fleet import Fleet
 from rl_plane.membership.view import MembershipView
+from rl_plane.protocol.fleet_ops import FLEET_OPS
 
 MODULES = {
     "vllm": "frontend.dialects.vllm.vllm_routes",
     "sglang": "frontend.dialects.sglang.sglang_routes",
     "prime-rl": "frontend.dialects.prime_rl",
 }
-
-BRING_WEIGHTS = frozenset({"update_weights", "prepare_weights_update", "load_lora_adapter"})
 
 
 class DialectCalls:
@@ -41,7 +40,7 @@ class DialectCalls:
         self, op: str, body: dict[str, Any], request_id: str = "", digest: str | None = None
     ) -> dict[str, Any]:
         """As `FleetCalls.run`."""
-        if op in BRING_WEIGHTS and "rollback" not in body:  # that is cast as it was
+        if FLEET_OPS[op].brings_weights and "rollback" not in body:  # that is cast as it was
             body = {**body, "cast": True}
         return await self._calls.run(op, body, request_id, digest)
 

@@ -10,22 +10,10 @@ from typing import Any
 
 from rl_plane.errors import InvalidRequest, PlaneError, Unavailable
 from rl_plane.fleet.fleet import Fleet
+from rl_plane.protocol.fleet_ops import FLEET_OPS
 
 log = logging.getLogger("frontend.facade.calls")
 
-COALESCED = frozenset(
-    {
-        "init_transport",
-        "update_weights",
-        "prepare_weights_update",
-        "receive_weights_part",
-        "complete_weights_update",
-        "abort_weights_update",
-        "load_lora_adapter",
-        "unload_lora_adapter",
-    }
-)
-"""Ops that do something once; the others may be repeated at will."""
 MAX_IN_FLIGHT = 64
 """Different updates that wait for the lock or hold it: more is a trainer gone wild."""
 
@@ -48,7 +36,7 @@ class FleetCalls:
     ) -> dict[str, Any]:
         """The merged reply. Equal calls (by request id, or, without one, by body) share an answer. `digest`: of the
         body's lists, where they may be long; writing them out to compare them would hold up every other call."""
-        if op not in COALESCED:
+        if op not in FLEET_OPS or not FLEET_OPS[op].coalesce:
             return await self.fleet.run(op, body, request_id)
         told = body if digest is None else {name: one for name, one in body.items() if not isinstance(one, list)}
         text = json.dumps([told, digest], sort_keys=True, default=str)

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import click
 import httpx
 import pytest
 from fastapi import FastAPI
@@ -23,8 +24,8 @@ from frontend.dialects.sglang.groups import GroupFields, Groups
 from frontend.main import started
 from frontend.server.http import MAX_BODY_BYTES, MAX_NAMES_BYTES, make_app, parse_hashed
 from frontend.server.openapi import add_model
-from frontend.server.options import FrontendOptions
-from rl_plane.cli.settings import DIALECTS, BadSetting, for_child, resolve
+from frontend.server.options import DIALECTS, FrontendOptions
+from rl_plane.cli.settings import for_child
 from rl_plane.errors import (
     Conflict,
     EngineFailed,
@@ -37,6 +38,7 @@ from rl_plane.errors import (
     WorkerLost,
 )
 from tests.support.paths import ROOT
+from tests.support.settings import values_of
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -148,14 +150,13 @@ async def test_an_unknown_dialect_is_refused() -> None:
 
 
 def test_the_command_line_names_dialects() -> None:
-    assert resolve(["dialects"], {}, {})["dialects"] == DIALECTS == FrontendOptions().dialects
-    for given in ({"RL_PLANE_DIALECTS": "vllm,prime-rl"}, {"RL_PLANE_DIALECTS": "none"}):
-        (text,) = given.values()
-        assert resolve(["dialects"], {}, given)["dialects"] == tuple(text.split(","))
-        values = resolve(["dialects"], {}, given)
+    assert values_of(["dialects"])["dialects"] == DIALECTS == FrontendOptions().dialects
+    for text in ("vllm,prime-rl", "none"):
+        values = values_of(["dialects"], RL_PLANE_DIALECTS=text)
+        assert values["dialects"] == tuple(text.split(","))
         assert for_child(values, {})[0] == [f"--dialects={name}" for name in values["dialects"]]
-    with pytest.raises(BadSetting, match="tgi"):
-        resolve(["dialects"], {"dialects": ["tgi"]}, {})
+    with pytest.raises(click.BadParameter, match="tgi"):
+        values_of(["dialects"], ["--dialects=tgi"])
 
 
 # ---- the table of routes ----
@@ -525,7 +526,10 @@ def rows_of(page: str, heading: str) -> list[list[str]]:
 
 
 def test_every_row_names_a_test_that_there_is() -> None:
-    rows = [*rows_of("dialects.md", "Conformance"), *rows_of("dialects-sglang.md", "Trainer by trainer")]
+    rows = [
+        *rows_of("conformance.md", "vLLM, TRL, SkyRL, prime-rl, Dynamo"),
+        *rows_of("conformance.md", "SGLang's trainers"),
+    ]
     for trainer, *_, named in rows:
         tests = named.split(", ")
         for test in tests:

@@ -909,7 +909,7 @@ async def test_an_overwrite_that_fails_can_be_healed(engine: FullEngine, models:
     with pytest.raises(InvalidWeights, match="the bytes make"):
         await receive(engine, wrong)
     what = reception(models.witness[2], in_place=True)
-    await asyncio.to_thread(engine.open, what)
+    await asyncio.to_thread(engine.open, *what)
     with pytest.raises(EngineFailed, match="cancelled"):
         await asyncio.to_thread(engine.receive, what.staging, lambda: True)
     cut = shutil.copytree(models.witness[2], scratch / "cut")
@@ -1236,7 +1236,7 @@ async def test_bad_adapters_are_refused_and_touch_nothing(
         refused = reception(bad.make(good, scratch / what), kind="lora")
         async with untouched():
             with pytest.raises(InvalidWeights) as caught:
-                await asyncio.to_thread(engine.open, refused)
+                await asyncio.to_thread(engine.open, *refused)
         bad.check(caught.value)
     other = shutil.copytree(good, scratch / "other bytes")
     write_manifest(other)

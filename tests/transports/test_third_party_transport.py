@@ -17,8 +17,10 @@ from tests.support.paths import ROOT
 
 pytest.importorskip("torch")
 
+from rl_plane._util.tasks import never
 from rl_plane.errors import InvalidWeights
 from rl_plane.protocol.versions import HostTensor, TensorSpec, tensor_digest, tensors_digest
+from rl_plane.transports.reception import Cancelled
 from tests.support.frontend_process import frontend
 from tests.support.hf_fleet import proven
 from worker.receive.staging import DigestingStream
@@ -55,7 +57,7 @@ class Lying:
         self.specs: Mapping[str, TensorSpec] = {"weight": TensorSpec("U8", (9,))}
         self.published = tensor_digest(memoryview(b"published"))
 
-    def tensors(self) -> Iterator[tuple[str, HostTensor]]:
+    def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
         yield "weight", HostTensor(self.specs["weight"], memoryview(b"something"), digest=self.published)
 
     def close(self) -> None:

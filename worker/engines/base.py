@@ -28,10 +28,10 @@ from typing import Any, Literal
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
-from rl_plane.protocol.update_requests import PreparedReply
+from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
 from rl_plane.transports.receiver_base import Places
-from rl_plane.transports.reception import Cancelled, Reception
+from rl_plane.transports.reception import Cancelled
 
 LACKING = "do without, or name workers that can: describe tells what each lacks"
 """The fix of an op that one engine can't do."""
@@ -238,9 +238,11 @@ class EngineAdapter(ABC):
         """Every tensor that a full checkpoint must hold, by its checkpoint name."""
 
     @abstractmethod
-    def open(self, reception: Reception) -> None:
-        """Opens the delivery in every rank and checks everything that needs none of its bytes. Touches nothing. Raises
-        InvalidRequest or InvalidWeights. Blocks; the worker calls it on a thread."""
+    def open(self, staging: str, request: ReceiveRequest, limits: CanaryLimits | None = None) -> None:
+        """Opens the delivery in every rank and checks everything that needs none of its bytes. Touches nothing.
+
+        `staging`: a name that was not used before. `limits`: what a `canary.json` has to fit. Raises InvalidRequest or
+        InvalidWeights. Blocks; the worker calls it on a thread."""
 
     @abstractmethod
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
@@ -260,9 +262,9 @@ class EngineAdapter(ABC):
         calls it on a thread."""
 
     @abstractmethod
-    def kept(self) -> str | None:
-        """The digest of the kept copy: the version that every rank keeps in host memory (`Reception.keep`). None if
-        there is none, or if ranks differ. Blocks; the worker calls it on a thread."""
+    def cached_digest(self) -> str | None:
+        """The digest of the version of which every rank keeps a copy in host memory (`ReceiveRequest.keeps_copy`). None
+        if there is none, or if ranks differ. Blocks; the worker calls it on a thread."""
 
     @abstractmethod
     async def discard(self, staging: str) -> None:

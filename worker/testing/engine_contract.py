@@ -22,9 +22,9 @@ import psutil
 
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, VersionSpan
+from rl_plane.protocol.update_requests import BaseTarget, LoraTarget, ReceiveRequest, Transport
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.protocol.worker_ops import Tokenize
-from rl_plane.transports.reception import Reception
 from worker.engines.base import EngineAdapter, EngineFactory, EngineInfo, EngineOptions, PauseMode
 from worker.engines.capabilities import (
     OPS,
@@ -163,17 +163,23 @@ class EngineUnderTest:
     async def generate(self, **more: Any) -> Reply:
         return await self.stream(more.pop("max_tokens", NEW_TOKENS), **more).end()
 
-    def reception(self, model: Path, **more: Any) -> Reception:
-        staging = f"contract-{next(self._names)}"
-        return Reception(staging, {"backend": "filesystem", "path": str(model.absolute())}, **more)
+    def receive_request(self, model: Path, adapter: str | None = None, in_place: bool = False) -> ReceiveRequest:
+        """A request for the weights of a directory. Its update id is a new name in the engine's staging too."""
+        return ReceiveRequest(
+            update_id=f"contract-{next(self._names)}",
+            target=BaseTarget() if adapter is None else LoraTarget(kind="lora", op="load", name=adapter),
+            transport=Transport.model_validate({"backend": "filesystem", "path": str(model.absolute())}),
+            label=model.name,
+            staging="none" if in_place else "host",
+        )
 
-    async def stage(self, model: Path, **more: Any) -> str:
-        reception = self.reception(model, **more)
-        await asyncio.to_thread(self.engine.open, reception)
-        reply = await asyncio.to_thread(self.engine.receive, reception.staging, lambda: False)
-        if reception.kind == "base":
+    async def stage(self, model: Path, adapter: str | None = None, in_place: bool = False) -> str:
+        request = self.receive_request(model, adapter, in_place)
+        await asyncio.to_thread(self.engine.open, request.update_id, request)
+        reply = await asyncio.to_thread(self.engine.receive, request.update_id, lambda: False)
+        if adapter is None:
             assert reply["digest"] == model_digest(model), "receive reports the digest of what it received"
-        return reception.staging
+        return request.update_id
 
     async def swap(self, model: Path, mode: PauseMode = "keep") -> WeightVersion:
         """Receives a model and swaps it in, as an update does."""
@@ -401,17 +407,17 @@ async def swap_under_a_stream(at: EngineUnderTest) -> None:
 async def a_dropped_staging_leaves_no_trace(at: EngineUnderTest) -> None:
     """Weights that were opened, staged or cancelled, and then dropped, change nothing."""
     before, sums = await at.generate(), await checksum(at)
-    opened = at.reception(at.other)
-    await asyncio.to_thread(at.engine.open, opened)
-    await at.engine.discard(opened.staging)
+    opened = at.receive_request(at.other)
+    await asyncio.to_thread(at.engine.open, opened.update_id, opened)
+    await at.engine.discard(opened.update_id)
     staged = await at.stage(at.other)
     await at.engine.discard(staged)
     await at.engine.discard(staged)
-    cancelled = at.reception(at.other)
-    await asyncio.to_thread(at.engine.open, cancelled)
-    await refused(asyncio.to_thread(at.engine.receive, cancelled.staging, lambda: True), EngineFailed)
+    cancelled = at.receive_request(at.other)
+    await asyncio.to_thread(at.engine.open, cancelled.update_id, cancelled)
+    await refused(asyncio.to_thread(at.engine.receive, cancelled.update_id, lambda: True), EngineFailed)
     await bounded(at.engine.pause("keep", False))
-    for name in (opened.staging, staged, cancelled.staging):
+    for name in (opened.update_id, staged, cancelled.update_id):
         await refused(at.engine.swap(name, at.version(at.other)), EngineFailed)
     await bounded(at.engine.resume())
     after = await at.generate()
@@ -422,11 +428,11 @@ async def a_dropped_staging_leaves_no_trace(at: EngineUnderTest) -> None:
 async def refuses_weights_that_do_not_exist(at: EngineUnderTest) -> None:
     """Weights that can't be read are an InvalidRequest, and the engine serves on."""
     before = await at.generate()
-    reception = at.reception(at.model / "no such directory")
+    request = at.receive_request(at.model / "no such directory")
 
     def receive() -> None:
-        at.engine.open(reception)
-        at.engine.receive(reception.staging, lambda: False)
+        at.engine.open(request.update_id, request)
+        at.engine.receive(request.update_id, lambda: False)
 
     await refused(asyncio.to_thread(receive), InvalidRequest)
     assert (await at.generate()).tokens == before.tokens
@@ -525,13 +531,13 @@ async def loads_adapters(at: EngineUnderTest) -> None:
         return
     if at.lacks("prepare_update:lora"):
         if at.adapter is not None:
-            reception = at.reception(at.adapter, kind="lora")
-            await refused(asyncio.to_thread(at.engine.open, reception), Unsupported)
+            request = at.receive_request(at.adapter, "contract")
+            await refused(asyncio.to_thread(at.engine.open, request.update_id, request), Unsupported)
         return
     if at.adapter is None:
         return
     engine, before = at.engine, (await at.generate()).tokens
-    staging = await at.stage(at.adapter, kind="lora")
+    staging = await at.stage(at.adapter, "contract")
     at.sequence += 1
     version = WeightVersion("contract", at.sequence, "adapter", "blake3:" + "0" * 64)
     await bounded(engine.pause("keep", False))

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_plane.errors import EngineFailed
-from rl_plane.protocol.update_requests import PreparedReply
+from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec
-from rl_plane.transports.reception import Cancelled, Reception
+from rl_plane.transports.reception import Cancelled
 from worker.engines.base import EngineAdapter
 from worker.receive.weight_receiver import Receiver
 
@@ -34,8 +34,8 @@ class WeightsInProcess(EngineAdapter):
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         return self.receiver.holder.weight_spec()
 
-    def open(self, reception: Reception) -> None:
-        self.receiver.open(reception)
+    def open(self, staging: str, request: ReceiveRequest, limits: CanaryLimits | None = None) -> None:
+        self.receiver.open(staging, request, limits)
 
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
         return self.receiver.receive(staging, cancelled)
@@ -43,8 +43,8 @@ class WeightsInProcess(EngineAdapter):
     def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
         return self.receiver.feed(staging, part, cancelled)
 
-    def kept(self) -> str | None:
-        return self.receiver.kept_digest
+    def cached_digest(self) -> str | None:
+        return self.receiver.cached_digest
 
     async def discard(self, staging: str) -> None:
         await asyncio.to_thread(self.receiver.discard, staging)

@@ -7,9 +7,9 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from rl_plane.protocol.update_requests import PreparedReply
+from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec
-from rl_plane.transports.reception import Cancelled, Reception
+from rl_plane.transports.reception import Cancelled
 from worker.engines.base import EngineAdapter
 from worker.receive.rank_agents.ranks import Ranks
 
@@ -40,10 +40,10 @@ class WeightsInRanks(EngineAdapter):
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         return self.ranks.weight_spec()
 
-    def open(self, reception: Reception) -> None:
-        self.ranks.open(reception)
-        if reception.in_place:
-            self._in_place.add(reception.staging)
+    def open(self, staging: str, request: ReceiveRequest, limits: CanaryLimits | None = None) -> None:
+        self.ranks.open(staging, request, limits)
+        if request.in_place:
+            self._in_place.add(staging)
 
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
         ranks = self.ranks
@@ -62,8 +62,8 @@ class WeightsInRanks(EngineAdapter):
     def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
         return self.ranks.feed(staging, part, cancelled)
 
-    def kept(self) -> str | None:
-        return self.ranks.kept()
+    def cached_digest(self) -> str | None:
+        return self.ranks.cached_digest()
 
     async def discard(self, staging: str) -> None:
         self._in_place.discard(staging)
