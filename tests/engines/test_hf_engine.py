@@ -50,7 +50,7 @@ from worker.engines.common.checkpoint_spec import saved_specs
 from worker.engines.common.tokenizing import IncrementalText
 from worker.engines.common.torch_weights import ModelWeights
 from worker.engines.hf.adapter import HfEngine, build
-from worker.engines.hf.streams import Stream, choose
+from worker.engines.hf.streams import HfStream, choose
 from worker.receive.staging import TIE_FIX, model_digest
 from worker.testing.tiny_model import VOCAB_SIZE, make_tiny_model
 
@@ -249,7 +249,7 @@ def test_the_sampler_follows_the_distribution() -> None:
 
     def shares(**fields: Any) -> list[float]:
         streams = [
-            Stream(str(seed), ask([1], seed=seed, **{"temperature": 1.0} | fields), [1], frozenset())
+            HfStream(str(seed), ask([1], seed=seed, **{"temperature": 1.0} | fields), [1], frozenset())
             for seed in range(4000)
         ]
         tokens, logprobs = choose(logits.expand(len(streams), -1), streams)

@@ -17,7 +17,7 @@ from rl_plane.errors import EngineFailed
 from worker.engines.base import EngineOptions
 from worker.engines.capabilities import FullEngine
 from worker.engines.sglang import adapter as sglang
-from worker.engines.sglang.streams import Stream
+from worker.engines.sglang.streams import SglangStream
 from worker.engines.vllm import adapter as vllm
 from worker.engines.vllm import processes as vllm_process
 
@@ -208,14 +208,14 @@ def _cached_by_vllm(patch: pytest.MonkeyPatch) -> list[int]:
 
 
 def _cached_by_sglang(patch: pytest.MonkeyPatch) -> list[int]:
-    found, take = [], Stream.take
+    found, take = [], SglangStream.take
 
-    def seen(self: Stream, out: dict[str, Any], *more: Any) -> bool:
+    def seen(self: SglangStream, out: dict[str, Any], *more: Any) -> bool:
         if out["meta_info"]["finish_reason"] is not None:
             found.append(out["meta_info"]["cached_tokens"])
         return take(self, out, *more)
 
-    patch.setattr(Stream, "take", seen)
+    patch.setattr(SglangStream, "take", seen)
     return found
 
 

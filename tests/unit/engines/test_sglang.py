@@ -17,11 +17,11 @@ from tests.support.engine_runs import ask
 from worker.engines.base import EngineOptions
 from worker.engines.common.spans import Label
 from worker.engines.sglang import adapter
-from worker.engines.sglang.streams import Experts, Feeder, Stream
+from worker.engines.sglang.streams import Experts, Feeder, SglangStream
 
 
 async def test_what_an_abort_repeats_is_not_taken_again() -> None:
-    stream = Stream(ask([1], logprobs=True), [1], frozenset(), Experts(1, 1, 1))
+    stream = SglangStream(ask([1], logprobs=True), [1], frozenset(), Experts(1, 1, 1))
 
     def out(ids: list[int], count: int, finish: Any = None) -> dict[str, Any]:
         meta = {"completion_tokens": count, "finish_reason": finish}

@@ -14,9 +14,8 @@ from rl_plane.protocol.token_batching import merged
 from rl_plane.protocol.versions import WeightVersion
 from tests.support.engine_runs import ask
 from worker.engines.common.spans import Label, SpanLog
-from worker.engines.sglang.streams import Experts
-from worker.engines.sglang.streams import Stream as SglangStream
-from worker.engines.vllm.streams import Piece as VllmPiece
+from worker.engines.sglang.streams import Experts, SglangStream
+from worker.engines.vllm.streams import VllmPiece
 
 
 def version(sequence: int) -> WeightVersion:
@@ -133,9 +132,9 @@ async def test_hf_gives_what_two_weights_made_in_two_pieces() -> None:
         pytest.importorskip("worker.engines.hf.adapter"),
         pytest.importorskip("worker.engines.hf.streams"),
     )
-    stream = streams.Stream("x", ask([1]), [1], frozenset())
+    stream = streams.HfStream("x", ask([1]), [1], frozenset())
     for tokens, label in (([5], BASE), ([6], BASE), ([7], NEXT), ([8], NEXT)):
-        stream.pieces.put_nowait(streams.Piece(tokens, [0.0], [label]))
+        stream.pieces.put_nowait(streams.HfPiece(tokens, [0.0], [label]))
     stream.pieces.put_nowait(EngineFailed("dead"))
     found = [await engine.next_piece(stream) for _ in range(2)]
     assert [(piece.token_ids, set(piece.labels)) for piece, _ in found] == [([5, 6], {BASE}), ([7, 8], {NEXT})]

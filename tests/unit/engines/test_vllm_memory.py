@@ -11,7 +11,7 @@ import pytest
 
 from rl_plane.errors import EngineFailed
 from tests.support.vllm_stand_in import standing_in
-from worker.engines.vllm.sleep_levels import SLEEP_LEVEL, Call, ReleasedMemory
+from worker.engines.vllm.sleep_levels import SLEEP_LEVEL, ReleasedMemory, SleepCall
 
 Step = tuple[str, tuple[str, ...]]
 TAGS = (("weights",), ("kv_cache",), ("weights", "kv_cache"))
@@ -30,7 +30,7 @@ class StandIn:
         self._done = done
         self._calls = 0
 
-    def make(self, call: Call) -> None:
+    def make(self, call: SleepCall) -> None:
         fails = self._calls == self.fails_at
         self._calls += 1
         if self._done or not fails:

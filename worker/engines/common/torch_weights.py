@@ -17,7 +17,7 @@ from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
 from rl_plane.protocol.versions import DTYPE_BYTES, HostTensor, TensorSpec
 from rl_plane.transports.reception import TensorStream
 from rl_plane.weights.read_ahead import host_memory
-from worker.engines.common.weight_checks import WeightChecks, write_noise
+from worker.engines.common.weight_checks import TensorChecks, write_noise
 
 NAME_OF_DTYPE = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -64,7 +64,7 @@ class ModelWeights:
         }
         self._own = {name: own[name] for name in as_saved}
         self._lock = threading.Lock()
-        self.checks = WeightChecks(lambda: state, self._lock)
+        self.checks = TensorChecks(lambda: state, self._lock)
 
     def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> StagedTensors:
         return StagedTensors(dict(host_copies(tensors, self.spec, self.tied, cast, cancelled, self._own)))

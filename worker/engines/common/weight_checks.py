@@ -15,7 +15,7 @@ NOISE_STD = 0.5
 """Standard deviation of the noise that `reset` writes: far from trained and from freshly made weights."""
 
 
-class WeightChecks:
+class TensorChecks:
     """Checks the live tensors of one rank. `tensors()` returns them anew at each check, since a load may replace them.
     `lock` is held while they are written, so that no check sees half of a write."""
 

@@ -41,8 +41,8 @@ from worker.engines.common.weights_in_process import WeightsInProcess
 from worker.engines.hf.experts import ExpertRecorder
 from worker.engines.hf.holder import HfHolder
 from worker.engines.hf.loop import GenerationLoop
-from worker.engines.hf.peft_layers import NO_PEFT, ModelAdapters, StagedAdapter, have_peft
-from worker.engines.hf.streams import Piece, Stream
+from worker.engines.hf.peft_layers import NO_PEFT, HfStagedAdapter, ModelAdapters, have_peft
+from worker.engines.hf.streams import HfPiece, HfStream
 from worker.receive.weight_receiver import Receiver, load_transports
 
 CLOSE_TIMEOUT_S = 10.0
@@ -100,7 +100,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         self._experts: ExpertRecorder | None = None
         self._holder: HfHolder | None = None
         self._eos: frozenset[int] = frozenset()
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, HfStream] = {}
         self._keys = itertools.count()
 
     # life
@@ -200,7 +200,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
             yield nothing_made(request)
             return
         self._validate(request, prompt)
-        stream = Stream(f"request-{next(self._keys)}", request, prompt, self._eos)
+        stream = HfStream(f"request-{next(self._keys)}", request, prompt, self._eos)
         text, spans = ReplyText(self._tokenizer, request, prompt), SpanLog()
         self._streams[request.id] = stream
         submitted = loop.call(lambda: loop.submit(stream))
@@ -327,7 +327,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
             if staged is None:
                 loop.remove_adapter(name)
             else:
-                assert isinstance(staged, StagedAdapter), "an adapter"
+                assert isinstance(staged, HfStagedAdapter), "an adapter"
                 loop.put_adapter(name, staged, version)
 
         await self._call(between_two_steps)
@@ -375,10 +375,10 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
             raise EngineFailed(f"{type(error).__name__}: {error}") from error
 
 
-async def next_piece(stream: Stream) -> tuple[Piece, EngineFailed | None]:
+async def next_piece(stream: HfStream) -> tuple[HfPiece, EngineFailed | None]:
     """Returns the tokens that have come since the last call, as one piece, and the failure after them. Tokens of other
     weights wait for the next call."""
-    merged = Piece()
+    merged = HfPiece()
     item, stream.waiting = stream.waiting or await stream.pieces.get(), None
     while True:
         if isinstance(item, EngineFailed):

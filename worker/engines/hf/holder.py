@@ -9,7 +9,7 @@ from rl_plane.errors import Unsupported
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.transports.reception import Cancelled, TensorStream
 from worker.engines.common.torch_weights import ModelWeights, StagedTensors
-from worker.engines.hf.peft_layers import NO_PEFT, ModelAdapters, StagedAdapter, have_peft
+from worker.engines.hf.peft_layers import NO_PEFT, HfStagedAdapter, ModelAdapters, have_peft
 
 
 class HfHolder:
@@ -40,5 +40,5 @@ class HfHolder:
 
     def stage_adapter(
         self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
-    ) -> StagedAdapter:
+    ) -> HfStagedAdapter:
         return self.adapters.stage(config, tensors, cast, cancelled)

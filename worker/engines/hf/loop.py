@@ -27,9 +27,9 @@ from worker.engines.common.scoring import in_batches
 from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import check_adapter
 from worker.engines.hf.experts import ExpertRecorder
-from worker.engines.hf.peft_layers import ModelAdapters, StagedAdapter
+from worker.engines.hf.peft_layers import HfStagedAdapter, ModelAdapters
 from worker.engines.hf.prefix_sharing import PrefixKeys, salted
-from worker.engines.hf.streams import Piece, Stream, choose, likeliest, score_batch
+from worker.engines.hf.streams import HfPiece, HfStream, choose, likeliest, score_batch
 
 IDLE_WAIT_S = 0.1
 """Seconds that an idle or paused loop sleeps. Each command wakes it, so this only bounds a missed wake-up."""
@@ -82,11 +82,11 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         self._gate_closed = False  # new requests are held
         self.frozen = False  # no step runs
         self._drain: Future[None] | None = None
-        self._live: dict[str, Stream] = {}  # known to the scheduler
-        self._held: deque[Stream] = deque()
+        self._live: dict[str, HfStream] = {}  # known to the scheduler
+        self._held: deque[HfStream] = deque()
         self._stale: set[str] = set()  # running since before the last flush: their KV is never shared
         self._broken: list[str] = []
-        self._outbox: list[tuple[Stream, Piece | EngineFailed]] = []
+        self._outbox: list[tuple[HfStream, HfPiece | EngineFailed]] = []
 
     def start(self) -> None:
         # The library's own thread would keep the process alive if the engine is not closed.
@@ -120,7 +120,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
 
     # commands
 
-    def submit(self, stream: Stream) -> None:
+    def submit(self, stream: HfStream) -> None:
         adapter = stream.request.adapter
         check_adapter(adapter, self.adapter_versions, "model")
         if self._gate_closed:
@@ -128,7 +128,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         else:
             self._admit(stream)
 
-    def abort(self, streams: Iterable[Stream] | None) -> int:
+    def abort(self, streams: Iterable[HfStream] | None) -> int:
         """Ends these requests (None: all) with finish_reason `abort`. Returns how many were still running."""
         known = [*self._live.values(), *self._held]
         victims = known if streams is None else [stream for stream in streams if stream in known]
@@ -187,7 +187,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
             stream.restart()
             self._admit(stream)
 
-    def put_adapter(self, name: str, staged: StagedAdapter, version: WeightVersion | None) -> None:
+    def put_adapter(self, name: str, staged: HfStagedAdapter, version: WeightVersion | None) -> None:
         self.restart_requests()
         self._adapters.put(name, staged)
         self.adapter_versions[name] = version
@@ -222,7 +222,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         if drained is not None and not drained.done() and drained.set_running_or_notify_cancel():
             drained.set_exception(EngineFailed("another pause or resume ended this wait"))
 
-    def _admit(self, stream: Stream) -> None:
+    def _admit(self, stream: HfStream) -> None:
         self._live[stream.key] = stream
         self.batch_processor.scheduler.add_waiting_request(
             RequestState(
@@ -437,6 +437,6 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         return failure
 
 
-def _hand_out(outbox: list[tuple[Stream, Piece | EngineFailed]]) -> None:
+def _hand_out(outbox: list[tuple[HfStream, HfPiece | EngineFailed]]) -> None:
     for stream, piece in outbox:
         stream.pieces.put_nowait(piece)

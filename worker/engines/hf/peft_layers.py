@@ -27,7 +27,7 @@ def have_peft() -> bool:
 
 
 @dataclass(slots=True)
-class StagedAdapter:
+class HfStagedAdapter:
     """An adapter in host memory, in the model's dtypes. `tensors` is None once it is used or discarded."""
 
     lora: LoraConfig
@@ -63,15 +63,15 @@ class ModelAdapters:
 
     def stage(
         self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]
-    ) -> StagedAdapter:
+    ) -> HfStagedAdapter:
         import peft  # noqa: F401
 
         lora = parse_lora(config)
         modules = target_modules(lora, self._linear, self._others)
         spec = self._spec_of(lora, modules)
-        return StagedAdapter(lora, modules, dict(host_copies(tensors, spec, frozenset(), cast, cancelled)))
+        return HfStagedAdapter(lora, modules, dict(host_copies(tensors, spec, frozenset(), cast, cancelled)))
 
-    def put(self, name: str, staged: StagedAdapter) -> None:
+    def put(self, name: str, staged: HfStagedAdapter) -> None:
         """Loads the adapter beside the one of this name, and then deletes the old one."""
         if staged.tensors is None:
             raise EngineFailed("this adapter was used or discarded before")
@@ -97,7 +97,7 @@ class ModelAdapters:
         """Sets the adapter of the steps that follow. None: the base model alone."""
         self._active[:] = [] if name is None else [self._names[name]]
 
-    def _load(self, fresh: str, staged: StagedAdapter, tensors: dict[str, torch.Tensor]) -> None:
+    def _load(self, fresh: str, staged: HfStagedAdapter, tensors: dict[str, torch.Tensor]) -> None:
         import peft
 
         config = peft.LoraConfig(

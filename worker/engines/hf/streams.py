@@ -32,7 +32,7 @@ Top = list[tuple[int, float]]
 
 
 @dataclass(slots=True)
-class Piece:
+class HfPiece:
     """New tokens of one request. The last piece has a finish_reason."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -46,16 +46,16 @@ class Piece:
     routed: RoutedExperts | None = None
     """The experts of the tokens before these, if the request asks for them."""
 
-    def until(self, count: int) -> Piece:
+    def until(self, count: int) -> HfPiece:
         """The first `count` tokens, as the last ones of the request."""
         made = (self.token_ids[:count], self.logprobs[:count], self.labels[:count])
         dropped, routed = len(self.token_ids) - count, self.routed
         if routed is not None and dropped:
             routed = routed.cut(0, routed.tokens - dropped)
-        return Piece(*made, self.tops[:count], "stop", self.prompt_logprobs, routed)
+        return HfPiece(*made, self.tops[:count], "stop", self.prompt_logprobs, routed)
 
 
-class Stream:
+class HfStream:
     """One request. `pieces` and `waiting` belong to the consumer on the event loop, everything else to the generation
     thread."""
 
@@ -69,12 +69,12 @@ class Stream:
         self.stop = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else eos)
         self.constraint = Constraint.of(request, prompt, eos)
         self.made: list[int] = []
-        self.pieces: asyncio.Queue[Piece | EngineFailed] = asyncio.Queue()
-        self.waiting: Piece | None = None
+        self.pieces: asyncio.Queue[HfPiece | EngineFailed] = asyncio.Queue()
+        self.waiting: HfPiece | None = None
         self.done = False
         self._prompt_logprobs: list[float | None] = [None] * len(prompt) if request.prompt_logprobs else []
         self._routed = 0  # rows of experts that it has
-        self._fresh = Piece()
+        self._fresh = HfPiece()
         # One draw per token, from a generator of its own: the rest of the batch changes nothing.
         self._random = random.Random(request.seed)
 
@@ -141,12 +141,12 @@ class Stream:
         self.done = True
         self._fresh.finish_reason = reason
 
-    def take(self) -> Piece:
-        piece, self._fresh = self._fresh, Piece()
+    def take(self) -> HfPiece:
+        piece, self._fresh = self._fresh, HfPiece()
         return piece
 
 
-def choose(logits: torch.Tensor, streams: list[Stream]) -> tuple[list[int], list[float]]:
+def choose(logits: torch.Tensor, streams: list[HfStream]) -> tuple[list[int], list[float]]:
     """Returns the next token of each row, and its log-softmax at temperature 1 before any other processing."""
     raw, logits = logits, _constrained(logits, streams)
     chosen = logits.argmax(dim=-1)
@@ -176,7 +176,7 @@ def score_batch(model: Any, sequences: list[list[int]]) -> list[list[float]]:
         return scores
 
 
-def likeliest(logits: torch.Tensor, streams: list[Stream]) -> list[Top]:
+def likeliest(logits: torch.Tensor, streams: list[HfStream]) -> list[Top]:
     """The likeliest tokens of each row that asks for them, with their log-softmax before any processing."""
     found: list[Top] = [[] for _ in streams]
     for row, stream in enumerate(streams):
@@ -186,7 +186,7 @@ def likeliest(logits: torch.Tensor, streams: list[Stream]) -> list[Top]:
     return found
 
 
-def _constrained(logits: torch.Tensor, streams: list[Stream]) -> torch.Tensor:
+def _constrained(logits: torch.Tensor, streams: list[HfStream]) -> torch.Tensor:
     if all(stream.constraint is None for stream in streams):
         return logits
     logits = logits.clone()
@@ -200,7 +200,7 @@ def _logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return logits.gather(1, tokens[:, None]).squeeze(1) - logits.logsumexp(dim=-1)
 
 
-def _sample(logits: torch.Tensor, streams: list[Stream], truncated: bool) -> torch.Tensor:
+def _sample(logits: torch.Tensor, streams: list[HfStream], truncated: bool) -> torch.Tensor:
     """Inverse transform sampling, with one uniform number per row."""
 
     def column(values: list[float]) -> torch.Tensor:

@@ -47,7 +47,7 @@ from worker.engines.common.tokenizing import (
 from worker.engines.common.weights_in_ranks import WeightsInRanks
 from worker.engines.sglang.args import parse_arguments
 from worker.engines.sglang.limits import check_model, lora_targets_on_cpu
-from worker.engines.sglang.lora import lora_reference
+from worker.engines.sglang.lora_references import lora_reference
 from worker.engines.sglang.processes import SglangProcess
 from worker.engines.sglang.scorer import NO_PIPELINE
 from worker.engines.sglang.streams import FIRST_KEY, Experts, Feeder
@@ -80,7 +80,7 @@ NO_CHOICE = {
 
 
 @dataclass(slots=True)
-class Adapter:
+class LoadedAdapter:
     """A loaded adapter."""
 
     engine_name: str
@@ -127,7 +127,7 @@ class SglangEngine(Tokenizing, WeightsInRanks, FullEngine):
         self._numbers = itertools.count(1)
         self._version: WeightVersion | None = None
         """The version of the served weights. None: no version."""
-        self._adapters: dict[str, Adapter] = {}
+        self._adapters: dict[str, LoadedAdapter] = {}
         self._released: set[str] = set()
         self._changing = asyncio.Lock()
         """Held by a change of an adapter to its end, even if its caller gives up."""
@@ -267,7 +267,7 @@ class SglangEngine(Tokenizing, WeightsInRanks, FullEngine):
             return None
         return self._adapter(name, "model").engine_name
 
-    def _adapter(self, name: str, field: str) -> Adapter:
+    def _adapter(self, name: str, field: str) -> LoadedAdapter:
         check_adapter(name, self._adapters, field)
         return self._adapters[name]
 
@@ -424,12 +424,12 @@ class SglangEngine(Tokenizing, WeightsInRanks, FullEngine):
 
     async def _swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> None:
         old = self._adapters.get(name)
-        fresh: Adapter | None = None
+        fresh: LoadedAdapter | None = None
         # A waiting request ends at once when it is aborted: no later step would want the adapter.
         await self._freeze("retract")
         if staging is not None:
             number = next(self._numbers)
-            fresh = Adapter(f"{name}@{number}", f"rl-plane-adapter-{number}", version)
+            fresh = LoadedAdapter(f"{name}@{number}", f"rl-plane-adapter-{number}", version)
         try:
             if fresh is not None and staging is not None:
                 await self._process.call(
@@ -448,7 +448,7 @@ class SglangEngine(Tokenizing, WeightsInRanks, FullEngine):
         else:
             self._adapters.pop(name, None)
 
-    async def _retire(self, name: str, old: Adapter, replaced: bool) -> None:
+    async def _retire(self, name: str, old: LoadedAdapter, replaced: bool) -> None:
         """Removes an adapter that may have requests. A request can't change to another adapter: if it is replaced, the
         new adapter is asked for the rest."""
         registry, feeder = self._process.manager.lora_registry, self._running()
@@ -474,7 +474,7 @@ class SglangEngine(Tokenizing, WeightsInRanks, FullEngine):
         with contextlib.suppress(PlaneError):  # it is removed; only its memory stays
             await self._process.call("forget_adapter", lora_id=old.lora_id)
 
-    async def _put_back(self, name: str, old: Adapter, error: BaseException) -> None:
+    async def _put_back(self, name: str, old: LoadedAdapter, error: BaseException) -> None:
         """Restores an adapter that a rank may have removed while another one failed. A request for it would end a rank
         without it."""
         try:

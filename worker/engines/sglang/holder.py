@@ -14,13 +14,13 @@ from rl_plane.transports.reception import Cancelled, TensorStream
 from worker.engines.common.lora import SWITCH_ON, LoraConfig, lora_spec
 from worker.engines.common.rank_holder import RankHolder
 from worker.engines.common.torch_weights import DTYPE_OF_NAME, host_copies
-from worker.engines.common.weight_checks import WeightChecks, write_noise
+from worker.engines.common.weight_checks import TensorChecks, write_noise
 from worker.engines.sglang.limits import check_updates
-from worker.engines.sglang.lora import lora_reference
+from worker.engines.sglang.lora_references import lora_reference
 
 
 @dataclass(frozen=True, slots=True)
-class StagedAdapter:
+class SglangStagedAdapter:
     lora: LoraConfig
     tensors: dict[str, torch.Tensor]
 
@@ -36,7 +36,7 @@ class SglangHolder(RankHolder):
         self._lora = runner.lora_manager if runner.server_args.enable_lora else None
         self._aside: dict[str, list[Any]] = {}
         """Adapter → its entries in SGLang's tables, while it is removed here and perhaps not in every rank."""
-        self.checks = WeightChecks(runner.model.state_dict, self._lock)
+        self.checks = TensorChecks(runner.model.state_dict, self._lock)
 
     def check_updates(self) -> None:
         """Raises Unsupported if this rank can't take new weights."""
@@ -48,10 +48,10 @@ class SglangHolder(RankHolder):
 
     def stage_adapter(
         self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
-    ) -> StagedAdapter:
+    ) -> SglangStagedAdapter:
         lora, modules, spec = self._adapter(config)
         staged = dict(host_copies(tensors, spec, frozenset(), cast, cancelled))
-        return StagedAdapter(lora, self._nothing_beside(lora, modules) | staged)
+        return SglangStagedAdapter(lora, self._nothing_beside(lora, modules) | staged)
 
     def _nothing_beside(self, lora: LoraConfig, modules: list[str]) -> dict[str, torch.Tensor]:
         """Zeros for the modules that SGLang joins with these in one layer. It takes an adapter of a whole layer only,
@@ -62,7 +62,7 @@ class SglangHolder(RankHolder):
         spec = lora_spec(lora, beside, linear, dict.fromkeys(beside, self._dtype))
         return {name: torch.zeros(each.shape, dtype=DTYPE_OF_NAME[each.dtype]) for name, each in spec.items()}
 
-    def put_adapter(self, staged: StagedAdapter, name: str, lora_id: str) -> None:
+    def put_adapter(self, staged: SglangStagedAdapter, name: str, lora_id: str) -> None:
         reference = lora_reference(name, lora_id)
         config = _sglang_config(staged.lora).hf_config
         result = self._manager().load_lora_adapter_from_tensors(reference, staged.tensors, config)

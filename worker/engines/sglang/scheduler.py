@@ -15,7 +15,7 @@ from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.transports.receiver_base import Places
 from rl_plane.transports.reception import Cancelled, Staged
 from worker.engines.common.torch_weights import StagedTensors
-from worker.engines.sglang.holder import SglangHolder, StagedAdapter, model_device
+from worker.engines.sglang.holder import SglangHolder, SglangStagedAdapter, model_device
 from worker.engines.sglang.scorer import score_between_steps
 from worker.receive.rank_agents.agent_server import AgentServer, receiver_methods
 from worker.receive.weight_receiver import Receiver, load_transports
@@ -89,7 +89,7 @@ class Rank:
 
     def _put_adapter(self, staging: str, name: str, lora_id: str) -> None:
         staged = self._receiver.take(staging)
-        assert isinstance(staged, StagedAdapter), "an adapter"
+        assert isinstance(staged, SglangStagedAdapter), "an adapter"
         self._holder.put_adapter(staged, name, lora_id)
 
     def _remove_adapter(self, lora_id: str) -> None:

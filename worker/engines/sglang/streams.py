@@ -52,7 +52,7 @@ class Experts:
 
 
 @dataclass(slots=True)
-class Piece:
+class SglangPiece:
     """New tokens of one request."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -69,13 +69,13 @@ class Piece:
     sure: bool = True
     """False: at the end the engine reported other weights for the tokens than the labels have."""
 
-    def until(self, count: int) -> Piece:
+    def until(self, count: int) -> SglangPiece:
         """The first `count` tokens, as the last ones of the request."""
         made = (self.token_ids[:count], self.logprobs[:count], self.tops[:count], self.labels[:count])
-        return Piece(*made, "stop", self.prompt_logprobs, sure=self.sure)
+        return SglangPiece(*made, "stop", self.prompt_logprobs, sure=self.sure)
 
 
-class Stream:
+class SglangStream:
     """One request. Its items are pieces; the last item is a piece with a finish_reason, or an error."""
 
     def __init__(
@@ -88,8 +88,8 @@ class Stream:
         self.adapter: str | None = None
         """The adapter's name in the engine, once the request is submitted."""
         self.feeding: asyncio.Task[None] | None = None
-        self._items: asyncio.Queue[Piece | PlaneError] = asyncio.Queue()
-        self._waiting: Piece | None = None
+        self._items: asyncio.Queue[SglangPiece | PlaneError] = asyncio.Queue()
+        self._waiting: SglangPiece | None = None
         self._stop = stop
         self.made: list[int] = []
         self.ended = False
@@ -107,7 +107,7 @@ class Stream:
         # The count says what is new: an abort repeats the last token.
         fresh = meta["completion_tokens"] - self._count
         first = not self.made
-        piece = Piece(list(out["output_ids"][:fresh]))
+        piece = SglangPiece(list(out["output_ids"][:fresh]))
         if self.request.logprobs:
             piece.logprobs = [value for value, *_ in meta["output_token_logprobs"][:fresh]]
         if self.request.logprobs and self.request.top_logprobs:
@@ -149,16 +149,16 @@ class Stream:
         """Prepares to ask the engine, which has dropped the request, for the rest."""
         self.submitted, self._start, self._runs = False, len(self.made), []
 
-    def end(self, item: Piece | PlaneError) -> None:
+    def end(self, item: SglangPiece | PlaneError) -> None:
         """Adds the last item. Later items are dropped."""
         if not self.ended:
             self.ended = True
             self._items.put_nowait(item)
 
-    async def next(self) -> tuple[Piece, PlaneError | None]:
+    async def next(self) -> tuple[SglangPiece, PlaneError | None]:
         """Returns the pieces that have come since the last call, as one, and the error after them. Tokens of other
         weights wait for the next call."""
-        merged = Piece()
+        merged = SglangPiece()
         item, self._waiting = self._waiting or await self._items.get(), None
         while True:
             if isinstance(item, PlaneError):
@@ -204,7 +204,7 @@ class Feeder:
         self._open = asyncio.Event()
         self._open.set()
         self._numbers = itertools.count()
-        self.streams: dict[str, Stream] = {}
+        self.streams: dict[str, SglangStream] = {}
 
     @property
     def is_open(self) -> bool:
@@ -217,17 +217,17 @@ class Feeder:
         """Makes requests that come from now on wait."""
         self._open.clear()
 
-    def submitted(self) -> list[Stream]:
+    def submitted(self) -> list[SglangStream]:
         return [stream for stream in self.streams.values() if stream.submitted]
 
-    def begun(self) -> list[Stream]:
+    def begun(self) -> list[SglangStream]:
         """The requests in the engine, and those that have tokens and wait to return there."""
         return [stream for stream in self.streams.values() if stream.submitted or stream.made]
 
-    async def run(self, request: GenerateRequest, prompt: list[int]) -> AsyncGenerator[Piece, None]:
+    async def run(self, request: GenerateRequest, prompt: list[int]) -> AsyncGenerator[SglangPiece, None]:
         """Yields pieces until one has a finish_reason. Leaving early aborts the request in the engine."""
         after = frozenset(request.stop_token_ids) if request.ignore_eos else frozenset()
-        stream = self.streams[request.id] = Stream(request, prompt, after, self._experts)
+        stream = self.streams[request.id] = SglangStream(request, prompt, after, self._experts)
         stream.feeding = asyncio.create_task(self._feed(stream))
         try:
             while True:
@@ -242,13 +242,13 @@ class Feeder:
             del self.streams[request.id]
             stream.feeding.cancel()  # this aborts it in the engine
 
-    async def abort(self, streams: list[Stream]) -> None:
+    async def abort(self, streams: list[SglangStream]) -> None:
         """Ends these requests here at once, and in the engine."""
         for stream in streams:
-            stream.end(Piece(finish_reason="abort"))
+            stream.end(SglangPiece(finish_reason="abort"))
         await self._take_out(streams)
 
-    async def begin_again(self, streams: list[Stream]) -> None:
+    async def begin_again(self, streams: list[SglangStream]) -> None:
         """Ends these requests in the engine. When the gate opens, the engine is asked for the rest, after the tokens so
         far."""
         await self._take_out(streams)
@@ -273,7 +273,7 @@ class Feeder:
                 stream.feeding = asyncio.create_task(self._feed(stream, waits=False))
 
     @staticmethod
-    async def _take_out(streams: list[Stream]) -> None:
+    async def _take_out(streams: list[SglangStream]) -> None:
         tasks = [stream.feeding for stream in streams if stream.feeding is not None]
         for task in tasks:
             task.cancel()
@@ -287,7 +287,7 @@ class Feeder:
             if stream.feeding is not None:
                 stream.feeding.cancel()  # it would never return
 
-    async def _feed(self, stream: Stream, *, waits: bool = True) -> None:
+    async def _feed(self, stream: SglangStream, *, waits: bool = True) -> None:
         try:
             while waits and not self._open.is_set():
                 await self._open.wait()
@@ -303,7 +303,7 @@ class Feeder:
         except Exception as error:
             stream.end(EngineFailed(f"{type(error).__name__}: {error}"))
 
-    def _asked(self, stream: Stream) -> Any:
+    def _asked(self, stream: SglangStream) -> Any:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         request = stream.request

@@ -48,7 +48,7 @@ from worker.engines.vllm.args import parse_arguments
 from worker.engines.vllm.plugin import lora_request
 from worker.engines.vllm.processes import NO_TRITON, VllmProcess, quieten
 from worker.engines.vllm.scorer import METHOD
-from worker.engines.vllm.sleep_levels import SLEEP_LEVEL, Call, ReleasedMemory
+from worker.engines.vllm.sleep_levels import SLEEP_LEVEL, ReleasedMemory, SleepCall
 from worker.engines.vllm.streams import Streams
 from worker.receive.rank_agents.ranks import Ranks
 
@@ -511,7 +511,7 @@ class VllmEngine(Tokenizing, WeightsInRanks, FullEngine):
         for call in self._released.resume(tags):
             await self._make(call)
 
-    async def _make(self, call: Call) -> None:
+    async def _make(self, call: SleepCall) -> None:
         llm = self._process.llm
         match call.method:
             case "sleep":

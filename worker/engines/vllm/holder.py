@@ -16,7 +16,7 @@ from rl_plane.transports.reception import Cancelled, TensorStream
 from worker.engines.common.lora import SWITCH_ON, LoraConfig
 from worker.engines.common.rank_holder import RankHolder
 from worker.engines.common.torch_weights import DTYPE_OF_NAME, host_copies
-from worker.engines.common.weight_checks import WeightChecks, noise
+from worker.engines.common.weight_checks import TensorChecks, noise
 from worker.engines.vllm.adapter_files import write_adapter
 from worker.engines.vllm.dtypes import dtypes_of_load
 
@@ -24,7 +24,7 @@ IDENTITY_ROWS = 256
 """Rows of a packed layer's weights that are read at once."""
 
 
-class StagedAdapter:
+class VllmStagedAdapter:
     """An adapter's files in the engine's private directory: vLLM reads adapters from files. Only the first rank has
     files. They are deleted with this object, unless they are taken."""
 
@@ -76,14 +76,14 @@ class VllmHolder(RankHolder):
 
     def stage_adapter(
         self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
-    ) -> StagedAdapter:
+    ) -> VllmStagedAdapter:
         lora, modules, spec = self._adapter(config)
         copies = dict(host_copies(tensors, spec, frozenset(), cast, cancelled))
         if self._rank != 0:
-            return StagedAdapter(None)  # all ranks read the first one's files
+            return VllmStagedAdapter(None)  # all ranks read the first one's files
         self._staged_adapters += 1
         path = self._directory / f"adapter-{self._staged_adapters}"
-        staged = StagedAdapter(path)
+        staged = VllmStagedAdapter(path)
         write_adapter(path, lora, modules, spec, copies)
         return staged
 
@@ -122,7 +122,7 @@ def _check_reloads(model: Any) -> None:
         )
 
 
-class VllmChecks(WeightChecks):
+class VllmChecks(TensorChecks):
     """Checks that also read packed layers. On a CPU, vLLM packs the weights of linear layers and drops the tensors:
     what the layer makes of the unit vectors is then its weights, element by element."""
 

@@ -34,7 +34,7 @@ _VITAL = "VLLM::"
 
 
 def quieten() -> None:
-    """Sets vLLM's log level. Call it before vLLM is imported."""
+    """Sets vLLM's log level. SleepCall it before vLLM is imported."""
     for name, value in _LOGGING.items():
         os.environ.setdefault(name, value)
 

@@ -13,7 +13,7 @@ from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.transports.receiver_base import Places
 from rl_plane.transports.reception import Cancelled
 from worker.engines.common.torch_weights import StagedTensors
-from worker.engines.vllm.holder import StagedAdapter, VllmHolder
+from worker.engines.vllm.holder import VllmHolder, VllmStagedAdapter
 from worker.engines.vllm.logits import count_before_sampling
 from worker.engines.vllm.plugin import lora_request
 from worker.engines.vllm.prompt_logprobs import score_prompts_by_token
@@ -99,7 +99,7 @@ class RankExtension:
 
         def take_adapter(body: Mapping[str, Any], _: Cancelled) -> dict[str, Any]:
             staged = receiver.take(body["staging"])
-            if not isinstance(staged, StagedAdapter):
+            if not isinstance(staged, VllmStagedAdapter):
                 raise EngineFailed(f"{body['staging']} is no adapter")
             return {"path": staged.take()}
 

@@ -15,7 +15,7 @@ the model's parameters and buffers, such as ALiBi's slopes: it saves only buffer
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class SleepCall:
     """One call to vLLM."""
 
     method: Literal["sleep", "release_kv_cache_memory", "wake_up"]
@@ -35,43 +35,43 @@ class ReleasedMemory:
 
     def __init__(self) -> None:
         self._tags: frozenset[str] = frozenset()
-        self._unsure: Call | None = None
+        self._unsure: SleepCall | None = None
 
     @property
     def tags(self) -> frozenset[str]:
         """The tags that are released, or may be."""
         return self._tags | (self._unsure.released if self._unsure is not None else frozenset())
 
-    def release(self, tags: Iterable[str]) -> Iterator[Call]:
+    def release(self, tags: Iterable[str]) -> Iterator[SleepCall]:
         """Yields the calls after which these are released, too."""
         yield from self._settled()
         after = self._tags | set(tags)
         more = _asleep(after) - _asleep(self._tags)
         if "weights" in more:
-            yield from self._call(Call("sleep", frozenset(), after))
+            yield from self._call(SleepCall("sleep", frozenset(), after))
         elif more:
-            yield from self._call(Call("release_kv_cache_memory", frozenset(), after))
+            yield from self._call(SleepCall("release_kv_cache_memory", frozenset(), after))
         self._tags = after
 
-    def resume(self, tags: Iterable[str]) -> Iterator[Call]:
+    def resume(self, tags: Iterable[str]) -> Iterator[SleepCall]:
         """Yields the calls after which these are back. The KV cache wakes with the weights, even if it should stay
         released: vLLM could not release it again while they sleep."""
         yield from self._settled()
         after = self._tags - set(tags)
         if back := _asleep(self._tags) - _asleep(after):
-            yield from self._call(Call("wake_up", back, after))
+            yield from self._call(SleepCall("wake_up", back, after))
         self._tags = after
 
-    def _settled(self) -> Iterator[Call]:
+    def _settled(self) -> Iterator[SleepCall]:
         """Yields the call that settles an unfinished one. vLLM ignores a repeated call, but refuses to release a KV
         cache that may be released already."""
         unsure = self._unsure
         if unsure is not None and unsure.method == "release_kv_cache_memory":
-            yield from self._call(Call("wake_up", frozenset(("kv_cache",)), self._tags))
+            yield from self._call(SleepCall("wake_up", frozenset(("kv_cache",)), self._tags))
         elif unsure is not None:
             yield from self._call(unsure)
 
-    def _call(self, call: Call) -> Iterator[Call]:
+    def _call(self, call: SleepCall) -> Iterator[SleepCall]:
         self._unsure = call
         yield call
         self._unsure, self._tags = None, call.released

@@ -17,7 +17,7 @@ _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort":
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class VllmPiece:
     """New tokens of one request."""
 
     token_ids: list[int]
@@ -31,19 +31,19 @@ class Piece:
     routed: RoutedExperts | None = None
     """With the last token, if the request asks for them: the experts of all tokens."""
 
-    def until(self, count: int) -> Piece:
+    def until(self, count: int) -> VllmPiece:
         """The first `count` tokens, as the last ones of the request."""
         logprobs = None if self.logprobs is None else self.logprobs[:count]
         tops = None if self.tops is None else self.tops[:count]
-        return Piece(self.token_ids[:count], logprobs, tops, self.names[:count], "stop", self.prompt_logprobs)
+        return VllmPiece(self.token_ids[:count], logprobs, tops, self.names[:count], "stop", self.prompt_logprobs)
 
-    def by_weights(self) -> Iterator[Piece]:
+    def by_weights(self) -> Iterator[VllmPiece]:
         """Yields pieces whose tokens the same weights made."""
         names, count = self.names, len(self.names)
         cuts = [0, *(at for at in range(1, count) if names[at] != names[at - 1]), count]
         for start, end in itertools.pairwise(cuts):
             is_last = end == count
-            yield Piece(
+            yield VllmPiece(
                 self.token_ids[start:end],
                 None if self.logprobs is None else self.logprobs[start:end],
                 None if self.tops is None else self.tops[start:end],
@@ -55,7 +55,7 @@ class Piece:
 
 
 @dataclass(eq=False, slots=True)
-class Stream:
+class VllmStream:
     """One request in vLLM's front end."""
 
     key: str
@@ -72,7 +72,7 @@ class Streams:
     def __init__(self, llm: Any, eos: frozenset[int]) -> None:
         self._llm = llm
         self.eos = eos
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, VllmStream] = {}
         self._numbers = itertools.count(1)
 
     def load(self) -> tuple[int, int]:
@@ -81,25 +81,25 @@ class Streams:
         running = sum(stream.begun for stream in streams)
         return running, len(streams) - running
 
-    def of(self, request_ids: Iterable[str] | None) -> list[Stream]:
+    def of(self, request_ids: Iterable[str] | None) -> list[VllmStream]:
         """The running requests with these ids (None: all)."""
         names = self._streams if request_ids is None else dict.fromkeys(request_ids)
         return [self._streams[name] for name in names if name in self._streams]
 
-    def of_adapter(self, name: str) -> list[Stream]:
+    def of_adapter(self, name: str) -> list[VllmStream]:
         return [stream for stream in self._streams.values() if stream.adapter == name]
 
-    async def abort(self, streams: list[Stream]) -> None:
+    async def abort(self, streams: list[VllmStream]) -> None:
         for stream in streams:
             await stream.submitted.wait()
         if streams:
             await self._llm.abort([stream.key for stream in streams])
 
-    async def run(self, request: GenerateRequest, prompt: list[int], lora: Any) -> AsyncGenerator[Piece, None]:
+    async def run(self, request: GenerateRequest, prompt: list[int], lora: Any) -> AsyncGenerator[VllmPiece, None]:
         """Yields pieces. Closing it aborts the request."""
         if request.id in self._streams:
             raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
-        stream = self._streams[request.id] = Stream(f"rl-plane-{next(self._numbers)}", request.adapter)
+        stream = self._streams[request.id] = VllmStream(f"rl-plane-{next(self._numbers)}", request.adapter)
         made, finished = 0, False
         try:
             queue = await self._submit(stream, request, prompt, lora)
@@ -118,7 +118,7 @@ class Streams:
                     logprobs = _logprobs(choice, fresh) if request.logprobs else None
                     tops = _tops(choice, fresh, request.top_logprobs) if request.logprobs else None
                     routed = _routed(choice.routed_experts) if request.routed_experts else None
-                    for part in Piece(fresh, logprobs, tops, names, reason, scored, routed).by_weights():
+                    for part in VllmPiece(fresh, logprobs, tops, names, reason, scored, routed).by_weights():
                         yield part
                 if finished and reason is None:
                     raise EngineFailed(_failure(choice))
@@ -128,7 +128,7 @@ class Streams:
             if not finished and not self._llm.errored:
                 await self._llm.abort(stream.key)
 
-    async def _submit(self, stream: Stream, request: GenerateRequest, prompt: list[int], lora: Any) -> Any:
+    async def _submit(self, stream: VllmStream, request: GenerateRequest, prompt: list[int], lora: Any) -> Any:
         from vllm.exceptions import VLLMClientError
 
         rendered: dict[str, Any] = {"type": "token", "prompt_token_ids": prompt}
