@@ -666,7 +666,7 @@ async def test_a_cancelled_wait_leaves_the_engine_running(start: Start, models: 
 async def test_a_pause_that_is_cancelled_leaves_the_engine_as_it_was(
     start: Start, models: Models, monkeypatch: pytest.MonkeyPatch, at: str, was_frozen: bool
 ) -> None:
-    """As its deadline does, while a step takes long: when it has frozen the engine already."""
+    """The deadline of a pause cancels it during a long step, when it has frozen the engine already."""
     engine = await start(models.witness[1])
     loop: Any = engine._loop
     one = Run(engine, ask([7], max_tokens=300))

@@ -107,8 +107,8 @@ class CanReleaseMemory(Protocol):
 
     @abstractmethod
     async def resume_memory(self, tags: list[str]) -> None:
-        """Takes memory back. Idempotent. The worker loads the committed weights again: those that come back are of no
-        version."""
+        """Takes memory back. Idempotent. The returned weights are of no version: the worker loads the committed ones
+        again."""
 
 
 class FullEngine(EngineAdapter, CanTokenize, CanScore, CanLoadAdapters, CanCheckWeights, CanReleaseMemory):
@@ -138,7 +138,7 @@ def with_missing(adapter: EngineAdapter, info: EngineInfo) -> EngineInfo:
 
 
 def require(adapter: EngineAdapter, capability: type[Capability]) -> Capability:
-    """The adapter, as one that has the capability. Raises Unsupported if it does not."""
+    """Returns the adapter, typed as the capability. Raises Unsupported if the adapter does not have it."""
     if not isinstance(adapter, capability):
         raise Unsupported(f"this engine can't {OPS[capability][0].partition(':')[0]}", field="op", fix=LACKING)
     return adapter

@@ -1,4 +1,4 @@
-"""When a delta tells its spans, from an engine to a reader of joined deltas."""
+"""Spans: when a delta reports them, from an engine to a reader of joined deltas."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def shown(spans: list[VersionSpan]) -> list[tuple[int | None, int | None, int, i
 
 
 def told(*labels: Label) -> list[list[tuple[int | None, int | None, int, int]]]:
-    """Of one delta per token, then of a last one without any."""
+    """The spans of one delta per token, then of a last one without tokens."""
     log, found = SpanLog(), []
     for label in labels:
         log.add(label)
@@ -81,7 +81,7 @@ def test_tokens_of_unknown_weights_are_in_no_span(unknown: Label) -> None:
 
 
 def received(deltas: list[GenerateDelta]) -> list[VersionSpan]:
-    """What a reader knows after these, by the rule of `GenerateDelta.spans`."""
+    """The spans that a reader knows after these deltas, by the rule of `GenerateDelta.spans`."""
     spans: list[VersionSpan] = []
     for delta in deltas:
         if delta.spans:

@@ -24,7 +24,7 @@ from rl_plane.errors import EngineDied, InvalidRequest
 T = TypeVar("T")
 
 LOOK_S = 0.05
-"""Seconds between two looks at the processes that an engine starts while it is built, and at those that were killed."""
+"""Seconds between two looks at the processes that an engine starts while it is built, and at killed ones."""
 
 SHOWS_S = 1.0
 """Seconds that a process may take to end after it has closed its files, on a busy machine."""

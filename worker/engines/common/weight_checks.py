@@ -17,7 +17,7 @@ NOISE_STD = 0.5
 
 class TensorChecks:
     """Checks the live tensors of one rank. `tensors()` returns them anew at each check, since a load may replace them.
-    `lock` is held while they are written, so that no check sees half of a write."""
+    A writer holds `lock`, so that no check sees half of a write."""
 
     def __init__(self, tensors: Callable[[], Mapping[str, torch.Tensor]], lock: threading.Lock) -> None:
         self._tensors = tensors

@@ -1,8 +1,8 @@
 """The generation loop of the `hf` engine: transformers' continuous batching, steered between two steps.
 
 Everything that touches the scheduler, the cache or the weights runs on the generation thread, as a command between two
-steps. So no lock is held while a step runs, and no step runs while a command does. A command that returns proves that
-the loop runs, paused or not: liveness is an empty command.
+steps. So a running step needs no lock, and no step runs while a command does. A command that returns proves that the
+loop runs, paused or not: liveness is an empty command.
 """
 
 from __future__ import annotations

@@ -41,13 +41,13 @@ class Experts:
         count = next((found for name in names if (found := getattr(config, name, None))), 0)
         return cls(config.num_hidden_layers, getattr(config, "num_experts_per_tok", None) or 0, width_of(count))
 
-    def read(self, told: str | None) -> RoutedExperts | None:
-        """`told`: base64 of int32 [tokens, layers, top_k]; None for an aborted request."""
-        if told is None:
+    def read(self, encoded: str | None) -> RoutedExperts | None:
+        """Reads base64 of int32 [tokens, layers, top_k]; None for an aborted request."""
+        if encoded is None:
             return None
         import numpy
 
-        ids = numpy.frombuffer(b64decode(told), "<i4").astype(f"<u{self.width}")
+        ids = numpy.frombuffer(b64decode(encoded), "<i4").astype(f"<u{self.width}")
         return RoutedExperts(layers=self.layers, top_k=self.top_k, width=self.width, data=ids.tobytes())
 
 
@@ -221,7 +221,7 @@ class Feeder:
         return [stream for stream in self.streams.values() if stream.submitted]
 
     def begun(self) -> list[SglangStream]:
-        """The requests in the engine, and those that have tokens and wait to return there."""
+        """The requests in the engine, and the requests that have tokens and wait to return there."""
         return [stream for stream in self.streams.values() if stream.submitted or stream.made]
 
     async def run(self, request: GenerateRequest, prompt: list[int]) -> AsyncGenerator[SglangPiece, None]:

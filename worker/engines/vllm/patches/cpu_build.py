@@ -32,8 +32,8 @@ def _pack_reloaded_experts() -> None:
     """Makes every load of fused experts end with packed weights.
 
     vLLM's CPU kernel reads the experts' weights in a packed layout. vLLM packs them at the first load only: it takes a
-    later load for one that keeps the kernel, and copies the weights as the checkpoint has them. The kernel then reads
-    the wrong elements.
+    later load for a load that keeps the kernel, and copies the weights as the checkpoint has them. The kernel then
+    reads the wrong elements.
     """
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
