@@ -1,5 +1,5 @@
-"""What the numeric canary costs an update of one `hf` worker, beside the same update without it and beside one forward
-of the canary's tokens."""
+"""Measures what the numeric canary costs an update of one `hf` worker, beside the same update without it and beside one
+forward of the canary's tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CanaryTimes:
     updates: dict[Canary, list[float]] = field(default_factory=lambda: {canary: [] for canary in CANARIES})
     """From the call to its answer."""
     pauses: dict[Canary, list[float]] = field(default_factory=lambda: {canary: [] for canary in CANARIES})
-    """Of them, the time in which the engine is frozen."""
+    """The part of these seconds in which the engine is frozen."""
     forwards: list[float] = field(default_factory=list)
 
 

@@ -42,7 +42,7 @@ _names = (f"bench-{number}" for number in itertools.count())
 
 
 class OwnWay(Protocol):
-    """What the engine does by itself, generation held and its prefix cache dropped."""
+    """Measures the engine's own way, with generation held and the prefix cache dropped."""
 
     async def __call__(self, engine: Any, path: Path) -> None: ...
 

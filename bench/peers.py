@@ -189,7 +189,8 @@ def frontend(ready: Ready, *, nats_url: str, namespace: str, http: bool = False)
 
 
 def empty_route(ready: Ready) -> None:
-    """What the web framework costs by itself: the facade's server with its settings, and nothing behind it."""
+    """Serves an empty route, to measure what the web framework costs by itself: the facade's server with its settings,
+    and nothing behind it."""
     from fastapi import FastAPI
     from starlette.responses import Response
 
