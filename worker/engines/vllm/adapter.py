@@ -45,7 +45,7 @@ from worker.engines.common.tokenizing import (
 )
 from worker.engines.common.weights_in_ranks import WeightsInRanks
 from worker.engines.vllm.args import parse_arguments
-from worker.engines.vllm.plugin import lora_request
+from worker.engines.vllm.lora_requests import lora_request
 from worker.engines.vllm.processes import NO_TRITON, VllmProcess, quieten
 from worker.engines.vllm.scorer import METHOD
 from worker.engines.vllm.sleep_levels import SLEEP_LEVEL, ReleasedMemory, SleepCall

@@ -33,13 +33,6 @@ def register() -> None:
     watch_loads()
 
 
-def lora_request(number: int, path: str, anew: bool = False) -> Any:
-    """vLLM's request for an adapter. `anew`: it replaces the adapter of this number."""
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(f"adapter-{number}", number, path, load_inplace=anew)
-
-
 def _correct_cpu_build() -> None:
     from vllm.platforms import current_platform
 

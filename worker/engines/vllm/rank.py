@@ -15,7 +15,7 @@ from rl_plane.transports.reception import Cancelled
 from worker.engines.common.torch_weights import StagedTensors
 from worker.engines.vllm.holder import VllmHolder, VllmStagedAdapter
 from worker.engines.vllm.logits import count_before_sampling
-from worker.engines.vllm.plugin import lora_request
+from worker.engines.vllm.lora_requests import lora_request
 from worker.engines.vllm.prompt_logprobs import score_prompts_by_token
 from worker.receive.rank_agents.agent_server import AgentServer, Method, receiver_methods
 from worker.receive.weight_receiver import Receiver, load_transports

@@ -10,7 +10,7 @@ import secrets
 import time
 from typing import Any
 
-from worker.engines.vllm.plugin import lora_request
+from worker.engines.vllm.lora_requests import lora_request
 
 METHOD = "rl_plane_score"
 """The engine core's method that the adapter calls."""
