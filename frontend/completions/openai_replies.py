@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
+from frontend.completions.choice import Choice, spans_of
 from frontend.completions.plans import Plan
-from frontend.routing.attempts import Accepted
-from frontend.routing.engine_client import Cut, Event
-from frontend.server.http import error_body
+from frontend.server.replies import error_body
 from rl_plane.errors import PlaneError
-from rl_plane.protocol.generation import GenerateDelta, VersionSpan
-from rl_plane.protocol.routed_experts import RoutedExperts, as_npy
+from rl_plane.protocol.generation import GenerateDelta
+from rl_plane.protocol.routed_experts import as_npy
 
 _TYPES = {
     401: "authentication_error",
@@ -32,112 +30,6 @@ def openai_error(error: PlaneError, elapsed_s: float) -> dict[str, Any]:
         "param": error.facts.get("field"),
     }
     return body
-
-
-@dataclass(slots=True)
-class Choice:
-    """One choice as far as it has come."""
-
-    index: int
-    instance_id: str = ""
-    incarnation: str = ""
-    """Of the worker that made the last token; `makers` has all."""
-    makers: list[tuple[int, str, str]] = field(default_factory=list)
-    """From which token on, instance id, incarnation."""
-    cut: Cut | None = None
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] | None = None
-    top_logprobs: list[list[tuple[int, float]]] | None = None
-    text: str = ""
-    offsets: list[int] = field(default_factory=list)
-    """Of each token in `text`; tokens that came together share one."""
-    finish_reason: str | None = None
-    stop_string: str | None = None
-    spans: list[VersionSpan] = field(default_factory=list)
-    """As they last came; later tokens lengthen the last one."""
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[float | None] | None = None
-    """None until the first token."""
-    routed_experts: RoutedExperts | None = None
-    unlabelled: bool = False
-    """Some of its tokens belong to no version: an error tells none of them."""
-
-    def take(self, event: Event) -> None:
-        if isinstance(event, Cut):
-            self.cut = event
-            return
-        if isinstance(event, Accepted):
-            self.instance_id, self.incarnation = event.instance_id, event.incarnation
-            makers = [maker for maker in self.makers if maker[0] < event.at]
-            self.makers = [*makers, (event.at, event.instance_id, event.incarnation)]
-            if not event.at:
-                # Before the first token another worker may take over: what the last one said is void.
-                self.prompt_token_ids, self.prompt_logprobs, self.spans = None, None, []
-                self.routed_experts = None
-            elif self.routed_experts is not None:
-                # Those that came ahead of tokens which never did are void.
-                rows = len(self.prompt_token_ids or ()) + len(self.token_ids) - 1
-                self.routed_experts = self.routed_experts.cut(0, rows)
-            return
-        self.offsets += [len(self.text)] * len(event.token_ids)
-        self.token_ids += event.token_ids
-        self.text += event.text
-        if event.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + event.logprobs
-        if event.top_logprobs is not None:
-            self.top_logprobs = (self.top_logprobs or []) + event.top_logprobs
-        if event.prompt_token_ids is not None:
-            self.prompt_token_ids = event.prompt_token_ids
-        if event.prompt_logprobs is not None:
-            self.prompt_logprobs = event.prompt_logprobs
-        self.routed_experts = RoutedExperts.joined([self.routed_experts, event.routed_experts])
-        self.finish_reason, self.spans = event.finish_reason, event.spans or self.spans
-        self.stop_string = event.stop_string
-
-    def labelled(self) -> list[VersionSpan]:
-        """The spans of all tokens so far."""
-        if not self.spans:
-            return []
-        return [*self.spans[:-1], self.spans[-1].model_copy(update={"end": len(self.token_ids)})]
-
-    def provenance(self) -> dict[str, Any]:
-        """Who made it: each of several workers, if it was continued. And why it was cut, if it was."""
-        told: dict[str, Any] = {"instance_id": self.instance_id, "incarnation": self.incarnation}
-        if len(self.makers) > 1:
-            ends = [*(start for start, _, _ in self.makers[1:]), len(self.token_ids)]
-            told["instances"] = [
-                {"instance_id": instance_id, "incarnation": incarnation, "start": start, "end": end}
-                for (start, instance_id, incarnation), end in zip(self.makers, ends, strict=True)
-            ]
-        if self.cut is not None:
-            told["cut"] = {"demand": self.cut.demand, "message": self.cut.message}
-        return told
-
-    def stop_reason(self, plan: Plan) -> str | int | None:
-        """In vLLM's form: the stop string, or the one of the request's `stop_token_ids`; null for the model's own."""
-        if self.finish_reason != "stop" or self.stop_string is not None:
-            return self.stop_string
-        last = self.token_ids[-1] if self.token_ids else None
-        return last if last in plan.requests[self.index].stop_token_ids else None
-
-    def partial(self) -> dict[str, Any]:
-        """What an error carries. With its prompt's ids: those and `token_ids` are the prompt from where it goes on."""
-        if self.unlabelled:
-            return {**Choice(self.index, self.instance_id, self.incarnation).partial(), "unlabelled": True}
-        return {
-            "index": self.index,
-            **self.provenance(),
-            "prompt_token_ids": self.prompt_token_ids,
-            "token_ids": self.token_ids,
-            "logprobs": self.logprobs,
-            "text": self.text,
-            "finish_reason": self.finish_reason,
-            "weight_versions": spans_of(self.labelled()),
-        }
-
-
-def spans_of(spans: list[VersionSpan]) -> list[dict[str, Any]]:
-    return [span.model_dump(exclude=None if span.adapter is not None else {"adapter"}) for span in spans]
 
 
 def token_name(token_id: int) -> str:

@@ -22,8 +22,8 @@ from frontend.completions.openai_bodies import (
     unsupported,
     without_neutral,
 )
-from frontend.routing.continuation import check_can_continue
 from frontend.routing.demands import NO_DEMANDS, Demands, demands_of
+from frontend.routing.progress import check_can_continue
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.validation import invalid_from_pydantic, parse_body

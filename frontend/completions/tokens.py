@@ -18,7 +18,8 @@ from frontend.completions.messages import (
     without_nulls_in_messages,
 )
 from frontend.completions.openai_bodies import NONE, without
-from frontend.server.http import json_response, read_json
+from frontend.server.bodies import read_json
+from frontend.server.replies import json_response
 from rl_plane.client import RlClient
 from rl_plane.errors import (
     DeadlineExceeded,

@@ -6,17 +6,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI
 from pydantic import Field
 
-from frontend.dialects import DialectPlane
-from frontend.dialects.common import begun, unretried, world_size
-from frontend.dialects.dialect_routes import Ask, Fields, add_route, has_route, report, take
+from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.fleet_as_one import begun, unretried, world_size
+from frontend.dialects.common.pause_and_adapters import mount_adapters, mount_pause, not_there
+from frontend.dialects.common.rpc import RpcFields
+from frontend.dialects.common.transaction import Transactions
 from frontend.dialects.dynamo import mount as mount_discovery
-from frontend.dialects.steering import mount_adapters, mount_pause, not_there
-from frontend.dialects.transaction import Transactions
-from frontend.dialects.vllm.collective_rpc import RpcFields
-from frontend.server.http import MAX_NAMES_BYTES
+from frontend.server.bodies import MAX_NAMES_BYTES
+from frontend.server.shared_routes import DialectRequest, Fields, SharedRoutes, report, take
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError
 from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
 from rl_plane.protocol.vllm_bodies import ANOTHER_WAY
@@ -69,46 +68,47 @@ class PrimeRlAdapterFields(Fields):
     lora_path: str = Field(min_length=1)
 
 
-def mount(app: FastAPI, plane: DialectPlane) -> None:
-    transactions = Transactions(plane, GROUP)
-    if not has_route(app, "POST", "/pause"):
-        mount_pause(app, plane)
-    if not has_route(app, "POST", "/v1/load_lora_adapter"):
-        mount_adapters(app, plane)
-    mount_adapters(app, plane, "/", replaces=True)
+def mount(routes: SharedRoutes, context: DialectContext) -> None:
+    transactions = Transactions(context, GROUP)
+    if not routes.has("POST", "/pause"):
+        mount_pause(routes, context)
+    if not routes.has("POST", "/v1/load_lora_adapter"):
+        mount_adapters(routes, context)
+    mount_adapters(routes, context, "/", replaces=True)
     for prefix in ("", PREFIX):
-        _mount_updates(app, plane, transactions, prefix)
-    mount_adapters(app, plane, PREFIX + "/v1/", replaces=True)
-    _mount_rpc(app, plane)
+        _mount_updates(routes, context, transactions, prefix)
+    mount_adapters(routes, context, PREFIX + "/v1/", replaces=True)
+    _mount_rpc(routes, context)
 
-    async def load(ask: Ask) -> Any:
+    async def load(request: DialectRequest) -> Any:
         try:
-            return await unretried(plane.calls.run("load_lora_adapter", ask.body, ask.request_id))
+            return await unretried(context.calls.run("load_lora_adapter", request.body, request.request_id))
         except InvalidRequest as error:
             raise not_there(error) from error
 
-    add_route(
-        app,
+    routes.add(
         ["POST"],
         PREFIX + "/load_lora_adapter",
         load,
         summary="Load an adapter, or replace it, on the whole fleet.",
         fields=PrimeRlAdapterFields,
         # The facade's own op has this body too, and its answer is the same; with any other field it is that one.
-        claims=lambda ask: not ask.query and ask.body.keys() == PrimeRlAdapterFields.model_fields.keys(),
+        claims=lambda request: (
+            not request.query and request.body.keys() == PrimeRlAdapterFields.model_fields.keys()
+        ),
     )
 
-    async def models(ask: Ask) -> Any:
-        plane.generation.check_served()  # beneath the prefix, /health says only that the frontend runs
-        return plane.generation.list_models()
+    async def models(request: DialectRequest) -> Any:
+        context.generation.check_served()  # beneath the prefix, /health says only that the frontend runs
+        return context.generation.list_models()
 
-    add_route(app, ["GET"], PREFIX + "/v1/models", models, summary="What is served.")
-    mount_discovery(app, plane)
+    routes.add(["GET"], PREFIX + "/v1/models", models, summary="What is served.")
+    mount_discovery(routes, context)
 
 
-def _mount_updates(app: FastAPI, plane: DialectPlane, transactions: Transactions, prefix: str) -> None:
-    async def init(ask: Ask) -> Any:
-        fields = take(BroadcasterFields, ask)
+def _mount_updates(routes: SharedRoutes, context: DialectContext, transactions: Transactions, prefix: str) -> None:
+    async def init(request: DialectRequest) -> Any:
+        fields = take(BroadcasterFields, request)
         if fields.backend is None:
             raise InvalidRequest(
                 "prime-rl's own NCCL broadcast tells its tensors' names in a pickle, which is never opened here",
@@ -130,25 +130,24 @@ def _mount_updates(app: FastAPI, plane: DialectPlane, transactions: Transactions
             "world_size": fields.inference_world_size + 1,
             "timeout_s": fields.timeout,
         }
-        await unretried(transactions.init(info, ask.path))
+        await unretried(transactions.init(info, request.path))
         return {"status": "ok"}
 
-    async def update(ask: Ask) -> Any:
-        fields = take(PrimeRlUpdateFields, ask)
+    async def update(request: DialectRequest) -> Any:
+        fields = take(PrimeRlUpdateFields, request)
         for name, keeps_cache in (
             ("reset_prefix_cache", not fields.reset_prefix_cache),
             ("skip_prefix_cache_reset", fields.skip_prefix_cache_reset),
         ):
             if keeps_cache:
-                report(ask.path, name, "no new request may reuse KV of older weights")
+                report(request.path, name, "no new request may reuse KV of older weights")
         if fields.weight_dir and fields.update_info is None:
-            reply = await unretried(_from_directory(plane, fields, ask))
+            reply = await unretried(_from_directory(context, fields, request))
         else:
-            reply = await unretried(_from_broadcaster(transactions, fields, ask))
+            reply = await unretried(_from_broadcaster(transactions, fields, request))
         return {"status": "ok", "weight_version": reply["version"]["label"], "version": reply["version"]}
 
-    add_route(
-        app,
+    routes.add(
         ["POST"],
         prefix + "/init_broadcaster",
         init,
@@ -156,23 +155,22 @@ def _mount_updates(app: FastAPI, plane: DialectPlane, transactions: Transactions
         fields=BroadcasterFields,
         once=True,
     )
-    add_route(
-        app,
+    routes.add(
         ["POST"],
         prefix + "/update_weights",
         update,
         summary="New weights from a directory, or from the broadcaster.",
         fields=PrimeRlUpdateFields,
         # At the root, an empty body is the broadcaster's too; beneath /v1/rl/ the facade's own op stands.
-        claims=(lambda ask: any(ask.has(name) for name in OWN_OF_UPDATE)) if prefix else _is_ours,
+        claims=(lambda request: any(request.has(name) for name in OWN_OF_UPDATE)) if prefix else _is_ours,
         once=True,
         max_body_bytes=MAX_NAMES_BYTES,
     )
 
 
-def _mount_rpc(app: FastAPI, plane: DialectPlane) -> None:
-    async def rpc(ask: Ask) -> Any:
-        fields = take(RpcFields, ask)
+def _mount_rpc(routes: SharedRoutes, context: DialectContext) -> None:
+    async def rpc(request: DialectRequest) -> Any:
+        fields = take(RpcFields, request)
         path = fields.args[0] if fields.args else None
         if fields.method != BY_PATH or path in (None, ""):
             raise InvalidRequest(
@@ -182,37 +180,40 @@ def _mount_rpc(app: FastAPI, plane: DialectPlane) -> None:
             )
         if not isinstance(path, str) or len(fields.args) > 1:
             raise InvalidRequest(f"{BY_PATH} takes one directory", field="args", fix="args: [its path]")
-        fields.report_unused(ask.path, fields.named)
-        ranks = await world_size(plane)
-        await unretried(_from_directory(plane, PrimeRlUpdateFields(weight_dir=path), ask))
+        fields.report_unused(request.path, fields.named)
+        ranks = await world_size(context)
+        await unretried(_from_directory(context, PrimeRlUpdateFields(weight_dir=path), request))
         return {"results": [None] * ranks}
 
-    add_route(
-        app,
+    routes.add(
         ["POST"],
         "/collective_rpc",
         rpc,
         summary="prime-rl's update from a directory, of Dynamo's workers.",
         fields=RpcFields,
-        claims=lambda ask: ask.body.get("method") in RPC_METHODS,
+        claims=lambda request: request.body.get("method") in RPC_METHODS,
         once=True,
     )
 
 
-def _is_ours(ask: Ask) -> bool:
-    return not ask.has("update_info") or ask.has("weight_dir")
+def _is_ours(request: DialectRequest) -> bool:
+    return not request.has("update_info") or request.has("weight_dir")
 
 
-async def _from_directory(plane: DialectPlane, fields: PrimeRlUpdateFields, ask: Ask) -> dict[str, Any]:
+async def _from_directory(
+    context: DialectContext, fields: PrimeRlUpdateFields, request: DialectRequest
+) -> dict[str, Any]:
     body = {
         "transport": {"backend": "filesystem", "path": fields.weight_dir},
         **({"version": fields.weight_version} if fields.weight_version is not None else {}),
     }
     with begun():
-        return await plane.calls.run("update_weights", body, ask.request_id)
+        return await context.calls.run("update_weights", body, request.request_id)
 
 
-async def _from_broadcaster(transactions: Transactions, fields: PrimeRlUpdateFields, ask: Ask) -> dict[str, Any]:
+async def _from_broadcaster(
+    transactions: Transactions, fields: PrimeRlUpdateFields, request: DialectRequest
+) -> dict[str, Any]:
     if transactions.transfer is None:
         raise Conflict(
             "there is no broadcaster here, and no weight_dir alone",
@@ -225,9 +226,9 @@ async def _from_broadcaster(transactions: Transactions, fields: PrimeRlUpdateFie
             field="update_info",
             fix="send update_info {names, dtype_names, shapes} beside weight_dir",
         )
-    await transactions.start(ask.request_id)
+    await transactions.start(request.request_id)
     try:
-        await transactions.update(fields.update_info, ask)
+        await transactions.update(fields.update_info, request)
         return await transactions.finish(fields.weight_version)
     except PlaneError:
         await transactions.drop()  # it was one call: nothing more comes of it

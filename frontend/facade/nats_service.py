@@ -12,7 +12,7 @@ import nats.errors
 from nats.aio.msg import Msg
 
 from frontend.facade.calls import FleetCalls
-from frontend.server.http import error_body, to_json
+from frontend.server.replies import error_body, to_json
 from rl_plane.bus.connection import Bus
 from rl_plane.errors import InvalidRequest, PayloadTooLarge, PlaneError, Unavailable
 from rl_plane.protocol.envelope import (

@@ -190,7 +190,7 @@ class FleetStatus:
         status = self._last_told.get(member.instance_id)
         return status is None or status.incarnation != member.incarnation or status.holds(span)
 
-    def refused(self, instance_id: str) -> None:
+    def on_refusal(self, instance_id: str) -> None:
         """It is open as far as we know, but took no request."""
         self._refused_until[instance_id] = time.monotonic() + REFUSED_S
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rl_plane.errors import InvalidRequest
@@ -117,7 +117,7 @@ class _Protocol(H11Protocol):
 class Server(uvicorn.Server):
     """Leaves signals to us, since two servers would fight over them, and tells when it accepts connections."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: Starlette) -> None:
         super().__init__(
             uvicorn.Config(
                 app,

@@ -380,7 +380,11 @@ async def test_a_key_guards_it(plane: Plane) -> None:
         http.headers["Authorization"] = "Bearer k"
         await ask(http)
         paths = (await http.get("/openapi.json")).json()["paths"]
-        assert "requestBody" in paths["/v1/completions"]["post"]
+        operation = paths["/v1/completions"]["post"]
+        assert "requestBody" in operation
+        assert operation["tags"] == ["generate"]
+        reply = operation["responses"]["200"]["content"]["application/json"]["schema"]
+        assert reply == {"$ref": "#/components/schemas/CompletionReply"}
 
 
 # ---- bad input ----
@@ -803,7 +807,7 @@ async def test_what_has_not_ended_by_then_gives_its_tokens_so_far(plane: Plane) 
             lines = response.aiter_lines()
             tokens = (await next_event(lines))["choices"][0]["token_ids"]
             async with asyncio.timeout(ENDS_S):
-                while "rl_plane_generation_in_flight 4" not in (await http.get(metrics)).text:
+                while "rl_plane_generation_in_flight 4.0" not in (await http.get(metrics)).text:
                     pass
             process.send_signal(signal.SIGTERM)
             while "error" not in (event := await next_event(lines)):
@@ -927,7 +931,7 @@ async def test_a_frontend_that_hears_no_status_asks(plane: Plane, monkeypatch: p
 
 
 async def test_choices_under_way_are_bounded(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frontend.completions.completion_routes.MAX_IN_FLIGHT", 1)
+    monkeypatch.setattr("frontend.completions.service.MAX_IN_FLIGHT", 1)
     async with frontend(plane, admission_wait_s=60) as http:
         # Those that wait for a first worker are among them.
         two = {asyncio.create_task(http.post("/v1/completions", json={"prompt": "hi"})) for _ in range(2)}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI
 from pydantic import Field
 
-from frontend.dialects import DialectPlane
-from frontend.dialects.common import begun, unretried
-from frontend.dialects.dialect_routes import Ask, Fields, add_route, report, take
-from frontend.dialects.steering import not_there
+from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.fleet_as_one import begun, unretried
+from frontend.dialects.common.pause_and_adapters import not_there
+from frontend.server.shared_routes import DialectRequest, Fields, SharedRoutes, report, take
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
 
@@ -33,47 +32,47 @@ class UnloadFields(Fields):
     lora_id: str | None = None
 
 
-def mount_adapters(app: FastAPI, plane: DialectPlane) -> None:
-    async def load(ask: Ask) -> Any:
-        fields = take(LoadFields, ask)
+def mount_adapters(routes: SharedRoutes, context: DialectContext) -> None:
+    async def load(request: DialectRequest) -> Any:
+        fields = take(LoadFields, request)
         if fields.pinned:
-            report(ask.path, "pinned", "a loaded adapter stays")
+            report(request.path, "pinned", "a loaded adapter stays")
         if fields.lora_id is not None:
-            report(ask.path, "lora_id", BY_NAME)
+            report(request.path, "lora_id", BY_NAME)
         with begun():
             body = {"lora_name": fields.lora_name, "lora_path": fields.lora_path}
             try:
                 # A 400, as SGLang's own refusals; and prime-rl's clients post here too.
-                await unretried(plane.calls.run("load_lora_adapter", body, ask.request_id))
+                await unretried(context.calls.run("load_lora_adapter", body, request.request_id))
             except InvalidRequest as error:
                 raise not_there(error) from error
-        return await loaded(plane)
+        return await loaded(context)
 
-    async def unload(ask: Ask) -> Any:
-        fields = take(UnloadFields, ask)
+    async def unload(request: DialectRequest) -> Any:
+        fields = take(UnloadFields, request)
         if fields.lora_id is not None:
-            report(ask.path, "lora_id", BY_NAME)
-        if fields.lora_name not in await held_adapters(plane):
+            report(request.path, "lora_id", BY_NAME)
+        if fields.lora_name not in await held_adapters(context):
             raise InvalidRequest(
                 f"LoRA adapter {fields.lora_name!r} is not loaded", field="lora_name", fix="load it first"
             )
         with begun():
-            await plane.calls.run("unload_lora_adapter", {"lora_name": fields.lora_name}, ask.request_id)
-        return await loaded(plane)
+            await context.calls.run("unload_lora_adapter", {"lora_name": fields.lora_name}, request.request_id)
+        return await loaded(context)
 
     # prime-rl's clients look at the status alone.
     load_words, words = "Load an adapter, or replace it, on the whole fleet.", "Unload an adapter."
-    add_route(app, ["POST"], "/load_lora_adapter", load, summary=load_words, fields=LoadFields, once=True)
-    add_route(app, ["POST"], "/unload_lora_adapter", unload, summary=words, fields=UnloadFields, once=True)
+    routes.add(["POST"], "/load_lora_adapter", load, summary=load_words, fields=LoadFields, once=True)
+    routes.add(["POST"], "/unload_lora_adapter", unload, summary=words, fields=UnloadFields, once=True)
 
 
-async def loaded(plane: DialectPlane) -> dict[str, Any]:
+async def loaded(context: DialectContext) -> dict[str, Any]:
     """What a change of adapters answers."""
-    adapters = await held_adapters(plane)
+    adapters = await held_adapters(context)
     names = {name: one["label"] for name, one in sorted(adapters.items())}
     return {"success": True, "error_message": None, "loaded_adapters": names, "status": "ok"}
 
 
-async def held_adapters(plane: DialectPlane) -> dict[str, Any]:
-    held: dict[str, Any] = (await plane.calls.run("weight_version", {}))["adapters"]
+async def held_adapters(context: DialectContext) -> dict[str, Any]:
+    held: dict[str, Any] = (await context.calls.run("weight_version", {}))["adapters"]
     return held

@@ -15,9 +15,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from frontend.dialects import DialectPlane
-from frontend.dialects.common import NOT_POSSIBLE, begun, rows_of_all
-from frontend.dialects.dialect_routes import SHOWN
+from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.fleet_as_one import NOT_POSSIBLE, SHOWN, begun, rows_of_all
 from rl_plane.errors import InvalidRequest, InvalidWeights, Locked, PayloadTooLarge, Unsupported
 from rl_plane.membership.worker_reply import engine_rows
 from rl_plane.protocol.versions import HostTensor
@@ -73,8 +72,8 @@ def read_tensors(payloads: Sequence[str]) -> Tensors:
 class Store:
     """Puts tensors into the fleet's object store."""
 
-    def __init__(self, plane: DialectPlane) -> None:
-        client = plane.calls.fleet.client
+    def __init__(self, context: DialectContext) -> None:
+        client = context.calls.fleet.client
         self._where = (client.bus.url, client.namespace, client.component)
 
     async def put(
@@ -101,11 +100,11 @@ class Store:
 class HeldTensors:
     """Those of an update that is not whole yet."""
 
-    def __init__(self, plane: DialectPlane, store: Store) -> None:
+    def __init__(self, context: DialectContext, store: Store) -> None:
         self.turn = asyncio.Lock()
         """Calls that come at once: each is answered by what it has made of the update, and a commit that has not begun
         puts back what it took before another call adds to it. As long as a commit, which has its own bounds."""
-        self._plane = plane
+        self._context = context
         self._store = store
         self._tensors: dict[str, HostTensor] = {}
         self._number = 0
@@ -185,7 +184,7 @@ class HeldTensors:
     async def ask_model(self) -> frozenset[str]:
         """What the model needs, for `is_whole`; gives the names that no worker does, as they are tied to others. Of all
         workers, else an error: one that is silent may need what the others do not."""
-        rows = await rows_of_all(self._plane, "describe")
+        rows = await rows_of_all(self._context, "describe")
         self._wanted = max((int(row.get("tensors", 0)) for row in rows), default=0)
         tied = [frozenset(row.get("tied", ())) for row in rows]
         self._tied = frozenset.intersection(*tied) if tied else frozenset()
@@ -198,12 +197,12 @@ class HeldTensors:
 
     async def missing(self) -> list[str]:
         """The first few names that are the model's and are not held."""
-        rows = engine_rows(await self._plane.calls.run("describe", {}))
+        rows = engine_rows(await self._context.calls.run("describe", {}))
         largest = sorted(rows, key=lambda row: int(row.get("tensors", 0)))[-1:]
         found: list[str] = []
         for start in range(0, self._wanted, MANIFEST_PAGE) if largest else ():
             asked = {"workers": [largest[0]["instance_id"]], "manifest_from": start}
-            (row,) = (await self._plane.calls.run("describe", asked))["workers"]
+            (row,) = (await self._context.calls.run("describe", asked))["workers"]
             found += [one["name"] for one in row.get("manifest") or () if one["name"] not in self._tensors]
             if len(found) >= SHOWN:
                 break
@@ -221,7 +220,7 @@ class HeldTensors:
                 **({} if label is None else {"version": label}),
             }
             try:
-                return await self._plane.calls.run("update_weights", body, self.update_id)
+                return await self._context.calls.run("update_weights", body, self.update_id)
             except Locked:  # it has not begun: who asks once more commits it
                 self._tensors, self._policy, self._label, self._number = tensors, policy, label, number
                 raise

@@ -7,14 +7,13 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from fastapi import FastAPI
 from pydantic import Field
 
-from frontend.dialects import DialectPlane
-from frontend.dialects.common import MEMORY, checksum_each, joined, let_go, skipped, tell_paused
-from frontend.dialects.dialect_routes import Ask, Fields, add_route, report, take
+from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.fleet_as_one import MEMORY, checksum_each, joined, resume_fleet, skipped, tell_paused
 from frontend.dialects.sglang.body_tensors import IDLE_S, HeldTensors
 from frontend.dialects.sglang.sglang_session import Updates
+from frontend.server.shared_routes import DialectRequest, Fields, SharedRoutes, report, take
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError
 from rl_plane.membership.worker_reply import engine_rows
 
@@ -72,71 +71,70 @@ class SglangCheckerFields(Fields):
     selector: Literal["target", "draft", "all"] = "all"
 
 
-def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
-    async def pause(ask: Ask) -> Any:
-        await plane.calls.run("pause", {"mode": take(SglangPauseFields, ask).mode}, ask.request_id)
+def mount_control(routes: SharedRoutes, context: DialectContext, updates: Updates) -> None:
+    async def pause(request: DialectRequest) -> Any:
+        await context.calls.run("pause", {"mode": take(SglangPauseFields, request).mode}, request.request_id)
         await updates.pause()
-        return {**PAUSED, **skipped(plane)}
+        return {**PAUSED, **skipped(context)}
 
-    async def go_on(ask: Ask) -> Any:
+    async def go_on(request: DialectRequest) -> Any:
         """What was sent while the fleet was paused is committed first: nobody generates by a part of it."""
-        if not take(ContinueFields, ask).torch_empty_cache:
-            report(ask.path, "torch_empty_cache", "engines keep their allocators' memory as they do")
+        if not take(ContinueFields, request).torch_empty_cache:
+            report(request.path, "torch_empty_cache", "engines keep their allocators' memory as they do")
         try:
             committed = await updates.commit_open()
         except PlaneError as error:
             if await updates.is_open():
-                await tell_paused(plane, error)
+                await tell_paused(context, error)
                 raise
             # It has ended, and nothing of it is left anywhere: that is no reason to stand still.
             try:
-                await let_go(plane)
+                await resume_fleet(context)
             except PlaneError:
-                await tell_paused(plane, error)
+                await tell_paused(context, error)
                 raise error from None
             told = f"{error.message}; generation goes on by the committed version"
             raise type(error)(told, **error.facts) from error
-        await let_go(plane, ask.request_id)
+        await resume_fleet(context, request.request_id)
         if committed is None:
-            return {**CONTINUED, **skipped(plane)}
+            return {**CONTINUED, **skipped(context)}
         version = {"weight_version": committed["version"]["label"], "excluded": committed["excluded"]}
-        return {**CONTINUED, **version, **skipped(plane)}
+        return {**CONTINUED, **version, **skipped(context)}
 
-    async def abort(ask: Ask) -> Any:
-        fields = take(SglangAbortFields, ask)
+    async def abort(request: DialectRequest) -> Any:
+        fields = take(SglangAbortFields, request)
         ids = [fields.rid] if isinstance(fields.rid, str) else fields.rid or []
         if fields.abort_all:
-            await plane.calls.run("abort_requests", {}, ask.request_id)
+            await context.calls.run("abort_requests", {}, request.request_id)
         elif any(ids):
-            named = plane.generation.caller_ids.made_of(one for one in ids if one)
-            await plane.calls.run("abort_requests", {"request_ids": named}, ask.request_id)
+            named = context.generation.caller_ids.made_of(one for one in ids if one)
+            await context.calls.run("abort_requests", {"request_ids": named}, request.request_id)
         return ABORTED
 
-    async def flush(ask: Ask) -> Any:
-        fields = take(FlushFields, ask)
+    async def flush(request: DialectRequest) -> Any:
+        fields = take(FlushFields, request)
         # verl flushes after its last bucket: without a word it would take the update for done.
         if await updates.is_open() and not await updates.opened.in_pause():
             await (_refuse_to_flush(updates.held) if updates.held else _refuse_to_flush_fed())
-        return await _flush(plane, fields.timeout)
+        return await _flush(context, fields.timeout)
 
-    async def release(ask: Ask) -> Any:
-        await _memory(plane, "release_memory", ask)
+    async def release(request: DialectRequest) -> Any:
+        await _memory(context, "release_memory", request)
 
-    async def resume(ask: Ask) -> Any:
-        await _memory(plane, "resume_memory", ask)
+    async def resume(request: DialectRequest) -> Any:
+        await _memory(context, "resume_memory", request)
 
-    async def check(ask: Ask) -> Any:
-        fields = take(SglangCheckerFields, ask)
+    async def check(request: DialectRequest) -> Any:
+        fields = take(SglangCheckerFields, request)
         if fields.selector == "draft" or fields.skip_tensor_list:
             field = "selector" if fields.selector == "draft" else "skip_tensor_list"
             raise InvalidRequest("all weights of the model are checked", field=field, fix="leave it out")
         if fields.allow_quant_error:
-            report(ask.path, "allow_quant_error", "weights are compared bit by bit")
-        return await _check(plane, fields.action)
+            report(request.path, "allow_quant_error", "weights are compared bit by bit")
+        return await _check(context, fields.action)
 
-    add_route(app, ["POST"], "/pause_generation", pause, summary="Stop generation.", fields=SglangPauseFields)
-    add_route(
-        app,
+    routes.add(["POST"], "/pause_generation", pause, summary="Stop generation.", fields=SglangPauseFields)
+    routes.add(
         ["POST"],
         "/continue_generation",
         go_on,
@@ -144,15 +142,14 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         fields=ContinueFields,
         once=True,
     )
-    add_route(app, ["POST"], "/abort_request", abort, summary="End one request, or all.", fields=SglangAbortFields)
-    add_route(app, ["GET", "POST"], "/flush_cache", flush, summary="Drop the prefix caches.", fields=FlushFields)
+    routes.add(["POST"], "/abort_request", abort, summary="End one request, or all.", fields=SglangAbortFields)
+    routes.add(["GET", "POST"], "/flush_cache", flush, summary="Drop the prefix caches.", fields=FlushFields)
     for path, handler, summary in (
         ("/release_memory_occupation", release, "Give memory back."),
         ("/resume_memory_occupation", resume, "Take it again."),
     ):
-        add_route(app, ["GET", "POST"], path, handler, summary=summary, fields=MemoryFields)
-    add_route(
-        app,
+        routes.add(["GET", "POST"], path, handler, summary=summary, fields=MemoryFields)
+    routes.add(
         ["GET", "POST"],
         "/weights_checker",
         check,
@@ -162,20 +159,20 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
     )
 
 
-async def _memory(plane: DialectPlane, op: str, ask: Ask) -> None:
-    asked: Sequence[str] = take(MemoryFields, ask).tags or MEMORY
+async def _memory(context: DialectContext, op: str, request: DialectRequest) -> None:
+    asked: Sequence[str] = take(MemoryFields, request).tags or MEMORY
     if "cuda_graph" in asked:
-        report(ask.path, "tags.cuda_graph", "an engine's graphs go and come with its weights")
+        report(request.path, "tags.cuda_graph", "an engine's graphs go and come with its weights")
     tags = [tag for tag in MEMORY if tag in asked]
     if tags:
-        await plane.calls.run(op, {"tags": tags}, ask.request_id)
+        await context.calls.run(op, {"tags": tags}, request.request_id)
 
 
-async def _flush(plane: DialectPlane, timeout_s: float) -> dict[str, Any]:
+async def _flush(context: DialectContext, timeout_s: float) -> dict[str, Any]:
     give_up = time.monotonic() + timeout_s
     while True:
         try:
-            await plane.calls.run("flush_cache", {})
+            await context.calls.run("flush_cache", {})
             return FLUSHED
         except Conflict as error:
             if time.monotonic() >= give_up:
@@ -207,11 +204,11 @@ async def _refuse_to_flush_fed() -> None:
     )
 
 
-async def _check(plane: DialectPlane, action: str) -> Any:
+async def _check(context: DialectContext, action: str) -> Any:
     if action == "checksum":
-        rows = await checksum_each(plane)
+        rows = await checksum_each(context)
     else:
-        rows = engine_rows(await plane.calls.run("check_weights", {"action": action}))
+        rows = engine_rows(await context.calls.run("check_weights", {"action": action}))
     ranks = [{"instance_id": row["instance_id"], **rank} for row in rows for rank in row["ranks"]]
     differing = [rank["instance_id"] for rank in ranks if rank.get("match") is False]
     if differing:

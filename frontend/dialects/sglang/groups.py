@@ -7,12 +7,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
-from fastapi import FastAPI
 from pydantic import Field
 
-from frontend.dialects import DialectPlane
-from frontend.dialects.common import begun, check_world, joined, members, world_size
-from frontend.dialects.dialect_routes import Ask, Fields, add_route, take
+from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.fleet_as_one import begun, check_world, joined, members, world_size
+from frontend.server.shared_routes import DialectRequest, Fields, SharedRoutes, take
 from rl_plane.errors import InvalidRequest, Locked, PlaneError, Unsupported
 from rl_plane.fleet.fleet import FORM_WAIT_S
 from rl_plane.protocol.validation import PRINTABLE
@@ -77,8 +76,8 @@ class _Line:
 class Groups:
     """Which backend a trainer's groups have."""
 
-    def __init__(self, plane: DialectPlane) -> None:
-        self._plane = plane
+    def __init__(self, context: DialectContext) -> None:
+        self._context = context
         self._backends: dict[str, str] = {}
         self._line = _Line()
 
@@ -86,12 +85,12 @@ class Groups:
         """Of one that was formed by way of another frontend: what every worker has."""
         if name in self._backends:
             return self._backends[name]
-        rows = await members(self._plane)
+        rows = await members(self._context)
         return "nccl" if rows and all("nccl" in row["transports"] for row in rows) else "gloo"
 
     async def check(self, fields: GroupFields) -> None:
         """Before anything is dropped for it."""
-        check_world(fields.world_size, fields.rank_offset, await world_size(self._plane))
+        check_world(fields.world_size, fields.rank_offset, await world_size(self._context))
 
     async def form(self, fields: GroupFields, request_id: str) -> dict[str, Any]:
         body = {
@@ -102,13 +101,13 @@ class Groups:
             "master_port": fields.master_port,
             "world_size": fields.world_size,
             "rank_offset": fields.rank_offset,
-            "timeout_s": self._plane.feed_timeout_s,
+            "timeout_s": self._context.feed_timeout_s,
         }
         line = self._line
         async with line.in_turn():
             try:
                 with begun():
-                    reply = await self._plane.calls.run("init_transport", body, request_id)
+                    reply = await self._context.calls.run("init_transport", body, request_id)
             except (InvalidRequest, Unsupported):
                 raise  # this call's own
             except PlaneError as error:
@@ -127,28 +126,27 @@ class Groups:
                 field="group_name",
                 fix="ask the frontend that formed it; or init_weights_update_group, which forms it anew",
             )
-        reply = await self._plane.calls.run("destroy_transport", {"backend": backend, "group": name}, request_id)
+        reply = await self._context.calls.run("destroy_transport", {"backend": backend, "group": name}, request_id)
         del self._backends[name]
         return reply
 
 
-def mount_groups(app: FastAPI, groups: Groups, begins_anew: Callable[[], Awaitable[None]]) -> None:
+def mount_groups(routes: SharedRoutes, groups: Groups, begins_anew: Callable[[], Awaitable[None]]) -> None:
     """`begins_anew`: before a group is formed. What its trainer has left half sent is dropped."""
 
-    async def init(ask: Ask) -> Any:
-        fields = take(GroupFields, ask)
+    async def init(request: DialectRequest) -> Any:
+        fields = take(GroupFields, request)
         await groups.check(fields)
         await begins_anew()
-        reply = await groups.form(fields, ask.request_id)
+        reply = await groups.form(fields, request.request_id)
         return {"success": True, "message": joined(reply, "Succeeded to initialize custom process group.")}
 
-    async def destroy(ask: Ask) -> Any:
-        fields = take(GroupName, ask)
-        reply = await groups.leave(fields.group_name, ask.request_id)
+    async def destroy(request: DialectRequest) -> Any:
+        fields = take(GroupName, request)
+        reply = await groups.leave(fields.group_name, request.request_id)
         return {"success": True, "message": joined(reply, "Succeeded to destroy custom process group.")}
 
-    add_route(
-        app,
+    routes.add(
         ["POST"],
         "/init_weights_update_group",
         init,
@@ -156,8 +154,7 @@ def mount_groups(app: FastAPI, groups: Groups, begins_anew: Callable[[], Awaitab
         fields=GroupFields,
         once=True,
     )
-    add_route(
-        app,
+    routes.add(
         ["POST"],
         "/destroy_weights_update_group",
         destroy,

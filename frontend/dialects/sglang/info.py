@@ -6,12 +6,11 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import FastAPI
 from pydantic import Field
 
-from frontend.dialects import DialectPlane
-from frontend.dialects.common import members, rows_of_all, same_of_all, served_version, skipped
-from frontend.dialects.dialect_routes import Ask, Fields, NoFields, add_route, take
+from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.fleet_as_one import members, rows_of_all, same_of_all, served_version, skipped
+from frontend.server.shared_routes import DialectRequest, Fields, NoFields, SharedRoutes, take
 from rl_plane.errors import Conflict, InvalidRequest
 
 SGLANG = "0.5.23"
@@ -36,42 +35,42 @@ class RegisterFields(Fields):
     worker_type: str = "regular"
 
 
-def mount_info(app: FastAPI, plane: DialectPlane) -> None:
-    async def server_info(ask: Ask) -> Any:
-        return await _server_info(plane)
+def mount_info(routes: SharedRoutes, context: DialectContext) -> None:
+    async def server_info(request: DialectRequest) -> Any:
+        return await _server_info(context)
 
-    async def model_info(ask: Ask) -> Any:
-        rows = await members(plane)
+    async def model_info(request: DialectRequest) -> Any:
+        rows = await members(context)
         return {
             "model_path": same_of_all(rows, "model_path"),
             "served_model_name": same_of_all(rows, "model"),
             "tokenizer_path": same_of_all(rows, "model_path"),
             "is_generation": True,
             "preferred_sampling_params": None,
-            "weight_version": (await served_version(plane))["label"],
+            "weight_version": (await served_version(context))["label"],
             "has_image_understanding": False,
             "has_audio_understanding": False,
-            **skipped(plane),
+            **skipped(context),
         }
 
-    async def weight_version(ask: Ask) -> Any:
-        return {"weight_version": (await served_version(plane))["label"]}
+    async def weight_version(request: DialectRequest) -> Any:
+        return {"weight_version": (await served_version(context))["label"]}
 
-    async def health_generate(ask: Ask) -> Any:
+    async def health_generate(request: DialectRequest) -> Any:
         """A real round trip through each engine."""
-        await plane.calls.run("liveness", {})
+        await context.calls.run("liveness", {})
         return {"status": "ok"}
 
-    async def loads(ask: Ask) -> Any:
-        return await _loads(plane, take(LoadsFields, ask))
+    async def loads(request: DialectRequest) -> Any:
+        return await _loads(context, take(LoadsFields, request))
 
-    async def workers(ask: Ask) -> Any:
-        rows = await members(plane)
+    async def workers(request: DialectRequest) -> Any:
+        rows = await members(context)
         load = sum(int(row["running"]) + int(row["waiting"]) for row in rows)
-        model = plane.generation.list_models()["data"]
+        model = context.generation.list_models()["data"]
         one = {
-            "id": ask.base_url,
-            "url": ask.base_url,
+            "id": request.base_url,
+            "url": request.base_url,
             "model_id": model[0]["id"] if model else None,
             "worker_type": "regular",
             "is_healthy": bool(rows) and all(row["engine_alive"] for row in rows),
@@ -80,39 +79,36 @@ def mount_info(app: FastAPI, plane: DialectPlane) -> None:
         }
         return {"workers": [one], "total": 1, "stats": {"prefill_count": 0, "decode_count": 0, "regular_count": 1}}
 
-    async def register(ask: Ask) -> Any:
-        fields = take(RegisterFields, ask)
-        if fields.url.rstrip("/") != ask.base_url or fields.worker_type != "regular":
+    async def register(request: DialectRequest) -> Any:
+        fields = take(RegisterFields, request)
+        if fields.url.rstrip("/") != request.base_url or fields.worker_type != "regular":
             raise InvalidRequest(
                 f"{fields.url[:200]} ({fields.worker_type[:64]}) can't be registered: workers join by NATS",
                 field="url",
                 fix="start `rl-plane worker` beside the engine",
             )
-        return {"status": "accepted", "worker_id": ask.base_url, "url": ask.base_url}
+        return {"status": "accepted", "worker_id": request.base_url, "url": request.base_url}
 
     for path in ("/server_info", "/get_server_info"):
-        add_route(
-            app,
+        routes.add(
             ["GET"],
             path,
             server_info,
             summary="The fleet as one SGLang server.",
             # vLLM's clients ask at the same path for a format.
-            claims=(lambda ask: not ask.has("config_format")) if path == "/server_info" else None,
+            claims=(lambda request: not request.has("config_format")) if path == "/server_info" else None,
         )
     for path in ("/model_info", "/get_model_info"):
-        add_route(app, ["GET", "POST"], path, model_info, summary="The model, and the version that is served.")
-    add_route(app, ["GET"], "/get_weight_version", weight_version, summary="The label of what is served.")
-    add_route(app, ["GET"], "/health_generate", health_generate, summary="Each engine answers, or 503.")
-    add_route(app, ["GET"], "/v1/loads", loads, summary="The workers' loads.", fields=LoadsFields)
-    add_route(app, ["GET"], "/workers", workers, summary="This server, as a router lists one.", fields=NoFields)
-    add_route(
-        app, ["POST"], "/workers", register, summary="Registers this server; no other.", fields=RegisterFields
-    )
+        routes.add(["GET", "POST"], path, model_info, summary="The model, and the version that is served.")
+    routes.add(["GET"], "/get_weight_version", weight_version, summary="The label of what is served.")
+    routes.add(["GET"], "/health_generate", health_generate, summary="Each engine answers, or 503.")
+    routes.add(["GET"], "/v1/loads", loads, summary="The workers' loads.", fields=LoadsFields)
+    routes.add(["GET"], "/workers", workers, summary="This server, as a router lists one.", fields=NoFields)
+    routes.add(["POST"], "/workers", register, summary="Registers this server; no other.", fields=RegisterFields)
 
 
-async def _server_info(plane: DialectPlane) -> dict[str, Any]:
-    rows = await rows_of_all(plane, "describe")
+async def _server_info(context: DialectContext) -> dict[str, Any]:
+    rows = await rows_of_all(context, "describe")
     return {
         "num_gpus": sum(int(row["world_size"]) for row in rows),
         "tp_size": same_of_all(rows, "tp_size"),
@@ -127,17 +123,17 @@ async def _server_info(plane: DialectPlane) -> dict[str, Any]:
         "served_model_name": same_of_all(rows, "model"),
         "dtype": same_of_all(rows, "dtype"),
         "context_length": min(int(row["max_model_len"]) for row in rows),
-        "weight_version": (await served_version(plane))["label"],
+        "weight_version": (await served_version(context))["label"],
         "version": SGLANG,
         "internal_states": [],
         "engines": {row["instance_id"]: f"{row['engine']} {row['engine_version']}" for row in rows},
     }
 
 
-async def _loads(plane: DialectPlane, fields: LoadsFields) -> dict[str, Any]:
+async def _loads(context: DialectContext, fields: LoadsFields) -> dict[str, Any]:
     if fields.format not in (None, "json"):
         raise InvalidRequest("loads are told as JSON here", field="format", fix="json; GET /metrics has gauges")
-    rows = await members(plane)
+    rows = await members(context)
     loads = [
         {
             "dp_rank": number,

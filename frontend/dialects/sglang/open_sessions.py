@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 
-from frontend.dialects import DialectPlane
+from frontend.dialects.common.context import DialectContext
 from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.protocol.record import read_pause
 from rl_plane.protocol.subjects import OPENED
@@ -30,9 +30,9 @@ class _Entry:
 class Opened:
     """Both may be open at once."""
 
-    def __init__(self, plane: DialectPlane) -> None:
-        self._bus = plane.calls.fleet.client.bus
-        self._state = plane.view.subjects.state
+    def __init__(self, context: DialectContext) -> None:
+        self._bus = context.calls.fleet.client.bus
+        self._state = context.view.subjects.state
 
     async def begin(self) -> None:
         await self._write(replace(await self._read(), begun_until=await self._now() + SESSION_IDLE_S, sent=""))

@@ -20,12 +20,12 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from frontend.dialects import DialectPlane
-from frontend.dialects.common import NOT_POSSIBLE, begun, check_label, last_begun, served_version
-from frontend.dialects.dialect_routes import Fields
+from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.fleet_as_one import NOT_POSSIBLE, begun, check_label, last_begun, served_version
 from frontend.dialects.sglang.body_tensors import HeldTensors
 from frontend.dialects.sglang.groups import DEFAULT_GROUP, MAX_GROUP_CHARS, Groups
 from frontend.dialects.sglang.open_sessions import Opened
+from frontend.server.shared_routes import Fields
 from rl_plane.bus.lock import POLL_S, read_holder
 from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, Locked, PlaneError, UpdateAborted
@@ -93,11 +93,11 @@ class _Receiving(NamedTuple):
 class Updates:
     """The trainer's update, in the fleet's session."""
 
-    def __init__(self, plane: DialectPlane, groups: Groups, held: HeldTensors) -> None:
+    def __init__(self, context: DialectContext, groups: Groups, held: HeldTensors) -> None:
         self.held = held
         """What came in bodies."""
-        self.opened = Opened(plane)
-        self._plane = plane
+        self.opened = Opened(context)
+        self._context = context
         self._groups = groups
         self._open_until = 0.0
         """Monotonic: so long what was begun or sent by way of this frontend is an update, unless it ends before."""
@@ -115,7 +115,7 @@ class Updates:
 
     async def session(self) -> UpdateSession | None:
         """The update that is fed by SGLang's calls; another dialect's is for its own to end."""
-        session = await read_session(self._plane.calls.fleet.client.bus, self._plane.view.subjects.state)
+        session = await read_session(self._context.calls.fleet.client.bus, self._context.view.subjects.state)
         if session is None or session.owner != OWNER:
             return None
         return session
@@ -144,13 +144,13 @@ class Updates:
             "shapes": fields.shapes,
             "layout": "each" if fields.load_format is None else "flat",
             "group": fields.group_name,
-            "timeout_s": self._plane.feed_timeout_s,
+            "timeout_s": self._context.feed_timeout_s,
             **({} if fields.weight_version is None else {"version": fields.weight_version}),
             **({"pause_mode": "abort"} if fields.abort_all_requests else {}),
         }
         self._open_until = 0.0  # unless it comes
         with begun(NOT_POSSIBLE):
-            reply = await self._plane.calls.run("feed_weights_update", part, digest=digest)
+            reply = await self._context.calls.run("feed_weights_update", part, digest=digest)
         self._open_until = time.monotonic() + SESSION_IDLE_S
         # In any case: each part is a sign of life.
         if await self.waits_for_more(update_id, was_begun=was_begun):
@@ -176,7 +176,7 @@ class Updates:
             **({} if fields.weight_version is None else {"version": fields.weight_version}),
         }
         with begun():
-            reply = await self._plane.calls.run("prepare_weights_update", body)
+            reply = await self._context.calls.run("prepare_weights_update", body)
         return str(reply["update_id"])
 
     async def _close_if_tied(self, update_id: str, names: list[str]) -> None:
@@ -189,12 +189,12 @@ class Updates:
                 return
             async with self._preparing:  # who announces a part now begins an update of its own
                 if self._announced == (update_id, 1) and not await self._is_fed_elsewhere(update_id, fed):
-                    await self._plane.calls.run("abort_weights_update", {"update_id": update_id})
+                    await self._context.calls.run("abort_weights_update", {"update_id": update_id})
                     await self.opened.end()
 
     async def _is_fed_elsewhere(self, update_id: str, before: UpdateSession | None) -> bool:
         """By way of another frontend: now, or since it was as `before`."""
-        bus, state = self._plane.calls.fleet.client.bus, self._plane.view.subjects.state
+        bus, state = self._context.calls.fleet.client.bus, self._context.view.subjects.state
         holder = await read_holder(bus, state)
         return (holder is not None and holder.get("update_id") == update_id) or await self.session() != before
 
@@ -257,7 +257,7 @@ class Updates:
         self._open_until = 0.0
         body = {"update_id": update_id, **({} if label is None else {"version": label})}
         with begun(NOT_POSSIBLE):
-            reply = await self._plane.calls.run("complete_weights_update", body)
+            reply = await self._context.calls.run("complete_weights_update", body)
         await self.note_commit()
         check_label(reply, label)
         return reply
@@ -281,7 +281,7 @@ class Updates:
         give_up = time.monotonic() + FORM_WAIT_S
         while (session := await self.session()) is not None:
             try:
-                await self._plane.calls.run("abort_weights_update", {"update_id": session.update_id})
+                await self._context.calls.run("abort_weights_update", {"update_id": session.update_id})
                 return
             except Locked:
                 if time.monotonic() > give_up:
@@ -305,17 +305,17 @@ class Updates:
                 if listening:
                     return
             named = {"update_id": session.update_id, "version": label}
-            await self._plane.calls.run("name_weights_update", named)
+            await self._context.calls.run("name_weights_update", named)
             return
         if sent := await self.opened.sent():
             await self._commit_sent(sent)  # a lost one's name is not for what is served
-        served = await served_version(self._plane)
+        served = await served_version(self._context)
         if served["label"] == label:
             return
         # The same weights once more, under another name: they are fetched again from where they came.
         body = {"rollback": {"sequence": served["sequence"]}, "version": label}
         with begun():
-            await self._plane.calls.run("update_weights", body)
+            await self._context.calls.run("update_weights", body)
 
     # ---- two phases ----
 
@@ -340,17 +340,17 @@ class Updates:
             "update_id": update_id,
             **dict(zip(("names", "dtypes", "shapes"), every, strict=True)),
             "group": fields.group_name,
-            "timeout_s": self._plane.feed_timeout_s,
+            "timeout_s": self._context.feed_timeout_s,
         }
         with begun():
             # Who is told "ready" sends at once: what does not fit is told before.
-            await self._plane.calls.run("feed_weights_update", {**part, "check_only": True}, digest=digest)
+            await self._context.calls.run("feed_weights_update", {**part, "check_only": True}, digest=digest)
         try:
             with begun():
                 await self.opened.takes_more(
                     update_id
                 )  # before the feed, which is given up for nothing but itself
-                call = self._plane.calls.run("feed_weights_update", part, digest=digest)
+                call = self._context.calls.run("feed_weights_update", part, digest=digest)
                 task = asyncio.create_task(call, name="two-phase update")
                 task.add_done_callback(
                     lambda done: None if done.cancelled() else done.exception()
@@ -358,14 +358,14 @@ class Updates:
                 await self._is_heard(update_id, task)
         except PlaneError:
             with contextlib.suppress(PlaneError):  # nobody will send it
-                await self._plane.calls.run("abort_weights_update", {"update_id": update_id})
+                await self._context.calls.run("abort_weights_update", {"update_id": update_id})
             raise
         self._receiving = _Receiving(update_id, fields.num_buckets, fields.group_name, task)
 
     async def _is_heard(self, update_id: str, task: asyncio.Task[dict[str, Any]]) -> None:
         """Until the fleet is held for these tensors: another change of it may come first. The feed's own bounds end
         the wait."""
-        bus, state = self._plane.calls.fleet.client.bus, self._plane.view.subjects.state
+        bus, state = self._context.calls.fleet.client.bus, self._context.view.subjects.state
         while not task.done():
             with contextlib.suppress(BusUnreachable):  # the feed goes on; given up here, it would be nobody's
                 holder = await read_holder(bus, state)
@@ -397,5 +397,5 @@ class Updates:
 
     async def _is_last(self, receiving: _Receiving) -> bool:
         """Another one may have been prepared since, by way of another frontend."""
-        last = await self.fed_standing() or await last_begun(self._plane)
+        last = await self.fed_standing() or await last_begun(self._context)
         return last == receiving.update_id

@@ -10,16 +10,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Literal
 
-from fastapi import FastAPI
 from pydantic import Field
 
-from frontend.dialects import DialectPlane
-from frontend.dialects.common import begun, joined
-from frontend.dialects.dialect_routes import Ask, Fields, add_route, report, take
+from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.fleet_as_one import begun, joined
 from frontend.dialects.sglang.adapters import BY_NAME, held_adapters, loaded
 from frontend.dialects.sglang.body_tensors import ANOTHER_WAY, FIELD, Store, read_tensors
 from frontend.dialects.sglang.sglang_session import Update, Updates
 from frontend.dialects.sglang.update_routes import refuse_draft, report_unused
+from frontend.server.shared_routes import DialectRequest, Fields, SharedRoutes, report, take
 from rl_plane.errors import Conflict, Locked, Unsupported
 from rl_plane.protocol.record import read_record
 from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
@@ -53,7 +52,7 @@ class AdapterFields(Fields):
     expected_checksums: dict[str, str] | None = None
 
 
-def mount_tensors(app: FastAPI, plane: DialectPlane, updates: Updates, store: Store) -> None:
+def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Updates, store: Store) -> None:
     held = updates.held
 
     async def standing() -> tuple[int, str | None, bool]:
@@ -61,14 +60,14 @@ def mount_tensors(app: FastAPI, plane: DialectPlane, updates: Updates, store: St
         nothing else was committed since, and nothing opened that it could be a part of."""
         if held:
             return held.number, None, False
-        record = await read_record(plane.calls.fleet.client.bus, plane.view.subjects.state)
+        record = await read_record(context.calls.fleet.client.bus, context.view.subjects.state)
         return held.number, record.update_id if record is not None else None, await updates.opened.is_open()
 
-    async def from_tensor(ask: Ask) -> Any:
-        fields = take(TensorFields, ask)
+    async def from_tensor(request: DialectRequest) -> Any:
+        fields = take(TensorFields, request)
         refuse_draft(fields.selector)
         _check_format(fields.load_format)
-        report_unused(ask, fields)
+        report_unused(request, fields)
         tensors = await asyncio.to_thread(read_tensors, fields.serialized_named_tensors)
         only_tied = tensors.keys() <= await held.ask_model()
         async with held.turn:
@@ -94,8 +93,8 @@ def mount_tensors(app: FastAPI, plane: DialectPlane, updates: Updates, store: St
         told = joined(reply, "Succeeded to update parameter online.")
         return {"success": True, "message": told, "weight_version": reply["version"]["label"]}
 
-    async def adapter(ask: Ask) -> Any:
-        fields = take(AdapterFields, ask)
+    async def adapter(request: DialectRequest) -> Any:
+        fields = take(AdapterFields, request)
         _check_format(fields.load_format)
         if fields.added_tokens_config:
             raise Unsupported(
@@ -107,17 +106,18 @@ def mount_tensors(app: FastAPI, plane: DialectPlane, updates: Updates, store: St
             ("expected_checksums", "every tensor's own digest is compared"),
         ):
             if getattr(fields, name):
-                report(ask.path, name, why)
+                report(request.path, name, why)
         tensors = await asyncio.to_thread(read_tensors, fields.serialized_named_tensors)
-        op = "swap" if fields.lora_name in await held_adapters(plane) else "load"
+        op = "swap" if fields.lora_name in await held_adapters(context) else "load"
         with begun():
             transport = await store.put(tensors, f"lora-{fields.lora_name}"[:100], fields.config_dict)
             target = {"kind": "lora", "op": op, "name": fields.lora_name}
-            await plane.calls.run("update_weights", {"target": target, "transport": transport}, ask.request_id)
-        return await loaded(plane)
+            await context.calls.run(
+                "update_weights", {"target": target, "transport": transport}, request.request_id
+            )
+        return await loaded(context)
 
-    add_route(
-        app,
+    routes.add(
         ["POST"],
         "/update_weights_from_tensor",
         from_tensor,
@@ -127,8 +127,7 @@ def mount_tensors(app: FastAPI, plane: DialectPlane, updates: Updates, store: St
         standing=standing,
         max_body_bytes=MAX_BODY_BYTES,
     )
-    add_route(
-        app,
+    routes.add(
         ["POST"],
         "/load_lora_adapter_from_tensors",
         adapter,

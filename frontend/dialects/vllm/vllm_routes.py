@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from fastapi import FastAPI
 from pydantic import Field
 
-from frontend.dialects import DialectPlane
-from frontend.dialects.common import (
+from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.fleet_as_one import (
     MEMORY,
     checksum_each,
-    let_go,
+    failure,
     members,
+    resume_fleet,
     same_of_all,
     served_version,
     tell_paused,
     world_size,
 )
-from frontend.dialects.dialect_routes import Ask, Fields, NoFields, add_route, failure, take
-from frontend.dialects.steering import mount_adapters, mount_pause
-from frontend.dialects.transaction import Transactions
+from frontend.dialects.common.pause_and_adapters import mount_adapters, mount_pause
+from frontend.dialects.common.transaction import Transactions
 from frontend.dialects.vllm.collective_rpc import mount_rpc
-from frontend.server.http import MAX_NAMES_BYTES
+from frontend.server.bodies import MAX_NAMES_BYTES
+from frontend.server.shared_routes import DialectRequest, Fields, NoFields, SharedRoutes, take
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unavailable, Unsupported
 from rl_plane.membership.worker_reply import engine_rows
 from rl_plane.protocol.record import PauseMode
@@ -90,47 +90,45 @@ class InfoFields(Fields):
     config_format: Literal["text", "json"] = "text"
 
 
-def mount(app: FastAPI, plane: DialectPlane) -> None:
-    mount_pause(app, plane)
-    mount_adapters(app, plane)
-    _mount_reading(app, plane)
-    _mount_engine(app, plane)
-    transactions = Transactions(plane, GROUP)
-    _mount_transfer(app, plane, transactions)
-    mount_rpc(app, plane, transactions)
+def mount(routes: SharedRoutes, context: DialectContext) -> None:
+    mount_pause(routes, context)
+    mount_adapters(routes, context)
+    _mount_reading(routes, context)
+    _mount_engine(routes, context)
+    transactions = Transactions(context, GROUP)
+    _mount_transfer(routes, context, transactions)
+    mount_rpc(routes, context, transactions)
 
 
-def _mount_reading(app: FastAPI, plane: DialectPlane) -> None:
-    async def is_paused(ask: Ask) -> Any:
-        return {"is_paused": await _unanimous(plane, "paused", lambda row: row["pause_state"] == "paused")}
+def _mount_reading(routes: SharedRoutes, context: DialectContext) -> None:
+    async def is_paused(request: DialectRequest) -> Any:
+        return {"is_paused": await _unanimous(context, "paused", lambda row: row["pause_state"] == "paused")}
 
-    async def is_sleeping(ask: Ask) -> Any:
-        return {"is_sleeping": await _unanimous(plane, "asleep", _asleep)}
+    async def is_sleeping(request: DialectRequest) -> Any:
+        return {"is_sleeping": await _unanimous(context, "asleep", _asleep)}
 
-    async def weight_info(ask: Ask) -> Any:
-        return {"weight_version": (await served_version(plane))["label"]}
+    async def weight_info(request: DialectRequest) -> Any:
+        return {"weight_version": (await served_version(context))["label"]}
 
-    async def get_world_size(ask: Ask) -> Any:
-        take(SizeFields, ask)
-        return {"world_size": await world_size(plane)}
+    async def get_world_size(request: DialectRequest) -> Any:
+        take(SizeFields, request)
+        return {"world_size": await world_size(context)}
 
-    async def server_info(ask: Ask) -> Any:
-        fields = take(InfoFields, ask)
-        config = await _config(plane)
+    async def server_info(request: DialectRequest) -> Any:
+        fields = take(InfoFields, request)
+        config = await _config(context)
         shown = config if fields.config_format == "json" else str(config)
         return {"vllm_config": shown, "vllm_env": {}, "system_env": {}}
 
-    add_route(app, ["GET"], "/is_paused", is_paused, summary="Is the fleet paused?")
-    add_route(app, ["GET"], "/is_sleeping", is_sleeping, summary="Is its memory released?")
-    add_route(app, ["GET"], "/weight_info", weight_info, summary="The label of the one version that is served.")
-    add_route(app, ["GET"], "/get_world_size", get_world_size, summary="Ranks of all workers.", fields=SizeFields)
-    add_route(
-        app, ["GET"], "/server_info", server_info, summary="The fleet as one vLLM server.", fields=InfoFields
-    )
+    routes.add(["GET"], "/is_paused", is_paused, summary="Is the fleet paused?")
+    routes.add(["GET"], "/is_sleeping", is_sleeping, summary="Is its memory released?")
+    routes.add(["GET"], "/weight_info", weight_info, summary="The label of the one version that is served.")
+    routes.add(["GET"], "/get_world_size", get_world_size, summary="Ranks of all workers.", fields=SizeFields)
+    routes.add(["GET"], "/server_info", server_info, summary="The fleet as one vLLM server.", fields=InfoFields)
 
 
-async def _unanimous(plane: DialectPlane, what: str, holds: Any) -> bool:
-    rows = await members(plane)
+async def _unanimous(context: DialectContext, what: str, holds: Any) -> bool:
+    rows = await members(context)
     those = [row["instance_id"] for row in rows if holds(row)]
     if those and len(those) < len(rows):
         others = [row["instance_id"] for row in rows if row["instance_id"] not in those]
@@ -144,15 +142,15 @@ def _asleep(row: dict[str, Any]) -> bool:
     return any(reason.partition(":")[0] == "memory" for reason in row["admission"]["reasons"])
 
 
-async def _config(plane: DialectPlane) -> dict[str, Any]:
+async def _config(context: DialectContext) -> dict[str, Any]:
     """What clients read of a `VllmConfig`: one engine with the ranks of all workers."""
-    rows = engine_rows(await plane.calls.run("describe", {}))
+    rows = engine_rows(await context.calls.run("describe", {}))
     silent = [row["instance_id"] for row in rows if row["status"] != "ok"]
     if silent:
         raise Unavailable(f"{', '.join(silent[:8])} did not answer", workers=rows, retry_after_s=1.0)
     ranks = sum(int(row["world_size"]) for row in rows)
     shared = set.intersection(*(set(row["transports"]) for row in rows))
-    models = plane.generation.list_models()["data"]
+    models = context.generation.list_models()["data"]
     return {
         "model_config": {
             "model": models[0]["id"] if models else None,
@@ -189,23 +187,25 @@ def _lora_config(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     }
 
 
-def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
-    async def abort_requests(ask: Ask) -> Any:
-        fields = take(AbortFields, ask)
+def _mount_engine(routes: SharedRoutes, context: DialectContext) -> None:
+    async def abort_requests(request: DialectRequest) -> Any:
+        fields = take(AbortFields, request)
         body = (
-            {"request_ids": plane.generation.caller_ids.made_of(fields.request_ids)} if fields.request_ids else {}
+            {"request_ids": context.generation.caller_ids.made_of(fields.request_ids)}
+            if fields.request_ids
+            else {}
         )
-        reply = await plane.calls.run("abort_requests", body, ask.request_id)
+        reply = await context.calls.run("abort_requests", body, request.request_id)
         count = sum(int(row["aborted"]) for row in engine_rows(reply))
         return {"status": "aborted", "aborted": count + reply["waiting"]}
 
-    async def reset_prefix_cache(ask: Ask) -> Any:
-        fields = take(CacheFields, ask)
+    async def reset_prefix_cache(request: DialectRequest) -> Any:
+        fields = take(CacheFields, request)
         for name in ("reset_running_requests", "reset_external"):
             if getattr(fields, name):
                 raise Unsupported(f"{name} is not supported here", field=name, fix="leave it out; pause first")
         try:
-            await plane.calls.run("flush_cache", {}, ask.request_id)
+            await context.calls.run("flush_cache", {}, request.request_id)
         except Conflict as error:
             codes = {row["error"]["code"] for row in error.facts.get("workers") or () if row.get("error")}
             if codes != {Conflict.code}:
@@ -213,16 +213,16 @@ def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
             return {"success": False, "message": failure(error)}  # engines with requests refuse; vLLM says it so
         return {"success": True}
 
-    async def weight_checker(ask: Ask) -> Any:
-        fields = take(CheckerFields, ask)
+    async def weight_checker(request: DialectRequest) -> Any:
+        fields = take(CheckerFields, request)
         if fields.action == "reset":
-            await plane.calls.run("check_weights", {"action": "reset_tensors"}, ask.request_id)
+            await context.calls.run("check_weights", {"action": "reset_tensors"}, request.request_id)
             return {"status": "reset"}
         if fields.action == "compare" and fields.baseline is None:
             raise InvalidRequest("compare needs a baseline", field="baseline", fix="send an earlier checksum's")
         found = {
             f"{row['instance_id']}.rank{rank['rank']}": str(rank["checksum"])
-            for row in await checksum_each(plane)
+            for row in await checksum_each(context)
             for rank in row["ranks"]
         }
         if fields.action == "checksum":
@@ -232,82 +232,81 @@ def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
         differ = sorted(key for key in found.keys() | known.keys() if found.get(key) != known.get(key))
         return {"match": not differ, "mismatches": differ}
 
-    async def sleep(ask: Ask) -> Any:
-        fields = take(SleepFields, ask)
+    async def sleep(request: DialectRequest) -> Any:
+        fields = take(SleepFields, request)
         if fields.level > 0:
-            await plane.calls.fleet.check_memory("release_memory")  # before anybody is paused for it
-        await plane.calls.run("pause", {"mode": fields.mode}, ask.request_id)
+            await context.calls.fleet.check_memory("release_memory")  # before anybody is paused for it
+        await context.calls.run("pause", {"mode": fields.mode}, request.request_id)
         if fields.level > 0:
             try:
-                await plane.calls.run("release_memory", {"tags": list(MEMORY)}, ask.request_id)
+                await context.calls.run("release_memory", {"tags": list(MEMORY)}, request.request_id)
             except PlaneError as error:
-                await tell_paused(plane, error)
+                await tell_paused(context, error)
                 raise
         return {"status": "sleeping", "level": min(fields.level, 1)}
 
-    async def wake_up(ask: Ask) -> Any:
-        fields = take(WakeFields, ask)
+    async def wake_up(request: DialectRequest) -> Any:
+        fields = take(WakeFields, request)
         tags = [tag for tag in MEMORY if tag in (fields.tags or MEMORY)]
-        awake = await _take_back(plane, tags, ask.request_id)
+        awake = await _take_back(context, tags, request.request_id)
         if awake:
-            await let_go(plane)
+            await resume_fleet(context)
         return {"status": "awake" if awake else "sleeping", "tags": fields.tags}
 
-    add_route(app, ["POST"], "/abort_requests", abort_requests, summary="End requests now.", fields=AbortFields)
-    add_route(
-        app,
+    routes.add(["POST"], "/abort_requests", abort_requests, summary="End requests now.", fields=AbortFields)
+    routes.add(
         ["POST"],
         "/reset_prefix_cache",
         reset_prefix_cache,
         summary="Drop the prefix caches.",
         fields=CacheFields,
     )
-    add_route(app, ["POST"], "/weight_checker", weight_checker, summary="Checksums by rank.", fields=CheckerFields)
-    add_route(app, ["POST"], "/sleep", sleep, summary="Pause, and release memory.", fields=SleepFields)
-    add_route(app, ["POST"], "/wake_up", wake_up, summary="Take memory again, and go on.", fields=WakeFields)
+    routes.add(["POST"], "/weight_checker", weight_checker, summary="Checksums by rank.", fields=CheckerFields)
+    routes.add(["POST"], "/sleep", sleep, summary="Pause, and release memory.", fields=SleepFields)
+    routes.add(["POST"], "/wake_up", wake_up, summary="Take memory again, and go on.", fields=WakeFields)
 
 
-async def _take_back(plane: DialectPlane, tags: list[str], request_id: str) -> bool:
+async def _take_back(context: DialectContext, tags: list[str], request_id: str) -> bool:
     """Is all memory there then?"""
     if not tags:
-        return not any(_asleep(row) for row in await members(plane))
+        return not any(_asleep(row) for row in await members(context))
     try:
-        reply = await plane.calls.run("resume_memory", {"tags": tags}, request_id)
+        reply = await context.calls.run("resume_memory", {"tags": tags}, request_id)
     except Unsupported:
         return True  # no engine here can, so none has released any
     return not any(row["tags"] for row in engine_rows(reply))
 
 
-def _mount_transfer(app: FastAPI, plane: DialectPlane, transactions: Transactions) -> None:
-    async def init(ask: Ask) -> Any:
-        await transactions.init(take(InitFields, ask).init_info, ask.path)
+def _mount_transfer(routes: SharedRoutes, context: DialectContext, transactions: Transactions) -> None:
+    async def init(request: DialectRequest) -> Any:
+        await transactions.init(take(InitFields, request).init_info, request.path)
         return {"message": "Weight transfer initialized"}
 
-    async def shut_down(ask: Ask) -> Any:
+    async def shut_down(request: DialectRequest) -> Any:
         await transactions.shut_down()
         return {"message": "Weight transfer shut down"}
 
-    async def start(ask: Ask) -> Any:
-        take(NoFields, ask)
-        await transactions.start(ask.request_id)
+    async def start(request: DialectRequest) -> Any:
+        take(NoFields, request)
+        await transactions.start(request.request_id)
         return {"message": "Weight update started"}
 
-    async def start_draft(ask: Ask) -> Any:
+    async def start_draft(request: DialectRequest) -> Any:
         raise Unsupported("there is no draft model here", field="path", fix="start_weight_update")
 
-    async def update(ask: Ask) -> Any:
-        await transactions.update(take(UpdateFields, ask).update_info, ask)
+    async def update(request: DialectRequest) -> Any:
+        await transactions.update(take(UpdateFields, request).update_info, request)
         return {"message": "Weights updated"}
 
-    async def finish(ask: Ask) -> Any:
-        reply = await transactions.finish(take(FinishFields, ask).weight_version)
+    async def finish(request: DialectRequest) -> Any:
+        reply = await transactions.finish(take(FinishFields, request).weight_version)
         told = {name: reply[name] for name in ("version", "excluded")}
         return {"message": "Weight update finished", **told}
 
-    async def update_version(ask: Ask) -> Any:
-        label = take(VersionFields, ask).new_version
+    async def update_version(request: DialectRequest) -> Any:
+        label = take(VersionFields, request).new_version
         if not await transactions.name_next(label):
-            served = (await served_version(plane))["label"]
+            served = (await served_version(context))["label"]
             if served != label:
                 raise Conflict(
                     f"the fleet serves {served!r}; a version keeps the label that it was committed under",
@@ -323,22 +322,20 @@ def _mount_transfer(app: FastAPI, plane: DialectPlane, transactions: Transaction
         ("/start_draft_weight_update", start_draft, "Refused: there is no draft model.", NoFields),
         ("/finish_weight_update", finish, "Commit it, everywhere or nowhere.", FinishFields),
     ):
-        add_route(app, ["POST"], path, handler, summary=summary, fields=fields, once=True)
-    add_route(
-        app,
+        routes.add(["POST"], path, handler, summary=summary, fields=fields, once=True)
+    routes.add(
         ["POST"],
         "/update_weights",
         update,
         summary="Tensors that are broadcast now.",
         fields=UpdateFields,
         # With weight_dir, null or not, it is what prime-rl's broadcaster sends.
-        claims=lambda ask: ask.has("update_info") and not ask.has("weight_dir"),
+        claims=lambda request: request.has("update_info") and not request.has("weight_dir"),
         once=True,
         standing=transactions.standing,
         max_body_bytes=MAX_NAMES_BYTES,
     )
-    add_route(
-        app,
+    routes.add(
         ["POST"],
         "/update_weight_version",
         update_version,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI
 from pydantic import Field
 
-from frontend.dialects import DialectPlane
-from frontend.dialects.common import let_go, unretried
-from frontend.dialects.dialect_routes import Ask, Fields, NoFields, add_route, take
+from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.fleet_as_one import resume_fleet, unretried
+from frontend.server.shared_routes import DialectRequest, Fields, NoFields, SharedRoutes, take
 from rl_plane.errors import InvalidRequest, NotFound
 from rl_plane.protocol.record import PauseMode
 from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
@@ -37,41 +36,43 @@ class UnloadLoraFields(Fields):
     lora_name: str = Field(min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
 
 
-def mount_pause(app: FastAPI, plane: DialectPlane) -> None:
-    async def pause(ask: Ask) -> Any:
-        fields = take(PauseFields, ask)
+def mount_pause(routes: SharedRoutes, context: DialectContext) -> None:
+    async def pause(request: DialectRequest) -> Any:
+        fields = take(PauseFields, request)
         drops = fields.clear_cache and fields.mode != "keep"
-        await plane.calls.run("pause", {"mode": fields.mode, "clear_cache": drops}, ask.request_id)
+        await context.calls.run("pause", {"mode": fields.mode, "clear_cache": drops}, request.request_id)
         return {"status": "paused"}
 
-    async def resume(ask: Ask) -> Any:
-        take(NoFields, ask)
-        await let_go(plane, ask.request_id)
+    async def resume(request: DialectRequest) -> Any:
+        take(NoFields, request)
+        await resume_fleet(context, request.request_id)
         return {"status": "resumed"}
 
-    add_route(app, ["POST"], "/pause", pause, summary="Stop generation.", fields=PauseFields)
-    add_route(app, ["POST"], "/resume", resume, summary="Go on.")
+    routes.add(["POST"], "/pause", pause, summary="Stop generation.", fields=PauseFields)
+    routes.add(["POST"], "/resume", resume, summary="Go on.")
 
 
-def mount_adapters(app: FastAPI, plane: DialectPlane, prefix: str = "/v1/", *, replaces: bool = False) -> None:
+def mount_adapters(
+    routes: SharedRoutes, context: DialectContext, prefix: str = "/v1/", *, replaces: bool = False
+) -> None:
     """`replaces`: loading a name again puts the new weights in its place, asked or not, as prime-rl's server does."""
 
-    async def load(ask: Ask) -> Any:
-        fields = take(LoadLoraFields, ask)
+    async def load(request: DialectRequest) -> Any:
+        fields = take(LoadLoraFields, request)
         if fields.is_3d_lora_weight:
             raise InvalidRequest(
                 "adapters of three-dimensional weights are not known here",
                 field="is_3d_lora_weight",
                 fix="leave it out",
             )
-        if not (replaces or fields.load_inplace) and fields.lora_name in await _adapters(plane):
+        if not (replaces or fields.load_inplace) and fields.lora_name in await _adapters(context):
             raise InvalidRequest(
                 f"the adapter {fields.lora_name!r} is loaded already",
                 field="lora_name",
                 fix="load_inplace: true replaces it",
             )
         body = {"lora_name": fields.lora_name, "lora_path": fields.lora_path}
-        loading = plane.calls.run("load_lora_adapter", body, ask.request_id)
+        loading = context.calls.run("load_lora_adapter", body, request.request_id)
         try:
             await (unretried(loading) if replaces else loading)
         except InvalidRequest as error:
@@ -82,11 +83,11 @@ def mount_adapters(app: FastAPI, plane: DialectPlane, prefix: str = "/v1/", *, r
             "message": f"Success: LoRA adapter '{fields.lora_name}' added successfully.",
         }
 
-    async def unload(ask: Ask) -> Any:
-        fields = take(UnloadLoraFields, ask)
-        if fields.lora_name not in await _adapters(plane):
+    async def unload(request: DialectRequest) -> Any:
+        fields = take(UnloadLoraFields, request)
+        if fields.lora_name not in await _adapters(context):
             raise NotFound(f"there is no adapter {fields.lora_name!r}", field="lora_name", fix="load it first")
-        await plane.calls.run("unload_lora_adapter", {"lora_name": fields.lora_name}, ask.request_id)
+        await context.calls.run("unload_lora_adapter", {"lora_name": fields.lora_name}, request.request_id)
         return {
             "status": "ok",
             "success": True,
@@ -94,9 +95,9 @@ def mount_adapters(app: FastAPI, plane: DialectPlane, prefix: str = "/v1/", *, r
         }
 
     name, words = prefix + "load_lora_adapter", "Load an adapter on the whole fleet, or on none."
-    add_route(app, ["POST"], name, load, summary=words, fields=LoadLoraFields, once=True)
+    routes.add(["POST"], name, load, summary=words, fields=LoadLoraFields, once=True)
     name, words = prefix + "unload_lora_adapter", "Unload an adapter."
-    add_route(app, ["POST"], name, unload, summary=words, fields=UnloadLoraFields, once=True)
+    routes.add(["POST"], name, unload, summary=words, fields=UnloadLoraFields, once=True)
 
 
 def _done(text: str) -> dict[str, Any]:
@@ -104,8 +105,8 @@ def _done(text: str) -> dict[str, Any]:
     return {"status": "ok", "success": True, "message": f"Success: {text}"}
 
 
-async def _adapters(plane: DialectPlane) -> dict[str, Any]:
-    held: dict[str, Any] = (await plane.calls.run("weight_version", {}))["adapters"]
+async def _adapters(context: DialectContext) -> dict[str, Any]:
+    held: dict[str, Any] = (await context.calls.run("weight_version", {}))["adapters"]
     return held
 
 

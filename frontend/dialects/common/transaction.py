@@ -12,9 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from frontend.dialects import DialectPlane
-from frontend.dialects.common import NOT_POSSIBLE, begun, check_label, check_world, last_begun, world_size
-from frontend.dialects.dialect_routes import Ask, report
+from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.fleet_as_one import (
+    NOT_POSSIBLE,
+    begun,
+    check_label,
+    check_world,
+    last_begun,
+    world_size,
+)
+from frontend.server.shared_routes import DialectRequest, report
 from rl_plane.commit.history import read_entry
 from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.errors import BusUnreachable, Conflict, Locked, PlaneError
@@ -54,9 +61,9 @@ class _Current:
 class Transactions:
     """Of one dialect, in this frontend."""
 
-    def __init__(self, plane: DialectPlane, group: str) -> None:
+    def __init__(self, context: DialectContext, group: str) -> None:
         """`group`: what the dialect's groups are called without another name; and whose its updates are."""
-        self._plane = plane
+        self._context = context
         self._group = group
         self.transfer: Transfer | None = None
         self._current: _Current | None = None
@@ -68,26 +75,26 @@ class Transactions:
         for name in unknown_of(InitInfo, given):
             report(where, f"init_info.{name}")
         info = parse_part(InitInfo, given, "init_info")
-        rows = engine_rows(await self._plane.calls.run("describe", {}))
+        rows = engine_rows(await self._context.calls.run("describe", {}))
         check_init(info, {row["instance_id"]: str(row.get("device")) for row in rows})
-        check_world(info.world_size, info.rank_offset, await world_size(self._plane))
+        check_world(info.world_size, info.rank_offset, await world_size(self._context))
         await self._leave()
         self.transfer = None
-        transfer = Transfer.of(info, self._group, self._plane.feed_timeout_s)
+        transfer = Transfer.of(info, self._group, self._context.feed_timeout_s)
         if info.timeout_s is not None and info.timeout_s > transfer.timeout_s:
             report(where, "init_info.timeout_s", f"nothing is waited for longer than {transfer.timeout_s:g} s")
         with begun():
-            await self._plane.calls.run("init_transport", init_body(info, transfer))
+            await self._context.calls.run("init_transport", init_body(info, transfer))
         self.transfer = transfer
 
     async def _leave(self) -> None:
         """A trainer that begins anew has left what it had started, by whichever frontend. One that can't be dropped
         stands yet, also where it has run out, and would take the next group with it when it ends: nothing is begun
         then, and who calls may call again."""
-        session = await read_session(self._plane.calls.fleet.client.bus, self._plane.view.subjects.state)
+        session = await read_session(self._context.calls.fleet.client.bus, self._context.view.subjects.state)
         if session is not None and session.owner == self._group:
             try:
-                await self._plane.calls.run("abort_weights_update", {"update_id": session.update_id})
+                await self._context.calls.run("abort_weights_update", {"update_id": session.update_id})
             except (Locked, BusUnreachable):
                 raise
             except PlaneError:
@@ -99,7 +106,7 @@ class Transactions:
         transfer, self.transfer = self.transfer, None
         if transfer is not None:
             body = {"backend": transfer.backend, "group": transfer.group}
-            await self._plane.calls.run("destroy_transport", body)
+            await self._context.calls.run("destroy_transport", body)
 
     # ---- one update ----
 
@@ -127,24 +134,24 @@ class Transactions:
 
     async def standing(self) -> str | None:
         """The id of the update of this dialect that waits for its parts, or for its end."""
-        session = await read_session(self._plane.calls.fleet.client.bus, self._plane.view.subjects.state)
+        session = await read_session(self._context.calls.fleet.client.bus, self._context.view.subjects.state)
         if session is None or session.owner != self._group:
             return None
         return session.update_id
 
-    async def update(self, given: Any, ask: Ask) -> None:
+    async def update(self, given: Any, request: DialectRequest) -> None:
         """`given`: an `update_info`. A failure ends the update, as in vLLM."""
         info = one_of_all(given)
         if isinstance(given, list):
-            check_entries(given, await world_size(self._plane))
+            check_entries(given, await world_size(self._context))
         if "weight_dir" in info:
             for name in info.keys() - {"weight_dir"}:
-                report(ask.path, f"update_info.{name}")
+                report(request.path, f"update_info.{name}")
             await self._from_directory(info["weight_dir"])
             return
         part = parse_update(info)
         for name in unknown_of(UpdateInfo, info):
-            report(ask.path, f"update_info.{name}")
+            report(request.path, f"update_info.{name}")
         if self.transfer is None:
             raise Conflict(
                 "no group is formed with this frontend",
@@ -153,7 +160,7 @@ class Transactions:
             )
         with begun(NOT_POSSIBLE):
             body = {"update_id": await self._meant(), **feed_body(part, self.transfer)}
-            await self._plane.calls.run("feed_weights_update", body, digest=ask.digest)
+            await self._context.calls.run("feed_weights_update", body, digest=request.digest)
 
     async def _from_directory(self, path: Any) -> None:
         current = self._current
@@ -174,7 +181,7 @@ class Transactions:
         current = self._current = await self._to_finish()
         body = {"update_id": current.update_id, **({"version": label} if label is not None else {})}
         with begun(NOT_POSSIBLE):
-            reply = await self._plane.calls.run("complete_weights_update", body)
+            reply = await self._context.calls.run("complete_weights_update", body)
         current.finished = True
         check_label(reply, label)
         return reply
@@ -187,7 +194,7 @@ class Transactions:
             return current
         if (waiting := await self._waiting()) is not None:
             return _Current(waiting, prepared=True)
-        if current is None or await last_begun(self._plane) not in (None, current.update_id):
+        if current is None or await last_begun(self._context) not in (None, current.update_id):
             raise Conflict(
                 "no update is prepared",
                 field="update_id",
@@ -204,7 +211,7 @@ class Transactions:
 
     async def _is_committed(self, current: _Current) -> bool:
         """By way of another frontend."""
-        bus, state = self._plane.calls.fleet.client.bus, self._plane.view.subjects.state
+        bus, state = self._context.calls.fleet.client.bus, self._context.view.subjects.state
         entry = await read_entry(bus, state, current.update_id)
         return entry is not None and entry.outcome == "committed"
 
@@ -214,7 +221,7 @@ class Transactions:
         if current is not None and not current.prepared and await self._goes_on(current):
             current.label = label
         elif (update_id := await self._waiting()) is not None:
-            await self._plane.calls.run("name_weights_update", {"update_id": update_id, "version": label})
+            await self._context.calls.run("name_weights_update", {"update_id": update_id, "version": label})
         else:
             return False
         return True
@@ -224,7 +231,7 @@ class Transactions:
         current, self._current = self._current, None
         if current is not None and current.prepared and not current.finished:
             try:
-                await self._plane.calls.run("abort_weights_update", {"update_id": current.update_id})
+                await self._context.calls.run("abort_weights_update", {"update_id": current.update_id})
             except (Locked, BusUnreachable):  # it stands yet, and would keep its trainer's next one out
                 current.failed, self._current = True, current
             except PlaneError:
@@ -234,7 +241,7 @@ class Transactions:
         try:
             named = {} if current.label is None else {"version": current.label}
             body = {"transport": transport, "owner": self._group, **named}
-            await self._plane.calls.run("prepare_weights_update", body, current.update_id)
+            await self._context.calls.run("prepare_weights_update", body, current.update_id)
         except Locked as error:
             raise begun_before(error, self._current.update_id if self._current is not None else None) from error
         current.prepared = True
