@@ -25,7 +25,6 @@ from bench.deltas import measure_deltas
 from bench.fanout import measure_fan_out
 from bench.gaps import SHAPE_500_MB, measure_gaps
 from bench.generation import QUICK_TOKENS, TOKENS, NotUp, have_vllm, measure_fake, measure_vllm
-from bench.kills import measure_kills
 from bench.published import measure_published
 from bench.pulls import measure_pulls
 from bench.report import (
@@ -39,7 +38,6 @@ from bench.report import (
     fan_out_rows,
     gap_rows,
     ipc_rows,
-    kill_rows,
     published_rows,
     pull_rows,
     ratio_table,
@@ -65,7 +63,6 @@ QUICK_UPDATE_ROUNDS = {1: 3, 8: 3}
 GAP_ROUNDS = 7
 CANARY_ROUNDS, QUICK_CANARY_ROUNDS = 15, 2
 STORED_ROUNDS, QUICK_STORED_ROUNDS = 5, 1
-PHASE_KILLS, QUICK_PHASE_KILLS = 7, 1
 QUICK_SHARED_BYTES = 64 << 20
 SHARED_ROUNDS, QUICK_SHARED_ROUNDS = 9, 2
 QUICK_PULLED_BYTES = 32 << 20
@@ -134,8 +131,6 @@ async def updates(scratch: Path, size: Size) -> list[Row]:
         if commits.excluded:
             _say(f"{commits.excluded} of {workers * rounds:,} were excluded: they did not answer in time")
         found += commit_rows(commits)
-    _say("updates with a worker killed …")
-    found += kill_rows(await measure_kills(tiny, QUICK_PHASE_KILLS if size.quick else PHASE_KILLS))
     if not size.quick:
         _say("updates of 500 MB …")
         large = [make_tiny_model(scratch / f"large{seed}", seed, "float32", **SHAPE_500_MB) for seed in range(2)]

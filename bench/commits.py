@@ -1,6 +1,6 @@
 """Updates of tiny weights, beside the raw scatter-gathers that their phases need.
 
-What is left of an update when the weights weigh nothing is control: five scatter-gathers to all workers (attest,
+What is left of an update when the weights weigh nothing is control: five scatter-gathers to all workers (report_record,
 prepare_update, follow_record, commit_update, follow_record), the decision's and the history's writes, and the work of
 the workers. The raw ones send as many bytes to as many plain subscribers, and get as many back.
 """

@@ -1,9 +1,9 @@
-"""What the coordinators of this process do, and when; and a way to step in."""
+"""Records what the coordinators of this process do, and when."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,13 +21,12 @@ class Seen:
 
 
 @contextmanager
-def phases_seen(before: Callable[[Instruction], None] = lambda _: None) -> Iterator[list[Seen]]:
-    """Grows while updates are coordinated. `before` is called with each instruction."""
+def phases_seen() -> Iterator[list[Seen]]:
+    """Yields a list that grows while updates are coordinated."""
     seen: list[Seen] = []
     carry_out = Coordinator._carry_out
 
     async def noted(self: Coordinator, instruction: Instruction) -> Event:
-        before(instruction)
         start = time.perf_counter()
         try:
             return await carry_out(self, instruction)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add, truediv
 
@@ -15,12 +15,10 @@ from bench.deltas import DeltaTimes
 from bench.fanout import OP, PATH, FanOutTimes
 from bench.gaps import GapTimes
 from bench.generation import PROCESSES, VLLM_SERVER, StreamTimes
-from bench.kills import WORKERS, KillTimes
 from bench.published import PublishedTimes
 from bench.pulls import PullTimes
 from bench.shared_memory import COPY, IpcTimes
 from bench.stored import UNVERIFIED, StoredTimes
-from rl_plane.commit.steps import Phase
 
 AIM_FROM_WORKERS = 8
 """The aims for a fan-out are for 8 workers and more; with one it is all set-up."""
@@ -145,14 +143,6 @@ def commit_rows(times: CommitTimes) -> list[Row]:
         compared("update", times.workers, times.seconds["update"], f"{count} raw", all_raw, CONTROL_AIM),
         compared("its commit", times.workers, times.seconds["commit"], f"{times.after} raw", after, CONTROL_AIM),
     ]
-
-
-def kill_rows(times: Mapping[Phase, KillTimes]) -> list[Row]:
-    rows = []
-    for phase, found in times.items():
-        for what, seconds in (("answer", found.answered), ("all others serve", found.serving)):
-            rows.append(compared(f"killed in {phase} → {what}", WORKERS, seconds, "undisturbed", found.calm, None))
-    return rows
 
 
 def gap_rows(times: GapTimes) -> list[Row]:

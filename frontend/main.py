@@ -62,7 +62,7 @@ class Frontend:
         self.view = view
         self.delivers_tokens = options.http_port is not None or options.speaks
         """Whether this frontend delivers tokens. Updates do not wait for a frontend that does not."""
-        self.feed_timeout_s = options.feed_timeout_s
+        self.part_timeout_s = options.part_timeout_s
         self.status = FleetStatus(client, view)
         self.metrics = FrontendMetrics(self._snapshot)
         self.events = FleetEvents(view, self.status)
@@ -144,7 +144,7 @@ class Frontend:
             # The dialects' clients take this listener for a whole engine, so it generates too.
             add_generation_routes(api, self.generation, self.tokens, as_engine=True)
             calls = DialectCalls(self.calls)
-            context = DialectContext(calls, self.view, self.generation, options.feed_timeout_s)
+            context = DialectContext(calls, self.view, self.generation, options.part_timeout_s)
             mount_dialects(shared, options.dialects, context)
             extend = functools.partial(with_discovery, context)
         add_facade_routes(api, self.calls, self.events, self.metrics, shared, extend)

@@ -41,7 +41,7 @@ from rl_plane.errors import (
     WrongIncarnation,
 )
 from rl_plane.membership.core import Changed, Member, Snapshot
-from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
 from rl_plane.rollouts.multi_turn import check_next_prompt, next_prompt
 from rl_plane.rollouts.partial import Gathered, Rollout, gather_enough
@@ -51,7 +51,7 @@ if typing.TYPE_CHECKING:
     from rl_plane.fleet.fleet import Fleet
     from rl_plane.sync import SyncRlClient
 else:
-    _ON_NATS = {"FanOut": "client", "Fleet": "fleet", "RlClient": "client", "SyncRlClient": "sync"}
+    _ON_NATS = {"FanOut": "client", "Fleet": "fleet.fleet", "RlClient": "client", "SyncRlClient": "sync"}
     """Name → its module. Loaded when asked for: what has the model (an engine's processes, an engine by itself) does
     without nats-py."""
 
@@ -106,7 +106,7 @@ __all__ = [
     "UpdateAborted",
     "WeightVersion",
     "WorkerLost",
-    "WorkerRow",
+    "WorkerReply",
     "WrongIncarnation",
     "check_next_prompt",
     "gather_enough",

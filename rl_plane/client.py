@@ -35,7 +35,7 @@ from rl_plane.errors import (
 )
 from rl_plane.membership.core import Changed, Member, Snapshot
 from rl_plane.membership.view import MembershipView
-from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.envelope import Request, decode, encode, encode_for_each
 from rl_plane.protocol.subjects import (
     DEFAULT_COMPONENT,
@@ -58,11 +58,11 @@ class FanOut:
     """The answers of one fan-out: a row for each member of the snapshot that it was sent to."""
 
     snapshot: Snapshot
-    rows: list[WorkerRow]
+    rows: list[WorkerReply]
     elapsed_s: float
 
     @property
-    def failed(self) -> list[WorkerRow]:
+    def failed(self) -> list[WorkerReply]:
         return [row for row in self.rows if row.status == "error"]
 
 
@@ -239,7 +239,7 @@ class RlClient:
         timeout_s: float | None = None,
         held: HeldLock | None = None,
         request_id: str = "",
-    ) -> WorkerRow:
+    ) -> WorkerReply:
         """Asks one worker, and raises its error. Strictly that one: NotFound when it is not in the fleet.
 
         A changing op takes the component's lock for its fence, unless the caller holds it already."""
@@ -307,8 +307,8 @@ class RlClient:
         body: dict[str, Any],
         timeout_s: float | None = None,
         held: HeldLock | None = None,
-        told: Callable[[WorkerRow], None] | None = None,
-    ) -> list[WorkerRow]:
+        told: Callable[[WorkerReply], None] | None = None,
+    ) -> list[WorkerReply]:
         """`call_all` for a coordinator, which knows its members and, if the op changes anything, has the lock.
         `told` gets each row as it comes; it must not raise."""
         spec = op_named(op)
@@ -348,8 +348,8 @@ class RlClient:
         request: Request,
         timeout_s: float,
         retries: int = 0,
-        told: Callable[[WorkerRow], None] | None = None,
-    ) -> list[WorkerRow]:
+        told: Callable[[WorkerReply], None] | None = None,
+    ) -> list[WorkerReply]:
         direct = view.subjects.rl_direct("")
         if request.fence is None:
             payload = encode(request.to_wire())
@@ -359,7 +359,7 @@ class RlClient:
             targets = [
                 (direct + member.instance_id, payload) for member, payload in zip(members, payloads, strict=True)
             ]
-        rows: dict[int, WorkerRow] = {}
+        rows: dict[int, WorkerReply] = {}
 
         def heard(index: int, answer: Answer) -> None:
             member = members[index]
@@ -427,7 +427,7 @@ def _follow(gather: Gather, scatter: Scatter, members: Sequence[Member]) -> Any:
     return changed
 
 
-def _row(member: Member, answer: Answer, timeout_s: float) -> WorkerRow:
+def _row(member: Member, answer: Answer, timeout_s: float) -> WorkerReply:
     error: PlaneError
     if isinstance(answer, Missing):
         if answer is Missing.SILENT:
@@ -436,13 +436,13 @@ def _row(member: Member, answer: Answer, timeout_s: float) -> WorkerRow:
             )
         else:
             error = WorkerLost(answer.value, instance_id=member.instance_id)
-        return WorkerRow(member.instance_id, member.incarnation, "error", error=error)
+        return WorkerReply(member.instance_id, member.incarnation, "error", error=error)
     try:
         wire = decode(answer)
         failure = wire.get("error")
         if wire["status"] == "skipped" and member.stage is None:
             raise ValueError("an engine skips nothing")
-        return WorkerRow(
+        return WorkerReply(
             member.instance_id,
             wire["incarnation"],
             wire["status"],
@@ -453,7 +453,7 @@ def _row(member: Member, answer: Answer, timeout_s: float) -> WorkerRow:
         )
     except (PlaneError, LookupError, TypeError, ValueError) as malformed:
         error = EngineFailed(f"its reply can't be read: {malformed}", instance_id=member.instance_id)
-        return WorkerRow(member.instance_id, member.incarnation, "error", error=error)
+        return WorkerReply(member.instance_id, member.incarnation, "error", error=error)
 
 
 def check_timeout(field: str, timeout_s: float | None) -> None:

@@ -24,10 +24,10 @@ from rl_plane.client import EmptyFleet, FanOut, RlClient
 from rl_plane.errors import BusUnreachable, DeadlineExceeded
 from rl_plane.fleet.fleet import LOST_RETRIES
 from rl_plane.membership.core import Snapshot
-from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.fleet_ops import DEFAULT_WAIT_S, FLEET_OPS
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
-from rl_plane.protocol.update_requests import FEED_TIMEOUT_S, UpdatePolicy
+from rl_plane.protocol.update_requests import PART_TIMEOUT_S, UpdatePolicy
 from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S, ENGINE_S, OPS, op_named
 
 MARGIN_S = 20.0
@@ -170,7 +170,7 @@ class SyncRlClient:
         component: str | None = None,
         timeout_s: float | None = None,
         request_id: str = "",
-    ) -> WorkerRow:
+    ) -> WorkerReply:
         """As RlClient.call: raises the worker's error. `timeout_s`: for the worker's answer."""
         call = self._client.call(
             instance_id, op, body, component=component, timeout_s=timeout_s, request_id=request_id
@@ -302,8 +302,8 @@ def call_bound_s(op: str, body: dict[str, Any]) -> float:
             + taken * _number(given.get("prepare_timeout_s"), defaults.prepare_timeout_s)
             + 2 * _number(given.get("commit_timeout_s"), defaults.commit_timeout_s)
         )
-    if op == "feed_weights_update":
-        return wait_s + 2 * _number(body.get("timeout_s"), FEED_TIMEOUT_S) + ENGINE_S  # once for the lock
+    if op == "receive_weights_part":
+        return wait_s + 2 * _number(body.get("timeout_s"), PART_TIMEOUT_S) + ENGINE_S  # once for the lock
     if op not in FLEET_OPS:
         return wait_s
     worker_op = WORKER_OPS.get(op, op)

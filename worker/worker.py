@@ -15,9 +15,9 @@ import nats.errors
 
 from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import Bus
+from rl_plane.bus.state_store import read_memory, read_pause
 from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.protocol.canary import engine_kind
-from rl_plane.protocol.record import read_memory, read_pause
 from rl_plane.protocol.subjects import ADMISSION_PREFIX, Subjects
 from worker import exit_codes
 from worker.engines.base import EngineAdapter, EngineInfo

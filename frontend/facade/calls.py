@@ -16,7 +16,7 @@ COALESCED = frozenset(
         "init_transport",
         "update_weights",
         "prepare_weights_update",
-        "feed_weights_update",
+        "receive_weights_part",
         "complete_weights_update",
         "abort_weights_update",
         "load_lora_adapter",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rl_plane.cli.settings import DIALECTS
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
-from rl_plane.protocol.update_requests import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S
+from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
 
 DEFAULT_RL_PORT = 8002
 DEFAULT_HTTP_PORT = 8000
@@ -38,7 +38,7 @@ class FrontendOptions:
     """How long a generation request waits for a worker that takes it."""
     drain_s: float = 30.0
     """How long SIGTERM lets the choices under way take."""
-    feed_timeout_s: float = FEED_TIMEOUT_S
+    part_timeout_s: float = PART_TIMEOUT_S
     """How long one call's tensors may take until every rank has them, where a trainer's dialect has no word for it."""
 
     def __post_init__(self) -> None:
@@ -49,11 +49,11 @@ class FrontendOptions:
                     field="dialects",
                     fix=f"name some of {', '.join(DIALECTS)}",
                 )
-        if not 0 < self.feed_timeout_s <= MAX_FEED_TIMEOUT_S:
+        if not 0 < self.part_timeout_s <= MAX_PART_TIMEOUT_S:
             raise InvalidRequest(
-                f"feed_timeout_s is {self.feed_timeout_s!r}",
-                field="feed_timeout_s",
-                fix=f"seconds, above 0 and at most {MAX_FEED_TIMEOUT_S:g}",
+                f"part_timeout_s is {self.part_timeout_s!r}",
+                field="part_timeout_s",
+                fix=f"seconds, above 0 and at most {MAX_PART_TIMEOUT_S:g}",
             )
 
     @property

@@ -15,8 +15,9 @@ from dataclasses import replace
 
 from rl_plane.bus.connection import Bus, WrongSequence
 from rl_plane.bus.lock import HeldLock
+from rl_plane.bus.state_store import record_of
 from rl_plane.errors import StaleFence
-from rl_plane.protocol.record import DecisionRecord, newer, record_of
+from rl_plane.protocol.record import DecisionRecord, newer
 from rl_plane.protocol.subjects import RECORD, Bucket, Entry
 
 log = logging.getLogger("rl_plane.bus.sealed_record")

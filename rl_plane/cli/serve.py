@@ -41,7 +41,7 @@ LISTENERS = (
     "api_key",
     "insecure",
     "dialects",
-    "feed_timeout_s",
+    "part_timeout_s",
     "liveness_timeout_s",
 )
 FRONTEND = (*BUS, *LISTENERS, "drain_s", "log_level", "json")

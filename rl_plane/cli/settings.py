@@ -15,7 +15,7 @@ import rl_plane.cli.values as parse
 from rl_plane.cli.values import Parse, Refused
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
-from rl_plane.protocol.update_requests import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S
+from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
 from rl_plane.protocol.validation import MAX_LEASE_S
 from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
 
@@ -160,10 +160,10 @@ SETTINGS: dict[str, Setting] = {
             metavar="NAMES",
         ),
         Setting(
-            "feed_timeout_s",
+            "part_timeout_s",
             "how long the tensors of one call in a trainer's dialect may take to reach every rank; an hour at most",
-            parse.seconds(0.001, MAX_FEED_TIMEOUT_S),
-            FEED_TIMEOUT_S,
+            parse.seconds(0.001, MAX_PART_TIMEOUT_S),
+            PART_TIMEOUT_S,
             metavar="SECONDS",
         ),
         # up

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from rl_plane.cli.output import counted, one_line, table
-from rl_plane.membership.worker_reply import engine_rows
+from rl_plane.membership.worker_reply import engine_replies
 
 Reply = Mapping[str, Any]
 
@@ -221,7 +221,7 @@ def _update(one: Reply) -> dict[str, Any]:
 
 def _checked(reply: Reply, body: Reply) -> list[str]:
     rows = []
-    for row in engine_rows(reply):
+    for row in engine_replies(reply):
         ranks = row.get("ranks") or [{}]
         for rank in ranks:
             match = {True: "equal", False: "differs"}.get(rank.get("match"), "")

@@ -1,7 +1,7 @@
 """Decides which workers pass the numeric canary: pure functions of vectors, without I/O.
 
-`judge_one` judges one worker by the committed record: a worker that starts, heals or joins late uses it on its own
-vectors. `settle` judges all workers that have swapped one update in: the coordinator uses it before it opens the
+`evaluate_worker` judges one worker by the committed record: a worker that starts, heals or joins late uses it on its
+own vectors. `settle` judges all workers that have swapped one update in: the coordinator uses it before it opens the
 version. Three things decide, each one where it is known:
 
 1. the trainer's values (`CanaryRecord.expected`), within the tolerance across kinds;
@@ -147,7 +147,7 @@ class Settlement:
         return wire
 
 
-def judge_one(record: CanaryRecord, kind: str, vectors: object) -> Verdict:
+def evaluate_worker(record: CanaryRecord, kind: str, vectors: object) -> Verdict:
     """The verdict on a worker of this engine kind, by the committed record alone. `vectors` may be anything: what is no
     log probability fails."""
     checked = _checked(record, vectors)

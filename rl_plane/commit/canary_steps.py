@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_plane.commit.canary_rules import Score, Settlement, settle
 from rl_plane.errors import CanaryFailed, DeadlineExceeded, Unsupported
-from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import (
     MAX_KIND_CHARS,
     Canary,
@@ -37,9 +37,9 @@ class Limits:
     max_model_len: int
 
 
-def limits_of(attests: Sequence[WorkerRow]) -> Limits | None:
+def limits_of(reports: Sequence[WorkerReply]) -> Limits | None:
     """None: no worker's engine can score."""
-    told = [row.body["canary"] for row in attests if row.ok and row.body.get("canary") is not None]
+    told = [reply.body["canary"] for reply in reports if reply.ok and reply.body.get("canary") is not None]
     if not told:
         return None
     return Limits(min(one["vocab_size"] for one in told), min(one["max_model_len"] for one in told))
@@ -61,7 +61,7 @@ def canary_of(
     base: DecisionRecord,
     body: UpdateWeights,
     digest: str,
-    prepared: Sequence[WorkerRow],
+    prepared: Sequence[WorkerReply],
     limits: Limits | None,
     history: CanaryHistory,
 ) -> CanaryRecord | None:
@@ -74,7 +74,7 @@ def canary_of(
     if isinstance(body.policy.canary, Canary):
         canary = body.policy.canary
     else:
-        found = [row.body["canary"] for row in prepared if row.ok and row.body.get("canary") is not None]
+        found = [reply.body["canary"] for reply in prepared if reply.ok and reply.body.get("canary") is not None]
         if found:
             canary = parse_canary(found[0], "canary.json")
             check_vocabulary(canary, limits.vocab_size, limits.max_model_len, "canary.json")
@@ -83,25 +83,25 @@ def canary_of(
     return CanaryRecord.begun(canary, history, digest)
 
 
-def settled(record: DecisionRecord, rows: Sequence[WorkerRow]) -> tuple[Settlement | None, list[WorkerRow]]:
+def settled(record: DecisionRecord, replies: Sequence[WorkerReply]) -> tuple[Settlement | None, list[WorkerReply]]:
     """The decision by the scores of the workers that have swapped the version in, and their rows: each has its verdict,
     or an error. None: there is nothing to decide by."""
     canary = record.canary
     scores = {
-        row.instance_id: _score_of(row.body["canary"])
-        for row in rows
-        if row.ok and row.body.get("canary") is not None
+        reply.instance_id: _score_of(reply.body["canary"])
+        for reply in replies
+        if reply.ok and reply.body.get("canary") is not None
     }
     if canary is None or not scores:
-        return None, list(rows)
+        return None, list(replies)
     settlement = settle(canary, scores, record.on_canary_failure)
-    silent = sum(isinstance(row.error, DeadlineExceeded) for row in rows)
+    silent = sum(isinstance(reply.error, DeadlineExceeded) for reply in replies)
     if canary.expected is None and not canary.references and silent >= len(scores):
         # The workers that answered in time are too few to say what the others must compute.
         settlement = Settlement("open", settlement.verdicts, settlement.excluded, canary)
     if settlement.action == "rollback" and record.fallback is None:
         settlement = replace(settlement, action="exclude", warning=NOTHING_BEFORE)
-    return settlement, [_with_verdict(row, settlement) for row in rows]
+    return settlement, [_with_verdict(reply, settlement) for reply in replies]
 
 
 def _score_of(told: object) -> Score:
@@ -111,15 +111,15 @@ def _score_of(told: object) -> Score:
     return Score(kind[:MAX_KIND_CHARS] if isinstance(kind, str) else "", score.get("vectors"))
 
 
-def _with_verdict(row: WorkerRow, settlement: Settlement) -> WorkerRow:
-    verdict = settlement.verdicts.get(row.instance_id)
+def _with_verdict(reply: WorkerReply, settlement: Settlement) -> WorkerReply:
+    verdict = settlement.verdicts.get(reply.instance_id)
     if verdict is None:
-        return row
+        return reply
     told = verdict.to_wire()
-    if row.instance_id not in settlement.excluded:
-        return replace(row, body={**row.body, "canary": told})
+    if reply.instance_id not in settlement.excluded:
+        return replace(reply, body={**reply.body, "canary": told})
     error = CanaryFailed(verdict.message, canary=told)
-    return WorkerRow(row.instance_id, row.incarnation, "error", error=error)
+    return WorkerReply(reply.instance_id, reply.incarnation, "error", error=error)
 
 
 def goes_back(record: DecisionRecord, settlement: Settlement | None) -> bool:
@@ -152,7 +152,7 @@ def message_of(settlement: Settlement) -> str:
     return next((one.message for one in settlement.verdicts.values() if not one.passed), "")
 
 
-def missed_error(record: DecisionRecord, rows: Sequence[WorkerRow] = ()) -> CanaryFailed:
+def missed_error(record: DecisionRecord, replies: Sequence[WorkerReply] = ()) -> CanaryFailed:
     """The answer of an update in the place of which `record` has brought the version before back."""
     missed: Mapping[str, Any] = record.missed or {}
     return CanaryFailed(
@@ -162,6 +162,6 @@ def missed_error(record: DecisionRecord, rows: Sequence[WorkerRow] = ()) -> Cana
         canary={key: value for key, value in missed.items() if key not in ("version", "message")},
         version=record.version.to_wire(),
         failed_version=missed["version"],
-        workers=[row.to_wire() for row in rows],
+        workers=[reply.to_wire() for reply in replies],
         fix="compare the trainer's model with the engines': the same weights must give the same log probabilities",
     )

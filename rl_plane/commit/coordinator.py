@@ -11,25 +11,32 @@ from typing import Any
 from rl_plane.bus.lock import HeldLock
 from rl_plane.bus.scatter import Missing
 from rl_plane.bus.sealed_record import SealedRecord
+from rl_plane.bus.state_store import pause_of, read_frontends, read_session
 from rl_plane.client import RlClient
+from rl_plane.commit.commands import machine_for
 from rl_plane.commit.history import Journal
 from rl_plane.commit.rules import newest, serves, still_there
-from rl_plane.commit.sessions import machine_for
 from rl_plane.commit.steps import (
+    Announce,
     Answered,
-    Ask,
-    Call,
+    BeginJournal,
     Done,
     End,
+    EndSession,
     Event,
     Failed,
     Instruction,
-    Note,
+    RecordAcks,
+    ResolveWrite,
     Result,
+    Save,
+    SaveCanaryHistory,
+    SavePause,
+    SaveSession,
+    SendOp,
     Survey,
     Surveyed,
-    Tell,
-    Told,
+    UpdateCommand,
     WaitSilent,
     Watch,
     Write,
@@ -38,19 +45,10 @@ from rl_plane.commit.steps import (
 from rl_plane.errors import BusUnreachable, PlaneError, Unavailable
 from rl_plane.membership.core import Member, Snapshot
 from rl_plane.membership.view import MembershipView
-from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import CanaryHistory
 from rl_plane.protocol.envelope import Request, decode, encode
-from rl_plane.protocol.record import (
-    LEASE_MARGIN_S,
-    SERVING_LEASE_S,
-    TAKEOVER_S,
-    DecisionRecord,
-    newer,
-    pause_of,
-    read_frontends,
-    read_session,
-)
+from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S, TAKEOVER_S, DecisionRecord, newer
 from rl_plane.protocol.subjects import CANARY_HISTORY, PAUSE, SESSION
 
 log = logging.getLogger("rl_plane.commit.coordinator")
@@ -62,7 +60,7 @@ BACK_S = SERVING_LEASE_S + LEASE_MARGIN_S + TAKEOVER_S
 """So long after an outage of NATS each worker has opened by itself."""
 
 
-TIMED = frozenset({"prepare", "feed", "gate", "commit", "roll", "leases", "open"})
+TIMED = frozenset({"prepare", "receive", "gate", "commit", "roll", "leases", "open"})
 """The phases whose seconds the history tells: what takes time, and how long nobody generates."""
 
 
@@ -85,9 +83,9 @@ class Coordinator:
         """The NATS server's Unix time less this process's monotonic time, from the first survey on. A pause ends by the
         server's clock, since every worker can read that one."""
 
-    async def run(self, call: Call) -> Result:
+    async def run(self, command: UpdateCommand) -> Result:
         """The result, or the error that the call ends with; of an update it tells the phases so far."""
-        machine = machine_for(call)
+        machine = machine_for(command)
         event: Event | None = None
         began = time.monotonic()
         while True:
@@ -105,7 +103,7 @@ class Coordinator:
                 log.log(
                     logging.INFO if machine.phase in ("decide", "prepare") else logging.WARNING,
                     "%s: %s: %s",
-                    call.update_id,
+                    command.update_id,
                     machine.phase,
                     error,
                 )
@@ -116,21 +114,22 @@ class Coordinator:
 
     async def _carry_out(self, instruction: Instruction) -> Event:
         match instruction:
-            case Survey(phase):
-                if phase == "settle":
-                    await self._record.refence()
+            case Survey():
                 return await self._survey()
-            case Ask(_, op, body, workers, timeout_s, together):
+            case ResolveWrite():
+                await self._record.refence()
+                return await self._survey()
+            case SendOp(_, op, body, workers, timeout_s, together):
                 if together is not None:
                     return Answered(await self._ask_together(op, body, workers, timeout_s, together))
                 return Answered(await self._ask(op, body, workers, timeout_s))
-            case Tell():
+            case Announce():
                 return await self._tell(instruction)
             case Write(phase, record):
                 write = self._record.decide if phase == "decide" else self._record.write
                 return Written(await write(record), self._record.sequence)
-            case Note():
-                await self._note(instruction)
+            case BeginJournal() | SaveSession() | EndSession() | SavePause() | SaveCanaryHistory():
+                await self._save(instruction)
                 return Done()
             case WaitSilent():
                 await self._wait_silent(instruction)
@@ -144,20 +143,20 @@ class Coordinator:
 
     async def _survey(self) -> Surveyed:
         bus, state = self._client.bus, self._state
-        (snapshot, rows), session, pause, history, server_time = await asyncio.gather(
-            self._attests(),
+        (snapshot, replies), session, pause, history, server_time = await asyncio.gather(
+            self._reports(),
             read_session(bus, state),
             bus.get(state, PAUSE),
             bus.get(state, CANARY_HISTORY),
             bus.server_time(state),
         )
         self._server_ahead_s = server_time - time.monotonic()
-        record = await self._record.seal(lambda stored: newest(stored, self._view.record, rows))
+        record = await self._record.seal(lambda stored: newest(stored, self._view.record, replies))
         return Surveyed(
             _members(snapshot),
             snapshot.fingerprint,
             snapshot.epoch,
-            rows,
+            replies,
             record,
             self._record.sequence,
             session,
@@ -169,13 +168,13 @@ class Coordinator:
     def _server_time(self) -> float:
         return time.monotonic() + self._server_ahead_s
 
-    async def _attests(self) -> tuple[Snapshot, list[WorkerRow]]:
+    async def _reports(self) -> tuple[Snapshot, list[WorkerReply]]:
         snapshot = await self._view.barrier()
-        return snapshot, await self._ask("attest", {}, _members(snapshot), None)
+        return snapshot, await self._ask("report_record", {}, _members(snapshot), None)
 
     async def _ask(
         self, op: str, body: Mapping[str, Any], workers: Iterable[str], timeout_s: float | None
-    ) -> list[WorkerRow]:
+    ) -> list[WorkerReply]:
         """A worker that has left meanwhile is only left out. Asking the leader who has is not worth a round trip:
         one that left unseen has nobody on its subject, which answers at once."""
         wanted = set(workers)
@@ -184,7 +183,7 @@ class Coordinator:
 
     async def _ask_together(
         self, op: str, body: Mapping[str, Any], workers: Sequence[str], timeout_s: float | None, update_id: str
-    ) -> list[WorkerRow]:
+    ) -> list[WorkerReply]:
         """The first that fails ends the update on all: the others wait for what does not come any more."""
         wanted = set(workers)
         members = [member for member in self._view.snapshot() if member.instance_id in wanted]
@@ -193,9 +192,9 @@ class Coordinator:
         if len(members) < len(wanted):
             failed.set()  # the others would wait for it
 
-        def heard(row: WorkerRow) -> None:
-            if not row.ok:
-                first.append(row.instance_id)
+        def heard(reply: WorkerReply) -> None:
+            if not reply.ok:
+                first.append(reply.instance_id)
                 failed.set()
 
         async def end_for_all() -> None:
@@ -204,44 +203,44 @@ class Coordinator:
 
         end = asyncio.create_task(end_for_all())
         try:
-            rows = await self._client.ask(self._view, members, op, dict(body), timeout_s, self._held, heard)
+            replies = await self._client.ask(self._view, members, op, dict(body), timeout_s, self._held, heard)
             if failed.is_set():
                 await end
-            return sorted(rows, key=lambda row: row.instance_id not in first[:1])  # it tells why
+            return sorted(replies, key=lambda reply: reply.instance_id not in first[:1])  # it tells why
         finally:
             end.cancel()
             await asyncio.gather(end, return_exceptions=True)
 
     async def _ask_members(
         self, op: str, body: Mapping[str, Any], members: Sequence[Member], timeout_s: float | None
-    ) -> list[WorkerRow]:
+    ) -> list[WorkerReply]:
         return await self._client.ask(self._view, members, op, dict(body), timeout_s, self._held)
 
-    async def _tell(self, tell: Tell) -> Told:
+    async def _tell(self, tell: Announce) -> RecordAcks:
         body = {"record": tell.record.to_wire(), "sequence": tell.sequence}
-        (members, rows), silent = await asyncio.gather(
+        (members, replies), silent = await asyncio.gather(
             self._tell_members(body, tell.timeout_s),
             self._tell_frontends(body, tell.timeout_s),
         )
-        return Told(members, rows, silent)
+        return RecordAcks(members, replies, silent)
 
     async def _tell_members(
         self, body: dict[str, Any], timeout_s: float
-    ) -> tuple[dict[str, str], list[WorkerRow]]:
+    ) -> tuple[dict[str, str], list[WorkerReply]]:
         """Members are read after the record was written: one that registers later reads the record first. Those that
         are known already are asked meanwhile."""
         self._told_at = time.monotonic()
         known = {member.instance_id: member for member in self._view.snapshot()}
 
-        async def ask_the_others() -> tuple[Snapshot, list[WorkerRow]]:
+        async def ask_the_others() -> tuple[Snapshot, list[WorkerReply]]:
             fleet = await self._view.barrier()
             others = [member for member in fleet if known.get(member.instance_id) != member]
             return fleet, await self._ask_members("follow_record", body, others, timeout_s)
 
-        rows, (fleet, more) = await asyncio.gather(
+        replies, (fleet, more) = await asyncio.gather(
             self._ask_members("follow_record", body, list(known.values()), timeout_s), ask_the_others()
         )
-        first = dict(zip(known, rows, strict=True))
+        first = dict(zip(known, replies, strict=True))
         still = [first[member.instance_id] for member in fleet if known.get(member.instance_id) == member]
         return _members(fleet), [*still, *more]
 
@@ -279,7 +278,7 @@ class Coordinator:
                 out = await self._client.call_all("state", component=self._view.subjects.component, empty="ok")
                 known = self._view.record
                 replaced = known is not None and known.made != record.made and newer(known, record)
-                if replaced or all(serves(row, record) for row in out.rows) or time.monotonic() > give_up:
+                if replaced or all(serves(reply, record) for reply in out.rows) or time.monotonic() > give_up:
                     return Answered(out.rows)
             except BusUnreachable:
                 give_up = min(last, max(give_up, time.monotonic() + BACK_S))
@@ -291,20 +290,22 @@ class Coordinator:
                 )
             await asyncio.sleep(WATCH_S)
 
-    # ---- noting ----
+    # ---- saving ----
 
-    async def _note(self, note: Note) -> None:
-        if note.base is not None:
-            if self._journal is not None:
-                await self._journal.begin(note.base)
-        elif note.pause is not None:
-            await self._held.put(PAUSE, note.pause.encode())
-        elif note.canary is not None:
-            await self._held.put(CANARY_HISTORY, note.canary.encode())
-        elif note.session is not None:
-            await self._held.put(SESSION, note.session.encode(), ttl_s=note.session.idle_s)
-        else:
-            await self._held.put(SESSION, b"")  # not a purge: the server takes it only while the lock is held
+    async def _save(self, save: Save) -> None:
+        """Writes to the state bucket. The server takes these writes only while this coordinator holds the lock."""
+        match save:
+            case BeginJournal(base):
+                if self._journal is not None:
+                    await self._journal.begin(base)
+            case SavePause(pause):
+                await self._held.put(PAUSE, pause.encode())
+            case SaveCanaryHistory(history):
+                await self._held.put(CANARY_HISTORY, history.encode())
+            case SaveSession(session):
+                await self._held.put(SESSION, session.encode(), ttl_s=session.idle_s)
+            case EndSession():
+                await self._held.put(SESSION, b"")  # not a purge, which the server would take without the lock
 
 
 def _members(snapshot: Snapshot) -> dict[str, str]:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.lock import HeldLock, read_holder
+from rl_plane.bus.state_store import read_record, read_session
 from rl_plane.commit.canary_steps import missed_error
 from rl_plane.commit.steps import Outcome as UpdateOutcome
 from rl_plane.errors import (
@@ -33,7 +34,7 @@ from rl_plane.errors import (
     error_from_wire,
 )
 from rl_plane.membership.core import Member
-from rl_plane.protocol.record import DecisionRecord, Source, UpdateSession, read_record, read_session
+from rl_plane.protocol.record import DecisionRecord, Source, UpdateSession
 from rl_plane.protocol.subjects import HISTORY_PREFIX, Bucket, Entry
 from rl_plane.protocol.update_requests import PUSHED
 from rl_plane.protocol.versions import WeightVersion
@@ -118,7 +119,7 @@ class UpdateEntry:
         data = json.dumps(self._fields(), default=str).encode()
         if len(data) <= MAX_ENTRY_BYTES:
             return data
-        failed = {key: row for key, row in self.workers.items() if row.get("status") != "ok"}
+        failed = {key: reply for key, reply in self.workers.items() if reply.get("status") != "ok"}
         if len(failed) == len(self.workers):  # even their errors are too many
             failed = dict(list(failed.items())[: len(failed) // 2])
         left_out = self.workers_left_out + len(self.workers) - len(failed)
@@ -137,9 +138,9 @@ class UpdateEntry:
         always = ("version", "transport", "ended_at")
         return {key: value for key, value in wire.items() if value is not None or key in always}
 
-    def rows(self) -> list[dict[str, Any]]:
+    def replies(self) -> list[dict[str, Any]]:
         """The workers as an update's reply has them."""
-        return [{"instance_id": key, **row} for key, row in sorted(self.workers.items())]
+        return [{"instance_id": key, **reply} for key, reply in sorted(self.workers.items())]
 
     @property
     def try_again(self) -> bool:
@@ -147,14 +148,14 @@ class UpdateEntry:
         return self.error is not None and isinstance(error_from_wire(dict(self.error)), Unavailable)
 
     @property
-    def untold(self) -> bool:
+    def outcome_unreported(self) -> bool:
         """Committed, and nobody could be answered how many workers serve it."""
         return self.outcome == "committed" and self.try_again
 
     def first_error(self) -> PlaneError:
-        """What the caller was answered, again: of an aborted update, or of one that hardly any worker serves. Of an
-        untold one: that it can't be answered any more."""
-        if self.untold:
+        """What the caller was answered, again: of an aborted update, or of one that hardly any worker serves. Where the
+        outcome was not reported: that it can't be answered any more."""
+        if self.outcome_unreported:
             return Conflict(
                 f"{self.label} was committed, and another one since; how many workers served it is not known",
                 version=self.version.to_wire() if self.version is not None else None,
@@ -163,7 +164,7 @@ class UpdateEntry:
             )
         error = error_from_wire(dict(self.error or UpdateAborted("it was aborted").to_wire()))
         if self.workers:
-            error.facts["workers"] = self.rows()
+            error.facts["workers"] = self.replies()
         error.facts["repeated"] = True
         return error
 
@@ -207,7 +208,7 @@ def from_record(record: DecisionRecord, entry: UpdateEntry | None = None) -> Upd
     )
 
 
-def _untold(record: DecisionRecord, entry: UpdateEntry | None) -> UpdateEntry:
+def _outcome_unreported(record: DecisionRecord, entry: UpdateEntry | None) -> UpdateEntry:
     error = Unavailable("its coordinator ended before it could tell how many workers serve it")
     return replace(from_record(record, entry), error=error.to_wire(), workers={})
 
@@ -222,7 +223,7 @@ def _target_in(record: DecisionRecord) -> dict[str, Any] | None:
     return {"kind": "lora", "op": "unload", "name": ""}  # the record does not know it any more
 
 
-def judge(
+def evaluate_entry(
     entry: UpdateEntry,
     record: DecisionRecord | None,
     session: UpdateSession | None,
@@ -342,7 +343,7 @@ async def read_history(bus: Bus, state: Bucket, limit: int = KEEP) -> list[Updat
     judged = []
     for entry in entries[:limit]:
         again = entry if entry.final else await read_entry(bus, state, entry.update_id) or entry
-        judged.append(judge(again, record, session, whose))
+        judged.append(evaluate_entry(again, record, session, whose))
     if record is not None and all(entry.version != record.made for entry in [*judged, *entries[limit:]]):
         judged.insert(0, from_record(record))
     return judged[:limit]
@@ -433,7 +434,9 @@ class Journal:
     async def begin(self, record: DecisionRecord | None) -> None:
         """Work begins. `record`: the committed version, which may become the one before."""
         found = await read_entry(self._bus, self._state, self._entry.update_id)
-        if found is not None and found.untold:  # the store had lost a later decision, which the workers have told
+        if (
+            found is not None and found.outcome_unreported
+        ):  # the store had lost a later decision, which the workers have told
             raise found.first_error()
         await self._settle(record)
         label = self._entry.label or str(record.sequence + 1 if record else 1)
@@ -448,22 +451,22 @@ class Journal:
         entry = await read_entry(self._bus, self._state, record.update_id)
         if entry is None or not entry.final or entry.version != record.made:
             # Nobody has asked for sequence 0.
-            settled = _untold(record, entry) if record.update_id else from_record(record, entry)
+            settled = _outcome_unreported(record, entry) if record.update_id else from_record(record, entry)
             await self._held.put(history_key(record.update_id), settled.encode())
 
     async def take_up(self) -> None:
         """Goes on with an update that another call has prepared, or that was decided and not answered."""
         found = await read_entry(self._bus, self._state, self._entry.update_id)
-        if found is not None and (found.untold or not found.final):
+        if found is not None and (found.outcome_unreported or not found.final):
             self._entry = found
             self._begun = True
 
-    async def prepared(self, rows: Iterable[Mapping[str, Any]], digest: str | None, prepare_s: float) -> None:
+    async def prepared(self, replies: Iterable[Mapping[str, Any]], digest: str | None, prepare_s: float) -> None:
         """`digest` None: its bytes are still to come."""
         entry = replace(
             self._entry,
             outcome="prepared",
-            workers=_outcomes(rows),
+            workers=_outcomes(replies),
             digest=digest or self._entry.digest,
             phases={"prepare_s": prepare_s},
         )
@@ -472,7 +475,7 @@ class Journal:
     async def committed(
         self,
         outcome: UpdateOutcome,
-        rows: Iterable[Mapping[str, Any]],
+        replies: Iterable[Mapping[str, Any]],
         phases: Mapping[str, float],
     ) -> None:
         """The end, with what the reply says; what the record says of the source stands there."""
@@ -487,7 +490,7 @@ class Journal:
                 from_record(record, self._entry),
                 error=None,
                 version=outcome.version,
-                workers=_outcomes(rows),
+                workers=_outcomes(replies),
                 excluded=list(outcome.excluded),
                 phases={**self._entry.phases, **phases},
                 canary=outcome.canary,
@@ -506,8 +509,8 @@ class Journal:
         except BusUnreachable:
             return
         decided = record is not None and record.update_id == entry.update_id
-        if self._entry.untold and not (decided and type(error) is Conflict):
-            return  # it is untold still: only too few who serve it are an answer
+        if self._entry.outcome_unreported and not (decided and type(error) is Conflict):
+            return  # still unreported: only too few who serve it are an answer
         phases = {**entry.phases, **error.facts.get("phases", {})}
         ended = from_record(record, entry) if decided and record else replace(entry, outcome="aborted")
         await self._end(replace(ended, phases=phases, error=entry.error))
@@ -552,24 +555,24 @@ async def first_answer(bus: Bus, state: Bucket, update_id: str, request: str) ->
 
 
 async def is_answered(bus: Bus, state: Bucket, entry: UpdateEntry) -> bool:
-    """Is what it says the last word? Not of an untold update while its version is the committed one: its workers can
-    be asked."""
-    if not entry.untold:
+    """Can this answer change no more? Where the outcome was not reported, it can while the version is the committed
+    one: its workers can be asked."""
+    if not entry.outcome_unreported:
         return entry.final
     record = await read_record(bus, state)
     return record is None or record.update_id != entry.update_id
 
 
-def _outcomes(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def _outcomes(replies: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        kept = {key: row[key] for key in ("incarnation", "status") if key in row}
-        if error := row.get("error"):
+    for reply in replies:
+        kept = {key: reply[key] for key in ("incarnation", "status") if key in reply}
+        if error := reply.get("error"):
             kept["error"] = {
                 "code": error.get("code"),
                 "message": str(error.get("message", ""))[:MAX_MESSAGE_CHARS],
             }
-        found[str(row["instance_id"])] = kept
+        found[str(reply["instance_id"])] = kept
     return found
 
 

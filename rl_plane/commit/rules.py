@@ -19,7 +19,7 @@ from rl_plane.errors import (
     UpdateAborted,
     WorkerLost,
 )
-from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import CanaryRecord
 from rl_plane.protocol.record import MAX_DELTAS, Adapter, DecisionRecord, Source, UpdateSession, newer
 from rl_plane.protocol.update_requests import LoraTarget, UpdatePolicy, UpdateWeights
@@ -32,10 +32,10 @@ CLOSED_BY_CHOICE = frozenset({"disabled", "draining", "leaving", "memory", "chec
 
 
 def newest(
-    stored: DecisionRecord | None, witness: DecisionRecord | None, attests: Sequence[WorkerRow]
+    stored: DecisionRecord | None, witness: DecisionRecord | None, reports: Sequence[WorkerReply]
 ) -> DecisionRecord | None:
     """The newest record that the store, this process or any worker has: a store may have lost what it acknowledged."""
-    told = [row.body["record"] for row in attests if row.ok]
+    told = [reply.body["record"] for reply in reports if reply.ok]
     best = stored
     for record in [witness, *(DecisionRecord.from_wire(wire) for wire in told if wire is not None)]:
         if record is not None and newer(record, best):
@@ -136,24 +136,24 @@ def _check_delta(base: DecisionRecord, body: UpdateWeights, before: Source) -> N
         )
 
 
-def judge_prepare(
-    rows: Sequence[WorkerRow], counted: set[str], policy: UpdatePolicy, stated_digest: str | None
+def evaluate_prepare(
+    replies: Sequence[WorkerReply], counted: set[str], policy: UpdatePolicy, stated_digest: str | None
 ) -> Prepared:
     """Whether the update may be decided, else the error that it ends with.
 
     `counted`: whose failure matters."""
-    ready = {row.instance_id: row for row in rows if row.ok}
-    failed = [row for row in rows if not row.ok]
-    digests = Counter(row.body["digest"] for row in ready.values())
+    ready = {reply.instance_id: reply for reply in replies if reply.ok}
+    failed = [reply for reply in replies if not reply.ok]
+    digests = Counter(reply.body["digest"] for reply in ready.values())
     if len(digests) > 1:
         raise UpdateAborted(
             "the workers received different bytes: "
             + ", ".join(f"{digest} on {count}" for digest, count in digests.most_common()),
             fix="was the source still being written? publish it under a new path",
         )
-    blocking = [row for row in failed if row.instance_id in counted]
+    blocking = [reply for reply in failed if reply.instance_id in counted]
     if not ready or (blocking and policy.on_prepare_failure == "abort"):
-        raise prepare_error(blocking or failed, len(rows), in_place=policy.staging == "none")
+        raise prepare_error(blocking or failed, len(replies), in_place=policy.staging == "none")
     if len(ready) < policy.min_ready:
         raise too_few(len(ready), policy)
     digest = next(iter(digests))
@@ -161,25 +161,27 @@ def judge_prepare(
         raise UpdateAborted(f"the workers received {digest}, the caller stated {stated_digest}", field="digest")
     return Prepared(
         digest,
-        {key: row.incarnation for key, row in ready.items()},
-        [row.instance_id for row in failed],
-        all(row.body["refetchable"] for row in ready.values()),
+        {key: reply.incarnation for key, reply in ready.items()},
+        [reply.instance_id for reply in failed],
+        all(reply.body["refetchable"] for reply in ready.values()),
         failed,
-        rows=list(ready.values()),
+        replies=list(ready.values()),
     )
 
 
-def judge_listening(rows: Sequence[WorkerRow]) -> Prepared:
+def evaluate_listening(replies: Sequence[WorkerReply]) -> Prepared:
     """All of them listen: a sender to a group waits for each, so that nobody can be excluded."""
-    failed = [row for row in rows if not row.ok]
-    if failed or not rows:
-        raise prepare_error(failed, len(rows))
-    return Prepared("", {row.instance_id: row.incarnation for row in rows}, [], refetchable=False)
+    failed = [reply for reply in replies if not reply.ok]
+    if failed or not replies:
+        raise prepare_error(failed, len(replies))
+    return Prepared("", {reply.instance_id: reply.incarnation for reply in replies}, [], refetchable=False)
 
 
 def is_lost(session: UpdateSession, policy: UpdatePolicy, seen: Surveyed) -> bool:
     """Can nobody complete it any more? Of those that listened, too many are gone or have failed."""
-    failed = {row.instance_id for row in seen.attests if row.ok and row.body["failed"] == session.update_id}
+    failed = {
+        reply.instance_id for reply in seen.reports if reply.ok and reply.body["failed"] == session.update_id
+    }
     listening = still_there(session.prepared, seen.members).keys() - failed
     needed = len(session.prepared) if policy.on_prepare_failure == "abort" else policy.min_ready
     return session.listening and len(listening) < needed
@@ -192,11 +194,11 @@ def too_few(ready: int, policy: UpdatePolicy) -> UpdateAborted:
     )
 
 
-def prepare_error(failed: Sequence[WorkerRow], asked: int, in_place: bool = False) -> PlaneError:
+def prepare_error(failed: Sequence[WorkerReply], asked: int, in_place: bool = False) -> PlaneError:
     """The update's error, made from its workers' errors: the caller's fault is told as such. Not if it was written
     over some worker's weights already (`in_place`): who is told of bad input may rely on it that nothing was touched.
     """
-    errors = [row.error for row in failed if row.error is not None]
+    errors = [reply.error for reply in failed if reply.error is not None]
     if not errors:
         return NoWorkers("no worker is left to prepare the update", retry_after_s=1.0)
     for kind in (InvalidRequest, Unsupported):
@@ -204,7 +206,7 @@ def prepare_error(failed: Sequence[WorkerRow], asked: int, in_place: bool = Fals
         touched = in_place and len(mine) < asked
         if mine and not touched and (kind is InvalidRequest or len(mine) == len(errors)):
             return type(mine[0])(mine[0].message, **mine[0].facts)
-    told = [(row.instance_id, row.error) for row in failed if row.error is not None]
+    told = [(reply.instance_id, reply.error) for reply in failed if reply.error is not None]
     # Whose group has broken only tells that another one failed, whose own error says why.
     who, why = next((one for one in told if one[1].facts.get("field") != "transport.group"), told[0])
     return UpdateAborted(
@@ -216,11 +218,11 @@ def prepare_error(failed: Sequence[WorkerRow], asked: int, in_place: bool = Fals
 def left_early(prepared: Members, ready: Members) -> UpdateAborted:
     """Of those that had prepared the update, only `ready` are still there."""
     left = sorted(prepared.keys() - ready.keys())
-    rows = [WorkerRow(key, prepared[key], "ok") for key in sorted(ready)]
-    rows += [left_row(key, prepared[key], "it left before the update was complete") for key in left]
+    replies = [WorkerReply(key, prepared[key], "ok") for key in sorted(ready)]
+    replies += [left_reply(key, prepared[key], "it left before the update was complete") for key in left]
     return UpdateAborted(
         f"{', '.join(left[:SHOWN])} had prepared the update, and left before it was complete",
-        workers=[row.to_wire() for row in rows],
+        workers=[reply.to_wire() for reply in replies],
         fix="prepare it again",
     )
 
@@ -230,22 +232,22 @@ def still_there(ready: Members, now: Members) -> dict[str, str]:
     return {key: incarnation for key, incarnation in ready.items() if now.get(key) == incarnation}
 
 
-def serves(row: WorkerRow, record: DecisionRecord) -> bool:
+def serves(reply: WorkerReply, record: DecisionRecord) -> bool:
     """By its `state`: does this worker compute with exactly the committed weights, and is nothing about them in the way
     of a request? An operator may have closed it, and a trainer may have its KV memory."""
-    version = row.body.get("version")
+    version = reply.body.get("version")
     return bool(
-        row.ok
-        and row.body.get("engine_alive")
-        and row.body.get("sequence") == record.sequence
+        reply.ok
+        and reply.body.get("engine_alive")
+        and reply.body.get("sequence") == record.sequence
         and version
         and version["digest"] == record.version.digest
-        and all(reason.partition(":")[0] in CLOSED_BY_CHOICE for reason in row.body["admission"]["reasons"])
+        and all(reason.partition(":")[0] in CLOSED_BY_CHOICE for reason in reply.body["admission"]["reasons"])
     )
 
 
 def _serving(outcome: Outcome) -> int:
-    return sum(row.ok for row in outcome.rows if row.instance_id not in outcome.excluded)
+    return sum(reply.ok for reply in outcome.replies if reply.instance_id not in outcome.excluded)
 
 
 def is_enough(outcome: Outcome, policy: UpdatePolicy) -> bool:
@@ -256,11 +258,11 @@ def _is_replaced(outcome: Outcome) -> bool:
     """Does some worker serve a later version?"""
     made = outcome.version
     return any(
-        row.ok
-        and (version := row.body.get("version")) is not None
+        reply.ok
+        and (version := reply.body.get("version")) is not None
         and version["run"] == made.run
-        and (row.body.get("sequence") or 0) > made.sequence
-        for row in outcome.rows
+        and (reply.body.get("sequence") or 0) > made.sequence
+        for reply in outcome.replies
     )
 
 
@@ -272,7 +274,7 @@ def enough(outcome: Outcome, policy: UpdatePolicy) -> Outcome:
         raise Conflict(
             f"{outcome.version.label} was committed, and another version has been committed since",
             version=outcome.version.to_wire(),
-            workers=[row.to_wire() for row in outcome.rows],
+            workers=[reply.to_wire() for reply in outcome.replies],
             canary=outcome.canary,
             fix="read the state",
         )
@@ -280,7 +282,7 @@ def enough(outcome: Outcome, policy: UpdatePolicy) -> Outcome:
         f"{outcome.version.label} is committed, but {_serving(outcome)} workers serve it: the others follow by "
         "themselves",
         version=outcome.version.to_wire(),
-        workers=[row.to_wire() for row in outcome.rows],
+        workers=[reply.to_wire() for reply in outcome.replies],
         excluded=list(outcome.excluded),
         canary=outcome.canary,
         fix="read the state until they are ready; don't send it again",
@@ -297,33 +299,36 @@ def commit_body(record: DecisionRecord, written: int, pause_s: float) -> dict[st
 
 
 def outcome_of(
-    record: DecisionRecord, states: Sequence[WorkerRow], told: Sequence[WorkerRow] = (), meant: Iterable[str] = ()
+    record: DecisionRecord,
+    states: Sequence[WorkerReply],
+    told: Sequence[WorkerReply] = (),
+    meant: Iterable[str] = (),
 ) -> Outcome:
     """Who serves the version now, by the workers' `state`.
 
     `told`: what they have answered on the way; a later answer tells more. `meant`: those that prepared it, some of
     which may have left."""
-    serving = {row.instance_id for row in states if serves(row, record)}
-    rows = {row.instance_id: row for row in states}
-    rows |= {row.instance_id: row for row in told if row.ok == (row.instance_id in serving)}
-    excluded = {row.instance_id for row in [*states, *told]} | set(meant)
-    return Outcome(record.made, [rows[key] for key in sorted(rows)], sorted(excluded - serving))
+    serving = {reply.instance_id for reply in states if serves(reply, record)}
+    replies = {reply.instance_id: reply for reply in states}
+    replies |= {reply.instance_id: reply for reply in told if reply.ok == (reply.instance_id in serving)}
+    excluded = {reply.instance_id for reply in [*states, *told]} | set(meant)
+    return Outcome(record.made, [replies[key] for key in sorted(replies)], sorted(excluded - serving))
 
 
-def left_row(instance_id: str, incarnation: str, why: str = "it left before the update began") -> WorkerRow:
+def left_reply(instance_id: str, incarnation: str, why: str = "it left before the update began") -> WorkerReply:
     error = WorkerLost(why, instance_id=instance_id)
-    return WorkerRow(instance_id, incarnation, "error", error=error)
+    return WorkerReply(instance_id, incarnation, "error", error=error)
 
 
-def one_model(attests: Sequence[WorkerRow]) -> str:
+def one_model(reports: Sequence[WorkerReply]) -> str:
     """The model that every worker was started with: a new run begins by it."""
-    silent = [row for row in attests if not row.ok]
-    digests = Counter(row.body["model_digest"] for row in attests if row.ok)
+    silent = [reply for reply in reports if not reply.ok]
+    digests = Counter(reply.body["model_digest"] for reply in reports if reply.ok)
     if silent or len(digests) != 1:
         raise Conflict(
             f"a new run needs every worker's word that it has the same model; {len(silent)} are silent, the others "
             "have " + (", ".join(f"{digest} ({count})" for digest, count in digests.items()) or "none"),
-            workers=[row.to_wire() for row in attests],
+            workers=[reply.to_wire() for reply in reports],
             fix="start all workers with the new model, stop the others",
         )
     return str(next(iter(digests)))

@@ -10,10 +10,11 @@ from contextlib import asynccontextmanager
 from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import Bus, WrongSequence
 from rl_plane.bus.lock import HeldLock
+from rl_plane.bus.state_store import session_of
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable
 from rl_plane.membership.view import MembershipView
-from rl_plane.protocol.record import UpdateSession, session_of
+from rl_plane.protocol.record import UpdateSession
 from rl_plane.protocol.subjects import SESSION, Bucket
 
 log = logging.getLogger("rl_plane.commit.session_keepalive")
@@ -23,7 +24,7 @@ RENEWALS = 4
 
 
 @asynccontextmanager
-async def lock_of(
+async def lock_with_keepalive(
     client: RlClient, view: MembershipView, waiting: UpdateSession | None, wait_s: float, update_id: str = ""
 ) -> AsyncIterator[HeldLock]:
     """The component's lock, for a call of the update that is `waiting` (None: of none). Who dies while it waits keeps

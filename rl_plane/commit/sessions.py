@@ -1,31 +1,44 @@
-"""The calls of an update that spans several: prepare, feed, name, complete, abort. Pure, as `update.py`.
+"""The commands of an update that spans several calls: prepare, receive_part, label, complete, abort. Pure.
 
-Between two calls the update is a *session*: a key in the state bucket that the server removes when its trainer has
+Between two calls the update is a *session*: a key in the state bucket, which the server removes when its trainer has
 been silent for too long. Any coordinator can continue it. The workers hold verified bytes, or they listen for what the
-trainer pushes; `complete` asks them to prepare in both cases, which is idempotent and waits for what is still to come.
+trainer pushes. `complete` asks them to prepare in both cases: that is idempotent, and it waits for what is still to
+come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from rl_plane.commit.canary_steps import check_canary, limits_of
-from rl_plane.commit.machine import Steps, UpdateMachine, naming_workers
+from rl_plane.commit.command_state import CommandState, Steps, naming_workers
+from rl_plane.commit.machine import carry_out, decide, survey
+from rl_plane.commit.opening import answer
+from rl_plane.commit.preparation import abort, ask_to_prepare, prepare, record_for, with_left
 from rl_plane.commit.rules import (
     SHOWN,
     check_against,
-    judge_listening,
-    judge_prepare,
+    evaluate_listening,
+    evaluate_prepare,
     label_of,
     left_early,
-    left_row,
-    next_record,
     still_there,
     too_few,
 )
-from rl_plane.commit.steps import Answered, Ask, Call, Fed, Instruction, Members, Note, Prepared, Survey
+from rl_plane.commit.steps import (
+    Answered,
+    BeginJournal,
+    EndSession,
+    Instruction,
+    Members,
+    PartReceived,
+    Prepared,
+    SaveSession,
+    SendOp,
+    Survey,
+)
 from rl_plane.errors import (
     BusUnreachable,
     Conflict,
@@ -36,260 +49,266 @@ from rl_plane.errors import (
     StaleFence,
     UpdateAborted,
 )
+from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.record import DecisionRecord, UpdateSession
 from rl_plane.protocol.update_requests import Part, UpdatePolicy, UpdateWeights
 from rl_plane.transports.group.broadcast_plan import pieces
 
 SESSION_IDLE_S = 120
-"""A prepared update whose trainer is silent this long is aborted: its staging is a model's worth of memory. A call that
-waits for the lock is no silence (`keeping.py`)."""
-LEAST_FEED_S = 1.0
-"""For a piece whose part has no time left: its worker says that it did not come."""
-FEED_MARGIN_S = 5.0
-"""Beyond a part's own time: a worker that gives up says so."""
+"""A prepared update is aborted when its trainer has been silent for this long, because its staging takes as much memory
+as a model. A call that waits for the lock is not silence (`session_keepalive.py`)."""
+LEAST_PART_S = 1.0
+"""The time-out of a piece whose part has no time left: its worker then reports that it did not come."""
+PART_MARGIN_S = 5.0
+"""The coordinator waits this much longer than the part's own time-out, for the error of a worker that gives up."""
 NOTHING_MORE = Part(names=[], dtypes=[], shapes=[])
 
 
-def machine_for(call: Call) -> UpdateMachine:
-    """The machine of a call of any kind."""
-    alone = call.kind in ("update", "finish", "new_run")
-    return UpdateMachine(call) if alone else SessionMachine(call)
+# ---- the commands ----
 
 
-class SessionMachine(UpdateMachine):
-    """One call of an update that spans several."""
-
-    def _kinds(self) -> Mapping[str, Callable[[], Steps]]:
-        return {
-            "prepare": self._prepare_only,
-            "feed": self._feed,
-            "name": self._name,
-            "complete": self._complete,
-            "abort": self._abort_only,
-        }
-
-    def _continues(self, session: UpdateSession) -> bool:
-        return self.call.kind != "prepare" or session.update_id == self.call.update_id
-
-    # ---- the calls ----
-
-    def _prepare_only(self) -> Steps:
-        """The first half, which any coordinator can complete later. Prepared twice under one id: the first stands."""
-        body = self._body()
-        session, base = yield from self._survey()
-        if self._is_decided(session, base):
-            raise self._committed(base, "prepare the next one under a new id")
-        if session is not None:
-            return Prepared(session.digest, session.prepared, [], session.refetchable, session=session)
-        check_against(base, body, self._before(base, body))
-        check_canary(body, limits_of(self._attests))
-        if body.pushed and body.policy.staging == "none":
-            raise InvalidRequest(
-                "nobody generates from the first byte of an unstaged update on, so none waits for its trainer",
-                field="policy.staging",
-                fix="use staging host, or push during one update_weights",
-            )
-        try:
-            prepared = yield from (self._listen if body.pushed else self._prepare)(base, body)
-        except PlaneError:
-            yield from self._abort(self.call.update_id)
-            raise
-        session = UpdateSession(
-            self.call.update_id,
-            label_of(base, body),
-            body.model_dump(),
-            prepared.digest,
-            prepared.refetchable,
-            prepared.ready,
-            SESSION_IDLE_S + (int(body.policy.prepare_timeout_s) if body.pushed else 0),
+def prepare_only(state: CommandState) -> Steps:
+    """Stages an update, which any coordinator can complete later. A second call under the same id changes nothing."""
+    body, update_id = state.body, state.command.update_id
+    session, base = yield from survey(state, lambda waiting: waiting.update_id == update_id)
+    if _is_decided(state, session, base):
+        raise _committed(base, "prepare the next one under a new id")
+    if session is not None:
+        return Prepared(session.digest, session.prepared, [], session.refetchable, session=session)
+    check_against(base, body, state.changed_source(base, body))
+    check_canary(body, limits_of(state.reports))
+    if body.pushed and body.policy.staging == "none":
+        raise InvalidRequest(
+            "an unstaged update closes every worker from its first byte on, so it can't wait for another call",
+            field="policy.staging",
+            fix="use staging host, or push during one update_weights",
         )
-        try:
-            yield Note("session", session=session)
-        except PlaneError:
-            yield from self._give_up(self.call.update_id)
-            raise
-        return replace(prepared, session=session)
+    try:
+        prepared = yield from (_listen if body.pushed else prepare)(state, base, body)
+    except PlaneError:
+        yield from abort(state, update_id)
+        raise
+    session = UpdateSession(
+        update_id,
+        label_of(base, body),
+        body.model_dump(),
+        prepared.digest,
+        prepared.refetchable,
+        prepared.ready,
+        SESSION_IDLE_S + (int(body.policy.prepare_timeout_s) if body.pushed else 0),
+    )
+    try:
+        yield SaveSession(session)
+    except PlaneError:
+        yield from _give_up(state, update_id)
+        raise
+    return replace(prepared, session=session)
 
-    def _feed(self) -> Steps:
-        """Tensors of a prepared update, which its trainer broadcasts now. Whatever goes wrong ends the update: what is
-        on its way can't be taken back, and it is not sent twice."""
-        assert self.call.part is not None
-        session, _ = yield from self._session("prepare the next one")
-        body = UpdateWeights.model_validate(session.body)
-        if not body.fed:
-            raise InvalidRequest(
-                f"the update {session.update_id!r} was not prepared to be fed",
-                field="update_id",
-                fix="prepare it with transport {backend, group, fed: true}",
-            )
-        try:
-            ready = still_there(session.prepared, self._members)
-            if len(ready) < len(session.prepared):
-                raise left_early(session.prepared, ready)
-            if body.policy.on_prepare_failure == "abort":
-                self._refuse_joiners(session)
-            missing = yield from self._feed_pieces(session, self.call.part)
-            said = session.told(version=self.call.version, pause_mode=self.call.pause_mode)
-            session = replace(said, parts=session.parts + 1)
-            yield Note("session", session=session)
-        except PlaneError:
-            yield from self._give_up(session.update_id)
-            raise
-        return Fed(session, missing)
 
-    def _name(self) -> Steps:
-        """The label of a prepared update, which any coordinator then commits it under."""
-        session, _ = yield from self._session("it keeps that label")
-        named = session.told(version=self.call.version)
-        yield Note("session", session=named)
-        return named
-
-    def _abort_only(self) -> Steps:
-        session, _ = yield from self._session("roll back to the version before, if it is not wanted")
-        yield Note("session")
-        yield from self._abort(session.update_id)
-        return session
-
-    def _complete(self) -> Steps:
-        """The second half: decides and commits what was prepared. What is pushed is waited for first."""
-        session, base = yield from self._survey()
-        if self._is_decided(session, base):
-            policy = UpdatePolicy(min_ready=self.call.min_ready)
-            if session is not None and session.update_id == base.update_id:
-                policy = UpdateWeights.model_validate(session.body).policy
-            return (yield from self._answer(base, policy))
-        session = self._expected(session)
-        body = UpdateWeights.model_validate(session.body)
-        if self.call.version is not None:
-            body = body.model_copy(update={"version": self.call.version})
-        before = self._before(base, body)
-        all_or_none = session.listening and body.policy.on_prepare_failure == "abort"
-        try:
-            ready = self._still_ready(session, body.policy)
-            if all_or_none:
-                self._refuse_joiners(session)
-            if body.fed:
-                yield from self._ask_to_take(session, NOTHING_MORE, last=True)
-            rows = yield from self._ask_to_prepare(
-                "prepare_update", session.update_id, session.label, body, ready, before
-            )
-            with naming_workers(rows):
-                stated = self.call.digest or body.digest or session.digest or None
-                prepared = judge_prepare(rows, set(ready), body.policy, stated)
-            if all_or_none:
-                self._see((yield Survey("recheck")))
-                self._refuse_joiners(session)
-            gone = sorted(session.prepared.keys() - ready.keys())
-            prepared = replace(prepared, excluded=[*gone, *prepared.excluded])
-            if before is not None:
-                check_against(base, body, before)
-            canary = self._canary(base, body, prepared)
-            record = next_record(base, body, session.update_id, prepared, self._now, before, canary)
-            decided = yield from self._decide(record)
-        except OutcomeUnknown:
-            raise
-        except PlaneError:
-            yield from self._give_up(session.update_id)
-            raise
-        try:
-            yield Note("session")
-        except (BusUnreachable, StaleFence):
-            pass  # the record tells that it is over
-        return (yield from self._carry_out(decided, prepared, body.policy))
-
-    # ---- the session ----
-
-    def _session(self, committed_fix: str) -> Generator[Instruction, Any, tuple[UpdateSession, DecisionRecord]]:
-        """The prepared update that is meant. Conflict, with `committed_fix`: it is committed already."""
-        session, base = yield from self._survey()
-        if self._is_decided(session, base):
-            raise self._committed(base, committed_fix)
-        return self._expected(session), base
-
-    def _is_decided(self, session: UpdateSession | None, base: DecisionRecord) -> bool:
-        """Is the update that is meant the committed one? Its coordinator died before it could answer."""
-        meant = self.call.update_id or (session.update_id if session is not None else "")
-        return meant != "" and base.update_id == meant
-
-    def _committed(self, base: DecisionRecord, fix: str) -> Conflict:
-        return Conflict(
-            f"the update {base.update_id!r} is committed as {base.made.label}",
-            version=base.made.to_wire(),
-            fix=fix,
+def receive_part(state: CommandState) -> Steps:
+    """Receives tensors of a prepared update, which its trainer broadcasts now. Any failure ends the update: the trainer
+    can't take back what it has sent, and does not send it twice."""
+    assert state.command.part is not None
+    session, _ = yield from _session(state, "prepare the next one")
+    body = UpdateWeights.model_validate(session.body)
+    if not body.in_parts:
+        raise InvalidRequest(
+            f"the update {session.update_id!r} was not prepared to come part by part",
+            field="update_id",
+            fix="prepare it with transport {backend, group, in_parts: true}",
         )
-
-    def _expected(self, session: UpdateSession | None) -> UpdateSession:
-        """The prepared update that is meant."""
-        if session is None or self.call.update_id not in ("", session.update_id):
-            named = f": {self.call.update_id}" if self.call.update_id else ""
-            raise UpdateAborted(
-                f"no such update is prepared{named}",
-                field="update_id",
-                fix="prepare_weights_update first; a prepared update is dropped when its trainer is silent",
-            )
-        return session
-
-    def _give_up(self, update_id: str) -> Generator[Instruction, Any, None]:
-        """Ends an update that waits for another call. The session goes first: what it names stays staged."""
-        try:
-            yield Note("session")
-        except PlaneError:
-            return  # said in the shell's log
-        yield from self._abort(update_id)
-
-    def _still_ready(self, session: UpdateSession, policy: UpdatePolicy) -> Members:
-        ready = still_there(session.prepared, self._members)
-        if not ready or (len(ready) < len(session.prepared) and policy.on_prepare_failure == "abort"):
+    try:
+        ready = still_there(session.prepared, state.members)
+        if len(ready) < len(session.prepared):
             raise left_early(session.prepared, ready)
-        if len(ready) < policy.min_ready:
-            raise too_few(len(ready), policy)
-        return ready
+        if body.policy.on_prepare_failure == "abort":
+            _refuse_joiners(state, session)
+        missing = yield from _receive_pieces(state, session, state.command.part)
+        said = session.updated(version=state.command.version, pause_mode=state.command.pause_mode)
+        session = replace(said, parts=session.parts + 1)
+        yield SaveSession(session)
+    except PlaneError:
+        yield from _give_up(state, session.update_id)
+        raise
+    return PartReceived(session, missing)
 
-    def _refuse_joiners(self, session: UpdateSession) -> None:
-        joined = sorted(self._members.keys() - session.prepared.keys())
-        if joined:
-            raise MembershipChanged(
-                f"{', '.join(joined[:SHOWN])} joined since, and can't get what was pushed",
-                fix="form the group again, and send the update again; or let them wait for the next one "
-                "(policy.on_prepare_failure=exclude)",
-            )
 
-    # ---- what is pushed ----
+def label(state: CommandState) -> Steps:
+    """Labels a prepared update. Any coordinator then commits it under this label."""
+    session, _ = yield from _session(state, "it keeps that label")
+    labelled = session.updated(version=state.command.version)
+    yield SaveSession(labelled)
+    return labelled
 
-    def _listen(self, base: DecisionRecord, body: UpdateWeights) -> Generator[Instruction, Any, Prepared]:
-        """Makes every member listen for what is pushed."""
-        yield Note("begin", base=base)
-        update_id, label = self.call.update_id, label_of(base, body)
-        rows = yield from self._ask_to_prepare(
-            "arm_update", update_id, label, body, self._members, self._before(base, body)
+
+def abort_only(state: CommandState) -> Steps:
+    """Drops a prepared update."""
+    session, _ = yield from _session(state, "roll back to the version before, if it is not wanted")
+    yield EndSession("session")
+    yield from abort(state, session.update_id)
+    return session
+
+
+def complete(state: CommandState) -> Steps:
+    """Decides and commits what was prepared. Waits for what is pushed first."""
+    session, base = yield from survey(state, _any_session)
+    if _is_decided(state, session, base):
+        policy = UpdatePolicy(min_ready=state.command.min_ready)
+        if session is not None and session.update_id == base.update_id:
+            policy = UpdateWeights.model_validate(session.body).policy
+        return (yield from answer(state, base, policy))
+    session = _expected(state, session)
+    body = UpdateWeights.model_validate(session.body)
+    if state.command.version is not None:
+        body = body.model_copy(update={"version": state.command.version})
+    before = state.changed_source(base, body)
+    all_or_none = session.listening and body.policy.on_prepare_failure == "abort"
+    try:
+        ready = _still_ready(state, session, body.policy)
+        if all_or_none:
+            _refuse_joiners(state, session)
+        if body.in_parts:
+            yield from _receive_piece(session, NOTHING_MORE, last=True)
+        replies = yield from ask_to_prepare(
+            "prepare_update", session.update_id, session.label, body, ready, before
         )
-        with naming_workers(rows):
-            return judge_listening(rows)
+        with naming_workers(replies):
+            stated = state.command.digest or body.digest or session.digest or None
+            prepared = evaluate_prepare(replies, set(ready), body.policy, stated)
+        if all_or_none:
+            state.see((yield Survey("recheck")))
+            _refuse_joiners(state, session)
+        gone = sorted(session.prepared.keys() - ready.keys())
+        prepared = replace(prepared, excluded=[*gone, *prepared.excluded])
+        if before is not None:
+            check_against(base, body, before)
+        decided = yield from decide(record_for(state, base, body, session.update_id, prepared))
+    except OutcomeUnknown:
+        raise
+    except PlaneError:
+        yield from _give_up(state, session.update_id)
+        raise
+    try:
+        yield EndSession("session")
+    except (BusUnreachable, StaleFence):
+        pass  # the next coordinator sees by the record that the session is over
+    return (yield from carry_out(state, decided, prepared, body.policy))
 
-    def _feed_pieces(self, session: UpdateSession, part: Part) -> Generator[Instruction, Any, int]:
-        """One after another, as the trainer broadcasts them; all within the part's own time."""
-        began, missing, told = self._elapsed_s, 0, pieces(part)
-        for number, piece in enumerate(told, 1):
-            left_s = max(part.timeout_s - (self._elapsed_s - began), LEAST_FEED_S)
-            in_time = piece.model_copy(update={"timeout_s": min(left_s, part.timeout_s)})
-            last = piece.check_only and number == len(told)
-            missing = yield from self._ask_to_take(session, in_time, last=last)
-        return missing
 
-    def _ask_to_take(self, session: UpdateSession, part: Part, *, last: bool) -> Generator[Instruction, Any, int]:
-        """How many tensors are missing yet."""
-        request = {**part.model_dump(include=set(Part.model_fields)), "update_id": session.update_id, "last": last}
-        answered: Answered = yield Ask(
-            "feed",
-            "feed_update",
-            request,
-            list(session.prepared),
-            part.timeout_s + FEED_MARGIN_S,
-            together=session.update_id,
+# ---- the session ----
+
+
+def _any_session(waiting: UpdateSession) -> bool:
+    return True
+
+
+def _session(
+    state: CommandState, committed_fix: str
+) -> Generator[Instruction, Any, tuple[UpdateSession, DecisionRecord]]:
+    """The prepared update that the command names. Conflict, with `committed_fix`: it is committed already."""
+    session, base = yield from survey(state, _any_session)
+    if _is_decided(state, session, base):
+        raise _committed(base, committed_fix)
+    return _expected(state, session), base
+
+
+def _is_decided(state: CommandState, session: UpdateSession | None, base: DecisionRecord) -> bool:
+    """Reports whether the update that the command names is the committed one: its coordinator died before it could
+    answer."""
+    meant = state.command.update_id or (session.update_id if session is not None else "")
+    return meant != "" and base.update_id == meant
+
+
+def _committed(base: DecisionRecord, fix: str) -> Conflict:
+    return Conflict(
+        f"the update {base.update_id!r} is committed as {base.made.label}",
+        version=base.made.to_wire(),
+        fix=fix,
+    )
+
+
+def _expected(state: CommandState, session: UpdateSession | None) -> UpdateSession:
+    """The prepared update, if it is the one that the command names."""
+    update_id = state.command.update_id
+    if session is None or update_id not in ("", session.update_id):
+        named = f": {update_id}" if update_id else ""
+        raise UpdateAborted(
+            f"no such update is prepared{named}",
+            field="update_id",
+            fix="prepare_weights_update first; a prepared update is dropped when its trainer is silent",
         )
-        asked = {row.instance_id for row in answered.rows}
-        left = [left_row(key, one) for key, one in session.prepared.items() if key not in asked]
-        rows = [*answered.rows, *left]
-        with naming_workers(rows):
-            judge_listening(rows)
-        return max(int(row.body["missing"]) for row in rows)
+    return session
+
+
+def _give_up(state: CommandState, update_id: str) -> Generator[Instruction, Any, None]:
+    """Ends an update that waits for another call. The session ends first, because what a session names stays staged."""
+    try:
+        yield EndSession("session")
+    except PlaneError:
+        return  # the shell has logged it
+    yield from abort(state, update_id)
+
+
+def _still_ready(state: CommandState, session: UpdateSession, policy: UpdatePolicy) -> Members:
+    ready = still_there(session.prepared, state.members)
+    if not ready or (len(ready) < len(session.prepared) and policy.on_prepare_failure == "abort"):
+        raise left_early(session.prepared, ready)
+    if len(ready) < policy.min_ready:
+        raise too_few(len(ready), policy)
+    return ready
+
+
+def _refuse_joiners(state: CommandState, session: UpdateSession) -> None:
+    joined = sorted(state.members.keys() - session.prepared.keys())
+    if joined:
+        raise MembershipChanged(
+            f"{', '.join(joined[:SHOWN])} joined since, and can't get what was pushed",
+            fix="form the group again, and send the update again; or let them wait for the next one "
+            "(policy.on_prepare_failure=exclude)",
+        )
+
+
+# ---- what the trainer pushes ----
+
+
+def _listen(
+    state: CommandState, base: DecisionRecord, body: UpdateWeights
+) -> Generator[Instruction, Any, Prepared]:
+    """Makes every member listen for what the trainer pushes."""
+    yield BeginJournal(base)
+    before = state.changed_source(base, body)
+    update_id = state.command.update_id
+    replies = yield from ask_to_prepare(
+        "listen_update", update_id, label_of(base, body), body, state.members, before
+    )
+    with naming_workers(replies):
+        return evaluate_listening(replies)
+
+
+def _receive_pieces(state: CommandState, session: UpdateSession, part: Part) -> Generator[Instruction, Any, int]:
+    """Receives the pieces of a part in the order in which the trainer broadcasts them, all within the part's time-out.
+    Returns the number of tensors that are still missing."""
+    began, missing, all_pieces = state.elapsed_s, 0, pieces(part)
+    for number, piece in enumerate(all_pieces, 1):
+        left_s = max(part.timeout_s - (state.elapsed_s - began), LEAST_PART_S)
+        in_time = piece.model_copy(update={"timeout_s": min(left_s, part.timeout_s)})
+        last = piece.check_only and number == len(all_pieces)
+        missing = yield from _receive_piece(session, in_time, last=last)
+    return missing
+
+
+def _receive_piece(session: UpdateSession, part: Part, *, last: bool) -> Generator[Instruction, Any, int]:
+    """Returns the number of tensors that are still missing."""
+    request = {**part.model_dump(include=set(Part.model_fields)), "update_id": session.update_id, "last": last}
+    answered: Answered = yield SendOp(
+        "receive",
+        "receive_part",
+        request,
+        list(session.prepared),
+        part.timeout_s + PART_MARGIN_S,
+        together=session.update_id,
+    )
+    replies: Sequence[WorkerReply] = with_left(answered.replies, session.prepared)
+    with naming_workers(replies):
+        evaluate_listening(replies)
+    return max(int(reply.body["missing"]) for reply in replies)

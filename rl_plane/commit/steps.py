@@ -1,4 +1,7 @@
-"""What a coordinator is told to do, and what comes back: the instructions and events of `update.py`."""
+"""The instructions, events and results of `UpdateMachine`: the whole interface between the machine and its shell.
+
+Each instruction names the event that answers it after an arrow. Any instruction may be answered by Failed instead.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_plane.errors import PlaneError
-from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import CanaryHistory
 from rl_plane.protocol.record import DecisionRecord, DesiredPause, PauseMode, Source, UpdateSession
 from rl_plane.protocol.update_requests import Part, UpdateWeights
@@ -18,23 +21,23 @@ Members = Mapping[str, str]
 """instance_id → incarnation."""
 
 Phase = Literal[
-    "survey",  # who is there, what is committed, what did another coordinator leave?
-    "clear",  # drop what a trainer that fell silent has left staged
-    "begin",  # tell the history
-    "prepare",  # stage and verify, everywhere
-    "feed",  # receive tensors that the trainer sends now
-    "recheck",  # is the fleet still the one that the caller pinned?
-    "abort",  # drop it again
-    "session",  # note that it waits for another call, or that this wait is over
-    "decide",  # the record: from here on the version is committed
-    "settle",  # was it, when the answer was lost? A survey under a new fence
-    "pause",  # note that the fleet is to stay paused
+    "survey",  # read the fleet, the committed record, and what another coordinator has left
+    "clear",  # drop what a silent trainer has left staged
+    "begin",  # begin the entry in the history
+    "prepare",  # stage and verify on every worker
+    "receive",  # receive tensors that the trainer sends now
+    "recheck",  # compare the fleet with the one that the caller pinned
+    "abort",  # drop what is staged
+    "session",  # save the session, or end it
+    "decide",  # write the record: from here on the version is committed
+    "resolve",  # read the outcome of a decision whose answer was lost
+    "pause",  # save that the fleet stays paused
     "gate",  # every member and frontend learns the decision, and closes
-    "commit",  # swap, on all that are gated
+    "commit",  # swap, on all gated workers
     "roll",  # swap, worker by worker
-    "leases",  # wait until whoever could not be told can't serve any more
-    "open",  # the record says that it may be served; members and frontends learn it
-    "watch",  # NATS was lost on the way: look how the workers get on by themselves
+    "leases",  # wait for processes that did not acknowledge the decision, until they can't serve any more
+    "open",  # the record says that the version may be served; members and frontends learn it
+    "watch",  # read what the workers serve
     "end",
 ]
 
@@ -43,16 +46,23 @@ Phase = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Asks every member to `attest`, reads session and desired pause from the leader, and seals the newest record that
-    anybody has. With phase `settle` it takes a new fence first, so that whatever was written before under the old one
-    counts only if it is found now. → Surveyed, or Failed"""
+    """Asks every member for its record, reads session and desired pause from the leader, and seals the newest record
+    that any of them has. → Surveyed"""
 
     phase: Phase = "survey"
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One op on each of these workers, at once; those that have left meanwhile are left out. → Answered"""
+class ResolveWrite:
+    """Takes a new fence, then does what Survey does. A write under the old fence counts only if it is found now.
+    → Surveyed"""
+
+    phase: Phase = "resolve"
+
+
+@dataclass(frozen=True, slots=True)
+class SendOp:
+    """Sends one op to each of these workers at once. Workers that have left meanwhile get no reply. → Answered"""
 
     phase: Phase
     op: str
@@ -60,12 +70,12 @@ class Ask:
     workers: Sequence[str]
     timeout_s: float | None = None
     together: str | None = None
-    """An update: the first that fails ends it on all the others, which wait for what will not come any more."""
+    """The id of an update in which the workers wait for each other: the first one that fails ends it on all."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
-    """`follow_record` to every member of this moment, and to every frontend that is listed. → Told"""
+class Announce:
+    """Sends `follow_record` to every member of this moment, and to every listed frontend. → RecordAcks"""
 
     phase: Phase
     record: DecisionRecord
@@ -75,27 +85,56 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """The record, in the place of what this call has sealed or written last. Phase `decide`: a new decision.
-    → Written, or Failed: StaleFence when another writer has been there"""
+    """Writes the record over this coordinator's own last write. With phase `decide` it is a new decision. → Written.
+    StaleFence: another writer has replaced that write."""
 
     phase: Phase
     record: DecisionRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
-    """The desired pause, the history's entry, what the canary gave, or the session (None: it is over). → Done"""
+class BeginJournal:
+    """Begins the update's entry in the history. → Done"""
+
+    base: DecisionRecord
+    """The committed record before this update."""
+    phase: Phase = "begin"
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSession:
+    """Saves an update that waits for another call. → Done"""
+
+    session: UpdateSession
+    phase: Phase = "session"
+
+
+@dataclass(frozen=True, slots=True)
+class EndSession:
+    """Removes the session: the update waits for no call any more. → Done"""
 
     phase: Phase
-    session: UpdateSession | None = None
-    pause: DesiredPause | None = None
-    base: DecisionRecord | None = None
-    canary: CanaryHistory | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SavePause:
+    """Saves the desired pause of the fleet. → Done"""
+
+    pause: DesiredPause
+    phase: Phase = "pause"
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCanaryHistory:
+    """Saves the scores that the served versions had. → Done"""
+
+    history: CanaryHistory
+    phase: Phase = "open"
 
 
 @dataclass(frozen=True, slots=True)
 class WaitSilent:
-    """Until these have left, or have lost their serving leases since the last Tell. → Done"""
+    """Waits until these have left, or have lost their serving leases since the last Announce. → Done"""
 
     workers: Members
     frontends: Sequence[str]
@@ -104,7 +143,7 @@ class WaitSilent:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Until every member serves the record, or so long. → Answered with their `state`"""
+    """Waits until every member serves the record, or the time is over. → Answered with each worker's `state`"""
 
     record: DecisionRecord
     timeout_s: float
@@ -113,58 +152,69 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """It is over."""
+    """The command has ended."""
 
     result: Result | PlaneError
     phase: Phase = "end"
 
 
-Instruction = Survey | Ask | Tell | Write | Note | WaitSilent | Watch | End
+Save = BeginJournal | SaveSession | EndSession | SavePause | SaveCanaryHistory
+Instruction = Survey | ResolveWrite | SendOp | Announce | Write | Save | WaitSilent | Watch | End
 
 # ---- events ----
 
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
+    """The fleet and the state bucket at one moment."""
+
     members: Members
     fingerprint: str
     epoch: int
-    attests: Sequence[WorkerRow]
+    reports: Sequence[WorkerReply]
+    """Each member's reply to `report_record`."""
     record: DecisionRecord | None
-    """The newest, sealed by this call. None: no worker has fixed sequence 0 yet."""
+    """The newest record, sealed by this command. None: no worker has fixed sequence 0 yet."""
     written: int
-    """Its sequence in the bucket."""
+    """The record's sequence in the bucket."""
     session: UpdateSession | None
     pause: DesiredPause
     pause_written: int
-    """Its sequence in the bucket."""
+    """The pause's sequence in the bucket."""
     history: CanaryHistory = NO_HISTORY
-    """What earlier versions gave for the numeric canary."""
+    """The scores of earlier versions for the numeric canary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    rows: Sequence[WorkerRow]
+    """The workers' replies to one op."""
+
+    replies: Sequence[WorkerReply]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RecordAcks:
+    """The acknowledgements of one announced record."""
+
     members: Members
-    rows: Sequence[WorkerRow]
+    replies: Sequence[WorkerReply]
     silent_frontends: Sequence[str]
+    """Frontends that have not acknowledged it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
+    """A write that the server has taken."""
+
     record: DecisionRecord
-    """The record that the server has, with the fence of this call."""
+    """The record as the server has it, with the fence of this coordinator."""
     sequence: int
-    """Its sequence in the bucket."""
+    """The record's sequence in the bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    pass
+    """The instruction was carried out, and there is nothing to report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,70 +224,70 @@ class Failed:
     error: PlaneError
 
 
-Event = Surveyed | Answered | Told | Written | Done | Failed
+Event = Surveyed | Answered | RecordAcks | Written | Done | Failed
 
 # ---- results ----
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Enough workers hold the same verified bytes, or all listen for them."""
+    """Enough workers hold the same verified bytes, or all workers listen for them."""
 
     digest: str
-    """Empty: they listen."""
+    """Empty: the workers listen."""
     ready: Members
     excluded: list[str]
     refetchable: bool
-    failed: Sequence[WorkerRow] = ()
-    """What those that could not prepare have said."""
+    failed: Sequence[WorkerReply] = ()
+    """The error replies of workers that could not prepare."""
     session: UpdateSession | None = None
-    """Of an update that waits for complete or abort."""
-    rows: Sequence[WorkerRow] = ()
-    """The answers of the workers that prepared."""
+    """The session of an update that waits for complete or abort."""
+    replies: Sequence[WorkerReply] = ()
+    """The replies of the workers that prepared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an update's reply is made of."""
+    """The facts of an update's reply."""
 
     version: WeightVersion
-    rows: Sequence[WorkerRow] = ()
+    replies: Sequence[WorkerReply] = ()
     excluded: Sequence[str] = ()
     canary: Mapping[str, Any] | None = None
-    """What the numeric canary has shown, over all workers. None: nothing was scored."""
+    """What the numeric canary has shown over all workers. None: no worker scored anything."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fed:
-    """A part that every rank has staged."""
+class PartReceived:
+    """Every rank of every worker has staged a part."""
 
     session: UpdateSession
     missing: int
-    """Tensors that are still to come."""
+    """The number of tensors that are still to come."""
 
 
-Result = Outcome | Prepared | Fed | UpdateSession
+Result = Outcome | Prepared | PartReceived | UpdateSession
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """What is asked of a coordinator."""
+class UpdateCommand:
+    """What a caller asks a coordinator to do."""
 
-    kind: Literal["update", "prepare", "feed", "name", "complete", "abort", "finish", "new_run"]
-    """`finish`: only what a dead coordinator has left."""
+    kind: Literal["update", "prepare", "receive_part", "label", "complete", "abort", "finish", "new_run"]
+    """`finish` only finishes what a coordinator that died had decided."""
     update_id: str
     body: UpdateWeights | None = None
     fingerprint: str | None = None
-    """The fleet that the caller pinned: abort if it is another one after preparing."""
+    """The fleet that the caller pinned. The update is aborted if the fleet is another one after preparing."""
     digest: str | None = None
-    """To complete an update: what the caller says was sent."""
+    """For `complete`: the digest that the trainer has sent."""
     version: str | None = None
-    """To feed, name or complete an update: the label, where it is given only now."""
+    """For `receive_part`, `label` and `complete`: the label, if the trainer gives it only now."""
     part: Part | None = None
-    """To feed an update."""
+    """For `receive_part`."""
     pause_mode: PauseMode | None = None
-    """To feed an update: in place of its policy's."""
+    """For `receive_part`: replaces the pause mode of the policy."""
     min_ready: int = 1
-    """To complete an update that was decided: its policy's, which its session does not tell any more."""
+    """For `complete` of an update that was decided: the policy's value, which the ended session does not have."""
     before: Source | None = None
-    """To go back to a version that was sent as a delta: the source of the one that it changed."""
+    """For a roll-back to a delta: the source of the version that the delta changed."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, HeldLock
 from rl_plane.bus.scatter import Missing
+from rl_plane.bus.state_store import read_frontends, read_memory, read_pause
 from rl_plane.client import FanOut, RlClient, check_pin, select_members
 from rl_plane.commit.history import read_history
 from rl_plane.errors import (
@@ -50,14 +51,7 @@ from rl_plane.protocol import update_requests, worker_ops
 from rl_plane.protocol import validation as bodies
 from rl_plane.protocol.envelope import Request, decode, encode
 from rl_plane.protocol.fleet_ops import FLEET_OPS, ONE_COMPONENT, Select
-from rl_plane.protocol.record import (
-    DesiredMemory,
-    DesiredPause,
-    read_frontends,
-    read_memory,
-    read_pause,
-    version_wire,
-)
+from rl_plane.protocol.record import DesiredMemory, DesiredPause, version_wire
 from rl_plane.protocol.subjects import ADMISSION_PREFIX, MEMORY, PAUSE, check_name
 from rl_plane.transports.group.torch_group import FORM_MARGIN_S, JOIN_TORCH_S
 
@@ -102,8 +96,8 @@ class Fleet:
             "abort_requests": self._abort,
             "update_weights": updates.update,
             "prepare_weights_update": updates.prepare,
-            "feed_weights_update": updates.feed,
-            "name_weights_update": updates.name,
+            "receive_weights_part": updates.feed,
+            "label_weights_update": updates.name,
             "complete_weights_update": updates.complete,
             "abort_weights_update": updates.abort,
             "load_lora_adapter": updates.load_lora,

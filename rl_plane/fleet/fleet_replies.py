@@ -14,7 +14,7 @@ from rl_plane.commit.steps import Outcome
 from rl_plane.errors import Conflict, DeadlineExceeded, InvalidRequest, NoWorkers, PlaneError, Unsupported
 from rl_plane.membership.core import Member, Snapshot
 from rl_plane.membership.view import MembershipView
-from rl_plane.membership.worker_reply import WorkerRow, skipped_row
+from rl_plane.membership.worker_reply import WorkerReply, skipped_reply
 from rl_plane.protocol.fleet_ops import FleetOp, Select
 from rl_plane.protocol.record import DecisionRecord
 
@@ -37,7 +37,7 @@ class Call:
     start: float
 
 
-def is_serving(row: WorkerRow, record: DecisionRecord | None) -> bool:
+def is_serving(row: WorkerReply, record: DecisionRecord | None) -> bool:
     """Does this worker take requests, and answer them by exactly the committed weights?"""
     return record is not None and bool(row.body.get("ready")) and serves(row, record)
 
@@ -74,7 +74,7 @@ def with_stages(call: Call, reply: dict[str, Any]) -> dict[str, Any]:
     if call.op.name == "updates":  # it tells of the past
         return reply
     rows = [
-        {**skipped_row(stage).to_wire(), **(listed(call, stage) if call.op.name == "workers" else {})}
+        {**skipped_reply(stage).to_wire(), **(listed(call, stage) if call.op.name == "workers" else {})}
         for stage in _stages(call, call.view.snapshot())
     ]
     return {**reply, "workers": [*reply["workers"], *rows]}
@@ -100,7 +100,7 @@ def check_engines(call: Call, snapshot: Snapshot) -> None:
         fix="start a worker beside an engine" if kind is NoWorkers else "leave workers out, or name engines",
         epoch=snapshot.epoch,
         fingerprint=snapshot.fingerprint,
-        workers=[skipped_row(stage).to_wire() for stage in stages],
+        workers=[skipped_reply(stage).to_wire() for stage in stages],
     )
 
 
@@ -108,7 +108,7 @@ def updated(call: Call, outcome: Outcome, phases: Mapping[str, float]) -> dict[s
     return {
         **head(call, call.view.snapshot()),
         "version": outcome.version.to_wire(),
-        "workers": [row.to_wire() for row in outcome.rows],
+        "workers": [row.to_wire() for row in outcome.replies],
         "excluded": list(outcome.excluded),
         "phases": dict(phases),
         **({"canary": dict(outcome.canary)} if outcome.canary is not None else {}),
@@ -122,7 +122,7 @@ def answered(call: Call, entry: UpdateEntry) -> dict[str, Any]:
     return {
         **head(call, call.view.snapshot()),
         "version": entry.version.to_wire(),
-        "workers": entry.rows(),
+        "workers": entry.replies(),
         "excluded": list(entry.excluded),
         "phases": dict(entry.phases),
         **({"canary": dict(entry.canary)} if entry.canary is not None else {}),

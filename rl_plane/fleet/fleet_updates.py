@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, HeldLock
+from rl_plane.bus.state_store import read_record, read_session
 from rl_plane.client import RlClient
 from rl_plane.commit.coordinator import Coordinator
 from rl_plane.commit.history import (
@@ -23,14 +24,13 @@ from rl_plane.commit.history import (
     source_of,
     target_of,
 )
-from rl_plane.commit.session_keepalive import lock_of
-from rl_plane.commit.steps import Call as Coordination
-from rl_plane.commit.steps import Fed, Members, Outcome, Prepared
+from rl_plane.commit.session_keepalive import lock_with_keepalive
+from rl_plane.commit.steps import Members, Outcome, PartReceived, Prepared, UpdateCommand
 from rl_plane.errors import InvalidRequest, Locked, PlaneError, StaleFence, UpdateAborted
 from rl_plane.fleet.fleet_replies import Call, answered, ended, head, updated
 from rl_plane.membership.core import Snapshot
 from rl_plane.protocol import update_requests
-from rl_plane.protocol.record import Source, UpdateSession, read_record, read_session
+from rl_plane.protocol.record import Source, UpdateSession
 
 
 class FleetUpdates:
@@ -53,14 +53,14 @@ class FleetUpdates:
         # Asked twice at once, by way of two frontends: the second waits for the first.
         same_wait_s = policy.prepare_timeout_s + 2 * policy.commit_timeout_s
         pin = snapshot.fingerprint if pinned else None
-        asked_for = Coordination("update", call.request_id, body, pin, before=before)
+        asked_for = UpdateCommand("update", call.request_id, body, pin, before=before)
         return await self._once(call, request, asked_for, body.model_dump(), asked.rollback, same_wait_s)
 
     async def _once(
         self,
         call: Call,
         request: str,
-        asked_for: Coordination,
+        asked_for: UpdateCommand,
         body: Mapping[str, Any],
         rollback: update_requests.Rollback | None = None,
         same_wait_s: float = 0.0,
@@ -136,7 +136,7 @@ class FleetUpdates:
         )
 
     async def _committed(
-        self, call: Call, held: HeldLock, journal: Journal | None, asked_for: Coordination
+        self, call: Call, held: HeldLock, journal: Journal | None, asked_for: UpdateCommand
     ) -> dict[str, Any]:
         """Coordinates what is to be committed, and tells the history."""
         coordinator = Coordinator(self._client, call.view, held, journal)
@@ -152,7 +152,9 @@ class FleetUpdates:
         body = update_requests.UpdateWeights.model_validate(call.body)
         _check_name(body.target, snapshot)
         asked = request_hash(body.model_dump())
-        if body.fed and body.transport is not None:  # a group with ranks that are not there any more is no use
+        if (
+            body.in_parts and body.transport is not None
+        ):  # a group with ranks that are not there any more is no use
             ranks = sum(int(member.info["world_size"]) for member in snapshot)
             transport = body.transport.model_copy(update={"fleet_ranks": ranks})
             body = body.model_copy(update={"transport": transport})
@@ -165,7 +167,7 @@ class FleetUpdates:
             start = time.monotonic()
             try:
                 prepared = await Coordinator(self._client, call.view, held, journal).run(
-                    Coordination("prepare", call.request_id, body)
+                    UpdateCommand("prepare", call.request_id, body)
                 )
             except PlaneError as error:
                 await journal.failed(error)
@@ -191,10 +193,10 @@ class FleetUpdates:
         # Its trainer sends already: there is no "later" for it. Another part may be on its way, by another group.
         wait_s = DEFAULT_LOCK_WAIT_S if waiting is None else part.timeout_s
         held_for = "" if waiting is None else waiting.update_id
-        async with lock_of(self._client, call.view, waiting, wait_s, held_for) as held:
+        async with lock_with_keepalive(self._client, call.view, waiting, wait_s, held_for) as held:
             journal = await self._prepared_journal(call, held, await self._session(call, update_id))
-            asked_for = Coordination(
-                "feed",
+            asked_for = UpdateCommand(
+                "receive_part",
                 update_id or "",
                 part=part,
                 version=call.body.get("version"),
@@ -206,7 +208,7 @@ class FleetUpdates:
                 if journal is not None and not isinstance(error, Locked):
                     await journal.failed(error)
                 raise
-        assert isinstance(fed, Fed)
+        assert isinstance(fed, PartReceived)
         return {
             **head(call, snapshot),
             "update_id": fed.session.update_id,
@@ -219,8 +221,8 @@ class FleetUpdates:
     async def name(self, call: Call) -> dict[str, Any]:
         snapshot, update_id = await self.whole(call), call.body.get("update_id")
         waiting = await self._session(call, update_id)
-        async with lock_of(self._client, call.view, waiting, _complete_wait_s(waiting)) as held:
-            asked_for = Coordination("name", update_id or "", version=call.body["version"])
+        async with lock_with_keepalive(self._client, call.view, waiting, _complete_wait_s(waiting)) as held:
+            asked_for = UpdateCommand("label", update_id or "", version=call.body["version"])
             session = await Coordinator(self._client, call.view, held).run(asked_for)
         assert isinstance(session, UpdateSession)
         rows = _rows_of(session.prepared)
@@ -232,7 +234,7 @@ class FleetUpdates:
             return first
         await self.whole(call)
         waiting = await self._session(call, update_id)
-        async with lock_of(self._client, call.view, waiting, _complete_wait_s(waiting)) as held:
+        async with lock_with_keepalive(self._client, call.view, waiting, _complete_wait_s(waiting)) as held:
             session = await self._session(call, update_id)
             # The first call may have ended while this one waited for it.
             if session is None and (first := await self._completed(call, update_id)) is not None:
@@ -247,7 +249,7 @@ class FleetUpdates:
                     field="num_buckets",
                     fix="send what the manifest lists, or abort_weights_update",
                 )
-            asked_for = Coordination(
+            asked_for = UpdateCommand(
                 "complete",
                 update_id or "",
                 digest=call.body.get("digest"),
@@ -259,7 +261,7 @@ class FleetUpdates:
             except PlaneError as error:
                 if journal is not None:
                     await journal.failed(error)
-                    if journal.entry.untold and isinstance(error, UpdateAborted):
+                    if journal.entry.outcome_unreported and isinstance(error, UpdateAborted):
                         raise journal.entry.first_error() from error  # another one is committed since
                 raise
         return _with_buckets(reply, pushed)
@@ -302,7 +304,7 @@ class FleetUpdates:
         async with self._client.lock(call.view) as held:
             journal = await self._prepared_journal(call, held, await self._session(call, update_id))
             session = await Coordinator(self._client, call.view, held, journal).run(
-                Coordination("abort", update_id or "")
+                UpdateCommand("abort", update_id or "")
             )
             assert isinstance(session, UpdateSession)
             if journal is not None:
@@ -342,19 +344,19 @@ class FleetUpdates:
         if (first := await self._first_answer(call, request)) is not None:
             return first
         await self.whole(call)
-        asked_for = Coordination("new_run", call.request_id)
+        asked_for = UpdateCommand("new_run", call.request_id)
         return await self._once(call, request, asked_for, {"version": "initial"})
 
     async def finish(self) -> None:
         """Finishes or drops what a dead coordinator has left; nothing, while one is alive."""
         view = await self._client.view()
         async with self._client.lock(view, 0.0) as held:
-            await Coordinator(self._client, view, held).run(Coordination("finish", ""))
+            await Coordinator(self._client, view, held).run(UpdateCommand("finish", ""))
 
     async def check_none_waits(self, call: Call, held: HeldLock) -> None:
         """Locked while a prepared update waits; one that nobody can complete any more is dropped."""
         if await self._session(call, None) is not None:
-            await Coordinator(self._client, call.view, held).run(Coordination("finish", ""))
+            await Coordinator(self._client, call.view, held).run(UpdateCommand("finish", ""))
 
 
 def _complete_wait_s(waiting: UpdateSession | None) -> float:

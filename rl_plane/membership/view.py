@@ -18,11 +18,12 @@ from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import RECONNECT_GRACE_S, Bus, WrongSequence, is_marker
 from rl_plane.bus.scatter import Answer, Gather, Missing, Scatter
 from rl_plane.bus.sealed_record import restore
+from rl_plane.bus.state_store import record_of
 from rl_plane.errors import BusUnreachable, PlaneError
 from rl_plane.membership.core import Changed, Instruction, Member, MembershipCore, Purge, Resync, Snapshot
 from rl_plane.membership.probe import PROBE_TIMEOUT_S, Outcome, ProbeCore
 from rl_plane.protocol.envelope import Request, encode
-from rl_plane.protocol.record import DecisionRecord, newer, record_of
+from rl_plane.protocol.record import DecisionRecord, newer
 from rl_plane.protocol.subjects import ADVISORY, MEMBER_PREFIX, RECORD, Entry, Subjects
 
 log = logging.getLogger("rl_plane.membership.view")

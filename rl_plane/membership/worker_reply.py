@@ -12,7 +12,7 @@ from rl_plane.protocol.envelope import Status
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerRow:
+class WorkerReply:
     """One worker's answer. An error row's `error` is a PlaneError: WorkerLost when it died or left,
     DeadlineExceeded when it did not answer."""
 
@@ -46,12 +46,12 @@ class WorkerRow:
         return wire
 
 
-def skipped_row(stage: Member) -> WorkerRow:
+def skipped_reply(stage: Member) -> WorkerReply:
     """It is not asked: its registration says that it skips what engines are asked, and why. So one that hangs or dies
     keeps nobody waiting."""
-    return WorkerRow(stage.instance_id, stage.incarnation, "skipped", {"reason": stage.stage})
+    return WorkerReply(stage.instance_id, stage.incarnation, "skipped", {"reason": stage.stage})
 
 
-def engine_rows(reply: Mapping[str, Any]) -> list[dict[str, Any]]:
+def engine_replies(reply: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of a fleet's reply, without those of stages, which have done nothing."""
     return [row for row in reply["workers"] if row.get("status") != "skipped"]

@@ -228,7 +228,7 @@ def sequences_id(sequences: Sequence[Sequence[int]]) -> str:
 @dataclass(frozen=True, slots=True)
 class CanaryRecord:
     """The canary of a committed version, in its decision record: a worker that swaps this version in judges its own
-    vectors by it (`rl_plane.commit.canary_rules.judge_one`). Its encoded size is at most MAX_RECORD_BYTES."""
+    vectors by it (`rl_plane.commit.canary_rules.evaluate_worker`). Its encoded size is at most MAX_RECORD_BYTES."""
 
     sequences: Sequences
     expected: Vectors | None = None

@@ -40,7 +40,7 @@ class Select(validation.Body):
         return [part for part in value.split(",") if part] if isinstance(value, str) else value
 
 
-class WorkerReply(BaseModel):
+class WorkerResult(BaseModel):
     """One worker's part of a reply; the op's own reply fields stand beside these."""
 
     instance_id: str
@@ -57,7 +57,7 @@ class FleetReply(BaseModel):
     status: Literal["ok"]
     epoch: int
     fingerprint: str
-    workers: list[WorkerReply]
+    workers: list[WorkerResult]
     version: worker_ops.Version | None = None
     excluded: list[str] | None = None
     """After an update: members that do not serve the new version; they heal by themselves."""
@@ -82,8 +82,8 @@ class UpdateId(validation.Body):
     """As `prepare_weights_update` gave it; None: the one that is prepared."""
 
 
-class FeedWeights(update_requests.Part, UpdateId):
-    """Of an update that was prepared with `transport: {backend, group, fed: true}`."""
+class ReceiveWeightsPart(update_requests.Part, UpdateId):
+    """Of an update that was prepared with `transport: {backend, group, in_parts: true}`."""
 
     version: str | None = Field(
         None, min_length=1, max_length=validation.LABEL_CHARS, pattern=validation.PRINTABLE
@@ -93,7 +93,7 @@ class FeedWeights(update_requests.Part, UpdateId):
     """From here on in place of the policy's, for a trainer that says it with a part; None: as before."""
 
 
-class NameUpdate(UpdateId):
+class LabelUpdate(UpdateId):
     version: str = Field(min_length=1, max_length=validation.LABEL_CHARS, pattern=validation.PRINTABLE)
     """Its label, unless a later call has another."""
 
@@ -165,11 +165,11 @@ FLEET_OPS: dict[str, FleetOp] = {
             "Stage and verify, or listen for what is pushed; generation goes on.",
         ),
         _fleet_op(
-            "feed_weights_update",
-            FeedWeights,
+            "receive_weights_part",
+            ReceiveWeightsPart,
             "Receive what the trainer broadcasts now, everywhere.",
         ),
-        _fleet_op("name_weights_update", NameUpdate, "Label what was prepared, before it is committed."),
+        _fleet_op("label_weights_update", LabelUpdate, "Label what was prepared, before it is committed."),
         _fleet_op("complete_weights_update", CompleteUpdate, "Commit what was prepared, or pushed."),
         _fleet_op("abort_weights_update", UpdateId, "Drop what was prepared."),
         _fleet_op(
@@ -191,8 +191,8 @@ ONE_COMPONENT = frozenset(
     {
         "update_weights",
         "prepare_weights_update",
-        "feed_weights_update",
-        "name_weights_update",
+        "receive_weights_part",
+        "label_weights_update",
         "complete_weights_update",
         "abort_weights_update",
         "load_lora_adapter",

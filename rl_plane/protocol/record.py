@@ -11,14 +11,10 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rl_plane.protocol.canary import CanaryRecord, OnCanaryFailure
-from rl_plane.protocol.subjects import FRONTEND_PREFIX, MEMORY, PAUSE, RECORD, SESSION, Bucket, Entry
 from rl_plane.protocol.versions import VersionReply, WeightVersion
-
-if TYPE_CHECKING:
-    from rl_plane.bus.connection import Bus
 
 PauseMode = Literal["keep", "wait", "abort"]
 Staging = Literal["host", "none"]
@@ -360,8 +356,8 @@ class UpdateSession:
     def decode(cls, data: bytes) -> UpdateSession:
         return cls(**json.loads(data))
 
-    def told(self, *, version: str | None = None, pause_mode: PauseMode | None = None) -> UpdateSession:
-        """As its trainer says only now. None: as before."""
+    def updated(self, *, version: str | None = None, pause_mode: PauseMode | None = None) -> UpdateSession:
+        """The session with a label or a pause mode that its trainer gives only now. None: no change."""
         body = dict(self.body)
         if version is not None:
             body["version"] = version
@@ -379,42 +375,3 @@ class UpdateSession:
         """Who goes on with it, where its body says so."""
         owner: str | None = self.body.get("owner")
         return owner
-
-
-def record_of(entry: Entry | None) -> DecisionRecord | None:
-    return DecisionRecord.decode(entry.value) if entry is not None and entry.value else None
-
-
-def pause_of(entry: Entry | None) -> DesiredPause:
-    return DesiredPause.decode(entry.value) if entry is not None and entry.value else DesiredPause(False)
-
-
-async def read_record(bus: Bus, state: Bucket) -> DecisionRecord | None:
-    """From the leader. None: no worker has fixed sequence 0 yet."""
-    return record_of(await bus.get(state, RECORD))
-
-
-async def read_pause(bus: Bus, state: Bucket) -> DesiredPause:
-    return pause_of(await bus.get(state, PAUSE))
-
-
-async def read_memory(bus: Bus, state: Bucket) -> DesiredMemory | None:
-    """None: nobody has released any yet, or the store has lost it."""
-    entry = await bus.get(state, MEMORY)
-    return DesiredMemory.decode(entry.value) if entry is not None and entry.value else None
-
-
-def session_of(entry: Entry | None) -> UpdateSession | None:
-    return UpdateSession.decode(entry.value) if entry is not None and entry.value else None
-
-
-async def read_session(bus: Bus, state: Bucket) -> UpdateSession | None:
-    """The update that waits for its next call. None: there is none, or its trainer was silent for too long."""
-    return session_of(await bus.get(state, SESSION))
-
-
-async def read_frontends(bus: Bus, state: Bucket) -> list[str]:
-    """The ids of the frontends that may deliver tokens now: each writes its key, which expires, before it confirms the
-    record. So one that is not listed after a decision learns that decision before it routes a request."""
-    entries = await bus.list_keys(state, FRONTEND_PREFIX + ">")
-    return [entry.key[len(FRONTEND_PREFIX) :] for entry in entries if entry.value is not None]

@@ -1,4 +1,4 @@
-"""Strict JSON: what gets through can be sent on as msgpack, and means the same to every reader."""
+"""Strict JSON: an object that passes means the same to every reader, and can be sent on as msgpack."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 from rl_plane.errors import InvalidRequest
 
 MAX_DEPTH = 64
-"""Nested arrays and objects; msgpack and Python's own stack end at some hundred."""
+"""Levels of nested arrays and objects. msgpack and Python's own stack end at a few hundred."""
+
+MAX_KEY_CHARS = 64
+"""The part of a key that an error message shows."""
 
 _LONG_NUMBER = re.compile(rb"\d{19}")
 _INT64 = range(-(1 << 63), 1 << 64)
@@ -30,8 +33,9 @@ def _finite(text: str) -> float:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)[:64]!r} stands twice in one object")
+        seen: set[str] = set()
+        again = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {again[:MAX_KEY_CHARS]!r} is there twice")
     return found
 
 
@@ -51,24 +55,30 @@ def _check_depth_and_numbers(value: Any) -> None:
         level = inner
 
 
+def load_json_object(data: bytes) -> dict[str, Any]:
+    """Parses one JSON object in UTF-8. ValueError: it is another value, or it has a key twice, NaN, an infinity, an
+    integer of more than 64 bits, half a surrogate pair, or more than MAX_DEPTH levels."""
+    text = data.decode("utf-8")
+    try:
+        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH or _LONG_NUMBER.search(data):
+        _check_depth_and_numbers(value)
+    if b"\\u" in data:
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is not text
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON {type(value).__name__}, not an object")
+    return value
+
+
 def parse_json_object(data: bytes) -> dict[str, Any]:
-    """The body's object (none: an empty one), or InvalidRequest: what gets through can be sent on to a worker."""
+    """Parses a request's body. An empty body is an empty object. InvalidRequest: `load_json_object` refuses it."""
     if not data.strip():
         return {}
     try:
-        value = json.loads(data, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_unique)
-        if data.count(b"[") + data.count(b"{") > MAX_DEPTH or _LONG_NUMBER.search(data):
-            _check_depth_and_numbers(value)
-        if b"\\u" in data:
-            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text
-    except (ValueError, RecursionError) as error:
+        return load_json_object(data)
+    except ValueError as error:
         raise InvalidRequest(
-            f"this is not valid JSON: {str(error) or type(error).__name__}",
-            field="body",
-            fix="send one JSON object",
+            f"this is not valid JSON: {error}", field="body", fix="send one JSON object"
         ) from error
-    if not isinstance(value, dict):
-        raise InvalidRequest(
-            f"this is a JSON {type(value).__name__}, not an object", field="body", fix="send one JSON object"
-        )
-    return value

@@ -24,19 +24,19 @@ PUSHED = frozenset({"gloo", "nccl"})
 """Transports whose sender waits for its receivers: `prepare_weights_update` only makes them listen, and
 `complete_weights_update` waits for what they have received."""
 
-FEED_TIMEOUT_S = 300.0
+PART_TIMEOUT_S = 300.0
 """Of one part of a fed update, unless it says otherwise: nobody waits so long for a trainer that has announced it."""
-MAX_FEED_TIMEOUT_S = 3600.0
+MAX_PART_TIMEOUT_S = 3600.0
 """As long as the most patient trainer (AReaL) waits for the answer. The fleet's lock is held meanwhile."""
-MAX_FED_TENSORS = 1 << 18
+MAX_PART_TENSORS = 1 << 18
 """Twice the tensors of the largest public checkpoints."""
 DEFAULT_PACKED_BYTES = 1 << 30
 """As vLLM packs."""
-MAX_FED_BYTES = 1 << 40
+MAX_PART_BYTES = 1 << 40
 MAX_STEP = 1 << 53
 """A number that every JSON reader keeps."""
 
-FED_DTYPES = {
+PART_DTYPES = {
     **{name: name for name in DTYPE_BYTES},
     "float64": "F64", "double": "F64", "float32": "F32", "float": "F32", "float16": "F16", "half": "F16",
     "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
@@ -104,7 +104,7 @@ class Prepare(Body):
         return self
 
 
-class ArmedReply(TypedDict):
+class ListeningReply(TypedDict):
     """The receivers listen, in every rank; `prepare_update` under the same id waits for what they receive."""
 
     listening: Literal[True]
@@ -124,18 +124,18 @@ class PreparedReply(TypedDict):
 class Part(Body):
     """Tensors of a fed update that the trainer broadcasts now, from rank 0 of its group, in this order."""
 
-    names: list[str] = Field(max_length=MAX_FED_TENSORS)
+    names: list[str] = Field(max_length=MAX_PART_TENSORS)
     dtypes: list[str]
     """As torch calls them (`bfloat16`) or safetensors (`BF16`)."""
     shapes: list[list[int]]
     layout: Literal["each", "flat", "packed"] = "each"
     """`each`: a broadcast for each tensor. `flat`: one, of all their bytes one after another. `packed`: likewise, and a
     new one after each that is larger than `bucket_bytes`."""
-    bucket_bytes: int = Field(DEFAULT_PACKED_BYTES, gt=0, le=MAX_FED_BYTES)
+    bucket_bytes: int = Field(DEFAULT_PACKED_BYTES, gt=0, le=MAX_PART_BYTES)
     """Of layout `packed`."""
     group: str | None = Field(None, min_length=1, max_length=256, pattern=PRINTABLE)
     """In which they are broadcast; None: the one that the update was prepared with."""
-    timeout_s: float = Field(FEED_TIMEOUT_S, gt=0, le=MAX_FEED_TIMEOUT_S)
+    timeout_s: float = Field(PART_TIMEOUT_S, gt=0, le=MAX_PART_TIMEOUT_S)
     """Until every rank has them."""
     check_only: bool = False
     """Only hold them against the model, as all that is to come of this update; nothing is received. For a trainer that
@@ -144,7 +144,7 @@ class Part(Body):
     @property
     def specs(self) -> list[TensorSpec]:
         return [
-            TensorSpec(FED_DTYPES[dtype.removeprefix("torch.")], tuple(shape))
+            TensorSpec(PART_DTYPES[dtype.removeprefix("torch.")], tuple(shape))
             for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
         ]
 
@@ -160,11 +160,11 @@ class Part(Body):
         for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True):
             if not checked_name(name):
                 raise InvalidRequest(f"no tensor may be called {name[:100]!r}", field="names", fix="see the model")
-            if dtype.removeprefix("torch.") not in FED_DTYPES:
+            if dtype.removeprefix("torch.") not in PART_DTYPES:
                 raise InvalidRequest(
                     f"{name} is said to be {dtype[:50]!r}",
                     field="dtypes",
-                    fix=f"one of {', '.join(sorted(FED_DTYPES))}",
+                    fix=f"one of {', '.join(sorted(PART_DTYPES))}",
                 )
             if len(shape) > MAX_RANK or not all(0 <= side < 1 << 40 for side in shape):
                 raise InvalidRequest(
@@ -172,20 +172,20 @@ class Part(Body):
                 )
         if len(set(self.names)) != len(self.names):
             raise InvalidRequest("a name is given twice", field="names", fix="name each tensor once")
-        if sum(spec.nbytes for spec in self.specs) > MAX_FED_BYTES:
+        if sum(spec.nbytes for spec in self.specs) > MAX_PART_BYTES:
             raise InvalidRequest(
-                f"they are more than {MAX_FED_BYTES} bytes", field="shapes", fix="are the shapes right?"
+                f"they are more than {MAX_PART_BYTES} bytes", field="shapes", fix="are the shapes right?"
             )
         return self
 
 
-class FeedUpdate(Part):
+class ReceivePart(Part):
     update_id: str = Field(min_length=1, max_length=128)
     last: bool = False
     """No more will come: what is missing is an error. With `check_only`: no more is asked about."""
 
 
-class FedReply(TypedDict):
+class PartReply(TypedDict):
     """Every rank has staged them."""
 
     tensors: int
@@ -208,11 +208,11 @@ class FollowedReply(TypedDict):
     """Of the newest record that is known here, which may be a newer one."""
 
 
-class Attest(Body):
+class ReportRecord(Body):
     """No fields."""
 
 
-class AttestReply(TypedDict):
+class RecordReport(TypedDict):
     """What this worker knows to be committed: the truth to reconcile a store with that lost a write."""
 
     record: dict[str, Any] | None
@@ -373,7 +373,7 @@ def _check_delta(update: _Update) -> None:
         )
 
 
-def _check_fed(update: _Update) -> None:
+def _check_in_parts(update: _Update) -> None:
     """A trainer's own calls bring the tensors of a full checkpoint, into staging."""
     wrong = {
         "target": update.target.kind != "base",
@@ -424,8 +424,8 @@ class UpdateWeights(_Update):
     @model_validator(mode="after")
     def _source(self) -> Self:
         check_source(self.target, self.transport)
-        if self.fed:
-            _check_fed(self)
+        if self.in_parts:
+            _check_in_parts(self)
         return self
 
     @property
@@ -433,10 +433,10 @@ class UpdateWeights(_Update):
         return self.transport is not None and self.transport.backend in PUSHED
 
     @property
-    def fed(self) -> bool:
+    def in_parts(self) -> bool:
         """Its tensors are announced part by part."""
         extra = self.transport.model_extra if self.transport is not None else None
-        return self.pushed and bool((extra or {}).get("fed"))
+        return self.pushed and bool((extra or {}).get("in_parts"))
 
 
 class Rollback(Body):

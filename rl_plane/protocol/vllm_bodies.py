@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from rl_plane.errors import Conflict, InvalidRequest, Locked, PlaneError, Unsupported
-from rl_plane.protocol.update_requests import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S
+from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
 from rl_plane.protocol.validation import parse_body
 
 GROUP = "vllm"
@@ -50,7 +50,7 @@ class InitInfo(Part):
     """They, and every rank of the fleet."""
     timeout_s: float | None = Field(None, gt=0)
     """How long each `update_weights` may take until every rank has its tensors, at most an hour. None: as the receiving
-    side was started (a frontend's `--feed-timeout-s`; 300)."""
+    side was started (a frontend's `--part-timeout-s`; 300)."""
     packed: bool = False
     packed_buffer_size_bytes: int = Field(PACKED_BYTES, gt=0, le=MAX_PACKED_BYTES)
     packed_num_buffers: int = Field(2, ge=1)
@@ -82,10 +82,10 @@ class Transfer:
 
     @property
     def transport(self) -> dict[str, Any]:
-        return {"backend": self.backend, "group": self.group, "fed": True}
+        return {"backend": self.backend, "group": self.group, "in_parts": True}
 
     @classmethod
-    def of(cls, info: InitInfo, group: str, timeout_s: float = FEED_TIMEOUT_S) -> Transfer:
+    def of(cls, info: InitInfo, group: str, timeout_s: float = PART_TIMEOUT_S) -> Transfer:
         """`group`, `timeout_s`: where the trainer has given none."""
         assert info.backend is not None
         return cls(
@@ -93,7 +93,7 @@ class Transfer:
             info.group_name or group,
             info.packed,
             info.packed_buffer_size_bytes,
-            min(info.timeout_s or timeout_s, MAX_FEED_TIMEOUT_S),
+            min(info.timeout_s or timeout_s, MAX_PART_TIMEOUT_S),
         )
 
 
@@ -178,8 +178,8 @@ def parse_update(info: Mapping[str, Any]) -> UpdateInfo:
     return parse_part(UpdateInfo, info, "update_info")
 
 
-def feed_body(part: UpdateInfo, transfer: Transfer) -> dict[str, Any]:
-    """Of `feed_weights_update`."""
+def part_body(part: UpdateInfo, transfer: Transfer) -> dict[str, Any]:
+    """Of `receive_weights_part`."""
     packed = transfer.packed if part.packed is None else part.packed
     layout = {"layout": "packed", "bucket_bytes": transfer.bucket_bytes} if packed else {"layout": "each"}
     told = {"names": part.names, "dtypes": part.dtype_names, "shapes": part.shapes}

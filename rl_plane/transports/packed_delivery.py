@@ -7,10 +7,10 @@ from typing import Any
 
 from rl_plane._util.tasks import never
 from rl_plane.errors import InvalidWeights
+from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.reception import Cancelled
 from rl_plane.weights.manifest import Manifest
-from rl_plane.weights.safetensors_file import load_json_object
 
 
 class PackedDelivery:

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
-from rl_plane.protocol.update_requests import FeedUpdate
+from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.weights.rooted_files import listed
 
@@ -76,7 +76,7 @@ class FedDelivery(Delivery, Protocol):
     def expect(self, wanted: Mapping[str, TensorSpec], tied: Mapping[str, str], cast: bool) -> None:
         """What a full checkpoint must and may hold. Called once, before anything else."""
 
-    def feed(self, part: FeedUpdate, cancelled: Callable[[], bool]) -> int:
+    def feed(self, part: ReceivePart, cancelled: Callable[[], bool]) -> int:
         """On another thread than `tensors`: receives these, and returns when all were taken, how many are still to
         come. What it raises, `tensors` raises too: the update is over."""
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from rl_plane.errors import InvalidRequest
-from rl_plane.membership.worker_reply import engine_rows
+from rl_plane.membership.worker_reply import engine_replies
 from rl_plane.transports.packing import Place, Tensor
 from rl_plane.weights.manifest import Manifest
 
@@ -158,7 +158,7 @@ class Surroundings:
 
 def members(reply: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The engines' rows of a reply to `workers`, without those that have left meanwhile: only their names are known."""
-    return [row for row in engine_rows(reply) if "transports" in row]
+    return [row for row in engine_replies(reply) if "transports" in row]
 
 
 def world_size(workers: Sequence[Mapping[str, Any]]) -> int:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane.errors import InvalidRequest, InvalidWeights, PlaneError
-from rl_plane.weights.safetensors_file import SafetensorsFile, load_json_object, unreadable
+from rl_plane.protocol.strict_json import load_json_object
+from rl_plane.weights.safetensors_file import SafetensorsFile, unreadable
 
 MAX_JSON_BYTES = 64 << 20
 """An index or a manifest of some 250,000 tensors."""

@@ -16,9 +16,10 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rl_plane.errors import EngineFailed, InvalidWeights, PlaneError, Unavailable
+from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.versions import DTYPE_BYTES, MAX_NAME_CHARS, MAX_RANK, TensorSpec, checked_name
 
 MAX_HEADER_BYTES = 32 << 20
@@ -32,29 +33,6 @@ REWRITE = "write the file again (to another name, then rename it), and publish t
 
 _LENGTH = struct.Struct("<Q")
 _ENTRY_KEYS = frozenset({"dtype", "shape", "data_offsets"})
-
-
-def load_json_object(raw: bytes) -> dict[str, Any]:
-    """A JSON object in UTF-8; ValueError for anything else, duplicate keys and NaN included."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            seen: set[str] = set()
-            again = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise ValueError(f"the key {again[:MAX_NAME_CHARS]!r} is there twice")
-        return found
-
-    def no_constant(word: str) -> NoReturn:
-        raise ValueError(f"{word} is not JSON")
-
-    try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=no_constant)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if not isinstance(value, dict):
-        raise ValueError("it is not a JSON object")
-    return value
 
 
 @dataclass(frozen=True, slots=True)

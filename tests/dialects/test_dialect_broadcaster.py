@@ -21,8 +21,6 @@ from frontend.server.bodies import MAX_BODY_BYTES
 from rl_plane.errors import Locked
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.weights.safetensors_file import write_safetensors
-from tests.dialects.test_dialect_prime_rl import PrimeRl
-from tests.engines.test_hf_fleet import START_S, Witnesses
 from tests.support.dialect_facade import (
     HEAL_S,
     PROMPT,
@@ -38,7 +36,9 @@ from tests.support.dialect_facade import (
     witnessed,
 )
 from tests.support.fed_trainer import HOST, FedTrainer, parts_of
-from tests.transports.test_fed_updates import NUMBERS, free_port
+from tests.support.fed_updates import NUMBERS, free_port
+from tests.support.hf_fleet import START_S, Witnesses
+from tests.support.prime_rl_calls import PrimeRl
 from worker.receive.staging import model_digest
 from worker.testing.tiny_model import make_witness_model
 
@@ -145,12 +145,12 @@ async def test_prime_rls_update_of_a_fleet_that_somebody_else_changes(plane: Pla
 
             group = await _init_broadcaster(trainer, http)
             async with (
-                taken_before(client, "feed_weights_update"),
+                taken_before(client, "receive_weights_part"),
                 taken_before(client, "complete_weights_update"),
             ):
                 assert fine(await update("one", 1))["weight_version"] == "one"
             body, _ = _broadcast(group, plane.model(2), "two")
-            async with taken_from("feed_weights_update"):
+            async with taken_from("receive_weights_part"):
                 assert refused(await http.post("/update_weights", json=body), 409)["cause"] == "locked"
             group = await _init_broadcaster(trainer, http)
             assert fine(await update("two", 2))["weight_version"] == "two"

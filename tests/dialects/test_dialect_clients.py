@@ -22,11 +22,11 @@ from frontend.completions.service import Generation
 from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, Locked, Unsupported
 from rl_plane.publish.integrations.vllm_client import FleetWeightSyncClient
 from rl_plane.sync import SyncRlClient
-from tests.engines.test_hf_fleet import chain
 from tests.support.dialect_facade import HEAL_S, PROMPT, TOKENS, facade, fine, proven, witnessed
 from tests.support.fed_trainer import HOST, FedTrainer, parts_of
+from tests.support.fed_updates import NUMBERS, free_port
+from tests.support.hf_fleet import chain
 from tests.support.vllm_trainer import VllmTrainer
-from tests.transports.test_fed_updates import NUMBERS, free_port
 from worker.testing.tiny_adapter import make_witness_adapter
 from worker.testing.tiny_model import make_witness_model
 

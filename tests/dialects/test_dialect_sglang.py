@@ -7,14 +7,11 @@ import base64
 import json
 import pickle
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
-from frontend.dialects.sglang.body_tensors import read_tensors
 from frontend.dialects.sglang.open_sessions import Opened
 from frontend.facade.calls import FleetCalls
 from frontend.server import shared_routes
@@ -22,10 +19,10 @@ from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.errors import BusUnreachable, Locked, Unavailable
 from rl_plane.fleet.fleet import Fleet
 from rl_plane.protocol.subjects import OPENED
-from rl_plane.weights.safetensors_file import write_safetensors
-from tests.fleet.test_colocated import WITHOUT_A_SAVER
 from tests.support.dialect_facade import PROMPT, Answered, facade, fine, just_before, refused, served
 from tests.support.faults import Told
+from tests.support.memory_saver import WITHOUT_A_SAVER
+from tests.support.sglang_calls import aborts_what_runs, one_by_one
 from worker.engines.fake.fake_model import fake_token, make_fake_adapter, make_fake_model
 from worker.receive.staging import model_digest
 
@@ -729,23 +726,6 @@ async def test_areal_sends_aborted_requests_again(plane: Plane) -> None:
             assert (ends[0], ends[-1]) == ("abort", "length")
 
 
-@asynccontextmanager
-async def aborts_what_runs(http: httpx.AsyncClient) -> AsyncIterator[None]:
-    """A request that runs when this begins is over when this ends, by an abort."""
-    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
-
-    async def runs() -> bool:
-        loads = fine(await http.get("/v1/loads?include=core"))["loads"]
-        return any(load["num_running_reqs"] for load in loads)
-
-    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-        request = tasks.create_task(http.post("/generate", json=body))
-        while not await runs():
-            assert not request.done()
-        yield
-        assert fine(await request)["meta_info"]["finish_reason"]["type"] == "abort"
-
-
 async def test_requests_are_aborted_if_any_call_of_an_update_says_so(plane: Plane) -> None:
     plane.spawn(token_delay_s=0.01)
     async with facade(plane) as http:
@@ -820,15 +800,3 @@ def tensors_of(plane: Plane, seed: int, **shape: int) -> dict[str, Any]:
     directory = make_fake_model(plane.tmp / "elsewhere" / f"{seed}-{len(shape)}", seed, **shape)
     data = base64.b64encode((directory / "model.safetensors").read_bytes()).decode()
     return {"serialized_named_tensors": [data], "load_format": "safetensors", "weight_version": "one"}
-
-
-def one_by_one(plane: Plane, seed: int) -> list[dict[str, Any]]:
-    """A body for each tensor."""
-    whole = (plane.model(seed) / "model.safetensors").read_bytes()
-    bodies = []
-    for name, one in read_tensors([base64.b64encode(whole).decode()]).items():
-        path = plane.tmp / name
-        write_safetensors(path, {name: (one.spec, bytes(one.data))})
-        data = base64.b64encode(path.read_bytes()).decode()
-        bodies.append({"serialized_named_tensors": [data], "load_format": "safetensors", "weight_version": "one"})
-    return bodies

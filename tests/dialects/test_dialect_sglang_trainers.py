@@ -27,8 +27,6 @@ from frontend.dialects.sglang.open_sessions import Opened
 from frontend.dialects.sglang.sglang_session import Updates
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, Holder, read_holder
 from rl_plane.errors import BusUnreachable, EngineFailed, Locked
-from tests.dialects.test_dialect_sglang import aborts_what_runs, one_by_one
-from tests.engines.test_hf_fleet import START_S, Witnesses
 from tests.support.dialect_facade import (
     HEAL_S,
     facade,
@@ -40,7 +38,10 @@ from tests.support.dialect_facade import (
     taken_before,
 )
 from tests.support.fed_trainer import HOST, FedTrainer, parts_of
-from tests.transports.test_fed_updates import GLOO_S, free_port
+from tests.support.fed_updates import GLOO_S, free_port
+from tests.support.hf_fleet import START_S, Witnesses
+from tests.support.sglang_calls import aborts_what_runs, one_by_one
+from tests.support.sglang_replay import Replay
 from worker.engines.fake.fake_model import make_fake_adapter
 from worker.receive.staging import TIE_FIX
 from worker.testing.tiny_model import make_tiny_model
@@ -56,58 +57,6 @@ WORKERS = 2
 BUCKETS = 4
 ENDS_S = 30.0
 """Every side has its error by then."""
-
-
-class Replay:
-    """A trainer that takes the facade for one SGLang server."""
-
-    def __init__(self, http: httpx.AsyncClient, trainer: ToldProcess) -> None:
-        self.http = http
-        self.trainer = trainer
-
-    async def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """As `requests.post(url, json=payload or {})`, then `raise_for_status` and `json`."""
-        return fine(await self.http.post(path, json=body or {}))
-
-    async def flush(self) -> None:
-        """As slime: each second, at most sixty times."""
-        for _ in range(60):
-            if (await self.http.get("/flush_cache")).status_code == 200:
-                return
-            await asyncio.sleep(1)
-        raise AssertionError("the cache was never flushed")
-
-    async def form(self, group: str, port_type: type = int) -> httpx.Response:
-        ranks = fine(await self.http.get("/server_info"))["num_gpus"]
-        port = free_port()
-        asked = {
-            "master_address": HOST,
-            "master_port": port_type(port),
-            "rank_offset": 1,
-            "world_size": ranks + 1,
-            "group_name": group,
-            "backend": "gloo",
-        }
-        told = {"group": group, "port": port, "world_size": ranks + 1, "timeout_s": GLOO_S}
-        reply, _ = await asyncio.gather(
-            self.http.post("/init_weights_update_group", json=asked),
-            self.trainer.do("form", told),
-        )
-        return reply
-
-    async def leave(self, group: str) -> None:
-        await self.post("/destroy_weights_update_group", {"group_name": group})
-        await self.trainer.do("leave", group)
-
-    async def send(self, group: str, directory: Path, part: dict[str, Any], **body: Any) -> httpx.Response:
-        """The call and the broadcasts, side by side as trainers do it."""
-        layout = "flat" if body.get("load_format") == "flattened_bucket" else "each"
-        told = {"group": group, "directory": str(directory), "part": {**part, "layout": layout}}
-        reply, _ = await asyncio.gather(
-            self.http.post("/update_weights_from_distributed", json={**part, "group_name": group, **body}),
-            self.trainer.do("send", told),
-        )
-        return reply
 
 
 async def test_trainers_that_speak_to_sglang(plane: Plane) -> None:
@@ -690,7 +639,7 @@ async def test_a_fleet_that_is_taken_for_a_moment(plane: Plane) -> None:
 async def _taken_at_the_last_bucket(replay: Replay, plane: Plane, client: RlClient) -> None:
     first, last = parts_of(plane.model(1), 2)
     fine(await replay.send("g", plane.model(1), first))
-    async with taken_before(client, "feed_weights_update"), taken_before(client, "complete_weights_update"):
+    async with taken_before(client, "receive_weights_part"), taken_before(client, "complete_weights_update"):
         told = fine(await replay.send("g", plane.model(1), last, weight_version="one"))
     assert told["weight_version"] == "one"
     # For too long: it is not sent again, and not lost.
@@ -716,7 +665,7 @@ async def _taken_for_longer_than_a_silence(replay: Replay, plane: Plane, client:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("frontend.dialects.sglang.open_sessions.SESSION_IDLE_S", DEFAULT_LOCK_WAIT_S)
         await replay.post("/begin_weight_update")
-        async with taken_before(client, "feed_weights_update"):
+        async with taken_before(client, "receive_weights_part"):
             told = fine(await replay.send("g", plane.model(2), whole, weight_version="two"))
     assert "0 are missing" in told["message"]
     assert (await served(replay.http))[0][1] == "one"
@@ -742,7 +691,7 @@ async def _taken_in_two_phases(replay: Replay, plane: Plane, client: RlClient) -
         looks.append(asked)
         return await (_unreachable() if len(looks) == 1 else read_holder(*asked))
 
-    async with taken_before(client, "feed_weights_update", lambda body: not body.get("check_only")):
+    async with taken_before(client, "receive_weights_part", lambda body: not body.get("check_only")):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sglang_session, "read_holder", once_unreachable)
             assert (await replay.post("/prepare_weights_update", body))["status"] == "ready"
@@ -785,7 +734,7 @@ async def _refused_at_the_end(replay: Replay, plane: Plane, client: RlClient) ->
         await replay.post("/pause_generation", {"mode": "retract"})
         await replay.post("/begin_weight_update", {"selector": "all"})
         fine(await replay.send("g", plane.model(1), whole))
-        async with taken_before(client, "name_weights_update"):
+        async with taken_before(client, "label_weights_update"):
             await replay.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
         async with refused_before("complete_weights_update", Locked("taken", retry_after_s=1.0)):
             error = refused(await replay.http.post(path, json={}), 409)

@@ -14,8 +14,8 @@ import pytest_asyncio
 
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S
 from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
-from tests.fleet.test_colocated import WITHOUT_A_SAVER
 from tests.support.dialect_facade import PROMPT, facade, fine, refused, served, taken_before
+from tests.support.memory_saver import WITHOUT_A_SAVER
 from worker.engines.fake.fake_model import fake_token, make_fake_adapter
 from worker.receive.staging import model_digest
 

@@ -557,7 +557,7 @@ class _Forming:
         return {"workers": []}
 
     def groups(self) -> Groups:
-        plane: Any = SimpleNamespace(calls=self, feed_timeout_s=1.0)
+        plane: Any = SimpleNamespace(calls=self, part_timeout_s=1.0)
         return Groups(plane)
 
 

@@ -14,7 +14,7 @@ import pytest
 from bench.memory import DELTA
 from rl_plane.transports.nixl.wire import have_nixl
 from tests.support.paths import ROOT
-from tests.unit.protocol.test_wire import without_nats
+from tests.support.without_nats import without_nats
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -30,11 +30,7 @@ TIMES = (
     "registering → listed",
     "process started → listed (fake engine)",
 )
-UPDATES = [(what, size) for size in (1, 8) for what in ("update", "its commit")] + [
-    (f"killed in {phase} → {what}", 4)
-    for phase in ("prepare", "gate", "commit", "open")
-    for what in ("answer", "all others serve")
-]
+UPDATES = [(what, size) for size in (1, 8) for what in ("update", "its commit")]
 CANARIES = [
     ("one forward of the canary's tokens", None),
     ("update of 2 MB", "canary off"),

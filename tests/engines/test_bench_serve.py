@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.fleet.test_frontend_generation import frontend
+from tests.support.frontend_process import frontend
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

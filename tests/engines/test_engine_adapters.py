@@ -24,6 +24,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from tests.support.engine_models import kind, models
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 pytestmark = [
@@ -38,7 +40,8 @@ from rl_plane.protocol.versions import TensorSpec  # noqa: E402
 from rl_plane.protocol.worker_ops import Tokenize  # noqa: E402
 from rl_plane.weights.checkpoint import ADAPTER_NAME, write_manifest  # noqa: E402
 from tests.support.bad_adapters import BAD, DTYPES, in_dtype  # noqa: E402
-from tests.support.engine_kinds import BATCH_TOKENS, SGLANG, VLLM, Kind  # noqa: E402
+from tests.support.engine_kinds import BATCH_TOKENS, Kind  # noqa: E402
+from tests.support.engine_models import LOGPROBS, Models, is_of  # noqa: E402
 from tests.support.engine_runs import (  # noqa: E402
     BOUND_S,
     Result,
@@ -56,18 +59,17 @@ from tests.support.engine_runs import (  # noqa: E402
     witnessed,
 )
 from tests.support.reference import logits_of, logprobs_of, penalized  # noqa: E402
-from tests.support.zygote import children_forked  # noqa: E402
 from worker.engines.base import EngineAdapter, EngineInfo, PauseMode  # noqa: E402
 from worker.engines.common.finite_logits import NOT_FINITE  # noqa: E402
 from worker.receive.staging import adapter_digest, model_digest  # noqa: E402
 from worker.testing.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token  # noqa: E402
-from worker.testing.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model  # noqa: E402
+from worker.testing.tiny_model import VOCAB_SIZE  # noqa: E402
+
+__all__ = ["kind", "models"]
 
 ENDLESS = 2000
 """More tokens than an engine makes meanwhile."""
 
-LOGPROBS = 0.02
-"""Two forwards in bfloat16, batched in other ways, agree to this."""
 
 EOS = (0,)
 """Of the tiny models."""
@@ -76,42 +78,11 @@ ADAPTERS = ("x", "y", "z")
 """Names that tests use."""
 
 
-@dataclasses.dataclass
-class Models:
-    root: Path
-    tiny: dict[int, Path]
-    witness: dict[int, Path]
-    adapters: dict[int, Path]
-    """Of ranks and scalings of their own."""
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    root = tmp_path_factory.mktemp("models")
-    tiny = {seed: make_tiny_model(root / f"tiny-{seed}", seed, "bfloat16") for seed in (1, 2)}
-    witness = {seed: make_witness_model(root / f"witness-{seed}", seed, "bfloat16") for seed in (1, 2)}
-    adapters = {}
-    for seed, rank in ((1, 4), (2, 8)):
-        path = adapters[seed] = make_tiny_adapter(tiny[1], root / f"adapter-{seed}", seed, r=rank)
-        config = json.loads((path / "adapter_config.json").read_text())
-        (path / "adapter_config.json").write_text(json.dumps(config | {"use_rslora": seed == 2}))
-    return Models(root, tiny, witness, adapters)
-
-
 @pytest.fixture
 def scratch(models: Models) -> Iterator[Path]:
     """Weights may be read from here."""
     with tempfile.TemporaryDirectory(dir=models.root) as path:
         yield Path(path)
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(kind, marks=pytest.mark.engines(kind.name), id=kind.name) for kind in (VLLM, SGLANG)],
-)
-def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
-    with children_forked(request.param.name):
-        yield request.param
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -150,15 +121,6 @@ def info(shared: tuple[EngineAdapter, EngineInfo]) -> EngineInfo:
 
 def prompt_of(seed: int, length: int) -> list[int]:
     return [random.Random(f"{seed} {length}").randrange(3, VOCAB_SIZE) for _ in range(length)]
-
-
-def is_of(result: Result, base: Path, adapter: Path | None = None) -> bool:
-    """Are the tokens the likeliest, up to ties, by this base with this adapter, and are these their logprobs?"""
-    prompt = result.deltas[0].prompt_token_ids
-    assert prompt is not None
-    expected, gap = logprobs_of(base, prompt, result.tokens, adapter)
-    within = LOGPROBS if adapter is None else 2 * LOGPROBS
-    return gap <= LOGPROBS and result.logprobs == pytest.approx(expected, abs=within)
 
 
 # what it is

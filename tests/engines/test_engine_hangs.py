@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 from rl_plane.bus.token_stream import StreamReceiver
 from rl_plane.errors import PlaneError
 from tests.conftest import START_S, lives
-from tests.engines.test_mixed_fleet import ARGUMENTS
+from tests.support.mixed_fleet import ARGUMENTS
 from worker import exit_codes
 from worker.runtime.engine_watch import DEFAULT_LIVENESS_TIMEOUT_S
 from worker.testing.tiny_model import make_tiny_model

@@ -18,7 +18,7 @@ peft = pytest.importorskip("peft")
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported  # noqa: E402
 from rl_plane.protocol.versions import HostTensor, WeightVersion  # noqa: E402
 from rl_plane.transports.reception import Reception, TensorStream  # noqa: E402
-from tests.engines.test_hf_engine import (  # noqa: E402
+from tests.support.hf_runs import (  # noqa: E402
     BOUND_S,
     NAMES_OF_STAGINGS,
     Run,

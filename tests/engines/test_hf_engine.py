@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import itertools
 import math
 import os
 import random
@@ -16,55 +14,51 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+from tests.support.hf_runs import models, plain
+
 pytest.importorskip("transformers")
 
-from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unsupported  # noqa: E402
-from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, VersionSpan  # noqa: E402
-from rl_plane.protocol.versions import HostTensor, TensorSpec, WeightVersion  # noqa: E402
-from rl_plane.protocol.worker_ops import Tokenize  # noqa: E402
-from rl_plane.transports.reception import TensorStream  # noqa: E402
-from rl_plane.weights.checkpoint import write_manifest  # noqa: E402
-from tests.support.engine_runs import ends_while_tokenized, receive, reception  # noqa: E402
-from tests.support.reference import logits_of, penalized  # noqa: E402
-from worker.engines.base import EngineInfo, EngineOptions  # noqa: E402
-from worker.engines.common.checkpoint_spec import saved_specs  # noqa: E402
-from worker.engines.common.tokenizing import IncrementalText  # noqa: E402
-from worker.engines.common.torch_weights import ModelWeights  # noqa: E402
-from worker.engines.hf.adapter import HfEngine, build  # noqa: E402
-from worker.engines.hf.streams import Stream, choose  # noqa: E402
-from worker.receive.staging import TIE_FIX, model_digest  # noqa: E402
-from worker.testing.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model, witness_next_token  # noqa: E402
+from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unsupported
+from rl_plane.protocol.generation import GenerateRequest
+from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.protocol.worker_ops import Tokenize
+from rl_plane.weights.checkpoint import write_manifest
+from tests.support.engine_runs import ends_while_tokenized, receive, reception
+from tests.support.hf_runs import (
+    BOUND_S,
+    Models,
+    Run,
+    ask,
+    assert_greedy,
+    checkpoint,
+    freeze_after,
+    given_prompt_logprobs,
+    hold,
+    plain_logprobs,
+    plain_prompt_logprobs,
+    prompt_of,
+    run,
+    stage,
+    torch,
+    version,
+    witnessed,
+)
+from tests.support.reference import logits_of, penalized
+from worker.engines.base import EngineInfo, EngineOptions
+from worker.engines.common.checkpoint_spec import saved_specs
+from worker.engines.common.tokenizing import IncrementalText
+from worker.engines.common.torch_weights import ModelWeights
+from worker.engines.hf.adapter import HfEngine, build
+from worker.engines.hf.streams import Stream, choose
+from worker.receive.staging import TIE_FIX, model_digest
+from worker.testing.tiny_model import VOCAB_SIZE, make_tiny_model
+
+__all__ = ["models", "plain"]
 
 pytestmark = pytest.mark.slow
 
 PENALTIES = [(1.5, 0.0, 1.0), (0.0, 1.5, 1.0), (0.0, 0.0, 1.7), (-0.2, 0.5, 1.3)]
 """frequency, presence, repetition"""
-BOUND_S = 60.0
-"""More than anything here takes on a busy machine."""
-
-
-@dataclasses.dataclass
-class Models:
-    tiny: Path
-    witness: dict[int, Path]
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    root = tmp_path_factory.mktemp("hf-models")
-    return Models(
-        make_tiny_model(root / "tiny", seed=1),
-        {seed: make_witness_model(root / f"witness-{seed}", seed) for seed in (1, 2)},
-    )
-
-
-@pytest.fixture(scope="session")
-def plain(models: Models) -> Any:
-    """The same weights in a module that no engine has touched."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(models.tiny, dtype="auto", local_files_only=True).eval()
 
 
 Start = Callable[..., Awaitable[HfEngine]]
@@ -84,130 +78,6 @@ async def start() -> AsyncIterator[Start]:
     for engine in engines:
         await engine.close()
         await engine.close()
-
-
-@dataclasses.dataclass
-class Result:
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    text: str = ""
-    finish: str | None = None
-    spans: list[VersionSpan] = dataclasses.field(default_factory=list)
-    prompt: list[int] | None = None
-    deltas: list[GenerateDelta] = dataclasses.field(default_factory=list)
-
-
-class Run:
-    """A request under way, and a way to wait until it has so many tokens."""
-
-    def __init__(self, engine: HfEngine, request: GenerateRequest) -> None:
-        self.result = Result()
-        self._grown = asyncio.Condition()
-        self._task = asyncio.create_task(self._consume(engine, request))
-
-    async def _consume(self, engine: HfEngine, request: GenerateRequest) -> Result:
-        result = self.result
-        try:
-            async for delta in engine.generate(request):
-                result.tokens += delta.token_ids
-                result.logprobs += delta.logprobs or []
-                result.text += delta.text
-                result.finish = delta.finish_reason
-                result.deltas.append(delta)
-                if delta.prompt_token_ids is not None:
-                    assert result.prompt is None
-                    result.prompt = delta.prompt_token_ids
-                if delta.finish_reason:
-                    result.spans = delta.spans
-                async with self._grown:
-                    self._grown.notify_all()
-        finally:
-            async with self._grown:
-                self._grown.notify_all()
-        return result
-
-    async def reach(self, tokens: int) -> None:
-        async with asyncio.timeout(BOUND_S), self._grown:
-            await self._grown.wait_for(lambda: len(self.result.tokens) >= tokens or self._task.done())
-        assert len(self.result.tokens) >= tokens
-
-    async def end(self) -> Result:
-        async with asyncio.timeout(BOUND_S):
-            return await self._task
-
-    async def cancel(self) -> None:
-        self._task.cancel()
-        await asyncio.wait([self._task], timeout=BOUND_S)
-
-
-numbers = iter(range(1_000_000))
-
-
-def ask(ids: list[int] | None = None, /, **fields: Any) -> GenerateRequest:
-    fields = {"id": f"r{next(numbers)}", "max_tokens": 16, "temperature": 0.0, "ignore_eos": True} | fields
-    return GenerateRequest(prompt_token_ids=ids, **fields)
-
-
-async def run(engine: HfEngine, request: GenerateRequest) -> Result:
-    return await Run(engine, request).end()
-
-
-def prompt_of(seed: int, length: int) -> list[int]:
-    return [random.Random(f"{seed} {length}").randrange(3, VOCAB_SIZE) for _ in range(length)]
-
-
-def plain_logprobs(plain: Any, prompt: list[int], tokens: list[int]) -> list[float]:
-    with torch.no_grad():
-        rows = plain(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-    picked: list[float] = rows.gather(1, torch.tensor(tokens)[:, None]).squeeze(1).tolist()
-    return picked
-
-
-def assert_greedy(plain: Any, prompt: list[int], tokens: list[int]) -> None:
-    """Every token is the most likely one, or ties with it."""
-    with torch.no_grad():
-        rows = plain(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
-    for row, token in zip(rows, tokens, strict=True):
-        assert float(row.max() - row[token]) < 1e-4
-
-
-def version(sequence: int) -> WeightVersion:
-    return WeightVersion("run", sequence, f"step_{sequence}", f"blake3:{sequence:064d}")
-
-
-NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
-
-def checkpoint(path: Path, dtype: Any = None) -> Iterator[tuple[str, HostTensor]]:
-    """What a transport delivers: read-only memory, in any order."""
-    from safetensors.torch import load_file
-
-    for name, tensor in sorted(load_file(path / "model.safetensors").items(), reverse=True):
-        tensor = tensor.to(dtype or tensor.dtype).contiguous()
-        raw = memoryview(tensor.reshape(-1).view(torch.uint8).numpy()).toreadonly()
-        yield name, HostTensor(TensorSpec(NAMES[tensor.dtype], tuple(tensor.shape)), raw)
-
-
-NAMES_OF_STAGINGS = (f"staging-{number}" for number in itertools.count())
-
-
-def hold(engine: HfEngine, tensors: TensorStream, cast: bool = False) -> str:
-    """In staging without a transport."""
-    name = next(NAMES_OF_STAGINGS)
-    engine._receiving()._staged[name] = engine._held().stage(tensors, cast, lambda: False)
-    return name
-
-
-async def stage(engine: HfEngine, path: Path, dtype: Any = None, cast: bool = False) -> str:
-    return await asyncio.to_thread(hold, engine, checkpoint(path, dtype), cast)
-
-
-def witnessed(seed: int, token: int, count: int) -> list[int]:
-    tokens = []
-    for _ in range(count):
-        token = witness_next_token(seed, token)
-        tokens.append(token)
-    return tokens
 
 
 # tokens, logprobs, sampling
@@ -248,19 +118,6 @@ async def test_logprobs_of_sampled_tokens_are_raw(
     assert len(set(result.tokens)) > 5
 
 
-def plain_prompt_logprobs(plain: Any, prompt: list[int]) -> list[float]:
-    """Of all tokens but the first."""
-    return plain_logprobs(plain, prompt[:1], prompt[1:])
-
-
-def given_prompt_logprobs(result: Result) -> list[float]:
-    """On the first delta only."""
-    assert all(delta.prompt_logprobs is None for delta in result.deltas[1:])
-    first, *rest = result.deltas[0].prompt_logprobs or []
-    assert first is None
-    return [value for value in rest if value is not None]
-
-
 async def test_prompt_logprobs_are_those_of_a_plain_forward(start: Start, models: Models, plain: Any) -> None:
     # Split prefills, beside others that decode, or that share the same prefix without asking.
     engine = await start(models.tiny, max_batch_tokens=24, page_size=8, num_blocks=128)
@@ -288,24 +145,6 @@ async def test_scoring_a_prompt_changes_nothing_for_later_requests(
     await run(engine, ask(prompt, prompt_logprobs=True))
     later = await run(engine, ask(prompt, logprobs=True))  # finds what the first one computed
     assert later.logprobs == pytest.approx(plain_logprobs(plain, prompt, later.tokens), abs=1e-4)
-
-
-def freeze_after(engine: HfEngine, steps: int) -> asyncio.Event:
-    """As a pause that comes between these steps and the next; set once it has."""
-    loop, frozen, events = engine._running(), asyncio.Event(), asyncio.get_running_loop()
-    step, left = loop._step, steps
-
-    def counted(batch_processor: Any, adapter: str | None) -> bool:
-        nonlocal left
-        ran = step(batch_processor, adapter)
-        left -= ran
-        if ran and left == 0:
-            loop.freeze()
-            events.call_soon_threadsafe(frozen.set)
-        return ran
-
-    loop._step = counted  # type: ignore[method-assign]
-    return frozen
 
 
 async def test_a_prompt_is_scored_by_the_weights_of_the_first_token(

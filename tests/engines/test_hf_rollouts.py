@@ -14,11 +14,11 @@ import pytest_asyncio
 pytest.importorskip("torch")
 
 from rl_plane import check_next_prompt, next_prompt
-from tests.engines.test_hf_fleet import START_S, chain
-from tests.fleet.test_frontend_generation import PROMPT, ask, frontend, until_running
-from tests.fleet.test_frontend_rollouts import Streaming, ready
-from tests.fleet.test_updates import update_of
+from tests.support.fleet_updates import update_of
+from tests.support.frontend_process import PROMPT, ask, frontend, until_running
+from tests.support.hf_fleet import START_S, chain
 from tests.support.reference import logprobs_of
+from tests.support.streaming_client import Streaming, ready
 from worker.testing.tiny_model import make_witness_model
 
 if TYPE_CHECKING:

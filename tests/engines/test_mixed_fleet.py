@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import math
 import os
 import random
 import shutil
 import sys
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,8 @@ import httpx
 import openai
 import psutil
 import pytest
-import pytest_asyncio
 
+from tests.support.mixed_fleet import client, http, mixed
 from tests.support.paths import ROOT
 
 pytest.importorskip("torch")
@@ -31,162 +30,59 @@ from frontend.routing.attempts import Attempts
 from rl_plane.client import RlClient
 from rl_plane.errors import PlaneError, UpdateAborted
 from tests.conftest import lives
-from tests.fleet.test_delta_fleet import by_delta
-from tests.fleet.test_frontend_generation import ask, error_of, events_of, frontend, until_running
-from tests.fleet.test_frontend_rollouts import Streaming
-from tests.fleet.test_updates import all_serve, states, update_of
 from tests.support import each_transport, group_trainer, ipc_trainer, nixl_trainer, openai_calls, verl_client
+from tests.support import ipc_memory as ipc
+from tests.support import nixl_trainers as nixl
 from tests.support.bad_adapters import BAD
+from tests.support.delta_updates import by_delta
 from tests.support.dialect_facade import facade
 from tests.support.faults import Stream, Told
+from tests.support.fed_updates import free_port
+from tests.support.fleet_updates import all_serve, states, update_of
+from tests.support.frontend_process import ask, events_of, until_running
+from tests.support.group_pushes import Pushing
+from tests.support.ipc_memory import trainer_of
+from tests.support.mixed_fleet import (
+    ARGUMENTS,
+    END_S,
+    ENDLESS,
+    ENGINES,
+    HEAL_S,
+    LOGPROB,
+    PROMPT,
+    START_S,
+    TOKENS,
+    Mixed,
+    fails_of_no_numbers,
+    proven,
+    witnessed,
+)
+from tests.support.nixl_trainers import trainer
 from tests.support.reference import logprobs_of, prompt_logprobs
+from tests.support.streaming_client import Streaming
 from tests.support.told_process import ToldProcess
 from tests.support.vllm_trainer import VllmTrainer
-from tests.transports import test_ipc_transport as ipc
-from tests.transports import test_nixl_transport as nixl
-from tests.transports.test_fed_updates import free_port
-from tests.transports.test_group_transport import Pushing
-from tests.transports.test_ipc_transport import trainer_of
-from tests.transports.test_nixl_transport import trainer
-from worker.engines.common.finite_logits import NOT_FINITE
 from worker.exit_codes import ENGINE_DEAD
 from worker.receive.staging import adapter_digest
 from worker.testing.phase_hooks import VARIABLE
 from worker.testing.tiny_adapter import make_tiny_adapter
-from worker.testing.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model, witness_next_token
+from worker.testing.tiny_model import VOCAB_SIZE, witness_next_token
 
 if TYPE_CHECKING:
-    from tests.conftest import Plane
+    pass
 
-__all__ = ["trainer", "trainer_of"]
+__all__ = ["client", "http", "mixed", "trainer", "trainer_of"]
 
 pytestmark = [pytest.mark.engines("vllm", "sglang"), pytest.mark.alone, pytest.mark.timeout(600)]
 
-ENGINES = ("hf", "vllm", "sglang")
-ARGUMENTS: dict[str, dict[str, Any]] = {
-    "hf": {},
-    "vllm": {"max_lora_rank": "8", "max_model_len": "16384"},
-    "sglang": {"max_lora_rank": "8"},
-}
-PROMPT = [5, 6, 7]
-TOKENS = 10
 LONG_PROMPT = 700
 """More than one step of `hf` prefills."""
 LONG = 400
 """Tokens of a stream that lives through something."""
 MOVES = 6
 """How often one choice goes on elsewhere: each engine goes on after each other."""
-ENDLESS = {"hf": 8000, "vllm": 16000, "sglang": 6000}
-"""More tokens than each makes meanwhile, and fewer than its cache holds."""
 ROUND_TRIPS = 10
 """To each worker, in which an engine that runs makes tokens."""
-START_S = 240.0
-"""Three engines that start side by side on two cores."""
-HEAL_S = 90.0
-END_S = 30.0
-LOGPROB = 0.05
-"""A batch of another shape rounds bfloat16 in another way; a wrong adapter is off by far more."""
-
-
-@dataclass
-class Mixed:
-    plane: Plane
-    first: Path
-    ids: dict[str, str]
-    """Engine → instance id."""
-
-    def base(self, seed: int) -> Path:
-        return make_witness_model(self.plane.tmp / "weights" / f"witness{seed}", seed, "bfloat16")
-
-    def tiny(self, seed: int) -> Path:
-        """What an adapter does shows in these: in a witness it is lost in the gap to the second token."""
-        return make_tiny_model(self.plane.tmp / "weights" / f"tiny{seed}", seed, "bfloat16")
-
-    def adapter(self, seed: int) -> Path:
-        return make_tiny_adapter(self.first, self.plane.tmp / "weights" / f"adapter{seed}", seed=seed, r=4)
-
-    async def witnessed(self, client: RlClient) -> None:
-        """As each test finds it."""
-        await client.run("update_weights", update_of(self.first, "base 1"))
-
-
-@pytest.fixture(scope="module")
-def mixed(make_plane: Callable[[], Plane]) -> Mixed:
-    plane = make_plane()
-    first = make_witness_model(plane.tmp / "weights" / "witness1", 1, "bfloat16")
-    started = {
-        engine: plane.spawn(ready=False, engine=engine, model=first, **ARGUMENTS[engine]) for engine in ENGINES
-    }
-    ids = {engine: one.wait_ready(START_S).instance_id for engine, one in started.items()}
-    return Mixed(plane, first, ids)
-
-
-@pytest_asyncio.fixture
-async def client(mixed: Mixed) -> AsyncIterator[RlClient]:
-    client = await RlClient.connect(mixed.plane.url, mixed.plane.namespace, mixed.plane.component)
-    yield client
-    await client.close()
-
-
-@pytest_asyncio.fixture
-async def http(mixed: Mixed) -> AsyncIterator[httpx.AsyncClient]:
-    async with frontend(mixed.plane, admission_wait_s=HEAL_S) as http:
-        yield http
-
-
-async def proven(
-    http: httpx.AsyncClient,
-    mixed: Mixed,
-    label: str,
-    base: Path,
-    adapter: tuple[str, Path] | None = None,
-    digest: str | None = None,
-) -> None:
-    """Each engine generates the tokens that are likeliest by the reference for this version, up to ties, with their
-    logprobs, and names the version. `adapter`: over a `tiny` base, or the bound can't tell it.
-    `digest`: of an adapter that came otherwise than by these files, whose config is part of it to the byte."""
-    name, path = adapter if adapter is not None else (None, None)
-    made_by = (name, digest or adapter_digest(path)) if path is not None else None
-    for engine, instance_id in mixed.ids.items():
-        body: dict[str, Any] = {
-            "prompt_token_ids": PROMPT,
-            "max_tokens": TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "logprobs": 1,
-            "nvext": {"instance_id": instance_id},
-        }
-        (choice,) = (await ask(http, **body, **({"model": name} if name else {})))["choices"]
-        tokens = choice["token_ids"]
-        expected, gap = await asyncio.to_thread(logprobs_of, base, PROMPT, tokens, path)  # the loop serves NATS
-        assert (len(tokens), gap <= LOGPROB) == (TOKENS, True), (engine, gap)
-        assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=LOGPROB), engine
-        if path is not None:
-            assert logprobs_of(base, PROMPT, tokens)[1] > 10 * LOGPROB, "the bound tells the adapter"
-        (span,) = choice["weight_versions"]
-        assert (span["version"], span["start"], span["end"]) == (label, 0, TOKENS), engine
-        told = span.get("adapter")
-        assert (told and (told["name"], told["digest"])) == made_by, engine
-
-
-async def fails_of_no_numbers(http: httpx.AsyncClient, mixed: Mixed, client: RlClient) -> None:
-    """Weights that have diverged, as one update, and right ones as the next. Without a canary, which would find them
-    first."""
-    path = shutil.copytree(mixed.tiny(1), mixed.plane.tmp / "weights" / "diverged")
-    tensors = load_file(path / "model.safetensors")
-    tensors["model.layers.1.mlp.down_proj.weight"].fill_(math.nan)
-    save_file(tensors, path / "model.safetensors")
-    await client.run("update_weights", update_of(path, "diverged", canary="off"))
-    for engine, instance_id in mixed.ids.items():
-        body = {"prompt_token_ids": PROMPT, "max_tokens": TOKENS, "nvext": {"instance_id": instance_id}}
-        for more in ({"temperature": 0}, {"temperature": 1.0, "n": 2}, {"logprobs": 1}, {"prompt_logprobs": 0}):
-            for stream in (False, True):  # which has not begun
-                asked = {**body, **more, "stream": stream}
-                error = error_of(await http.post("/v1/completions", json=asked), 500)
-                assert (error["code"], error["message"]) == ("engine_failed", NOT_FINITE), (engine, asked)
-    await client.run("update_weights", update_of(mixed.tiny(2), "healed"))
-    await proven(http, mixed, "healed", mixed.tiny(2))
 
 
 async def settled(client: RlClient, mixed: Mixed) -> str:
@@ -252,7 +148,6 @@ def _truncated(path: Path) -> None:
 
 
 def _without_one(path: Path) -> None:
-    from safetensors.torch import load_file, save_file
 
     tensors = load_file(path / "model.safetensors")
     tensors.pop("model.layers.0.mlp.up_proj.weight")
@@ -260,7 +155,6 @@ def _without_one(path: Path) -> None:
 
 
 def _other_shape(path: Path) -> None:
-    from safetensors.torch import load_file, save_file
 
     tensors = load_file(path / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
@@ -310,14 +204,6 @@ async def test_a_bad_adapter_is_refused_and_touches_no_engine(
     await proven(http, mixed, "tiny 1", mixed.tiny(1), ("style", mixed.adapter(2)))
     await client.run("unload_lora_adapter", {"lora_name": "style"})
     await mixed.witnessed(client)
-
-
-def witnessed(seed: int, count: int) -> list[int]:
-    tokens, last = [], PROMPT[-1]
-    for _ in range(count):
-        last = witness_next_token(seed, last)
-        tokens.append(last)
-    return tokens
 
 
 async def begun(client: RlClient, mixed: Mixed, tokens: int | None = None, **request: Any) -> dict[str, Stream]:
@@ -461,7 +347,7 @@ async def test_a_choice_goes_on_at_any_other_engine(
         while await stream.more():
             texts.append(stream.last["text"])
             if len(stream.tokens) >= 20 * len(found) and len(found) <= MOVES:
-                found[-1].lost(stream.last["instance_id"])
+                found[-1].on_lost(stream.last["instance_id"])
     assert stream.error is None
     assert stream.tokens == witnessed(base, LONG)
     makers = [maker["instance_id"] for maker in stream.last["instances"]]

@@ -14,8 +14,8 @@ pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 from rl_plane.errors import EngineFailed, InvalidRequest
-from tests.engines.test_engine_adapters import Models, is_of, kind, models
 from tests.support.engine_kinds import Kind
+from tests.support.engine_models import Models, is_of, kind, models
 from tests.support.engine_runs import (
     Run,
     adapter_version,

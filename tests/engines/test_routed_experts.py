@@ -22,9 +22,9 @@ from rl_plane.errors import EngineFailed
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.routed_experts import RoutedExperts, as_int32, as_npy, width_of
 from rl_plane.protocol.token_batching import joined, merged
-from tests.fleet.test_frontend_generation import ask, error_of, events_of, frontend
-from tests.fleet.test_frontend_rollouts import Streaming, ready
+from tests.support.frontend_process import ask, error_of, events_of, frontend
 from tests.support.moe import LAYERS, TOP_K, check_experts, make_moe_model
+from tests.support.streaming_client import Streaming, ready
 from worker.engines.vllm.streams import _routed
 from worker.generation import MAX_ROUTED_ALONE, MAX_ROUTED_BESIDE, _in_parts
 

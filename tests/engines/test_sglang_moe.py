@@ -17,13 +17,12 @@ pytest.importorskip("peft")
 from rl_plane.client import RlClient
 from rl_plane.errors import CanaryFailed, NotAdmitted
 from rl_plane.protocol.canary import ACROSS_KINDS
-from tests.engines import test_vllm_moe
-from tests.engines.test_vllm_moe import HEAL_S, PROMPT, START_S, MoeFleet, canary_of, client, proven
-from tests.fleet.test_frontend_generation import frontend
-from tests.fleet.test_updates import all_serve, update_of
-from tests.support import weight_faults
+from tests.support import moe_scenarios, weight_faults
 from tests.support.faults import Stream, Told
+from tests.support.fleet_updates import all_serve, update_of
+from tests.support.frontend_process import frontend
 from tests.support.moe import MOE_TOLERANCE, greedy_gap
+from tests.support.moe_fleet import HEAL_S, PROMPT, START_S, MoeFleet, canary_of, client, proven
 from worker.reconcile.numerics import NOT_SCORED
 
 if TYPE_CHECKING:
@@ -74,10 +73,10 @@ async def http(fleet: MoeFleet) -> AsyncIterator[httpx.AsyncClient]:
 
 
 # The first test needs a fleet that has just started.
-test_every_update_forth_and_back_is_exact = test_vllm_moe.test_every_update_forth_and_back_is_exact
-test_a_cast_rounds_nothing_that_an_engine_keeps = test_vllm_moe.test_a_cast_rounds_nothing_that_an_engine_keeps
-test_what_a_publisher_sends_is_exact = test_vllm_moe.test_what_a_publisher_sends_is_exact
-test_adapters_of_the_attention = test_vllm_moe.test_adapters_of_the_attention
+test_every_update_forth_and_back_is_exact = moe_scenarios.every_update_forth_and_back_is_exact
+test_a_cast_rounds_nothing_that_an_engine_keeps = moe_scenarios.a_cast_rounds_nothing_that_an_engine_keeps
+test_a_published_version_is_exact = moe_scenarios.a_published_version_is_exact
+test_adapters_of_the_attention = moe_scenarios.adapters_of_the_attention
 
 FAULTS = [
     pytest.param("sglang", "w2_weight", -1.0, id="sglang-flipped"),

@@ -20,7 +20,13 @@ pytest.importorskip("peft")
 from rl_plane.client import RlClient
 from rl_plane.errors import InvalidWeights, PlaneError, Unavailable
 from tests.conftest import Plane, Spawned, lives
-from tests.engines.test_mixed_fleet import (
+from tests.support import each_transport, rank_faults
+from tests.support.faults import Stream
+from tests.support.fleet_updates import all_serve, update_of
+from tests.support.group_pushes import Pushing, _send_all
+from tests.support.group_trainer import Trainer as GroupTrainer
+from tests.support.ipc_trainer import Trainer as IpcTrainer
+from tests.support.mixed_fleet import (
     ARGUMENTS,
     END_S,
     ENDLESS,
@@ -34,12 +40,6 @@ from tests.engines.test_mixed_fleet import (
     proven,
     witnessed,
 )
-from tests.fleet.test_updates import all_serve, update_of
-from tests.support import each_transport, rank_faults
-from tests.support.faults import Stream
-from tests.support.group_trainer import Trainer as GroupTrainer
-from tests.support.ipc_trainer import Trainer as IpcTrainer
-from tests.transports.test_group_transport import Pushing, _send_all
 from worker.exit_codes import ENGINE_DEAD
 from worker.receive.staging import model_digest
 from worker.runtime.engine_watch import DEFAULT_LIVENESS_TIMEOUT_S

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rl_plane.bus.sealed_record import SealedRecord, restore
+from rl_plane.bus.state_store import read_record
 from rl_plane.errors import StaleFence
-from rl_plane.protocol.record import first_record, read_record
+from rl_plane.protocol.record import first_record
 from rl_plane.protocol.subjects import LOCK
 from rl_plane.protocol.versions import WeightVersion
 

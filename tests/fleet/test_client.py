@@ -446,7 +446,7 @@ async def test_a_node_that_hangs_with_bytes_unsent_is_left_for_another(
     node: Node, monkeypatch: pytest.MonkeyPatch, each: int
 ) -> None:
     """`each`: in so many parts, by so many more publishers."""
-    monkeypatch.setattr(rl_plane.bus, "PING_INTERVAL_S", 1.0)
+    monkeypatch.setattr(rl_plane.bus.connection, "PING_INTERVAL_S", 1.0)
     bus = await rl_plane.bus.connection.Bus.connect(node.url)
     back = asyncio.Event()
 
@@ -464,7 +464,7 @@ async def test_a_node_that_hangs_with_bytes_unsent_is_left_for_another(
 
 
 async def test_a_fan_out_to_a_node_that_hangs_ends(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rl_plane.bus, "PING_INTERVAL_S", 1.0)
+    monkeypatch.setattr(rl_plane.bus.connection, "PING_INTERVAL_S", 1.0)
     client = await RlClient.connect(node.url)
     node.hang(others_listen=False)
     async with publishing(client.bus), asyncio.timeout(HUNG_BOUND_S):
@@ -476,7 +476,7 @@ async def test_a_fan_out_to_a_node_that_hangs_ends(node: Node, monkeypatch: pyte
 async def test_no_request_waits_longer_for_a_node_that_hangs_with_bytes_unsent(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rl_plane.bus, "PING_INTERVAL_S", 60.0)  # it is not found meanwhile
+    monkeypatch.setattr(rl_plane.bus.connection, "PING_INTERVAL_S", 60.0)  # it is not found meanwhile
     client = await RlClient.connect(node.url)
     node.hang()
     async with publishing(client.bus) as publishers, asyncio.timeout(HUNG_BOUND_S):

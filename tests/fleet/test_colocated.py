@@ -9,10 +9,11 @@ import pytest
 
 from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, NotAdmitted, Unsupported
 from rl_plane.protocol.record import DesiredMemory
-from tests.fleet.test_frontend_generation import frontend
-from tests.fleet.test_updates import all_serve, generated, paused, states, update_of
 from tests.support.dialect_facade import facade, fine
 from tests.support.faults import Stream, Told
+from tests.support.fleet_updates import all_serve, generated, paused, states, update_of
+from tests.support.frontend_process import frontend
+from tests.support.memory_saver import WITHOUT_A_SAVER
 from worker.engines.fake.fake_model import fake_token
 from worker.receive.staging import model_digest
 from worker.testing.phase_hooks import VARIABLE
@@ -257,14 +258,6 @@ def test_what_memory_is_wanted() -> None:
     assert rest == DesiredMemory(frozenset({"kv_cache"})), "who is as all are is not told apart"
     assert one.after("resume_memory", ["weights", "kv_cache"], None) == none
     assert not none.after("release_memory", ["kv_cache"], ["a"]).of("b")
-
-
-WITHOUT_A_SAVER = """
-import worker.engines.fake.adapter as fake
-described = fake.EngineInfo
-lacking = {"release_memory": "it has no saver", "resume_memory": "it has no saver"}
-fake.EngineInfo = lambda **info: described(**info | {"capabilities": lacking})
-"""
 
 
 PAUSE_FAILS_ONCE = """

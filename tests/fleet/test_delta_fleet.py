@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rl_plane.bus.state_store import read_record
 from rl_plane.client import RlClient
 from rl_plane.errors import InvalidRequest, NotAtBase, PlaneError
-from rl_plane.protocol.record import MAX_DELTAS, read_record
-from rl_plane.protocol.versions import DTYPE_BYTES, TensorSpec
-from rl_plane.weights import delta_codec
-from rl_plane.weights.checkpoint import open_checkpoint
-from rl_plane.weights.safetensors_file import write_safetensors
+from rl_plane.protocol.record import MAX_DELTAS
 from tests.conftest import Plane
-from tests.fleet.test_updates import all_serve, generated, states, update_of
+from tests.support.delta_updates import by_delta
+from tests.support.fleet_updates import all_serve, generated, states, update_of
 from worker.engines.fake.adapter import fake_token
 from worker.receive.staging import model_digest
 
@@ -25,32 +22,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
 HEAL_S = 60.0
 PROMPT = [5, 6, 7]
-
-
-def tensors_in(directory: Path) -> dict[str, tuple[TensorSpec, bytes]]:
-    checkpoint = open_checkpoint(directory)
-    try:
-        return {name: (tensor.spec, bytes(tensor.data)) for name, tensor in checkpoint.tensors()}
-    finally:
-        checkpoint.close()
-
-
-def delta_dir(plane: Plane, old: Path, new: Path) -> Path:
-    blobs = {}
-    after = tensors_in(new)
-    for name, (spec, data) in tensors_in(old).items():
-        blob = delta_codec.encode(data, after[name][1], DTYPE_BYTES[spec.dtype])
-        if blob is not None:
-            blobs[name] = (TensorSpec("U8", (len(blob),)), blob)
-    path = plane.tmp / "weights" / f"{old.name}-{new.name}"
-    path.mkdir(exist_ok=True)
-    write_safetensors(path / "model.safetensors", blobs)
-    return path
-
-
-def by_delta(plane: Plane, old: Path, new: Path, label: str, **more: Any) -> dict[str, Any]:
-    body = update_of(delta_dir(plane, old, new), label)
-    return {**body, "encoding": "delta", "base": model_digest(old), "digest": model_digest(new), **more}
 
 
 async def kept(client: RlClient) -> set[str | None]:
@@ -160,7 +131,7 @@ async def _count(client: RlClient, count: int) -> bool:
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not all(map(importlib.util.find_spec, ("torch", "peft"))), reason="hf's packages")
 async def test_real_models_by_delta(plane: Plane) -> None:
-    from tests.engines.test_hf_fleet import Witnesses, chain
+    from tests.support.hf_fleet import Witnesses, chain
 
     witnesses = Witnesses(plane)
     models = [witnesses.base(seed) for seed in (1, 2, 3, 4)]

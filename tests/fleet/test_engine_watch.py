@@ -18,7 +18,7 @@ import pytest
 from rl_plane.client import RlClient
 from rl_plane.errors import PlaneError
 from tests.conftest import START_S
-from tests.fleet.test_updates import update_of
+from tests.support.fleet_updates import update_of
 from worker import exit_codes
 from worker.reconcile.follower import RecordFollower
 from worker.reconcile.worker_state import WorkerState

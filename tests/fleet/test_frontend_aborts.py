@@ -13,8 +13,8 @@ from frontend.routing.aborts import Aborts
 from rl_plane.client import RlClient
 from rl_plane.errors import Unavailable
 from rl_plane.protocol.subjects import FRONTEND_PREFIX
-from tests.fleet.test_frontend_generation import PROMPT, ask, frontend, next_event
 from tests.support.dialect_facade import facade, fine
+from tests.support.frontend_process import PROMPT, ask, frontend, next_event
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

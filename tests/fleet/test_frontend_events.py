@@ -21,8 +21,8 @@ from frontend.routing.fleet_status import FleetStatus
 from frontend.server import listeners
 from frontend.server.options import FrontendOptions
 from rl_plane.errors import InvalidRequest, Unavailable
+from tests.support.committed_records import record, rolling
 from tests.support.faults import spawn_faulty
-from tests.unit.frontend.test_committed import record, rolling
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

@@ -5,85 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import pytest
 
-from frontend.main import started
 from frontend.routing import committed
 from frontend.routing.fleet_status import FleetStatus
-from frontend.server.options import FrontendOptions
-from rl_plane.client import RlClient
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.record import DecisionRecord
-from tests.fleet.test_frontend_lease import follow, listed, tell
-from tests.support.scripted_worker import Script, ScriptedWorker, Stream, decide
-from tests.unit.frontend.test_committed import record, rolling, span
+from tests.support.committed_records import record, rolling, span
+from tests.support.scripted_worker import Stream, decide
+from tests.support.staged_streams import BOUND_S, Stage, always, staged
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
-BOUND_S = 20.0
-
-
-class Stage:
-    """A frontend, scripted workers, and what is decided."""
-
-    def __init__(self, plane: Plane, client: RlClient, http: httpx.AsyncClient) -> None:
-        self.plane = plane
-        self.client = client
-        self.http = http
-        self.workers: list[ScriptedWorker] = []
-
-    async def worker(self, script: Script, holds: DecisionRecord) -> ScriptedWorker:
-        client = await self.plane.client("worker")
-        worker = ScriptedWorker(client.bus, client.subjects(), script, holds)
-        await worker.start()
-        self.workers.append(worker)
-        return worker
-
-    async def decide(self, decided: DecisionRecord) -> None:
-        """And every frontend has learnt it, as a coordinator sees to."""
-        written = await decide(self.client.bus, self.client.subjects(), decided)
-        for frontend_id in await self.plane.until(lambda: listed(self.client)):
-            reply = await tell(self.client, frontend_id, follow(decided, written))
-            assert (reply["status"], reply["body"]) == ("ok", {"sequence": decided.sequence})
-
-    async def ask(self, **body: Any) -> httpx.Response:
-        return await self.http.post("/v1/completions", json={"prompt": "hi", "return_token_ids": True, **body})
-
-
-@asynccontextmanager
-async def staged(plane: Plane, wait_s: float = 5.0) -> AsyncIterator[Stage]:
-    options = FrontendOptions(
-        plane.url, plane.namespace, plane.component, rl_port=None, http_port=0, admission_wait_s=wait_s
-    )
-    client = await plane.client()
-    async with (
-        started(options) as urls,
-        httpx.AsyncClient(base_url=urls["http_url"], timeout=BOUND_S) as http,
-    ):
-        stage = Stage(plane, client, http)
-        yield stage
-        for worker in stage.workers:
-            await worker.stop()
-
 
 def event_of(line: str) -> Any:
     return json.loads(line.removeprefix("data: "))
-
-
-def always(*tokens: int, base: int, **adapter: int) -> Script:
-    """Answers each request with these tokens at once."""
-
-    async def script(stream: Stream) -> None:
-        await stream.send([*tokens], span(base, 0, len(tokens), **adapter), end=True)
-
-    return script
 
 
 async def test_what_is_decided_on_a_stage_is_known_at_once(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:

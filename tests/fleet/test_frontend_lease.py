@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,24 +14,21 @@ import pytest
 from frontend.main import Frontend
 from frontend.routing import routing_lease
 from frontend.routing.routing_lease import CONFIRM_INTERVAL_S, KEY_TTL_S, FrontendLease
-from frontend.server.options import FrontendOptions
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.server import NatsServer
-from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, NotAdmitted
 from rl_plane.membership.view import MembershipView
-from rl_plane.protocol.envelope import Request, decode, encode
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
-from rl_plane.protocol.record import SERVING_LEASE_S, DecisionRecord, first_record, read_frontends
+from rl_plane.protocol.record import SERVING_LEASE_S, first_record
 from rl_plane.protocol.serving_lease import ServingLease
 from rl_plane.protocol.subjects import FRONTEND_PREFIX
-from tests.support.scripted_worker import ScriptedWorker, Stream, decide
-from tests.unit.frontend.test_committed import record, span
+from tests.support.committed_records import record
+from tests.support.lease_calls import BOUND_S, follow, listed, running, scripted, tell
+from tests.support.scripted_worker import decide
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
-BOUND_S = 10.0
 HERE, THERE = ("server", 1), ("server", 2)
 
 
@@ -82,44 +77,6 @@ def test_the_bounds_fit_together() -> None:
 
 
 # ---- on NATS ----
-
-
-@asynccontextmanager
-async def running(plane: Plane, **more: Any) -> AsyncIterator[Frontend]:
-    given = {"rl_port": None, "http_port": 0, "admission_wait_s": BOUND_S, **more}
-    async with Frontend.running(FrontendOptions(plane.url, plane.namespace, plane.component, **given)) as one:
-        yield one
-
-
-async def listed(client: RlClient) -> list[str]:
-    return await read_frontends(client.bus, client.subjects().state)
-
-
-async def tell(
-    client: RlClient, frontend_id: str, wire: dict[str, Any] | bytes, form: Any = "msgpack"
-) -> dict[str, Any]:
-    data = wire if isinstance(wire, bytes) else encode(wire, form)
-    message = await client.bus.nc.request(client.subjects().frontend(frontend_id), data, timeout=BOUND_S)
-    return decode(message.data)
-
-
-def follow(told: DecisionRecord, sequence: int) -> dict[str, Any]:
-    return Request("follow_record", {"record": told.to_wire(), "sequence": sequence}, id="x").to_wire()
-
-
-@asynccontextmanager
-async def scripted(plane: Plane, holds: DecisionRecord, *tokens: int) -> AsyncIterator[ScriptedWorker]:
-    """A worker that answers every request with these tokens, honestly labelled."""
-
-    async def script(stream: Stream) -> None:
-        assert worker.held is not None
-        await stream.send([*tokens], span(worker.held.version.sequence, 0, len(tokens)), end=True)
-
-    client = await plane.client("worker")
-    worker = ScriptedWorker(client.bus, client.subjects(), script, holds)
-    await worker.start()
-    yield worker
-    await worker.stop()
 
 
 async def ask(one: Frontend, **more: Any) -> list[int]:

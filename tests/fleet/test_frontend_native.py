@@ -10,7 +10,7 @@ import pytest
 
 from frontend.completions.native_bodies import plan_sglang, plan_vllm
 from frontend.completions.plans import Plan, plan_chat, plan_completion
-from tests.fleet.test_frontend_generation import PROMPT, error_of, events_of, http, tokens_under, update
+from tests.support.frontend_process import PROMPT, error_of, events_of, http, tokens_under, update
 from worker.engines.fake.adapter import fake_logprob, fake_prompt_logprobs
 
 if TYPE_CHECKING:

@@ -6,14 +6,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-import pytest_asyncio
 
 from frontend.completions.call import GenerationCall
 from frontend.completions.choice import Choice
@@ -30,7 +29,8 @@ from rl_plane.errors import BusUnreachable, DemandUnmet
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.generation import AdapterSpan, GenerateDelta, GenerateRequest
 from rl_plane.protocol.record import DecisionRecord
-from tests.fleet.test_frontend_generation import (
+from tests.support.committed_records import record, rolling, span, version
+from tests.support.frontend_process import (
     PROMPT,
     ask,
     error_of,
@@ -41,16 +41,16 @@ from tests.fleet.test_frontend_generation import (
     until_running,
     update,
 )
-from tests.fleet.test_frontend_labels import Stage, always, staged
-from tests.fleet.test_frontend_lease import follow, running, scripted, tell
+from tests.support.lease_calls import follow, running, scripted, tell
 from tests.support.scripted_worker import Script, ScriptedWorker, Stream, decide
-from tests.unit.frontend.test_committed import record, rolling, span, version
+from tests.support.staged_streams import Stage, always, staged
+from tests.support.streaming_client import Streaming, http, ready
 from worker.engines.fake.adapter import fake_token, make_fake_adapter
 from worker.receive.staging import model_digest
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+__all__ = ["http"]
 
+if TYPE_CHECKING:
     from tests.conftest import Plane, Spawned
 
 PACE_S = 0.02
@@ -69,69 +69,10 @@ fake.FakeEngine.start = lacking
 """
 
 
-@pytest_asyncio.fixture
-async def http(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
-    async with frontend(plane, admission_wait_s=20.0) as client:
-        yield client
-
-
-async def ready(plane: Plane, count: int) -> None:
-    await (await plane.client()).run("ready", {"min_workers": count, "wait_s": 30})
-
-
 async def by_whom(http: httpx.AsyncClient, **headers: str) -> str:
     response = await http.post("/v1/completions", json={"prompt_token_ids": PROMPT}, headers=headers)
     assert response.status_code == 200, response.text
     return str(response.json()["nvext"]["instance_id"])
-
-
-class Streaming:
-    """A streamed request, read event by event."""
-
-    def __init__(self, http: httpx.AsyncClient, **body: Any) -> None:
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.last: dict[str, Any] = {}
-        """The last choice."""
-        self.error: dict[str, Any] | None = None
-        asked = {"prompt_token_ids": PROMPT, "stream": True, "return_token_ids": True, **body}
-        self._request = http.stream("POST", "/v1/completions", json=asked)
-
-    async def __aenter__(self) -> Streaming:
-        response = await self._request.__aenter__()
-        assert response.status_code == 200, await response.aread()
-        self._lines = response.aiter_lines()
-        return self
-
-    async def __aexit__(self, *error: Any) -> None:
-        await self._request.__aexit__(*error)
-
-    async def until(self, holds: Callable[[Streaming], bool]) -> Streaming:
-        while not holds(self):
-            assert await self.more(), "it ended"
-        return self
-
-    async def more(self) -> bool:
-        event = await next_event(self._lines)
-        if event is None or event == "[DONE]":
-            return False
-        if "error" in event:
-            self.error = event["error"]
-            return False
-        (self.last,) = event["choices"]
-        self.tokens += self.last["token_ids"]
-        self.logprobs += self.last["logprobs"]["token_logprobs"]
-        return True
-
-    async def end(self) -> Streaming:
-        while await self.more():
-            pass
-        return self
-
-    @property
-    def spans(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.last["weight_versions"]
-        return found
 
 
 # ---- sessions ----

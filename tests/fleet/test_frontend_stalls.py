@@ -19,7 +19,8 @@ from frontend.server import listeners
 from rl_plane.bus.token_stream import IncomingStream, StreamSender
 from rl_plane.protocol.generation import GenerateDelta
 from rl_plane.protocol.record import DecisionRecord
-from tests.fleet.test_frontend_generation import (
+from tests.support.committed_records import record, span
+from tests.support.frontend_process import (
     PROMPT,
     ask,
     frontend,
@@ -29,9 +30,8 @@ from tests.fleet.test_frontend_generation import (
     until_running,
     update,
 )
-from tests.fleet.test_frontend_labels import staged
 from tests.support.scripted_worker import Stream
-from tests.unit.frontend.test_committed import record, span
+from tests.support.staged_streams import staged
 from worker.engines.fake.adapter import fake_token
 from worker.generation import MAX_TOKENS
 

@@ -9,7 +9,7 @@ import pytest
 
 from frontend.completions.tokens import REFUSED, parse_tokenize
 from rl_plane.errors import InvalidRequest, Unsupported
-from tests.fleet.test_frontend_generation import error_of, http
+from tests.support.frontend_process import error_of, http
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

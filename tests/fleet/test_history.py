@@ -18,8 +18,8 @@ from rl_plane.commit.coordinator import Coordinator
 from rl_plane.commit.history import (
     Journal,
     UpdateEntry,
+    evaluate_entry,
     history_key,
-    judge,
     read_history,
     request_hash,
     rollback_target,
@@ -45,6 +45,7 @@ from rl_plane.protocol import update_requests, validation
 from rl_plane.protocol.record import DecisionRecord, Source, UpdateSession
 from rl_plane.protocol.subjects import HISTORY_PREFIX, RECORD
 from rl_plane.protocol.versions import WeightVersion
+from tests.support.dying_coordinator import ENDS, _Dies, ends_at
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -124,24 +125,24 @@ def test_an_unfinished_entry_is_judged_by_the_record_the_lock_and_the_session() 
     )
     before = replace(record, update_id="before")
     session = UpdateSession("u", "step_3", {}, DIGEST, True, {}, idle_s=120)
-    done = judge(entry, record, None, "u")
+    done = evaluate_entry(entry, record, None, "u")
     assert (done.outcome, done.version, done.digest, done.ended_at) == ("committed", record.version, DIGEST, 9.0)
     assert (done.who, done.began_at) == ("me", 1.0)
-    assert judge(entry, before, None, "u").outcome == "running"
-    assert judge(entry, before, session, None).outcome == "prepared"
+    assert evaluate_entry(entry, before, None, "u").outcome == "running"
+    assert evaluate_entry(entry, before, session, None).outcome == "prepared"
     for left in (
-        judge(entry, before, replace(session, update_id="another"), None),
-        judge(replace(entry, outcome="prepared"), before, None, "another"),
-        judge(entry, None, None, None),
+        evaluate_entry(entry, before, replace(session, update_id="another"), None),
+        evaluate_entry(replace(entry, outcome="prepared"), before, None, "another"),
+        evaluate_entry(entry, None, None, None),
     ):
         assert left.outcome == "aborted"
         assert left.version is None
         assert isinstance(left.first_error(), UpdateAborted)
     final = committed(2)
-    assert judge(final, before, None, None) is final
+    assert evaluate_entry(final, before, None, None) is final
     aborted = replace(entry, outcome="aborted")
-    assert judge(aborted, before, None, None) is aborted
-    assert judge(aborted, record, None, None).outcome == "committed", "a late decision stands"
+    assert evaluate_entry(aborted, before, None, None) is aborted
+    assert evaluate_entry(aborted, record, None, None).outcome == "committed", "a late decision stands"
 
 
 def test_a_rollback_means_one_committed_version_of_this_run() -> None:
@@ -343,22 +344,6 @@ async def test_a_duplicate_waits_for_the_one_in_flight_elsewhere(plane: Plane) -
     assert {entry["who"] for entry in await told(two)} == {one.owner, ""}
 
 
-class _Dies(BaseException):
-    """As a SIGKILL: nothing that the coordinator would do at its end is done."""
-
-
-def ends_at(patch: pytest.MonkeyPatch, phase: str, error: BaseException) -> None:
-    """Coordinators get so far, and no further."""
-    real = Coordinator._carry_out
-
-    async def carry_out(self: Coordinator, instruction: Instruction) -> Event:
-        if instruction.phase == phase:
-            raise error
-        return await real(self, instruction)
-
-    patch.setattr(Coordinator, "_carry_out", carry_out)
-
-
 async def test_a_commit_whose_coordinator_died_at_once_is_in_the_history(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -454,10 +439,6 @@ async def test_an_error_after_the_decision_is_a_commit_all_the_same(
     else:
         with pytest.raises(Conflict, match="0 workers serve it"):
             await again
-
-
-ENDS = [pytest.param(_Dies(), id="dies"), pytest.param(Unavailable("NATS is down"), id="503")]
-"""How a coordinator may end after its decision, with nobody told who serves it."""
 
 
 async def asked(
@@ -612,7 +593,7 @@ async def test_an_unknown_outcome_is_told_by_the_record(
     real = Coordinator._carry_out
 
     async def lost(self: Coordinator, instruction: Instruction) -> Event:
-        if instruction.phase == "settle":
+        if instruction.phase == "resolve":
             raise BusUnreachable("still no answer")
         if isinstance(instruction, Write):
             if decided:

@@ -12,12 +12,13 @@ import pytest
 
 from rl_plane.bus.sealed_record import SealedRecord
 from rl_plane.bus.server import NatsServer
+from rl_plane.bus.state_store import read_record
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, PlaneError, StaleFence
-from rl_plane.protocol.record import DecisionRecord, Source, read_record
+from rl_plane.protocol.record import DecisionRecord, Source
 from rl_plane.protocol.subjects import RECORD
 from rl_plane.protocol.versions import WeightVersion
-from tests.fleet.test_updates import generated, states, update_of
+from tests.support.fleet_updates import generated, states, update_of
 from worker.engines.fake.adapter import fake_token, make_fake_adapter
 from worker.receive.staging import model_digest
 

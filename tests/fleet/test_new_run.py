@@ -15,11 +15,11 @@ from rl_plane.bus.server import NatsServer
 from rl_plane.cli import main
 from rl_plane.client import RlClient
 from rl_plane.errors import Conflict, InvalidRequest, NotFound, PlaneError
-from tests.fleet.test_frontend_generation import ask, error_of, frontend, tokens_under
-from tests.fleet.test_history import ENDS, ends_at
-from tests.fleet.test_plane_adapters import adapter, load
-from tests.fleet.test_updates import all_serve, states, update_of
+from tests.support.adapter_updates import adapter, load
+from tests.support.dying_coordinator import ENDS, ends_at
 from tests.support.faults import Told, generate
+from tests.support.fleet_updates import all_serve, states, update_of
+from tests.support.frontend_process import ask, error_of, frontend, tokens_under
 from worker.engines.fake.adapter import fake_token
 from worker.receive.staging import model_digest
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
-from tests.fleet.test_frontend_generation import frontend, tokens_under, update
+from tests.support.frontend_process import frontend, tokens_under, update
 from tests.support.openai_calls import MESSAGES, PROMPT, chats, completions, models_and_errors, stops_and_batches
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from rl_plane.bus.state_store import read_record
 from rl_plane.client import RlClient
 from rl_plane.errors import (
     Conflict,
@@ -23,9 +24,9 @@ from rl_plane.errors import (
     Unsupported,
     UpdateAborted,
 )
-from rl_plane.protocol.record import read_record
-from tests.fleet.test_updates import coordinator_that_dies, states, update_of
+from tests.support.adapter_updates import adapter, load, target
 from tests.support.faults import Stream, Told, generate, spawn_faulty
+from tests.support.fleet_updates import coordinator_that_dies, states, update_of
 from worker.engines.fake.adapter import fake_token, make_fake_adapter
 from worker.receive.staging import adapter_digest, model_digest
 
@@ -36,22 +37,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
 PROMPT = [5, 6, 7]
 HEAL_S = 40.0
-
-
-def adapter(plane: Plane, seed: int) -> Path:
-    return make_fake_adapter(plane.tmp / "weights" / f"adapter{seed}", seed, plane.model())
-
-
-def target(op: str, name: str = "a", path: Path | None = None, **more: Any) -> dict[str, Any]:
-    body: dict[str, Any] = {"target": {"kind": "lora", "op": op, "name": name}, **more}
-    return body if path is None else {**body, "transport": {"backend": "filesystem", "path": str(path)}}
-
-
-async def load(client: RlClient, path: Path, op: str = "load", name: str = "a", **policy: Any) -> dict[str, Any]:
-    version: dict[str, Any] = (await client.run("update_weights", target(op, name, path, policy=policy)))[
-        "version"
-    ]
-    return version
 
 
 async def proven(client: RlClient, worker: str, base: dict[str, Any], **adapters: dict[str, Any]) -> None:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from rl_plane.bus.state_store import read_record
 from rl_plane.client import RlClient
 from rl_plane.commit.coordinator import Coordinator
 from rl_plane.commit.steps import Event, Instruction
-from rl_plane.protocol.record import read_record
-from tests.fleet.test_frontend_generation import PROMPT, ask, frontend, tokens_under
-from tests.fleet.test_history import _Dies, ends_at
-from tests.fleet.test_plane_adapters import adapter, load
-from tests.fleet.test_updates import all_serve, coordinator_that_dies, states, update_of
+from tests.support.adapter_updates import adapter, load
+from tests.support.dying_coordinator import _Dies, ends_at
 from tests.support.faults import Stream, Told, generate, spawn_faulty
+from tests.support.fleet_updates import all_serve, coordinator_that_dies, states, update_of
+from tests.support.frontend_process import PROMPT, ask, frontend, tokens_under
 from worker.engines.fake.adapter import fake_token
 from worker.receive.staging import model_digest
 

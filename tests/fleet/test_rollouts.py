@@ -579,10 +579,10 @@ Stopper = Callable[[], Awaitable[object]]
 @pytest.mark.parametrize("op", ["pause", "abort_requests"])
 async def test_parked_rollouts_go_on_under_the_next_weights(plane: Plane, op: str) -> None:
     pytest.importorskip("peft")
-    from tests.engines.test_hf_fleet import START_S, Witnesses, chain
-    from tests.fleet.test_frontend_generation import frontend
-    from tests.fleet.test_updates import update_of
     from tests.support import reference
+    from tests.support.fleet_updates import update_of
+    from tests.support.frontend_process import frontend
+    from tests.support.hf_fleet import START_S, Witnesses, chain
 
     witnesses = Witnesses(plane)
     client = await plane.client()

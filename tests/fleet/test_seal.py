@@ -15,9 +15,10 @@ import rl_plane.bus.lock
 from rl_plane.bus.connection import Bus, WrongSequence
 from rl_plane.bus.lock import HeldLock, hold_lock
 from rl_plane.bus.sealed_record import SEAL_TRIES, SealedRecord, bar, restore
+from rl_plane.bus.state_store import read_record
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, StaleFence
-from rl_plane.protocol.record import DecisionRecord, Source, first_record, read_record
+from rl_plane.protocol.record import DecisionRecord, Source, first_record
 from rl_plane.protocol.subjects import LOCK, RECORD, Entry
 from rl_plane.protocol.versions import WeightVersion
 from tests.support.faults import hold_back

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from rl_plane.bus.state_store import read_pause, read_record
 from rl_plane.cli.show import show
 from rl_plane.client import RlClient, select_members
-from rl_plane.commit.rules import judge_prepare
+from rl_plane.commit.rules import evaluate_prepare
 from rl_plane.errors import NoWorkers, PlaneError, Unsupported
 from rl_plane.fleet.fleet_replies import Call, check_engines, group_places
 from rl_plane.membership.core import Member, MembershipCore, Snapshot
-from rl_plane.membership.worker_reply import WorkerRow, engine_rows, skipped_row
+from rl_plane.membership.worker_reply import WorkerReply, engine_replies, skipped_reply
 from rl_plane.protocol.fleet_ops import FLEET_OPS, Select
-from rl_plane.protocol.record import read_pause, read_record
 from rl_plane.protocol.subjects import ADMISSION_PREFIX, Entry
 from rl_plane.protocol.update_requests import UpdatePolicy
 from rl_plane.protocol.validation import parse_body
@@ -109,7 +109,7 @@ def test_what_only_stages_have_skipped_is_no_success() -> None:
         check_engines(call_of(op), fed())
         with pytest.raises(Unsupported, match="vision") as named:
             check_engines(call_of(op, workers=[STAGE_ID]), mixed)
-        assert named.value.facts["workers"] == [skipped_row(vision).to_wire()]
+        assert named.value.facts["workers"] == [skipped_reply(vision).to_wire()]
         if op != "abort_requests":  # what waits in the frontends ends all the same
             with pytest.raises(NoWorkers, match="vision"):
                 check_engines(call_of(op), stages)
@@ -117,16 +117,16 @@ def test_what_only_stages_have_skipped_is_no_success() -> None:
 
 def test_rows_of_engines() -> None:
     ok, failed = {"instance_id": ENGINE, "status": "ok"}, {"instance_id": OTHER, "status": "error"}
-    skipped = skipped_row(member(STAGE_ID, 1, "vision")).to_wire()
+    skipped = skipped_reply(member(STAGE_ID, 1, "vision")).to_wire()
     assert skipped == {"instance_id": STAGE_ID, "incarnation": "i0", "status": "skipped", "reason": "vision"}
-    assert engine_rows({"workers": [ok, skipped, failed]}) == [ok, failed]
+    assert engine_replies({"workers": [ok, skipped, failed]}) == [ok, failed]
 
 
 def test_what_a_person_sees_of_a_stage() -> None:
     ok = [
         {"instance_id": one, "status": "ok", "ranks": [{"rank": 0, "checksum": "aa"}]} for one in (ENGINE, OTHER)
     ]
-    reply = {"workers": [*ok, skipped_row(member(STAGE_ID, 1, "vision")).to_wire()], "elapsed_s": 0.0}
+    reply = {"workers": [*ok, skipped_reply(member(STAGE_ID, 1, "vision")).to_wire()], "elapsed_s": 0.0}
     assert show("check_weights", reply, {"action": "checksum"}).endswith("all equal")
     assert show("resume", reply, {}).startswith("resumed 2 workers")
     assert show("state", reply, {}).endswith(f"{STAGE_ID}: skipped: vision")
@@ -134,13 +134,13 @@ def test_what_a_person_sees_of_a_stage() -> None:
 
 def test_a_row_that_says_skipped_has_prepared_nothing() -> None:
     """Whoever it may come from."""
-    ok = WorkerRow(ENGINE, "i0", "ok", {"digest": "blake3:1", "refetchable": True})
-    skipped = WorkerRow(OTHER, "i0", "skipped", {"reason": "it says so"})
+    ok = WorkerReply(ENGINE, "i0", "ok", {"digest": "blake3:1", "refetchable": True})
+    skipped = WorkerReply(OTHER, "i0", "skipped", {"reason": "it says so"})
     with pytest.raises(PlaneError):
-        judge_prepare([ok, skipped], {ENGINE, OTHER}, UpdatePolicy(), None)
+        evaluate_prepare([ok, skipped], {ENGINE, OTHER}, UpdatePolicy(), None)
     with pytest.raises(PlaneError):
-        judge_prepare([skipped], set(), UpdatePolicy(on_prepare_failure="exclude"), None)
-    prepared = judge_prepare([ok, skipped], {ENGINE}, UpdatePolicy(on_prepare_failure="exclude"), None)
+        evaluate_prepare([skipped], set(), UpdatePolicy(on_prepare_failure="exclude"), None)
+    prepared = evaluate_prepare([ok, skipped], {ENGINE}, UpdatePolicy(on_prepare_failure="exclude"), None)
     assert (dict(prepared.ready), prepared.excluded) == ({ENGINE: "i0"}, [OTHER])
 
 
@@ -229,7 +229,7 @@ async def test_the_fleets_ops_go_by_a_stage(plane: Plane) -> None:
         reply = await client.run(op, body)
         assert reply["status"] == "ok"
         assert row_of(stage, reply) == SKIPPED, op
-        engines = engine_rows(reply)
+        engines = engine_replies(reply)
         assert all(row["status"] == "ok" for row in engines)
         assert [row["instance_id"] for row in engines] == ([] if op == "abort_weights_update" else ids), op
         assert not reply.get("excluded"), op
@@ -363,8 +363,8 @@ async def test_stages_that_die_join_or_stand_still_do_not_disturb_an_update(plan
     held.let_go(point)
     reply = await update
     assert (reply["version"]["label"], reply["excluded"]) == ("step_1", [])
-    assert [row["instance_id"] for row in engine_rows(reply)] == sorted(one.instance_id for one in engines)
-    assert all(row["status"] == "ok" for row in engine_rows(reply))
+    assert [row["instance_id"] for row in engine_replies(reply)] == sorted(one.instance_id for one in engines)
+    assert all(row["status"] == "ok" for row in engine_replies(reply))
     assert row_of(joining, reply) == SKIPPED
     assert reply["fingerprint"] == pinned.fingerprint
     assert (await client.run("ready"))["ready"]

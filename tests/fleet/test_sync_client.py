@@ -205,7 +205,7 @@ def test_a_program_that_forgets_to_close_ends_all_the_same(nats_url: str) -> Non
         ("update_weights", {"policy": {"prepare_timeout_s": 1000}}, 1120, 1200),
         ("update_weights", {"policy": {"prepare_timeout_s": float("nan")}}, 300, 600),
         ("update_weights", {"policy": "x"}, 300, 600),
-        ("feed_weights_update", {"timeout_s": 1000}, 2000, 2400),
+        ("receive_weights_part", {"timeout_s": 1000}, 2000, 2400),
         ("enable", {}, 10, 60),
         ("fly", {}, 10, 60),
     ],

@@ -17,9 +17,9 @@ from rl_plane.errors import (
     Unsupported,
     UpdateAborted,
 )
-from tests.fleet.test_plane_adapters import load
-from tests.fleet.test_updates import all_serve, coordinator_that_dies, states, update_of, while_preparing
+from tests.support.adapter_updates import load
 from tests.support.faults import Stream, Told, generate, spawn_faulty
+from tests.support.fleet_updates import all_serve, coordinator_that_dies, states, update_of, while_preparing
 from worker.engines.fake.adapter import fake_token, make_fake_adapter
 from worker.receive.staging import model_digest
 

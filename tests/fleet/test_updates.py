@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import signal
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +13,6 @@ from nats.aio.msg import Msg
 
 import rl_plane.bus.lock
 import rl_plane.commit.sessions
-from rl_plane.bus.token_stream import StreamReceiver
-from rl_plane.client import RlClient
 from rl_plane.errors import (
     Conflict,
     EngineFailed,
@@ -31,56 +25,25 @@ from rl_plane.errors import (
     StaleFence,
     UpdateAborted,
 )
-from rl_plane.fleet.fleet import Fleet
 from rl_plane.protocol.subjects import RECORD
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.weights.safetensors_file import write_safetensors
 from tests.support.faults import Stream, hold_back
+from tests.support.fleet_updates import (
+    _locked,
+    all_serve,
+    coordinator_that_dies,
+    generated,
+    paused,
+    states,
+    update_of,
+    while_preparing,
+)
 from worker.engines.fake.adapter import fake_token
 from worker.receive.staging import model_digest
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
-
-
-def update_of(directory: Path, version: str | None = None, **policy: Any) -> dict[str, Any]:
-    body: dict[str, Any] = {"transport": {"backend": "filesystem", "path": str(directory)}}
-    if version is not None:
-        body["version"] = version
-    if policy:
-        body["policy"] = policy
-    return body
-
-
-async def states(client: RlClient) -> dict[str, dict[str, Any]]:
-    await client.list_workers()  # as new as the leader's: a process that has just joined is in it
-    out = await client.call_all("state")
-    return {row.instance_id: dict(row.body) for row in out.rows if row.status == "ok"}
-
-
-async def all_serve(client: RlClient, label: str) -> bool:
-    found = await states(client)
-    return bool(found) and all(
-        state["admission"]["open"] and state["applied_weight_version"] == label for state in found.values()
-    )
-
-
-async def generated(
-    client: RlClient, instance_id: str, prompt: list[int], max_tokens: int, **more: Any
-) -> list[int]:
-    receiver = StreamReceiver(client.bus)
-    await receiver.start()
-    body = {"request": {"prompt_token_ids": prompt, "max_tokens": max_tokens, **more}}
-    stream = await receiver.open(client.subjects().generate(instance_id), f"r{time.monotonic_ns()}", body)
-    tokens: list[int] = []
-    try:
-        async with asyncio.timeout(30):
-            async for message in stream.messages():
-                if "delta" in message:
-                    tokens += message["delta"]["token_ids"]
-    finally:
-        await receiver.stop()
-    return tokens
 
 
 async def test_an_update_reaches_every_worker_and_versions_rise(plane: Plane) -> None:
@@ -304,11 +267,6 @@ async def test_an_update_under_a_longer_one_is_locked_with_a_retry_time(plane: P
     assert len(view.snapshot()) == 1
 
 
-async def _locked(client: RlClient) -> bool:
-    entry = await client.bus.get(client.subjects().state, "lock")
-    return entry is not None and entry.value is not None
-
-
 # ---- two calls ----
 
 
@@ -388,20 +346,6 @@ async def test_a_session_that_lost_a_worker_is_not_completed(plane: Plane) -> No
 
 
 # ---- deaths on the way ----
-
-
-async def while_preparing(plane: Plane, fleet: Fleet, body: dict[str, Any]) -> asyncio.Task[dict[str, Any]]:
-    task = asyncio.create_task(fleet.run("update_weights", body))
-    await plane.until(lambda: _locked(fleet.client))
-    view = await fleet.client.view()
-    members = len(view.snapshot())
-
-    async def asked() -> bool:  # every worker has seen the coordinator's fence
-        found = await states(fleet.client)
-        return len(found) == members and all(state["fence"] > 0 for state in found.values())
-
-    await plane.until(asked)
-    return task
 
 
 async def test_a_death_while_preparing_aborts_the_update(plane: Plane) -> None:
@@ -529,37 +473,6 @@ async def test_a_pinned_fleet_that_changed_is_not_updated(plane: Plane) -> None:
     assert await all_serve(fleet.client, "initial")
 
 
-_COORDINATOR = """
-import asyncio, json, os, signal, sys
-from rl_plane.client import RlClient
-from rl_plane.fleet.fleet import Fleet
-url, namespace, die_at, body = sys.argv[1:]
-
-async def main():
-    client = await RlClient.connect(url, namespace)
-    ask = client.ask
-    async def dying(view, members, op, *args):
-        if op != die_at:
-            return await ask(view, members, op, *args)
-        if op == "prepare_update":
-            await ask(view, members, op, *args)
-        os.kill(os.getpid(), signal.SIGKILL)
-    client.ask = dying
-    await Fleet(client).run("update_weights", json.loads(body))
-
-asyncio.run(main())
-"""
-
-
-async def coordinator_that_dies(plane: Plane, body: dict[str, Any], at: str) -> None:
-    """`at` prepare_update: when all have prepared; set_admission: when it is decided; commit_update: when all are
-    gated."""
-    arguments = [plane.url, plane.namespace, at, json.dumps(body)]
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", _COORDINATOR, *arguments)
-    async with asyncio.timeout(60):
-        assert await process.wait() == -signal.SIGKILL
-
-
 async def test_a_coordinator_that_dies_before_the_decision_leaves_no_trace(plane: Plane) -> None:
     fleet = await plane.fleet()
     plane.spawn_copies(2)
@@ -641,10 +554,6 @@ async def test_workers_left_gated_obey_the_next_coordinator(plane: Plane) -> Non
 
 
 # ---- pause, admission ----
-
-
-async def paused(client: RlClient) -> list[bool]:
-    return [state["pause"]["paused"] for state in (await states(client)).values()]
 
 
 async def test_what_was_paused_stays_so_over_an_update(plane: Plane) -> None:

@@ -12,11 +12,11 @@ import msgpack
 import pytest
 
 from rl_plane.bus.token_stream import CREDIT_INTERVAL_S, StreamReceiver
-from rl_plane.client import RlClient
 from rl_plane.errors import InvalidRequest, PlaneError, WorkerLost
 from rl_plane.protocol.versions import WeightVersion
-from tests.fleet.test_updates import generated
 from tests.support.faults import Stream
+from tests.support.fleet_updates import generated
+from tests.support.healing import checksum_of, state_of, until_behind, until_open
 from worker.engines.fake.adapter import make_fake_model
 from worker.exit_codes import MODEL_CHANGED
 from worker.receive.staging import model_digest
@@ -33,34 +33,6 @@ def update_of(directory: Path, version: str, **policy: Any) -> dict[str, Any]:
         "version": version,
         **({"policy": policy} if policy else {}),
     }
-
-
-async def state_of(client: RlClient, instance_id: str) -> dict[str, Any]:
-    return dict((await client.call(instance_id, "state")).body)
-
-
-async def checksum_of(client: RlClient, instance_id: str) -> str:
-    row = await client.call(instance_id, "check_weights", {"action": "checksum"})
-    return str(row.body["ranks"][0]["checksum"])
-
-
-async def until_open(plane: Plane, client: RlClient, instance_id: str, label: str, bound_s: float = 30.0) -> None:
-    async def at_it() -> bool:
-        state = await state_of(client, instance_id)
-        return bool(state["admission"]["open"]) and state["applied_weight_version"] == label
-
-    await plane.until(at_it, bound_s)
-
-
-async def until_behind(plane: Plane, client: RlClient, instance_id: str) -> str:
-    """Why the worker is not at the committed version, as its state tells."""
-
-    async def told() -> str:
-        admission = (await state_of(client, instance_id))["admission"]
-        assert not admission["open"]
-        return next((reason for reason in admission["reasons"] if reason.startswith("behind: ")), "")
-
-    return str(await plane.until(told))
 
 
 async def test_a_joiner_takes_the_committed_version_before_it_is_admitted(plane: Plane) -> None:

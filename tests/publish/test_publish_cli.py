@@ -19,7 +19,7 @@ from rl_plane.publish import WeightPublisher
 from rl_plane.publish.integrations.skyrl import lora_disk_load, publisher_options
 from rl_plane.sync import SyncRlClient
 from rl_plane.transports.registry import installed
-from tests.fleet.test_updates import all_serve
+from tests.support.fleet_updates import all_serve
 from worker.engines.fake.adapter import make_fake_adapter, make_fake_model
 from worker.receive.staging import adapter_digest, model_digest
 

@@ -23,9 +23,9 @@ from rl_plane.publish.host_copy import AGAIN, TRIES, HostCopy
 from rl_plane.publish.sources.model_sources import DirectorySource
 from rl_plane.weights.safetensors_file import write_safetensors
 from tests.conftest import Plane
-from tests.fleet.test_delta_fleet import tensors_in
-from tests.fleet.test_updates import all_serve
-from tests.fleet.test_worker_healing import until_behind
+from tests.support.delta_updates import tensors_in
+from tests.support.fleet_updates import all_serve
+from tests.support.healing import until_behind
 from tests.support.publishing import BOUND_S, Broken, Changing, all_keep, nudged, root_of, serve, served
 from worker.engines.fake.adapter import make_fake_adapter, make_fake_model
 from worker.receive.staging import model_digest

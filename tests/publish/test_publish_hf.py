@@ -7,21 +7,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.support.paths import ROOT
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from rl_plane.publish import AdapterSource, ExportSource, ModuleSource, WeightPublisher  # noqa: E402
-from tests.engines.test_hf_fleet import proven  # noqa: E402
-from tests.fleet.test_frontend_generation import frontend  # noqa: E402
-from worker.testing.tiny_adapter import make_witness_adapter  # noqa: E402
-from worker.testing.tiny_model import make_witness_model  # noqa: E402
+from rl_plane.publish import AdapterSource, ExportSource, ModuleSource, WeightPublisher
+from tests.support.frontend_process import frontend
+from tests.support.hf_fleet import proven
+from tests.support.loaded_models import load, torch
+from worker.testing.tiny_adapter import make_witness_adapter
+from worker.testing.tiny_model import make_witness_model
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -49,12 +48,6 @@ source.take()
 publishing = True
 WeightPublisher(source, url, namespace=namespace, root=root, bucket_bytes=4096).publish("killed")
 """
-
-
-def load(path: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
 def train(arguments: list[str]) -> subprocess.Popen[str]:

@@ -42,8 +42,8 @@ from rl_plane.transports.registry import installed
 from rl_plane.transports.sender_base import Surroundings, world_size
 from rl_plane.weights.manifest import Manifest, pack
 from tests.conftest import Plane
-from tests.fleet.test_delta_fleet import tensors_in
-from tests.fleet.test_worker_healing import until_behind
+from tests.support.delta_updates import tensors_in
+from tests.support.healing import until_behind
 from tests.support.paths import ROOT
 from tests.support.publishing import BOUND_S, Broken, Changing, Gathering, Held, nudged, root_of, serve, served
 from worker.engines.fake.adapter import make_fake_adapter

@@ -20,7 +20,7 @@ UPDATES = (
     "update_weights",
     "complete_weights_update",
     "prepare_weights_update",
-    "feed_weights_update",
+    "receive_weights_part",
     "abort_weights_update",
 )
 

@@ -9,9 +9,10 @@ from unittest import mock
 
 from rl_plane.bus.connection import WrongSequence
 from rl_plane.bus.lock import HeldLock, fence_of
+from rl_plane.bus.state_store import record_of
 from rl_plane.commit.canary_rules import Verdict
 from rl_plane.commit.steps import Written
-from rl_plane.protocol.record import DesiredPause, record_of
+from rl_plane.protocol.record import DesiredPause
 from rl_plane.protocol.subjects import LOCK, RECORD
 
 
@@ -109,7 +110,7 @@ GUARDS: dict[str, dict[str, Any]] = {
     # A holder knows its own lock from any other's.
     "nonce": {"rl_plane.bus.lock._nonce": _one_nonce},
     # A worker serves weights only if its engine computes with them what it should.
-    "canary": {"worker.reconcile.numerics.judge_one": _passes},
+    "canary": {"worker.reconcile.numerics.evaluate_worker": _passes},
     # Only who computes with the committed weights counts as one that serves them.
     "answer": {"rl_plane.commit.rules.serves": _yes, "rl_plane.commit.coordinator.serves": _yes},
     # Closed workers and those without a serving lease take no requests, frontends without one route none, and tokens

@@ -94,16 +94,16 @@ class Sessions:
         if listens and rng.random() < 0.9:
             self.push(name)
         if rng.random() < 0.2:
-            await self._by_anybody(by, "name_weights_update", {**_id(reply), "version": name}, name)
+            await self._by_anybody(by, "label_weights_update", {**_id(reply), "version": name}, name)
         end = rng.choice(["complete_weights_update", "complete_weights_update", "abort_weights_update", ""])
         if end:
             await self._by_anybody(by, end, _id(reply), name)
 
-    async def _fed(self, by: Coordinator) -> None:
+    async def _in_parts(self, by: Coordinator) -> None:
         """Part by part: each is a call, by way of anybody."""
         world, rng = self.world, self.world.rng
         name, body = self.body()
-        body["transport"] |= {"backend": "gloo", "group": "g", "fed": True}
+        body["transport"] |= {"backend": "gloo", "group": "g", "in_parts": True}
         reply = await self.ask(by, "prepare_weights_update", body, name)
         if reply is None:
             return
@@ -113,7 +113,7 @@ class Sessions:
             self.wrong[name] = "a tensor did not come"
         for tensor, spec in tensors:
             part = {"names": [tensor], "dtypes": [spec.dtype], "shapes": [list(spec.shape)], "timeout_s": 5.0}
-            if await self._by_anybody(by, "feed_weights_update", {**_id(reply), **part}, name) is None:
+            if await self._by_anybody(by, "receive_weights_part", {**_id(reply), **part}, name) is None:
                 return
             await asyncio.sleep(rng.choice([0.0, 0.0, 0.5]))
         end = rng.choice(["complete_weights_update"] * 3 + ["abort_weights_update"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plane.errors import InvalidWeights, UpdateAborted
-from rl_plane.protocol.update_requests import FeedUpdate
+from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
 from rl_plane.transports.receiver_base import Places
@@ -76,7 +76,7 @@ class SimFedDelivery(FilesystemDelivery):
     def expect(self, wanted: Mapping[str, TensorSpec], tied: Mapping[str, str], cast: bool) -> None:
         pass
 
-    def feed(self, part: FeedUpdate, cancelled: Any) -> int:
+    def feed(self, part: ReceivePart, cancelled: Any) -> int:
         if self.error is not None:
             raise self.error
         if part.check_only:
@@ -106,11 +106,11 @@ class SimTransport(FilesystemTransport):
         """For which push, and until when."""
 
     def open(self, request: Mapping[str, Any], *kind: Any) -> FilesystemDelivery:
-        known = {key: request[key] for key in request.keys() - {"push", "group", "fed", "fleet_ranks"}}
+        known = {key: request[key] for key in request.keys() - {"push", "group", "in_parts", "fleet_ranks"}}
         if isinstance(path := known.get("path"), str):
             known["path"] = self._world.sources.read(path)
         delivery = super().open({**known, "backend": "filesystem"}, *kind)
-        if request.get("fed"):
+        if request.get("in_parts"):
             delivery = SimFedDelivery(delivery)
         if self.backend != "filesystem":
             delivery.refetchable = False

@@ -14,8 +14,9 @@ import pytest
 
 from rl_plane.bus.connection import WrongSequence
 from rl_plane.bus.sealed_record import bar
+from rl_plane.bus.state_store import read_session
 from rl_plane.errors import BusUnreachable
-from rl_plane.protocol.record import DecisionRecord, read_session
+from rl_plane.protocol.record import DecisionRecord
 from rl_plane.protocol.subjects import LOCK, RECORD
 from tests.sim import product
 from tests.sim.calls import call

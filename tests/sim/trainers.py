@@ -234,7 +234,7 @@ KINDS = (
     "rollback",
     "session",
     "session",
-    "fed",
+    "in_parts",
     "pause",
     "disable",
     "memory",

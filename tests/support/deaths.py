@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tests.engines.test_hf_fleet import HEAL_S, START_S, Witnesses
-from tests.fleet.test_frontend_generation import frontend
+from tests.support.frontend_process import frontend
+from tests.support.hf_fleet import HEAL_S, START_S, Witnesses
 from tests.support.told_process import ToldProcess
 
 if TYPE_CHECKING:

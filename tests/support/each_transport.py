@@ -18,7 +18,7 @@ from rl_plane.publish.sources.model_sources import DirectorySource, Taken
 from rl_plane.transports.registry import installed
 
 if TYPE_CHECKING:
-    from tests.engines.test_mixed_fleet import Mixed
+    from tests.support.mixed_fleet import Mixed
 
 BACKENDS = [
     pytest.param(name, marks=pytest.mark.engines(name)) if name == "nixl" else name
@@ -66,7 +66,7 @@ def stepped(mixed: Mixed) -> Path:
 
 async def bring(mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend: str) -> None:
     """After each version every engine's tokens are the reference's. It leaves the base `tiny 1`, and no adapter."""
-    from tests.engines.test_mixed_fleet import proven
+    from tests.support.mixed_fleet import proven
 
     plane = mixed.plane
     how: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "workers": len(mixed.ids)}
@@ -111,10 +111,10 @@ async def bring(mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend
 async def bring_call_by_call(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
     """As a trainer feeds what it takes for one SGLang server, in a group of its own: each tensor by itself, and in
     flattened buckets; killed in the middle at last."""
-    from tests.dialects.test_dialect_sglang_trainers import Replay
-    from tests.engines.test_mixed_fleet import END_S, proven
     from tests.support.dialect_facade import facade, fine, refused
     from tests.support.fed_trainer import FedTrainer, parts_of
+    from tests.support.mixed_fleet import END_S, proven
+    from tests.support.sglang_replay import Replay
 
     await mixed.witnessed(client)
     with FedTrainer(mixed.plane) as own:

@@ -66,7 +66,7 @@ def _send(group: Any, directory: str, part: dict[str, Any]) -> None:
     from safetensors import safe_open
     from torch import distributed as dist
 
-    from rl_plane.protocol.update_requests import FeedUpdate
+    from rl_plane.protocol.update_requests import ReceivePart
     from rl_plane.transports.group.broadcast_plan import chunks
 
     with safe_open(Path(directory) / "model.safetensors", "pt") as file:
@@ -80,7 +80,7 @@ def _send(group: Any, directory: str, part: dict[str, Any]) -> None:
         for work in works:
             work.wait()
         return
-    for bucket in chunks(FeedUpdate.model_validate({**part, "update_id": "any"})):
+    for bucket in chunks(ReceivePart.model_validate({**part, "update_id": "any"})):
         flat = torch.cat([tensors[name].flatten().view(torch.uint8) for name, _ in bucket])
         dist.broadcast(flat, src=0, group=group)
 

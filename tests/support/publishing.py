@@ -14,8 +14,8 @@ from rl_plane.errors import BusUnreachable
 from rl_plane.publish.sources.model_sources import DirectorySource, Taken
 from rl_plane.weights.safetensors_file import write_safetensors
 from tests.conftest import Plane
-from tests.fleet.test_delta_fleet import tensors_in
-from tests.fleet.test_updates import all_serve
+from tests.support.delta_updates import tensors_in
+from tests.support.fleet_updates import all_serve
 from worker.receive.staging import model_digest
 
 BOUND_S = 60.0

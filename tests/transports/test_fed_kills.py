@@ -12,16 +12,16 @@ import pytest
 pytest.importorskip("torch")
 
 from rl_plane.errors import EngineFailed, PlaneError
-from tests.engines.test_hf_fleet import proven
-from tests.fleet.test_updates import states
 from tests.support import deaths
 from tests.support.fed_trainer import FedTrainer, parts_of
-from tests.transports.test_fed_updates import GLOO_S, PARTS, Feeding
+from tests.support.fed_updates import GLOO_S, PARTS, Feeding
+from tests.support.fleet_updates import states
+from tests.support.hf_fleet import proven
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
-POINTS = ("formed", "armed", "between two parts", "in a part", "all received")
+POINTS = ("formed", "listening", "between two parts", "in a part", "all received")
 ENDS_S = GLOO_S + 10.0
 """Every side has its error by then."""
 
@@ -44,14 +44,14 @@ class Scene(deaths.Scene):
         if point == "formed":
             return None
         await feeding.prepare(version=point, policy=deaths.UNCOMPARED)
-        if point == "armed":
+        if point == "listening":
             return None
         first, second, *others = self.parts
         await feeding.feed(self.directory, first)
         if point == "between two parts":
             return None
         if point == "in a part":
-            begun = asyncio.create_task(self.client.run("feed_weights_update", second))
+            begun = asyncio.create_task(self.client.run("receive_weights_part", second))
             half = {key: value[: len(value) // 2] for key, value in second.items()}
             await feeding.send(self.directory, half)  # it ends when all have it
             return begun
@@ -98,7 +98,7 @@ async def test_the_next_version_comes_whoever_has_died(plane: Plane) -> None:
             elif point == "all received":
                 await scene.fails(client.run("complete_weights_update"))
             else:
-                call = client.run("feed_weights_update", scene.parts[1])
+                call = client.run("receive_weights_part", scene.parts[1])
                 sent = asyncio.create_task(feeding.send(scene.directory, scene.parts[1]))
                 await scene.fails(call)
                 with contextlib.suppress(EngineFailed):  # it may have had another child than the dead one
@@ -118,7 +118,7 @@ async def test_the_next_version_comes_whoever_has_died(plane: Plane) -> None:
                 await client.run("complete_weights_update")
                 scene.serves = scene.other
             elif point != "formed":
-                await scene.fails(client.run("feed_weights_update", scene.parts[2]))
+                await scene.fails(client.run("receive_weights_part", scene.parts[2]))
             await scene.is_as_before()
             trainer = trainers[point]
             await scene.published(Feeding(client, trainer))

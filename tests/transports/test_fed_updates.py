@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import socket
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,67 +11,17 @@ pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 from rl_plane.errors import InvalidRequest, InvalidWeights, PlaneError, UpdateAborted
-from tests.engines.test_hf_fleet import ENDLESS, HEAL_S, PROMPT, Witnesses, chain, proven
-from tests.fleet.test_frontend_generation import frontend
-from tests.fleet.test_updates import states
 from tests.support.faults import Stream
 from tests.support.fed_trainer import HOST, FedTrainer, parts_of
+from tests.support.fed_updates import PARTS, Feeding
+from tests.support.fleet_updates import states
+from tests.support.frontend_process import frontend
+from tests.support.hf_fleet import ENDLESS, HEAL_S, PROMPT, Witnesses, chain, proven
 
 if TYPE_CHECKING:
-    from rl_plane.client import RlClient
     from tests.conftest import Plane
-    from tests.support.told_process import ToldProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-
-PARTS = 5
-NUMBERS = itertools.count()
-"""torch keeps the name of each group that a process has formed."""
-GLOO_S = 20.0
-"""A trainer's own bound, of a broadcast that nobody takes."""
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind((HOST, 0))
-        return int(one.getsockname()[1])
-
-
-class Feeding:
-    """A fleet, and a trainer that has groups of its own with it."""
-
-    def __init__(self, client: RlClient, trainer: ToldProcess) -> None:
-        self.client = client
-        self.trainer = trainer
-        self.group = ""
-
-    async def form(self, world_size: int, group: str = "", **body: Any) -> dict[str, Any]:
-        self.group = group or f"group {next(NUMBERS)}"
-        port = free_port()
-        asked = {"backend": "gloo", "form": "torch", "group": self.group, "world_size": world_size, **body}
-        reply = self.client.run("init_transport", {**asked, "master_address": HOST, "master_port": port})
-        told = {"group": self.group, "port": port, "world_size": world_size, "timeout_s": GLOO_S}
-        formed: dict[str, Any] = (await asyncio.gather(reply, self.trainer.do("form", told)))[0]
-        return formed
-
-    async def prepare(self, **body: Any) -> dict[str, Any]:
-        transport = {"backend": "gloo", "group": self.group, "fed": True}
-        return await self.client.run("prepare_weights_update", {"transport": transport, **body})
-
-    async def feed(self, directory: Path, part: dict[str, Any]) -> dict[str, Any]:
-        call = self.client.run("feed_weights_update", part)
-        reply: dict[str, Any] = (await asyncio.gather(call, self.send(directory, part)))[0]
-        return reply
-
-    async def send(self, directory: Path, part: dict[str, Any]) -> None:
-        told = {"group": part.get("group", self.group), "directory": str(directory), "part": part}
-        await self.trainer.do("send", told)
-
-    async def push(self, directory: Path, parts: list[dict[str, Any]], **body: Any) -> dict[str, Any]:
-        await self.prepare(**body)
-        for part in parts:
-            await self.feed(directory, part)
-        return await self.client.run("complete_weights_update")
 
 
 async def test_part_by_part_into_two_workers_while_they_generate(plane: Plane) -> None:
@@ -165,14 +112,14 @@ async def test_what_is_refused(plane: Plane) -> None:
             assert error.facts["field"] == field
         error = await refused(feeding.prepare(), InvalidRequest, "no such gloo group|group")
         await feeding.form(3)
-        await refused(client.run("feed_weights_update", first), UpdateAborted, "no such update is prepared")
-        transport = {"backend": "gloo", "group": feeding.group, "fed": True}
+        await refused(client.run("receive_weights_part", first), UpdateAborted, "no such update is prepared")
+        transport = {"backend": "gloo", "group": feeding.group, "in_parts": True}
         await refused(client.run("update_weights", {"transport": transport}), InvalidRequest, "several calls")
         lora = {"kind": "lora", "op": "load", "name": "a"}
         await refused(feeding.prepare(target=lora), InvalidRequest, "full one")
         await feeding.prepare(version="kept")
         for wrong in ({"names": []}, {"dtypes": ["pigeon"] * len(first["names"])}, {"layout": "round"}):
-            await refused(client.run("feed_weights_update", {**first, **wrong}), InvalidRequest, ".")
+            await refused(client.run("receive_weights_part", {**first, **wrong}), InvalidRequest, ".")
         await feeding.feed(directory, first)
         error = await refused(client.run("complete_weights_update"), InvalidWeights, "missing")
         assert error.facts["missing"]["count"] == sum(len(one["names"]) for one in others)
@@ -184,18 +131,18 @@ async def test_what_is_refused(plane: Plane) -> None:
         ):
             await feeding.form(3)
             await feeding.prepare()
-            await refused(client.run("feed_weights_update", wrong), InvalidWeights, words)
-            await refused(client.run("feed_weights_update", first), UpdateAborted, "no such update")
+            await refused(client.run("receive_weights_part", wrong), InvalidWeights, words)
+            await refused(client.run("receive_weights_part", first), UpdateAborted, "no such update")
             await refused(feeding.prepare(), PlaneError, "broke")
         await feeding.form(3)
         await feeding.prepare()
         await feeding.feed(directory, first)
-        await refused(client.run("feed_weights_update", first), InvalidWeights, "twice")
+        await refused(client.run("receive_weights_part", first), InvalidWeights, "twice")
         # A trainer that does not send what it has announced.
         await feeding.form(3)
         await feeding.prepare()
         await refused(
-            client.run("feed_weights_update", {**first, "timeout_s": 1.0}), UpdateAborted, "did not come"
+            client.run("receive_weights_part", {**first, "timeout_s": 1.0}), UpdateAborted, "did not come"
         )
         # And one that gives up.
         await feeding.form(3)

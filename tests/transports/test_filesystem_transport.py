@@ -19,6 +19,7 @@ import rl_plane.weights.checkpoint as checkpoints
 import rl_plane.weights.rooted_files as directories
 import rl_plane.weights.safetensors_file as safetensors_file
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unavailable
+from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.versions import TensorSpec, tensors_digest
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
 from rl_plane.transports.receiver_base import Delivery, Places, WeightTransport
@@ -29,57 +30,13 @@ from rl_plane.weights.checkpoint import (
     open_checkpoint,
     write_manifest,
 )
-from rl_plane.weights.safetensors_file import SafetensorsFile, load_json_object, write_safetensors
+from rl_plane.weights.safetensors_file import SafetensorsFile, write_safetensors
+from tests.support.safetensors_files import SCALAR, A, B, Tensors, read, refusal, request, sharded, single
 
 pytestmark = pytest.mark.usefixtures("no_descriptor_leaks")
 
-Tensors = dict[str, tuple[TensorSpec, bytes]]
 
-A = (TensorSpec("F32", (2, 3)), bytes(range(24)))
-B = (TensorSpec("BF16", (4,)), b"abcdefgh")
-SCALAR = (TensorSpec("I64", ()), b"12345678")
 EMPTY = (TensorSpec("F16", (0, 7)), b"")
-
-
-def request(path: Any, **extra: Any) -> dict[str, Any]:
-    return {"backend": "filesystem", "path": path if not isinstance(path, Path) else str(path), **extra}
-
-
-def single(directory: Path, tensors: Tensors | None = None) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    write_safetensors(directory / SINGLE_NAME, tensors or {"a": A, "b": B})
-    return directory
-
-
-def sharded(directory: Path, weight_map: dict[str, Any] | None = None, **shards: Tensors) -> Path:
-    """Shards `name.safetensors`, and an index, by default of what they hold."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, tensors in shards.items():
-        write_safetensors(directory / f"{name}.safetensors", tensors)
-    index = {tensor: f"{name}.safetensors" for name, tensors in shards.items() for tensor in tensors}
-    (directory / INDEX_NAME).write_text(
-        json.dumps({"metadata": {"total_size": 1}, "weight_map": index if weight_map is None else weight_map})
-    )
-    return directory
-
-
-def read(delivery: Delivery) -> Tensors:
-    try:
-        return {name: (tensor.spec, bytes(tensor.data)) for name, tensor in delivery.tensors()}
-    finally:
-        delivery.close()
-
-
-def refusal(
-    transport: FilesystemTransport, path: Any, kind: type[InvalidRequest] = InvalidRequest
-) -> InvalidRequest:
-    """The typed refusal of `path`, which names the field and a fix."""
-    with pytest.raises(InvalidRequest) as caught:
-        transport.open(request(path), "base").close()
-    assert type(caught.value) is kind
-    assert caught.value.facts["field"] == "transport.path"
-    assert caught.value.facts["fix"]
-    return caught.value
 
 
 # what is read
@@ -375,7 +332,7 @@ def test_a_directory_without_weights(transport: FilesystemTransport, root: Path)
         ({"a": 3}, "not the name"),
         ({"a": None}, "not the name"),
         ({"a": "one\0.safetensors"}, "not the name"),
-        ({"a": "one\ud800.safetensors"}, "not the name"),
+        ({"a": "one\ud800.safetensors"}, "surrogates not allowed"),
         ({"a": "x" * 300 + ".safetensors"}, "not the name"),
         ({"a": "one.bin"}, "not the name"),
         ({"a": "one.safetensors", "b": "three.safetensors"}, "'three.safetensors', which is not in"),
@@ -468,7 +425,7 @@ BAD_HEADERS: list[tuple[str, Any, bytes, str]] = [
     ("empty name", {"": entry(0, 8)}, bytes(8), "no name"),
     ("new line in a name", {"a F32 2x3 00\nb": entry(0, 8)}, bytes(8), "no name"),
     ("space in a name", {"a b": entry(0, 8)}, bytes(8), "no name"),
-    ("surrogate in a name", {"\ud800": entry(0, 8)}, bytes(8), "no name"),
+    ("surrogate in a name", {"\ud800": entry(0, 8)}, bytes(8), "surrogates not allowed"),
     ("long name", {"a" * 513: entry(0, 8)}, bytes(8), "no name"),
     ("metadata no object", {"__metadata__": [], "a": entry(0, 8)}, bytes(8), "__metadata__"),
     ("metadata no strings", {"__metadata__": {"x": 1}, "a": entry(0, 8)}, bytes(8), "__metadata__"),

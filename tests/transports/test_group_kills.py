@@ -16,18 +16,18 @@ from rl_plane._util.tasks import never
 from rl_plane.errors import Locked, Unavailable, UpdateAborted
 from rl_plane.transports.group.peer_liveness import Lifelines
 from rl_plane.transports.group.rank_layout import Place
-from tests.engines.test_hf_fleet import HEAL_S, proven
-from tests.fleet.test_updates import states
 from tests.support import deaths
+from tests.support.fleet_updates import states
+from tests.support.group_pushes import Pushing, _send_all
 from tests.support.group_trainer import Trainer
-from tests.transports.test_group_transport import Pushing, _send_all
+from tests.support.hf_fleet import HEAL_S, proven
 
 if TYPE_CHECKING:
     from tests.conftest import Plane, Spawned
 
 POINTS: dict[str, tuple[str | int, ...]] = {
     "joined": ("form",),
-    "armed": ("prepare",),
+    "listening": ("prepare",),
     "the first bucket": ("prepare", 1),
     "a middle bucket": ("prepare", 4),
     "the last bucket": ("prepare", 100),

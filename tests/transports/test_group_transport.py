@@ -41,12 +41,13 @@ from rl_plane.transports.receiver_base import Places
 from rl_plane.weights.checkpoint import open_checkpoint
 from rl_plane.weights.manifest import Manifest, pack
 from tests.conftest import stop_process
-from tests.engines.test_hf_fleet import ENDLESS, PROMPT, Witnesses, chain, proven
-from tests.fleet.test_frontend_generation import frontend
-from tests.fleet.test_updates import all_serve, states
 from tests.support.dialect_facade import facade, fine, refused, served
 from tests.support.faults import Stream
+from tests.support.fleet_updates import all_serve, states
+from tests.support.frontend_process import frontend
+from tests.support.group_pushes import BUCKET, Pushing, _send_all
 from tests.support.group_trainer import Trainer
+from tests.support.hf_fleet import ENDLESS, PROMPT, Witnesses, chain, proven
 from worker.receive.weight_receiver import load_transports
 
 if TYPE_CHECKING:
@@ -55,8 +56,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-BUCKET = 16_384
-"""A witness model is some ten of them."""
 MANY_TENSORS = 10_000
 """Each takes a hundred bytes of a manifest."""
 MANY_BYTES = 16 << 20
@@ -75,32 +74,6 @@ def models(plane: Plane, nbytes: int = BUCKET) -> tuple[Path, Path]:
     return plane.model(1, tensors=5, nbytes=nbytes), plane.model(2, tensors=5, nbytes=nbytes)
 
 
-class Pushing:
-    """A fleet, and a trainer that has a group with it."""
-
-    def __init__(self, client: RlClient, trainer: Trainer) -> None:
-        self.client = client
-        self.trainer = trainer
-
-    async def prepare(self, directory: Path, version: str, **body: Any) -> dict[str, Any]:
-        fingerprint = await self.trainer.do("form")
-        transport = await self.trainer.do("open", [str(directory), BUCKET])
-        asked = {"transport": transport, "version": version, "fingerprint": fingerprint, **body}
-        return await self.client.run("prepare_weights_update", asked)
-
-    async def push(self, directory: Path, version: str, **body: Any) -> dict[str, Any]:
-        """Both phases; the committed reply."""
-        prepared = await self.prepare(directory, version, **body)
-        last = await self.trainer.do("send")
-        digest = await self.trainer.do("finish")
-        await self.trainer.do("close")
-        reply = await self.client.run("complete_weights_update", {"num_buckets": last + 1, "digest": digest})
-        assert reply["num_buckets_received"] == last + 1
-        assert reply["version"]["digest"] == digest
-        assert reply["excluded"] == []
-        return {**reply, "update_id": prepared["update_id"]}
-
-
 async def test_base_and_adapter_into_two_workers_while_they_generate(plane: Plane) -> None:
     witnesses = Witnesses(plane)
     client = await plane.client()
@@ -112,7 +85,7 @@ async def test_base_and_adapter_into_two_workers_while_they_generate(plane: Plan
         prepared = await pushing.prepare(witnesses.base(2), "two")
         assert prepared["ready"]
         assert prepared["digest"] is None
-        await stream.more()  # armed, it generates on
+        await stream.more()  # listening, it generates on
         assert await trainer.do("send", 2) == 1
         await stream.more()
         last = await trainer.do("send")
@@ -212,7 +185,7 @@ async def test_by_http_and_op_by_op(plane: Plane) -> None:
         asked = {"update_id": "u", "transport": transport, "label": "three"}
         async with client.lock(view) as held:
             for one in ids:
-                row = await client.call(one, "arm_update", asked, held=held)
+                row = await client.call(one, "listen_update", asked, held=held)
                 assert row.body == {"listening": True}
             await _send_all(trainer)
             rows = [await client.call(one, "prepare_update", asked, held=held) for one in ids]
@@ -287,11 +260,6 @@ def test_nccl_is_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- what dies ----
-
-
-async def _send_all(trainer: Trainer) -> None:
-    await trainer.do("send")
-    await trainer.do("finish")
 
 
 async def _is_gone(client: RlClient, instance_id: str) -> bool:
@@ -453,7 +421,7 @@ async def test_a_trainer_that_stands_still_while_its_group_forms(plane: Plane) -
                 with pytest.raises(PlaneError, match="not formed within 2 s"):
                     await client.run("init_transport", {**announced, **more})
         assert await all_serve(client, "initial")
-        async with facade(plane, feed_timeout_s=1.0) as http:
+        async with facade(plane, part_timeout_s=1.0) as http:
             await _a_group_of_its_own(http, ids, {**announced, "rank_offset": 1, "world_size": 3})
         assert await all_serve(client, "initial")
     with Trainer(plane) as trainer:

@@ -23,8 +23,8 @@ import pytest_asyncio
 from rl_plane.client import RlClient
 from rl_plane.errors import InvalidRequest, UpdateAborted
 from rl_plane.transports.ipc.sender import Layout
+from tests.support.ipc_memory import BUCKET_BYTES, MIDDLE, model_of, serves, shared_memory
 from tests.support.ipc_trainer import Trainer
-from tests.transports.test_ipc_transport import BUCKET_BYTES, MIDDLE, model_of, serves, shared_memory
 
 if TYPE_CHECKING:
     from tests.conftest import Plane, Spawned

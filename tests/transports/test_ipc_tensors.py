@@ -25,16 +25,7 @@ from rl_plane.transports.ipc.sender import IpcSender, build
 from rl_plane.transports.packing import fill
 from rl_plane.transports.sender_base import LendingSender, Surroundings
 from rl_plane.weights.manifest import Manifest
-from tests.transports.test_ipc_transport import (
-    BOUND_S,
-    descriptors,
-    impostor,
-    maps,
-    memory,
-    pool,
-    raw_receiver,
-    receive,
-)
+from tests.support.ipc_memory import BOUND_S, descriptors, impostor, maps, memory, pool, raw_receiver, receive
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -290,9 +281,9 @@ def test_nothing_is_read_behind_the_end_of_what_is_given(turn: Any, given: Calla
 @pytest.mark.timeout(300)
 async def test_an_engine_says_what_its_trainers_memory_says(plane: Plane) -> None:
     pytest.importorskip("peft")
-    from tests.engines.test_hf_fleet import proven
-    from tests.fleet.test_frontend_generation import frontend
-    from tests.publish.test_publish_hf import load
+    from tests.support.frontend_process import frontend
+    from tests.support.hf_fleet import proven
+    from tests.support.loaded_models import load
     from worker.testing.tiny_model import make_witness_model
 
     first = make_witness_model(plane.tmp / "weights" / "first", 1)

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import gc
 import mmap
 import os
 import random
-import secrets
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgpack
 import pytest
-import pytest_asyncio
 
 import rl_plane.transports.ipc.receiver as receiving
 from rl_plane.errors import (
@@ -39,21 +34,39 @@ from rl_plane.transports.packing import fill
 from rl_plane.transports.receiver_base import Places
 from rl_plane.transports.sender_base import Sender, Surroundings
 from rl_plane.weights.manifest import Manifest, pack
-from tests.fleet.test_updates import all_serve, generated, states
-from tests.fleet.test_worker_healing import until_behind
+from tests.support.fleet_updates import all_serve, generated, states
+from tests.support.healing import until_behind
+from tests.support.ipc_memory import (
+    BOUND_S,
+    BUCKET_BYTES,
+    MIDDLE,
+    body_of,
+    descriptors,
+    holding,
+    impostor,
+    maps,
+    memory,
+    model_of,
+    pool,
+    published,
+    raw_receiver,
+    receive,
+    serves,
+    shared_memory,
+    trainer_of,
+)
 from tests.support.ipc_trainer import Trainer
-from worker.engines.fake.adapter import fake_token, make_fake_adapter
+from worker.engines.fake.adapter import make_fake_adapter
 from worker.receive.staging import adapter_digest, model_digest
 
+__all__ = ["pool", "trainer_of"]
+
 if TYPE_CHECKING:
-    from rl_plane.client import RlClient
     from tests.conftest import Plane
 
 if sys.platform != "linux":
     pytest.skip("memfd_create and abstract sockets", allow_module_level=True)
 
-BOUND_S = 30.0
-"""More than any step takes on a busy machine."""
 
 SPECS = {f"layer.{number}": TensorSpec("U8", (100 + 30 * number,)) for number in range(12)}
 CONFIG = b'{"r": 4}'
@@ -71,26 +84,12 @@ def data_of(named: dict[str, HostTensor]) -> dict[str, bytes]:
 MANIFEST = Manifest(pack(SPECS.items(), 512))
 
 
-def receive(transport: dict[str, Any], kind: Any = "base") -> tuple[dict[str, bytes], str | None]:
-    delivery = IpcTransport(Places()).open(transport, kind)
-    try:
-        return {name: bytes(tensor.data) for name, tensor in delivery.tensors()}, delivery.digest
-    finally:
-        delivery.close()
-
-
 def publish(sender: Sender, named: dict[str, HostTensor]) -> str | None:
     digests: dict[str, str] = {}
     for number in fill(MANIFEST, named.items(), sender.buffer, digests):
         sender.send(number)
     sender.finish(digests)
     return MANIFEST.digested(digests).digest
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as pool:
-        yield pool
 
 
 @contextmanager
@@ -100,28 +99,6 @@ def sender_of(receivers: int, **bounds: Any) -> Iterator[tuple[IpcSender, dict[s
         yield sender, sender.open(MANIFEST)
     finally:
         sender.destroy()
-
-
-def descriptors(pid: int | str = "self") -> list[str]:
-    """What a process has open, without the files that come and go, and what tracebacks of expected errors hold."""
-    if pid == "self":
-        gc.collect()
-    found = []
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(FileNotFoundError):
-            found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
-    return sorted(one for one in found if one.startswith(("socket:", "/memfd:")))
-
-
-def maps(pid: int | str = "self") -> list[str]:
-    if pid == "self":
-        gc.collect()
-    return [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "memfd:rl-plane-ipc" in line]
-
-
-def shared_memory(pid: int | str = "self") -> list[str]:
-    """Of ours, open or mapped in a process."""
-    return maps(pid) + [one for one in descriptors(pid) if "memfd:rl-plane-ipc" in one]
 
 
 # ---- one sender and its receivers ----
@@ -210,13 +187,6 @@ def test_an_adapter_is_not_taken_for_base_weights() -> None:
 # ---- senders that are none ----
 
 
-def memory(data: bytes, seals: int = fcntl.F_SEAL_SHRINK) -> int:
-    descriptor = os.memfd_create("rl-plane-ipc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.write(descriptor, data)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    return descriptor
-
-
 PACKED = msgpack.packb(MANIFEST.to_wire())
 NEEDED = wire.buffer_bytes(MANIFEST)
 FIRST = {"protocol": wire.PROTOCOL, "manifest": len(PACKED), "buffer": NEEDED, "cuda": False}
@@ -239,36 +209,6 @@ def instead(number: int, *others: int) -> list[int]:
 
 def plain_file() -> int:
     return os.open(sys.executable, os.O_RDONLY | os.O_CLOEXEC)
-
-
-@contextmanager
-def impostor(*packets: Any, given: Callable[[], list[int]] = lambda: []) -> Iterator[dict[str, Any]]:
-    """Listens as a sender does, and sends these packets, the first with descriptors."""
-    name = f"rl-plane-ipc-{secrets.token_hex(16)}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(wire.address(name))
-        listener.listen()
-
-        def serve() -> None:
-            connection, _ = listener.accept()
-            with connection, suppress(OSError):  # the other side may have gone before it has heard all
-                sent = given()
-                try:
-                    for packet in packets:
-                        raw = packet if isinstance(packet, bytes) else msgpack.packb(packet)
-                        socket.send_fds(connection, [raw], sent if packet is packets[0] else [])
-                finally:
-                    wire.close_all(sent)
-                while connection.recv(4096):  # until it has
-                    pass
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield {"backend": "ipc", "socket": name}
-        finally:
-            thread.join(BOUND_S)
-            assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(
@@ -330,18 +270,6 @@ def test_what_a_trainer_refuses_with_is_told() -> None:
 
 
 # ---- receivers that are none ----
-
-
-@contextmanager
-def raw_receiver(transport: dict[str, Any]) -> Iterator[tuple[socket.socket, list[int]]]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(BOUND_S)
-        connection.connect(wire.address(transport["socket"]))
-        _, given = wire.read_packet(connection, 3)
-        try:
-            yield connection, given
-        finally:
-            wire.close_all(given)
 
 
 @pytest.mark.parametrize(
@@ -543,49 +471,8 @@ def test_a_trainer_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch
 # ---- a fleet ----
 
 
-@pytest_asyncio.fixture
-async def trainer_of(plane: Plane) -> AsyncIterator[Callable[..., Trainer]]:
-    with ExitStack() as stack:
-
-        def start(directory: Path, receivers: int, **options: Any) -> Trainer:
-            trainer = Trainer()
-            stack.callback(trainer.close)
-            trainer.publish(directory, receivers, **options)
-            return trainer
-
-        yield start
-
-
-def body_of(transport: dict[str, Any], version: str, **policy: Any) -> dict[str, Any]:
-    return {"transport": transport, "version": version, "policy": policy}
-
-
-async def holding(
-    client: RlClient, trainer: Trainer, version: str, **policy: Any
-) -> tuple[asyncio.Task[dict[str, Any]], dict[str, Any]]:
-    """An update that has come to where its trainer holds, and what the trainer said there."""
-    transport = (await trainer.says("transport"))["transport"]
-    update = asyncio.create_task(client.update_weights(body_of(transport, version, **policy)))
-    return update, await trainer.says("at")
-
-
 def nothing_left(plane: Plane) -> bool:
     return not any(shared_memory(one.process.pid) for one in plane.spawned if one.process.poll() is None)
-
-
-def model_of(plane: Plane, seed: int) -> Path:
-    return plane.model(seed, tensors=12)
-
-
-BUCKET_BYTES = 2048
-"""Of the 12 kB of a model."""
-MIDDLE = 4
-"""All have taken the buckets 0 to 2 by then."""
-
-
-async def serves(client: RlClient, instance_id: str, directory: Path) -> None:
-    expected = [fake_token(model_digest(directory), [5, 6], position) for position in range(4)]
-    assert await generated(client, instance_id, [5, 6], 4) == expected
 
 
 async def test_a_fleet_takes_one_update_after_another(plane: Plane, trainer_of: Callable[..., Trainer]) -> None:
@@ -690,14 +577,6 @@ async def test_over_the_served_weights(plane: Plane, trainer_of: Callable[..., T
 PROMPT = [5, 6, 7]
 
 
-async def published(client: RlClient, trainer: Trainer, body: dict[str, Any]) -> dict[str, Any]:
-    transport = (await trainer.says("transport"))["transport"]
-    reply = await client.update_weights({**body, "transport": transport})
-    assert (await trainer.says("ended"))["ended"] is None
-    assert reply["excluded"] == []
-    return reply
-
-
 LOAD = {"target": {"kind": "lora", "op": "load", "name": "a"}}
 
 
@@ -706,7 +585,7 @@ LOAD = {"target": {"kind": "lora", "op": "load", "name": "a"}}
 async def test_hf(plane: Plane, trainer_of: Callable[..., Trainer]) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("peft")
-    from tests.engines.test_hf_fleet import Witnesses, chain
+    from tests.support.hf_fleet import Witnesses, chain
 
     client, witnesses = await plane.client(), Witnesses(plane)
     ids = await asyncio.to_thread(witnesses.spawn, 2)

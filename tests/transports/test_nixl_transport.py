@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 import pytest
-import pytest_asyncio
 
 import rl_plane._util.framing as frames
 from rl_plane.errors import (
@@ -38,12 +37,15 @@ from rl_plane.transports.receiver_base import Places
 from rl_plane.transports.registry import is_passed_over
 from rl_plane.transports.sender_base import KeepingSender, LendingSender
 from rl_plane.weights.manifest import Manifest, pack
-from tests.fleet.test_updates import all_serve, generated, states
-from tests.fleet.test_worker_healing import until_behind, until_open
+from tests.support.fleet_updates import all_serve, generated, states
+from tests.support.healing import until_behind, until_open
 from tests.support.ipc_trainer import Trainer as IpcTrainer
 from tests.support.nixl_trainer import Trainer
+from tests.support.nixl_trainers import HEAL_S, trainer, update_of
 from worker.engines.fake.adapter import fake_token, make_fake_adapter, make_fake_model
 from worker.receive.staging import adapter_digest, model_digest
+
+__all__ = ["trainer"]
 
 if TYPE_CHECKING:
     from rl_plane.client import RlClient
@@ -56,8 +58,6 @@ pytestmark = pytest.mark.timeout(400)
 
 BOUND_S = 30.0
 
-HEAL_S = 60.0
-"""A worker's first pull imports nixl, and with it torch."""
 
 SPECS = {f"layer.{number}": TensorSpec("U8", (100 + 30 * number,)) for number in range(12)}
 CONFIG = b'{"r": 4}'
@@ -563,23 +563,6 @@ def test_a_wrong_answer_is_refused(puller: NixlTransport, answer: Any) -> None:
 # ---- a fleet ----
 
 
-@pytest_asyncio.fixture
-async def trainer() -> AsyncIterator[Callable[..., Trainer]]:
-    started: list[Trainer] = []
-
-    def start(**how: Any) -> Trainer:
-        started.append(Trainer(**how))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.close()
-
-
-def update_of(transport: dict[str, Any], version: str, **policy: Any) -> dict[str, Any]:
-    return {"transport": transport, "version": version, "policy": {"prepare_timeout_s": HEAL_S, **policy}}
-
-
 async def publish(
     client: RlClient, trainer: Trainer, directory: Path, version: str, **policy: Any
 ) -> dict[str, Any]:
@@ -910,8 +893,8 @@ def test_a_nixl_that_does_not_work_is_passed_over(
 async def test_hf_takes_base_and_adapter_and_a_late_worker_heals_both(
     plane: Plane, trainer: Callable[..., Trainer]
 ) -> None:
-    from tests.engines.test_hf_fleet import Witnesses, proven
-    from tests.fleet.test_frontend_generation import frontend
+    from tests.support.frontend_process import frontend
+    from tests.support.hf_fleet import Witnesses, proven
 
     witnesses, source, client = Witnesses(plane), trainer(), await plane.client()
     ids = await asyncio.to_thread(witnesses.spawn, 1)
@@ -934,8 +917,8 @@ async def test_hf_takes_base_and_adapter_and_a_late_worker_heals_both(
 async def test_without_its_trainer_a_worker_heals_from_another(
     plane: Plane, trainer: Callable[..., Trainer]
 ) -> None:
-    from tests.engines.test_hf_fleet import Witnesses, proven
-    from tests.fleet.test_frontend_generation import frontend
+    from tests.support.frontend_process import frontend
+    from tests.support.hf_fleet import Witnesses, proven
 
     witnesses, source, client = Witnesses(plane), trainer(), await plane.client()
     ids = await asyncio.to_thread(witnesses.spawn, 2)

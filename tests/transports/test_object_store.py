@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,11 +35,13 @@ from rl_plane.transports.receiver_base import Places
 from rl_plane.weights.checkpoint import open_checkpoint
 from rl_plane.weights.manifest import Manifest, pack
 from tests.conftest import stop_process
-from tests.fleet.test_updates import all_serve, states
-from tests.fleet.test_worker_healing import until_behind
-from tests.support.object_publisher import Publisher
+from tests.support.fleet_updates import all_serve, states
+from tests.support.healing import until_behind
+from tests.support.object_publishers import MakePublisher, publisher
 from worker.engines.fake.adapter import make_fake_adapter
 from worker.receive.staging import adapter_digest, model_digest
+
+__all__ = ["publisher"]
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -49,22 +50,6 @@ HEAL_S = 30.0
 STALL_S = 1.0
 """In workers of tests in which the trainer stands still on purpose."""
 IMPATIENT = f"import rl_plane.transports.object_store.receiver as store; store.STALL_S = {STALL_S}"
-
-MakePublisher = Callable[..., Publisher]
-
-
-@pytest.fixture
-def publisher(tmp_path: Path) -> Iterator[Callable[..., Publisher]]:
-    made: list[Publisher] = []
-
-    def make(plane: Plane, **options: Any) -> Publisher:
-        given = {"nats_url": plane.url, "namespace": plane.namespace, "component": plane.component, **options}
-        made.append(Publisher(tmp_path / f"publisher{len(made)}.log", **given))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.kill()
 
 
 def transport_of(plane: Plane) -> ObjectStoreTransport:

@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from tests.engines.test_hf_fleet import HEAL_S, Witnesses, proven
-from tests.fleet.test_frontend_generation import frontend
-from tests.fleet.test_updates import all_serve
-from tests.transports.test_object_store import MakePublisher, publisher
+from tests.support.fleet_updates import all_serve
+from tests.support.frontend_process import frontend
+from tests.support.hf_fleet import HEAL_S, Witnesses, proven
+from tests.support.object_publishers import MakePublisher, publisher
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

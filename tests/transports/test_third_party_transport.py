@@ -18,8 +18,8 @@ pytest.importorskip("torch")
 
 from rl_plane.errors import InvalidWeights
 from rl_plane.protocol.versions import HostTensor, TensorSpec, tensor_digest, tensors_digest
-from tests.engines.test_hf_fleet import proven
-from tests.fleet.test_frontend_generation import frontend
+from tests.support.frontend_process import frontend
+from tests.support.hf_fleet import proven
 from worker.receive.staging import DigestingStream
 from worker.testing.tiny_adapter import make_witness_adapter
 from worker.testing.tiny_model import make_witness_model

@@ -202,7 +202,7 @@ class EngineAdapter(Protocol):
         weights are of no version. They are labelled by a `set_version` that follows."""
 
     def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
-        """In every rank: of what is being received under this name, these tensors come now (`ops.FeedUpdate`). Returns
+        """In every rank: of what is being received under this name, these tensors come now (`ops.ReceivePart`). Returns
         when all are staged, how many are missing yet; when it raises, that receive ends. Blocks, on a thread of the
         worker's."""
 

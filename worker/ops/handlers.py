@@ -59,7 +59,7 @@ class OpHandlers:
     def table(self) -> dict[str, Handler]:
         return {
             "liveness": self._liveness,
-            "attest": self._attest,
+            "report_record": self._report_record,
             "describe": self._describe,
             "state": self._state_now,
             "tokenize": self._tokenize,
@@ -70,8 +70,8 @@ class OpHandlers:
             "abort_requests": self._abort_requests,
             "init_transport": self._init_transport,
             "destroy_transport": self._destroy_transport,
-            "arm_update": self._arm,
-            "feed_update": self._feed,
+            "listen_update": self._listen,
+            "receive_part": self._feed,
             "prepare_update": self._prepare,
             "follow_record": self._follow_record,
             "commit_update": self._commit,
@@ -127,9 +127,9 @@ class OpHandlers:
             draining=bool(state.closed.keys() & {"draining", "leaving"}),
         )
 
-    def _attest(self, body: update_requests.Attest, fence: int) -> update_requests.AttestReply:
+    def _report_record(self, body: update_requests.ReportRecord, fence: int) -> update_requests.RecordReport:
         record = self._core.record
-        return update_requests.AttestReply(
+        return update_requests.RecordReport(
             record=record.to_wire() if record is not None else None,
             admitted=self._state.admission()["open"],
             model_digest=self._core.model_digest,
@@ -220,14 +220,14 @@ class OpHandlers:
         self._state.check_weights_here()
         return _by_rank(await self._follower.prepare(body, fence))
 
-    async def _arm(self, body: update_requests.Prepare, fence: int) -> update_requests.ArmedReply:
+    async def _listen(self, body: update_requests.Prepare, fence: int) -> update_requests.ListeningReply:
         self._state.check_weights_here()
         return await self._follower.arm(body, fence)
 
-    async def _feed(self, body: update_requests.FeedUpdate, fence: int) -> update_requests.FedReply:
+    async def _feed(self, body: update_requests.ReceivePart, fence: int) -> update_requests.PartReply:
         self._state.check_fence(fence)
         missing = await self._updates.feed(body, fence)
-        return update_requests.FedReply(
+        return update_requests.PartReply(
             tensors=len(body.names), bytes=sum(spec.nbytes for spec in body.specs), missing=missing
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase, PlaneError, Unsupported
 from rl_plane.protocol.canary import CANARY_NAME, check_vocabulary
-from rl_plane.protocol.update_requests import FeedUpdate, PreparedReply
+from rl_plane.protocol.update_requests import PreparedReply, ReceivePart
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery
 from rl_plane.transports.group.receiver import GroupTransport
 from rl_plane.transports.group.streamed_delivery import GroupFedDelivery
@@ -170,7 +170,7 @@ class Receiver:
         delivery = self._fed.get(staging)
         if delivery is None:
             raise EngineFailed(f"nothing is fed as {staging!r}")
-        return delivery.feed(FeedUpdate.model_validate(part), cancelled)
+        return delivery.feed(ReceivePart.model_validate(part), cancelled)
 
     def take(self, staging: str) -> Staged:
         """For the swap; from here on it is the caller's. Waits for nothing: what is kept is left alone, since it may be

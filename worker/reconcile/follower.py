@@ -17,6 +17,7 @@ from nats.aio.msg import Msg
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.lock import fence_of
 from rl_plane.bus.sealed_record import bar, restore
+from rl_plane.bus.state_store import read_pause, read_session, record_of
 from rl_plane.errors import (
     BusUnreachable,
     Conflict,
@@ -27,7 +28,7 @@ from rl_plane.errors import (
     PlaneError,
 )
 from rl_plane.protocol import update_requests, worker_ops
-from rl_plane.protocol.record import SERVING_LEASE_S, DecisionRecord, Source, read_pause, read_session, record_of
+from rl_plane.protocol.record import SERVING_LEASE_S, DecisionRecord, Source
 from rl_plane.protocol.subjects import LOCK, RECORD, Subjects
 from rl_plane.protocol.versions import tensors_digest
 from rl_plane.transports.reception import Link
@@ -338,13 +339,13 @@ class RecordFollower:
             self._state.check_weights_here()
             return await self._overwrite(wanted, body.pause_mode, None)
 
-    async def arm(self, body: update_requests.Prepare, fence: int) -> update_requests.ArmedReply:
+    async def arm(self, body: update_requests.Prepare, fence: int) -> update_requests.ListeningReply:
         """As `prepare`, but answers as soon as every rank listens."""
         if body.transport is None or body.staging == "none":
             raise InvalidRequest("staged weights are listened for", field="transport", fix="use prepare_update")
         name = target_name(body.target.model_dump())
         await self._updates.arm(self._wanted_of(body, body.transport, name, fence))
-        return update_requests.ArmedReply(listening=True)
+        return update_requests.ListeningReply(listening=True)
 
     def _wanted_of(
         self, body: update_requests.Prepare, transport: update_requests.Transport, name: str | None, fence: int

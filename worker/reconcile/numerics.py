@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rl_plane.commit.canary_rules import Verdict, judge_one
+from rl_plane.commit.canary_rules import Verdict, evaluate_worker
 from rl_plane.errors import NotAdmitted
 from rl_plane.protocol.canary import CanaryRecord
 from rl_plane.protocol.record import DecisionRecord
@@ -88,7 +88,7 @@ class Numerics:
                 state.close("numerics", NOT_SCORED)
             return
         assert state.scores is not None
-        verdict = self.verdict = judge_one(canary, self.kind, state.scores.vectors)
+        verdict = self.verdict = evaluate_worker(canary, self.kind, state.scores.vectors)
         if not verdict.passed:
             state.close("numerics", state.scores.error or verdict.message)
             self.flow = "cut"

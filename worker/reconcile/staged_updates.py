@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unsupported, UpdateAborted
-from rl_plane.protocol.update_requests import FeedUpdate, PreparedReply
+from rl_plane.protocol.update_requests import PreparedReply, ReceivePart
 from rl_plane.transports.reception import Link, Reception
 from worker.engines.base import LACKING, EngineAdapter, EngineInfo
 from worker.runtime.engine_loop import EngineLoop
@@ -84,7 +84,7 @@ class _Receiving:
     cancelled: threading.Event
     opened: asyncio.Future[None]
     """Every rank knows what will come, and from here on listens for it."""
-    armed: bool = False
+    listening: bool = False
     """Its end is asked for by a later call."""
 
 
@@ -194,15 +194,15 @@ class WeightUpdates:
         """Likewise, but returns as soon as the receive has begun: `prepare` under the same id waits for its end."""
         begun = await self._begin(wanted, _nothing)
         if isinstance(begun, _Receiving):
-            begun.armed = True
+            begun.listening = True
             await asyncio.shield(begun.opened)
 
-    async def feed(self, part: FeedUpdate, fence: int) -> int:
+    async def feed(self, part: ReceivePart, fence: int) -> int:
         """Of an update that is listened for: these tensors come now. How many are missing yet. Raises what ends its
         receive."""
         self._adopt(part.update_id, fence)
         one = self._receiving or self._failed
-        if one is None or one.wanted.update_id != part.update_id or not one.armed:
+        if one is None or one.wanted.update_id != part.update_id or not one.listening:
             raise UpdateAborted(
                 f"the update {part.update_id} is not listened for here", field="update_id", fix="prepare it again"
             )
@@ -254,7 +254,7 @@ class WeightUpdates:
         failed = not task.cancelled() and task.exception() is not None  # it is told to whoever waits
         if receiving is not None and receiving.task is task:
             self._receiving = None
-            if failed and receiving.armed:
+            if failed and receiving.listening:
                 log.warning("the update %s: %s", receiving.wanted.update_id, task.exception())
                 self._failed = receiving
 

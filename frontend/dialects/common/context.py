@@ -40,5 +40,5 @@ class DialectContext:
     calls: DialectCalls
     view: MembershipView
     generation: Generation
-    feed_timeout_s: float
+    part_timeout_s: float
     """How long the tensors of one call may take, where the dialect has no field for it."""

@@ -11,7 +11,7 @@ from frontend.dialects.common.context import DialectContext
 from frontend.server.replies import error_body
 from rl_plane.commit.history import read_history
 from rl_plane.errors import Conflict, InvalidRequest, Locked, NoWorkers, PlaneError, Unavailable, Unsupported
-from rl_plane.membership.worker_reply import engine_rows
+from rl_plane.membership.worker_reply import engine_replies
 
 T = TypeVar("T")
 
@@ -169,7 +169,7 @@ async def rows_of_all(context: DialectContext, op: str) -> list[dict[str, Any]]:
     """Every engine's row of an op that reads. Most clients ask only once, so this asks a busy worker again."""
     rows: list[dict[str, Any]] = []
     for _ in range(TRIES):
-        rows = engine_rows(await context.calls.run(op, {}))
+        rows = engine_replies(await context.calls.run(op, {}))
         silent = [row["instance_id"] for row in rows if row["status"] != "ok"]
         if not silent:
             return rows
@@ -190,7 +190,7 @@ async def checksum_each(context: DialectContext) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for member in await members(context):
         asked = {"action": "checksum", "closed": True, "workers": [member["instance_id"]]}
-        rows += engine_rows(await context.calls.run("check_weights", asked))
+        rows += engine_replies(await context.calls.run("check_weights", asked))
     return rows
 
 

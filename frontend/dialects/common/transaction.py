@@ -22,11 +22,11 @@ from frontend.dialects.common.fleet_as_one import (
     world_size,
 )
 from frontend.server.shared_routes import DialectRequest, report
+from rl_plane.bus.state_store import read_session
 from rl_plane.commit.history import read_entry
 from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.errors import BusUnreachable, Conflict, Locked, PlaneError
-from rl_plane.membership.worker_reply import engine_rows
-from rl_plane.protocol.record import read_session
+from rl_plane.membership.worker_reply import engine_replies
 from rl_plane.protocol.vllm_bodies import (
     InitInfo,
     Transfer,
@@ -34,11 +34,11 @@ from rl_plane.protocol.vllm_bodies import (
     begun_before,
     check_entries,
     check_init,
-    feed_body,
     init_body,
     one_of_all,
     parse_part,
     parse_update,
+    part_body,
     under_way,
     unknown_of,
 )
@@ -75,12 +75,12 @@ class Transactions:
         for name in unknown_of(InitInfo, given):
             report(where, f"init_info.{name}")
         info = parse_part(InitInfo, given, "init_info")
-        rows = engine_rows(await self._context.calls.run("describe", {}))
+        rows = engine_replies(await self._context.calls.run("describe", {}))
         check_init(info, {row["instance_id"]: str(row.get("device")) for row in rows})
         check_world(info.world_size, info.rank_offset, await world_size(self._context))
         await self._leave()
         self.transfer = None
-        transfer = Transfer.of(info, self._group, self._context.feed_timeout_s)
+        transfer = Transfer.of(info, self._group, self._context.part_timeout_s)
         if info.timeout_s is not None and info.timeout_s > transfer.timeout_s:
             report(where, "init_info.timeout_s", f"nothing is waited for longer than {transfer.timeout_s:g} s")
         with begun():
@@ -159,8 +159,8 @@ class Transactions:
                 fix="init_weight_transfer_engine first; or name a directory (update_info.weight_dir)",
             )
         with begun(NOT_POSSIBLE):
-            body = {"update_id": await self._meant(), **feed_body(part, self.transfer)}
-            await self._context.calls.run("feed_weights_update", body, digest=request.digest)
+            body = {"update_id": await self._meant(), **part_body(part, self.transfer)}
+            await self._context.calls.run("receive_weights_part", body, digest=request.digest)
 
     async def _from_directory(self, path: Any) -> None:
         current = self._current
@@ -221,7 +221,7 @@ class Transactions:
         if current is not None and not current.prepared and await self._goes_on(current):
             current.label = label
         elif (update_id := await self._waiting()) is not None:
-            await self._context.calls.run("name_weights_update", {"update_id": update_id, "version": label})
+            await self._context.calls.run("label_weights_update", {"update_id": update_id, "version": label})
         else:
             return False
         return True

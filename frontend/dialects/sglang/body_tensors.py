@@ -18,7 +18,7 @@ from typing import Any
 from frontend.dialects.common.context import DialectContext
 from frontend.dialects.common.fleet_as_one import NOT_POSSIBLE, SHOWN, begun, rows_of_all
 from rl_plane.errors import InvalidRequest, InvalidWeights, Locked, PayloadTooLarge, Unsupported
-from rl_plane.membership.worker_reply import engine_rows
+from rl_plane.membership.worker_reply import engine_replies
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.protocol.worker_ops import MANIFEST_PAGE
 from rl_plane.transports.object_store.sender import ObjectStoreSender
@@ -197,7 +197,7 @@ class HeldTensors:
 
     async def missing(self) -> list[str]:
         """The first few names that are the model's and are not held."""
-        rows = engine_rows(await self._context.calls.run("describe", {}))
+        rows = engine_replies(await self._context.calls.run("describe", {}))
         largest = sorted(rows, key=lambda row: int(row.get("tensors", 0)))[-1:]
         found: list[str] = []
         for start in range(0, self._wanted, MANIFEST_PAGE) if largest else ():

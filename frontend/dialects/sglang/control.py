@@ -15,7 +15,7 @@ from frontend.dialects.sglang.body_tensors import IDLE_S, HeldTensors
 from frontend.dialects.sglang.sglang_session import Updates
 from frontend.server.shared_routes import DialectRequest, Fields, SharedRoutes, report, take
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError
-from rl_plane.membership.worker_reply import engine_rows
+from rl_plane.membership.worker_reply import engine_replies
 
 FLUSH_AGAIN_S = 0.2
 MAX_FLUSH_S = 300.0
@@ -208,7 +208,7 @@ async def _check(context: DialectContext, action: str) -> Any:
     if action == "checksum":
         rows = await checksum_each(context)
     else:
-        rows = engine_rows(await context.calls.run("check_weights", {"action": action}))
+        rows = engine_replies(await context.calls.run("check_weights", {"action": action}))
     ranks = [{"instance_id": row["instance_id"], **rank} for row in rows for rank in row["ranks"]]
     differing = [rank["instance_id"] for rank in ranks if rank.get("match") is False]
     if differing:

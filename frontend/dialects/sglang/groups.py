@@ -101,7 +101,7 @@ class Groups:
             "master_port": fields.master_port,
             "world_size": fields.world_size,
             "rank_offset": fields.rank_offset,
-            "timeout_s": self._context.feed_timeout_s,
+            "timeout_s": self._context.part_timeout_s,
         }
         line = self._line
         async with line.in_turn():

@@ -9,8 +9,8 @@ import json
 from dataclasses import asdict, dataclass, replace
 
 from frontend.dialects.common.context import DialectContext
+from rl_plane.bus.state_store import read_pause
 from rl_plane.commit.sessions import SESSION_IDLE_S
-from rl_plane.protocol.record import read_pause
 from rl_plane.protocol.subjects import OPENED
 
 

@@ -27,11 +27,12 @@ from frontend.dialects.sglang.groups import DEFAULT_GROUP, MAX_GROUP_CHARS, Grou
 from frontend.dialects.sglang.open_sessions import Opened
 from frontend.server.shared_routes import Fields
 from rl_plane.bus.lock import POLL_S, read_holder
+from rl_plane.bus.state_store import read_session
 from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, Locked, PlaneError, UpdateAborted
 from rl_plane.fleet.fleet import FORM_WAIT_S
-from rl_plane.protocol.record import UpdateSession, read_session
-from rl_plane.protocol.update_requests import MAX_FED_TENSORS
+from rl_plane.protocol.record import UpdateSession
+from rl_plane.protocol.update_requests import MAX_PART_TENSORS
 from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
 
 OWNER = "sglang"
@@ -58,7 +59,7 @@ class Update(Fields):
 class DistributedFields(Update):
     """`/update_weights_from_distributed`"""
 
-    names: list[str] = Field(max_length=MAX_FED_TENSORS)
+    names: list[str] = Field(max_length=MAX_PART_TENSORS)
     dtypes: list[str]
     shapes: list[list[int]]
     group_name: str = Field(DEFAULT_GROUP, min_length=1, max_length=MAX_GROUP_CHARS, pattern=PRINTABLE)
@@ -68,7 +69,7 @@ class DistributedFields(Update):
 
 
 class BucketFields(Fields):
-    names: list[str] = Field(max_length=MAX_FED_TENSORS)
+    names: list[str] = Field(max_length=MAX_PART_TENSORS)
     dtypes: list[str]
     shapes: list[list[int]]
 
@@ -144,13 +145,13 @@ class Updates:
             "shapes": fields.shapes,
             "layout": "each" if fields.load_format is None else "flat",
             "group": fields.group_name,
-            "timeout_s": self._context.feed_timeout_s,
+            "timeout_s": self._context.part_timeout_s,
             **({} if fields.weight_version is None else {"version": fields.weight_version}),
             **({"pause_mode": "abort"} if fields.abort_all_requests else {}),
         }
         self._open_until = 0.0  # unless it comes
         with begun(NOT_POSSIBLE):
-            reply = await self._context.calls.run("feed_weights_update", part, digest=digest)
+            reply = await self._context.calls.run("receive_weights_part", part, digest=digest)
         self._open_until = time.monotonic() + SESSION_IDLE_S
         # In any case: each part is a sign of life.
         if await self.waits_for_more(update_id, was_begun=was_begun):
@@ -170,7 +171,7 @@ class Updates:
     async def _prepare(self, group: str, fields: Update) -> str:
         backend = await self._groups.backend_of(group)
         body: dict[str, Any] = {
-            "transport": {"backend": backend, "group": group, "fed": True},
+            "transport": {"backend": backend, "group": group, "in_parts": True},
             "policy": fields.policy,
             "owner": OWNER,
             **({} if fields.weight_version is None else {"version": fields.weight_version}),
@@ -305,7 +306,7 @@ class Updates:
                 if listening:
                     return
             named = {"update_id": session.update_id, "version": label}
-            await self._context.calls.run("name_weights_update", named)
+            await self._context.calls.run("label_weights_update", named)
             return
         if sent := await self.opened.sent():
             await self._commit_sent(sent)  # a lost one's name is not for what is served
@@ -340,17 +341,17 @@ class Updates:
             "update_id": update_id,
             **dict(zip(("names", "dtypes", "shapes"), every, strict=True)),
             "group": fields.group_name,
-            "timeout_s": self._context.feed_timeout_s,
+            "timeout_s": self._context.part_timeout_s,
         }
         with begun():
             # Who is told "ready" sends at once: what does not fit is told before.
-            await self._context.calls.run("feed_weights_update", {**part, "check_only": True}, digest=digest)
+            await self._context.calls.run("receive_weights_part", {**part, "check_only": True}, digest=digest)
         try:
             with begun():
                 await self.opened.takes_more(
                     update_id
                 )  # before the feed, which is given up for nothing but itself
-                call = self._context.calls.run("feed_weights_update", part, digest=digest)
+                call = self._context.calls.run("receive_weights_part", part, digest=digest)
                 task = asyncio.create_task(call, name="two-phase update")
                 task.add_done_callback(
                     lambda done: None if done.cancelled() else done.exception()

@@ -19,8 +19,8 @@ from frontend.dialects.sglang.body_tensors import ANOTHER_WAY, FIELD, Store, rea
 from frontend.dialects.sglang.sglang_session import Update, Updates
 from frontend.dialects.sglang.update_routes import refuse_draft, report_unused
 from frontend.server.shared_routes import DialectRequest, Fields, SharedRoutes, report, take
+from rl_plane.bus.state_store import read_record
 from rl_plane.errors import Conflict, Locked, Unsupported
-from rl_plane.protocol.record import read_record
 from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
 
 MAX_BODY_BYTES = 256 << 20

@@ -24,7 +24,7 @@ from frontend.dialects.vllm.collective_rpc import mount_rpc
 from frontend.server.bodies import MAX_NAMES_BYTES
 from frontend.server.shared_routes import DialectRequest, Fields, NoFields, SharedRoutes, take
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unavailable, Unsupported
-from rl_plane.membership.worker_reply import engine_rows
+from rl_plane.membership.worker_reply import engine_replies
 from rl_plane.protocol.record import PauseMode
 from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
 from rl_plane.protocol.vllm_bodies import GROUP
@@ -144,7 +144,7 @@ def _asleep(row: dict[str, Any]) -> bool:
 
 async def _config(context: DialectContext) -> dict[str, Any]:
     """What clients read of a `VllmConfig`: one engine with the ranks of all workers."""
-    rows = engine_rows(await context.calls.run("describe", {}))
+    rows = engine_replies(await context.calls.run("describe", {}))
     silent = [row["instance_id"] for row in rows if row["status"] != "ok"]
     if silent:
         raise Unavailable(f"{', '.join(silent[:8])} did not answer", workers=rows, retry_after_s=1.0)
@@ -196,7 +196,7 @@ def _mount_engine(routes: SharedRoutes, context: DialectContext) -> None:
             else {}
         )
         reply = await context.calls.run("abort_requests", body, request.request_id)
-        count = sum(int(row["aborted"]) for row in engine_rows(reply))
+        count = sum(int(row["aborted"]) for row in engine_replies(reply))
         return {"status": "aborted", "aborted": count + reply["waiting"]}
 
     async def reset_prefix_cache(request: DialectRequest) -> Any:
@@ -274,7 +274,7 @@ async def _take_back(context: DialectContext, tags: list[str], request_id: str) 
         reply = await context.calls.run("resume_memory", {"tags": tags}, request_id)
     except Unsupported:
         return True  # no engine here can, so none has released any
-    return not any(row["tags"] for row in engine_rows(reply))
+    return not any(row["tags"] for row in engine_replies(reply))
 
 
 def _mount_transfer(routes: SharedRoutes, context: DialectContext, transactions: Transactions) -> None:

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from rl_plane.errors import Conflict, DeadlineExceeded, InvalidRequest, Locked, PlaneError, Unavailable
-from rl_plane.membership.worker_reply import engine_rows
-from rl_plane.protocol.update_requests import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S
+from rl_plane.membership.worker_reply import engine_replies
+from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
 from rl_plane.protocol.vllm_bodies import (
     GROUP,
     InitInfo,
@@ -28,11 +28,11 @@ from rl_plane.protocol.vllm_bodies import (
     begun_before,
     check_entries,
     check_init,
-    feed_body,
     init_body,
     one_of_all,
     parse_part,
     parse_update,
+    part_body,
     unknown_of,
 )
 from rl_plane.sync import SyncRlClient
@@ -49,19 +49,19 @@ class FleetWeightSyncClient:
         fleet: SyncRlClient,
         *,
         policy: dict[str, Any] | None = None,
-        feed_timeout_s: float = FEED_TIMEOUT_S,
+        part_timeout_s: float = PART_TIMEOUT_S,
     ) -> None:
-        """`policy`: of each update; see `UpdatePolicy` in docs/reference.md. `feed_timeout_s` (at most an hour): how
+        """`policy`: of each update; see `UpdatePolicy` in docs/reference.md. `part_timeout_s` (at most an hour): how
         long one `update_weights` may take, where `init_info.timeout_s` does not say."""
-        if not 0 < feed_timeout_s <= MAX_FEED_TIMEOUT_S:
+        if not 0 < part_timeout_s <= MAX_PART_TIMEOUT_S:
             raise InvalidRequest(
-                f"feed_timeout_s is {feed_timeout_s!r}",
-                field="feed_timeout_s",
-                fix=f"seconds, above 0 and at most {MAX_FEED_TIMEOUT_S:g}",
+                f"part_timeout_s is {part_timeout_s!r}",
+                field="part_timeout_s",
+                fix=f"seconds, above 0 and at most {MAX_PART_TIMEOUT_S:g}",
             )
         self._fleet = fleet
         self._policy = policy
-        self._feed_timeout_s = feed_timeout_s
+        self._part_timeout_s = part_timeout_s
         self._transfer: Transfer | None = None
         self._update_id: str | None = None
         self._told: set[str] = set()
@@ -70,11 +70,11 @@ class FleetWeightSyncClient:
         """Blocks until every rank of the fleet has joined; the trainer joins meanwhile."""
         self._tell_unknown("init_info", InitInfo, init_info)
         info = parse_part(InitInfo, init_info, "init_info")
-        rows = engine_rows(self._fleet.run("describe", {}))
+        rows = engine_replies(self._fleet.run("describe", {}))
         check_init(info, {row["instance_id"]: str(row.get("device")) for row in rows})
         self._drop()
         self._transfer = None
-        transfer = Transfer.of(info, GROUP, self._feed_timeout_s)
+        transfer = Transfer.of(info, GROUP, self._part_timeout_s)
         self._fleet.run("init_transport", init_body(info, transfer))
         self._transfer = transfer
 
@@ -107,7 +107,7 @@ class FleetWeightSyncClient:
             check_entries(update_info, world_size(workers) - 1)  # without the trainer's rank
         part = parse_update(info)
         self._tell_unknown("update_info", UpdateInfo, info)
-        self._fleet.run("feed_weights_update", {**self._meant(), **feed_body(part, self._formed())})
+        self._fleet.run("receive_weights_part", {**self._meant(), **part_body(part, self._formed())})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Commits on the whole fleet, or nowhere. `weight_version`: its label."""

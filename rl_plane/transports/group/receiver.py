@@ -7,8 +7,8 @@ one may be in the request: `{backend, group?, manifest, num_buckets?}`.
 A receive that does not end well drops the group: what was posted to it can't be taken back.
 
 A trainer that has a group of its own forms it with `init_transport {backend, form: "torch", group, master_address,
-master_port, timeout_s?}`; there may be several. `{backend, group, fed: true}` then receives what it announces call by
-call (see `fed.py`).
+master_port, timeout_s?}`; there may be several. `{backend, group, in_parts: true}` then receives what it announces call
+by call (see `streamed_delivery.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, Literal
 from blake3 import blake3
 
 from rl_plane.errors import Conflict, InvalidRequest
+from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.versions import DIGEST_PREFIX
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, Place
 from rl_plane.transports.group.streamed_delivery import GroupFedDelivery, received
@@ -35,7 +36,6 @@ from rl_plane.transports.group.torch_group import (
 from rl_plane.transports.packed_delivery import PackedDelivery
 from rl_plane.transports.receiver_base import Places, check_fields
 from rl_plane.weights.manifest import Manifest
-from rl_plane.weights.safetensors_file import load_json_object
 
 _FIELDS = ("group", "manifest", "manifest_key", "manifest_digest", "num_buckets")
 MAX_GROUPS = 64
@@ -100,7 +100,7 @@ class GroupTransport:
             group.drop(why)
 
     def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> GroupDelivery | GroupFedDelivery:
-        if "fed" in request:
+        if "in_parts" in request:
             return self._open_fed(request)
         check_fields(self.backend, request, *_FIELDS)
         group = self._formed(request.get("group"))
@@ -118,11 +118,13 @@ class GroupTransport:
         return delivery
 
     def _open_fed(self, request: Mapping[str, Any]) -> GroupFedDelivery:
-        check_fields(self.backend, request, "group", "fed", "fleet_ranks")
+        check_fields(self.backend, request, "group", "in_parts", "fleet_ranks")
         name = request.get("group")
-        if request["fed"] is not True or not isinstance(name, str):
+        if request["in_parts"] is not True or not isinstance(name, str):
             raise InvalidRequest(
-                "what is fed is fed by a trainer's own group", field="transport.group", fix="name it; fed: true"
+                "what is fed is fed by a trainer's own group",
+                field="transport.group",
+                fix="name it; in_parts: true",
             )
         group = self._own_group(name)
         formed, now = group.place.fleet_ranks, request.get("fleet_ranks")

@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_plane._util.tasks import never
 from rl_plane.errors import Conflict, DeadlineExceeded, EngineFailed, InvalidWeights, PlaneError, Unavailable
-from rl_plane.protocol.update_requests import FeedUpdate
+from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.group.broadcast_plan import chunks
 from rl_plane.transports.group.rank_layout import FORM_AGAIN
@@ -45,7 +45,7 @@ def received(
 
 @dataclass(slots=True)
 class _Coming:
-    part: FeedUpdate
+    part: ReceivePart
     group: Group
     deadline: float
     """Monotonic seconds."""
@@ -92,7 +92,7 @@ class GroupFedDelivery:
 
     # ---- on the caller's thread ----
 
-    def feed(self, part: FeedUpdate, cancelled: Cancelled) -> int:
+    def feed(self, part: ReceivePart, cancelled: Cancelled) -> int:
         deadline = time.monotonic() + part.timeout_s
         if not self._feeding.acquire(blocking=False):
             raise Conflict("a part of this update is received already", fix="feed one after another")
@@ -137,14 +137,14 @@ class GroupFedDelivery:
         if self.ended:
             raise Unavailable("the update has ended", fix=FORM_AGAIN)
 
-    def _check_whole(self, part: FeedUpdate) -> None:
+    def _check_whole(self, part: ReceivePart) -> None:
         """Once all of it is told, which may take several parts."""
         self._asked.update(self._offered(part))
         if part.last:
             whole, self._asked = {**self._came, **self._asked}, {}
             check_specs(self._wanted, self._tied, whole, self._cast)
 
-    def _announce(self, part: FeedUpdate) -> Group:
+    def _announce(self, part: ReceivePart) -> Group:
         """Corrects `specs`, unless these can't be the model's."""
         offered = self._offered(part)
         whole = {**self._came, **offered}
@@ -161,7 +161,7 @@ class GroupFedDelivery:
         self._specs.update(offered)
         return group
 
-    def _offered(self, part: FeedUpdate) -> dict[str, TensorSpec]:
+    def _offered(self, part: ReceivePart) -> dict[str, TensorSpec]:
         offered = dict(zip(part.names, part.specs, strict=True))
         twice = sorted(offered.keys() & self._came.keys())
         if twice:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, ClassVar, Literal, get_args
 
 from rl_plane.errors import InvalidRequest
-from rl_plane.membership.worker_reply import engine_rows
+from rl_plane.membership.worker_reply import engine_replies
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.transports.ipc.cuda_buffers import GpuBuffers
 from rl_plane.transports.ipc.host_buffers import HostBuffers
@@ -166,7 +166,7 @@ def build(around: Surroundings) -> IpcSender:
     around.check_options(BACKEND, "layout")
 
     def on_gpus() -> bool:
-        rows = engine_rows(around.run("describe", {}))
+        rows = engine_replies(around.run("describe", {}))
         return all(str(row.get("device", "")).startswith("cuda") for row in rows)
 
     layout = around.options.get("layout", "packed")

@@ -10,7 +10,7 @@ import pytest
 
 from rl_plane.cli import main
 from rl_plane.cli.settings import SETTINGS
-from tests.unit.cli.test_cli_steer import HEAD, ID_A, ID_B, VERSION, Facade
+from tests.support.small_facade import HEAD, ID_A, ID_B, VERSION, Facade
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ import pytest
 import rl_plane.commit.coordinator as shell
 from rl_plane.bus.scatter import Missing
 from rl_plane.commit.coordinator import Coordinator
-from rl_plane.commit.steps import Tell, Told, WaitSilent
+from rl_plane.commit.steps import Announce, RecordAcks, WaitSilent
 from rl_plane.membership.core import Member, Snapshot
-from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.envelope import Reply, encode
 from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S, first_record
 from rl_plane.protocol.subjects import Subjects
 
 RECORD = first_record("model")
-TELL = Tell("gate", RECORD, 7, 2.0)
+TELL = Announce("gate", RECORD, 7, 2.0)
 
 
 def member(key: str, incarnation: str) -> Member:
@@ -56,18 +56,18 @@ class Fleet:
     async def barrier(self) -> Snapshot:
         return Snapshot(2, "print", tuple(self.now))
 
-    async def ask(self, view: Any, members: Any, op: str, *more: Any) -> list[WorkerRow]:
+    async def ask(self, view: Any, members: Any, op: str, *more: Any) -> list[WorkerReply]:
         self.asked.append((op, list(members)))
-        return [WorkerRow(one.instance_id, one.incarnation, "ok") for one in members]
+        return [WorkerReply(one.instance_id, one.incarnation, "ok") for one in members]
 
     async def wait_until(self, holds: Any, left_s: float) -> bool:
         self.holds = holds
         self.waits.append(left_s)
         return True
 
-    async def told(self) -> Told:
+    async def told(self) -> RecordAcks:
         event = await self.coordinator._carry_out(TELL)
-        assert isinstance(event, Told)
+        assert isinstance(event, RecordAcks)
         return event
 
 
@@ -77,7 +77,11 @@ async def test_who_joins_while_a_decision_is_told_is_told_too(monkeypatch: pytes
     fleet = Fleet(monkeypatch, [stays, goes, member("d", "1")], [stays, joins, anew])
     told = await fleet.told()
     assert told.members == {"a": "1", "c": "1", "d": "2"}
-    assert {(row.instance_id, row.incarnation) for row in told.rows} == {("a", "1"), ("c", "1"), ("d", "2")}
+    assert {(reply.instance_id, reply.incarnation) for reply in told.replies} == {
+        ("a", "1"),
+        ("c", "1"),
+        ("d", "2"),
+    }
     assert [op for op, _ in fleet.asked] == ["follow_record"] * 2
 
 

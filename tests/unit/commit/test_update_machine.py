@@ -9,26 +9,32 @@ from typing import Any, TypeVar
 
 import pytest
 
-from rl_plane.commit.machine import LEASES_END_S
+from rl_plane.commit.commands import machine_for
+from rl_plane.commit.opening import LEASES_END_S
 from rl_plane.commit.rules import CLOSED_BY_CHOICE, newest
-from rl_plane.commit.sessions import SESSION_IDLE_S, machine_for
+from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.commit.steps import (
+    Announce,
     Answered,
-    Ask,
-    Call,
+    BeginJournal,
     Done,
     End,
+    EndSession,
     Event,
     Failed,
-    Fed,
     Instruction,
-    Note,
     Outcome,
+    PartReceived,
     Prepared,
+    RecordAcks,
+    ResolveWrite,
+    SaveCanaryHistory,
+    SavePause,
+    SaveSession,
+    SendOp,
     Survey,
     Surveyed,
-    Tell,
-    Told,
+    UpdateCommand,
     WaitSilent,
     Watch,
     Write,
@@ -56,7 +62,7 @@ from rl_plane.errors import (
     UpdateAborted,
     WorkerLost,
 )
-from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import engine_kind
 from rl_plane.protocol.record import MAX_DELTAS, Adapter, DecisionRecord, DesiredPause, Source, UpdateSession
 from rl_plane.protocol.update_requests import Part, UpdateWeights
@@ -81,35 +87,35 @@ FENCED = StaleFence("another coordinator has taken over")
 Kind = TypeVar("Kind", bound=Instruction)
 
 
-def ok(key: str, **body: Any) -> WorkerRow:
-    return WorkerRow(key, f"i{key}", "ok", body)
+def ok(key: str, **body: Any) -> WorkerReply:
+    return WorkerReply(key, f"i{key}", "ok", body)
 
 
-def bad(key: str, error: PlaneError) -> WorkerRow:
-    return WorkerRow(key, f"i{key}", "error", error=error)
+def bad(key: str, error: PlaneError) -> WorkerReply:
+    return WorkerReply(key, f"i{key}", "error", error=error)
 
 
-def silent(key: str) -> WorkerRow:
+def silent(key: str) -> WorkerReply:
     return bad(key, DeadlineExceeded("no answer"))
 
 
-def lost(key: str) -> WorkerRow:
+def lost(key: str) -> WorkerReply:
     return bad(key, WorkerLost("it died"))
 
 
-def attest(
+def report(
     key: str,
     record: DecisionRecord | None = R0,
     admitted: bool = True,
     model: str = "model",
     failed: str | None = None,
     canary: dict[str, int] | None = None,
-) -> WorkerRow:
+) -> WorkerReply:
     wire = record.to_wire() if record is not None else None
     return ok(key, record=wire, admitted=admitted, model_digest=model, failed=failed, canary=canary)
 
 
-def state(key: str, record: DecisionRecord, serves: bool = True) -> WorkerRow:
+def state(key: str, record: DecisionRecord, serves: bool = True) -> WorkerReply:
     """The `state` of a worker that holds the record's base weights."""
     admission = {"open": serves, "reasons": [] if serves else ["behind: it fetches them"]}
     version = record.version.to_wire()
@@ -130,14 +136,14 @@ class Driver:
     """Feeds a machine with what a healthy fleet answers, unless `answers` says otherwise: phase → events, in order;
     the last one stays. `trace`: the instructions so far."""
 
-    def __init__(self, call: Call, record: DecisionRecord | None = R0, **answers: Any) -> None:
+    def __init__(self, call: UpdateCommand, record: DecisionRecord | None = R0, **answers: Any) -> None:
         self.machine = machine_for(call)
         self.members: dict[str, str] = dict(MEMBERS)
         self.record = record
         self.answers = {phase: list(one) if isinstance(one, list) else [one] for phase, one in answers.items()}
         self.trace: list[Instruction] = []
         self.session: UpdateSession | None = None
-        self.attests: list[WorkerRow] | None = None
+        self.reports: list[WorkerReply] | None = None
         self.pause = DesiredPause(False), 0
 
     def run(self) -> End:
@@ -164,18 +170,18 @@ class Driver:
 
     def healthy(self, instruction: Instruction) -> Event:
         match instruction:
-            case Survey():
+            case Survey() | ResolveWrite():
                 return self.surveyed()
-            case Ask(op="arm_update", workers=workers):
+            case SendOp(op="listen_update", workers=workers):
                 return Answered([ok(key, listening=True) for key in workers])
-            case Ask(op="feed_update", workers=workers):
+            case SendOp(op="receive_part", workers=workers):
                 return Answered([ok(key, missing=3) for key in workers])
-            case Ask(op="prepare_update", workers=workers):
+            case SendOp(op="prepare_update", workers=workers):
                 return Answered([ok(key, digest=NEW, refetchable=True) for key in workers])
-            case Ask(workers=workers):
+            case SendOp(workers=workers):
                 return Answered([ok(key) for key in workers])
-            case Tell():
-                return Told(dict(self.members), [ok(key) for key in self.members], [])
+            case Announce():
+                return RecordAcks(dict(self.members), [ok(key) for key in self.members], [])
             case Write(phase, record):
                 self.record = replace(record, fence=FENCE) if phase == "decide" else record
                 return Written(self.record, 20 + len(self.trace))
@@ -185,14 +191,14 @@ class Driver:
                 return Done()
 
     def surveyed(self) -> Surveyed:
-        attests = self.attests
-        if attests is None:
-            attests = [attest(key, self.record) for key in self.members]
+        reports = self.reports
+        if reports is None:
+            reports = [report(key, self.record) for key in self.members]
         return Surveyed(
             dict(self.members),
             "print",
             9,
-            attests,
+            reports,
             self.record,
             10,
             self.session,
@@ -238,14 +244,14 @@ def body(**fields: Any) -> UpdateWeights:
     return UpdateWeights.model_validate({"transport": FILES, "version": "new", **fields})
 
 
-def update(fingerprint: str | None = None, **fields: Any) -> Call:
-    return Call("update", "u9", body(**fields), fingerprint)
+def update(fingerprint: str | None = None, **fields: Any) -> UpdateCommand:
+    return UpdateCommand("update", "u9", body(**fields), fingerprint)
 
 
-def lora(op: str, name: str = "x", **fields: Any) -> Call:
+def lora(op: str, name: str = "x", **fields: Any) -> UpdateCommand:
     transport = {} if op == "unload" else {"transport": FILES}
     given = {"target": {"kind": "lora", "op": op, "name": name}, **transport, **fields}
-    return Call("update", "u9", UpdateWeights.model_validate(given))
+    return UpdateCommand("update", "u9", UpdateWeights.model_validate(given))
 
 
 WHOLE = ["survey", "begin", "prepare", "decide", "gate", "commit", "open", "open", "watch"]
@@ -259,8 +265,8 @@ def test_a_whole_update() -> None:
     driver = Driver(update())
     outcome = driver.outcome()
     assert driver.phases == WHOLE
-    assert driver.one(Note).base == R0
-    prepare = driver.one(Ask, "prepare")
+    assert driver.one(BeginJournal).base == R0
+    prepare = driver.one(SendOp, "prepare")
     assert (prepare.op, list(prepare.workers), prepare.timeout_s) == ("prepare_update", ["a", "b", "c"], 300.0)
     assert prepare.body == {
         "update_id": "u9",
@@ -282,32 +288,32 @@ def test_a_whole_update() -> None:
     )
     assert driver.one(Write, "decide").record == decision
     decided = driver.decided
-    gate, commit = driver.one(Tell, "gate"), driver.one(Ask, "commit")
+    gate, commit = driver.one(Announce, "gate"), driver.one(SendOp, "commit")
     assert (gate.record, gate.sequence) == (decided, 24), "of the decision's write"
     assert (commit.op, list(commit.workers)) == ("commit_update", ["a", "b", "c"])
     assert commit.body == {"update_id": "u9", "record": decided.to_wire(), "sequence": 24, "pause_s": 0.0}
     assert driver.one(Write, "open").record == decided.opened(), "with the fence of its decision"
-    opened = driver.one(Tell, "open")
+    opened = driver.one(Announce, "open")
     assert (opened.record, opened.sequence) == (decided.opened(), 27)
     assert driver.one(Watch) == Watch(decided, 0.0), "nobody is waited for: the workers say what they serve"
     assert (outcome.version, outcome.excluded) == (made, [])
-    assert [row.instance_id for row in outcome.rows] == ["a", "b", "c"]
+    assert [reply.instance_id for reply in outcome.replies] == ["a", "b", "c"]
 
 
 def test_a_version_without_a_label_is_called_by_its_sequence() -> None:
-    driver = Driver(Call("update", "u9", UpdateWeights.model_validate({"transport": FILES})), R1_OPEN)
+    driver = Driver(UpdateCommand("update", "u9", UpdateWeights.model_validate({"transport": FILES})), R1_OPEN)
     assert driver.outcome().version == WeightVersion("run-1", 2, "2", NEW)
-    assert driver.one(Ask, "prepare").body["label"] == "2"
+    assert driver.one(SendOp, "prepare").body["label"] == "2"
 
 
 def test_the_policys_times_and_modes_reach_the_workers() -> None:
     policy = {"prepare_timeout_s": 1.0, "gate_timeout_s": 2.5, "commit_timeout_s": 3.0, "pause_mode": "wait"}
     driver = Driver(update(policy=policy, cast=True))
     driver.outcome()
-    assert driver.one(Ask, "prepare").timeout_s == 1.0
-    assert driver.one(Ask, "prepare").body["pause_mode"] == "wait"
-    assert [one.timeout_s for one in driver.all(Tell)] == [2.5, 2.5]
-    assert driver.one(Ask, "commit").timeout_s == 3.0
+    assert driver.one(SendOp, "prepare").timeout_s == 1.0
+    assert driver.one(SendOp, "prepare").body["pause_mode"] == "wait"
+    assert [one.timeout_s for one in driver.all(Announce)] == [2.5, 2.5]
+    assert driver.one(SendOp, "commit").timeout_s == 3.0
     decided = driver.one(Write, "decide").record
     assert (decided.pause_mode, decided.source.cast) == ("wait", True)
 
@@ -318,14 +324,14 @@ def test_rolling_is_worker_by_worker_beside_the_version_before() -> None:
     assert driver.phases == [*WHOLE[:5], "roll", "roll", "roll", *WHOLE[-3:]]
     decided = driver.one(Write, "decide").record
     assert (decided.open, decided.rolling_from, decided.final) == (True, R0.held, False)
-    assert [list(one.workers) for one in driver.all(Ask, "roll")] == [["a"], ["b"], ["c"]]
+    assert [list(one.workers) for one in driver.all(SendOp, "roll")] == [["a"], ["b"], ["c"]]
     final = driver.one(Write, "open").record
     assert (final.open, final.rolling_from) == (True, None)
     assert outcome.excluded == []
 
 
 def test_rolling_waits_for_the_silent_after_it_has_opened() -> None:
-    told = Told(dict(MEMBERS), [ok("a"), ok("b"), silent("c")], ["f1"])
+    told = RecordAcks(dict(MEMBERS), [ok("a"), ok("b"), silent("c")], ["f1"])
     driver = Driver(update(policy={"barrier": "rolling"}), open=[None, told], watch=serving("ab"))
     outcome = driver.outcome()
     assert driver.phases[-4:] == ["open", "open", "leases", "watch"]
@@ -340,7 +346,7 @@ def test_keep_pause_is_noted_once_it_is_decided() -> None:
     driver = Driver(update(policy={"keep_pause": True, "pause_mode": "abort"}))
     driver.outcome()
     assert driver.phases == [*WHOLE[:4], "pause", *WHOLE[4:]]
-    assert driver.one(Note, "pause").pause == DesiredPause(True, "abort", NOW + DEFAULT_PAUSE_LEASE_S)
+    assert driver.one(SavePause).pause == DesiredPause(True, "abort", NOW + DEFAULT_PAUSE_LEASE_S)
     assert driver.one(Write, "decide").record.keep_pause
 
 
@@ -358,11 +364,11 @@ def test_a_pinned_fleet_that_changed_is_not_updated() -> None:
     assert driver.phases == [*WHOLE[:3], "recheck", *WHOLE[3:]]
 
 
-def prepared_rows(*rows: WorkerRow) -> Callable[[Ask], Answered]:
+def prepared_rows(*replies: WorkerReply) -> Callable[[SendOp], Answered]:
     """These instead of the healthy ones."""
 
-    def answer(ask: Ask) -> Answered:
-        mine = {row.instance_id: row for row in rows}
+    def answer(ask: SendOp) -> Answered:
+        mine = {reply.instance_id: reply for reply in replies}
         return Answered([mine.get(key) or ok(key, digest=NEW, refetchable=True) for key in ask.workers])
 
     return answer
@@ -372,9 +378,9 @@ def test_a_failed_prepare_aborts_on_all_and_tells_of_each() -> None:
     driver = Driver(update(), prepare=prepared_rows(bad("b", EngineFailed("no room"))))
     error = driver.error(UpdateAborted)
     assert "no room" in error.message
-    assert [row["status"] for row in error.facts["workers"]] == ["ok", "error", "ok"]
+    assert [reply["status"] for reply in error.facts["workers"]] == ["ok", "error", "ok"]
     assert driver.phases == ABORTED
-    abort = driver.one(Ask, "abort")
+    abort = driver.one(SendOp, "abort")
     assert (abort.op, abort.body, list(abort.workers)) == ("abort_update", {"update_id": "u9"}, ["a", "b", "c"])
 
 
@@ -385,12 +391,12 @@ def test_a_failed_prepare_is_excluded_where_the_policy_says_so() -> None:
         watch=serving("ac"),
     )
     outcome = driver.outcome()
-    assert list(driver.one(Ask, "commit").workers) == ["a", "c"]
+    assert list(driver.one(SendOp, "commit").workers) == ["a", "c"]
     assert outcome.excluded == ["b"]
 
 
 @pytest.mark.parametrize(
-    ("call", "rows", "message"),
+    ("call", "replies", "message"),
     [
         (
             update(policy={"on_prepare_failure": "exclude", "min_ready": 3}),
@@ -406,8 +412,10 @@ def test_a_failed_prepare_is_excluded_where_the_policy_says_so() -> None:
         (update(digest="blake3:" + "2" * 64), [], "the caller stated blake3:222"),
     ],
 )
-def test_what_is_not_prepared_well_is_never_decided(call: Call, rows: Sequence[WorkerRow], message: str) -> None:
-    driver = Driver(call, prepare=prepared_rows(*rows))
+def test_what_is_not_prepared_well_is_never_decided(
+    call: UpdateCommand, replies: Sequence[WorkerReply], message: str
+) -> None:
+    driver = Driver(call, prepare=prepared_rows(*replies))
     assert message in driver.error(UpdateAborted).message
     assert driver.phases == ABORTED
     assert driver.record == R0
@@ -416,7 +424,7 @@ def test_what_is_not_prepared_well_is_never_decided(call: Call, rows: Sequence[W
 def test_a_stated_digest_that_fits_is_told_to_the_workers() -> None:
     driver = Driver(update(digest=NEW))
     driver.outcome()
-    assert driver.one(Ask, "prepare").body["digest"] == NEW
+    assert driver.one(SendOp, "prepare").body["digest"] == NEW
 
 
 def test_with_nobody_there_nothing_is_decided() -> None:
@@ -425,7 +433,7 @@ def test_with_nobody_there_nothing_is_decided() -> None:
     driver.error(NoWorkers)
     assert driver.phases == ABORTED
     driver = Driver(update(), None)
-    driver.attests = [attest("a", None)]
+    driver.reports = [report("a", None)]
     driver.error(NoWorkers)
     assert driver.phases == ["survey"], "nobody has fixed sequence 0"
 
@@ -438,10 +446,10 @@ def test_one_that_left_before_it_was_asked_is_lost() -> None:
 def test_who_is_closed_fails_nothing_and_who_hangs_does() -> None:
     failing = prepared_rows(bad("c", EngineFailed("closed anyway")))
     driver = Driver(update(), prepare=failing, watch=serving("ab"))
-    driver.attests = [attest("a"), attest("b"), attest("c", admitted=False)]
+    driver.reports = [report("a"), report("b"), report("c", admitted=False)]
     assert driver.outcome().excluded == ["c"]
     driver = Driver(update(), prepare=prepared_rows(silent("c")))
-    driver.attests = [attest("a"), attest("b"), silent("c")]
+    driver.reports = [report("a"), report("b"), silent("c")]
     driver.error(UpdateAborted)
     assert driver.phases == ABORTED
 
@@ -466,7 +474,7 @@ DELTA = {"encoding": "delta", "base": OLD.digest, "digest": NEW}
 def test_a_delta_brings_along_where_its_base_comes_from() -> None:
     driver = Driver(update(**DELTA), FULL)
     assert driver.outcome().version.digest == NEW
-    prepare = driver.one(Ask, "prepare").body
+    prepare = driver.one(SendOp, "prepare").body
     assert (prepare["encoding"], prepare["base"], prepare["keep_staged"]) == ("delta", OLD.digest, True)
     assert prepare["before"] == FULL.source.to_wire()
     decided = driver.one(Write, "decide").record
@@ -482,13 +490,13 @@ def test_a_delta_brings_along_where_its_base_comes_from() -> None:
         decided = driver.one(Write, "decide").record
     full = Driver(update(**{**DELTA, "base": NEW}), replace(decided.opened(), update_id="last"))
     assert f"{MAX_DELTAS} deltas away" in full.error(NotAtBase).message
-    assert full.all(Ask, "prepare") == []
+    assert full.all(SendOp, "prepare") == []
 
 
 def test_a_delta_of_another_version_than_the_committed_one_touches_nobody() -> None:
     driver = Driver(update(**{**DELTA, "base": NEW}), FULL)
     assert driver.error(NotAtBase).facts["base"] == OLD.digest
-    assert driver.all(Ask, "prepare") == []
+    assert driver.all(SendOp, "prepare") == []
     cast = replace(FULL, source=Source(None, cast=True))
     assert "was cast" in Driver(update(**DELTA), cast).error(NotAtBase).message
 
@@ -498,7 +506,7 @@ def test_back_to_a_version_that_was_a_delta() -> None:
     other = {**DELTA, "base": "blake3:" + "7" * 64}
     driver = Driver(replace(update(**other), before=before), R1_OPEN)
     driver.outcome()
-    assert driver.one(Ask, "prepare").body["before"] == before.to_wire()
+    assert driver.one(SendOp, "prepare").body["before"] == before.to_wire()
     assert driver.one(Write, "decide").record.source.before == before
 
 
@@ -508,22 +516,22 @@ def test_unstaged_only_where_the_committed_version_can_be_fetched_again(refetcha
     driver = Driver(update(policy={"staging": "none"}), base)
     if refetchable:
         driver.outcome()
-        assert driver.one(Ask, "prepare").body["staging"] == "none"
+        assert driver.one(SendOp, "prepare").body["staging"] == "none"
         assert driver.one(Write, "decide").record.source.staging == "none"
     else:
         error = driver.error(InvalidRequest)
         assert error.facts["field"] == "policy.staging"
-        assert not driver.all(Ask, "prepare")
+        assert not driver.all(SendOp, "prepare")
 
 
 def test_bad_input_that_some_worker_has_written_over_its_weights_is_not_told_as_untouched() -> None:
     gone = bad("b", InvalidRequest("it is not there", field="transport.path"))
-    rows = [ok("a", digest=NEW, refetchable=True), gone, replace(gone, instance_id="c")]
+    replies = [ok("a", digest=NEW, refetchable=True), gone, replace(gone, instance_id="c")]
     unstaged = {"staging": "none"}
-    assert Driver(update(policy=unstaged), prepare=Answered(rows)).error(UpdateAborted)
+    assert Driver(update(policy=unstaged), prepare=Answered(replies)).error(UpdateAborted)
     all_refuse = [replace(gone, instance_id=key) for key in "abc"]
     assert Driver(update(policy=unstaged), prepare=Answered(all_refuse)).error(InvalidRequest)
-    assert Driver(update(), prepare=Answered(rows)).error(InvalidRequest), "staged: nothing was touched"
+    assert Driver(update(), prepare=Answered(replies)).error(InvalidRequest), "staged: nothing was touched"
 
 
 # ---- the decision ----
@@ -532,10 +540,10 @@ def test_bad_input_that_some_worker_has_written_over_its_weights_is_not_told_as_
 @pytest.mark.parametrize("last", [None, R1_OPEN])
 def test_a_decision_whose_answer_was_lost_and_that_stands_is_carried_out(last: DecisionRecord | None) -> None:
     driver = Driver(update(), decide=LOST)
-    driver.answers["settle"] = [lambda _: replace(driver.surveyed(), record=driver.decided, written=77)]
+    driver.answers["resolve"] = [lambda _: replace(driver.surveyed(), record=driver.decided, written=77)]
     outcome = driver.outcome()
-    assert driver.phases == [*WHOLE[:4], "settle", *WHOLE[4:]]
-    assert driver.one(Tell, "gate").sequence == 77
+    assert driver.phases == [*WHOLE[:4], "resolve", *WHOLE[4:]]
+    assert driver.one(Announce, "gate").sequence == 77
     assert outcome.version.label == "new"
 
 
@@ -544,18 +552,18 @@ def test_a_decision_whose_answer_was_lost_and_that_does_not_stand_is_aborted(
     stands: DecisionRecord | None,
 ) -> None:
     driver = Driver(update(), decide=LOST)
-    driver.answers["settle"] = [replace(driver.surveyed(), record=stands)]
+    driver.answers["resolve"] = [replace(driver.surveyed(), record=stands)]
     assert driver.run().result is LOST
-    assert driver.phases == [*WHOLE[:4], "settle", "abort"]
+    assert driver.phases == [*WHOLE[:4], "resolve", "abort"]
 
 
 @pytest.mark.parametrize("why", [LOST, FENCED])
 def test_a_decision_that_can_not_be_settled_is_unknown_and_nothing_is_aborted(why: PlaneError) -> None:
-    driver = Driver(update(), decide=LOST, settle=why)
+    driver = Driver(update(), decide=LOST, resolve=why)
     error = driver.error(OutcomeUnknown)
     assert error.facts["update_id"] == "u9"
     assert "Idempotency-Key" in error.facts["fix"]
-    assert driver.phases == [*WHOLE[:4], "settle"]
+    assert driver.phases == [*WHOLE[:4], "resolve"]
 
 
 def test_fenced_while_deciding_is_aborted() -> None:
@@ -577,7 +585,7 @@ def test_lost_on_the_way_the_workers_are_watched_and_then_it_is_opened(
 ) -> None:
     answers: dict[str, Any] = {phase: [why, None]}
     if phase == "leases":
-        answers["gate"] = Told(dict(MEMBERS), [ok("a"), ok("b"), silent("c")], [])
+        answers["gate"] = RecordAcks(dict(MEMBERS), [ok("a"), ok("b"), silent("c")], [])
     driver = Driver(update(policy={"keep_pause": phase == "pause"}), **answers)
     outcome = driver.outcome()
     assert driver.phases == [*before, phase, "watch", "open"]
@@ -629,27 +637,32 @@ def test_when_nobody_tells_what_the_workers_do_that_is_said() -> None:
 
 
 def test_strict_opens_only_when_the_silent_have_left_or_lost_their_leases() -> None:
-    told = Told({**MEMBERS, "d": "id"}, [ok("a"), silent("b"), lost("c"), silent("d")], ["f1"])
+    told = RecordAcks({**MEMBERS, "d": "id"}, [ok("a"), silent("b"), lost("c"), silent("d")], ["f1"])
     driver = Driver(update(), gate=told, watch=serving("a"))
     outcome = driver.outcome()
     assert driver.phases == [*WHOLE[:6], "leases", *WHOLE[6:]]
     assert driver.one(WaitSilent) == WaitSilent({"b": "ib", "d": "id"}, ["f1"]), "the dead serve nobody"
-    assert list(driver.one(Ask, "commit").workers) == ["a"], "nobody swaps who is not gated"
+    assert list(driver.one(SendOp, "commit").workers) == ["a"], "nobody swaps who is not gated"
     assert outcome.excluded == ["b", "c", "d"]
-    assert {row.instance_id: row.ok for row in outcome.rows} == {"a": True, "b": False, "c": False, "d": False}
-    driver = Driver(update(), gate=Told(MEMBERS, [ok(key) for key in MEMBERS], ["f1"]))
+    assert {reply.instance_id: reply.ok for reply in outcome.replies} == {
+        "a": True,
+        "b": False,
+        "c": False,
+        "d": False,
+    }
+    driver = Driver(update(), gate=RecordAcks(MEMBERS, [ok(key) for key in MEMBERS], ["f1"]))
     driver.outcome()
     assert driver.one(WaitSilent) == WaitSilent({}, ["f1"])
-    driver = Driver(update(), gate=Told(MEMBERS, [ok("a"), ok("b"), lost("c")], []))
+    driver = Driver(update(), gate=RecordAcks(MEMBERS, [ok("a"), ok("b"), lost("c")], []))
     driver.outcome()
     assert "leases" not in driver.phases
 
 
 def test_a_new_process_is_not_told_to_swap_what_it_has_not_staged() -> None:
     members = {**MEMBERS, "b": "another"}
-    driver = Driver(update(), gate=Told(members, [ok(key) for key in members], []))
+    driver = Driver(update(), gate=RecordAcks(members, [ok(key) for key in members], []))
     driver.outcome()
-    assert list(driver.one(Ask, "commit").workers) == ["a", "c"]
+    assert list(driver.one(SendOp, "commit").workers) == ["a", "c"]
 
 
 def test_who_does_not_serve_it_at_the_end_is_excluded() -> None:
@@ -657,12 +670,12 @@ def test_who_does_not_serve_it_at_the_end_is_excluded() -> None:
     driver = Driver(update(), commit=broken, watch=serving("ac"))
     outcome = driver.outcome()
     assert outcome.excluded == ["b"]
-    assert [row.instance_id for row in outcome.rows if not row.ok] == ["b"], "why, as the commit has told"
+    assert [reply.instance_id for reply in outcome.replies if not reply.ok] == ["b"], "why, as the commit has told"
     driver = Driver(update(), commit=broken)
     outcome = driver.outcome()
     assert outcome.excluded == [], "it has swapped by itself since"
-    assert all(row.ok for row in outcome.rows)
-    unheard = [None, Told(MEMBERS, [ok("a"), silent("b"), ok("c")], [])]
+    assert all(reply.ok for reply in outcome.replies)
+    unheard = [None, RecordAcks(MEMBERS, [ok("a"), silent("b"), ok("c")], [])]
     assert Driver(update(), open=unheard, watch=serving("ac")).outcome().excluded == ["b"]
 
 
@@ -692,8 +705,8 @@ def test_who_holds_another_version_does_not_serve_it() -> None:
     Driver(update(), gate=LOST, watch=states(same_bytes, "abc")).error(Conflict)
 
     def dead(watch: Watch) -> Answered:
-        rows = states(watch.record, "abc").rows
-        return Answered([replace(row, body={**row.body, "engine_alive": False}) for row in rows])
+        replies = states(watch.record, "abc").replies
+        return Answered([replace(reply, body={**reply.body, "engine_alive": False}) for reply in replies])
 
     Driver(update(), gate=LOST, watch=dead).error(Conflict)
 
@@ -711,8 +724,8 @@ def test_a_version_in_whose_place_there_is_another_by_now_is_no_success_and_said
 def test_who_is_closed_by_choice_has_the_version_all_the_same(reason: str) -> None:
     def closed(watch: Watch) -> Answered:
         admission = {"open": False, "reasons": [f"{reason}: so it was said"]}
-        rows = states(watch.record, "abc").rows
-        return Answered([replace(row, body={**row.body, "admission": admission}) for row in rows])
+        replies = states(watch.record, "abc").replies
+        return Answered([replace(reply, body={**reply.body, "admission": admission}) for reply in replies])
 
     assert Driver(update(), watch=closed).outcome().excluded == []
 
@@ -720,21 +733,21 @@ def test_who_is_closed_by_choice_has_the_version_all_the_same(reason: str) -> No
 # ---- two calls ----
 
 
-def session_of(call: Call, **more: Any) -> UpdateSession:
+def session_of(call: UpdateCommand, **more: Any) -> UpdateSession:
     assert call.body is not None
     made = UpdateSession(call.update_id, "new", call.body.model_dump(), NEW, True, MEMBERS, SESSION_IDLE_S)
     return replace(made, **more)
 
 
-def prepare(**fields: Any) -> Call:
-    return Call("prepare", "u9", body(**fields))
+def prepare(**fields: Any) -> UpdateCommand:
+    return UpdateCommand("prepare", "u9", body(**fields))
 
 
 SESSION = session_of(prepare())
-COMPLETE, ABORT = Call("complete", "u9"), Call("abort", "u9")
+COMPLETE, ABORT = UpdateCommand("complete", "u9"), UpdateCommand("abort", "u9")
 
 
-def with_session(call: Call, noted: UpdateSession, *records: DecisionRecord, **answers: Any) -> Driver:
+def with_session(call: UpdateCommand, noted: UpdateSession, *records: DecisionRecord, **answers: Any) -> Driver:
     driver = Driver(call, *records, **answers)
     driver.session = noted
     return driver
@@ -744,7 +757,7 @@ def test_prepared_it_waits_for_another_call() -> None:
     driver = Driver(prepare())
     prepared = driver.prepared()
     assert driver.phases == ["survey", "begin", "prepare", "session"]
-    assert driver.one(Note, "session").session == prepared.session
+    assert driver.one(SaveSession).session == prepared.session
     assert prepared.session == session_of(prepare())
     assert (prepared.digest, prepared.ready, prepared.excluded) == (NEW, MEMBERS, [])
 
@@ -766,7 +779,7 @@ def test_a_session_that_may_have_been_noted_goes_before_what_it_names() -> None:
     driver = Driver(prepare(), session=[LOST, None])
     assert driver.run().result is LOST
     assert driver.phases == ["survey", "begin", "prepare", "session", "session", "abort"]
-    assert driver.all(Note, "session")[-1].session is None
+    assert driver.all(EndSession, "session")
     driver = Driver(prepare(), session=LOST)
     assert driver.run().result is LOST
     assert driver.phases[-2:] == ["session", "session"], "what it names stays staged: it may be completed"
@@ -774,20 +787,20 @@ def test_a_session_that_may_have_been_noted_goes_before_what_it_names() -> None:
 
 def test_what_is_prepared_is_completed_by_anybody() -> None:
     call = prepare(policy={"barrier": "strict", "pause_mode": "abort"})
-    driver = with_session(Call("complete", ""), session_of(call))
+    driver = with_session(UpdateCommand("complete", ""), session_of(call))
     outcome = driver.outcome()
     assert driver.phases == ["survey", "prepare", "decide", "session", *WHOLE[4:]]
-    asked = driver.one(Ask, "prepare")
+    asked = driver.one(SendOp, "prepare")
     assert (asked.op, list(asked.workers), asked.body["update_id"]) == ("prepare_update", list(MEMBERS), "u9")
     decided = driver.decided
     assert (decided.update_id, decided.made.label, decided.made.digest) == ("u9", "new", NEW)
     assert (decided.pause_mode, decided.source) == ("abort", Source(FILES))
-    assert driver.one(Note, "session").session is None
+    assert driver.one(EndSession, "session")
     assert outcome.excluded == []
 
 
 @pytest.mark.parametrize("call", [COMPLETE, ABORT])
-def test_what_is_not_prepared_is_neither_completed_nor_aborted(call: Call) -> None:
+def test_what_is_not_prepared_is_neither_completed_nor_aborted(call: UpdateCommand) -> None:
     driver = Driver(call)
     assert driver.error(UpdateAborted).facts["field"] == "update_id"
     driver = with_session(call, replace(SESSION, update_id="other"))
@@ -810,14 +823,14 @@ def test_a_session_that_lost_a_worker(policy: dict[str, Any], gone: str, ends: t
     if ends is None:
         driver.answers["watch"] = [serving("bc")]
         assert "a" in driver.outcome().excluded
-        assert list(driver.one(Ask, "prepare").workers) == ["b", "c"]
-        assert list(driver.one(Ask, "commit").workers) == ["b", "c"]
+        assert list(driver.one(SendOp, "prepare").workers) == ["b", "c"]
+        assert list(driver.one(SendOp, "commit").workers) == ["b", "c"]
     else:
         error = driver.error(ends)
         assert driver.phases == ["survey", "session", "abort"]
         if "min_ready" not in policy:
-            rows = {row["instance_id"]: row["status"] for row in error.facts["workers"]}
-            assert rows == {key: "error" if key in gone else "ok" for key in MEMBERS}
+            replies = {reply["instance_id"]: reply["status"] for reply in error.facts["workers"]}
+            assert replies == {key: "error" if key in gone else "ok" for key in MEMBERS}
             assert error.message.startswith(", ".join(gone))
 
 
@@ -826,32 +839,32 @@ def test_a_session_that_lost_a_worker(policy: dict[str, Any], gone: str, ends: t
 PUSH = {"backend": "gloo", "manifest": "long"}
 LISTENING = {"digest": "", "refetchable": False, "idle_s": SESSION_IDLE_S + 300}
 """A session whose workers wait for what is pushed, for `prepare_timeout_s` longer."""
-ARMED = session_of(prepare(transport=PUSH), **LISTENING)
+HEARS = session_of(prepare(transport=PUSH), **LISTENING)
 
 
-def received(*rows: WorkerRow) -> Answered:
+def received(*replies: WorkerReply) -> Answered:
     there = {key: ok(key, digest=NEW, refetchable=False) for key in MEMBERS}
-    return Answered(list({**there, **{row.instance_id: row for row in rows}}.values()))
+    return Answered(list({**there, **{reply.instance_id: reply for reply in replies}}.values()))
 
 
 def test_what_is_pushed_is_only_listened_for() -> None:
     driver = Driver(prepare(transport=PUSH))
     prepared = driver.prepared()
     assert driver.phases == ["survey", "begin", "prepare", "session"]
-    assert driver.one(Ask).op == "arm_update"
-    patience = ARMED.body["policy"]["prepare_timeout_s"]
-    assert prepared.session == ARMED
-    assert ARMED.idle_s == SESSION_IDLE_S + patience
+    assert driver.one(SendOp).op == "listen_update"
+    patience = HEARS.body["policy"]["prepare_timeout_s"]
+    assert prepared.session == HEARS
+    assert HEARS.idle_s == SESSION_IDLE_S + patience
     assert (prepared.digest, prepared.ready) == ("", MEMBERS)
 
 
 @pytest.mark.parametrize("why", [lost("a"), bad("a", EngineFailed("full")), silent("a")])
 @pytest.mark.parametrize("policy", [{}, {"on_prepare_failure": "exclude"}])
-def test_who_pushes_waits_for_all_so_all_must_listen(why: WorkerRow, policy: dict[str, Any]) -> None:
-    rows = Answered([why, ok("b"), ok("c")])
+def test_who_pushes_waits_for_all_so_all_must_listen(why: WorkerReply, policy: dict[str, Any]) -> None:
+    replies = Answered([why, ok("b"), ok("c")])
     for admitted in (True, False):  # one that is closed is in the group too
-        driver = Driver(prepare(transport=PUSH, policy=policy), prepare=rows)
-        driver.attests = [attest("a", admitted=admitted), attest("b"), attest("c")]
+        driver = Driver(prepare(transport=PUSH, policy=policy), prepare=replies)
+        driver.reports = [report("a", admitted=admitted), report("b"), report("c")]
         assert len(driver.error(UpdateAborted).facts["workers"]) == 3
         assert driver.phases == ABORTED
 
@@ -863,10 +876,10 @@ def test_nobody_waits_for_a_trainer_without_staging() -> None:
 
 
 def test_what_was_pushed_is_waited_for_and_committed() -> None:
-    driver = with_session(Call("complete", ""), ARMED, prepare=received())
+    driver = with_session(UpdateCommand("complete", ""), HEARS, prepare=received())
     outcome = driver.outcome()
     assert driver.phases == ["survey", "prepare", "recheck", "decide", "session", *WHOLE[4:]]
-    asked = driver.one(Ask, "prepare")
+    asked = driver.one(SendOp, "prepare")
     assert (asked.op, asked.body["update_id"], asked.body["transport"]) == ("prepare_update", "u9", PUSH)
     decided = driver.one(Write, "decide").record
     assert (decided.update_id, decided.made.label, decided.made.digest) == ("u9", "new", NEW)
@@ -875,7 +888,7 @@ def test_what_was_pushed_is_waited_for_and_committed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "rows", "digest", "ends"),
+    ("policy", "replies", "digest", "ends"),
     [
         ({}, [bad("a", EngineFailed("the group broke"))], None, UpdateAborted),
         ({}, [bad("a", InvalidRequest("no such group", field="transport.group"))], None, InvalidRequest),
@@ -887,13 +900,13 @@ def test_what_was_pushed_is_waited_for_and_committed() -> None:
     ],
 )
 def test_what_did_not_arrive_is_not_committed(
-    policy: dict[str, Any], rows: list[WorkerRow], digest: str | None, ends: type[PlaneError] | None
+    policy: dict[str, Any], replies: list[WorkerReply], digest: str | None, ends: type[PlaneError] | None
 ) -> None:
-    noted = replace(ARMED, body=body(transport=PUSH, policy=policy).model_dump())
-    driver = with_session(Call("complete", "u9", digest=digest), noted, prepare=received(*rows))
+    noted = replace(HEARS, body=body(transport=PUSH, policy=policy).model_dump())
+    driver = with_session(UpdateCommand("complete", "u9", digest=digest), noted, prepare=received(*replies))
     if ends is None:
-        driver.answers["watch"] = [serving("bc" if rows else "abc")]
-        assert driver.outcome().excluded == [row.instance_id for row in rows]
+        driver.answers["watch"] = [serving("bc" if replies else "abc")]
+        assert driver.outcome().excluded == [reply.instance_id for reply in replies]
     else:
         assert len(driver.error(ends).facts["workers"]) == 3
         assert driver.phases == ["survey", "prepare", "session", "abort"]
@@ -901,25 +914,25 @@ def test_what_did_not_arrive_is_not_committed(
 
 def test_whose_group_broke_is_not_named_for_the_one_that_broke_it() -> None:
     broke = Unavailable("the group g broke: rank 2 is gone", field="transport.group")
-    for rows in (
+    for replies in (
         [bad("a", broke), lost("b"), bad("c", broke)],
         [bad("a", broke), bad("b", EngineFailed("no room"))],
     ):
-        driver = with_session(Call("complete", "u9"), ARMED, prepare=received(*rows))
-        reason = rows[1].error
+        driver = with_session(UpdateCommand("complete", "u9"), HEARS, prepare=received(*replies))
+        reason = replies[1].error
         assert reason is not None
         assert driver.error(UpdateAborted).message.endswith(f": b: {reason.message}")
-    driver = with_session(Call("complete", "u9"), ARMED, prepare=received(bad("a", broke)))
+    driver = with_session(UpdateCommand("complete", "u9"), HEARS, prepare=received(bad("a", broke)))
     assert driver.error(UpdateAborted).message.endswith(f": a: {broke.message}")
 
 
 def test_one_that_listened_and_is_gone_is_not_asked() -> None:
-    noted = replace(ARMED, body=body(transport=PUSH, policy={"on_prepare_failure": "exclude"}).model_dump())
+    noted = replace(HEARS, body=body(transport=PUSH, policy={"on_prepare_failure": "exclude"}).model_dump())
     driver = with_session(COMPLETE, noted, watch=serving("bc"))
     driver.members = {**MEMBERS, "a": "another"}
     assert driver.outcome().excluded == ["a"]
-    assert list(driver.one(Ask, "prepare").workers) == ["b", "c"]
-    driver = with_session(COMPLETE, ARMED)
+    assert list(driver.one(SendOp, "prepare").workers) == ["b", "c"]
+    driver = with_session(COMPLETE, HEARS)
     driver.members = {**MEMBERS, "a": "another"}
     driver.error(UpdateAborted)
     assert driver.phases == ["survey", "session", "abort"]
@@ -939,33 +952,33 @@ def test_one_that_listened_and_is_gone_is_not_asked() -> None:
 def test_what_nobody_can_receive_any_more_holds_up_nobody(
     policy: dict[str, Any], failed: str, gone: str, lost: bool
 ) -> None:
-    noted = replace(ARMED, update_id="before", body=body(transport=PUSH, policy=policy).model_dump())
+    noted = replace(HEARS, update_id="before", body=body(transport=PUSH, policy=policy).model_dump())
     driver = with_session(update(), noted)
-    driver.attests = [attest(key, failed="before" if key in failed else "another") for key in MEMBERS]
+    driver.reports = [report(key, failed="before" if key in failed else "another") for key in MEMBERS]
     driver.members = {key: "another" if key in gone else one for key, one in MEMBERS.items()}
     if not lost:
         assert driver.error(Locked).facts["holder"] == "before"
         return
     driver.outcome()
     assert driver.phases == ["survey", "clear", "clear", *WHOLE[1:]]
-    assert driver.one(Ask, "clear").body == {"update_id": "before"}
+    assert driver.one(SendOp, "clear").body == {"update_id": "before"}
 
 
 def test_who_joins_a_pushed_update_too_late_can_not_get_it() -> None:
-    driver = with_session(COMPLETE, ARMED)
+    driver = with_session(COMPLETE, HEARS)
     driver.members = {**MEMBERS, "d": "id"}
     assert "d joined" in driver.error(MembershipChanged).message
     assert driver.phases == ["survey", "session", "abort"]
     meanwhile = replace(driver.surveyed(), members={**MEMBERS, "d": "id"})
-    driver = with_session(COMPLETE, ARMED, prepare=received(), recheck=meanwhile)
+    driver = with_session(COMPLETE, HEARS, prepare=received(), recheck=meanwhile)
     assert "d joined" in driver.error(MembershipChanged).message
     assert driver.phases == ["survey", "prepare", "recheck", "session", "abort"]
-    noted = replace(ARMED, body=body(transport=PUSH, policy={"on_prepare_failure": "exclude"}).model_dump())
+    noted = replace(HEARS, body=body(transport=PUSH, policy={"on_prepare_failure": "exclude"}).model_dump())
     driver = with_session(COMPLETE, noted)
     driver.members = {**MEMBERS, "d": "id"}
-    driver.answers["watch"] = [lambda watch: Answered([*states(watch.record, "abc").rows, state("d", R0)])]
+    driver.answers["watch"] = [lambda watch: Answered([*states(watch.record, "abc").replies, state("d", R0)])]
     assert driver.outcome().excluded == ["d"]
-    assert list(driver.one(Ask, "prepare").workers) == ["a", "b", "c"]
+    assert list(driver.one(SendOp, "prepare").workers) == ["a", "b", "c"]
     # In one call.
     other = replace(Driver(update()).surveyed(), fingerprint="other")
     driver = Driver(update(transport=PUSH), recheck=other)
@@ -977,17 +990,17 @@ def test_who_joins_a_pushed_update_too_late_can_not_get_it() -> None:
 
 
 def test_what_is_staged_is_not_what_the_caller_states() -> None:
-    driver = with_session(Call("complete", "u9", digest="blake3:" + "2" * 64), SESSION)
+    driver = with_session(UpdateCommand("complete", "u9", digest="blake3:" + "2" * 64), SESSION)
     assert driver.error(UpdateAborted).facts["field"] == "digest"
     assert driver.phases == ["survey", "prepare", "session", "abort"]
-    assert with_session(Call("complete", "u9", digest=NEW), SESSION).outcome().version.digest == NEW
+    assert with_session(UpdateCommand("complete", "u9", digest=NEW), SESSION).outcome().version.digest == NEW
 
 
 def test_a_prepared_update_is_aborted() -> None:
     driver = with_session(ABORT, SESSION)
     assert driver.run().result == SESSION
     assert driver.phases == ["survey", "session", "abort"]
-    assert driver.one(Ask, "abort").body == {"update_id": "u9"}
+    assert driver.one(SendOp, "abort").body == {"update_id": "u9"}
 
 
 def test_a_fenced_completion_gives_up() -> None:
@@ -1001,7 +1014,7 @@ def test_a_decided_update_is_carried_out_though_its_session_can_not_be_ended() -
     assert driver.outcome().version.label == "new"
 
 
-NAME = Call("name", "u9", version="seven")
+NAME = UpdateCommand("label", "u9", version="seven")
 
 
 def test_a_prepared_update_has_the_label_that_it_was_last_given() -> None:
@@ -1009,7 +1022,7 @@ def test_a_prepared_update_has_the_label_that_it_was_last_given() -> None:
     named = driver.run().result
     assert isinstance(named, UpdateSession)
     assert (named.label, driver.phases) == ("seven", ["survey", "session"])
-    assert driver.one(Note, "session").session == named
+    assert driver.one(SaveSession).session == named
     assert with_session(COMPLETE, named).outcome().version.label == "seven"
     assert with_session(replace(COMPLETE, version="eight"), named).outcome().version.label == "eight"
 
@@ -1053,15 +1066,15 @@ def test_what_is_decided_is_neither_aborted_nor_named_nor_prepared_again() -> No
 
 @pytest.mark.parametrize("kind", ["update", "finish"])
 def test_the_session_of_a_decided_update_keeps_nobody_waiting(kind: Any) -> None:
-    driver = with_session(Call(kind, "u10", body()), SESSION, DECIDED)
+    driver = with_session(UpdateCommand(kind, "u10", body()), SESSION, DECIDED)
     driver.outcome()
     assert driver.phases[:3] == ["survey", "clear", "gate"]
-    assert driver.all(Note, "clear") == [Note("clear")]
+    assert driver.all(EndSession) == [EndSession("clear")]
 
 
 @pytest.mark.parametrize("kind", ["update", "prepare", "finish", "new_run"])
 def test_another_live_session_is_waited_for(kind: Any) -> None:
-    driver = with_session(Call(kind, "u10", body()), SESSION)
+    driver = with_session(UpdateCommand(kind, "u10", body()), SESSION)
     error = driver.error(Locked)
     assert (error.facts["holder"], driver.phases) == ("u9", ["survey"])
 
@@ -1072,11 +1085,11 @@ def test_another_live_session_is_waited_for(kind: Any) -> None:
 def test_the_newest_record_is_whichever_is_newest_in_the_store_here_or_at_a_worker() -> None:
     sealed = [replace(R1, seal=seal, update_id=f"u{seal}") for seal in (1, 2, 3)]
     for stored, witness, known in permutations(sealed):
-        attests = [attest("a", None), attest("b", R0), attest("c", known), silent("d")]
-        assert newest(stored, witness, attests) == sealed[2]
+        reports = [report("a", None), report("b", R0), report("c", known), silent("d")]
+        assert newest(stored, witness, reports) == sealed[2]
     assert newest(None, None, []) is None
     assert newest(R0, None, []) == R0
-    assert newest(None, R1, [attest("a", R0)]) == R1
+    assert newest(None, R1, [report("a", R0)]) == R1
 
 
 FINISH = ["gate", "commit", "open", "open", "recheck"]
@@ -1086,18 +1099,18 @@ def test_what_a_dead_coordinator_had_decided_is_finished_first() -> None:
     driver = Driver(update(), R1)
     outcome = driver.outcome()
     assert driver.phases == ["survey", *FINISH, *WHOLE[1:]]
-    assert driver.all(Tell, "gate")[0].record == R1
-    assert driver.all(Tell, "gate")[0].sequence == 10
-    assert list(driver.all(Ask, "commit")[0].workers) == ["a", "b", "c"]
+    assert driver.all(Announce, "gate")[0].record == R1
+    assert driver.all(Announce, "gate")[0].sequence == 10
+    assert list(driver.all(SendOp, "commit")[0].workers) == ["a", "b", "c"]
     assert driver.all(Write, "open")[0].record == R1_OPEN
     assert outcome.version.sequence == 2
 
 
 def test_what_only_the_unfinished_update_had_closed_counts_again() -> None:
     driver = Driver(update(), R1, prepare=prepared_rows(lost("b")))
-    driver.attests = [attest(key, R1, admitted=False) for key in MEMBERS]
+    driver.reports = [report(key, R1, admitted=False) for key in MEMBERS]
     driver.answers["recheck"] = [
-        lambda _: replace(driver.surveyed(), attests=[attest(key, R1_OPEN) for key in MEMBERS])
+        lambda _: replace(driver.surveyed(), reports=[report(key, R1_OPEN) for key in MEMBERS])
     ]
     driver.error(UpdateAborted)
     assert driver.phases[-3:] == ["begin", "prepare", "abort"]
@@ -1105,25 +1118,25 @@ def test_what_only_the_unfinished_update_had_closed_counts_again() -> None:
 
 def test_under_the_same_id_an_update_answers_with_the_outcome_of_the_one_that_was_decided() -> None:
     commit = Answered([ok("a"), ok("b"), lost("c")])
-    driver = Driver(Call("update", "u1", body()), R1, commit=commit, watch=serving("ab"))
+    driver = Driver(UpdateCommand("update", "u1", body()), R1, commit=commit, watch=serving("ab"))
     outcome = driver.outcome()
     assert driver.phases == ["survey", *FINISH, "watch"]
     assert (outcome.version, outcome.excluded) == (V1, ["c"])
-    driver = Driver(Call("update", "u1", body()), R1_OPEN)
+    driver = Driver(UpdateCommand("update", "u1", body()), R1_OPEN)
     outcome = driver.outcome()
     assert driver.phases == ["survey", "watch"], "it was opened: the workers are asked once"
     assert driver.one(Watch) == Watch(R1_OPEN, 0.0)
     assert (outcome.version, outcome.excluded) == (V1, [])
-    assert [row.instance_id for row in outcome.rows] == ["a", "b", "c"]
+    assert [reply.instance_id for reply in outcome.replies] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
     "call",
-    [Call("update", "u1", body()), Call("complete", "u1"), Call("new_run", "u1")],
+    [UpdateCommand("update", "u1", body()), UpdateCommand("complete", "u1"), UpdateCommand("new_run", "u1")],
     ids=lambda call: call.kind,
 )
 @pytest.mark.parametrize("record", [R1, R1_OPEN], ids=["decided", "opened"])
-def test_asked_again_it_is_no_success_where_too_few_serve(call: Call, record: DecisionRecord) -> None:
+def test_asked_again_it_is_no_success_where_too_few_serve(call: UpdateCommand, record: DecisionRecord) -> None:
     failed = Answered([bad(key, NotPrepared("no")) for key in MEMBERS])
     nobody = states(R0, "abc")
     driver = Driver(call, record, commit=failed, watch=nobody)
@@ -1136,32 +1149,34 @@ def test_asked_again_it_is_no_success_where_too_few_serve(call: Call, record: De
 
 
 def test_prepared_again_it_is_finished_and_said_to_be_committed() -> None:
-    driver = Driver(Call("prepare", "u1", body()), R1)
+    driver = Driver(UpdateCommand("prepare", "u1", body()), R1)
     assert "is committed as one" in driver.error(Conflict).message
     assert driver.phases == ["survey", *FINISH]
 
 
 def test_completed_again_it_is_its_own_policy_that_counts() -> None:
     one = Answered([state("a", R1), state("b", R0), state("c", R0)])
-    assert Driver(Call("complete", "u1"), R1_OPEN, watch=one).outcome().excluded == ["b", "c"]
-    call = Call("complete", "u1", min_ready=2)
+    assert Driver(UpdateCommand("complete", "u1"), R1_OPEN, watch=one).outcome().excluded == ["b", "c"]
+    call = UpdateCommand("complete", "u1", min_ready=2)
     assert "1 workers serve it" in Driver(call, R1_OPEN, watch=one).error(Conflict).message
     another = replace(SESSION, update_id="u2")
     assert "1 workers serve it" in with_session(call, another, R1_OPEN, watch=one).error(Conflict).message
 
 
 def test_finish_does_only_that() -> None:
-    driver = Driver(Call("finish", ""), R1, commit=Answered([bad(key, NotPrepared("no")) for key in MEMBERS]))
+    driver = Driver(
+        UpdateCommand("finish", ""), R1, commit=Answered([bad(key, NotPrepared("no")) for key in MEMBERS])
+    )
     assert driver.outcome() == Outcome(V1), "who serves it is not asked"
     assert driver.phases == ["survey", *FINISH]
-    driver = Driver(Call("finish", ""), R1_OPEN)
+    driver = Driver(UpdateCommand("finish", ""), R1_OPEN)
     assert driver.outcome() == Outcome(V1)
     assert driver.phases == ["survey"]
 
 
 def test_a_rolling_update_that_was_left_is_ended_on_all_at_once() -> None:
     rolling = replace(R1, open=True, rolling_from=R0.held)
-    driver = Driver(Call("finish", ""), rolling)
+    driver = Driver(UpdateCommand("finish", ""), rolling)
     driver.outcome()
     assert driver.phases == ["survey", *FINISH]
     assert driver.one(Write, "open").record.rolling_from is None
@@ -1170,36 +1185,36 @@ def test_a_rolling_update_that_was_left_is_ended_on_all_at_once() -> None:
 def test_who_finishes_an_update_that_leaves_the_fleet_paused_notes_it() -> None:
     left = replace(R1, keep_pause=True, pause_mode="wait", fence=8)
     for written in (3, 7):
-        driver = Driver(Call("finish", ""), left)
+        driver = Driver(UpdateCommand("finish", ""), left)
         driver.pause = DesiredPause(False), written
         driver.outcome()
         assert driver.phases == ["survey", "pause", *FINISH]
-        assert driver.one(Note, "pause").pause == DesiredPause(True, "wait", NOW + DEFAULT_PAUSE_LEASE_S)
+        assert driver.one(SavePause).pause == DesiredPause(True, "wait", NOW + DEFAULT_PAUSE_LEASE_S)
     for written in (9, 200):  # after the lock of its coordinator was taken
-        resumed = Driver(Call("finish", ""), left)
+        resumed = Driver(UpdateCommand("finish", ""), left)
         resumed.pause = DesiredPause(False), written
         resumed.outcome()
-        assert not resumed.all(Note, "pause"), "another call has resumed the fleet since"
+        assert not resumed.all(SavePause), "another call has resumed the fleet since"
 
 
 def test_a_pause_outlives_an_update_by_the_longer_lease() -> None:
     driver = Driver(update(policy={"keep_pause": True}))
     driver.pause = DesiredPause(True, "wait", NOW + 3600.0), 3
     driver.outcome()
-    assert driver.one(Note, "pause").pause == DesiredPause(True, "keep", NOW + 3600.0)
-    assert driver.one(Ask, "commit").body["pause_s"] == 3600.0
+    assert driver.one(SavePause).pause == DesiredPause(True, "keep", NOW + 3600.0)
+    assert driver.one(SendOp, "commit").body["pause_s"] == 3600.0
     driver = Driver(update())
     driver.pause = DesiredPause(True, "wait", NOW + 5.0), 3
     driver.outcome()
-    assert driver.one(Ask, "commit").body["pause_s"] == 5.0
-    assert not driver.all(Note, "pause")
+    assert driver.one(SendOp, "commit").body["pause_s"] == 5.0
+    assert not driver.all(SavePause)
 
 
 # ---- a new run ----
 
 
 def new_run(record: DecisionRecord | None = R1_OPEN, **answers: Any) -> Driver:
-    return Driver(Call("new_run", "n1"), record, **answers)
+    return Driver(UpdateCommand("new_run", "n1"), record, **answers)
 
 
 def test_a_new_run_begins_by_the_model_of_all() -> None:
@@ -1210,22 +1225,22 @@ def test_a_new_run_begins_by_the_model_of_all() -> None:
     assert (record.sequence, record.version.digest, record.run_number) == (0, "model", 1)
     assert (record.source, record.adapters, record.open, record.update_id) == (Source(None), {}, False, "n1")
     assert record.version.run != V1.run
-    assert list(driver.one(Ask, "commit").workers) == []
+    assert list(driver.one(SendOp, "commit").workers) == []
     assert outcome.excluded == []
     again = new_run(driver.record)
     assert again.outcome().version == record.made
     assert again.phases == ["survey", "watch"], "under its id there is one"
 
 
-@pytest.mark.parametrize("other", [attest("c", model="another"), silent("c")])
-def test_a_new_run_needs_every_workers_word(other: WorkerRow) -> None:
+@pytest.mark.parametrize("other", [report("c", model="another"), silent("c")])
+def test_a_new_run_needs_every_workers_word(other: WorkerReply) -> None:
     driver = new_run()
-    driver.attests = [attest("a"), attest("b"), other]
+    driver.reports = [report("a"), report("b"), other]
     error = driver.error(Conflict)
     assert len(error.facts["workers"]) == 3
     assert driver.phases == ["survey"]
     driver = new_run()
-    driver.members, driver.attests = {}, []
+    driver.members, driver.reports = {}, []
     driver.error(Conflict)
 
 
@@ -1245,7 +1260,7 @@ def test_an_adapter_is_loaded_or_swapped_beside_the_same_base(op: str, base: Dec
     driver = Driver(lora(op), base)
     outcome = driver.outcome()
     assert driver.phases == WHOLE
-    assert driver.one(Ask, "prepare").body["target"] == {"kind": "lora", "op": op, "name": "x"}
+    assert driver.one(SendOp, "prepare").body["target"] == {"kind": "lora", "op": op, "name": "x"}
     record = driver.one(Write, "decide").record
     assert (record.version, record.source) == (base.version, base.source)
     assert record.adapters == {"x": Adapter(outcome.version, Source(FILES))}
@@ -1256,7 +1271,7 @@ def test_an_adapter_is_unloaded_without_a_transport() -> None:
     driver = Driver(lora("unload", policy={"staging": "host"}), WITH_X)
     driver.outcome()
     assert driver.phases == WHOLE, "the workers are asked all the same"
-    assert driver.one(Ask, "prepare").body["transport"] is None
+    assert driver.one(SendOp, "prepare").body["transport"] is None
     record = driver.one(Write, "decide").record
     assert (record.adapters, record.version, record.sequence) == ({}, V1, 3)
     assert record.made_source == Source(None)
@@ -1275,7 +1290,7 @@ def test_what_an_adapter_can_not_become_touches_nobody(
 ) -> None:
     driver = Driver(lora(op), base)
     assert driver.error(error).facts["field"] == field
-    assert not driver.all(Ask, "prepare")
+    assert not driver.all(SendOp, "prepare")
     assert not driver.all(Write)
 
 
@@ -1300,18 +1315,18 @@ CANARY = {"sequences": [[1, 2, 3]], "expected": [[-1.0, -2.0]]}
 KIND = engine_kind("hf", "5.0", "float32", "cpu", 1)
 
 
-def scored(*values: float) -> Callable[[Ask], Answered]:
+def scored(*values: float) -> Callable[[SendOp], Answered]:
     """What each of them scores, the first worker first: the trainer expects -1 and -2."""
-    rows = [
+    replies = [
         ok(key, canary={"kind": KIND, "vectors": [[one, -2.0]]}) for key, one in zip("abc", values, strict=True)
     ]
-    return lambda ask: Answered([row for row in rows if row.instance_id in ask.workers])
+    return lambda ask: Answered([reply for reply in replies if reply.instance_id in ask.workers])
 
 
 def with_canary(commit: Any, base: DecisionRecord = R0, on_failure: str = "rollback", **answers: Any) -> Driver:
     policy = {"canary": CANARY, "on_canary_failure": on_failure, "barrier": answers.pop("barrier", "strict")}
     driver = Driver(update(policy=policy), base, **{"commit": commit, "roll": commit, **answers})
-    driver.attests = [attest(key, base, canary={"vocab_size": 10, "max_model_len": 10}) for key in MEMBERS]
+    driver.reports = [report(key, base, canary={"vocab_size": 10, "max_model_len": 10}) for key in MEMBERS]
     return driver
 
 
@@ -1323,12 +1338,12 @@ def test_who_computes_something_else_is_excluded_and_the_version_opens_with_what
     outcome = driver.outcome()
     assert driver.phases == [*WHOLE[:7], "open", "open", "watch"]
     assert outcome.excluded == ["c"]
-    assert [row.error and row.error.code for row in outcome.rows] == [None, None, "numerics"]
+    assert [reply.error and reply.error.code for reply in outcome.replies] == [None, None, "numerics"]
     opened = driver.one(Write, "open").record
     assert opened.canary is not None
     assert opened.canary.references == {KIND: ((-1.0, -2.0),)}
-    assert driver.one(Tell, "open").record == opened
-    history = driver.one(Note, "open").canary
+    assert driver.one(Announce, "open").record == opened
+    history = driver.one(SaveCanaryHistory).history
     assert history is not None
     assert history.values(NEW, opened.canary.sequences) == opened.canary.references
 
@@ -1343,14 +1358,14 @@ def test_what_all_miss_is_never_opened_and_the_version_before_comes_back() -> No
     assert (back.version.digest, back.sequence, back.update_id) == (V0.digest, 2, "u9")
     assert back.missed is not None
     assert [one.record.made for one in driver.all(Write, "open")] == [back.made]
-    assert [one.record.made for one in driver.all(Tell)] == [failed.made, back.made, back.made]
+    assert [one.record.made for one in driver.all(Announce)] == [failed.made, back.made, back.made]
     assert error.facts["failed_version"] == failed.made.to_wire()
 
 
 def test_rolling_it_is_only_the_first_worker_that_takes_what_it_misses() -> None:
     driver = with_canary(scored(-5.0, -1.0, -1.0), barrier="rolling")
     driver.error(CanaryFailed)
-    assert [list(one.workers) for one in driver.all(Ask, "roll")] == [["a"]]
+    assert [list(one.workers) for one in driver.all(SendOp, "roll")] == [["a"]]
     assert driver.all(Write, "decide")[1].record.version.digest == V0.digest
 
 
@@ -1371,17 +1386,17 @@ def test_a_version_that_can_not_be_brought_back_stays_and_none_serves_it() -> No
 def test_a_return_whose_answer_was_lost_is_settled_by_what_the_record_has_made(found: bool) -> None:
     """Both records are of one update id: the one that is found may be the version that all workers miss."""
     driver = with_canary(scored(-5.0, -5.0, -5.0), decide=[None, LOST], watch=serving(""))
-    driver.answers["settle"] = [
+    driver.answers["resolve"] = [
         lambda _: replace(
             driver.surveyed(), record=replace(driver.all(Write, "decide")[int(found)].record, fence=FENCE)
         )
     ]
     if found:
         driver.error(CanaryFailed)
-        assert driver.phases == [*BACK[:7], "settle", *BACK[7:]]
+        assert driver.phases == [*BACK[:7], "resolve", *BACK[7:]]
         return
     driver.error(Conflict)
-    assert driver.phases == [*BACK[:7], "settle", "watch"], "the next coordinator brings it back"
+    assert driver.phases == [*BACK[:7], "resolve", "watch"], "the next coordinator brings it back"
 
 
 @pytest.mark.parametrize("why", [LOST, FENCED])
@@ -1401,11 +1416,11 @@ def test_who_finishes_a_version_that_all_miss_brings_the_one_before_back() -> No
     first = with_canary(scored(-5.0, -5.0, -5.0))
     first.run()
     left = replace(first.all(Write, "decide")[0].record, fence=8)
-    driver = Driver(Call("finish", ""), left, commit=scored(-5.0, -5.0, -5.0))
+    driver = Driver(UpdateCommand("finish", ""), left, commit=scored(-5.0, -5.0, -5.0))
     outcome = driver.outcome()
     assert driver.phases == ["survey", "gate", "commit", *BACK[6:], "recheck"]
     assert (outcome.version.digest, outcome.version.sequence) == (V0.digest, 2)
-    again = Driver(Call("update", "u9", body()), driver.record)
+    again = Driver(UpdateCommand("update", "u9", body()), driver.record)
     again.error(CanaryFailed)
     assert again.phases == ["survey"]
 
@@ -1414,32 +1429,32 @@ def test_a_canary_that_the_engines_can_not_score_touches_nobody() -> None:
     policy = {"canary": CANARY}
     assert Driver(update(policy=policy)).error(Unsupported).facts["field"] == "policy.canary"
     driver = with_canary(None)
-    driver.attests = [attest("a", canary={"vocab_size": 3, "max_model_len": 10}), attest("b"), silent("c")]
+    driver.reports = [report("a", canary={"vocab_size": 3, "max_model_len": 10}), report("b"), silent("c")]
     assert driver.error(InvalidRequest).facts["field"].startswith("policy.canary")
     assert driver.phases == ["survey"]
 
 
 # ---- fed: the trainer announces them part by part ----
 
-FED = {"backend": "gloo", "group": "g", "fed": True}
+FED = {"backend": "gloo", "group": "g", "in_parts": True}
 FEEDING = session_of(prepare(transport=FED), **LISTENING)
 PART = Part(names=["w"], dtypes=["bfloat16"], shapes=[[2, 3]], timeout_s=7.0)
-FEED = Call("feed", "", part=PART)
+FEED = UpdateCommand("receive_part", "", part=PART)
 
 
 def test_a_part_goes_to_all_that_listen() -> None:
     driver = with_session(FEED, FEEDING)
     fed = driver.run().result
-    assert isinstance(fed, Fed)
-    assert (fed.missing, driver.phases) == (3, ["survey", "feed", "session"])
-    asked = driver.one(Ask)
-    assert (asked.op, list(asked.workers), asked.together) == ("feed_update", list(MEMBERS), "u9")
+    assert isinstance(fed, PartReceived)
+    assert (fed.missing, driver.phases) == (3, ["survey", "receive", "session"])
+    asked = driver.one(SendOp)
+    assert (asked.op, list(asked.workers), asked.together) == ("receive_part", list(MEMBERS), "u9")
     assert asked.timeout_s is not None
     assert asked.timeout_s > 7.0
     told = {"update_id": "u9", "names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2, 3]], "last": False}
     assert told.items() <= asked.body.items()
     assert fed.session == replace(FEEDING, parts=1), "it waits for the next one"
-    assert driver.one(Note, "session").session == fed.session
+    assert driver.one(SaveSession).session == fed.session
 
 
 @pytest.mark.parametrize(
@@ -1453,12 +1468,12 @@ def test_a_part_goes_to_all_that_listen() -> None:
 )
 @pytest.mark.parametrize("policy", [{}, {"on_prepare_failure": "exclude"}])
 def test_a_part_that_anybody_lacks_ends_the_update(
-    why: WorkerRow, policy: dict[str, Any], ends: type[PlaneError]
+    why: WorkerReply, policy: dict[str, Any], ends: type[PlaneError]
 ) -> None:
     noted = replace(FEEDING, body=body(transport=FED, policy=policy).model_dump())
-    driver = with_session(FEED, noted, feed=Answered([why, ok("b", missing=1), ok("c", missing=1)]))
+    driver = with_session(FEED, noted, receive=Answered([why, ok("b", missing=1), ok("c", missing=1)]))
     assert len(driver.error(ends).facts["workers"]) == 3
-    assert driver.phases == ["survey", "feed", "session", "abort"]
+    assert driver.phases == ["survey", "receive", "session", "abort"]
 
 
 def test_nobody_is_fed_who_can_not_have_all_of_it() -> None:
@@ -1466,24 +1481,24 @@ def test_nobody_is_fed_who_can_not_have_all_of_it() -> None:
     driver.members = {**MEMBERS, "a": "another"}
     driver.error(UpdateAborted)
     assert driver.phases == ["survey", "session", "abort"]
-    driver = with_session(FEED, ARMED)
+    driver = with_session(FEED, HEARS)
     assert driver.error(InvalidRequest).facts["field"] == "update_id"
     assert driver.phases == ["survey"], "the other one stays"
     assert Driver(FEED).error(UpdateAborted).facts["field"] == "update_id"
 
 
 def test_the_last_part_is_asked_for_what_is_missing() -> None:
-    driver = with_session(Call("complete", "", version="late"), FEEDING, prepare=received())
+    driver = with_session(UpdateCommand("complete", "", version="late"), FEEDING, prepare=received())
     assert driver.outcome().version.label == "late"
-    assert driver.phases[:4] == ["survey", "feed", "prepare", "recheck"]
-    assert driver.one(Ask, "feed").body["last"] is True
+    assert driver.phases[:4] == ["survey", "receive", "prepare", "recheck"]
+    assert driver.one(SendOp, "receive").body["last"] is True
     missing = bad("a", InvalidWeights("2 missing"))
-    driver = with_session(Call("complete", ""), FEEDING, feed=Answered([missing]))
+    driver = with_session(UpdateCommand("complete", ""), FEEDING, receive=Answered([missing]))
     driver.error(InvalidWeights)
-    assert driver.phases == ["survey", "feed", "session", "abort"]
+    assert driver.phases == ["survey", "receive", "session", "abort"]
 
 
 def test_what_is_fed_takes_several_calls() -> None:
     driver = Driver(replace(prepare(transport=FED), kind="update"))
-    assert driver.error(InvalidRequest).facts["field"] == "transport.fed"
+    assert driver.error(InvalidRequest).facts["field"] == "transport.in_parts"
     assert driver.phases == []

@@ -14,7 +14,7 @@ from rl_plane.errors import EngineFailed, InvalidRequest
 from rl_plane.protocol.versions import HostTensor, WeightVersion
 from rl_plane.transports.filesystem.receiver import FilesystemTransport
 from rl_plane.transports.receiver_base import Places
-from tests.unit.engines.test_fake_engine import (
+from tests.support.fake_runs import (
     BOUND_S,
     PROMPT,
     Reader,

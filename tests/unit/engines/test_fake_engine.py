@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import math
 import threading
-from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, cast
@@ -14,10 +13,22 @@ from typing import Any, cast
 import pytest
 
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAdmitted
-from rl_plane.protocol.generation import MAX_PROMPT_LOGPROBS, GenerateDelta, GenerateRequest
-from rl_plane.protocol.update_requests import PreparedReply
-from rl_plane.protocol.versions import TensorSpec, WeightVersion
-from rl_plane.transports.reception import Reception
+from rl_plane.protocol.generation import MAX_PROMPT_LOGPROBS, GenerateRequest
+from rl_plane.protocol.versions import TensorSpec
+from tests.support.fake_runs import (
+    BOUND_S,
+    PROMPT,
+    Reader,
+    ask,
+    drain,
+    receive,
+    reception,
+    stage,
+    started,
+    tokens,
+    until,
+    version,
+)
 from worker.engines.base import EngineAdapter, EngineFactory, EngineOptions
 from worker.engines.fake.adapter import (
     FakeEngine,
@@ -28,9 +39,6 @@ from worker.engines.fake.adapter import (
     make_fake_model,
 )
 from worker.receive.staging import model_digest
-
-BOUND_S = 10.0
-PROMPT = [5, 6, 7]
 
 
 @pytest.fixture
@@ -43,60 +51,10 @@ def new(tmp_path: Path) -> Path:
     return make_fake_model(tmp_path / "new", 1)
 
 
-def version(sequence: int, directory: Path) -> WeightVersion:
-    return WeightVersion("run", sequence, f"step_{sequence}", model_digest(directory))
-
-
-async def started(model: Path, **extra: str) -> FakeEngine:
-    engine = build(EngineOptions(model, extra=extra, weight_roots=(model.parent,)))
-    await engine.start()
-    engine.set_version(version(0, model))
-    return engine
-
-
-NAMES = (f"staging-{number}" for number in itertools.count())
-
-
-def reception(directory: Path, **more: Any) -> Reception:
-    return Reception(next(NAMES), {"backend": "filesystem", "path": str(directory)}, **more)
-
-
-def stage(engine: FakeEngine, directory: Path, cancelled: Callable[[], bool] = lambda: False) -> str:
-    return receive(engine, reception(directory), cancelled)[0]
-
-
-def receive(
-    engine: FakeEngine, what: Reception, cancelled: Callable[[], bool] = lambda: False
-) -> tuple[str, PreparedReply]:
-    engine.open(what)
-    return what.staging, engine.receive(what.staging, cancelled)
-
-
-def ask(name: str = "r", **fields: Any) -> GenerateRequest:
-    if not fields.keys() & {"prompt", "messages"}:
-        fields.setdefault("prompt_token_ids", PROMPT)
-    return GenerateRequest(id=name, **fields)
-
-
-async def drain(stream: AsyncIterator[GenerateDelta]) -> list[GenerateDelta]:
-    async with asyncio.timeout(BOUND_S):
-        return [delta async for delta in stream]
-
-
-def tokens(deltas: list[GenerateDelta]) -> list[int]:
-    return [token for delta in deltas for token in delta.token_ids]
-
-
 async def settle() -> None:
     """Lets every task go as far as it gets without time passing."""
     for _ in range(50):
         await asyncio.sleep(0)
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(BOUND_S):
-        while not true():  # noqa: ASYNC110  (what is waited for makes no event)
-            await asyncio.sleep(0)
 
 
 # life and options
@@ -432,26 +390,6 @@ async def test_abort_some_and_all(base: Path) -> None:
 
 
 # pausing
-
-
-class Reader:
-    """A request that is read as fast as it comes."""
-
-    def __init__(
-        self, engine: FakeEngine, name: str = "r", max_tokens: int = 1000, adapter: str | None = None
-    ) -> None:
-        request = ask(name, max_tokens=max_tokens, adapter=adapter)
-        self.deltas: list[GenerateDelta] = []
-        self.task = asyncio.create_task(self._read(engine.generate(request)))
-
-    async def _read(self, stream: AsyncIterator[GenerateDelta]) -> None:
-        async for delta in stream:
-            self.deltas.append(delta)
-
-    async def end(self) -> GenerateDelta:
-        async with asyncio.timeout(BOUND_S):
-            await self.task
-        return self.deltas[-1]
 
 
 async def test_keep_freezes_between_two_tokens(base: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_plane.errors import EngineFailed
-from tests.unit.engines.test_vllm import standing_in
+from tests.support.vllm_stand_in import standing_in
 from worker.engines.vllm.sleep_levels import SLEEP_LEVEL, Call, ReleasedMemory
 
 Step = tuple[str, tuple[str, ...]]

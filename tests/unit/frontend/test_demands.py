@@ -23,7 +23,7 @@ from frontend.routing.demands import (
 from frontend.routing.progress import GenerationProgress, seed_after
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, VersionSpan, unwitnessed
-from tests.unit.frontend.test_committed import record, span, version
+from tests.support.committed_records import record, span, version
 
 # ---- how they are said ----
 

@@ -262,7 +262,7 @@ async def test_calls_with_long_lists_are_told_apart_by_their_digests() -> None:
     fleet, calls = _calls()
 
     def feed(names: list[Any], digest: str, **more: Any) -> asyncio.Task[Any]:
-        return asyncio.create_task(calls.run("feed_weights_update", {"names": names, **more}, digest=digest))
+        return asyncio.create_task(calls.run("receive_weights_part", {"names": names, **more}, digest=digest))
 
     one, two = feed(["a"], "d"), feed(["not looked at"], "d")
     others = [feed(["a"], "e"), feed(["a"], "d", update_id="u")]

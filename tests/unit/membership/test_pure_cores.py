@@ -10,7 +10,7 @@ import msgpack
 import pytest
 
 from rl_plane.bus.token_stream import ABANDONED_AFTER_S, CREDIT_EVERY, WINDOW, ReceiveWindow, SendWindow
-from rl_plane.commit.rules import judge_prepare
+from rl_plane.commit.rules import evaluate_prepare
 from rl_plane.errors import (
     EngineFailed,
     InvalidRequest,
@@ -30,7 +30,7 @@ from rl_plane.membership.probe import (
     SWEEP_S,
     ProbeCore,
 )
-from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.record import Adapter, DecisionRecord, Held, Source
 from rl_plane.protocol.subjects import Entry
 from rl_plane.protocol.update_requests import UpdatePolicy
@@ -402,12 +402,12 @@ def test_a_sender_is_abandoned_after_a_silence_and_not_before() -> None:
 # ---- judging a prepare ----
 
 
-def ok(name: str) -> WorkerRow:
-    return WorkerRow(name, f"i-{name}", "ok", {"digest": "d1", "refetchable": True})
+def ok(name: str) -> WorkerReply:
+    return WorkerReply(name, f"i-{name}", "ok", {"digest": "d1", "refetchable": True})
 
 
-def bad(name: str, error: PlaneError) -> WorkerRow:
-    return WorkerRow(name, f"i-{name}", "error", error=error)
+def bad(name: str, error: PlaneError) -> WorkerReply:
+    return WorkerReply(name, f"i-{name}", "error", error=error)
 
 
 ABORT = UpdatePolicy()
@@ -416,15 +416,15 @@ ABORT = UpdatePolicy()
 def test_the_callers_fault_is_told_as_such() -> None:
     wrong = InvalidWeights("no such tensor", field="transport.path", fix="x")
     with pytest.raises(InvalidWeights) as caught:
-        judge_prepare([bad("a", wrong), bad("b", EngineFailed("broken"))], {"a", "b"}, ABORT, None)
+        evaluate_prepare([bad("a", wrong), bad("b", EngineFailed("broken"))], {"a", "b"}, ABORT, None)
     assert caught.value.facts["field"] == "transport.path"
     assert caught.value.http_status == 400
     with pytest.raises(InvalidRequest):
-        judge_prepare([ok("a"), bad("b", InvalidRequest("outside"))], {"a", "b"}, ABORT, None)
+        evaluate_prepare([ok("a"), bad("b", InvalidRequest("outside"))], {"a", "b"}, ABORT, None)
     with pytest.raises(Unsupported):
-        judge_prepare([bad("a", Unsupported("no")), bad("b", Unsupported("no"))], {"a", "b"}, ABORT, None)
+        evaluate_prepare([bad("a", Unsupported("no")), bad("b", Unsupported("no"))], {"a", "b"}, ABORT, None)
     with pytest.raises(UpdateAborted):
-        judge_prepare([bad("a", Unsupported("no")), bad("b", WorkerLost("dead"))], {"a", "b"}, ABORT, None)
+        evaluate_prepare([bad("a", Unsupported("no")), bad("b", WorkerLost("dead"))], {"a", "b"}, ABORT, None)
 
 
 def test_a_record_on_the_wire_has_all_its_fields() -> None:

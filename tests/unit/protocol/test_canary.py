@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 
-from rl_plane.commit.canary_rules import Score, Verdict, consensus, judge_one, mismatch_kl, settle
+from rl_plane.commit.canary_rules import Score, Verdict, consensus, evaluate_worker, mismatch_kl, settle
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.canary import (
     ACROSS_KINDS,
@@ -264,7 +264,7 @@ def test_the_encoded_history_is_bounded() -> None:
 )
 @pytest.mark.parametrize("record", [RECORD, TRAINED, replace(RECORD, references={HF: RIGHT})])
 def test_what_is_no_vector_fails_and_never_raises(record: CanaryRecord, vectors: Any) -> None:
-    verdict = judge_one(record, HF, vectors)
+    verdict = evaluate_worker(record, HF, vectors)
     assert (verdict.passed, verdict.reason, verdict.against) == (False, "unusable", "nothing")
     assert verdict.message
     json.dumps(verdict.to_wire(), allow_nan=False)
@@ -299,9 +299,9 @@ def test_one_worker_is_judged_by_what_the_record_knows(
     record: CanaryRecord, kind: str, tolerance: Tolerance, reason: str, seed: int
 ) -> None:
     at = tolerance.at(chosen(seed))
-    assert judge_one(record, kind, off(at * 0.9, seed)).passed
+    assert evaluate_worker(record, kind, off(at * 0.9, seed)).passed
     wrong = off(at * 1.1, seed)
-    verdict = judge_one(record, kind, wrong)
+    verdict = evaluate_worker(record, kind, wrong)
     assert not verdict.passed
     assert verdict.reason == reason
     assert verdict.tolerance == at
@@ -316,12 +316,12 @@ def test_one_worker_is_judged_by_what_the_record_knows(
 
 
 def test_a_worker_without_anything_to_compare_with_passes_and_says_so() -> None:
-    assert judge_one(RECORD, HF, RIGHT) == Verdict(True, "nothing")
-    assert judge_one(RECORD, HF, RIGHT).to_wire() == {"passed": True, "against": "nothing"}
+    assert evaluate_worker(RECORD, HF, RIGHT) == Verdict(True, "nothing")
+    assert evaluate_worker(RECORD, HF, RIGHT).to_wire() == {"passed": True, "against": "nothing"}
 
 
 def test_an_undecided_version_lets_no_worker_in() -> None:
-    verdict = judge_one(replace(RECORD, undecided=True), HF, RIGHT)
+    verdict = evaluate_worker(replace(RECORD, undecided=True), HF, RIGHT)
     assert (verdict.passed, verdict.reason) == (False, "tie")
 
 
@@ -330,7 +330,7 @@ def test_mismatch_kl_is_the_mean_of_k3() -> None:
     by_hand = (math.exp(0.1) - 1 - 0.1) / 5
     assert mismatch_kl(RIGHT, off(0.1)) == pytest.approx(by_hand)
     assert mismatch_kl(off(0.1), RIGHT) == pytest.approx((math.exp(-0.1) - 1 + 0.1) / 5)
-    assert judge_one(TRAINED, HF, off(0.01)).mismatch_kl == pytest.approx((math.exp(0.01) - 1.01) / 5)
+    assert evaluate_worker(TRAINED, HF, off(0.01)).mismatch_kl == pytest.approx((math.exp(0.01) - 1.01) / 5)
     assert math.isfinite(mismatch_kl(((-1.0,),), ((MIN_LOGPROB,),)))
 
 
@@ -356,8 +356,8 @@ def test_fewer_than_half_that_differ_are_found(count: int, kind: str, seed: int)
     assert not found.failed_by_all
     # Who joins later is judged by what the fleet has agreed on.
     record = settle(RECORD, given, "rollback").record
-    assert judge_one(record, kind, RIGHT).passed
-    assert not judge_one(record, kind, off(FAR, seed)).passed
+    assert evaluate_worker(record, kind, RIGHT).passed
+    assert not evaluate_worker(record, kind, off(FAR, seed)).passed
 
 
 def test_wrong_workers_do_not_pass_by_agreeing_a_little() -> None:
@@ -489,7 +489,7 @@ def test_a_failure_of_all_follows_the_policy(action: Literal["rollback", "exclud
     assert settled.action == action
     assert settled.excluded == ["a", "b", "c"]
     assert not settled.record.undecided  # a worker that computes the trainer's values later may come in
-    assert judge_one(settled.record, HF, RIGHT).passed
+    assert evaluate_worker(settled.record, HF, RIGHT).passed
     assert consensus(TRAINED, MISSED).missed_trainer
     told = settled.summary()
     assert (told["failed"], told["reasons"]) == (3, {"trainer": 3})
@@ -504,8 +504,8 @@ def test_warn_serves_what_the_fleet_agrees_on() -> None:
     assert settled.summary()["warning"] == settled.warning
     assert settled.summary()["failed"] == 3
     assert settled.record == replace(RECORD, references={HF: off(FAR)})
-    assert judge_one(settled.record, HF, off(FAR)).passed
-    assert not judge_one(settled.record, HF, RIGHT).passed
+    assert evaluate_worker(settled.record, HF, off(FAR)).passed
+    assert not evaluate_worker(settled.record, HF, RIGHT).passed
 
 
 def test_warn_keeps_the_values_of_before_where_only_the_trainers_are_missed() -> None:
@@ -525,14 +525,14 @@ def test_warn_serves_even_a_tie_and_judges_no_worker_by_it() -> None:
 def test_after_a_tie_no_worker_serves_until_the_next_version() -> None:
     settled = settle(RECORD, scores(a=(HF, RIGHT), b=(HF, off(FAR))), "exclude")
     assert (settled.action, settled.excluded) == ("exclude", ["a", "b"])
-    assert not judge_one(settled.record, HF, RIGHT).passed
+    assert not evaluate_worker(settled.record, HF, RIGHT).passed
 
 
 def test_a_fleet_of_many_kinds_stores_the_first_few() -> None:
     kinds = [engine_kind("e", str(number), "float32", "cpu", 1) for number in range(MAX_KINDS + 3)]
     settled = settle(RECORD, {kind: Score(kind, RIGHT) for kind in kinds}, "rollback")
     assert len(settled.record.references) == MAX_KINDS
-    assert all(judge_one(settled.record, kind, shifted(-ACROSS / 9)).passed for kind in kinds)
+    assert all(evaluate_worker(settled.record, kind, shifted(-ACROSS / 9)).passed for kind in kinds)
 
 
 def test_engine_kinds_tell_what_changes_sums() -> None:
@@ -550,7 +550,7 @@ def test_the_tolerance_grows_with_the_logits_that_an_unlikely_token_has() -> Non
     likely_token = ((-30.0, -32.0, -0.7), (-26.0, -40.0))
     assert consensus(RECORD, scores(a=(HF, unlikely), b=(VLLM, likely_token))).failed_by_all
     trained = replace(RECORD, expected=unlikely)
-    assert not judge_one(trained, HF, rounded_elsewhere).passed, "float32 has no such rounding"
-    verdict = judge_one(trained, VLLM, ((-30.0, -32.3, -0.7), (-26.0, -40.0)))
+    assert not evaluate_worker(trained, HF, rounded_elsewhere).passed, "float32 has no such rounding"
+    verdict = evaluate_worker(trained, VLLM, ((-30.0, -32.3, -0.7), (-26.0, -40.0)))
     assert (verdict.sequence, verdict.token) == (0, 3), "the place where it is the most of what it may be"
     assert verdict.difference == pytest.approx(0.3)

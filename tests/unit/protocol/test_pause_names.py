@@ -10,7 +10,7 @@ from rl_plane.client import RlClient
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol import update_requests, validation, worker_ops
 from rl_plane.protocol.fleet_ops import FLEET_OPS
-from tests.fleet.test_updates import states, update_of
+from tests.support.fleet_updates import states, update_of
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

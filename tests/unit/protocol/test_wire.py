@@ -36,6 +36,7 @@ from rl_plane.protocol.fleet_ops import FLEET_OPS
 from rl_plane.protocol.record import first_record
 from rl_plane.protocol.subjects import Subjects, check_instance_id
 from rl_plane.protocol.versions import TensorSpec, WeightVersion, tensors_digest
+from tests.support.without_nats import without_nats
 
 # ---- the public face ----
 
@@ -52,14 +53,6 @@ def test_the_public_face_is_sorted_and_nothing_strays() -> None:
         rl_plane.__all__, key=str.casefold
     )
     assert len(set(rl_plane.__all__)) == len(rl_plane.__all__)
-
-
-def without_nats(directory: Path) -> str:
-    """What PYTHONPATH is where nats-py is not installed."""
-    package = directory / "nats"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'nats'\", name='nats')\n")
-    return str(directory)
 
 
 def test_what_has_the_model_does_without_nats(tmp_path: Path) -> None:
@@ -321,17 +314,17 @@ def test_an_unknown_op_names_the_known_ones() -> None:
 
 def test_the_ops_are_those_of_the_design() -> None:
     named = """liveness describe state pause resume flush_cache abort_requests init_transport destroy_transport
-        arm_update feed_update prepare_update commit_update abort_update update_weights release_memory resume_memory
-        check_weights set_admission drain attest follow_record tokenize detokenize"""
+        listen_update receive_part prepare_update commit_update abort_update update_weights release_memory resume_memory
+        check_weights set_admission drain report_record follow_record tokenize detokenize"""
     assert set(named.split()) | {"ping"} == set(worker_ops.OPS)
-    reading = {"ping", "liveness", "describe", "state", "attest", "tokenize", "detokenize"}
+    reading = {"ping", "liveness", "describe", "state", "report_record", "tokenize", "detokenize"}
     assert {name for name, op in worker_ops.OPS.items() if not op.changes} == reading
     assert all(op.doc and op.timeout_s > 0 for op in worker_ops.OPS.values())
 
 
 def test_the_fleets_ops_are_those_of_the_design() -> None:
     posts = """pause resume flush_cache abort_requests init_transport destroy_transport update_weights
-        prepare_weights_update feed_weights_update name_weights_update complete_weights_update abort_weights_update
+        prepare_weights_update receive_weights_part label_weights_update complete_weights_update abort_weights_update
         release_memory resume_memory check_weights load_lora_adapter unload_lora_adapter new_run
         workers/{id}/enable workers/{id}/disable"""
     gets = "ready liveness state workers weight_version updates"

@@ -12,21 +12,14 @@ from pathlib import Path
 import pytest
 
 from rl_plane.errors import InvalidRequest, Unavailable
-from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.protocol.versions import HostTensor
 from rl_plane.transports.filesystem.sender import FilesystemSender, build
 from rl_plane.transports.packing import fill
 from rl_plane.transports.sender_base import Surroundings
 from rl_plane.weights.checkpoint import open_published
-from rl_plane.weights.manifest import Manifest, pack
+from rl_plane.weights.manifest import Manifest
+from tests.support.packed_manifest import MANIFEST, TENSORS
 from tests.support.paths import ROOT
-
-TENSORS = {
-    "small": HostTensor(TensorSpec("U8", (3,)), memoryview(b"abc")),
-    "wide": HostTensor(TensorSpec("F32", (2, 2)), memoryview(bytes(range(16)))),
-    "empty": HostTensor(TensorSpec("BF16", (0, 4)), memoryview(b"")),
-    "half": HostTensor(TensorSpec("BF16", (3,)), memoryview(b"halves")),
-}
-MANIFEST = Manifest(pack([(name, tensor.spec) for name, tensor in TENSORS.items()], 64))
 
 
 def write(sender: FilesystemSender, manifest: Manifest = MANIFEST, mark: bytes = b"abc") -> tuple[Path, str]:
@@ -122,7 +115,7 @@ def test_an_update_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
 
 _KILLED = """
 import sys
-from tests.unit.publish.test_filesystem_sender import MANIFEST
+from tests.support.packed_manifest import MANIFEST
 from rl_plane.transports.filesystem.sender import FilesystemSender
 sender = FilesystemSender(sys.argv[1])
 sender.open(MANIFEST)

@@ -11,9 +11,9 @@ from rl_plane.errors import InvalidRequest, PayloadTooLarge
 from rl_plane.fleet.fleet_replies import group_places
 from rl_plane.membership.core import Member, Snapshot
 from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES, encode
-from rl_plane.protocol.update_requests import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S, FeedUpdate, UpdateWeights
+from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S, ReceivePart, UpdateWeights
 from rl_plane.protocol.validation import parse_body
-from rl_plane.protocol.vllm_bodies import InitInfo, Transfer, UpdateInfo, feed_body, init_body
+from rl_plane.protocol.vllm_bodies import InitInfo, Transfer, UpdateInfo, init_body, part_body
 from rl_plane.sync import call_bound_s
 from rl_plane.transports.group.broadcast_plan import chunks, pieces
 from rl_plane.transports.group.rank_layout import Place
@@ -22,10 +22,10 @@ SIZES = {"a": 4, "b": 10, "c": 1, "d": 2, "e": 8}
 """Bytes of each tensor."""
 
 
-def part(**more: Any) -> FeedUpdate:
+def part(**more: Any) -> ReceivePart:
     described = {"names": list(SIZES), "dtypes": ["uint8"] * 5, "shapes": [[size] for size in SIZES.values()]}
-    parsed = parse_body(FeedUpdate, {"update_id": "u", **described, **more})
-    assert isinstance(parsed, FeedUpdate)
+    parsed = parse_body(ReceivePart, {"update_id": "u", **described, **more})
+    assert isinstance(parsed, ReceivePart)
     return parsed
 
 
@@ -85,7 +85,7 @@ def test_a_part_that_is_longer_than_a_message(layout: dict[str, Any]) -> None:
         ({"shapes": [[-1]] * 5}, "shapes"),
         ({"shapes": [[1 << 39, 1 << 39]] * 5}, "shapes"),
         ({"timeout_s": 0}, "timeout_s"),
-        ({"timeout_s": MAX_FEED_TIMEOUT_S + 1}, "timeout_s"),
+        ({"timeout_s": MAX_PART_TIMEOUT_S + 1}, "timeout_s"),
     ],
 )
 def test_a_part_that_can_not_be(wrong: dict[str, Any], field: str) -> None:
@@ -142,8 +142,8 @@ def test_each_worker_has_its_place_behind_the_trainers() -> None:
     ],
 )
 def test_what_is_fed_is_a_full_checkpoint(wrong: dict[str, Any]) -> None:
-    fed = {"transport": {"backend": "gloo", "group": "g", "fed": True}}
-    assert UpdateWeights.model_validate(fed).fed
+    fed = {"transport": {"backend": "gloo", "group": "g", "in_parts": True}}
+    assert UpdateWeights.model_validate(fed).in_parts
     with pytest.raises(InvalidRequest, match="full one"):
         UpdateWeights.model_validate({**fed, **wrong})
 
@@ -151,11 +151,11 @@ def test_what_is_fed_is_a_full_checkpoint(wrong: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("asked", "configured", "waited"),
     [
-        (None, FEED_TIMEOUT_S, FEED_TIMEOUT_S),
+        (None, PART_TIMEOUT_S, PART_TIMEOUT_S),
         (None, 3600.0, 3600.0),
-        (1200.0, FEED_TIMEOUT_S, 1200.0),
+        (1200.0, PART_TIMEOUT_S, 1200.0),
         (20.0, 3600.0, 20.0),
-        (86_400.0, FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S),
+        (86_400.0, PART_TIMEOUT_S, MAX_PART_TIMEOUT_S),
     ],
 )
 def test_how_long_a_part_is_waited_for(asked: float | None, configured: float, waited: float) -> None:
@@ -164,13 +164,13 @@ def test_how_long_a_part_is_waited_for(asked: float | None, configured: float, w
     info = InitInfo(backend="gloo", master_address="h", master_port=1, world_size=3, timeout_s=asked)
     transfer = Transfer.of(info, "g", configured)
     assert init_body(info, transfer)["timeout_s"] == waited
-    told = feed_body(UpdateInfo(names=["a"], dtype_names=["uint8"], shapes=[[1]]), transfer)
-    assert FeedUpdate.model_validate({"update_id": "u", **told}).timeout_s == waited
-    assert call_bound_s("feed_weights_update", told) > waited
+    told = part_body(UpdateInfo(names=["a"], dtype_names=["uint8"], shapes=[[1]]), transfer)
+    assert ReceivePart.model_validate({"update_id": "u", **told}).timeout_s == waited
+    assert call_bound_s("receive_weights_part", told) > waited
 
 
-@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), MAX_FEED_TIMEOUT_S + 1])
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), MAX_PART_TIMEOUT_S + 1])
 def test_a_bound_that_a_frontend_can_not_have(wrong: float) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        FrontendOptions(feed_timeout_s=wrong)
-    assert refused.value.facts["field"] == "feed_timeout_s"
+        FrontendOptions(part_timeout_s=wrong)
+    assert refused.value.facts["field"] == "part_timeout_s"

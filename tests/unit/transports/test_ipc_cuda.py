@@ -30,7 +30,7 @@ from rl_plane.transports.packing import fill
 from rl_plane.transports.receiver_base import Places
 from rl_plane.transports.sender_base import Surroundings
 from rl_plane.weights.manifest import Manifest, pack
-from tests.transports.test_ipc_transport import BOUND_S, descriptors, impostor, memory, pool, raw_receiver
+from tests.support.ipc_memory import BOUND_S, descriptors, impostor, memory, pool, raw_receiver
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 

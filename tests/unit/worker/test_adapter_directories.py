@@ -17,17 +17,7 @@ from rl_plane.protocol.versions import ADAPTER_CONFIG_NAME, TensorSpec, tensors_
 from rl_plane.transports.filesystem.receiver import FilesystemTransport
 from rl_plane.weights.checkpoint import ADAPTER_NAME, SINGLE_NAME, write_manifest
 from rl_plane.weights.safetensors_file import SafetensorsFile, write_safetensors
-from tests.transports.test_filesystem_transport import (
-    SCALAR,
-    A,
-    B,
-    Tensors,
-    read,
-    refusal,
-    request,
-    sharded,
-    single,
-)
+from tests.support.safetensors_files import SCALAR, A, B, Tensors, read, refusal, request, sharded, single
 
 pytestmark = pytest.mark.usefixtures("no_descriptor_leaks")
 

@@ -8,7 +8,7 @@ import pytest
 
 from rl_plane.commit.canary_steps import goes_back, settled
 from rl_plane.errors import DeadlineExceeded
-from rl_plane.membership.worker_reply import WorkerRow
+from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import CanaryRecord
 from rl_plane.protocol.record import TAKEOVER_S, DecisionRecord, Source
 from rl_plane.protocol.versions import WeightVersion
@@ -88,8 +88,8 @@ def test_a_commit_tells_what_failed_before_the_weights_are_fetched_again() -> No
 
 @pytest.mark.parametrize("told", [7, [], {"vectors": RIGHT, "kind": [1]}, {"kind": "x"}, {}])
 def test_what_a_worker_reports_breaks_no_coordinator(told: object) -> None:
-    good = WorkerRow("a", "i", "ok", {"canary": {"kind": KIND, "vectors": RIGHT}})
-    settlement, rows = settled(EXPECTED, [good, WorkerRow("b", "i", "ok", {"canary": told})])
+    good = WorkerReply("a", "i", "ok", {"canary": {"kind": KIND, "vectors": RIGHT}})
+    settlement, rows = settled(EXPECTED, [good, WorkerReply("b", "i", "ok", {"canary": told})])
     assert settlement is not None
     assert settlement.verdicts["a"].passed
     assert settlement.action == "open"
@@ -99,7 +99,7 @@ def test_what_a_worker_reports_breaks_no_coordinator(told: object) -> None:
 
 
 def test_the_answer_says_where_nothing_can_come_back() -> None:
-    row = WorkerRow("w", "i", "ok", {"canary": {"kind": KIND, "vectors": WRONG}})
+    row = WorkerReply("w", "i", "ok", {"canary": {"kind": KIND, "vectors": WRONG}})
     pushed = replace(EXPECTED, on_canary_failure="rollback")
     settlement, _ = settled(pushed, [row])
     assert settlement is not None
@@ -111,18 +111,18 @@ def test_the_answer_says_where_nothing_can_come_back() -> None:
 
 
 def test_the_few_workers_that_answer_in_time_do_not_say_what_the_others_must_compute() -> None:
-    def silent(key: str) -> WorkerRow:
-        return WorkerRow(key, "i", "error", error=DeadlineExceeded("no answer"))
+    def silent(key: str) -> WorkerReply:
+        return WorkerReply(key, "i", "error", error=DeadlineExceeded("no answer"))
 
-    wrong = WorkerRow("a", "i", "ok", {"canary": {"kind": KIND, "vectors": WRONG}})
+    wrong = WorkerReply("a", "i", "ok", {"canary": {"kind": KIND, "vectors": WRONG}})
     late, _ = settled(NEXT, [wrong, silent("b"), silent("c")])
     assert late is not None
     assert (late.action, late.record.references) == ("open", {})
-    unusable = WorkerRow("a", "i", "ok", {"canary": {"kind": KIND, "vectors": None}})
+    unusable = WorkerReply("a", "i", "ok", {"canary": {"kind": KIND, "vectors": None}})
     lone, _ = settled(replace(NEXT, on_canary_failure="rollback", fallback=FIRST), [unusable, silent("b")])
     assert lone is not None
     assert (lone.action, lone.excluded) == ("open", ["a"])
-    right = WorkerRow("d", "i", "ok", {"canary": {"kind": KIND, "vectors": RIGHT}})
+    right = WorkerReply("d", "i", "ok", {"canary": {"kind": KIND, "vectors": RIGHT}})
     most, _ = settled(NEXT, [right, replace(right, instance_id="e"), silent("b")])
     assert most is not None
     assert set(most.record.references) == {KIND}

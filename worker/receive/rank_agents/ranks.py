@@ -15,7 +15,7 @@ from worker.receive.rank_agents.agent_client import AgentClient
 RECEIVE_TIMEOUT_S = 86_400.0
 """A day: whoever waits for a receive cancels it, this is only so that no thread waits for ever."""
 
-FEED_MARGIN_S = 15.0
+PART_MARGIN_S = 15.0
 """Beyond a part's own time: a rank that gives up says so."""
 
 CHECK_TIMEOUT_S = 600.0
@@ -72,7 +72,7 @@ class Ranks:
 
     def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
         body = {"staging": staging, "part": dict(part)}
-        bound_s = part["timeout_s"] + FEED_MARGIN_S
+        bound_s = part["timeout_s"] + PART_MARGIN_S
         missing: list[int] = self._client.ask("feed", body, cancelled=cancelled, timeout_s=bound_s)
         return max(missing)
 

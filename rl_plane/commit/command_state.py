@@ -1,0 +1,70 @@
+"""The state of one command while its steps run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_plane.commit.canary_rules import Settlement
+from rl_plane.commit.steps import Instruction, Members, Result, Surveyed, UpdateCommand
+from rl_plane.errors import PlaneError
+from rl_plane.membership.worker_reply import WorkerReply
+from rl_plane.protocol.canary import CanaryHistory
+from rl_plane.protocol.record import DecisionRecord, DesiredPause, Source
+from rl_plane.protocol.update_requests import UpdateWeights
+
+Steps = Generator[Instruction, Any, Result]
+"""A whole command: yields instructions, receives their events, returns the result."""
+
+
+@dataclass(slots=True)
+class CommandState:
+    """What the coordinator knows while it carries out one command."""
+
+    command: UpdateCommand
+    now: float = 0.0
+    """Unix seconds at the current step, for values that people read and for the end of a pause."""
+    elapsed_s: float = 0.0
+    """Monotonic seconds since the command began."""
+    members: Members = field(default_factory=dict)
+    """The fleet, as the last survey found it."""
+    fingerprint: str = ""
+    counted: set[str] = field(default_factory=set)
+    """Workers whose failure can fail an update. A worker that reports itself closed is not counted."""
+    reports: Sequence[WorkerReply] = ()
+    """Each worker's answer to `report_record`."""
+    pause: DesiredPause = field(default_factory=lambda: DesiredPause(False))
+    pause_written: int = 0
+    """The sequence of the pause in the state bucket."""
+    history: CanaryHistory = field(default_factory=CanaryHistory)
+    settlement: Settlement | None = None
+    """What the canary has shown of the record that is carried out now. None: nothing is known yet."""
+
+    def see(self, seen: Surveyed) -> None:
+        """Takes over what a survey has found."""
+        self.members, self.fingerprint, self.reports = seen.members, seen.fingerprint, seen.reports
+        self.pause, self.pause_written, self.history = seen.pause, seen.pause_written, seen.history
+        closed = {reply.instance_id for reply in seen.reports if reply.ok and not reply.body["admitted"]}
+        self.counted = seen.members.keys() - closed
+
+    @property
+    def body(self) -> UpdateWeights:
+        """The request of a command that begins an update."""
+        assert self.command.body is not None
+        return self.command.body
+
+    def changed_source(self, base: DecisionRecord, body: UpdateWeights) -> Source | None:
+        """The source of the version that a delta changes. None: the update is not a delta."""
+        return (self.command.before or base.source) if body.encoding == "delta" else None
+
+
+@contextmanager
+def naming_workers(replies: Sequence[WorkerReply]) -> Iterator[None]:
+    """Adds each worker's reply to the facts of an error."""
+    try:
+        yield
+    except PlaneError as error:
+        error.facts.setdefault("workers", [reply.to_wire() for reply in replies])
+        raise

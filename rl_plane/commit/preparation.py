@@ -1,0 +1,117 @@
+"""The steps before the decision: end a lost session, stage the update on the workers, or drop it again. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from rl_plane.commit.canary_steps import canary_of, limits_of
+from rl_plane.commit.command_state import CommandState, naming_workers
+from rl_plane.commit.rules import evaluate_prepare, is_lost, label_of, left_reply, next_record
+from rl_plane.commit.steps import (
+    Answered,
+    BeginJournal,
+    EndSession,
+    Instruction,
+    Members,
+    Phase,
+    Prepared,
+    SendOp,
+    Survey,
+    Surveyed,
+)
+from rl_plane.errors import Locked, MembershipChanged, PlaneError
+from rl_plane.membership.worker_reply import WorkerReply
+from rl_plane.protocol.record import DecisionRecord, Source, UpdateSession
+from rl_plane.protocol.update_requests import UpdateWeights
+
+
+def end_other_session(
+    state: CommandState, seen: Surveyed, continues: Callable[[UpdateSession], bool] | None
+) -> Generator[Instruction, Any, UpdateSession | None]:
+    """Ends the waiting session, unless this command `continues` it. Locked: another trainer may still complete it.
+
+    Returns the session that the command continues. It also returns a session whose update is the committed one: its
+    coordinator died after the decision, before it could end the session."""
+    session = seen.session
+    if session is None:
+        return None
+    if seen.record is not None and session.update_id == seen.record.update_id:
+        yield EndSession("clear")
+        return session
+    if continues is not None and continues(session):
+        return session
+    policy = UpdateWeights.model_validate(session.body).policy
+    if not is_lost(session, policy, seen):
+        raise Locked(
+            f"the update {session.update_id!r} is prepared and waits for complete or abort",
+            holder=session.update_id,
+            retry_after_s=1.0,
+            fix="complete it, abort it, or wait until its idle limit ends it",
+        )
+    yield from abort(state, session.update_id, "clear")
+    yield EndSession("clear")
+    return None
+
+
+def prepare(
+    state: CommandState, base: DecisionRecord, body: UpdateWeights
+) -> Generator[Instruction, Any, Prepared]:
+    """Stages the update on every member. An error names each worker's reply."""
+    yield BeginJournal(base)
+    update_id, label = state.command.update_id, label_of(base, body)
+    changed = state.changed_source(base, body)
+    replies = yield from ask_to_prepare("prepare_update", update_id, label, body, state.members, changed)
+    with naming_workers(replies):
+        all_or_none = body.pushed and body.policy.on_prepare_failure == "abort"
+        pinned = state.command.fingerprint or (state.fingerprint if all_or_none else None)
+        if pinned is not None:
+            again: Surveyed = yield Survey("recheck")
+            if again.fingerprint != pinned:
+                raise MembershipChanged(after_epoch=again.epoch)
+        return evaluate_prepare(replies, state.counted, body.policy, body.digest)
+
+
+def ask_to_prepare(
+    op: str, update_id: str, label: str, body: UpdateWeights, workers: Members, before: Source | None
+) -> Generator[Instruction, Any, Sequence[WorkerReply]]:
+    """Sends `prepare_update` or `listen_update`. Returns a reply for each of the workers."""
+    request = {
+        "update_id": update_id,
+        "target": body.target.model_dump(),
+        "transport": body.transport.model_dump() if body.transport is not None else None,
+        "encoding": body.encoding,
+        "base": body.base,
+        "before": before.to_wire() if before is not None else None,
+        "label": label,
+        "digest": body.digest,
+        "cast": body.cast,
+        "staging": body.policy.staging,
+        "keep_staged": body.policy.keep_staged or body.encoding == "delta",
+        "pause_mode": body.policy.pause_mode,
+    }
+    answered: Answered = yield SendOp("prepare", op, request, list(workers), body.policy.prepare_timeout_s)
+    return with_left(answered.replies, workers)
+
+
+def with_left(replies: Sequence[WorkerReply], workers: Members) -> list[WorkerReply]:
+    """The replies, and an error for each of the workers that had left before it could be asked."""
+    asked = {reply.instance_id for reply in replies}
+    return [*replies, *(left_reply(key, one) for key, one in workers.items() if key not in asked)]
+
+
+def record_for(
+    state: CommandState, base: DecisionRecord, body: UpdateWeights, update_id: str, prepared: Prepared
+) -> DecisionRecord:
+    """The decision record of the update that was prepared."""
+    canary = canary_of(base, body, prepared.digest, prepared.replies, limits_of(state.reports), state.history)
+    changed = state.changed_source(base, body)
+    return next_record(base, body, update_id, prepared, state.now, changed, canary)
+
+
+def abort(state: CommandState, update_id: str, phase: Phase = "abort") -> Generator[Instruction, Any, None]:
+    """Drops what the workers have staged. A worker that does not receive this reads the record and drops it too."""
+    try:
+        yield SendOp(phase, "abort_update", {"update_id": update_id}, list(state.members))
+    except PlaneError:
+        pass  # the shell has logged it

@@ -1,0 +1,72 @@
+"""The steps of a rolling update after its decision: workers swap one after another. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rl_plane.commit.canary_steps import goes_back, settled
+from rl_plane.commit.command_state import CommandState
+from rl_plane.commit.opening import open_record, wait_for_leases
+from rl_plane.commit.rules import commit_body, still_there
+from rl_plane.commit.steps import (
+    Announce,
+    Answered,
+    Instruction,
+    Members,
+    RecordAcks,
+    SendOp,
+    Watch,
+    Write,
+    Written,
+)
+from rl_plane.errors import BusUnreachable, PlaneError, StaleFence
+from rl_plane.membership.worker_reply import WorkerReply
+from rl_plane.protocol.record import DecisionRecord
+from rl_plane.protocol.update_requests import UpdatePolicy
+
+END_ROLL_TRIES = 3
+"""Each try waits until NATS is back, and NATS may fail again at once."""
+
+
+def roll(
+    state: CommandState, decided: Written, ready: Members, policy: UpdatePolicy
+) -> Generator[Instruction, Any, Sequence[WorkerReply]]:
+    """Swaps worker after worker. The others serve the version before meanwhile."""
+    record = decided.record
+    acks: RecordAcks = yield Announce("gate", record, decided.sequence, policy.gate_timeout_s)
+    replies = [reply for reply in acks.replies if not reply.ok]
+    for key in sorted(still_there(ready, acks.members)):
+        commit = commit_body(record, decided.sequence, state.pause.left_s(state.now))
+        one: Answered = yield SendOp("roll", "commit_update", commit, [key], policy.commit_timeout_s)
+        replies += one.replies
+        state.settlement, evaluated = settled(record, replies)
+        if goes_back(record, state.settlement):
+            return evaluated  # the other workers still serve the version before
+        if state.settlement is not None and state.settlement.record != record.canary:
+            # The next worker serves at once, so it compares its scores with those of the first workers.
+            decided = yield Write("open", replace(record, canary=state.settlement.record))
+            record = decided.record
+    state.settlement, replies = settled(record, replies)
+    opened = yield from open_record(state, record)
+    after: RecordAcks = yield Announce("open", opened.record, opened.sequence, policy.gate_timeout_s)
+    yield from wait_for_leases(after)
+    return replies
+
+
+def end_roll(record: DecisionRecord) -> Generator[Instruction, Any, None]:
+    """Ends the roll in the record, after NATS was lost. A worker that waits for its turn waits as long as the lock is
+    held, so for this call. When the roll has ended the worker swaps by itself."""
+    for _ in range(END_ROLL_TRIES):
+        try:
+            yield Write("open", record.opened())
+            return
+        except StaleFence:
+            return  # another coordinator has taken over, so no worker waits for this call
+        except BusUnreachable:
+            pass
+        try:
+            yield Watch(record, 0.0)  # until NATS is back
+        except PlaneError:
+            pass

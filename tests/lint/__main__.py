@@ -1,0 +1,19 @@
+"""`python -m tests.lint`: prints each offence as `file:line: what is wrong`. The exit code is 1 if there is one."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.lint.house import offences
+from tests.support.paths import ROOT
+
+
+def main() -> int:
+    found = offences(ROOT)
+    for line in found:
+        print(line)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Finds forbidden openings of docstrings, names that the product uses twice, and tests that import tests.
+
+A docstring is a sentence that says what the thing is or does. An opening such as "Of" or "By which" makes a fragment,
+which a reader must complete from the name and the body.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+FORBIDDEN = (
+    "as", "by what", "by which", "how", "in which", "likewise", "of", "that", "the same", "those", "to whom", "what",
+    "when", "where", "which", "who", "whoever", "whom", "whose", "with what", "with which",
+)  # fmt: skip
+OPENING = re.compile(rf"(?:{'|'.join(FORBIDDEN)})\b(?!-)", re.IGNORECASE)
+
+PRODUCT = ("rl_plane/", "worker/", "frontend/")
+
+ROLES = {
+    "__init__", "__main__", "adapter", "args", "base", "config", "fleet", "holder", "main", "plugin", "processes",
+    "receiver", "sender", "streams", "wire",
+}  # fmt: skip
+"""A transport, an engine and a dialect are a folder each, whose files have these names: the folder tells them apart."""
+
+
+def offences(root: Path) -> list[str]:
+    """Returns one line per offence in the Python files that git tracks under `root`, sorted."""
+    names = subprocess.run(["git", "ls-files", "*.py"], cwd=root, capture_output=True, text=True, check=True)
+    files = [name for name in names.stdout.split() if (root / name).is_file()]
+    trees = {name: ast.parse((root / name).read_text()) for name in files}
+    found = [line for name, tree in trees.items() for line in _openings(name, tree)]
+    found += [line for name, tree in trees.items() for line in _imports_of_tests(name, tree)]
+    product = {name: tree for name, tree in trees.items() if name.startswith(PRODUCT)}
+    return sorted(found + _same_modules(product) + _same_classes(product))
+
+
+def _openings(name: str, tree: ast.Module) -> Iterator[str]:
+    for line, text in _docstrings(tree):
+        if OPENING.match(text.lstrip("`*_ \n")):
+            yield f"{name}:{line}: the docstring opens with {text.split()[0]!r}: say what the thing is or does"
+
+
+def _imports_of_tests(name: str, tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            paths = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            if any(re.match(r"tests\..*\btest_\w+$", path) for path in paths):
+                yield f"{name}:{node.lineno}: it imports a test file: what tests share belongs into tests/support"
+
+
+def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yields line and text of each docstring, also of those after a constant or a field."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list):
+            continue
+        for statement in body:
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str() as text)):
+                    yield statement.lineno, text
+
+
+def _same_modules(trees: dict[str, ast.Module]) -> list[str]:
+    places = defaultdict(list)
+    for name in trees:
+        places[Path(name).stem].append(name)
+    return [
+        f"{name}:1: a module of this name is also {', '.join(other for other in names if other != name)}"
+        for stem, names in places.items()
+        if stem not in ROLES and len(names) > 1
+        for name in names
+    ]
+
+
+def _same_classes(trees: dict[str, ast.Module]) -> list[str]:
+    places = defaultdict(list)
+    for name, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(f"{name}:{node.lineno}")
+    return [
+        f"{place}: a class {name} is also in {', '.join(other for other in found if other != place)}"
+        for name, found in places.items()
+        if len(found) > 1
+        for place in found
+    ]

@@ -1,0 +1,13 @@
+"""Helpers of `tests/unit/protocol/test_wire.py` and of other tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def without_nats(directory: Path) -> str:
+    """What PYTHONPATH is where nats-py is not installed."""
+    package = directory / "nats"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'nats'\", name='nats')\n")
+    return str(directory)
