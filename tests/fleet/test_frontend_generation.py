@@ -719,7 +719,7 @@ async def test_sigterm_lets_what_is_under_way_end(plane: Plane) -> None:
             tokens = (await next_event(lines))["choices"][0]["token_ids"]
             process.send_signal(signal.SIGTERM)
             refused = await until_leaving(http)
-            assert error_of(refused, 503)["message"] == "this frontend was told to end"
+            assert error_of(refused, 503)["message"] == "this frontend is shutting down"
             assert refused.headers["retry-after"] == "1"
             assert (await http.get("/health")).status_code == 503
             while (event := await next_event(lines)) != "[DONE]":
