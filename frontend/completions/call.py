@@ -230,7 +230,9 @@ class GenerationCall:
         if len(self._plan.requests) > 1:
             error.facts["index"] = index
         if (told := error.facts.get("field")) is not None:
-            error.facts["field"] = self._plan.field_of(told, index)
+            named = error.facts["field"] = self._plan.field_of(told, index)
+            if told == "logprobs" != named:
+                error.message = f"{named} asks for log probabilities too: {error.message}"
 
     def _add_partial(self, error: PlaneError) -> None:
         """Adds the tokens so far to an error: those of the choice that failed, or of another one if it has none. A

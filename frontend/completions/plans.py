@@ -266,7 +266,9 @@ def _plan(
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         return_token_ids=tokens_out,
         demands=demands_of(body, nvext),
-        fields=dict.fromkeys(PROMPTS, prompts.field) | ROUTED,
+        fields=dict.fromkeys(PROMPTS, prompts.field)
+        | ROUTED
+        | ({} if logprobs or not tokens_out else {"logprobs": "return_token_ids"}),
         batch=len(prompts.each) if prompts.batch else None,
         any_length=max_tokens is None,
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
@@ -151,7 +153,7 @@ class Api:
 
     async def _show_document(self, request: Request) -> Response:
         if self._document is None:
-            self._document = to_json(self.document())
+            self._document = await asyncio.to_thread(lambda: to_json(self.document()))  # takes part of a second
         return Response(self._document, media_type="application/json")
 
     async def _show_docs(self, request: Request) -> Response:
@@ -235,11 +237,19 @@ def _any_of(models: tuple[type[BaseModel], ...], schemas: dict[str, Any]) -> dic
 def schema_of(model: type[BaseModel], schemas: dict[str, Any]) -> dict[str, Any]:
     """The model's own schema. Adds it, and what it refers to, to `schemas`. ValueError: one of these names stands for
     another schema already, and a reference to it would describe the wrong body."""
-    own = model.model_json_schema(ref_template=_REFS)
-    for name, one in {**own.pop("$defs", {}), model.__name__: own}.items():
+    own = _own_schema(model)
+    inner = own.get("$defs", {})
+    own = {name: one for name, one in own.items() if name != "$defs"}
+    for name, one in {**inner, model.__name__: own}.items():
         if schemas.setdefault(name, one) != one:
             raise ValueError(f"two models are called {name}: give one of them another name")
     return own
+
+
+@cache
+def _own_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """Cached, because every route refers to the same few models, and each schema takes milliseconds."""
+    return model.model_json_schema(ref_template=_REFS)
 
 
 def _fits_query(schema: dict[str, Any]) -> bool:

@@ -66,7 +66,7 @@ class FrontendMetrics:
     def on_committed(self, phases: Mapping[str, float]) -> None:
         """An update has ended, and its coordinator has reported the seconds of its phases."""
         for phase, seconds in phases.items():
-            self._phases.labels(phase).observe(seconds)
+            self._phases.labels(phase.removesuffix("_s")).observe(seconds)
 
     def on_canary(self, canary: Mapping[str, Any]) -> None:
         """An update has ended. `canary`: as `rl_plane.commit.canary_rules.Settlement.summary` makes it."""

@@ -75,7 +75,8 @@ class UpdateEntry:
     error: Mapping[str, Any] | None = None
     """Its wire form, without `workers`. Of a committed one: too few served it, or nobody was told how many."""
     phases: Mapping[str, float] = field(default_factory=dict)
-    """`prepare_s`, `gate_s`, `commit_s`, `open_s`."""
+    """The seconds of each phase: `prepare_s`, `receive_s`, `gate_s`, `commit_s`, `open_s`, … Once the update has ended,
+    they add up to the time from `began_at` to `ended_at`."""
     workers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """instance_id → `{incarnation, status, error?}`."""
     workers_left_out: int = 0
@@ -477,15 +478,15 @@ class Journal:
         outcome: UpdateOutcome,
         replies: Iterable[Mapping[str, Any]],
         phases: Mapping[str, float],
-    ) -> None:
+    ) -> Mapping[str, float]:
         """The end, with what the reply says; what the record says of the source stands there."""
         try:
             record = await read_record(self._bus, self._state)
         except BusUnreachable:
-            return  # the record stands for it
+            return phases  # the record stands for it
         if record is None or record.update_id != self._entry.update_id:
-            return  # the first answer was given again, or another coordinator went on
-        await self._end(
+            return phases  # the first answer was given again, or another coordinator went on
+        return await self._end(
             replace(
                 from_record(record, self._entry),
                 error=None,
@@ -515,9 +516,21 @@ class Journal:
         ended = from_record(record, entry) if decided and record else replace(entry, outcome="aborted")
         await self._end(replace(ended, phases=phases, error=entry.error))
 
-    async def _end(self, entry: UpdateEntry) -> None:
+    async def _end(self, entry: UpdateEntry) -> Mapping[str, float]:
+        """Writes the end. Returns the phases, with the time that no phase was measured in."""
+        ended_at = time.time()
+        entry = replace(entry, ended_at=ended_at, phases=self._with_rest(entry.phases, ended_at))
         # At once: the entry is there already, so it is counted however they come.
-        await asyncio.gather(self._write_if_held(replace(entry, ended_at=time.time())), self._shorten())
+        await asyncio.gather(self._write_if_held(entry), self._shorten())
+        return entry.phases
+
+    def _with_rest(self, phases: Mapping[str, float], ended_at: float) -> Mapping[str, float]:
+        """Adds the rest of the time. Where one call prepares and another completes, the rest is `receive_s`: the
+        trainer sends between the two. Else it is `other_s`: surveys, and writes of the record and the history."""
+        began_at = self._entry.began_at
+        rest = ended_at - began_at - sum(phases.values()) if began_at is not None else 0.0
+        name = "receive_s" if self._entry.outcome == "prepared" else "other_s"
+        return {**phases, name: phases.get(name, 0.0) + rest} if rest > 0 else phases
 
     async def _shorten(self) -> None:
         try:

@@ -297,6 +297,25 @@ process.lacking_fields = lambda _: {"of_a_later_version": "no", "seed+of_a_later
 """
 
 
+WITHOUT_LOGPROBS = """
+import worker.process as process
+process.lacking_fields = lambda _: {"logprobs": "this engine computes no log probabilities"}
+"""
+
+
+async def test_an_engine_without_logprobs_refuses_the_field_that_the_caller_sent(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    plane.spawn(patch=WITHOUT_LOGPROBS)
+    assert len((await ask(http, max_tokens=2))["choices"]) == 1
+    response = await http.post("/v1/completions", json={"prompt": "hi", "return_token_ids": True})
+    error = error_of(response, 501)
+    assert error["field"] == "return_token_ids"
+    assert error["message"].startswith("return_token_ids asks for log probabilities too: ")
+    response = await http.post("/v1/completions", json={"prompt": "hi", "return_token_ids": True, "logprobs": 1})
+    assert error_of(response, 501)["field"] == "logprobs"
+
+
 async def test_a_worker_may_lack_what_this_frontend_does_not_know(plane: Plane, http: httpx.AsyncClient) -> None:
     plane.spawn(patch=NEWER)
     assert len((await ask(http, seed=1, max_tokens=2))["choices"]) == 1

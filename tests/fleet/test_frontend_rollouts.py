@@ -17,7 +17,7 @@ import pytest
 from frontend.completions.call import GenerationCall
 from frontend.completions.choice import Choice
 from frontend.main import Frontend
-from frontend.routing import committed
+from frontend.routing import span_check
 from frontend.routing.committed import Committed
 from frontend.routing.demands import Demands
 from frontend.routing.engine_client import Event
@@ -692,7 +692,7 @@ async def test_a_choice_with_tokens_keeps_what_a_label_was_that_came_again(plane
 async def test_a_choice_leaves_a_worker_that_missed_an_update(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(committed, "STALE_AFTER_S", 0.2)
+    monkeypatch.setattr(span_check, "STALE_AFTER_S", 0.2)
     told = asyncio.Event()
 
     async def behind(stream: Stream) -> None:
@@ -726,7 +726,7 @@ async def test_a_choice_without_a_token_leaves_a_worker_that_missed_an_update(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, migrate: bool, alone: bool
 ) -> None:
     """Nothing of it was delivered. Where nobody else is there, its caller is told why."""
-    monkeypatch.setattr(committed, "STALE_AFTER_S", 0.0)
+    monkeypatch.setattr(span_check, "STALE_AFTER_S", 0.0)
     go = asyncio.Event()
 
     async def behind(stream: Stream) -> None:
@@ -814,7 +814,7 @@ async def test_a_history_that_could_not_be_read_is_read_again_for_who_waits(
             raise BusUnreachable("nobody answers")
         return await read_history(*args)
 
-    monkeypatch.setattr(committed, "read_history", reading)
+    monkeypatch.setattr("frontend.routing.committed.read_history", reading)
     async with frontend(plane) as http:
         await ask(http)
         monkeypatch.setattr(FleetStatus, "wake", lambda status: None)

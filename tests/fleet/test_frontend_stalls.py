@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from frontend.completions.choice import Choice
-from frontend.routing import committed
+from frontend.routing import span_check
 from frontend.routing.committed import History
 from frontend.routing.fleet_status import FleetStatus, WorkerStatus
 from frontend.routing.progress import GenerationProgress
@@ -204,7 +204,7 @@ async def test_an_update_takes_nothing_from_one_that_stands_still(
 ) -> None:
     """What was made before it is delivered however late it is read. But of a worker that does not tell that it has gone
     on (`goes_on`), only what came in time. `kept`: an earlier update has left its label on some tokens."""
-    monkeypatch.setattr(committed, "STALE_AFTER_S", 0.0)
+    monkeypatch.setattr(span_check, "STALE_AFTER_S", 0.0)
     learnt: list[int] = []
     told: list[int | None] = []
     add, take = History.add, FleetStatus._take

@@ -894,8 +894,8 @@ def test_the_metrics_show_the_canary() -> None:
 
 def test_the_metrics_have_histograms_of_phases_and_first_tokens() -> None:
     metrics = FrontendMetrics(_snapshot)
-    metrics.on_committed({"receive": 0.2, "gate": 0.002})
-    metrics.on_committed({"receive": 20.0})
+    metrics.on_committed({"receive_s": 0.2, "gate_s": 0.002})
+    metrics.on_committed({"receive_s": 20.0})
     metrics.on_first_token(0.05)
     lines = _lines(metrics)
     assert 'rl_plane_update_phase_seconds_bucket{le="0.3",phase="receive"} 1.0' in lines
