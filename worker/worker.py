@@ -124,6 +124,7 @@ class Worker:
             await self._dispatcher.listen(self.bus, self.subjects)
             self._spawn(self._watch_engine())
             await self._registration.start()
+            self._spawn(self._registration.keep())
             return
         await self._follower.start()
         await self._dispatcher.listen(self.bus, self.subjects)
@@ -132,6 +133,7 @@ class Worker:
         # It may die or hang while the worker takes the committed weights.
         self._spawn(self._watch_engine(), lasting=True)
         await self._registration.start()
+        self._spawn(self._registration.keep(), lasting=True)
         await self._follower.settle()
         for work in (self._follower.run(), self._follower.keep_lease(), self._ticks()):
             self._spawn(work, lasting=True)

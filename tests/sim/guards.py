@@ -141,6 +141,7 @@ FIXES: dict[str, dict[str, Any]] = {
     "checked-overwrite": {"worker.receive.weight_receiver.check_overwrite": _accepts},
     "fitting-first": {"worker.reconcile.worker_core.WorkerCore._missing": _first_change},
     "frontend-witness": {"rl_plane.membership.view.MembershipView.keep_record": _read_only},
+    "own-record": {"worker.runtime.registration.Registration.keep": _nothing},
     "finisher": {"frontend.facade.update_recovery.UpdateRecovery._complete": _nothing},
 }
 

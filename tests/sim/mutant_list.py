@@ -18,6 +18,7 @@ NUMERICS = "tests/unit/worker/test_worker_numerics.py::test_"
 SHELL = "tests/unit/commit/test_coordinator_shell.py::test_"
 WATCH = "tests/fleet/test_lock_watch.py::test_"
 OPS = "tests/fleet/test_worker_ops.py::test_"
+MEMBERSHIP = "tests/fleet/test_membership.py::test_"
 
 
 @dataclass(frozen=True)
@@ -1037,6 +1038,21 @@ MUTANTS = [
         "        self.state.confirm_lease(asked_at, connection)\n",
         "        self.state.confirm_lease(now, connection)\n",
         CORE + "the_lease_is_confirmed_by_a_leader_that_knows_as_much",
+    ),
+    # ---- worker/runtime/registration.py ----
+    Mutant(
+        "registration: a worker that never hears that it was taken out",
+        "worker/runtime/registration.py",
+        "                await self.register(revision)\n",
+        "                pass\n",
+        MEMBERSHIP + "a_worker_that_never_hears_that_it_was_taken_out_registers_again",
+    ),
+    Mutant(
+        "registration: a worker that never hears of the other one with its id",
+        "worker/runtime/registration.py",
+        "            if entry is not None and self._is_another(entry):\n                self._superseded()\n                return\n            if entry is None",
+        "            if entry is None",
+        MEMBERSHIP + "a_worker_that_never_hears_of_another_process_with_its_id_ends",
     ),
     # ---- rl_plane/protocol/serving_lease.py ----
     Mutant(

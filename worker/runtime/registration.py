@@ -21,6 +21,10 @@ RETRY_S = 0.05
 MAX_RETRY_S = 1.0
 """A server that restarts is back within seconds; asking it 20 times a second at first costs nothing."""
 
+CHECK_S = 10.0
+"""How often a worker reads its own record: so long a worker is missing at most after the news of it was lost. Each read
+is one request to the server; the serving lease takes six in that time."""
+
 
 class Registration:
     """`register` writes the record and keeps it: after a reconnect, and when somebody took us for dead.
@@ -63,6 +67,27 @@ class Registration:
         await self._bus.flush()
         self._bus.on_reconnect(self._register_soon)
         await self.register()
+
+    async def keep(self) -> None:
+        """Reads the record every CHECK_S. The news that the record was taken out, or that another process has the
+        instance id, may be lost on its way while every connection stays: the servers of a cluster lose sight of each
+        other."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            revision = self.revision
+            try:
+                entry = await self._bus.get(self._members, self._key)
+            except BusUnreachable as error:
+                log.debug("checking the registration: %s", error)
+                continue
+            if self._leaving:
+                return
+            if entry is not None and self._is_another(entry):
+                self._superseded()
+                return
+            if entry is None or entry.value is None:
+                log.warning("taken for dead, and the news of it was lost: registering again")
+                await self.register(revision)
 
     async def register(self, lost: int | None = None) -> None:
         """Writes the record for the connection as it is now; keeps trying until NATS takes it. `lost`: it was taken
