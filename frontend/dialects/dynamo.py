@@ -8,13 +8,11 @@ from typing import Any
 
 from frontend.dialects.common.context import DialectContext
 from frontend.dialects.common.fleet_as_one import members
-from frontend.server.shared_routes import DialectRequest, SharedRoutes
+from frontend.server.shared_routes import NoFields, ParsedRequest, SharedRoutes
 from rl_plane.errors import NoWorkers
 from rl_plane.protocol.fleet_ops import FLEET_OPS
 
 PROTOCOL_VERSION = 1
-ENDPOINT = "rl"
-TRANSPORT = "nats"
 PREFIX = "/fleet"
 
 
@@ -29,8 +27,8 @@ def with_discovery(context: DialectContext, reply: dict[str, Any], base_url: str
 
 def _request_plane(subject: str) -> dict[str, Any]:
     return {
-        "endpoint": ENDPOINT,
-        "transport": TRANSPORT,
+        "endpoint": "rl",
+        "transport": "nats",
         "request_plane_url": subject,
         "routes": [op.path for op in FLEET_OPS.values()],
         "system_routes": [],
@@ -38,7 +36,8 @@ def _request_plane(subject: str) -> dict[str, Any]:
 
 
 def mount(routes: SharedRoutes, context: DialectContext) -> None:
-    async def one_worker(request: DialectRequest) -> Any:
+    @routes.get(PREFIX + "/v1/rl/workers", NoFields, "The fleet as one worker of Dynamo's.")
+    async def one_worker(request: ParsedRequest[NoFields]) -> Any:
         rows = await members(context)
         models = context.generation.list_models()["data"]
         if not models:
@@ -54,5 +53,3 @@ def mount(routes: SharedRoutes, context: DialectContext) -> None:
             **_request_plane(subjects.fleet),
         }
         return {"protocol_version": PROTOCOL_VERSION, "namespace": subjects.namespace, "workers": [worker]}
-
-    routes.add(["GET"], PREFIX + "/v1/rl/workers", one_worker, summary="The fleet as one worker of Dynamo's.")

@@ -1,6 +1,5 @@
-"""prime-rl's routes, at the root and beneath `/v1/rl/`: its client keeps all but a last `/v1` of an admin URL. Its pool
-of Dynamo's workers says the same by `/collective_rpc`.
-"""
+"""prime-rl's routes, at the root and below `/v1/rl/`, because its client strips only a last `/v1` from an admin URL.
+Its pool of Dynamo's workers uses `/collective_rpc` for the same."""
 
 from __future__ import annotations
 
@@ -10,12 +9,12 @@ from pydantic import Field
 
 from frontend.dialects.common.context import DialectContext
 from frontend.dialects.common.fleet_as_one import begun, unretried, world_size
-from frontend.dialects.common.pause_and_adapters import mount_adapters, mount_pause, not_there
+from frontend.dialects.common.pause_and_adapters import absent_path, mount_adapters, mount_pause
 from frontend.dialects.common.rpc import RpcFields
 from frontend.dialects.common.transaction import Transactions
 from frontend.dialects.dynamo import mount as mount_discovery
 from frontend.server.bodies import MAX_NAMES_BYTES
-from frontend.server.shared_routes import DialectRequest, Fields, SharedRoutes, report, take
+from frontend.server.shared_routes import DialectRequest, Fields, NoFields, ParsedRequest, SharedRoutes, report
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError
 from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
 from rl_plane.protocol.vllm_bodies import ANOTHER_WAY
@@ -25,8 +24,9 @@ PREFIX = "/v1/rl"
 
 BY_PATH = "update_weights_from_path"
 RPC_METHODS = (BY_PATH, "init_broadcaster")
-"""Of `/collective_rpc`, by which its pool of Dynamo's workers calls the methods of its own worker."""
+"""The methods of prime-rl's own worker that its pool of Dynamo's workers calls by `/collective_rpc`."""
 OWN_OF_UPDATE = ("weight_dir", "weight_version", "reset_prefix_cache", "skip_prefix_cache_reset")
+NO_PICKLE = f"weight_broadcast.type = filesystem; or {ANOTHER_WAY}"
 
 
 class BroadcasterFields(Fields):
@@ -35,13 +35,13 @@ class BroadcasterFields(Fields):
     host: str = Field(min_length=1, max_length=255)
     port: int = Field(ge=1, le=65_535)
     rank_offset: int = Field(0, ge=0)
-    """Among the inference ranks: the trainer's one rank comes before them."""
+    """The offset among the inference ranks: the trainer's one rank comes before them."""
     inference_world_size: int = Field(ge=1)
     timeout: float | None = Field(None, gt=0)
     quantize_in_weight_transfer: bool = False
     """Not supported."""
     group_name: str | None = None
-    """Of a torch process group; None: `prime-rl`."""
+    """The name of a torch process group. None: `prime-rl`."""
     backend: str | None = None
     """`gloo` or `nccl`: a torch process group. None: prime-rl's own NCCL."""
 
@@ -50,15 +50,15 @@ class PrimeRlUpdateFields(Fields):
     """`POST /update_weights`"""
 
     weight_dir: str | None = None
-    """A directory of safetensors beneath the workers' weight roots. null, "" or with `update_info`: from the
+    """A directory of safetensors below the workers' weight roots. null, "" or with `update_info`: from the
     broadcaster."""
     weight_version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
     reset_prefix_cache: bool = True
-    """False changes nothing: no new request may reuse KV of older weights."""
+    """False has no effect: no new request may reuse KV of older weights."""
     skip_prefix_cache_reset: bool = False
-    """Likewise."""
+    """True has no effect, for the same reason."""
     update_info: dict[str, Any] | None = None
-    """`{names, dtype_names, shapes}` of what the broadcaster sends now."""
+    """`{names, dtype_names, shapes}` of the tensors that the broadcaster sends now."""
 
 
 class PrimeRlAdapterFields(Fields):
@@ -80,40 +80,38 @@ def mount(routes: SharedRoutes, context: DialectContext) -> None:
     mount_adapters(routes, context, PREFIX + "/v1/", replaces=True)
     _mount_rpc(routes, context)
 
-    async def load(request: DialectRequest) -> Any:
+    @routes.post(
+        PREFIX + "/load_lora_adapter",
+        PrimeRlAdapterFields,
+        "Load or replace an adapter on the whole fleet.",
+        # The facade's own op has the same two fields and the same answer. Any other field means the facade's op.
+        claims=lambda raw: not raw.query and raw.body.keys() == PrimeRlAdapterFields.model_fields.keys(),
+    )
+    async def load(request: ParsedRequest[PrimeRlAdapterFields]) -> Any:
         try:
             return await unretried(context.calls.run("load_lora_adapter", request.body, request.request_id))
         except InvalidRequest as error:
-            raise not_there(error) from error
+            raise absent_path(error) from error
 
-    routes.add(
-        ["POST"],
-        PREFIX + "/load_lora_adapter",
-        load,
-        summary="Load an adapter, or replace it, on the whole fleet.",
-        fields=PrimeRlAdapterFields,
-        # The facade's own op has this body too, and its answer is the same; with any other field it is that one.
-        claims=lambda request: (
-            not request.query and request.body.keys() == PrimeRlAdapterFields.model_fields.keys()
-        ),
-    )
-
-    async def models(request: DialectRequest) -> Any:
-        context.generation.check_served()  # beneath the prefix, /health says only that the frontend runs
+    @routes.get(PREFIX + "/v1/models", NoFields, "The models that are served.")
+    async def models(request: ParsedRequest[NoFields]) -> Any:
+        context.generation.check_served()  # below the prefix, /health says only that the frontend runs
         return context.generation.list_models()
 
-    routes.add(["GET"], PREFIX + "/v1/models", models, summary="What is served.")
     mount_discovery(routes, context)
 
 
 def _mount_updates(routes: SharedRoutes, context: DialectContext, transactions: Transactions, prefix: str) -> None:
-    async def init(request: DialectRequest) -> Any:
-        fields = take(BroadcasterFields, request)
+    @routes.post(
+        prefix + "/init_broadcaster", BroadcasterFields, "Form a group of the trainer and every rank.", once=True
+    )
+    async def init(request: ParsedRequest[BroadcasterFields]) -> Any:
+        fields = request.fields
         if fields.backend is None:
             raise InvalidRequest(
-                "prime-rl's own NCCL broadcast tells its tensors' names in a pickle, which is never opened here",
+                "prime-rl's own NCCL broadcast names its tensors in a pickle, which is never opened here",
                 field="backend",
-                fix=f"weight_broadcast.type = filesystem; or {ANOTHER_WAY}",
+                fix=NO_PICKLE,
             )
         if fields.quantize_in_weight_transfer:
             raise InvalidRequest(
@@ -133,8 +131,17 @@ def _mount_updates(routes: SharedRoutes, context: DialectContext, transactions: 
         await unretried(transactions.init(info, request.path))
         return {"status": "ok"}
 
-    async def update(request: DialectRequest) -> Any:
-        fields = take(PrimeRlUpdateFields, request)
+    @routes.post(
+        prefix + "/update_weights",
+        PrimeRlUpdateFields,
+        "New weights from a directory, or from the broadcaster.",
+        # At the root, an empty body means the broadcaster too. Below /v1/rl/ it means the facade's own op.
+        claims=(lambda raw: any(raw.has(name) for name in OWN_OF_UPDATE)) if prefix else _is_prime_rl,
+        once=True,
+        max_body_bytes=MAX_NAMES_BYTES,
+    )
+    async def update(request: ParsedRequest[PrimeRlUpdateFields]) -> Any:
+        fields = request.fields
         for name, keeps_cache in (
             ("reset_prefix_cache", not fields.reset_prefix_cache),
             ("skip_prefix_cache_reset", fields.skip_prefix_cache_reset),
@@ -144,39 +151,26 @@ def _mount_updates(routes: SharedRoutes, context: DialectContext, transactions: 
         if fields.weight_dir and fields.update_info is None:
             reply = await unretried(_from_directory(context, fields, request))
         else:
-            reply = await unretried(_from_broadcaster(transactions, fields, request))
+            reply = await unretried(_from_broadcaster(transactions, request))
         return {"status": "ok", "weight_version": reply["version"]["label"], "version": reply["version"]}
-
-    routes.add(
-        ["POST"],
-        prefix + "/init_broadcaster",
-        init,
-        summary="Form a group of the trainer and every rank.",
-        fields=BroadcasterFields,
-        once=True,
-    )
-    routes.add(
-        ["POST"],
-        prefix + "/update_weights",
-        update,
-        summary="New weights from a directory, or from the broadcaster.",
-        fields=PrimeRlUpdateFields,
-        # At the root, an empty body is the broadcaster's too; beneath /v1/rl/ the facade's own op stands.
-        claims=(lambda request: any(request.has(name) for name in OWN_OF_UPDATE)) if prefix else _is_ours,
-        once=True,
-        max_body_bytes=MAX_NAMES_BYTES,
-    )
 
 
 def _mount_rpc(routes: SharedRoutes, context: DialectContext) -> None:
-    async def rpc(request: DialectRequest) -> Any:
-        fields = take(RpcFields, request)
+    @routes.post(
+        "/collective_rpc",
+        RpcFields,
+        "prime-rl's update from a directory, of Dynamo's workers.",
+        claims=lambda raw: raw.body.get("method") in RPC_METHODS,
+        once=True,
+    )
+    async def rpc(request: ParsedRequest[RpcFields]) -> Any:
+        fields = request.fields
         path = fields.args[0] if fields.args else None
         if fields.method != BY_PATH or path in (None, ""):
             raise InvalidRequest(
-                "prime-rl's own broadcasts tell their tensors' names in a pickle, which is never opened here",
+                "prime-rl's own broadcasts name their tensors in a pickle, which is never opened here",
                 field="method" if fields.method != BY_PATH else "args",
-                fix=f"weight_broadcast.type = filesystem; or {ANOTHER_WAY}",
+                fix=NO_PICKLE,
             )
         if not isinstance(path, str) or len(fields.args) > 1:
             raise InvalidRequest(f"{BY_PATH} takes one directory", field="args", fix="args: [its path]")
@@ -185,19 +179,9 @@ def _mount_rpc(routes: SharedRoutes, context: DialectContext) -> None:
         await unretried(_from_directory(context, PrimeRlUpdateFields(weight_dir=path), request))
         return {"results": [None] * ranks}
 
-    routes.add(
-        ["POST"],
-        "/collective_rpc",
-        rpc,
-        summary="prime-rl's update from a directory, of Dynamo's workers.",
-        fields=RpcFields,
-        claims=lambda request: request.body.get("method") in RPC_METHODS,
-        once=True,
-    )
 
-
-def _is_ours(request: DialectRequest) -> bool:
-    return not request.has("update_info") or request.has("weight_dir")
+def _is_prime_rl(raw: DialectRequest) -> bool:
+    return not raw.has("update_info") or raw.has("weight_dir")
 
 
 async def _from_directory(
@@ -212,7 +196,7 @@ async def _from_directory(
 
 
 async def _from_broadcaster(
-    transactions: Transactions, fields: PrimeRlUpdateFields, request: DialectRequest
+    transactions: Transactions, request: ParsedRequest[PrimeRlUpdateFields]
 ) -> dict[str, Any]:
     if transactions.transfer is None:
         raise Conflict(
@@ -220,16 +204,16 @@ async def _from_broadcaster(
             field="weight_dir",
             fix="name a directory, without update_info; or init_broadcaster first",
         )
-    if fields.update_info is None:
+    if request.fields.update_info is None:
         raise InvalidRequest(
-            "what the broadcaster sends is not said",
+            "the request does not say what the broadcaster sends",
             field="update_info",
             fix="send update_info {names, dtype_names, shapes} beside weight_dir",
         )
     await transactions.start(request.request_id)
     try:
-        await transactions.update(fields.update_info, request)
-        return await transactions.finish(fields.weight_version)
+        await transactions.update(request.fields.update_info, request)
+        return await transactions.finish(request.fields.weight_version)
     except PlaneError:
-        await transactions.drop()  # it was one call: nothing more comes of it
+        await transactions.drop()  # the whole update was this one call
         raise

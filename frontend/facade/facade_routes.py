@@ -113,7 +113,7 @@ def _op_endpoint(op: FleetOp, calls: FleetCalls, extend: ExtendReply | None) -> 
     return answer
 
 
-def _unclaimed(op: FleetOp, calls: FleetCalls) -> Handler:
+def _unclaimed(op: FleetOp, calls: FleetCalls) -> Handler[Any]:
     """Runs the op where no dialect has claimed the request."""
     lists = list_fields(op.request)
 

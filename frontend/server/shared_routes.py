@@ -1,6 +1,6 @@
 """Routes that several handlers share: trainers' dialects use the same paths with different bodies.
 
-A handler gets a `DialectRequest` and returns a JSON value, or raises a PlaneError. The first handler of a path whose
+A handler gets a `ParsedRequest` and returns a JSON value, or raises a PlaneError. The first handler of a path whose
 `claims` accepts the request answers it; a handler without `claims` takes the requests that no other handler claims.
 
 A client that lost its answer sends the same bytes again. Equal calls under way share one answer (`once`). A part of an
@@ -16,7 +16,7 @@ import logging
 import typing
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, Generic, TypeGuard, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
@@ -39,7 +39,7 @@ MAX_PARTS = 1024
 """Parts of an update whose answers are remembered. A client repeats only its latest parts: it sends a part when it has
 the answer to the one before, on each of its connections."""
 
-F = TypeVar("F", bound="Fields")
+F = TypeVar("F", bound=BaseModel)
 
 
 class Fields(BaseModel):
@@ -51,12 +51,6 @@ class Fields(BaseModel):
 
 class NoFields(Fields):
     """The route reads no field."""
-
-
-class AllFields(Fields):
-    """The handler reads every field, and refuses unknown ones itself."""
-
-    model_config = ConfigDict(extra="allow")
 
 
 @dataclass(frozen=True)
@@ -77,7 +71,14 @@ class DialectRequest:
         return name in self.body or any(key == name for key, _ in self.query)
 
 
-Handler = Callable[[DialectRequest], Awaitable[Any]]
+@dataclass(frozen=True)
+class ParsedRequest(DialectRequest, Generic[F]):
+    """A request with the typed fields of its query and body."""
+
+    fields: F
+
+
+Handler = Callable[[ParsedRequest[F]], Awaitable[Any]]
 Claims = Callable[[DialectRequest], bool]
 Standing = Callable[[], Awaitable[object]]
 """Names the update that a part belongs to now. None: no update that a part could be told from the next one by."""
@@ -86,11 +87,11 @@ Standing = Callable[[], Awaitable[object]]
 _reported: set[tuple[str, str]] = set()
 
 
-def take(model: type[F], request: DialectRequest) -> F:
+def _parsed(request: DialectRequest, model: type[F]) -> ParsedRequest[F]:
     """Parses the fields of query and body. InvalidRequest names the first wrong field."""
-    parsed = parse_body(model, merge_query(request.query, request.body, list_fields(model)))
-    assert isinstance(parsed, model)
-    return parsed
+    fields = parse_body(model, merge_query(request.query, request.body, list_fields(model)))
+    assert isinstance(fields, model)
+    return ParsedRequest(**vars(request), fields=fields)
 
 
 def unknown_in(model: type[BaseModel], given: Mapping[str, Any], where: str = "") -> Iterator[str]:
@@ -123,7 +124,7 @@ def report(path: str, name: str, why: str = "it is not known here, and is droppe
 class _Entry:
     """One handler of a path."""
 
-    handler: Handler
+    handler: Handler[Any]
     tag: str
     summary: str
     fields: type[BaseModel]
@@ -161,10 +162,10 @@ class SharedRoutes:
         self,
         methods: Sequence[Method],
         path: str,
-        handler: Handler,
+        handler: Handler[F],
         *,
         summary: str,
-        fields: type[BaseModel] = NoFields,
+        fields: type[F],
         reply: type[BaseModel] | None = None,
         claims: Claims | None = None,
         once: bool = False,
@@ -174,7 +175,7 @@ class SharedRoutes:
     ) -> None:
         """Adds a handler.
 
-        `fields`: what the handler reads by `take`; /docs shows it, and the log names what it lacks.
+        `fields`: what the handler reads. /docs shows it, and the log names the fields that it drops.
         `once`: equal calls under way share one answer, and continue when their callers disconnect.
         `standing`, for parts of an update: a part that is sent again after it is done gets its first answer, as long
         as `standing` returns what it returned then.
@@ -184,6 +185,27 @@ class SharedRoutes:
             self._entries.setdefault((method, path), []).append(entry)
         if shape is not None:
             self._shapes[path] = shape
+
+    def post(self, path: str, fields: type[F], summary: str, **how: Any) -> Callable[[Handler[F]], Handler[F]]:
+        """Decorates a handler of POST. `how`: the other arguments of `add`."""
+        return self._decorator(["POST"], path, fields, summary, how)
+
+    def get(self, path: str, fields: type[F], summary: str, **how: Any) -> Callable[[Handler[F]], Handler[F]]:
+        """Decorates a handler of GET."""
+        return self._decorator(["GET"], path, fields, summary, how)
+
+    def any(self, path: str, fields: type[F], summary: str, **how: Any) -> Callable[[Handler[F]], Handler[F]]:
+        """Decorates a handler of GET and POST."""
+        return self._decorator(["GET", "POST"], path, fields, summary, how)
+
+    def _decorator(
+        self, methods: Sequence[Method], path: str, fields: type[F], summary: str, how: Mapping[str, Any]
+    ) -> Callable[[Handler[F]], Handler[F]]:
+        def decorate(handler: Handler[F]) -> Handler[F]:
+            self.add(methods, path, handler, summary=summary, fields=fields, **how)
+            return handler
+
+        return decorate
 
     def has(self, method: Method, path: str) -> bool:
         return (method, path) in self._entries
@@ -226,7 +248,8 @@ class SharedRoutes:
             entry = self._entry(method, made)
             for name in unknown_in(entry.fields, {**dict(made.query), **made.body}):
                 report(path, name)
-            return json_response(await (self._once(made, entry) if entry.once else entry.handler(made)))
+            parsed = _parsed(made, entry.fields)
+            return json_response(await (self._once(parsed, entry) if entry.once else entry.handler(parsed)))
 
         return answer
 
@@ -241,7 +264,7 @@ class SharedRoutes:
             fix="GET /docs shows what is read",
         )
 
-    async def _once(self, request: DialectRequest, entry: _Entry) -> Any:
+    async def _once(self, request: ParsedRequest[Any], entry: _Entry) -> Any:
         op, content = request.path, json.dumps([request.query, request.digest])
         part = json.dumps([op, content, request.request_id])
         if not self._in_flight.has(op, request.request_id, content):
@@ -271,7 +294,7 @@ class SharedRoutes:
             )
         return None
 
-    async def _run(self, key: str, request: DialectRequest, entry: _Entry) -> Any:
+    async def _run(self, key: str, request: ParsedRequest[Any], entry: _Entry) -> Any:
         answer = await entry.handler(request)
         if entry.standing is not None:
             with contextlib.suppress(PlaneError):  # the part is done even if its update cannot be read

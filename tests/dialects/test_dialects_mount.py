@@ -22,7 +22,7 @@ from frontend.main import started
 from frontend.server.api import Api, schema_of
 from frontend.server.bodies import MAX_BODY_BYTES, MAX_NAMES_BYTES, parse_hashed
 from frontend.server.options import FrontendOptions
-from frontend.server.shared_routes import AllFields, DialectRequest, Fields, SharedRoutes, report, take
+from frontend.server.shared_routes import DialectRequest, Fields, NoFields, ParsedRequest, SharedRoutes, report
 from rl_plane.cli.settings import DIALECTS, BadSetting, for_child, resolve
 from rl_plane.errors import (
     Conflict,
@@ -165,6 +165,11 @@ class Numbers(Fields):
     tags: list[str] | None = None
 
 
+class Names(Fields):
+    names: list[str]
+    last: int
+
+
 @pytest.fixture
 def routes() -> SharedRoutes:
     return SharedRoutes(dialect_error)
@@ -187,9 +192,11 @@ async def test_a_shared_path_is_told_apart_by_its_body(routes: SharedRoutes) -> 
 
         return answer
 
-    routes.add(["POST"], "/x", named("rest"), summary="")
-    routes.add(["POST"], "/x", named("a"), summary="", claims=lambda request: request.has("a"))
-    routes.add(["GET", "POST"], "/y", named("b"), summary="", claims=lambda request: request.has("b"))
+    routes.add(["POST"], "/x", named("rest"), summary="", fields=NoFields)
+    routes.add(["POST"], "/x", named("a"), summary="", fields=NoFields, claims=lambda request: request.has("a"))
+    routes.add(
+        ["GET", "POST"], "/y", named("b"), summary="", fields=NoFields, claims=lambda request: request.has("b")
+    )
     async with speaking(routes) as http:
         assert (await http.post("/x", json={"a": 1})).json() == "a"
         assert (await http.post("/x?a=1")).json() == "a"
@@ -200,14 +207,14 @@ async def test_a_shared_path_is_told_apart_by_its_body(routes: SharedRoutes) -> 
 
 
 async def test_bodies_are_read_as_clients_send_them(routes: SharedRoutes) -> None:
-    async def numbers(request: DialectRequest) -> Any:
-        return take(Numbers, request).model_dump()
+    async def numbers(request: ParsedRequest[Numbers]) -> Any:
+        return request.fields.model_dump()
 
     async def nothing(request: DialectRequest) -> Any:
         return None
 
     routes.add(["GET", "POST"], "/numbers", numbers, summary="", fields=Numbers)
-    routes.add(["POST"], "/nothing", nothing, summary="")
+    routes.add(["POST"], "/nothing", nothing, summary="", fields=NoFields)
     async with speaking(routes) as http:
         for content in (b"", b"{}", b"null", b" null\n"):
             assert (await http.post("/numbers", content=content)).json() == {"number": 0, "tags": None}
@@ -229,8 +236,8 @@ async def test_an_unknown_field_is_told_of_once(
 ) -> None:
     monkeypatch.setattr("frontend.server.shared_routes._reported", set())
 
-    async def numbers(request: DialectRequest) -> Any:
-        return take(Numbers, request).number
+    async def numbers(request: ParsedRequest[Numbers]) -> Any:
+        return request.fields.number
 
     routes.add(["POST"], "/told", numbers, summary="", fields=Numbers)
     caplog.set_level(logging.WARNING, "frontend.dialects")
@@ -304,7 +311,7 @@ async def test_equal_calls_under_way_share_one_answer(routes: SharedRoutes) -> N
         await let_go.wait()
         return len(runs)
 
-    routes.add(["POST"], "/slow", slow, summary="", once=True)
+    routes.add(["POST"], "/slow", slow, summary="", fields=NoFields, once=True)
     async with speaking(routes) as http:
         first = asyncio.create_task(http.post("/slow", json={"a": 1}))
         await started_.acquire()
@@ -357,7 +364,7 @@ async def test_a_large_body_is_hashed_beside_the_loop(
         "/slow",
         slow,
         summary="",
-        fields=AllFields,
+        fields=Names,
         claims=claims,
         once=True,
         max_body_bytes=MAX_NAMES_BYTES,
@@ -389,8 +396,8 @@ async def test_a_part_that_is_done_is_not_done_again_while_its_update_goes_on(ro
     async def standing() -> object:
         return update[0]
 
-    routes.add(["POST"], "/part", part, summary="", once=True, standing=standing)
-    routes.add(["GET", "POST"], "/other", other, summary="")
+    routes.add(["POST"], "/part", part, summary="", fields=NoFields, once=True, standing=standing)
+    routes.add(["GET", "POST"], "/other", other, summary="", fields=NoFields)
     async with speaking(routes) as http:
 
         async def told(**body: Any) -> Any:

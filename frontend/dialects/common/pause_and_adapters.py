@@ -8,7 +8,7 @@ from pydantic import Field
 
 from frontend.dialects.common.context import DialectContext
 from frontend.dialects.common.fleet_as_one import resume_fleet, unretried
-from frontend.server.shared_routes import DialectRequest, Fields, NoFields, SharedRoutes, take
+from frontend.server.shared_routes import Fields, NoFields, ParsedRequest, SharedRoutes
 from rl_plane.errors import InvalidRequest, NotFound
 from rl_plane.protocol.record import PauseMode
 from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
@@ -18,9 +18,9 @@ class PauseFields(Fields):
     """`/pause`, as vLLM reads it"""
 
     mode: PauseMode = "abort"
-    """What becomes of running requests: `abort` ends them, `wait` lets them end, `keep` freezes them."""
+    """What happens to running requests: `abort` ends them, `wait` waits for their end, `keep` freezes them."""
     clear_cache: bool = True
-    """Drop the prefix caches; with `keep` it says nothing, as in vLLM: an update drops them anyway."""
+    """Drop the prefix caches. No effect with `keep`, as in vLLM: an update drops them anyway."""
 
 
 class LoadLoraFields(Fields):
@@ -37,81 +37,74 @@ class UnloadLoraFields(Fields):
 
 
 def mount_pause(routes: SharedRoutes, context: DialectContext) -> None:
-    async def pause(request: DialectRequest) -> Any:
-        fields = take(PauseFields, request)
-        drops = fields.clear_cache and fields.mode != "keep"
-        await context.calls.run("pause", {"mode": fields.mode, "clear_cache": drops}, request.request_id)
+    @routes.post("/pause", PauseFields, "Stop generation.")
+    async def pause(request: ParsedRequest[PauseFields]) -> Any:
+        mode = request.fields.mode
+        body = {"mode": mode, "clear_cache": request.fields.clear_cache and mode != "keep"}
+        await context.calls.run("pause", body, request.request_id)
         return {"status": "paused"}
 
-    async def resume(request: DialectRequest) -> Any:
-        take(NoFields, request)
+    @routes.post("/resume", NoFields, "Resume generation.")
+    async def resume(request: ParsedRequest[NoFields]) -> Any:
         await resume_fleet(context, request.request_id)
         return {"status": "resumed"}
-
-    routes.add(["POST"], "/pause", pause, summary="Stop generation.", fields=PauseFields)
-    routes.add(["POST"], "/resume", resume, summary="Go on.")
 
 
 def mount_adapters(
     routes: SharedRoutes, context: DialectContext, prefix: str = "/v1/", *, replaces: bool = False
 ) -> None:
-    """`replaces`: loading a name again puts the new weights in its place, asked or not, as prime-rl's server does."""
+    """`replaces`: loading a name again always replaces the adapter, as prime-rl's server does."""
 
-    async def load(request: DialectRequest) -> Any:
-        fields = take(LoadLoraFields, request)
+    @routes.post(
+        prefix + "load_lora_adapter",
+        LoadLoraFields,
+        "Load an adapter on the whole fleet, or on no worker.",
+        once=True,
+    )
+    async def load(request: ParsedRequest[LoadLoraFields]) -> Any:
+        fields, name = request.fields, request.fields.lora_name
         if fields.is_3d_lora_weight:
             raise InvalidRequest(
-                "adapters of three-dimensional weights are not known here",
+                "adapters of three-dimensional weights are not supported",
                 field="is_3d_lora_weight",
                 fix="leave it out",
             )
-        if not (replaces or fields.load_inplace) and fields.lora_name in await _adapters(context):
+        if not (replaces or fields.load_inplace) and name in await held_adapters(context):
             raise InvalidRequest(
-                f"the adapter {fields.lora_name!r} is loaded already",
-                field="lora_name",
-                fix="load_inplace: true replaces it",
+                f"the adapter {name!r} is loaded already", field="lora_name", fix="load_inplace: true replaces it"
             )
-        body = {"lora_name": fields.lora_name, "lora_path": fields.lora_path}
-        loading = context.calls.run("load_lora_adapter", body, request.request_id)
+        loading = context.calls.run(
+            "load_lora_adapter", {"lora_name": name, "lora_path": fields.lora_path}, request.request_id
+        )
         try:
             await (unretried(loading) if replaces else loading)
         except InvalidRequest as error:
-            raise not_there(error) from error
-        return {
-            "status": "ok",
-            "success": True,
-            "message": f"Success: LoRA adapter '{fields.lora_name}' added successfully.",
-        }
+            raise absent_path(error) from error
+        return _done(f"LoRA adapter '{name}' added successfully.")
 
-    async def unload(request: DialectRequest) -> Any:
-        fields = take(UnloadLoraFields, request)
-        if fields.lora_name not in await _adapters(context):
-            raise NotFound(f"there is no adapter {fields.lora_name!r}", field="lora_name", fix="load it first")
-        await context.calls.run("unload_lora_adapter", {"lora_name": fields.lora_name}, request.request_id)
-        return {
-            "status": "ok",
-            "success": True,
-            "message": f"Success: LoRA adapter '{fields.lora_name}' removed successfully.",
-        }
-
-    name, words = prefix + "load_lora_adapter", "Load an adapter on the whole fleet, or on none."
-    routes.add(["POST"], name, load, summary=words, fields=LoadLoraFields, once=True)
-    name, words = prefix + "unload_lora_adapter", "Unload an adapter."
-    routes.add(["POST"], name, unload, summary=words, fields=UnloadLoraFields, once=True)
+    @routes.post(prefix + "unload_lora_adapter", UnloadLoraFields, "Unload an adapter.", once=True)
+    async def unload(request: ParsedRequest[UnloadLoraFields]) -> Any:
+        name = request.fields.lora_name
+        if name not in await held_adapters(context):
+            raise NotFound(f"there is no adapter {name!r}", field="lora_name", fix="load it first")
+        await context.calls.run("unload_lora_adapter", {"lora_name": name}, request.request_id)
+        return _done(f"LoRA adapter '{name}' removed successfully.")
 
 
 def _done(text: str) -> dict[str, Any]:
-    """As each of the clients looks for it."""
+    """A reply with the keys that each client reads."""
     return {"status": "ok", "success": True, "message": f"Success: {text}"}
 
 
-async def _adapters(context: DialectContext) -> dict[str, Any]:
+async def held_adapters(context: DialectContext) -> dict[str, Any]:
+    """Adapter → its version."""
     held: dict[str, Any] = (await context.calls.run("weight_version", {}))["adapters"]
     return held
 
 
-def not_there(error: InvalidRequest) -> InvalidRequest | NotFound:
-    """A directory that is not there yet is a 404, after which clients try again: shared file systems take a while."""
+def absent_path(error: InvalidRequest) -> InvalidRequest | NotFound:
+    """Turns the error of an absent directory into a 404, after which clients try again. A shared file system may show
+    a new directory late."""
     if " is not there (" in error.message:
         return NotFound(error.message, **error.facts)
     return error

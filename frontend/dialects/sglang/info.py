@@ -1,4 +1,4 @@
-"""What SGLang's clients read of a server: of the fleet as one."""
+"""The routes by which SGLang's clients read a server. The fleet answers as one server."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pydantic import Field
 
 from frontend.dialects.common.context import DialectContext
 from frontend.dialects.common.fleet_as_one import members, rows_of_all, same_of_all, served_version, skipped
-from frontend.server.shared_routes import DialectRequest, Fields, NoFields, SharedRoutes, take
+from frontend.server.shared_routes import Fields, NoFields, ParsedRequest, SharedRoutes
 from rl_plane.errors import Conflict, InvalidRequest
 
 SGLANG = "0.5.23"
-"""The version whose routes these are."""
+"""The version of SGLang whose routes these are."""
 
 
 class LoadsFields(Fields):
     """`/v1/loads`"""
 
     include: str | None = None
-    """Sections; there is `core` only."""
+    """Sections. Only `core` exists."""
     dp_rank: int | None = Field(None, ge=0)
-    """Only the load of this worker, by its place in the list."""
+    """Return only the load of this worker, by its place in the list."""
     format: str | None = None
-    """`json` only."""
+    """Only `json`."""
 
 
 class RegisterFields(Fields):
@@ -36,10 +36,20 @@ class RegisterFields(Fields):
 
 
 def mount_info(routes: SharedRoutes, context: DialectContext) -> None:
-    async def server_info(request: DialectRequest) -> Any:
+    # vLLM's clients ask at the same path for a format.
+    @routes.get(
+        "/server_info",
+        NoFields,
+        "The fleet as one SGLang server.",
+        claims=lambda raw: not raw.has("config_format"),
+    )
+    @routes.get("/get_server_info", NoFields, "The fleet as one SGLang server.")
+    async def server_info(request: ParsedRequest[NoFields]) -> Any:
         return await _server_info(context)
 
-    async def model_info(request: DialectRequest) -> Any:
+    @routes.any("/model_info", NoFields, "The model, and the version that is served.")
+    @routes.any("/get_model_info", NoFields, "The model, and the version that is served.")
+    async def model_info(request: ParsedRequest[NoFields]) -> Any:
         rows = await members(context)
         return {
             "model_path": same_of_all(rows, "model_path"),
@@ -53,18 +63,25 @@ def mount_info(routes: SharedRoutes, context: DialectContext) -> None:
             **skipped(context),
         }
 
-    async def weight_version(request: DialectRequest) -> Any:
+    @routes.get("/get_weight_version", NoFields, "The label of the version that is served.")
+    async def weight_version(request: ParsedRequest[NoFields]) -> Any:
         return {"weight_version": (await served_version(context))["label"]}
 
-    async def health_generate(request: DialectRequest) -> Any:
-        """A real round trip through each engine."""
+    @routes.get("/health_generate", NoFields, "Each engine answers a real round trip, or 503.")
+    async def health_generate(request: ParsedRequest[NoFields]) -> Any:
         await context.calls.run("liveness", {})
         return {"status": "ok"}
 
-    async def loads(request: DialectRequest) -> Any:
-        return await _loads(context, take(LoadsFields, request))
+    @routes.get("/v1/loads", LoadsFields, "The workers' loads.")
+    async def loads(request: ParsedRequest[LoadsFields]) -> Any:
+        return await _loads(context, request.fields)
 
-    async def workers(request: DialectRequest) -> Any:
+    _mount_router(routes, context)
+
+
+def _mount_router(routes: SharedRoutes, context: DialectContext) -> None:
+    @routes.get("/workers", NoFields, "This server, as a router lists one.")
+    async def workers(request: ParsedRequest[NoFields]) -> Any:
         rows = await members(context)
         load = sum(int(row["running"]) + int(row["waiting"]) for row in rows)
         model = context.generation.list_models()["data"]
@@ -79,8 +96,9 @@ def mount_info(routes: SharedRoutes, context: DialectContext) -> None:
         }
         return {"workers": [one], "total": 1, "stats": {"prefill_count": 0, "decode_count": 0, "regular_count": 1}}
 
-    async def register(request: DialectRequest) -> Any:
-        fields = take(RegisterFields, request)
+    @routes.post("/workers", RegisterFields, "Registers this server, and no other.")
+    async def register(request: ParsedRequest[RegisterFields]) -> Any:
+        fields = request.fields
         if fields.url.rstrip("/") != request.base_url or fields.worker_type != "regular":
             raise InvalidRequest(
                 f"{fields.url[:200]} ({fields.worker_type[:64]}) can't be registered: workers join by NATS",
@@ -88,23 +106,6 @@ def mount_info(routes: SharedRoutes, context: DialectContext) -> None:
                 fix="start `rl-plane worker` beside the engine",
             )
         return {"status": "accepted", "worker_id": request.base_url, "url": request.base_url}
-
-    for path in ("/server_info", "/get_server_info"):
-        routes.add(
-            ["GET"],
-            path,
-            server_info,
-            summary="The fleet as one SGLang server.",
-            # vLLM's clients ask at the same path for a format.
-            claims=(lambda request: not request.has("config_format")) if path == "/server_info" else None,
-        )
-    for path in ("/model_info", "/get_model_info"):
-        routes.add(["GET", "POST"], path, model_info, summary="The model, and the version that is served.")
-    routes.add(["GET"], "/get_weight_version", weight_version, summary="The label of what is served.")
-    routes.add(["GET"], "/health_generate", health_generate, summary="Each engine answers, or 503.")
-    routes.add(["GET"], "/v1/loads", loads, summary="The workers' loads.", fields=LoadsFields)
-    routes.add(["GET"], "/workers", workers, summary="This server, as a router lists one.", fields=NoFields)
-    routes.add(["POST"], "/workers", register, summary="Registers this server; no other.", fields=RegisterFields)
 
 
 async def _server_info(context: DialectContext) -> dict[str, Any]:
@@ -132,7 +133,7 @@ async def _server_info(context: DialectContext) -> dict[str, Any]:
 
 async def _loads(context: DialectContext, fields: LoadsFields) -> dict[str, Any]:
     if fields.format not in (None, "json"):
-        raise InvalidRequest("loads are told as JSON here", field="format", fix="json; GET /metrics has gauges")
+        raise InvalidRequest("loads are JSON here", field="format", fix="json; GET /metrics has gauges")
     rows = await members(context)
     loads = [
         {

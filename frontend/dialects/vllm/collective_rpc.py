@@ -1,4 +1,4 @@
-"""`/collective_rpc` for the few methods by which SkyRL updates weights; vLLM's own calls any method of a worker."""
+"""`/collective_rpc` for the methods by which SkyRL updates weights. vLLM's own route calls any method of a worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from frontend.dialects.common.fleet_as_one import world_size
 from frontend.dialects.common.rpc import RpcFields
 from frontend.dialects.common.transaction import Transactions
 from frontend.server.bodies import MAX_NAMES_BYTES
-from frontend.server.shared_routes import DialectRequest, SharedRoutes, take
+from frontend.server.shared_routes import ParsedRequest, SharedRoutes
 from rl_plane.errors import InvalidRequest, Unsupported
 
 METHODS = {
@@ -18,12 +18,19 @@ METHODS = {
     "update_weights_ipc": ("update_info",),
     "skyrl_finish_weight_update": (),
 }
-"""Method → the arguments that are read, in their order."""
+"""Method → the arguments that it reads, in their order."""
 
 
 def mount_rpc(routes: SharedRoutes, context: DialectContext, transactions: Transactions) -> None:
-    async def rpc(request: DialectRequest) -> Any:
-        fields = take(RpcFields, request)
+    @routes.post(
+        "/collective_rpc",
+        RpcFields,
+        "SkyRL's update, step by step.",
+        once=True,
+        max_body_bytes=MAX_NAMES_BYTES,
+    )
+    async def rpc(request: ParsedRequest[RpcFields]) -> Any:
+        fields = request.fields
         known = METHODS.get(fields.method)
         if known is None:
             raise Unsupported(
@@ -43,13 +50,3 @@ def mount_rpc(routes: SharedRoutes, context: DialectContext, transactions: Trans
         else:
             await transactions.update(given["update_info"], request)
         return {"results": [None] * ranks}
-
-    routes.add(
-        ["POST"],
-        "/collective_rpc",
-        rpc,
-        summary="SkyRL's update, step by step.",
-        fields=RpcFields,
-        once=True,
-        max_body_bytes=MAX_NAMES_BYTES,
-    )
