@@ -1,4 +1,4 @@
-"""What the OpenAI routes answer: whole replies, and the chunks of a stream."""
+"""The replies of the OpenAI routes: whole replies, and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TYPES = {
 
 
 def openai_error(error: PlaneError, elapsed_s: float) -> dict[str, Any]:
-    """The facade's shape, with the keys that OpenAI's clients look for."""
+    """The facade's error body, with the keys that OpenAI's clients read."""
     body = error_body(error, elapsed_s)
     otherwise = "invalid_request_error" if error.http_status < 500 else "server_error"
     body["error"] = {
@@ -33,7 +33,7 @@ def openai_error(error: PlaneError, elapsed_s: float) -> dict[str, Any]:
 
 
 def token_name(token_id: int) -> str:
-    return f"token_id:{token_id}"  # as vLLM writes them with return_tokens_as_token_ids
+    return f"token_id:{token_id}"  # vLLM writes them so with return_tokens_as_token_ids
 
 
 def _logprobs(chat: bool, made: Choice | GenerateDelta, offsets: list[int]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def _logprobs(chat: bool, made: Choice | GenerateDelta, offsets: list[int]) -> d
                 for token, value, top in rows
             ]
         }
-    # As vLLM's, whose clients count on it: the chosen one is always there.
+    # The chosen token is always among them, as in vLLM, whose clients rely on it.
     tops = [{token_name(one): each for one, each in (*top, (token, value))} for token, value, top in rows]
     return {
         "tokens": [token_name(token) for token in token_ids],
@@ -61,12 +61,12 @@ def _named(token: int, logprob: float) -> dict[str, Any]:
 
 
 def top_rows(made: Choice | GenerateDelta) -> list[list[tuple[int, float]]]:
-    """Of each token."""
+    """The likeliest tokens beside each token."""
     return made.top_logprobs if made.top_logprobs is not None else [[] for _ in made.token_ids]
 
 
 def prompt_logprobs(choice: Choice) -> list[dict[str, Any] | None] | None:
-    """In vLLM's form: of each token of the prompt a map from its id; null for the first."""
+    """vLLM's form: for each token of the prompt a map from its id. The first is null."""
     if choice.prompt_logprobs is None or choice.prompt_token_ids is None:
         return None
     rows = zip(choice.prompt_token_ids, choice.prompt_logprobs, strict=True)
@@ -74,7 +74,7 @@ def prompt_logprobs(choice: Choice) -> list[dict[str, Any] | None] | None:
 
 
 def usage(plan: Plan, choices: list[Choice]) -> dict[str, int]:
-    """Of each prompt once."""
+    """The token counts. A prompt with several choices counts once."""
     lengths: dict[int, int] = {}
     for choice in choices:
         place = choice.index // plan.n
@@ -85,8 +85,9 @@ def usage(plan: Plan, choices: list[Choice]) -> dict[str, int]:
 
 
 def _nvext(plan: Plan, choices: list[Choice]) -> dict[str, Any]:
-    """Of the first choice; `weight_version` is null unless one known state made every token. `adapter` is
-    there if that has one. `completion_token_ids` is a list for each choice if there are several."""
+    """The `nvext` of a reply. Worker and tokens are those of the first choice. `weight_version` is null unless one
+    known state made every token, and `adapter` is there if that state has one. With several choices,
+    `completion_token_ids` has a list for each."""
     made = {
         (span.run, span.sequence, span.version, span.digest, span.adapter) for one in choices for span in one.spans
     }
@@ -107,7 +108,7 @@ def _nvext(plan: Plan, choices: list[Choice]) -> dict[str, Any]:
 
 
 def whole(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[str, Any]:
-    """The reply without `stream`."""
+    """The whole reply."""
     reply: dict[str, Any] = {
         "id": plan.id,
         "object": "chat.completion" if plan.chat else "text_completion",
@@ -166,7 +167,7 @@ class Chunks:
         }
 
     def of(self, choice: Choice, delta: GenerateDelta, offset: int) -> dict[str, Any]:
-        """`delta` is what `choice` has just taken; `offset`: where its text begins."""
+        """The chunk of a delta that `choice` has just taken. `offset`: where its text begins."""
         plan, first = self._plan, choice.index not in self._begun
         self._begun.add(choice.index)
         content: dict[str, Any] = {"text": delta.text}
