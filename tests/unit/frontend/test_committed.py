@@ -331,10 +331,10 @@ async def test_what_a_worker_has_left_it_does_not_make_again() -> None:
         wire = {**held.held.to_wire(), "admission": admission, "running": 0, "waiting": 0}
         known._take("w", WorkerStatus.from_wire(wire, "i", 0.0))
         assert known.may_make(one, span(1, 0, 4)) == (held == record(1))
-    await known._reconnected()
+    await known._on_reconnect()
     assert not known.may_make(one, span(1, 0, 4))
     assert known.may_make(other, span(1, 0, 4))
-    known._member_changed(Changed(one, None))
+    known._on_member_change(Changed(one, None))
     assert known.may_make(one, span(1, 0, 4))
 
 
