@@ -128,8 +128,8 @@ def workers(
     tensor that arrives is hashed."""
     import rl_plane.weights.checkpoint
     import worker.receive.staging
-    from worker.options import WorkerOptions
     from worker.process import run
+    from worker.worker_options import WorkerOptions
 
     if not verify:
         worker.receive.staging.tensor_digest = unhashed  # type: ignore[attr-defined]
@@ -189,7 +189,8 @@ def frontend(ready: Ready, *, nats_url: str, namespace: str, http: bool = False)
 
 
 def empty_route(ready: Ready) -> None:
-    """What the web framework costs by itself: the facade's server with its settings, and nothing behind it."""
+    """Serves an empty route, to measure what the web framework costs by itself: the facade's server with its settings,
+    and nothing behind it."""
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response

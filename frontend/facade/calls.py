@@ -8,22 +8,10 @@ from typing import Any
 
 from frontend.server.in_flight import InFlight
 from rl_plane.fleet.fleet import Fleet
+from rl_plane.protocol.fleet_ops import FLEET_OPS
 
 log = logging.getLogger("frontend.facade.calls")
 
-COALESCED = frozenset(
-    {
-        "init_transport",
-        "update_weights",
-        "prepare_weights_update",
-        "receive_weights_part",
-        "complete_weights_update",
-        "abort_weights_update",
-        "load_lora_adapter",
-        "unload_lora_adapter",
-    }
-)
-"""The ops that do something once. Callers may repeat all others at will."""
 MAX_IN_FLIGHT = 64
 """Different updates that hold the lock or wait for it; more come from a trainer that has gone wrong."""
 
@@ -42,7 +30,7 @@ class FleetCalls:
 
         `digest`: a hash of the body's lists, where they may be long. Writing them out to compare them would block every
         other call."""
-        if op not in COALESCED:
+        if op not in FLEET_OPS or not FLEET_OPS[op].coalesce:
             return await self.fleet.run(op, body, request_id)
         told = body if digest is None else {name: one for name, one in body.items() if not isinstance(one, list)}
         content = json.dumps([told, digest], sort_keys=True, default=str)

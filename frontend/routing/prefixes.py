@@ -1,7 +1,7 @@
 """A bounded table of the workers that have computed the beginning of a prompt before.
 
 A prompt is hashed at lengths that grow by a third or a half. So a prompt of any length has few entries, and at least
-two thirds of the common beginning of two prompts is found. A wrong entry costs time, never a token. """
+two thirds of the common beginning of two prompts is found. A wrong entry costs time, never a token."""
 
 from __future__ import annotations
 

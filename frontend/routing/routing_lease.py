@@ -1,6 +1,6 @@
 """A frontend's right to route requests. The frontend lists itself in the state bucket, then asks the leader for the
 record. For SERVING_LEASE_S from before both steps, either it knows every decision, or the coordinator waits for it
-(docs/decisions/serving-lease.md). """
+(docs/decisions/serving-lease.md)."""
 
 from __future__ import annotations
 

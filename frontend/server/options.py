@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rl_plane.cli.settings import DIALECTS
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
 
+DIALECTS = ("vllm", "sglang", "prime-rl")
 DEFAULT_RL_PORT = 8002
 DEFAULT_HTTP_PORT = 8000
 DEFAULT_ADMISSION_WAIT_S = 10.0

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from rl_plane.cli.output import error_line, missing_module, note, say
+from rl_plane._util.extras import missing_module
+from rl_plane.cli.output import error_line, note, say
 from rl_plane.errors import PlaneError
 
 SEED = 0

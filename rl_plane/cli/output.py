@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rl_plane._util.extras import missing_module
 from rl_plane.errors import (
     Conflict,
     DeadlineExceeded,
@@ -19,29 +20,13 @@ from rl_plane.errors import (
     Unsupported,
 )
 
+
+class BadSetting(InvalidRequest):
+    """A flag or a variable with a wrong value; the command line exits with 2."""
+
+
 READY = "ready"
 """The key of a ready line in JSON; its value names the command."""
-
-EXTRA_OF_MODULE = {
-    "blake3": "worker",
-    "yaml": "worker",
-    "torch": "hf",
-    "transformers": "hf",
-    "tokenizers": "hf",
-    "safetensors": "hf",
-    "numpy": "hf",
-    "psutil": "hf",
-    "jinja2": "hf",
-    "prometheus_client": "frontend",
-    "starlette": "frontend",
-    "uvicorn": "frontend",
-    "matplotlib": "demo",
-    "vllm": "vllm",
-    "sglang": "sglang",
-}
-"""Which of our extras brings a third party's module."""
-
-OURS = ("rl_plane", "worker", "frontend")
 
 _FIXES: tuple[tuple[type[PlaneError], str], ...] = (
     (Unauthorized, "set RL_PLANE_ADMIN_KEY to the facade's key"),
@@ -63,9 +48,12 @@ def one_line(text: object) -> str:
     return re.sub(r"(\w://)[^/@\s]+@", r"\1…@", shown)
 
 
-def fix_of(error: PlaneError) -> str:
+def fix_of(error: PlaneError, command: str = "") -> str:
+    """The error's own fix, or the fix of its kind. `command`: the command that failed."""
     if fix := error.facts.get("fix"):
         return str(fix)
+    if command == "state" and isinstance(error, (Unavailable, Conflict, DeadlineExceeded)):
+        return "repeat it in a moment; if it fails again, see the logs of the frontend and of nats-server"
     return next(fix for kind, fix in _FIXES if isinstance(error, kind))
 
 
@@ -73,14 +61,15 @@ def error_line(error: PlaneError) -> str:
     return one_line(f"rl-plane: error: {error.message.rstrip('.')}; fix: {fix_of(error)}")
 
 
-def missing_module(error: ModuleNotFoundError) -> PlaneError:
-    """The error that names the extra to install."""
-    top = (error.name or "").partition(".")[0]
-    if top in OURS:
-        return PlaneError(f"this installation lacks {error.name}", fix="install rl-plane again, of one version")
-    extra = EXTRA_OF_MODULE.get(top)
-    fix = f"pip install 'rl-plane[{extra}]'" if extra else f"pip install {top}"
-    return PlaneError(f"the Python module {top} is not installed", fix=fix)
+def plane_error(error: Exception) -> PlaneError | None:
+    """The error of a command as one that a person can read. None: a fault of ours, which needs its traceback."""
+    if isinstance(error, PlaneError):
+        return error
+    if isinstance(error, ModuleNotFoundError):
+        return missing_module(error)
+    if isinstance(error, OSError) and error.filename is not None and not isinstance(error, BrokenPipeError):
+        return PlaneError(f"{error.filename}: {error.strerror}", fix="let this user read and write there")
+    return None
 
 
 def counted(workers: int) -> str:

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import click
+
 from rl_plane.bus.server import NatsServer
 from rl_plane.cli.children import ERR, OUT, Child, Printer, start_process
-from rl_plane.cli.flags import Command, Subparsers, add_command, check_engine
 from rl_plane.cli.output import READY, counted, one_line
-from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, WORKER
-from rl_plane.cli.settings import for_child
+from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, WORKER, check_engine
+from rl_plane.cli.settings import Command, command, for_child
 from rl_plane.cli.supervisor import Kept, Supervisor
 from rl_plane.errors import DeadlineExceeded, PlaneError
 
@@ -44,12 +45,13 @@ SETTINGS = (
 )
 
 
-def add_to(commands: Subparsers) -> None:
-    add_command(commands, "up", "Bring up a whole fleet on this machine.", run_up, SETTINGS)
+def commands() -> list[click.Command]:
+    return [command("up", "Bring up a whole fleet on this machine.", run_up, SETTINGS)]
 
 
-def run_up(command: Command) -> int:
-    values = dict(command.values)
+def run_up(given: Command) -> int:
+    """Runs a fleet until a signal."""
+    values = dict(given.values)
     values["engines"] = [check_engine(name) for name in values["engines"] or ("hf",)]
     up = Up(values)
     try:

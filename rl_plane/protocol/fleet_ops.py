@@ -111,93 +111,115 @@ class CompleteUpdate(UpdateId):
 
 @dataclass(frozen=True, slots=True)
 class FleetOp:
+    """A row of the table: one op of the fleet."""
+
     name: str
-    method: Literal["GET", "POST"]
-    path: str
-    """Beneath /v1/rl/."""
-    doc: str
     own: type[BaseModel]
     """The op's own fields, without the selection."""
+    doc: str
+    method: Literal["GET", "POST"] = "POST"
+    at: str = ""
+    """The route under /v1/rl/, if it is not the name."""
+    coalesce: bool = False
+    """Equal calls that are under way share one answer, because the op must happen once. Other ops may be repeated."""
+    one_component: bool = False
+    """The op is all or nothing, so one call means one component."""
+    brings_weights: bool = False
+    """The body names weights, which `cast` may convert to the engine's dtype."""
+
+    @property
+    def path(self) -> str:
+        """The route under /v1/rl/."""
+        return self.at or self.name
 
     @property
     def request(self) -> type[Select]:
+        """The model of the whole body."""
         return _request(self.name, self.own)
 
 
 @cache
 def _request(name: str, own: type[BaseModel]) -> type[Select]:
-    """Made when it is needed: all of them take longer than the rest of the import."""
+    """Builds the model when it is first needed: all of them take longer than the rest of the import."""
     make: Any = create_model  # its own types allow only bases of one type
     made: type[Select] = make(f"{name.title().replace('_', '')}Call", __base__=(Select, own))
     return made
 
 
-def _fleet_op(
-    name: str, own: type[BaseModel], doc: str, method: Literal["GET", "POST"] = "POST", path: str = ""
-) -> FleetOp:
-    return FleetOp(name, method, path or name, doc, own)
-
-
 FLEET_OPS: dict[str, FleetOp] = {
     op.name: op
     for op in (
-        _fleet_op("liveness", validation.Empty, "Each engine answers a real round trip, or 503.", "GET"),
-        _fleet_op(
-            "ready", validation.Empty, "Alive, and enough admitted workers at the committed version.", "GET"
-        ),
-        _fleet_op("state", validation.Empty, "The fleet and each worker, now.", "GET"),
-        _fleet_op("workers", validation.Empty, "Who is in the fleet.", "GET"),
-        _fleet_op(
+        FleetOp("liveness", validation.Empty, "Each engine answers a real round trip, or 503.", "GET"),
+        FleetOp("ready", validation.Empty, "Alive, and enough admitted workers at the committed version.", "GET"),
+        FleetOp("state", validation.Empty, "The fleet and each worker, now.", "GET"),
+        FleetOp("workers", validation.Empty, "The members of the fleet.", "GET"),
+        FleetOp(
             "weight_version", validation.Empty, "The one version that is served; 409 if there are two.", "GET"
         ),
-        _fleet_op("describe", worker_ops.Describe, "What each engine is and can do.", "GET"),
-        _fleet_op("pause", worker_ops.Pause, "Stop generation, with a lease."),
-        _fleet_op("resume", validation.Empty, "Go on."),
-        _fleet_op("flush_cache", validation.Empty, "Drop the prefix caches."),
-        _fleet_op("abort_requests", worker_ops.AbortRequests, "End requests now, with their tokens so far."),
-        _fleet_op("init_transport", update_requests.InitTransport, "Set up a weight transport."),
-        _fleet_op("destroy_transport", update_requests.DestroyTransport, "Take it down."),
-        _fleet_op("updates", update_requests.ListUpdates, "The updates that there were, newest first.", "GET"),
-        _fleet_op("update_weights", update_requests.UpdateCall, "New weights on the whole fleet, or on none."),
-        _fleet_op(
+        FleetOp("describe", worker_ops.Describe, "What each engine is and can do.", "GET"),
+        FleetOp("pause", worker_ops.Pause, "Stop generation, with a lease."),
+        FleetOp("resume", validation.Empty, "Continue generation."),
+        FleetOp("flush_cache", validation.Empty, "Drop the prefix caches."),
+        FleetOp("abort_requests", worker_ops.AbortRequests, "End requests now, with their tokens so far."),
+        FleetOp("init_transport", update_requests.InitTransport, "Set up a weight transport.", coalesce=True),
+        FleetOp("destroy_transport", update_requests.DestroyTransport, "Take a weight transport down."),
+        FleetOp("updates", update_requests.ListUpdates, "The updates that there were, newest first.", "GET"),
+        FleetOp(
+            "update_weights",
+            update_requests.UpdateCall,
+            "New weights on the whole fleet, or on none.",
+            coalesce=True,
+            one_component=True,
+            brings_weights=True,
+        ),
+        FleetOp(
             "prepare_weights_update",
             update_requests.UpdateWeights,
-            "Stage and verify, or listen for what is pushed; generation goes on.",
+            "Stage and verify, or listen for what is pushed; generation continues.",
+            coalesce=True,
+            one_component=True,
+            brings_weights=True,
         ),
-        _fleet_op(
+        FleetOp(
             "receive_weights_part",
             ReceiveWeightsPart,
-            "Receive what the trainer broadcasts now, everywhere.",
+            "Receive on every worker what the trainer broadcasts now.",
+            coalesce=True,
+            one_component=True,
         ),
-        _fleet_op("label_weights_update", LabelUpdate, "Label what was prepared, before it is committed."),
-        _fleet_op("complete_weights_update", CompleteUpdate, "Commit what was prepared, or pushed."),
-        _fleet_op("abort_weights_update", UpdateId, "Drop what was prepared."),
-        _fleet_op(
+        FleetOp(
+            "label_weights_update",
+            LabelUpdate,
+            "Label what was prepared, before it is committed.",
+            one_component=True,
+        ),
+        FleetOp(
+            "complete_weights_update",
+            CompleteUpdate,
+            "Commit what was prepared, or pushed.",
+            coalesce=True,
+            one_component=True,
+        ),
+        FleetOp("abort_weights_update", UpdateId, "Drop what was prepared.", coalesce=True, one_component=True),
+        FleetOp(
             "new_run",
             validation.Empty,
             "Begin a new run: sequence 0 is the model that every worker was started with.",
+            one_component=True,
         ),
-        _fleet_op("release_memory", worker_ops.MemoryTags, "Give memory back (sleep)."),
-        _fleet_op("resume_memory", worker_ops.MemoryTags, "Take it again (wake)."),
-        _fleet_op("check_weights", worker_ops.CheckWeights, "Checksum, snapshot or compare the weights."),
-        _fleet_op("load_lora_adapter", LoadLora, "Load or replace a LoRA adapter."),
-        _fleet_op("unload_lora_adapter", UnloadLora, "Unload a LoRA adapter."),
-        _fleet_op("enable", validation.Empty, "Admit a worker again.", path="workers/{id}/enable"),
-        _fleet_op("disable", validation.Empty, "Take a worker out of routing.", path="workers/{id}/disable"),
+        FleetOp("release_memory", worker_ops.MemoryTags, "Give memory back (sleep)."),
+        FleetOp("resume_memory", worker_ops.MemoryTags, "Take it again (wake)."),
+        FleetOp("check_weights", worker_ops.CheckWeights, "Checksum, snapshot or compare the weights."),
+        FleetOp(
+            "load_lora_adapter",
+            LoadLora,
+            "Load or replace a LoRA adapter.",
+            coalesce=True,
+            one_component=True,
+            brings_weights=True,
+        ),
+        FleetOp("unload_lora_adapter", UnloadLora, "Unload a LoRA adapter.", coalesce=True, one_component=True),
+        FleetOp("enable", validation.Empty, "Admit a worker again.", at="workers/{id}/enable"),
+        FleetOp("disable", validation.Empty, "Take a worker out of routing.", at="workers/{id}/disable"),
     )
 }
-
-ONE_COMPONENT = frozenset(
-    {
-        "update_weights",
-        "prepare_weights_update",
-        "receive_weights_part",
-        "label_weights_update",
-        "complete_weights_update",
-        "abort_weights_update",
-        "load_lora_adapter",
-        "unload_lora_adapter",
-        "new_run",
-    }
-)
-"""Ops that are all or nothing, which only one fleet can be."""

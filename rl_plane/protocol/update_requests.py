@@ -77,8 +77,21 @@ class DestroyTransport(Body):
     """Of several that a trainer has formed by itself, only this one."""
 
 
-class Prepare(Body):
-    """Receive into staging and verify; generation goes on."""
+class DeltaChainEntry(Body):
+    """One version that a worker can fetch to rebuild the base of a delta."""
+
+    digest: str = Field(pattern=DIGEST)
+    transport: Transport | None
+    """Where the bytes are. None: they are the model that the worker was started with."""
+    refetchable: bool = True
+    """Whether the bytes can still be fetched."""
+
+
+class ReceiveRequest(Body):
+    """The weights that a worker receives for one update.
+
+    The coordinator builds the request from the update, the worker checks it, and the same object goes to each rank's
+    process. A worker that heals itself builds one from the committed record."""
 
     update_id: str = Field(min_length=1, max_length=128)
     target: BaseTarget | LoraTarget = Field(default_factory=BaseTarget, discriminator="kind")
@@ -86,22 +99,83 @@ class Prepare(Body):
     """None only to unload an adapter."""
     encoding: Encoding = "full"
     base: str | None = Field(None, pattern=DIGEST)
-    """Of a delta: the version that it changes."""
-    before: Source | None = None
-    """Of a delta: where that one can be fetched, for a worker that does not keep it."""
+    """For a delta: the digest of the version that it changes."""
+    base_chain: tuple[DeltaChainEntry, ...] = ()
+    """For a delta: the versions from a full one up to `base`, for a worker that has no copy of `base`."""
     label: str = Field(min_length=1, max_length=LABEL_CHARS)
     digest: str | None = Field(None, pattern=DIGEST)
-    """What the trainer published; None: the first worker's is held against the others'."""
+    """The version's digest, as the trainer published it. None: the coordinator compares the workers' digests."""
     cast: bool = False
     staging: Literal["host", "none"] = "host"
     keep_staged: bool = False
     pause_mode: PauseMode = "keep"
-    """With staging `none`: how running requests are treated before the first byte."""
+    """With staging `none`: what happens to running requests before the first byte is written."""
+
+    @classmethod
+    def of_update(cls, update: UpdateWeights, update_id: str, label: str, base_source: Source | None) -> Self:
+        """Builds the request for every worker of an update. `base_source`: where the base of a delta comes from."""
+        return cls(
+            update_id=update_id,
+            target=update.target,
+            transport=update.transport,
+            encoding=update.encoding,
+            base=update.base,
+            base_chain=delta_chain(base_source, update.base),
+            label=label,
+            digest=update.digest,
+            cast=update.cast,
+            staging=update.policy.staging,
+            keep_staged=update.policy.keep_staged or update.encoding == "delta",
+            pause_mode=update.policy.pause_mode,
+        )
+
+    @property
+    def adapter(self) -> str | None:
+        """The name of the adapter. None: the request is for base weights."""
+        return self.target.name if self.target.kind == "lora" else None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the tensors go over the served weights, because the model does not fit in memory twice."""
+        return self.staging == "none" and self.adapter is None
+
+    @property
+    def keeps_copy(self) -> bool:
+        """Whether the staged tensors stay in host memory after the swap."""
+        return self.keep_staged and self.adapter is None
+
+    def with_own_model(self, model: Transport) -> Self:
+        """Fills in `model`, the worker's own, where an entry of the chain has no transport."""
+        if all(entry.transport is not None for entry in self.base_chain):
+            return self
+        chain = (
+            entry if entry.transport is not None else entry.model_copy(update={"transport": model})
+            for entry in self.base_chain
+        )
+        return self.model_copy(update={"base_chain": tuple(chain)})
+
+    def full_from(self, transport: Transport) -> Self:
+        """The same version, fetched whole from `transport`."""
+        return self.model_copy(update={"transport": transport, "encoding": "full", "base": None, "base_chain": ()})
 
     @model_validator(mode="after")
     def _whole_delta(self) -> Self:
         _check_digests(self)
         return self
+
+
+def delta_chain(source: Source | None, base: str | None) -> tuple[DeltaChainEntry, ...]:
+    """The versions from a full one up to `base`, which `source` says how to fetch."""
+    if source is None or base is None:
+        return ()
+    return tuple(
+        DeltaChainEntry(
+            digest=digest,
+            transport=Transport.model_validate(one.transport) if one.transport is not None else None,
+            refetchable=one.refetchable,
+        )
+        for digest, one in source.chain(base)
+    )
 
 
 class ListeningReply(TypedDict):
@@ -389,7 +463,7 @@ def _check_in_parts(update: _Update) -> None:
             )
 
 
-def _check_digests(update: _Update | Prepare) -> None:
+def _check_digests(update: _Update | ReceiveRequest) -> None:
     """A delta has both, anything else no `base`."""
     if update.encoding == "full":
         if update.base is not None:

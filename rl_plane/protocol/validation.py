@@ -40,6 +40,7 @@ one of the three modes."""
 PAUSE_WORDS = ("keep", "wait", "abort", *SGLANG_PAUSES)
 
 B = TypeVar("B", bound=Body)
+M = TypeVar("M", bound=BaseModel)
 
 
 def without_sglangs_names(
@@ -71,6 +72,14 @@ def parse_body(model: type[BaseModel], body: dict[str, Any]) -> BaseModel:
         return model.model_validate(body)
     except ValidationError as error:
         raise invalid_from_pydantic(error) from error
+
+
+def same_values(model: type[M], checked: BaseModel) -> M:
+    """The values of a checked body as another model that shares its fields. Nothing is validated again."""
+    values = {name: getattr(checked, name) for name in model.model_fields if name in type(checked).model_fields}
+    if model.model_config.get("extra") == "allow":
+        values |= checked.model_extra or {}
+    return model.model_construct(_fields_set=checked.model_fields_set & values.keys(), **values)
 
 
 FIXES = {"extra_forbidden": "leave it out", "missing": "add it"}

@@ -26,9 +26,9 @@ from rl_plane.protocol.update_requests import (
     InitTransport,
     ListeningReply,
     PartReply,
-    Prepare,
     PreparedReply,
     ReceivePart,
+    ReceiveRequest,
     RecordReport,
     ReportRecord,
     Transport,
@@ -331,6 +331,9 @@ class DrainReply(TypedDict):
     aborted: int
 
 
+Pool = Literal["control", "tokenizer"]
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     name: str
@@ -342,6 +345,12 @@ class Op:
     timeout_s: float
     """How long a caller waits for a worker unless it says otherwise."""
     doc: str = ""
+    of_stage: bool = False
+    """A pipeline stage, which has no engine of its own, answers it too."""
+    pool: Pool = "control"
+    """The places that the op takes in a worker. Ops that any client may send leave those of the control plane free."""
+    reply_follows: str | None = None
+    """The field of the request that makes the reply long."""
 
 
 QUICK_S = 1.0
@@ -354,13 +363,47 @@ ENGINE_S = 30.0
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
-        Op("ping", Empty, PingReply, False, QUICK_S, doc="The bus round trip; the engine is not asked."),
-        Op("liveness", Empty, LivenessReply, False, 5.0, doc="A real round trip through the engine."),
+        Op(
+            "ping",
+            Empty,
+            PingReply,
+            False,
+            QUICK_S,
+            doc="The bus round trip; the engine is not asked.",
+            of_stage=True,
+        ),
+        Op(
+            "liveness",
+            Empty,
+            LivenessReply,
+            False,
+            5.0,
+            doc="A real round trip through the engine.",
+            of_stage=True,
+        ),
         Op("describe", Describe, DescribeReply, False, QUICK_S, doc="What the engine is and can do."),
         Op("state", Empty, StateReply, False, QUICK_S, doc="Admission, pause, version, load."),
         Op("report_record", ReportRecord, RecordReport, False, QUICK_S, doc="What it knows to be committed."),
-        Op("tokenize", Tokenize, TokenizeReply, False, TOKENIZER_S, doc="Text or messages to tokens."),
-        Op("detokenize", Detokenize, DetokenizeReply, False, TOKENIZER_S, doc="Tokens to text."),
+        Op(
+            "tokenize",
+            Tokenize,
+            TokenizeReply,
+            False,
+            TOKENIZER_S,
+            doc="Text or messages to tokens.",
+            pool="tokenizer",
+            reply_follows="prompt",
+        ),
+        Op(
+            "detokenize",
+            Detokenize,
+            DetokenizeReply,
+            False,
+            TOKENIZER_S,
+            doc="Tokens to text.",
+            pool="tokenizer",
+            reply_follows="tokens",
+        ),
         Op("pause", Pause, PauseReply, True, ENGINE_S, doc="Stop generation, with a lease."),
         Op("resume", Empty, PauseReply, True, ENGINE_S, doc="Go on."),
         Op("flush_cache", Empty, FlushReply, True, ENGINE_S, doc="Drop the prefix cache."),
@@ -375,8 +418,8 @@ OPS: dict[str, Op] = {
             PART_TIMEOUT_S + ENGINE_S,
             doc="Receive tensors that come now.",
         ),
-        Op("listen_update", Prepare, ListeningReply, True, 60.0, doc="Listen for weights that are pushed."),
-        Op("prepare_update", Prepare, PreparedReply, True, 300.0, doc="Stage and verify weights."),
+        Op("listen_update", ReceiveRequest, ListeningReply, True, 60.0, doc="Listen for weights that are pushed."),
+        Op("prepare_update", ReceiveRequest, PreparedReply, True, 300.0, doc="Stage and verify weights."),
         Op("follow_record", FollowRecord, FollowedReply, True, QUICK_S, doc="Learn a decision."),
         Op("commit_update", Commit, CommittedReply, True, 60.0, doc="Swap staged weights in."),
         Op("abort_update", AbortUpdate, AbortUpdateReply, True, ENGINE_S, doc="Drop staged weights."),

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import click
 import httpx
 import pytest
 
@@ -21,9 +22,9 @@ from frontend.dialects.sglang.groups import GroupFields, Groups
 from frontend.main import started
 from frontend.server.api import Api, schema_of
 from frontend.server.bodies import MAX_BODY_BYTES, MAX_NAMES_BYTES, parse_hashed
-from frontend.server.options import FrontendOptions
+from frontend.server.options import DIALECTS, FrontendOptions
 from frontend.server.shared_routes import DialectRequest, Fields, NoFields, ParsedRequest, SharedRoutes, report
-from rl_plane.cli.settings import DIALECTS, BadSetting, for_child, resolve
+from rl_plane.cli.settings import for_child
 from rl_plane.errors import (
     Conflict,
     EngineFailed,
@@ -36,6 +37,7 @@ from rl_plane.errors import (
     WorkerLost,
 )
 from tests.support.paths import ROOT
+from tests.support.settings import values_of
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -147,14 +149,13 @@ async def test_an_unknown_dialect_is_refused() -> None:
 
 
 def test_the_command_line_names_dialects() -> None:
-    assert resolve(["dialects"], {}, {})["dialects"] == DIALECTS == FrontendOptions().dialects
-    for given in ({"RL_PLANE_DIALECTS": "vllm,prime-rl"}, {"RL_PLANE_DIALECTS": "none"}):
-        (text,) = given.values()
-        assert resolve(["dialects"], {}, given)["dialects"] == tuple(text.split(","))
-        values = resolve(["dialects"], {}, given)
+    assert values_of(["dialects"])["dialects"] == DIALECTS == FrontendOptions().dialects
+    for text in ("vllm,prime-rl", "none"):
+        values = values_of(["dialects"], RL_PLANE_DIALECTS=text)
+        assert values["dialects"] == tuple(text.split(","))
         assert for_child(values, {})[0] == [f"--dialects={name}" for name in values["dialects"]]
-    with pytest.raises(BadSetting, match="tgi"):
-        resolve(["dialects"], {"dialects": ["tgi"]}, {})
+    with pytest.raises(click.BadParameter, match="tgi"):
+        values_of(["dialects"], ["--dialects=tgi"])
 
 
 # ---- the table of routes ----
@@ -532,7 +533,10 @@ def rows_of(page: str, heading: str) -> list[list[str]]:
 
 
 def test_every_row_names_a_test_that_there_is() -> None:
-    rows = [*rows_of("dialects.md", "Conformance"), *rows_of("dialects-sglang.md", "Trainer by trainer")]
+    rows = [
+        *rows_of("conformance.md", "vLLM, TRL, SkyRL, prime-rl, Dynamo"),
+        *rows_of("conformance.md", "SGLang's trainers"),
+    ]
     for trainer, *_, named in rows:
         tests = named.split(", ")
         for test in tests:

@@ -39,6 +39,10 @@ RUN_ELSEWHERE = {
     "make test-fast": "a part of make test",
     "make setup": "make test begins with it",
     "make engines": "make test begins with it",
+    ".venv/bin/pip install ./examples/echo_engine": "tests/engines/test_third_party_engine.py installs it",
+    ".venv/bin/rl-plane worker --engine echo --model /tmp/echo-model": (
+        "tests/engines/test_third_party_engine.py runs it"
+    ),
     ".venv/bin/pip install ./examples/http_transport": "tests/transports/test_third_party_transport.py installs it",
     "make bench": "tests/docs/test_bench_quick.py runs a short one",
 }
@@ -174,18 +178,27 @@ def test_the_reference_is_up_to_date() -> None:
     assert fresh == (ROOT / "docs" / "reference.md").read_text(), "run: python docs/generate_reference.py"
 
 
-def test_every_row_of_the_engines_names_tests_of_each() -> None:
-    """A "yes" is what `describe` doesn't deny: what no engine ever denies is shown by tests alone."""
+def test_every_row_of_the_engines_has_tests_of_each() -> None:
+    """A "yes" in the table only says that `describe` denies nothing, so tests of every engine have to show it."""
     features = runpy.run_path(str(ROOT / "docs" / "generate_engines.py"))["FEATURES"]
     page = (ROOT / "docs" / "engines.md").read_text()
     for feature in features.values():
-        assert re.search(rf"^\| {re.escape(feature.words)} \|.*\| {feature.shown_by} \|$", page, re.MULTILINE)
+        assert re.search(rf"^\| {re.escape(feature.words)} \|", page, re.MULTILINE), feature.words
         run: set[str] = set()
         for module, name in (test.split("::") for test in feature.tests):
-            text = (ROOT / "tests" / f"{module}.py").read_text()
+            text = (ROOT / "tests" / "engines" / f"{module}.py").read_text()
             assert re.search(rf"^(async )?def {name}\(", text, re.MULTILINE), f"there is no {module}::{name}"
             run |= ENGINES_OF[module]
         assert run == {"hf", "sglang", "vllm"}, feature.words
+
+
+def test_every_test_that_a_page_names_exists() -> None:
+    for page in PAGES:
+        for file, words in set(re.findall(r"`(tests/[\w/]+\.py)(?: -k ([\w-]+))?`", page.read_text())):
+            assert (ROOT / file).exists(), f"{page.name}: there is no {file}"
+            # The names in the kill matrix are parameters, which it computes.
+            if words and not file.startswith("tests/kill/"):
+                assert words in (ROOT / file).read_text(), f"{page.name}: no test of {file} is called {words}"
 
 
 def test_links_lead_somewhere() -> None:

@@ -26,7 +26,7 @@ from tests.support.frontend_process import ask, error_of, events_of, frontend
 from tests.support.moe import LAYERS, TOP_K, check_experts, make_moe_model
 from tests.support.streaming_client import Streaming, ready
 from worker.engines.vllm.streams import _routed
-from worker.generation import MAX_ROUTED_ALONE, MAX_ROUTED_BESIDE, _in_parts
+from worker.generation_service import MAX_ROUTED_ALONE, MAX_ROUTED_BESIDE, _in_parts
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

@@ -23,14 +23,15 @@ from rl_plane.bus.server import NatsServer
 from rl_plane.cli import main
 from rl_plane.cli.children import Printer
 from rl_plane.cli.serve import FRONTEND, WORKER
-from rl_plane.cli.settings import SETTINGS, resolve
+from rl_plane.cli.settings import SETTINGS
 from rl_plane.cli.supervisor import MAX_PAUSE_S, Kept, Supervisor, exit_words, pause_before
 from rl_plane.cli.up import SETTINGS as UP_SETTINGS
 from rl_plane.cli.up import Up
+from tests.support.settings import values_of
 from worker import process
 from worker.engines.fake.adapter import make_fake_model
 from worker.exit_codes import COME_BACK, ENGINE_DEAD
-from worker.options import WorkerOptions
+from worker.worker_options import WorkerOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
@@ -303,9 +304,8 @@ async def test_an_engine_that_fails_at_the_first_start_is_started_again(
 def test_a_liveness_time_out_is_the_workers_as_the_frontends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = resolve(
-        UP_SETTINGS, {"liveness_timeout_s": "20", "model": str(make_fake_model(tmp_path / "m", 0))}, {}
-    )
+    model = make_fake_model(tmp_path / "m", 0)
+    values = values_of(UP_SETTINGS, [f"--model={model}", "--liveness-timeout-s=20"])
     up = Up(values | {"engines": ["fake"]})
     own = {**values, "engine": "fake", "instance_id": "0" * 16, "copies": 1}
     argv = up._kept("worker-1", "worker", own, WORKER, False).argv

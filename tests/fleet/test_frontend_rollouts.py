@@ -473,7 +473,7 @@ async def test_a_full_fleet_is_told_at_once(
 
 
 async def test_a_full_worker_is_left_for_another_and_then_told(plane: Plane) -> None:
-    one = "import worker.generation as generation; generation.MAX_STREAMS = 1"
+    one = "import worker.generation_service as generation; generation.MAX_STREAMS = 1"
     plane.spawn_many(2, patch=one, token_delay_s=PACE_S)
     await ready(plane, 2)
     async with (

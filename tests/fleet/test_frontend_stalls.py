@@ -33,7 +33,7 @@ from tests.support.frontend_process import (
 from tests.support.scripted_worker import Stream
 from tests.support.staged_streams import staged
 from worker.engines.fake.adapter import fake_token
-from worker.generation import MAX_TOKENS
+from worker.generation_service import MAX_TOKENS
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -44,7 +44,7 @@ TOPS = 20
 FEW, OF_A_MESSAGE = 16, 32
 SHORT = f"""
 import rl_plane.bus.token_stream as streams
-import worker.generation as generation
+import worker.generation_service as generation
 streams.WINDOW = {FEW}
 generation.MAX_TOP_ROWS = {TOPS * OF_A_MESSAGE}
 """
@@ -54,7 +54,7 @@ SOCKET_BYTES = 1 << 15
 MANY = 40_000
 NARROW = """
 import rl_plane.bus.token_stream as streams
-import worker.generation as generation
+import worker.generation_service as generation
 streams.WINDOW = 16
 generation.StreamSender = lambda publish, most: streams.StreamSender(publish, most // 4)
 """

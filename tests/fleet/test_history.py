@@ -15,17 +15,9 @@ from rl_plane.bus.lock import HeldLock
 from rl_plane.client import RlClient
 from rl_plane.commit import history
 from rl_plane.commit.coordinator import Coordinator
-from rl_plane.commit.history import (
-    Journal,
-    UpdateEntry,
-    evaluate_entry,
-    history_key,
-    read_history,
-    request_hash,
-    rollback_target,
-    source_of,
-    target_of,
-)
+from rl_plane.commit.history import UpdateEntry, evaluate_entry, history_key, read_history, request_hash
+from rl_plane.commit.journal import Journal
+from rl_plane.commit.past_versions import rollback_target, source_of, target_of
 from rl_plane.commit.steps import Event, Instruction, Write
 from rl_plane.errors import (
     BusUnreachable,

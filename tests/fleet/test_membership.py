@@ -326,7 +326,9 @@ FakeEngine.flush_cache = blocking
     await plain_plane.until(lambda: _is_open(client, busy.instance_id))
 
 
-async def test_a_server_that_is_killed_and_restarted_loses_nobody(own_nats: tuple[NatsServer, Plane]) -> None:
+async def test_a_server_that_is_killed_and_restarted_loses_nobody(
+    own_nats: tuple[NatsServer, Plane], caplog: pytest.LogCaptureFixture
+) -> None:
     server, plane = own_nats
     one, two = await plane.client(), await plane.client()
     workers = plane.spawn_many(3)
@@ -339,6 +341,8 @@ async def test_a_server_that_is_killed_and_restarted_loses_nobody(own_nats: tupl
     after = await agreed(plane, views, 3)
     assert after >= before + 3
     assert {member.incarnation for member in views[0].snapshot()} == incarnations
+    lost = [record for record in caplog.records if "the connection to NATS is lost" in record.getMessage()]
+    assert {record.levelname for record in lost} == {"WARNING"}
     await plane.until(lambda: _all_answer(one, 3))
     doomed = workers[0]
     doomed.kill()

@@ -75,7 +75,7 @@ def test_a_trainers_loop(fleet: SyncRlClient, root: Path) -> None:
         path = make_fake_model(root / f"step_{step}", seed=step)
         assert fleet.pause()["status"] == "ok"
         body = {"transport": {"backend": "filesystem", "path": str(path)}, "version": f"step_{step}"}
-        assert fleet.update_weights(body)["version"]["label"] == f"step_{step}"
+        assert fleet.run("update_weights", body)["version"]["label"] == f"step_{step}"
         fleet.resume()
         state = fleet.state(epoch=snapshot.epoch)
         assert (state["pause_state"], state["applied_weight_version"]) == ("running", f"step_{step}")

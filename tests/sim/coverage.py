@@ -12,7 +12,7 @@ from rl_plane.commit.machine import UpdateMachine
 from rl_plane.commit.steps import End, Failed
 from rl_plane.errors import PlaneError
 from tests.sim.virtual_loop import PROCESS
-from worker.reconcile import worker_core
+from worker.reconcile.instructions import Fetch, Swap, Wait
 from worker.reconcile.worker_core import WorkerCore
 
 
@@ -79,9 +79,9 @@ def _instruction(self: WorkerCore, result: Any, now: float) -> str:
     match result:
         case None:
             return "all done"
-        case worker_core.Swap(name=name) | worker_core.Fetch(name=name):
+        case Swap(name=name) | Fetch(name=name):
             return f"{type(result).__name__} {'an adapter' if name is not None else 'the base'}"
-        case worker_core.Wait(until=until):
+        case Wait(until=until):
             return _wait(self, until)
         case _:
             return type(result).__name__
@@ -264,7 +264,7 @@ TRANSITIONS: dict[str, bool] = {
     "worker: by itself → Fetch the base": False,
     "worker: by itself → Read": True,
     "worker: by itself → Relabel": False,
-    "worker: by itself → Score": False,
+    "worker: by itself → ScoreCanary": False,
     "worker: by itself → Swap an adapter": True,
     "worker: by itself → Swap the base": False,
     "worker: by itself → Unload": True,

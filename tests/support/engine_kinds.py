@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from rl_plane.errors import EngineFailed
-from worker.engines.base import EngineFactory, EngineOptions
+from worker.engines.base import EngineOptions
+from worker.engines.capabilities import FullEngine
 from worker.engines.sglang import adapter as sglang
 from worker.engines.sglang.streams import Stream
 from worker.engines.vllm import adapter as vllm
@@ -43,7 +44,7 @@ Failures = dict[Literal["load", "swap", "unload"], list[Failure]]
 @dataclass(frozen=True)
 class Kind:
     name: str
-    build: EngineFactory
+    build: Callable[[EngineOptions], FullEngine]
     arguments: dict[str, str]
     bad_arguments: dict[str, str]
     processes: str

@@ -155,7 +155,7 @@ NAMES_OF_STAGINGS = (f"staging-{number}" for number in itertools.count())
 def hold(engine: HfEngine, tensors: TensorStream, cast: bool = False) -> str:
     """In staging without a transport."""
     name = next(NAMES_OF_STAGINGS)
-    engine._receiving()._staged[name] = engine._held().stage(tensors, cast, lambda: False)
+    engine.receiver._staged[name] = engine._held().stage(tensors, cast, lambda: False)
     return name
 
 

@@ -9,8 +9,7 @@ from frontend.completions.service import Generation
 from frontend.facade.calls import FleetCalls
 from rl_plane.fleet.fleet import Fleet
 from rl_plane.membership.view import MembershipView
-
-BRING_WEIGHTS = frozenset({"update_weights", "prepare_weights_update", "load_lora_adapter"})
+from rl_plane.protocol.fleet_ops import FLEET_OPS
 
 
 class DialectCalls:
@@ -28,7 +27,7 @@ class DialectCalls:
         self, op: str, body: dict[str, Any], request_id: str = "", digest: str | None = None
     ) -> dict[str, Any]:
         """Runs an op, with the arguments of `FleetCalls.run`."""
-        if op in BRING_WEIGHTS and "rollback" not in body:  # a roll-back is cast as its update was
+        if FLEET_OPS[op].brings_weights and "rollback" not in body:  # a roll-back is cast as its update was
             body = {**body, "cast": True}
         return await self._calls.run(op, body, request_id, digest)
 

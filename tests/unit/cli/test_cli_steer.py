@@ -224,7 +224,7 @@ def test_a_canary_comes_from_a_file_or_is_off(facade: Facade, tmp_path: Path) ->
         (b'{"sequences": [[1, 2]], "expected": [[0.5]]}', "canary.expected.0.0: "),
         (b'{"sequences": [[1, 2]], "tolerance": 0}', "canary.tolerance: "),
         (b" " * 100_001, "has more than 100,000 bytes"),
-        (None, "name an existing file, or give `off`"),
+        (None, "name an existing file, or `off`"),
     ],
 )
 def test_a_wrong_canary_file_is_refused_before_anything_is_sent(
@@ -285,9 +285,9 @@ def test_an_adapter_is_loaded_unless_said_otherwise(facade: Facade) -> None:
         (["--adapter", "a"], "PATH"),
         (["x", "--adapter", "a", "--adapter-op", "unload"], "PATH"),
         (["x", "--adapter-op", "swap"], "--adapter NAME"),
-        (["x", "--adapter", "a", "--adapter-op", "eat"], "load, swap, unload"),
-        (["x", "--barrier", "none"], "strict, rolling"),
-        (["x", "--staging", "disk"], "host, none"),
+        (["x", "--adapter", "a", "--adapter-op", "eat"], "'load', 'swap', 'unload'"),
+        (["x", "--barrier", "none"], "'strict', 'rolling'"),
+        (["x", "--staging", "disk"], "'host', 'none'"),
     ],
 )
 def test_an_update_that_is_not_sent(
@@ -365,10 +365,17 @@ def test_an_error_without_a_fix_gets_one(
     facade: Facade, capsys: pytest.CaptureFixture[str], code: str, status: int, words: str
 ) -> None:
     facade.answers({"status": "error", "error": {"code": code, "message": "it is so."}}, status)
-    assert main.run(["state"]) == 1
+    assert main.run(["resume"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("rl-plane: error: it is so; fix: ")
     assert words in err
+
+
+@pytest.mark.parametrize("code", ["bus_unreachable", "deadline_exceeded", "conflict"])
+def test_the_fix_of_state_is_not_state(facade: Facade, capsys: pytest.CaptureFixture[str], code: str) -> None:
+    facade.answers({"status": "error", "error": {"code": code, "message": "it is so"}}, 503)
+    assert main.run(["state"]) == 1
+    assert "rl-plane state" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from worker.engines.vllm.patches.prompt_logprobs import _ByToken  # noqa: E402
+from worker.engines.vllm.prompt_logprobs import _ByToken  # noqa: E402
 
 TOKENS, HIDDEN, RANK, VOCABULARY = 12, 8, 2, 16
 

@@ -45,13 +45,6 @@ def check_sequences(sequences: Sequence[Sequence[int]], vocab_size: int, max_mod
     return [list(sequence) for sequence in sequences]
 
 
-def check_adapter(adapter: str | None, loaded: Collection[str]) -> None:
-    if adapter is not None and adapter not in loaded:
-        raise InvalidRequest(
-            f"there is no adapter {adapter[:64]!r} here", field="adapter", fix="name one that is loaded"
-        )
-
-
 def check_memory(released: Collection[str]) -> None:
     """`released`: the tags of memory that is not there."""
     if released:

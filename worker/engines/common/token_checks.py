@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from rl_plane.errors import InvalidRequest, Unsupported
@@ -66,6 +66,16 @@ def check_tokens(
             prompt_tokens=len(prompt),  # by which a frontend shortens what the caller did not choose
         )
     _check_choice(request, eos, vocab_size)
+
+
+def check_adapter(adapter: str | None, loaded: Collection[str], field: str) -> None:
+    """Raises InvalidRequest if the adapter is not loaded. `field`: the field of the request that names it."""
+    if adapter is not None and adapter not in loaded:
+        raise InvalidRequest(
+            f"there is no adapter {adapter[:64]!r} here",
+            field=field,
+            fix="name one that is loaded, or the base model" if field == "model" else "name one that is loaded",
+        )
 
 
 def check_vocabulary(field: str, ids: list[int], vocab_size: int) -> None:

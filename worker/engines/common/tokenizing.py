@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, Rendering
 from rl_plane.protocol.worker_ops import Tokenize
 from worker.engines.base import EngineInfo
+from worker.engines.capabilities import CanTokenize
 from worker.engines.common.token_checks import check_vocabulary, kept_of_prompt
 
 _aside = ThreadPoolExecutor(2, "tokenize")
@@ -99,13 +100,14 @@ def nothing_made(request: GenerateRequest) -> GenerateDelta:
     return GenerateDelta(token_ids=[], logprobs=[] if request.logprobs else None, finish_reason="abort")
 
 
-class Tokenizing(ABC):
+class Tokenizing(CanTokenize):
     """The half of an engine that turns text into tokens and back, without the model."""
 
     _tokenizer: Any
     _info: EngineInfo | None
 
     def __init__(self) -> None:
+        super().__init__()
         self._tokenized: dict[str, asyncio.Event] = {}
         """Of requests whose prompt becomes tokens just now, by their id: set, one has been aborted."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from blake3 import blake3
 
@@ -12,19 +13,31 @@ from rl_plane.errors import EngineFailed
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.reception import Cancelled, TensorStream
 from worker.engines.common.lora import lora_spec, parse_lora, target_modules
+from worker.engines.fake.config import FakeConfig
 from worker.engines.fake.fake_model import FakeAdapter, FakeTensor, FakeWeights, linear_modules
-
-if TYPE_CHECKING:
-    from worker.engines.fake.adapter import FakeEngine
 
 STEP_S = 0.02
 """How often a delay on a thread looks whether it was cancelled."""
 
 
+class HeldWeights(Protocol):
+    """The part of a FakeEngine that its holder reads and writes."""
+
+    config: FakeConfig
+    fail_stage: bool
+    fail_overwrite: bool
+
+    def weight_spec(self) -> Mapping[str, TensorSpec]: ...
+
+    def half_written(self) -> AbstractContextManager[dict[str, FakeTensor]]:
+        """The served tensors, to be written over one by one: weights of no version. EngineFailed if the engine is not
+        paused."""
+
+
 class FakeHolder:
     """A WeightHolder."""
 
-    def __init__(self, engine: FakeEngine) -> None:
+    def __init__(self, engine: HeldWeights) -> None:
         self._engine = engine
 
     def weight_spec(self) -> Mapping[str, TensorSpec]:

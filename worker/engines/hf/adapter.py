@@ -1,7 +1,7 @@
 """The `hf` engine: a model on transformers' continuous batching, in this process, on a CPU or one GPU.
 
 Two threads besides the caller's: the event loop, on which every coroutine here runs, and the generation thread
-of `hf_loop`, which alone touches the scheduler, the cache and the weights.
+of `loop.py`, which alone touches the scheduler, the cache and the weights.
 """
 
 from __future__ import annotations
@@ -12,25 +12,24 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 from transformers.utils.logging import disable_progress_bar
 
-from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
+from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.routed_experts import RoutedExperts
-from rl_plane.protocol.update_requests import PreparedReply
-from rl_plane.protocol.versions import TensorSpec, WeightVersion
-from rl_plane.transports.reception import Cancelled, Reception
-from worker.engines.base import LACKING, CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
+from rl_plane.protocol.versions import WeightVersion
+from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions, PauseMode
+from worker.engines.capabilities import CanCheckWeights, CanLoadAdapters, CanScore, CheckAction
 from worker.engines.common.checkpoint_spec import saved_specs
 from worker.engines.common.scoring import check_sequences, checked_scores
 from worker.engines.common.spans import SpanLog
 from worker.engines.common.stop_strings import ReplyText
-from worker.engines.common.token_checks import NO_EXPERTS, check_tokens, refuse_lacking
+from worker.engines.common.token_checks import NO_EXPERTS, check_adapter, check_tokens, refuse_lacking
 from worker.engines.common.tokenizing import (
     Tokenizing,
     eos_tokens,
@@ -38,6 +37,7 @@ from worker.engines.common.tokenizing import (
     nothing_made,
 )
 from worker.engines.common.torch_weights import ModelWeights, StagedTensors
+from worker.engines.common.weights_in_process import WeightsInProcess
 from worker.engines.hf.experts import ExpertRecorder
 from worker.engines.hf.holder import HfHolder
 from worker.engines.hf.loop import GenerationLoop
@@ -85,7 +85,7 @@ def build(options: EngineOptions) -> EngineAdapter:
     return HfEngine(options)
 
 
-class HfEngine(Tokenizing):
+class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheckWeights):
     def __init__(self, options: EngineOptions) -> None:
         super().__init__()
         self._options = options
@@ -98,7 +98,6 @@ class HfEngine(Tokenizing):
         self._loop: GenerationLoop | None = None
         self._experts: ExpertRecorder | None = None
         self._holder: HfHolder | None = None
-        self._receiver: Receiver | None = None
         self._eos: frozenset[int] = frozenset()
         self._streams: dict[str, Stream] = {}
         self._keys = itertools.count()
@@ -151,7 +150,9 @@ class HfEngine(Tokenizing):
         self._experts = ExpertRecorder(self._model)
         weights = ModelWeights(self._model, saved_specs(path))
         self._holder = HfHolder(weights, ModelAdapters(self._model), self._forget_weights)
-        self._receiver = Receiver(self._holder, load_transports(self._options.places, str(self._model.device)))
+        self.receiver = receiver = Receiver(
+            self._holder, load_transports(self._options.places, str(self._model.device))
+        )
         self._eos = eos_tokens(path, self._tokenizer)
         config = self._model.config.get_text_config()
         room = min(config.max_position_embeddings, self._arguments.num_blocks * self._arguments.page_size)
@@ -172,7 +173,7 @@ class HfEngine(Tokenizing):
             vocab_size=config.vocab_size,
             max_model_len=length,
             capabilities=_capabilities(bool(self._experts.experts)),
-            transports=self._receiver.backends,
+            transports=receiver.backends,
             tied=self._held().tied_tensors(),
         )
 
@@ -181,7 +182,8 @@ class HfEngine(Tokenizing):
         if loop is not None:
             loop.call(loop.stop_loop)
             await asyncio.to_thread(loop.join_thread, CLOSE_TIMEOUT_S)
-        self._model = self._experts = self._holder = self._receiver = self._tokenizer = None
+        self._model = self._experts = self._holder = self._tokenizer = None
+        self._receiver = None
 
     async def liveness(self) -> None:
         device = self._model.device if self._model is not None else "cpu"
@@ -291,26 +293,8 @@ class HfEngine(Tokenizing):
 
     # weights
 
-    def weight_spec(self) -> Mapping[str, TensorSpec]:
-        return self._held().weight_spec()
-
-    def open(self, reception: Reception) -> None:
-        self._receiving().open(reception)
-
-    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
-        return self._receiving().receive(staging, cancelled)
-
-    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
-        return self._receiving().feed(staging, part, cancelled)
-
-    def kept(self) -> str | None:
-        return self._receiving().kept_digest
-
-    async def discard(self, staging: str) -> None:
-        await asyncio.to_thread(self._receiving().discard, staging)
-
     async def swap(self, staging: str, version: WeightVersion) -> bool:
-        staged, weights = self._receiving().take(staging), self._held().weights
+        staged, weights = self.receiver.take(staging), self._held().weights
         assert isinstance(staged, StagedTensors), "base weights"
 
         def between_two_steps(loop: GenerationLoop) -> bool:
@@ -333,21 +317,10 @@ class HfEngine(Tokenizing):
         checked = check_sequences(sequences, info.vocab_size, info.max_model_len)
         return checked_scores(await self._call(lambda loop: loop.score(checked, adapter)), checked)
 
-    def offer(self) -> dict[str, Any] | None:
-        return self._receiving().offer()
-
-    def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-        self._receiving().init_transport(config)
-        return [{"rank": 0}]
-
-    def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
-        self._receiving().destroy_transport(backend, group)
-        return [{"rank": 0}]
-
     # adapters
 
     async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
-        staged = None if staging is None else self._receiving().take(staging)
+        staged = None if staging is None else self.receiver.take(staging)
 
         def between_two_steps(loop: GenerationLoop) -> None:
             if staged is None:
@@ -361,10 +334,7 @@ class HfEngine(Tokenizing):
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None:
         versions = self._running().adapter_versions
-        if name not in versions:
-            raise InvalidRequest(
-                f"there is no adapter {name[:64]!r} here", field="name", fix="name one that is loaded"
-            )
+        check_adapter(name, versions, "name")
         versions[name] = version
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
@@ -380,12 +350,6 @@ class HfEngine(Tokenizing):
         await self._call(between_two_steps)
         return [{"rank": 0}]
 
-    async def release_memory(self, tags: list[str]) -> None:
-        _refuse(_NO_SLEEP)
-
-    async def resume_memory(self, tags: list[str]) -> None:
-        _refuse(_NO_SLEEP)
-
     def _running(self) -> GenerationLoop:
         if self._loop is None:
             raise EngineFailed("the engine is not running")
@@ -399,11 +363,6 @@ class HfEngine(Tokenizing):
         if self._holder is None:
             raise EngineFailed("the engine is not running")
         return self._holder
-
-    def _receiving(self) -> Receiver:
-        if self._receiver is None:
-            raise EngineFailed("the engine is not running")
-        return self._receiver
 
     async def _call(self, command: Callable[[GenerationLoop], Any]) -> Any:
         loop = self._running()
@@ -443,7 +402,3 @@ def _capabilities(has_experts: bool) -> dict[str, str]:
     if not has_experts:
         lacking["generate:routed_experts"] = NO_EXPERTS
     return lacking if have_peft() else lacking | {"prepare_update:lora": NO_PEFT, "update_weights:lora": NO_PEFT}
-
-
-def _refuse(reason: str) -> NoReturn:
-    raise Unsupported(reason, field="op", fix=LACKING)

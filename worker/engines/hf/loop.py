@@ -20,11 +20,12 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 
-from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest
+from rl_plane.errors import EngineDied, EngineFailed
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.common.finite_logits import NOT_FINITE
-from worker.engines.common.scoring import check_adapter, in_batches
+from worker.engines.common.scoring import in_batches
 from worker.engines.common.spans import Label
+from worker.engines.common.token_checks import check_adapter
 from worker.engines.hf.experts import ExpertRecorder
 from worker.engines.hf.peft_layers import ModelAdapters, StagedAdapter
 from worker.engines.hf.prefix_sharing import PrefixKeys, salted
@@ -120,12 +121,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
 
     def submit(self, stream: Stream) -> None:
         adapter = stream.request.adapter
-        if adapter is not None and adapter not in self._adapters:
-            raise InvalidRequest(
-                f"there is no adapter {adapter[:64]!r} here",
-                field="model",
-                fix="name one that is loaded, or the base model",
-            )
+        check_adapter(adapter, self.adapter_versions, "model")
         if self._gate_closed:
             self._held.append(stream)
         else:
@@ -209,7 +205,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
 
     def score(self, sequences: list[list[int]], adapter: str | None) -> list[list[float]]:
         """By a forward of its own, without a cache, for as many sequences as a step has tokens."""
-        check_adapter(adapter, self.adapter_versions)
+        check_adapter(adapter, self.adapter_versions, "adapter")
         self._adapters.activate(adapter)
         most = self.continuous_batching_config.max_batch_tokens
         return [row for batch in in_batches(sequences, most) for row in score_batch(self.model, batch)]

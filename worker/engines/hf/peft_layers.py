@@ -71,9 +71,6 @@ class ModelAdapters:
         spec = self._spec_of(lora, modules)
         return StagedAdapter(lora, modules, dict(host_copies(tensors, spec, frozenset(), cast, cancelled)))
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
-
     def put(self, name: str, staged: StagedAdapter) -> None:
         """Loads it beside the one of this name, which goes when that has worked."""
         if staged.tensors is None:

@@ -10,42 +10,48 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
-from rl_plane.protocol.update_requests import PreparedReply
-from rl_plane.protocol.versions import TensorSpec, WeightVersion
-from rl_plane.transports.reception import Cancelled, Reception
+from rl_plane.protocol.versions import WeightVersion
 from rl_plane.weights.checkpoint import open_checkpoint
 from worker.engines.base import (
     LACKING,
     AdapterLost,
-    CheckAction,
-    EngineAdapter,
     EngineInfo,
     EngineOptions,
     PauseMode,
 )
+from worker.engines.capabilities import CheckAction, FullEngine
 from worker.engines.common.lora import NO_LORA
-from worker.engines.common.scoring import check_adapter, check_memory, check_sequences, checked_scores
+from worker.engines.common.scoring import check_memory, check_sequences, checked_scores
 from worker.engines.common.spans import Label, SpanLog
 from worker.engines.common.stop_strings import ReplyText
-from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_tokens, no_cut_rows, refuse_lacking
+from worker.engines.common.token_checks import (
+    NO_EXPERTS,
+    NO_ROUTED,
+    check_adapter,
+    check_tokens,
+    no_cut_rows,
+    refuse_lacking,
+)
 from worker.engines.common.tokenizing import (
     Tokenizing,
     eos_tokens,
     load_tokenizer,
     nothing_made,
 )
+from worker.engines.common.weights_in_ranks import WeightsInRanks
 from worker.engines.sglang.args import parse_arguments
 from worker.engines.sglang.limits import check_model, lora_targets_on_cpu
-from worker.engines.sglang.plugin import lora_reference
+from worker.engines.sglang.lora import lora_reference
 from worker.engines.sglang.processes import SglangProcess
 from worker.engines.sglang.scorer import NO_PIPELINE
 from worker.engines.sglang.streams import FIRST_KEY, Experts, Feeder
+from worker.receive.rank_agents.ranks import Ranks
 
 FLUSH_WAIT_S = 2.0
 """How long a flush waits for the engine to see that it is idle: right after a request it does not yet."""
@@ -83,7 +89,7 @@ class Adapter:
     version: WeightVersion | None
 
 
-def build(options: EngineOptions) -> EngineAdapter:
+def build(options: EngineOptions) -> FullEngine:
     return SglangEngine(options)
 
 
@@ -94,7 +100,7 @@ def lacking_seeds(on_cpu: bool, backend: str, deterministic: bool) -> dict[str, 
     return {"generate:seed": NO_SEEDS_CPU if on_cpu else NO_SEEDS}
 
 
-class SglangEngine(Tokenizing):
+class SglangEngine(Tokenizing, WeightsInRanks, FullEngine):
     def __init__(self, options: EngineOptions) -> None:
         super().__init__()
         options.check_model()
@@ -121,19 +127,17 @@ class SglangEngine(Tokenizing):
         self._version: WeightVersion | None = None
         """Of the weights that the engine holds. None: no version."""
         self._adapters: dict[str, Adapter] = {}
-        self._in_place: set[str] = set()
         self._released: set[str] = set()
         self._changing = asyncio.Lock()
         """An adapter's change has it to its end, likewise."""
         self._memory = asyncio.Lock()
         """A release or resume has it to its end, also where its caller has given up: SGLang ends itself where one comes
         twice."""
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     # life
 
     async def start(self) -> EngineInfo:
-        self._loop = asyncio.get_running_loop()
+        self.engine_loop = asyncio.get_running_loop()
         try:
             await asyncio.to_thread(self._check_model)
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self._options.model)
@@ -203,6 +207,10 @@ class SglangEngine(Tokenizing):
     async def liveness(self) -> None:
         await self._process.ask(self._process.manager.get_internal_state())
 
+    @property
+    def ranks(self) -> Ranks:
+        return self._process.ranks
+
     def _running(self) -> Feeder:
         self._process.check_alive()
         assert self._feeder is not None, "start sets it"
@@ -259,10 +267,7 @@ class SglangEngine(Tokenizing):
         return self._adapter(name, "model").engine_name
 
     def _adapter(self, name: str, field: str) -> Adapter:
-        if name not in self._adapters:
-            raise InvalidRequest(
-                f"there is no adapter {name[:64]!r} here", field=field, fix="name one that is loaded"
-            )
+        check_adapter(name, self._adapters, field)
         return self._adapters[name]
 
     async def abort(self, request_ids: list[str] | None) -> int:
@@ -345,30 +350,11 @@ class SglangEngine(Tokenizing):
 
     # weights
 
-    def weight_spec(self) -> Mapping[str, TensorSpec]:
-        return self._process.ranks.weight_spec()
-
-    def open(self, reception: Reception) -> None:
-        self._process.ranks.open(reception)
-        if reception.in_place:
-            self._in_place.add(reception.staging)
-
-    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
-        if staging in self._in_place:
-            self._in_place.discard(staging)
-            assert self._loop is not None, "start sets it"
-            try:
-                asyncio.run_coroutine_threadsafe(self._forget_weights(), self._loop).result()
-            except PlaneError:
-                self._process.ranks.discard(staging)
-                raise
-        return self._process.ranks.receive(staging, cancelled)
-
     def _check_paused(self) -> None:
         if not self._paused:
             raise EngineFailed("the engine is not paused")
 
-    async def _forget_weights(self) -> None:
+    async def before_overwrite(self) -> None:
         self._check_paused()
         await self._freeze("retract")
         await self._relabel(None)
@@ -380,16 +366,6 @@ class SglangEngine(Tokenizing):
 
     def _next_key(self) -> str:
         return f"rl-plane-{next(self._numbers)}"
-
-    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
-        return self._process.ranks.feed(staging, part, cancelled)
-
-    def kept(self) -> str | None:
-        return self._process.ranks.kept()
-
-    async def discard(self, staging: str) -> None:
-        self._in_place.discard(staging)
-        await asyncio.to_thread(self._process.ranks.discard, staging)
 
     async def swap(self, staging: str, version: WeightVersion) -> bool:
         """Running requests are retracted: they compute their KV anew, by the new weights."""
@@ -417,7 +393,7 @@ class SglangEngine(Tokenizing):
         if (reason := info.capabilities.get("score")) is not None:
             raise Unsupported(reason, field="op", fix=LACKING)
         checked = check_sequences(sequences, info.vocab_size, info.max_model_len)
-        check_adapter(adapter, self._adapters)
+        check_adapter(adapter, self._adapters, "adapter")
         check_memory(self._released)
         lora_id = "" if adapter is None else self._adapters[adapter].lora_id
         was_paused = self._paused
@@ -431,15 +407,6 @@ class SglangEngine(Tokenizing):
 
     def set_version(self, version: WeightVersion) -> None:
         self._version = version
-
-    def offer(self) -> dict[str, Any] | None:
-        return self._process.ranks.offer()
-
-    def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return self._process.ranks.init_transport(config)
-
-    def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
-        return self._process.ranks.destroy_transport(backend, group)
 
     # adapters
 

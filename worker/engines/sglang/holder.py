@@ -16,7 +16,7 @@ from worker.engines.common.rank_holder import RankHolder
 from worker.engines.common.torch_weights import DTYPE_OF_NAME, host_copies
 from worker.engines.common.weight_checks import WeightChecks, write_noise
 from worker.engines.sglang.limits import check_updates
-from worker.engines.sglang.plugin import lora_reference
+from worker.engines.sglang.lora import lora_reference
 
 
 @dataclass(frozen=True, slots=True)

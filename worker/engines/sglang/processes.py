@@ -121,7 +121,7 @@ class SglangProcess:
             task.exception()  # it may be that the caller has given up
 
     async def call(self, op: str, **arguments: str) -> list[dict[str, Any]]:
-        """In every rank, between two steps (see sglang_scheduler), to its end in all; a row for each, with what it
+        """In every rank, between two steps (see scheduler.py), to its end in all; a row for each, with what it
         gave. Raises what a rank raised; `rank_results` tell which."""
         return await self.ask(self._call(op, arguments))
 

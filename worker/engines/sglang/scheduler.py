@@ -22,7 +22,7 @@ from worker.receive.weight_receiver import Receiver, load_transports
 
 
 class Rank:
-    """`told`: by the adapter, see `sglang_plugin.MARK`."""
+    """`told`: by the adapter, see `plugin.MARK`."""
 
     def __init__(self, scheduler: Any, told: Mapping[str, Any]) -> None:
         model = Path(told["model"])

@@ -10,35 +10,40 @@ import asyncio
 import contextlib
 import itertools
 import shutil
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
-from rl_plane.protocol.update_requests import PreparedReply
-from rl_plane.protocol.versions import TensorSpec, WeightVersion
-from rl_plane.transports.reception import Cancelled, Reception
+from rl_plane.protocol.versions import WeightVersion
 from worker.engines.base import (
     LACKING,
     AdapterLost,
-    CheckAction,
-    EngineAdapter,
     EngineInfo,
     EngineOptions,
     PauseMode,
 )
+from worker.engines.capabilities import CheckAction, FullEngine
 from worker.engines.common.lora import NO_LORA
-from worker.engines.common.scoring import check_adapter, check_memory, check_sequences, checked_scores
+from worker.engines.common.scoring import check_memory, check_sequences, checked_scores
 from worker.engines.common.spans import Label, SpanLog
 from worker.engines.common.stop_strings import ReplyText
-from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_tokens, no_cut_rows, refuse_lacking
+from worker.engines.common.token_checks import (
+    NO_EXPERTS,
+    NO_ROUTED,
+    check_adapter,
+    check_tokens,
+    no_cut_rows,
+    refuse_lacking,
+)
 from worker.engines.common.tokenizing import (
     Tokenizing,
     eos_tokens,
     load_tokenizer,
     nothing_made,
 )
+from worker.engines.common.weights_in_ranks import WeightsInRanks
 from worker.engines.vllm.args import parse_arguments
 from worker.engines.vllm.plugin import lora_request
 from worker.engines.vllm.processes import NO_TRITON, VllmProcess, quieten
@@ -77,11 +82,11 @@ class _Lora:
         return lora_request(self.number, self.path)
 
 
-def build(options: EngineOptions) -> EngineAdapter:
+def build(options: EngineOptions) -> FullEngine:
     return VllmEngine(options)
 
 
-class VllmEngine(Tokenizing):
+class VllmEngine(Tokenizing, WeightsInRanks, FullEngine):
     def __init__(self, options: EngineOptions) -> None:
         super().__init__()
         options.check_model()
@@ -96,8 +101,6 @@ class VllmEngine(Tokenizing):
         self._streams: Streams | None = None
         self._numbers = itertools.count(1)
         self._loras: dict[str, _Lora] = {}
-        self._in_place: set[str] = set()
-        """Receptions that are open, and go over the served weights."""
         self._state = _State()
         self._states = {"default": self._state}
         """vLLM's name for the weights → what they are."""
@@ -105,6 +108,7 @@ class VllmEngine(Tokenizing):
     # life
 
     async def start(self) -> EngineInfo:
+        self.engine_loop = asyncio.get_running_loop()
         try:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self._options.model)
             eos = await asyncio.to_thread(eos_tokens, self._options.model, self._tokenizer)
@@ -226,6 +230,10 @@ class VllmEngine(Tokenizing):
         except Exception as error:
             raise self._process.translated(error) from error
 
+    @property
+    def ranks(self) -> Ranks:
+        return self._process.ranks
+
     def _running(self) -> Streams:
         self._process.check_alive()
         assert self._streams is not None, "built with the engine"
@@ -234,12 +242,7 @@ class VllmEngine(Tokenizing):
     def _lora_of(self, request: GenerateRequest) -> Any:
         if request.adapter is None:
             return None
-        if request.adapter not in self._loras:
-            raise InvalidRequest(
-                f"there is no adapter {request.adapter[:64]!r} here",
-                field="model",
-                fix="name one that is loaded, or the base model",
-            )
+        check_adapter(request.adapter, self._loras, "model")
         return self._loras[request.adapter].request()
 
     def _label(self, name: str | None, adapter: str | None) -> Label:
@@ -290,50 +293,12 @@ class VllmEngine(Tokenizing):
 
     # weights
 
-    def weight_spec(self) -> Mapping[str, TensorSpec]:
-        return self._process.ranks.weight_spec()
-
-    def open(self, reception: Reception) -> None:
-        self._process.ranks.open(reception)
-        if reception.in_place:
-            self._in_place.add(reception.staging)
-
-    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
-        receivers = self._process.ranks
-        if staging not in self._in_place:
-            return receivers.receive(staging, cancelled)
-        self._in_place.discard(staging)
-        try:
-            self._process.run_on_loop(self._begin_overwrite())
-        except BaseException:
-            receivers.discard(staging)
-            raise
-        reply = receivers.receive(staging, cancelled)
-        self._process.run_on_loop(self._add_loras())
-        return reply
-
-    async def _begin_overwrite(self) -> None:
+    async def before_overwrite(self) -> None:
         self._check_paused()
         await self._forget_base()
 
-    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
-        return self._process.ranks.feed(staging, part, cancelled)
-
-    def kept(self) -> str | None:
-        return self._process.ranks.kept()
-
-    async def discard(self, staging: str) -> None:
-        self._in_place.discard(staging)
-        await asyncio.to_thread(self._process.ranks.discard, staging)
-
-    def offer(self) -> dict[str, Any] | None:
-        return self._process.ranks.offer()
-
-    def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return self._process.ranks.init_transport(config)
-
-    def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
-        return self._process.ranks.destroy_transport(backend, group)
+    async def after_overwrite(self) -> None:
+        await self._add_loras()
 
     async def swap(self, staging: str, version: WeightVersion) -> bool:
         """Running requests have their KV computed again: vLLM drops the prefix cache only with theirs."""
@@ -358,7 +323,7 @@ class VllmEngine(Tokenizing):
         if (reason := info.capabilities.get("score")) is not None:
             raise Unsupported(reason, field="op", fix=LACKING)
         checked = check_sequences(sequences, info.vocab_size, info.max_model_len)
-        check_adapter(adapter, self._loras)
+        check_adapter(adapter, self._loras, "adapter")
         check_memory(self._released.tags)
         lora = None if adapter is None else (self._loras[adapter].number, self._loras[adapter].path)
         was_paused, llm = self._paused, self._process.llm
@@ -509,10 +474,7 @@ class VllmEngine(Tokenizing):
         return flushed
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None:
-        if name not in self._loras:
-            raise InvalidRequest(
-                f"there is no adapter {name[:64]!r} here", field="name", fix="name one that is loaded"
-            )
+        check_adapter(name, self._loras, "name")
         self._state.adapters[name] = version
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:

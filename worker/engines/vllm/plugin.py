@@ -5,16 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import time
 from typing import Any
 
 log = logging.getLogger("worker.vllm")
 
 MARK = "RL_PLANE_VLLM"
 """In the environment of the processes that the adapter starts: the worker's process id."""
-
-POLL_S = 2e-5
-"""Far below a step's time, and enough for others to run."""
 
 
 def register() -> None:
@@ -26,7 +22,6 @@ def register() -> None:
     from worker.receive.rank_agents.agent_server import belong_to_worker
 
     belong_to_worker()
-    _poll_politely()
     _wake_without_a_step()
     drain_preempted()
     _score_between_steps()
@@ -44,22 +39,13 @@ def lora_request(number: int, path: str, anew: bool = False) -> Any:
     return LoRARequest(f"adapter-{number}", number, path, load_inplace=anew)
 
 
-def _poll_politely() -> None:
-    """On a CPU vLLM's processes poll each other by sched_yield, on the cores that everybody needs: on Linux 6.18 nobody
-    else runs for seconds then, NATS included. A short sleep costs a step little."""
-    from vllm.distributed.device_communicators import shm_broadcast
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        shm_broadcast.sched_yield = lambda: time.sleep(POLL_S)
-
-
 def _correct_cpu_build() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        from worker.engines.vllm.patches.cpu_build import correct_experts
+        from worker.engines.vllm.patches.cpu_build import correct_experts, poll_politely
 
+        poll_politely()
         correct_experts()
 
 

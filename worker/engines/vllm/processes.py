@@ -122,11 +122,6 @@ class VllmProcess:
         check_rows(rows)
         return rows
 
-    def run_on_loop(self, work: Coroutine[Any, Any, None]) -> None:
-        """For a thread: waits for what must happen on the engine loop."""
-        assert self._dead is not None, "it is running"
-        asyncio.run_coroutine_threadsafe(work, self._dead.get_loop()).result()
-
     async def end(self) -> None:
         self._tell_all("the engine was closed")
         llm, self._llm = self._llm, None

@@ -15,9 +15,8 @@ from rl_plane.transports.reception import Cancelled
 from worker.engines.common.torch_weights import StagedTensors
 from worker.engines.vllm.holder import StagedAdapter, VllmHolder
 from worker.engines.vllm.logits import count_before_sampling
-from worker.engines.vllm.patches.prompt_logprobs import score_prompts_by_token
-from worker.engines.vllm.patches.seeds import rewind_by_state
 from worker.engines.vllm.plugin import lora_request
+from worker.engines.vllm.prompt_logprobs import score_prompts_by_token
 from worker.receive.rank_agents.agent_server import AgentServer, Method, receiver_methods
 from worker.receive.weight_receiver import Receiver, load_transports
 
@@ -44,6 +43,8 @@ class RankExtension:
             if self.model_runner.lora_config and not self.model_runner.vllm_config.use_v2_model_runner:
                 score_prompts_by_token(self.model_runner)
             if self.model_runner.device.type == "cpu":
+                from worker.engines.vllm.patches.seeds import rewind_by_state
+
                 rewind_by_state(self.model_runner)
             count_before_sampling(self.model_runner)
             AgentServer(Path(directory), self.rank, methods).start()

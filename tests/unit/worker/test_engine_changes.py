@@ -8,23 +8,22 @@ from typing import Any
 import pytest
 
 from rl_plane.errors import StaleFence
-from worker.reconcile.follower import RecordFollower
+from worker.reconcile.engine_changes import EngineChanges
 from worker.reconcile.worker_core import WorkerCore
 from worker.reconcile.worker_state import WorkerState
 
 NOTHING: Any = None
 
 
-def follower(state: WorkerState) -> RecordFollower:
+def changes_of(state: WorkerState) -> EngineChanges:
     core = WorkerCore(state, "model")
-    others = NOTHING, NOTHING, NOTHING, NOTHING, NOTHING
-    return RecordFollower(NOTHING, NOTHING, core, *others, "/model", lambda: None)
+    return EngineChanges(core, NOTHING, NOTHING, NOTHING, NOTHING, lambda: None)
 
 
 async def test_a_coordinator_that_was_replaced_while_it_waited_has_no_turn() -> None:
     """The dispatcher has let it in: its fence was live when it asked."""
     state = WorkerState("0" * 16, "me", fence=5)
-    one = follower(state)
+    one = changes_of(state)
     turns: list[int] = []
 
     async def change(fence: int) -> None:

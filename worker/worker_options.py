@@ -1,4 +1,4 @@
-"""What `rl-plane worker` is told."""
+"""The options of one worker process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from worker.runtime.engine_watch import DEFAULT_ENGINE_HANG_S, DEFAULT_LIVENESS_
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
+    """The options of `rl-plane worker`."""
+
     engine: str
     """The name of an entry point of the group `rl_plane.engines`: hf, fake, …"""
     model: Path
@@ -19,25 +21,25 @@ class WorkerOptions:
     namespace: str = DEFAULT_NAMESPACE
     component: str = DEFAULT_COMPONENT
     model_name: str | None = None
-    """How requests call the model; None: the directory's last part."""
+    """The model's name in requests. None: the last part of the directory."""
     dtype: str | None = None
     device: str = "auto"
     engine_args: Mapping[str, str] = field(default_factory=dict)
     engine_args_file: Path | None = None
-    """YAML; what `engine_args` say too, they say instead."""
+    """A YAML file of engine arguments. An argument in `engine_args` wins over the file."""
     deterministic: bool = False
-    """The same tokens whatever else is in the batch, where the engine can."""
+    """Makes a request's tokens independent of the batch, if the engine can."""
     enable_memory_saver: bool = False
-    """Memory can be released and resumed, where the engine can."""
+    """Lets memory be released and resumed, if the engine can."""
     weight_roots: tuple[Path, ...] = ()
-    """The only directories that weights are read from. The model's own directory is always one."""
+    """The directories that weights may be read from, besides the model's own directory."""
     instance_id: str | None = None
-    """16 hex digits; None: a new one. A supervisor that restarts a worker keeps it."""
+    """16 hex digits. None: a new id. A supervisor that restarts a worker passes the same id."""
     copies: int = 1
     """Workers in this one process, each with its own connection; more than 1 only for the fake engine."""
     liveness_timeout_s: float = DEFAULT_LIVENESS_TIMEOUT_S
-    """An engine without a round trip for so long closes the worker, until one comes back."""
+    """Seconds without a round trip through the engine after which the worker closes, until the next round trip."""
     engine_hang_s: float = DEFAULT_ENGINE_HANG_S
-    """An engine without a round trip for so long, while no op blocks it, ends the worker."""
+    """Seconds without a round trip, while no op blocks the engine, after which the worker ends."""
     drain_s: float = 30.0
-    """How long SIGTERM lets running requests take."""
+    """Seconds that running requests may take to end after SIGTERM."""

@@ -1,4 +1,4 @@
-"""Serves `<ns>.<comp>.generate.<instance_id>`: one task per request, tokens back as a stream with credit."""
+"""Serves generation requests on `<ns>.<comp>.generate.<instance_id>`: a task and a token stream for each."""
 
 from __future__ import annotations
 
@@ -26,27 +26,32 @@ from worker.reconcile.numerics import Numerics
 from worker.reconcile.worker_state import TokenShare, WorkerState
 from worker.runtime.engine_loop import EngineLoop
 
-log = logging.getLogger("worker.generation")
+log = logging.getLogger("worker.generation_service")
 
 ACCEPTED_WITHIN_S = 0.002
-"""An engine's loop begins with a request in less, unless it is busy. While the acceptance is written and sent, that
-loop waits for the interpreter; and a first token that comes at once takes the acceptance with it."""
+"""The time that the acceptance waits for the first token, to travel in one message with it. An idle engine begins with
+a request in less. Sending at once would hold the interpreter, and the engine's loop would wait for it."""
 GONE = msgpack.packb({"gone": True})
 MAX_TOKENS = 1 << 13
-"""Of one message, with their logprobs 14 bytes each: an eighth of what it carries."""
+"""Tokens in one message. With logprobs a token takes 14 bytes, so this is an eighth of what a message carries."""
 MAX_TEXT = 1 << 15
-"""Characters of one message, of four bytes at most: likewise."""
+"""Characters in one message, of four bytes at most: an eighth of what it carries."""
 MAX_PROMPT_BESIDE = 1 << 14
-"""Tokens of a prompt in a message with other tokens: a twelfth."""
+"""Tokens of a prompt in a message that has other tokens too: a twelfth of what it carries."""
 MAX_TOP_ROWS = 1 << 15
-"""Top logprobs of one message, 15 bytes for each: half of what it carries."""
+"""Top logprobs in one message, 15 bytes each: half of what it carries."""
 MAX_ROUTED_ALONE = 1 << 19
 """Bytes of routed experts in a message that has nothing else: half of what it carries."""
 MAX_ROUTED_BESIDE = 1 << 14
-"""And in one with tokens: what the longest prompt logprobs leave room for, with some to spare."""
+"""Bytes of routed experts in a message with tokens. The longest prompt logprobs leave more room than that."""
 
 
 class GenerationService:
+    """Runs the generation requests of one worker.
+
+    `witnesses`: the engine reports which weights make its tokens. `numerics` decides when a token may go out.
+    """
+
     def __init__(
         self,
         bus: Bus,
@@ -56,7 +61,6 @@ class GenerationService:
         witnesses: bool,
         numerics: Numerics,
     ) -> None:
-        """`witnesses`: the engine says which weights make its tokens. `numerics`: decides when a token may go out."""
         self._witnesses = witnesses
         self._numerics = numerics
         self._changed = asyncio.Event()
@@ -77,7 +81,7 @@ class GenerationService:
         await end_tasks([*self._tasks.values(), *([self._reaper] if self._reaper else [])])
 
     def look(self) -> None:
-        """`Numerics.delivers` may say something else from now on."""
+        """Wakes the requests whose tokens wait: `Numerics.delivers` may return another value now."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -87,13 +91,13 @@ class GenerationService:
             await self._changed.wait()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Whether every stream ended within the time-out."""
+        """Waits for the running requests. Returns whether all of them ended within the time-out."""
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=timeout_s)
         return not self._tasks
 
     def named(self, request_ids: Iterable[str]) -> list[str]:
-        """The requests here that these name: by a reply's id all of its choices, wherever they were tried before."""
+        """Returns this worker's requests that the ids name. A reply's id names all of its choices and their retries."""
         asked = dict.fromkeys(request_ids)
         return [one for one in self._tasks if any(name in asked for name in names_of(one))]
 
@@ -118,7 +122,7 @@ class GenerationService:
 
     async def _open(self, stream_id: str, body: dict[str, Any], reply: str) -> None:
         if (sender := self._senders.get(stream_id)) is not None:
-            # Sent twice: the first one is answering, and nothing of that has come.
+            # The frontend repeats the message, because nothing of the first answer has reached it.
             await sender.credit(0, 0, resend=True)
             return
         publish = partial(self._outbox.publish, reply)
@@ -137,9 +141,8 @@ class GenerationService:
                 await sender.send({"accepted": self._accepted()}, ACCEPTED_WITHIN_S)
                 await self._generate(request, sender)
             except PlaneError as error:
-                if isinstance(
-                    error, EngineFailed
-                ):  # a frontend may try it elsewhere, and nobody hears of it there
+                # The frontend may retry on another worker, and then only this log has the error.
+                if isinstance(error, EngineFailed):
                     log.warning("request %s: %s", stream_id, error)
                 await sender.finish({"error": error.to_wire()})
             except Exception as error:
@@ -179,7 +182,7 @@ class GenerationService:
                         prompt = delta.prompt_token_ids
                         share.made(len(delta.token_ids), len(prompt) if prompt is not None else None)
                     if delta.finish_reason is not None:
-                        share.gone()  # the engine is done with it, whoever still reads
+                        share.gone()  # the engine has finished, even if the reader has not
                     if not self._witnesses:
                         tells = not made or delta.finish_reason is not None
                         spans = unwitnessed(made + len(delta.token_ids)) if tells else []
@@ -191,7 +194,7 @@ class GenerationService:
             share.gone()
 
     async def _reap(self) -> None:
-        """Ends the requests of receivers that are gone, also while nothing is generated."""
+        """Ends the requests of receivers that are gone, even while they generate nothing."""
         while True:
             await asyncio.sleep(CREDIT_INTERVAL_S)
             for stream_id, sender in list(self._senders.items()):
@@ -211,15 +214,15 @@ async def _send(delta: GenerateDelta, sender: StreamSender) -> None:
 
 
 def _in_parts(delta: GenerateDelta, made: int) -> Iterator[GenerateDelta]:
-    """As many as a message's size asks for: a reader that was slow may find much of many tokens. `made`: tokens before
-    it."""
+    """Splits a delta into parts that fit into a message each: a slow reader's delta may have many tokens. `made`: the
+    number of tokens before it."""
     rows, prompt = delta.routed_experts, delta.prompt_token_ids
     if rows is not None and len(rows.data) > MAX_ROUTED_BESIDE:
         count = max(1, MAX_ROUTED_ALONE // rows.row)
         for start in range(0, rows.tokens, count):
             yield GenerateDelta(token_ids=[], routed_experts=rows.cut(start, start + count))
         delta = delta.model_copy(update={"routed_experts": None})
-    # With its logprobs it is the first token's, and that comes alone.
+    # A prompt with logprobs belongs to the first token, which comes in a delta of its own.
     if prompt is not None and len(prompt) > MAX_PROMPT_BESIDE and delta.prompt_logprobs is None:
         yield GenerateDelta(token_ids=[], prompt_token_ids=prompt)
         delta = delta.model_copy(update={"prompt_token_ids": None})
