@@ -175,7 +175,7 @@ async def test_adapter_swaps_that_are_refused_change_nothing(base: Path, loras: 
 
 
 class SlowOffer(FilesystemTransport):
-    """As one that registers the memory of a large model."""
+    """A transport whose offer takes long, as the registration of a large model's memory does."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(TransportContext((root,)))
