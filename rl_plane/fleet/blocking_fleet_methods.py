@@ -19,6 +19,7 @@ from rl_plane.protocol.fleet_reply_types import (
     FleetMemory,
     FleetReadiness,
     FleetState,
+    FleetWeightChecks,
     FleetWorkers,
     LabelledUpdate,
     PastUpdates,
@@ -28,7 +29,6 @@ from rl_plane.protocol.fleet_reply_types import (
     Selection,
     ServedVersion,
     UpdateReply,
-    WeightChecks,
 )
 from rl_plane.protocol.update_requests import (
     DEFAULT_PACKED_BYTES,
@@ -127,7 +127,7 @@ class BlockingFleetMethods(ABC):
         *,
         closed: bool = False,
         **select: Unpack[Selection],
-    ) -> WeightChecks:
+    ) -> FleetWeightChecks:
         """Checks the weights of each rank.
 
         Args:
@@ -135,7 +135,9 @@ class BlockingFleetMethods(ABC):
                 `reset_tensors` overwrites the weights, for tests.
             closed: Close admission meanwhile, because the check delays the engine.
         """
-        return typing.cast(WeightChecks, self.run("check_weights", {"action": action, "closed": closed, **select}))
+        return typing.cast(
+            FleetWeightChecks, self.run("check_weights", {"action": action, "closed": closed, **select})
+        )
 
     # ---- generation ----
 

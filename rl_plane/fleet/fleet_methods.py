@@ -16,6 +16,7 @@ from rl_plane.protocol.fleet_reply_types import (
     FleetMemory,
     FleetReadiness,
     FleetState,
+    FleetWeightChecks,
     FleetWorkers,
     LabelledUpdate,
     PastUpdates,
@@ -25,7 +26,6 @@ from rl_plane.protocol.fleet_reply_types import (
     Selection,
     ServedVersion,
     UpdateReply,
-    WeightChecks,
 )
 from rl_plane.protocol.update_requests import (
     DEFAULT_PACKED_BYTES,
@@ -129,7 +129,7 @@ class FleetMethods(ABC):
         *,
         closed: bool = False,
         **select: Unpack[Selection],
-    ) -> WeightChecks:
+    ) -> FleetWeightChecks:
         """Checks the weights of each rank.
 
         Args:
@@ -138,7 +138,7 @@ class FleetMethods(ABC):
             closed: Close admission meanwhile, because the check delays the engine.
         """
         return typing.cast(
-            WeightChecks, await self.run("check_weights", {"action": action, "closed": closed, **select})
+            FleetWeightChecks, await self.run("check_weights", {"action": action, "closed": closed, **select})
         )
 
     # ---- generation ----

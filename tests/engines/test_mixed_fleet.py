@@ -347,7 +347,7 @@ async def test_a_choice_goes_on_at_any_other_engine(
         while await stream.more():
             texts.append(stream.last["text"])
             if len(stream.tokens) >= 20 * len(found) and len(found) <= MOVES:
-                found[-1].lost(stream.last["instance_id"])
+                found[-1].on_lost(stream.last["instance_id"])
     assert stream.error is None
     assert stream.tokens == witnessed(base, LONG)
     makers = [maker["instance_id"] for maker in stream.last["instances"]]

@@ -19,7 +19,7 @@ COMMANDS += ["rollback", "updates", "enable", "disable", "publish", "demo"]
 
 BLOCKED = [
     "torch",
-    "fastapi",
+    "prometheus_client",
     "starlette",
     "uvicorn",
     "transformers",
@@ -122,7 +122,7 @@ def test_a_bad_variable_is_named(capsys: pytest.CaptureFixture[str], monkeypatch
         ("sglang.srt", "pip install 'rl-plane[sglang]'"),
         ("blake3", "pip install 'rl-plane[worker]'"),
         ("yaml", "pip install 'rl-plane[worker]'"),
-        ("fastapi", "pip install 'rl-plane[frontend]'"),
+        ("starlette", "pip install 'rl-plane[frontend]'"),
         ("matplotlib", "pip install 'rl-plane[demo]'"),
         ("something_else", "pip install something_else"),
     ],
