@@ -21,6 +21,7 @@ from rl_plane.errors import (
     PlaneError,
     StaleFence,
     Unavailable,
+    UpdateAborted,
 )
 from rl_plane.publish.publication import RunningPublication
 from rl_plane.publish.send_plan import SendPlan
@@ -33,16 +34,17 @@ from rl_plane.weights.manifest import Manifest
 log = logging.getLogger("rl_plane.publish")
 
 ATTEMPTS = 3
-"""How often an op is called, with the same id, if its answer was lost, the fleet was locked, or it lost its lock."""
+"""The number of times that an op is called, with the same id, if its answer was lost, the fleet was locked, or it lost
+its lock."""
 AGAIN_S = 1.0
 """Seconds between two calls."""
 OTHERS_S = 30.0
 """Seconds to wait while another trainer's update is prepared or under way."""
 JOINS = 1
-"""How often a version is sent again because a worker has joined that can't fetch what was pushed."""
+"""The number of times that a version is sent again because a worker has joined that can't fetch what was pushed."""
 OPENINGS = 8
-"""How often an update is opened while workers join, as in a fleet that starts. Each takes about a second, in which the
-other ranks may wait."""
+"""The number of times that an update is opened while workers join, as in a fleet that starts. Each takes about a
+second, in which the other ranks may wait."""
 
 T = TypeVar("T")
 
@@ -351,7 +353,7 @@ class Attempt:
         try:
             return self._start_update().result()
         except PlaneError as error:
-            if _failed_rows(error):
+            if _failed_rows(error) or isinstance(error, UpdateAborted):
                 raise
             raise failed from error
 
@@ -424,14 +426,14 @@ def _transport_call(act: Callable[[], T]) -> T:
 
 
 def _with_worker_named(error: BaseException) -> BaseException:
-    """The same error, with a message that names the worker and its reason."""
+    """Returns the error with a message that names the worker and its reason."""
     if not isinstance(error, PlaneError):
         return error
     failed = _failed_rows(error)
     if not failed or any(row["instance_id"] in error.message for row in failed):
         return error
-    told = [(row["instance_id"], (row.get("error") or {}).get("message", "")) for row in failed]
-    who, reason = next((one for one in told if one[1] and one[1] in error.message), told[0])
+    reasons = [(row["instance_id"], (row.get("error") or {}).get("message", "")) for row in failed]
+    who, reason = next((one for one in reasons if one[1] and one[1] in error.message), reasons[0])
     words = f"on {who}" if reason in error.message else f"{who}: {reason}"
     named = type(error)(f"{error.message} ({words})", **error.facts)
     named.__cause__ = error

@@ -49,7 +49,8 @@ class HostCopy:
         self.chain_bytes = 0
         """The size of the deltas since the last full version, in bytes."""
         self.in_vain = 0
-        """How many versions in a row were compared and sent in full; beyond TRIES it counts versions not compared."""
+        """The number of versions in a row that were compared and sent in full; beyond TRIES it counts versions not
+        compared."""
         self.specs: dict[str, TensorSpec] = {}
         self._places: dict[str, memoryview] = {}
         self._digests: dict[str, str] = {}

@@ -24,7 +24,7 @@ Stage = Literal["waiting", "sending", "committing", "committed", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a publication has come."""
+    """The progress of a publication."""
 
     stage: Stage
     buckets: int = 0
@@ -47,7 +47,7 @@ class Publication:
         self.version = version
         """The label of the version, as `publish` was given it."""
         self.progress = Progress("waiting")
-        """How far it has come."""
+        """The progress so far."""
         self._watched = False
         """The caller has asked for the outcome, so a failure need not be logged."""
         self._read = threading.Event()

@@ -35,7 +35,7 @@ from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.packing import Buffer, Tensor
 from rl_plane.weights.checkpoint import Kind
-from rl_plane.weights.manifest import DEFAULT_BUCKET_BYTES, Bucket, Manifest, pack
+from rl_plane.weights.manifest import DEFAULT_BUCKET_BYTES, Manifest, PackedBucket, pack
 from rl_plane.weights.rooted_files import listed
 
 RunOp = Callable[[str, dict[str, Any]], dict[str, Any]]
@@ -49,7 +49,7 @@ CheckSpecs = Callable[[Mapping[str, TensorSpec], Mapping[str, TensorSpec]], None
 
 @dataclass(frozen=True, slots=True)
 class TransportContext:
-    """What the operator allows a receiving half to read, and the device to which the weights go."""
+    """The limits that the operator sets for a receiving half, and the device of the model."""
 
     weight_roots: tuple[Path, ...] = ()
     """The only directories that a transport may read, with symlinks resolved."""
@@ -302,8 +302,8 @@ class Sender(ABC):
     """The name of the entry point, and of `transport.backend` in a request."""
 
     receivers_from: Literal["open", "finish"] = "open"
-    """When the publisher sends `update_weights` to the fleet: after `open`, so that receivers read while the trainer
-    sends, or after `finish`, when everything can be fetched."""
+    """The moment at which the publisher sends `update_weights` to the fleet: after `open`, so that receivers read while
+    the trainer sends, or after `finish`, when everything can be fetched."""
 
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     """The size in bytes at which a bucket is full, unless the trainer gives `bucket_bytes`."""
@@ -315,7 +315,7 @@ class Sender(ABC):
     device: str = "cpu"
     """The device of the tensors of the next update, in torch's notation. The publisher sets it before `open`."""
 
-    def pack(self, specs: Iterable[tuple[str, TensorSpec]], bucket_bytes: int) -> tuple[Bucket, ...]:
+    def pack(self, specs: Iterable[tuple[str, TensorSpec]], bucket_bytes: int) -> tuple[PackedBucket, ...]:
         """Groups tensors into buckets, in the order given. Called before `open`."""
         return pack(specs, bucket_bytes)
 

@@ -49,14 +49,14 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class PackedBucket:
     """Tensors that travel as one run of bytes."""
 
     tensors: tuple[Placed, ...]
     nbytes: int
 
     @classmethod
-    def of(cls, tensors: Iterable[tuple[str, TensorSpec]]) -> Bucket:
+    def of(cls, tensors: Iterable[tuple[str, TensorSpec]]) -> PackedBucket:
         """The bucket of these tensors, in this order."""
         placed, end = [], 0
         for name, spec in tensors:
@@ -67,7 +67,7 @@ class Bucket:
 
 def pack(
     tensors: Iterable[tuple[str, TensorSpec]], bucket_bytes: int = DEFAULT_BUCKET_BYTES
-) -> tuple[Bucket, ...]:
+) -> tuple[PackedBucket, ...]:
     """Groups tensors into buckets, in the order given. A tensor larger than `bucket_bytes` gets a bucket of its own."""
     groups: list[list[tuple[str, TensorSpec]]] = []
     room = 0
@@ -78,14 +78,14 @@ def pack(
             room = bucket_bytes
         groups[-1].append((name, spec))
         room -= size
-    return tuple(map(Bucket.of, groups))
+    return tuple(map(PackedBucket.of, groups))
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """The tensors of one version, in the order in which they are sent."""
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[PackedBucket, ...]
     adapter_config: bytes | None = None
     """The `adapter_config.json` of an adapter, as published; None for base weights."""
     tensor_digests: Mapping[str, str] | None = None
@@ -142,7 +142,7 @@ class Manifest:
         seen: set[str] = set()
         buckets = []
         for group in groups:
-            bucket = Bucket.of([_tensor(one, refuse) for one in group])
+            bucket = PackedBucket.of([_tensor(one, refuse) for one in group])
             if bucket.nbytes > MAX_BUCKET_BYTES:
                 raise refuse(f"has a bucket of more than {MAX_BUCKET_BYTES} bytes")
             for placed in bucket.tensors:

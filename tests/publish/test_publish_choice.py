@@ -1,4 +1,4 @@
-"""By which transport a version goes, and what is told where none will do."""
+"""The choice of a transport for a version, and the error if none is usable."""
 
 from __future__ import annotations
 
@@ -119,7 +119,9 @@ async def test_auto_goes_by_what_the_trainer_has(
         ("auto", [], NoWorkers, "no worker"),
     ],
 )
-def test_no_way_is_told_with_a_fix(told: str, workers: list[Any], error: type[PlaneError], words: str) -> None:
+def test_an_error_names_the_fix_if_no_transport_is_usable(
+    told: str, workers: list[Any], error: type[PlaneError], words: str
+) -> None:
     with pytest.raises(error, match=words) as caught:
         candidates(told, workers, ALL, with_root=False, host="here")
     assert caught.value.facts["fix"]

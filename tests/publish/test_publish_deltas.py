@@ -242,7 +242,7 @@ async def test_deltas_that_are_chosen_overlap_the_next_step(
 
 
 def changed(plane: Plane, model: Path, share: float) -> Path:
-    """The same weights, but for so many of each tensor's bytes."""
+    """A model that differs in this share of each tensor's bytes."""
     tensors = {name: (spec, bytearray(data)) for name, (spec, data) in tensors_in(model).items()}
     for _, data in tensors.values():
         for place in range(0, len(data), max(1, round(1 / share))):
@@ -300,7 +300,7 @@ def test_what_was_in_vain_is_tried_again_later() -> None:
 async def test_what_nixl_was_lent_goes_before_more_memory_is_taken(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there is too little for a copy, there is too little for one more."""
+    """Memory that is too short for one copy is too short for two."""
     pytest.importorskip("nixl")
     nixl = importlib.import_module("rl_plane.transports.nixl.sender")
 
@@ -354,11 +354,11 @@ async def test_what_is_compared_in_vain_is_left(plane: Plane) -> None:
         ({"trainer_stays": False, "encoding": "delta"}, "delta"),
     ],
 )
-def test_where_deltas_may_go(how: dict[str, Any], encoding: str, tmp_path: Path) -> None:
+def test_options_that_allow_deltas(how: dict[str, Any], encoding: str, tmp_path: Path) -> None:
     assert WeightPublisher(DirectorySource(tmp_path), "http://127.0.0.1:9", **how)._options.delta_mode == encoding
 
 
-def test_adapters_go_whole(tmp_path: Path) -> None:
+def test_adapters_are_sent_in_full(tmp_path: Path) -> None:
     adapter = make_fake_adapter(tmp_path / "a", 1, make_fake_model(tmp_path / "model", 0))
     assert WeightPublisher(adapter, "http://127.0.0.1:9", adapter="a")._options.delta_mode == "full"
     with pytest.raises(InvalidRequest, match="in full") as caught:

@@ -233,9 +233,7 @@ async def test_two_trainers_form_their_groups_in_turn(plane: Plane) -> None:
     assert {sequence for _, _, sequence in await served(plane)} == {8}
 
 
-async def test_a_sender_that_keeps_is_told_what_is_committed(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_keeping_sender_keeps_what_is_committed(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     plane.spawn()
     events: list[Any] = []
 
@@ -418,7 +416,7 @@ def receive(*given, **named):
     raise EngineFailed("it does not fit")
 receiver.receive = receive
 """
-"""What has come whole."""
+"""The versions that have come whole."""
 
 
 @pytest.mark.parametrize(
@@ -427,7 +425,7 @@ receiver.receive = receive
 async def test_a_reason_whose_answer_was_lost_is_asked_for_again(
     fails: str, at_once: bool, plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which worker, and why: what was pushed is not prepared any more by then. `at_once`: or just about to fail."""
+    """The error names the worker and the reason, although the pushed update is gone. `at_once`: it is about to fail."""
     pytest.importorskip("torch")
     plane.spawn()
     if fails == "at its end":
@@ -449,7 +447,25 @@ async def test_a_reason_whose_answer_was_lost_is_asked_for_again(
     await asyncio.to_thread(publisher.close)
 
 
-async def test_nobody_serves_what_a_progress_callback_refused(plane: Plane) -> None:
+async def test_an_abort_by_an_operator_reaches_the_trainer(plane: Plane) -> None:
+    pytest.importorskip("torch")
+    plane.spawn_many(2)
+    loop, fleet = asyncio.get_running_loop(), await plane.fleet()
+    operator = await plane.client("operator")
+
+    def abort() -> None:
+        asyncio.run_coroutine_threadsafe(operator.run("abort_weights_update", {}), loop).result(BOUND_S)
+
+    source = Meanwhile(plane.model(1), abort, after=2)
+    publisher = WeightPublisher(source, fleet, transport="gloo", workers=2, bucket_bytes=256)
+    with pytest.raises(UpdateAborted, match=r"abort_weights_update, by \S+, aborted the update") as caught:
+        await publisher.publish_async("one")
+    assert operator.owner in caught.value.message
+    assert await served(plane) == {("initial", model_digest(plane.model(0)), 0)}
+    await asyncio.to_thread(publisher.close)
+
+
+async def test_a_version_is_not_served_if_a_progress_callback_raises(plane: Plane) -> None:
     plane.spawn()
 
     def refuse(progress: Progress) -> None:
@@ -465,7 +481,6 @@ class Streaming(Sender):
     """A sender of its own making, whose receivers find nothing."""
 
     backend = "filesystem"
-    receivers_from = "open"
 
     def __init__(self, around: SenderContext) -> None:
         self._root = around.root
@@ -527,7 +542,7 @@ async def test_receivers_that_fail_end_the_sending(
 
 
 @pytest.mark.parametrize("fails", ["close", "state"])
-async def test_the_fleets_error_is_told_whatever_fails_after_it(
+async def test_the_fleets_error_is_raised_although_another_failure_follows(
     fails: str, plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plane.spawn()
@@ -622,7 +637,7 @@ async def two_serve(plane: Plane) -> bool:
 
 @pytest.mark.engines("nixl")
 @pytest.mark.timeout(240)
-async def test_a_version_is_pulled_from_the_tensors_themselves_and_one_copy_is_kept(plane: Plane) -> None:
+async def test_a_version_is_pulled_from_the_trainers_tensors_and_copied_once(plane: Plane) -> None:
     pytest.importorskip("torch")
     plane.spawn()
     client = await plane.client()
@@ -694,7 +709,7 @@ async def test_without_a_copy_a_late_worker_heals_from_another_one(plane: Plane)
 
 
 class Joining:
-    """Of a publication's progress: each time that the first bucket is sent a worker joins, so many times."""
+    """A progress callback: each time that the first bucket is sent a worker joins, up to a number of times."""
 
     def __init__(self, plane: Plane) -> None:
         self.plane, self.times = plane, 0
@@ -892,7 +907,7 @@ async def test_a_source_that_does_not_close_ends_the_publication(plane: Plane) -
 
 
 @pytest.mark.parametrize("kind", [Held, Gathering])
-async def test_a_publication_that_nobody_waits_for_any_more_goes_on(
+async def test_a_publication_continues_after_its_waiter_is_cancelled(
     kind: type[Held], plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plane.spawn()
@@ -1054,12 +1069,12 @@ async def test_ctrl_c_in_the_middle_gives_the_version_up(
     await asyncio.to_thread(again.close)
 
 
-async def test_ctrl_c_ends_a_sender_that_waits_for_nobody(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ctrl_c_ends_a_sender_without_receivers(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     plane.spawn()
     begun = threading.Event()
 
     class Stuck(Streaming):
-        receivers_from = "finish"  # type: ignore[assignment]
+        receivers_from = "finish"
 
         def send(self, number: int) -> None:
             begun.set()
@@ -1280,7 +1295,7 @@ def test_wrong_arguments_are_named(given: dict[str, Any], field: str, tmp_path: 
     assert caught.value.facts["field"] == field
 
 
-async def test_no_fleet_is_told_within_the_bound(plane: Plane) -> None:
+async def test_an_absent_fleet_is_an_error_within_the_bound(plane: Plane) -> None:
     publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane), wait_s=0.1)
     with pytest.raises(NoWorkers):
         await publisher.publish_async("one")

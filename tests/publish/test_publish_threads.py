@@ -1,4 +1,4 @@
-"""Where the tensors of a publication are read: on which rank, on which thread, by which GPU."""
+"""The rank, the thread and the GPU on which a publication's tensors are read."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_closed_before_it_was_read(transport: FilesystemTransport, root: Path) -
 
 
 def test_what_has_come_is_the_takers_own(transport: FilesystemTransport, root: Path) -> None:
-    """Whoever stages keeps it; torch.frombuffer warns of read-only memory."""
+    """Staging keeps the memory, and torch.frombuffer warns of read-only memory."""
     delivery = transport.open(request(single(root / "c")), "base")
     taken = dict(delivery.tensors())
     delivery.close()

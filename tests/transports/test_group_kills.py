@@ -1,4 +1,4 @@
-"""Who dies in a pushed update, at each point of it: on real processes, and on one fleet after another's death."""
+"""Deaths of real processes at each point of a pushed update, one after another in one fleet."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ POINTS: dict[str, tuple[str | int, ...]] = {
     "the last bucket": ("prepare", 100),
     "all received": ("prepare", 100, "finish"),
 }
-"""What was done before the death."""
+"""The steps that were done before the death."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -97,7 +97,7 @@ def test_a_lifeline_tells_who_has_died_or_why_it_gave_up(why: str) -> None:
     assert PeerLiveness.of_rank(replace(place, lifeline_port=None)) is None
 
 
-async def test_the_next_version_comes_whoever_has_died(plane: Plane) -> None:
+async def test_the_next_version_arrives_after_any_process_has_died(plane: Plane) -> None:
     """The last worker that dies is of real weights, and comes back."""
     async with deaths.scene_of(plane, Scene, Trainer, list(POINTS), real="a middle bucket") as (
         scene,

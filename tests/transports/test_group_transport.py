@@ -303,7 +303,7 @@ async def test_in_the_middle_of_a_bucket(plane: Plane) -> None:
     assert await all_serve(client, "two")
 
 
-async def test_a_trainers_child_that_outlives_it_holds_up_nobody(plane: Plane) -> None:
+async def test_a_trainers_child_that_outlives_it_delays_no_worker(plane: Plane) -> None:
     """A data loader's, say, forked when the group was formed."""
     client = await plane.client()
     model, other = models(plane)
@@ -319,7 +319,7 @@ async def test_a_trainers_child_that_outlives_it_holds_up_nobody(plane: Plane) -
         await _is_as_before(client, ids, "initial")
 
 
-async def test_a_worker_that_stands_still(plane: Plane) -> None:
+async def test_a_worker_hangs(plane: Plane) -> None:
     """Nothing tells but time."""
     client = await plane.client()
     model, other = models(plane)
@@ -340,7 +340,7 @@ async def test_a_worker_that_stands_still(plane: Plane) -> None:
         await plane.until(lambda: all_serve(client, "two"))
 
 
-async def test_a_trainer_that_stands_still(plane: Plane) -> None:
+async def test_a_trainer_hangs(plane: Plane) -> None:
     """In the middle of an update: its receivers end by `timeout_s`, of which their group was told. Each says so."""
     client = await plane.client()
     model, other = models(plane)
@@ -401,7 +401,7 @@ group.Group = lambda place, join_s: torch_group.Group(place, min(join_s, place.t
 """
 
 
-async def test_a_trainer_that_stands_still_while_its_group_forms(plane: Plane) -> None:
+async def test_a_trainer_hangs_while_its_group_forms(plane: Plane) -> None:
     """Its kernel takes connections on; nothing answers on them."""
     client = await plane.client()
     model, other = models(plane)

@@ -72,7 +72,7 @@ def sender_of(receivers: int) -> Iterator[IpcSender]:
 def publish(
     sender: IpcSender, model: Model, pool: ThreadPoolExecutor, receivers: int, all_lent: bool = True
 ) -> list[tuple[dict[str, bytes], str | None]]:
-    """What each receiver got."""
+    """Publishes, and returns the tensors of each receiver."""
     taken = ModuleSource(model).take()
     manifest, digests = Manifest(sender.pack(taken.specs, BUCKET_BYTES)), dict[str, str]()
     transport = sender.open(manifest)

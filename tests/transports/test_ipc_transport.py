@@ -200,7 +200,7 @@ def buffers() -> list[int]:
 
 
 def instead(number: int, *others: int) -> list[int]:
-    """Of the good descriptors the first so many, then others."""
+    """The first descriptors of a good packet, then others."""
     made = good()
     wire.close_all(made[number:])
     return [*made[:number], *others]
@@ -263,7 +263,7 @@ def test_more_descriptors_than_expected_are_dropped() -> None:
     assert descriptors() == before
 
 
-def test_what_a_trainer_refuses_with_is_told() -> None:
+def test_a_trainers_refusal_is_reported() -> None:
     with impostor({"error": "too late"}) as transport, pytest.raises(Unavailable, match="too late"):
         receive(transport)
 
@@ -274,7 +274,7 @@ def test_what_a_trainer_refuses_with_is_told() -> None:
 @pytest.mark.parametrize(
     "said", [b"\xc1", b"x" * 5000, b"", msgpack.packb({"taken": 1}), msgpack.packb({"taken": 0, "x": 0})]
 )
-def test_a_receiver_that_talks_nonsense_holds_up_nobody(pool: ThreadPoolExecutor, said: bytes) -> None:
+def test_a_receiver_that_sends_nonsense_delays_no_other(pool: ThreadPoolExecutor, said: bytes) -> None:
     with sender_of(2) as (sender, transport), raw_receiver(transport) as (connection, _):
         arriving = pool.submit(receive, transport)
         connection.send(said)
@@ -282,7 +282,7 @@ def test_a_receiver_that_talks_nonsense_holds_up_nobody(pool: ThreadPoolExecutor
         assert arriving.result(BOUND_S) == (data_of(tensors()), digest)
 
 
-def test_nobody_takes_what_was_not_sent(pool: ThreadPoolExecutor) -> None:
+def test_a_receiver_cannot_take_an_unsent_bucket(pool: ThreadPoolExecutor) -> None:
     """Else a buffer could be overwritten while others read it: no, but a receiver could miss what was in it."""
     with sender_of(1) as (sender, transport), raw_receiver(transport) as (connection, _):
         connection.send(msgpack.packb({"taken": 0}))
@@ -384,7 +384,7 @@ def test_an_accept_that_fails_is_not_tried_again_at_once(monkeypatch: pytest.Mon
         assert len(tried) == 1
 
 
-def test_nobody_comes() -> None:
+def test_no_receiver_comes() -> None:
     with (
         sender_of(1, first_receiver_s=0.1) as (sender, _),
         pytest.raises(DeadlineExceeded, match="no receiver came"),
@@ -437,7 +437,7 @@ def test_closing_wakes_both_sides(pool: ThreadPoolExecutor) -> None:
             arriving.result(BOUND_S)
 
 
-def test_who_waits_notices_that_it_is_not_wanted_any_more(pool: ThreadPoolExecutor) -> None:
+def test_a_waiting_receiver_notices_the_cancellation(pool: ThreadPoolExecutor) -> None:
     with sender_of(1) as (_, transport):
         delivery = IpcTransport(TransportContext()).open(transport, "base")
         cancelled = threading.Event()
@@ -457,7 +457,7 @@ def test_closing_a_delivery_wakes_its_thread(pool: ThreadPoolExecutor) -> None:
             taking.result(BOUND_S)
 
 
-def test_a_trainer_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receiver_gives_up_a_trainer_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiving, "BUCKET_S", 0.1)
     with sender_of(1) as (_, transport), pytest.raises(DeadlineExceeded, match="silent"):
         receive(transport)
@@ -553,7 +553,7 @@ async def test_a_late_worker_waits_for_the_next_update(plane: Plane, trainer_of:
 
 
 async def test_over_the_served_weights(plane: Plane, trainer_of: Callable[..., Trainer]) -> None:
-    """Where they don't fit twice. What fails half-way is fetched from where the committed version came."""
+    """The weights do not fit twice. After a failure half-way the committed version is fetched from its own source."""
     client = await plane.client()
     worker = await asyncio.to_thread(plane.spawn, model=model_of(plane, 0))
     trainer = trainer_of(model_of(plane, 1), 1, bucket_bytes=BUCKET_BYTES, holds=[MIDDLE])

@@ -142,7 +142,7 @@ def _digest(seed: int) -> str | None:
 
 
 @needs_nixl
-def test_what_is_kept_stays_until_the_next_is(sender: NixlSender, puller: NixlTransport) -> None:
+def test_a_kept_version_stays_until_the_next_is_kept(sender: NixlSender, puller: NixlTransport) -> None:
     def gone(transport: dict[str, Any]) -> None:
         with pytest.raises(InvalidRequest, match="source_gone"):
             pull(puller, transport)
@@ -169,7 +169,7 @@ def test_what_is_kept_stays_until_the_next_is(sender: NixlSender, puller: NixlTr
 
 
 def lent_offer(sender: NixlSender, given: dict[str, HostTensor], packed: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Of tensors that are read where they are, but for those that can't be."""
+    """Offers tensors in place, except for those that must be packed."""
     transport, digests = sender.open(MANIFEST), dict[str, str]()
     lent = sender.lend({name: tensor for name, tensor in given.items() if name not in packed})
     for number in fill(MANIFEST, given.items(), sender.buffer, digests, lent):
@@ -183,7 +183,7 @@ def writable(seed: int) -> dict[str, HostTensor]:
 
 
 def change(given: dict[str, HostTensor], seed: int) -> None:
-    """As a trainer's step does."""
+    """Changes the tensors in place, like a trainer's step."""
     for name, one in tensors(seed).items():
         given[name].data[:] = one.data
 
@@ -244,7 +244,7 @@ def test_a_pull_in_the_middle_of_which_a_version_is_committed_begins_again(
 
 
 @needs_nixl
-def test_without_a_copy_nothing_is_kept_and_that_is_said(puller: NixlTransport) -> None:
+def test_without_a_copy_a_version_is_not_refetchable(puller: NixlTransport) -> None:
     with NixlSender(keep_copy=False) as sender:
         for lent in (True, False):
             transport = lent_offer(sender, writable(1)) if lent else offer(sender, 1)
@@ -350,7 +350,7 @@ def test_memory_that_no_next_version_fits_into_goes(sender: NixlSender) -> None:
 
 
 def once(act: Callable[..., Any], error: Exception, failed: list[Exception]) -> Callable[..., Any]:
-    """The same, but that its first call fails."""
+    """Wraps `act` so that its first call fails."""
 
     def failing(self: Any, *args: Any) -> Any:
         if not failed:
@@ -400,7 +400,7 @@ def test_a_manifest_of_megabytes(sender: NixlSender, puller: NixlTransport) -> N
 
 
 @needs_nixl
-def test_a_manifest_that_nobody_would_read_is_refused(sender: NixlSender, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_too_long_to_be_read_is_refused(sender: NixlSender, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 100)
     with pytest.raises(InvalidRequest, match="manifest is too large") as caught:
         offer(sender, 1)
@@ -571,7 +571,7 @@ async def publish(
 
 
 @needs_nixl
-async def test_a_stopped_and_a_killed_worker_hold_up_nobody_and_heal(
+async def test_a_stopped_and_a_killed_worker_delay_no_other_and_heal(
     plane: Plane, trainer: Callable[..., Trainer]
 ) -> None:
     source, client = trainer(), await plane.client()
@@ -733,7 +733,7 @@ def test_what_serves_pullers_is_of_no_use_in_a_forked_child(sender: NixlSender, 
 
 
 @needs_nixl
-async def test_a_trainer_that_stands_still_ends_the_pull_by_its_bound(
+async def test_a_pull_from_a_trainer_that_hangs_ends_by_its_bound(
     plane: Plane, trainer: Callable[..., Trainer]
 ) -> None:
     patch, at, go, _ = _held_at(
@@ -780,7 +780,7 @@ async def test_an_aborted_update_ends_in_the_middle_of_a_read(
 
 
 @needs_nixl
-async def test_a_slow_healer_whose_source_goes_on_heals_to_the_next(
+async def test_a_slow_healer_heals_to_the_next_version_of_its_source(
     plane: Plane, trainer: Callable[..., Trainer]
 ) -> None:
     patch, at, go, _ = _held_at(plane, 2)

@@ -86,9 +86,7 @@ def update_of(transport: dict[str, Any], label: str) -> dict[str, Any]:
 # ---- a whole fleet ----
 
 
-async def test_base_and_adapter_reach_a_fleet_and_those_that_come_later(
-    plane: Plane, publisher: MakePublisher
-) -> None:
+async def test_base_and_adapter_reach_a_fleet_and_later_workers(plane: Plane, publisher: MakePublisher) -> None:
     model, new = plane.model(0, tensors=5, nbytes=1 << 17), plane.model(1, tensors=5, nbytes=1 << 17)
     adapter = make_fake_adapter(plane.tmp / "weights" / "adapter", 1, model)
     first = plane.spawn(model=model)
@@ -188,7 +186,7 @@ def test_what_a_committed_delta_changes_stays_too() -> None:
 async def test_an_aborted_update_ends_in_the_middle_of_a_bucket(
     own_nats: tuple[NatsServer, Plane], publisher: MakePublisher, still: str
 ) -> None:
-    """Whoever stands still: only the cancellation ends it in time."""
+    """Only the cancellation ends the receive in time, if the publisher or NATS hangs."""
     server, plane = own_nats
     transport = transport_of(plane)
     trainer = publisher(plane, bucket_bytes=4 << 20)

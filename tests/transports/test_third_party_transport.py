@@ -55,7 +55,7 @@ class Lying(Delivery):
         yield "weight", HostTensor(self.specs["weight"], memoryview(b"something"), digest=self.published)
 
 
-def test_what_a_transport_says_of_its_bytes_is_not_believed() -> None:
+def test_a_transports_own_digest_is_not_trusted() -> None:
     lying = Lying()
     expected = tensors_digest([("weight", lying.specs["weight"], lying.published)])
     with pytest.raises(InvalidWeights, match="the bytes make"):
@@ -66,7 +66,7 @@ async def only(fleet: Fleet, instance_id: str) -> bool:
     return [row["instance_id"] for row in (await fleet.run("workers"))["workers"]] == [instance_id]
 
 
-async def test_a_transport_that_was_installed_as_a_package(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_transport_installed_as_a_package_works(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (
         make_witness_model(plane.tmp / name, seed) for name, seed in (("weights/first", 1), ("second", 2))
     )

@@ -30,7 +30,7 @@ MAY_IMPORT = {"rl_plane": set[str](), "worker": {"rl_plane"}, "frontend": {"rl_p
 STARTS_PROCESSES = ("rl_plane.cli", "rl_plane.demo")
 """Packages that may import worker and frontend, because they start them."""
 
-KNOWN_UPWARD = set[tuple[str, str]]()
+KNOWN_UPWARD: set[tuple[str, str]] = set()
 """Imports (module, imported module) that still break a direction. Only to be shortened."""
 KNOWN_CYCLES = {
     frozenset({"worker.engines.vllm.plugin", "worker.engines.vllm.scorer"}),

@@ -48,7 +48,7 @@ class Taken:
 
 
 class WeightSource(Protocol):
-    """Where the weights of each version come from."""
+    """A source of the weights of each version."""
 
     collective: bool
     """True if every rank of the trainer must take part, on the thread that runs its other collectives."""

@@ -64,9 +64,8 @@ class ExportSource:
                     f"{name!r} is a {type(tensor).__name__}", field="source", fix="give torch tensors"
                 )
             self._device = device_of(tensor)
-            if (
-                not self.collective or self._device != "meta"
-            ):  # a rank may yield meta tensors for those that rank 0 has
+            # Ranks other than 0 may yield meta tensors.
+            if not self.collective or self._device != "meta":
                 check_readable(name, tensor)
             yield name, sent_spec(name, tensor, self._dtype)
 

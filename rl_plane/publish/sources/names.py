@@ -34,7 +34,8 @@ def engine_name(name: str, names: Names) -> str | None:
 
 
 def check_specs(specs: Iterable[tuple[str, TensorSpec]]) -> list[tuple[str, TensorSpec]]:
-    """The same specs. Raises InvalidRequest if a name is unusable or occurs twice, or if there are none."""
+    """Returns the specs as a list. Raises InvalidRequest if a name is unusable or occurs twice, or if there are
+    none."""
     found = dict[str, TensorSpec]()
     for name, spec in specs:
         if not checked_name(name):

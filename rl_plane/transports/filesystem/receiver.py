@@ -34,7 +34,7 @@ class FilesystemDelivery(Delivery):
         self.adapter_config_raw = None if checkpoint.config is None else checkpoint.config.raw
         self.refetchable = True
         self.canary = checkpoint.canary
-        """What `canary.json` beside the checkpoint says."""
+        """The content of `canary.json` beside the checkpoint."""
         self._checkpoint = checkpoint
         self._taken = False
 

@@ -1,4 +1,4 @@
-"""How the tensors of one announced part are broadcast, and how the part is announced to the workers. No I/O."""
+"""Plans the broadcasts of one announced part, and its messages to the workers. No I/O."""
 
 from __future__ import annotations
 

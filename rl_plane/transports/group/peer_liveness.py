@@ -31,7 +31,7 @@ MAX_RANK_CHARS = len(str(MAX_WORLD_SIZE))
 HELLO_S = 5.0
 """The time in seconds in which a new connection must say which rank it is. A rank says so at once."""
 STRANGERS = 64
-"""How many connections may be open that have not said which rank they are, for at most HELLO_S."""
+"""The most open connections that have not said which rank they are. Each may be silent for HELLO_S."""
 ACCEPT_AGAIN_S = 0.2
 """Seconds to wait after a failed accept: without descriptors the next one fails at once."""
 BACKLOG = 4096

@@ -232,8 +232,8 @@ class GroupDelivery(PackedDelivery):
         """The version's digest, which the trainer broadcasts after the last bucket."""
         data = digest_tensor()
         self._group.broadcast(data).wait("the digest", self._deadline, self.cancelled)
-        told = bytes(data.numpy())
-        return f"blake3:{told.hex()}" if any(told) else None
+        raw = bytes(data.numpy())
+        return f"blake3:{raw.hex()}" if any(raw) else None
 
 
 class GlooTransport(GroupTransport):

@@ -22,7 +22,7 @@ class HostBuffers:
         self._sizes: list[int] = []
 
     def fit(self, manifest: Manifest) -> HostBuffers:
-        """The same buffers, made long enough for the manifest."""
+        """Makes the buffers long enough for the manifest, and returns them."""
         nbytes, count = buffer_bytes(manifest), buffer_count(manifest)
         if len(self._made) < count or self.nbytes < nbytes:
             self._made.clear()  # first, to make room in memory

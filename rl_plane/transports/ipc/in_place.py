@@ -27,7 +27,7 @@ from rl_plane.transports.ipc.cuda_buffers import (
 )
 from rl_plane.transports.ipc.wire import BUFFERS, close_all
 from rl_plane.transports.packing import Tensor, spec_of
-from rl_plane.weights.manifest import ALIGN_BYTES, Bucket, Manifest
+from rl_plane.weights.manifest import ALIGN_BYTES, Manifest, PackedBucket
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ def module_of(name: str) -> str:
 
 def pack_modules(
     tensors: Iterable[tuple[str, TensorSpec]], bucket_bytes: int, together: int = MAX_TOGETHER
-) -> tuple[Bucket, ...]:
+) -> tuple[PackedBucket, ...]:
     """Groups tensors into buckets in the order given, with whole modules in a bucket if they fit."""
     groups: list[list[tuple[str, TensorSpec]]] = []
     room = 0
@@ -61,7 +61,7 @@ def pack_modules(
                 room = bucket_bytes
             groups[-1].append(one)
             room -= _size(one)
-    return tuple(map(Bucket.of, groups))
+    return tuple(map(PackedBucket.of, groups))
 
 
 def _size(one: tuple[str, TensorSpec]) -> int:

@@ -55,10 +55,10 @@ class _Receiver:
     """One connected receiver."""
 
     connection: socket.socket
-    told: int
-    """How many turns were sent to it."""
+    sent: int
+    """The number of turns that were sent to it."""
     taken: int
-    """How many turns it has answered."""
+    """The number of turns that it has answered."""
     since: float
     """The monotonic time of its last answer, or of the last turn that was sent to it."""
     named: bool
@@ -114,7 +114,7 @@ class IpcUpdate:
         self._begun_without = False
         """The first bucket is overwritten, so a receiver that comes now is too late."""
         self._ended = 0
-        """How many receivers have everything."""
+        """The number of receivers that have everything."""
         self._why_dropped = ""
         """Why the last receiver that has not everything was dropped."""
         self._turns: list[dict[str, Any]] = []
@@ -161,7 +161,7 @@ class IpcUpdate:
             self._check()
             self._turns.append(turn)
             for receiver in list(self._receivers.values()):
-                self._tell(receiver)
+                self._send_turns(receiver)
 
     def await_free(self, number: int) -> None:
         if number < BUFFERS:
@@ -278,19 +278,19 @@ class IpcUpdate:
             self._come_until = time.monotonic() + self._other_receivers_s
         self._receivers[connection] = receiver
         self._selector.register(connection, selectors.EVENT_READ)
-        self._tell(receiver)
+        self._send_turns(receiver)
 
-    def _tell(self, receiver: _Receiver) -> None:
+    def _send_turns(self, receiver: _Receiver) -> None:
         """Sends the turns that the receiver does not know: at most three packets, for which the socket has room."""
         try:
-            while receiver.named and receiver.told < len(self._turns):
-                self._tell_turn(receiver, self._turns[receiver.told])
-                receiver.told += 1
+            while receiver.named and receiver.sent < len(self._turns):
+                self._send_turn(receiver, self._turns[receiver.sent])
+                receiver.sent += 1
                 receiver.since = time.monotonic()
         except Exception as error:  # torch raises many kinds of errors
             self._refuse(receiver, error)
 
-    def _tell_turn(self, receiver: _Receiver, turn: dict[str, Any]) -> None:
+    def _send_turn(self, receiver: _Receiver, turn: dict[str, Any]) -> None:
         number = turn.get("bucket")
         if self._own is None or number is None or not self._is_lent(number):
             send_packet(receiver.connection, turn)
@@ -324,7 +324,7 @@ class IpcUpdate:
         if self._on_gpu and answer.keys() == {"closed"}:
             receiver.gave_up(_turns(answer))
             return
-        if answer != {"taken": receiver.taken} or receiver.taken >= receiver.told:
+        if answer != {"taken": receiver.taken} or receiver.taken >= receiver.sent:
             self._drop(receiver, f"it sent {str(answer)[:100]} out of turn")
             return
         receiver.shares.pop(receiver.taken, None)
@@ -346,12 +346,12 @@ class IpcUpdate:
             self._refuse(receiver, error)
             return
         receiver.named = True
-        self._tell(receiver)
+        self._send_turns(receiver)
 
     def _drop_silent(self) -> None:
         limit = time.monotonic() - self._silent_receiver_s
         for receiver in list(self._receivers.values()):
-            if (receiver.taken < receiver.told or not receiver.named) and receiver.since < limit:
+            if (receiver.taken < receiver.sent or not receiver.named) and receiver.since < limit:
                 self._drop(receiver, f"it was silent for {self._silent_receiver_s:g} s")
 
     def _refuse(self, receiver: _Receiver, error: Exception) -> None:
@@ -370,7 +370,7 @@ class IpcUpdate:
         if gone and receiver.shares:
             self._hear_closed(receiver)
             receiver.release_shares()
-        log.info("a receiver is given up after %d of %d turns: %s", receiver.taken, receiver.told, why)
+        log.info("a receiver is given up after %d of %d turns: %s", receiver.taken, receiver.sent, why)
         self._forget(receiver)
 
     def _hear_closed(self, receiver: _Receiver) -> None:

@@ -43,7 +43,7 @@ from rl_plane.transports.ipc.wire import (
 )
 from rl_plane.transports.packed_delivery import PackedDelivery, check_kind
 from rl_plane.weights.checkpoint import Kind
-from rl_plane.weights.manifest import Bucket, Manifest
+from rl_plane.weights.manifest import Manifest, PackedBucket
 from rl_plane.weights.read_ahead import host_memory
 
 FIRST_PACKET_S = 30.0
@@ -131,7 +131,7 @@ class _OnGpu:
         self._handles = handles
         """The handles of the buffers, and one handle of lent tensors for each further file of counters."""
         self._closed_turns = 0
-        """How many turns are closed."""
+        """The number of turns that are closed."""
         self._connection = connection
         self._pid = peer_pid(connection)
         try:
@@ -238,7 +238,7 @@ class IpcDelivery(PackedDelivery):
         finally:
             self._end()
 
-    def _read(self, number: int, bucket: Bucket) -> bool:
+    def _read(self, number: int, bucket: PackedBucket) -> bool:
         """Reads one bucket. Returns True if it is in memory of this process."""
         packet, descriptors = self._await("bucket", number, MAX_TOGETHER)
         try:

@@ -23,7 +23,7 @@ from rl_plane.transports.ipc.in_place import LentTensors, pack_modules
 from rl_plane.transports.ipc.ipc_session import IpcUpdate, closed
 from rl_plane.transports.ipc.wire import BACKEND, buffer_bytes, check_platform
 from rl_plane.transports.packing import Buffer, Tensor
-from rl_plane.weights.manifest import Bucket, Manifest, pack
+from rl_plane.weights.manifest import Manifest, PackedBucket, pack
 
 log = logging.getLogger("rl_plane.transports.ipc.sender")
 
@@ -98,7 +98,7 @@ class IpcSender(LendingSender):
             self._begun()
         return {"backend": BACKEND, "socket": self._update.name}
 
-    def pack(self, tensors: Iterable[tuple[str, TensorSpec]], bucket_bytes: int) -> tuple[Bucket, ...]:
+    def pack(self, tensors: Iterable[tuple[str, TensorSpec]], bucket_bytes: int) -> tuple[PackedBucket, ...]:
         return pack(tensors, bucket_bytes) if self._layout == "packed" else pack_modules(tensors, bucket_bytes)
 
     def lend(self, tensors: Mapping[str, Tensor]) -> Collection[int]:

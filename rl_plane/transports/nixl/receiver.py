@@ -24,7 +24,7 @@ from rl_plane.transports.nixl.peer_source import PeerSource, address_towards
 from rl_plane.transports.nixl.wire import BACKEND, PROTOCOL, RegisteredMemory, have_nixl, make_agent
 from rl_plane.transports.packed_delivery import PackedDelivery, check_kind
 from rl_plane.weights.checkpoint import Kind
-from rl_plane.weights.manifest import Bucket, Manifest
+from rl_plane.weights.manifest import Manifest, PackedBucket
 
 if not have_nixl():
     raise ModuleNotFoundError("nixl is not installed", name="nixl")
@@ -279,26 +279,26 @@ def _asked(
     return manifest, places, answer["metadata"], answer.get("refetchable") is not False
 
 
-def _checked_places(places: Any, buckets: Sequence[Bucket]) -> Sequence[Sequence[Piece]]:
+def _checked_places(places: Any, buckets: Sequence[PackedBucket]) -> Sequence[Sequence[Piece]]:
     if not isinstance(places, list) or len(places) != len(buckets):
         raise _refuse("it did not give places for each bucket")
-    return [_checked_pieces(told, bucket) for told, bucket in zip(places, buckets, strict=True)]
+    return [_checked_pieces(pieces, bucket) for pieces, bucket in zip(places, buckets, strict=True)]
 
 
-def _checked_pieces(told: Any, bucket: Bucket) -> Sequence[Piece]:
+def _checked_pieces(pieces: Any, bucket: PackedBucket) -> Sequence[Piece]:
     """The pieces of a bucket: the whole bucket, or each of its tensors."""
-    if not isinstance(told, list) or not all(isinstance(place, list) and len(place) == 3 for place in told):
+    if not isinstance(pieces, list) or not all(isinstance(place, list) and len(place) == 3 for place in pieces):
         raise _refuse("its places are not [address, bytes, device]")
-    if not all(_is_address(value) for place in told for value in place):
+    if not all(_is_address(value) for place in pieces for value in place):
         raise _refuse("its places are not [address, bytes, device]")
-    sizes = [place[1] for place in told]
+    sizes = [place[1] for place in pieces]
     if sizes == [bucket.nbytes]:
         starts = [0]
     elif sizes == [placed.spec.nbytes for placed in bucket.tensors]:
         starts = [placed.offset for placed in bucket.tensors]
     else:
         raise _refuse(f"it gave {sum(sizes)} bytes for a bucket of {bucket.nbytes}")
-    return [(at, (address, nbytes, device)) for at, (address, nbytes, device) in zip(starts, told, strict=True)]
+    return [(at, (address, nbytes, device)) for at, (address, nbytes, device) in zip(starts, pieces, strict=True)]
 
 
 def _reads(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:

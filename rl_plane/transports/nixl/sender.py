@@ -1,9 +1,8 @@
-"""The sender of the `nixl` transport: weights that stay in the trainer's memory, for engines to pull when they like.
+"""The sending half of `nixl`: weights stay in the trainer's memory, and engines pull them.
 
-One agent, whose registered memory holds the version that is committed. The next one is pulled from the trainer's own
-tensors where these stay as they are meanwhile, and takes the place of the committed one once it is committed itself; or
-it is packed beside it. Nobody waits for anybody: a receiver that is slow or dead costs the others nothing, and one that
-comes late, to heal, finds the committed version for as long as the trainer lives.
+The sender keeps the committed version in registered memory. Receivers pull the next version from the trainer's own
+tensors, if these stay unchanged during the update; else it is packed beside the committed one. A slow or dead receiver
+costs the others nothing. A worker that comes late, to heal, finds the committed version as long as the trainer lives.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from rl_plane.transports.base import KeepingSender, LendingSender, SenderContext
 from rl_plane.transports.nixl.metadata_server import MetadataServer
 from rl_plane.transports.nixl.wire import BACKEND, RegisteredMemory, is_ours, make_agent
 from rl_plane.transports.packing import Tensor, raw_bytes, spec_of
-from rl_plane.weights.manifest import Bucket, Manifest
+from rl_plane.weights.manifest import Manifest, PackedBucket
 
 log = logging.getLogger("rl_plane.transports.nixl.sender")
 
 Region = tuple[int, int]
-"""(address, bytes)."""
+"""The address and the length in bytes of some memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +188,7 @@ class NixlSender(KeepingSender, LendingSender):
         self.destroy()
 
     def _return_loan(self) -> None:
-        """Deregisters the tensors of an earlier version, which no receiver reads any more."""
+        """Deregisters the tensors of an earlier version, which no receiver reads now."""
         loan, self._loan = self._loan, None
         if loan is not None:
             self._live_agent().deregister_memory(loan.registered)
@@ -226,7 +225,7 @@ class NixlSender(KeepingSender, LendingSender):
             self._free.append(packed)
 
     def _withdraw(self, version: _Version) -> None:
-        """Withdraws a version. Its memory is free when no receiver reads it any more."""
+        """Withdraws a version. Its memory is free when no receiver reads it."""
         self._server.withdraw(version.key)
         if version.area is not None:
             self._free.append(version.area)
@@ -240,7 +239,7 @@ class NixlSender(KeepingSender, LendingSender):
                 self._agent.deregister_memory(memory.registered)
 
     def _with_area(self, version: _Version) -> _Version:
-        """The same version, with memory for the buckets that have to be packed."""
+        """Gives the version memory for the buckets that have to be packed, and returns it."""
         if version.area is None and len(version.lent) < len(version.manifest.buckets):
             version.area = self._area(version.packed_bytes)
         return version
@@ -277,7 +276,7 @@ def _in_host_memory(tensors: Mapping[str, Tensor]) -> Mapping[str, HostTensor]:
     }
 
 
-def _regions(bucket: Bucket, tensors: Mapping[str, HostTensor]) -> list[Region]:
+def _regions(bucket: PackedBucket, tensors: Mapping[str, HostTensor]) -> list[Region]:
     return [(address_of(tensors[placed.name]), placed.spec.nbytes) for placed in bucket.tensors]
 
 

@@ -1,4 +1,5 @@
-"""What both halves of `nixl` share: the agent, registered memory, and the protocol by which a receiver asks for places.
+"""Defines what both halves of `nixl` share: the agent, registered memory, and the protocol by which a receiver asks for
+places.
 
 A receiver asks over TCP, with one frame each way: four bytes of length, big-endian, and so many bytes of msgpack.
 

@@ -53,11 +53,11 @@ log = logging.getLogger("rl_plane.transports.object_store.sender")
 NAME = "rl-plane-publisher"
 """The name of the connection, as the NATS server shows it."""
 DEFAULT_KEEP = 2
-"""How many versions stay beside the committed ones: for a roll-back, and for workers that still fetch."""
+"""The number of versions that stay beside the committed ones: for a roll-back, and for workers that still fetch."""
 IN_FLIGHT = 16
 """The most chunks without an acknowledgement: they keep the server busy, and fill little of its buffer."""
 OUTAGE_S = 30.0
-"""How long NATS may be away, in seconds. A restart takes a second, and a few with a large store."""
+"""The longest time that NATS may be away, in seconds. A restart takes a second, and a few with a large store."""
 ABANDONED_S = 300.0
 """Seconds without a write after which an unfinished version is abandoned. Between two buckets a trainer takes less."""
 HALF_AGE_S = 86_400.0

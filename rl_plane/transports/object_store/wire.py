@@ -54,7 +54,7 @@ class Layout:
     manifest_bytes: int
 
     def pieces(self, nbytes: int) -> int:
-        """How many chunks a part of so many bytes has."""
+        """The number of chunks of a part of so many bytes."""
         return -(-nbytes // self.chunk_bytes)
 
     def cut(self, data: memoryview) -> list[memoryview]:

@@ -147,7 +147,7 @@ def test_a_killed_trainer_leaves_no_half_checkpoint(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [path, again]
 
 
-def test_a_full_or_absent_disk_is_told(tmp_path: Path) -> None:
+def test_a_full_or_absent_disk_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Unavailable, match="can't be written") as caught:
         FilesystemSender(tmp_path / "file" / "root").open(MANIFEST)

@@ -15,7 +15,7 @@ def taken(tensors: Tensors) -> Taken:
 
 
 def test_the_trainers_copy_tells_what_has_changed() -> None:
-    """Of torch's tensors, however they lie in memory."""
+    """The copy finds changes in torch's tensors, however they lie in memory."""
     wide = torch.arange(64, dtype=torch.float32).reshape(8, 8)
     one = {**weights(), "slanted": wide.t(), "yes": torch.tensor([True, False])}
     two = {**step(weights(), 1), "slanted": wide.clone().t(), "yes": torch.tensor([True, True])}

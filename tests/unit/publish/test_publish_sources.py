@@ -41,7 +41,7 @@ RANKS_S = 300.0
 
 
 def digest_of(taken: Taken) -> str:
-    """As a receiver computes it; buckets are so small that there are several."""
+    """The digest that a receiver computes. The buckets are so small that there are several."""
     manifest = Manifest(pack(taken.specs, 4096), taken.adapter_config)
     digests: dict[str, str] = {}
     sizes = [bucket.nbytes for bucket in manifest.buckets]
@@ -150,7 +150,7 @@ def test_an_adapter_of_transformers_own_is_as_transformers_saves_it(tmp_path: Pa
 def test_the_base_of_a_model_with_an_adapter_is_published_by_names(
     tmp_path: Path, own_adapter: Any, wrapped: bool
 ) -> None:
-    """As the fix says it, and the documentation; merged, or without what was trained."""
+    """The names are those of the error's fix and of the docs; the adapter is merged or left out."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -244,7 +244,7 @@ def test_names_are_words(name: Any, names: Any, field: str, words: str, exported
     assert caught.value.facts["fix"]
 
 
-def test_an_export_that_turns_unreadable_is_told() -> None:
+def test_an_export_that_turns_unreadable_is_refused() -> None:
     weights = iter([torch.eye(3), torch.eye(3), torch.eye(3).to_sparse()])
     source = ExportSource(lambda: [("weight", next(weights))])
     digest_of(source.take())
@@ -282,7 +282,7 @@ def test_an_export_is_made_once_for_each_version() -> None:
     assert len(made) == 4
 
 
-def test_an_export_that_changes_its_mind_is_told() -> None:
+def test_an_export_that_changes_its_tensors_is_refused() -> None:
     shapes = iter([2, 2, 3])
     source = ExportSource(lambda: [("weight", torch.zeros(next(shapes)))])
     digest_of(source.take())
@@ -291,7 +291,7 @@ def test_an_export_that_changes_its_mind_is_told() -> None:
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_an_export_that_grows_is_told(copied: bool) -> None:
+def test_an_export_that_grows_is_refused(copied: bool) -> None:
     """Whether it is packed or brought into the publisher's copy, which stays at the version before."""
     count, copy = 2, HostCopy()
 

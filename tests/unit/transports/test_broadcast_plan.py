@@ -1,4 +1,4 @@
-"""What a part of a fed update is, and where its ranks are. Pure."""
+"""The parts of an update that is sent part by part, and the ranks of its group. No I/O."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_each_worker_has_its_place_behind_the_trainers() -> None:
 def test_what_is_fed_is_a_full_checkpoint(wrong: dict[str, Any]) -> None:
     fed = {"transport": {"backend": "gloo", "group": "g", "in_parts": True}}
     assert UpdateWeights.model_validate(fed).in_parts
-    with pytest.raises(InvalidRequest, match="full one"):
+    with pytest.raises(InvalidRequest, match="all base weights"):
         UpdateWeights.model_validate({**fed, **wrong})
 
 
@@ -159,8 +159,7 @@ def test_what_is_fed_is_a_full_checkpoint(wrong: dict[str, Any]) -> None:
     ],
 )
 def test_how_long_a_part_is_waited_for(asked: float | None, configured: float, waited: float) -> None:
-    """As the trainer says when it forms its group, else as the receiving side is told; the broadcasts' own bound is the
-    same."""
+    """The trainer states it when it forms its group, else the receiving side has its own. It bounds broadcasts, too."""
     info = InitInfo(backend="gloo", master_address="h", master_port=1, world_size=3, timeout_s=asked)
     transfer = Transfer.of(info, "g", configured)
     assert init_body(info, transfer)["timeout_s"] == waited

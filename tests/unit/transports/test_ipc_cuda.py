@@ -168,9 +168,7 @@ def test_each_rank_reads_from_its_own_gpu_and_all_is_given_back(cuda: Cuda, pool
     assert descriptors() == before
 
 
-def test_nobody_is_told_of_a_bucket_before_its_copies_are_there(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bucket_is_announced_after_its_copies_have_ended(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     told = ipc_session.IpcUpdate.send
 
     def send(self: Any, turn: dict[str, Any]) -> None:
@@ -214,7 +212,7 @@ def test_memory_is_freed_when_those_who_read_it_have_given_it_up(cuda: Cuda, poo
     assert cuda.held == []
 
 
-def test_a_receiver_that_stands_still_holds_up_the_end_for_a_bounded_time(
+def test_a_receiver_that_hangs_delays_the_end_for_a_bounded_time(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ipc_session, "GIVE_UP_S", 0.1)
@@ -275,7 +273,7 @@ def second_share_fails(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share)
 
 
-def test_shares_that_nobody_is_told_of_are_given_up(
+def test_shares_that_no_receiver_knows_are_released(
     cuda: Cuda, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the sender goes on with the others."""
@@ -300,7 +298,7 @@ def test_what_names_no_gpu_is_refused(cuda: Cuda, pool: ThreadPoolExecutor, gpu:
         assert arriving.result(BOUND_S) == (bytes_of(tensors()), digest)
 
 
-def test_a_trainer_that_can_not_be_watched_is_told(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_that_can_not_be_watched_is_an_error(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of another PID namespace has no id here."""
     monkeypatch.setattr(receiving, "peer_pid", lambda connection: 0)
     with sender_of(1) as (_, transport), pytest.raises(Unavailable, match="can't be watched") as refused:
@@ -359,7 +357,7 @@ def test_each_tensor_is_shared_with_each_rank_on_its_own_gpu(
 def test_a_receiver_of_tensors_that_dies_is_counted_for(
     cuda: Cuda, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, opens: int
 ) -> None:
-    """Of what it was told, be it that it has taken the first bucket."""
+    """The sender releases all shares that it has sent, even if the receiver has taken the first bucket."""
     with own_sender_of(2, monkeypatch) as (sender, transport):
         arriving = pool.submit(receive, transport)
         dying = pool.submit(_dies_after, transport, opens)
@@ -405,7 +403,7 @@ def test_tensors_that_can_not_be_opened_are_given_up_and_said_to_be(
     assert cuda.held == []
 
 
-def test_a_share_that_fails_is_told_to_its_receiver(
+def test_a_share_that_fails_is_reported_to_its_receiver(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
 ) -> None:
     second_share_fails(cuda, monkeypatch)
@@ -496,7 +494,7 @@ def instead(place: int, value: Any) -> list[Any]:
     return [*GOOD[:place], value, *GOOD[place + 1 :]]
 
 
-def test_a_handle_comes_back_as_it_was() -> None:
+def test_a_handle_survives_its_wire_form() -> None:
     assert Handle.from_wire(GOOD, NEEDED).to_wire() == GOOD
 
 

@@ -18,7 +18,7 @@ BOUND_S = 30.0
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, HUGE_BYTES - 1, HUGE_BYTES, 3 * HUGE_BYTES + 5])
-def test_memory_is_as_long_as_asked_and_nobody_elses(nbytes: int) -> None:
+def test_memory_has_the_requested_length_and_one_owner(nbytes: int) -> None:
     one, other = host_memory(nbytes), host_memory(nbytes)
     one[:], other[:] = b"x" * nbytes, b"y" * nbytes
     assert (bytes(one), bytes(other)) == (b"x" * nbytes, b"y" * nbytes)
@@ -41,7 +41,7 @@ def test_memory_is_taken_again_once_nothing_is_left_in_it() -> None:
     assert len(read_ahead._given_back) == 2
 
 
-def test_no_more_memory_is_kept_than_was_used_at_once() -> None:
+def test_no_more_memory_stays_than_was_used_at_once() -> None:
     read_ahead._given_back.clear()
     most = 6 * HUGE_BYTES
     for nbytes in (HUGE_BYTES, 2 * HUGE_BYTES, 3 * HUGE_BYTES, 5 * HUGE_BYTES + 1, HUGE_BYTES + 1):
