@@ -252,7 +252,7 @@ async def test_committed_and_aborted_updates_are_told_newest_first(plane: Plane)
 async def test_the_history_is_read_without_workers_and_has_an_end(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history, "KEEP", 3)
+    monkeypatch.setattr("rl_plane.commit.journal.KEEP", 3)
     client = await plane.client()
     assert await told(client) == []
     worker = plane.spawn()
