@@ -14,7 +14,7 @@ EXTRA_OF_MODULE = {
     "numpy": "hf",
     "psutil": "hf",
     "jinja2": "hf",
-    "fastapi": "frontend",
+    "prometheus_client": "frontend",
     "starlette": "frontend",
     "uvicorn": "frontend",
     "matplotlib": "demo",

@@ -55,7 +55,8 @@ class UpdateEntry:
     """The error's wire form without `workers`. A committed update has one if too few workers served it, or if the
     number was never reported."""
     phases: Mapping[str, float] = field(default_factory=dict)
-    """`prepare_s`, `gate_s`, `commit_s`, `open_s`."""
+    """The seconds of each phase: `prepare_s`, `receive_s`, `gate_s`, `commit_s`, `open_s`, … Once the update has ended,
+    they add up to the time from `began_at` to `ended_at`."""
     workers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """instance_id → `{incarnation, status, error?}`."""
     workers_left_out: int = 0

@@ -141,15 +141,15 @@ class Journal:
         outcome: Outcome,
         replies: Iterable[Mapping[str, Any]],
         phases: Mapping[str, float],
-    ) -> None:
-        """Ends the entry with the reply of the update, and with the source in the record."""
+    ) -> Mapping[str, float]:
+        """Ends the entry with the reply of the update, and with the source in the record. Returns all phases."""
         try:
             record = await read_record(self._bus, self._state)
         except BusUnreachable:
-            return  # the record takes the place of the entry
+            return phases  # the record takes the place of the entry
         if record is None or record.update_id != self._entry.update_id:
-            return  # the first answer was repeated, or another coordinator has committed since
-        await self._end(
+            return phases  # the first answer was repeated, or another coordinator has committed since
+        return await self._end(
             replace(
                 from_record(record, self._entry),
                 error=None,
@@ -181,9 +181,21 @@ class Journal:
         ended = from_record(record, entry) if decided and record else replace(entry, outcome="aborted")
         await self._end(replace(ended, phases=phases, error=entry.error))
 
-    async def _end(self, entry: UpdateEntry) -> None:
+    async def _end(self, entry: UpdateEntry) -> Mapping[str, float]:
+        """Writes the end. Returns the phases, with the time that no phase was measured in."""
+        ended_at = time.time()
+        entry = replace(entry, ended_at=ended_at, phases=self._with_rest(entry.phases, ended_at))
         # Both at once: the entry exists already, so it is counted whichever comes first.
-        await asyncio.gather(self._write_if_held(replace(entry, ended_at=time.time())), self._shorten())
+        await asyncio.gather(self._write_if_held(entry), self._shorten())
+        return entry.phases
+
+    def _with_rest(self, phases: Mapping[str, float], ended_at: float) -> Mapping[str, float]:
+        """Adds the rest of the time. Where one call prepares and another completes, the rest is `receive_s`: the
+        trainer sends between the two. Else it is `other_s`: surveys, and writes of the record and the history."""
+        began_at = self._entry.began_at
+        rest = ended_at - began_at - sum(phases.values()) if began_at is not None else 0.0
+        name = "receive_s" if self._entry.outcome == "prepared" else "other_s"
+        return {**phases, name: phases.get(name, 0.0) + rest} if rest > 0 else phases
 
     async def _shorten(self) -> None:
         try:

@@ -137,7 +137,7 @@ class FleetUpdates:
         assert isinstance(outcome, Outcome)
         reply = updated(call, outcome, coordinator.phases)
         if journal is not None:
-            await journal.committed(outcome, reply["workers"], coordinator.phases)
+            reply["phases"] = dict(await journal.committed(outcome, reply["workers"], coordinator.phases))
         return reply
 
     async def prepare(self, call: FleetCall[update_requests.UpdateWeights]) -> dict[str, Any]:
@@ -301,7 +301,11 @@ class FleetUpdates:
             assert isinstance(session, UpdateSession)
             if journal is not None:
                 await journal.failed(
-                    UpdateAborted("its caller aborted it", field="update_id", fix="begin another update")
+                    UpdateAborted(
+                        f"abort_weights_update, by {self._calls.owner}, aborted the update",
+                        field="update_id",
+                        fix="begin another update",
+                    )
                 )
         return {**head(call, snapshot), "update_id": session.update_id, "workers": []}
 

@@ -39,8 +39,8 @@ class WeightHolder(Protocol):
         under both is the same."""
 
     def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> Staged:
-        """Copies tensors into host memory, ready to swap, while generation goes on; names, shapes and dtypes have been
-        checked. Ends early with an EngineFailed when `cancelled()`."""
+        """Copies tensors into host memory, ready to swap, while generation continues; names, shapes and dtypes have
+        been checked. Ends early with an EngineFailed when `cancelled()`."""
 
     def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
         """Writes the tensors over the served weights as they come. The engine is paused; when this raises, its

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from frontend.completions.openai_replies import Choice
-from frontend.routing import committed
+from frontend.completions.choice import Choice
+from frontend.routing import span_check
 from frontend.routing.committed import History
-from frontend.routing.continuation import SoFar
 from frontend.routing.fleet_status import FleetStatus, WorkerStatus
+from frontend.routing.progress import GenerationProgress
 from frontend.server import listeners
 from rl_plane.bus.token_stream import IncomingStream, StreamSender
 from rl_plane.protocol.generation import GenerateDelta
@@ -141,7 +141,7 @@ async def test_what_waited_for_one_that_stands_still_is_held_to_its_lag(
 ) -> None:
     """It was as demanded when it came from the worker; when the reader goes on it is not."""
     judged, taken = {0: 0, 1: 0}, 0
-    take, keep = Choice.take, SoFar.take
+    take, keep = Choice.take, GenerationProgress.take
 
     def counted(choice: Choice, event: Any) -> None:
         nonlocal taken
@@ -149,10 +149,10 @@ async def test_what_waited_for_one_that_stands_still_is_held_to_its_lag(
         take(choice, event)
         taken += len(choice.token_ids) - before
 
-    def kept(so_far: SoFar, delta: GenerateDelta) -> None:
-        keep(so_far, delta)
+    def kept(progress: GenerationProgress, delta: GenerateDelta) -> None:
+        keep(progress, delta)
         if delta.finish_reason is None:
-            judged[int(so_far.request.id[-1])] = len(so_far.made)
+            judged[int(progress.request.id[-1])] = len(progress.token_ids)
 
     async def script(stream: Stream) -> None:
         if stream.body["sequence"] == 2:
@@ -165,7 +165,7 @@ async def test_what_waited_for_one_that_stands_still_is_held_to_its_lag(
         await asyncio.Event().wait()
 
     monkeypatch.setattr(Choice, "take", counted)
-    monkeypatch.setattr(SoFar, "take", kept)
+    monkeypatch.setattr(GenerationProgress, "take", kept)
     body = {"prompt": "hi", "n": 2, "stream": True, "return_token_ids": True, "max_lag": 0, "on_stale": on_stale}
     async with staged(plane) as stage:
         worker = await stage.worker(script, record(1))
@@ -204,7 +204,7 @@ async def test_an_update_takes_nothing_from_one_that_stands_still(
 ) -> None:
     """What was made before it is delivered however late it is read. But of a worker that does not tell that it has gone
     on (`goes_on`), only what came in time. `kept`: an earlier update has left its label on some tokens."""
-    monkeypatch.setattr(committed, "STALE_AFTER_S", 0.0)
+    monkeypatch.setattr(span_check, "STALE_AFTER_S", 0.0)
     learnt: list[int] = []
     told: list[int | None] = []
     add, take = History.add, FleetStatus._take

@@ -124,7 +124,7 @@ GUARDS: dict[str, dict[str, Any]] = {
         "worker.reconcile.worker_state.WorkerState.check_lease": _accepts,
         "frontend.routing.fleet_status.WorkerStatus.open": True,
         "rl_plane.protocol.serving_lease.ServingLease.holds": _yes,
-        "frontend.routing.committed.Labels.take": _accepts,
+        "frontend.routing.span_check.SpanCheck.take": _accepts,
     },
     # A pinned update is of the fleet that it names.
     "epoch": {
@@ -150,7 +150,7 @@ FIXES: dict[str, dict[str, Any]] = {
     "fitting-first": {"worker.reconcile.worker_core.WorkerCore._missing": _first_change},
     "frontend-witness": {"rl_plane.membership.view.MembershipView.keep_record": _read_only},
     "own-record": {"worker.runtime.registration.Registration.keep": _nothing},
-    "finisher": {"frontend.facade.recovery.Finisher._finish": _nothing},
+    "finisher": {"frontend.facade.update_recovery.UpdateRecovery._complete": _nothing},
 }
 
 

@@ -1109,8 +1109,8 @@ MUTANTS = [
     # ---- frontend/routing/committed.py ----
     Mutant(
         "labels: what was replaced long ago",
-        "frontend/routing/committed.py",
-        "        if self._last.is_stale(arrived) and self._may_make(span):\n",
+        "frontend/routing/span_check.py",
+        "        if _is_stale(self._last, arrived) and self._may_make(span):\n",
         "        if False:\n",
         LABELS + "a_stream_that_stays_on_what_was_replaced_is_cut",
         short=True,
@@ -1145,7 +1145,7 @@ MUTANTS = [
     ),
     Mutant(
         "labels: another adapter",
-        "frontend/routing/committed.py",
+        "frontend/routing/span_check.py",
         "        if any((span.adapter.name if span.adapter else None) != self._adapter for span in spans):\n",
         "        if False:\n",
         LABELS + "tokens_are_of_the_adapter_that_was_asked_for",

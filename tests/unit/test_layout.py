@@ -30,14 +30,9 @@ MAY_IMPORT = {"rl_plane": set[str](), "worker": {"rl_plane"}, "frontend": {"rl_p
 STARTS_PROCESSES = ("rl_plane.cli", "rl_plane.demo")
 """Packages that may import worker and frontend, because they start them."""
 
-KNOWN_UPWARD = {
-    ("rl_plane.transports.group.streamed_delivery", "worker.receive.staging"),
-    ("rl_plane.transports.ipc.sender", "rl_plane.membership.worker_reply"),
-    ("rl_plane.transports.sender_base", "rl_plane.membership.worker_reply"),
-}
+KNOWN_UPWARD: set[tuple[str, str]] = set()
 """Imports (module, imported module) that still break a direction. Only to be shortened."""
 KNOWN_CYCLES = {
-    frozenset({"worker.engines.sglang.holder", "worker.engines.sglang.plugin", "worker.engines.sglang.scheduler"}),
     frozenset({"worker.engines.vllm.plugin", "worker.engines.vllm.scorer"}),
 }
 """Modules that still import each other in a circle. Only to be shortened."""

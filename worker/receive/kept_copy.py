@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rl_plane.errors import EngineFailed, NotAtBase
 from rl_plane.protocol.update_requests import DeltaChainEntry
 from rl_plane.protocol.versions import DTYPE_BYTES, HostTensor, TensorSpec
-from rl_plane.transports.receiver_base import Delivery
+from rl_plane.transports.base import Delivery
 from rl_plane.transports.reception import Cancelled, KeepableStaged, Staged
 from rl_plane.weights import delta_codec
 from rl_plane.weights.delta_codec import Delta

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -20,13 +20,13 @@ from rl_plane.protocol.update_requests import (
     ReceiveRequest,
     Transport,
 )
-from rl_plane.transports.receiver_base import (
-    CanaryDelivery,
+from rl_plane.protocol.versions import TensorSpec
+from rl_plane.transports.base import (
     Delivery,
-    FedDelivery,
     GroupedTransport,
     OfferingTransport,
-    Places,
+    PartwiseDelivery,
+    TransportContext,
     WeightTransport,
 )
 from rl_plane.transports.reception import Cancelled, Staged, WeightHolder
@@ -35,6 +35,7 @@ from worker.receive.kept_copy import Changes, KeptCopy, as_kept, missing_links, 
 from worker.receive.staging import (
     check_changes,
     check_overwrite,
+    check_specs,
     check_staged,
     digest_of,
     overwrite,
@@ -59,7 +60,7 @@ def _installed() -> dict[str, type[WeightTransport]]:
     return found
 
 
-def load_transports(places: Places, device: str = "cpu") -> dict[str, WeightTransport]:
+def load_transports(places: TransportContext, device: str = "cpu") -> dict[str, WeightTransport]:
     """One of each that is installed, and can work here. `device`: where the model is."""
     here, found = replace(places, device=device), {}
     for name, kind in _installed().items():
@@ -78,7 +79,7 @@ class Receiver:
         self.holder = holder
         self._transports = transports
         self._opened: dict[str, tuple[ReceiveRequest, Delivery]] = {}
-        self._fed: dict[str, FedDelivery] = {}
+        self._fed: dict[str, PartwiseDelivery] = {}
         """Those that are opened, or received now."""
         self._staged: dict[str, Staged] = {}
         self._to_keep: dict[str, KeptCopy] = {}
@@ -132,8 +133,9 @@ class Receiver:
         assert request.transport is not None, "an unload receives nothing"
         delivery = self._open(request.transport, _kind(request))
         _check_canary(delivery, limits)
-        if isinstance(delivery, FedDelivery):
-            delivery.expect(self.holder.weight_spec(), self.holder.tied_tensors(), request.cast)
+        if isinstance(delivery, PartwiseDelivery):
+            wanted, tied = self.holder.weight_spec(), self.holder.tied_tensors()
+            delivery.expect(wanted, tied, partial(_check_part, tied, request.cast))
             self._fed = {staging: delivery}
         if request.base is not None:
             self._check_delta(request, request.base, delivery)
@@ -172,7 +174,7 @@ class Receiver:
         self._fed.pop(staging, None)
         size = sum(spec.nbytes for spec in delivery.specs.values())  # of a fed one it is known only now
         reply = PreparedReply(digest=digest, tensors=len(delivery.specs), bytes=size, refetchable=refetchable)
-        if isinstance(delivery, CanaryDelivery) and delivery.canary is not None:
+        if delivery.canary is not None:
             reply["canary"] = delivery.canary.model_dump()
         return reply
 
@@ -182,7 +184,7 @@ class Receiver:
         delivery = self._fed.get(staging)
         if delivery is None:
             raise EngineFailed(f"nothing is fed as {staging!r}")
-        return delivery.feed(ReceivePart.model_validate(part), cancelled)
+        return delivery.receive_part(ReceivePart.model_validate(part), cancelled)
 
     def take(self, staging: str) -> Staged:
         """For the swap; from here on it is the caller's. Waits for nothing: what is kept is left alone, since it may be
@@ -348,9 +350,15 @@ def _kind(request: ReceiveRequest) -> Kind:
     return "base" if request.adapter is None else "lora"
 
 
+def _check_part(
+    tied: Mapping[str, str], cast: bool, wanted: Mapping[str, TensorSpec], offered: Mapping[str, TensorSpec]
+) -> None:
+    check_specs(wanted, tied, offered, cast)
+
+
 def _check_canary(delivery: Delivery, limits: CanaryLimits | None) -> None:
     """InvalidRequest for a `canary.json` that the engine can't score. Closes the delivery when it raises."""
-    if limits is None or not isinstance(delivery, CanaryDelivery) or delivery.canary is None:
+    if limits is None or delivery.canary is None:
         return
     try:
         check_vocabulary(delivery.canary, limits["vocab_size"], limits["max_model_len"], CANARY_NAME)

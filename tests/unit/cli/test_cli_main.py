@@ -19,7 +19,7 @@ COMMANDS += ["rollback", "updates", "enable", "disable", "publish", "demo"]
 
 BLOCKED = [
     "torch",
-    "fastapi",
+    "prometheus_client",
     "starlette",
     "uvicorn",
     "transformers",
@@ -122,7 +122,7 @@ def test_a_bad_variable_is_named(capsys: pytest.CaptureFixture[str], monkeypatch
         ("sglang.srt", "pip install 'rl-plane[sglang]'"),
         ("blake3", "pip install 'rl-plane[worker]'"),
         ("yaml", "pip install 'rl-plane[worker]'"),
-        ("fastapi", "pip install 'rl-plane[frontend]'"),
+        ("starlette", "pip install 'rl-plane[frontend]'"),
         ("matplotlib", "pip install 'rl-plane[demo]'"),
         ("something_else", "pip install something_else"),
     ],
@@ -160,7 +160,7 @@ def test_a_users_own_worker_py_does_not_shadow_ours(tmp_path: Path) -> None:
         assert done.stderr.splitlines()[-1].startswith("rl-plane: error: ")
 
 
-def test_what_comes_from_outside_can_not_control_the_terminal() -> None:
+def test_text_from_outside_can_not_control_the_terminal() -> None:
     assert one_line("a\x1b[2Jb\nc") == "a?[2Jb c"
     assert one_line("no server at nats://user:geheim@host:4222") == "no server at nats://…@host:4222"
 

@@ -21,7 +21,7 @@ import worker.receive.rank_agents.agent_client as client_module
 import worker.receive.rank_agents.agent_messages as wire
 from rl_plane._util.tasks import never
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, PlaneError
-from rl_plane.transports.receiver_base import Places
+from rl_plane.transports.base import TransportContext
 from rl_plane.transports.reception import Cancelled
 from tests.support.receive_requests import NamedRequest, files_request
 from worker.engines.base import EngineOptions
@@ -115,7 +115,7 @@ def test_what_the_first_rank_keeps_is_there_for_others(
     assert place == ranks.offer()
     assert engines[1].receiver._place is None
     assert place["digest"] == model_digest(new)
-    transport = NixlTransport(Places())
+    transport = NixlTransport(TransportContext())
     delivery = transport.open(place["transport"], "base")
     stream = DigestingStream(delivery, expected_digest=model_digest(new))
     assert len(list(stream)) == 4

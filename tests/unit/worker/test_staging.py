@@ -18,8 +18,8 @@ import rl_plane.weights.checkpoint as checkpoint
 from rl_plane._util.tasks import never
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights
 from rl_plane.protocol.versions import HostTensor, TensorSpec, tensors_digest
+from rl_plane.transports.base import Delivery, TransportContext, WeightTransport
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
-from rl_plane.transports.receiver_base import Delivery, Places
 from rl_plane.transports.reception import Cancelled, Staged, TensorStream
 from rl_plane.weights.checkpoint import open_published, write_manifest
 from rl_plane.weights.safetensors_file import write_safetensors
@@ -49,7 +49,7 @@ def hexed(data: bytes) -> str:
     return str(blake3(data).hexdigest())
 
 
-class Memory:
+class Memory(Delivery):
     """A Delivery from memory, which can lie."""
 
     def __init__(self, tensors: Mapping[str, bytes], shape: tuple[int, ...] | None = None) -> None:
@@ -378,7 +378,7 @@ async def test_from_files_into_an_engine(tmp_path: Path) -> None:
     manifest = write_manifest(new)
     engine = FakeEngine(EngineOptions(base))
     await engine.start()
-    delivery: Delivery = FilesystemTransport(Places((tmp_path,))).open(
+    delivery: Delivery = FilesystemTransport(TransportContext((tmp_path,))).open(
         {"backend": "filesystem", "path": str(new)}, "base"
     )
     staged, digest = receive(
@@ -397,7 +397,9 @@ async def test_bytes_that_are_not_the_manifests(tmp_path: Path) -> None:
     make_fake_model(new, 3)
     engine = FakeEngine(EngineOptions(base))
     await engine.start()
-    delivery = FilesystemTransport(Places((tmp_path,))).open({"backend": "filesystem", "path": str(new)}, "base")
+    delivery = FilesystemTransport(TransportContext((tmp_path,))).open(
+        {"backend": "filesystem", "path": str(new)}, "base"
+    )
     with pytest.raises(InvalidWeights, match="its publisher stated"):
         receive(FakeHolder(engine), delivery, cast=False, expected_digest=None, cancelled=lambda: False)
     await engine.close()
@@ -418,12 +420,12 @@ class Silent(Memory):
         yield  # a generator, as the contract wants
 
 
-class SilentTransport:
-    """A transport of a third party: it shares no class with the product's."""
+class SilentTransport(WeightTransport):
+    """A transport of a third party: it shares only the contract with the product's."""
 
     backend = "silent"
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: TransportContext) -> None:
         self.delivery = Silent()
 
     def init(self, config: Mapping[str, Any]) -> None:
@@ -437,7 +439,7 @@ class SilentTransport:
 
 
 def test_a_third_partys_delivery_that_waits_for_bytes_is_cancelled() -> None:
-    transport = SilentTransport(Places())
+    transport = SilentTransport(TransportContext())
     receiver = Receiver(Engine(transport.delivery), {"silent": transport})
     receiver.open(*named_request("s", {"backend": "silent"}))
     cancelled = threading.Event()
@@ -586,7 +588,7 @@ async def test_an_adapter_from_files(tmp_path: Path) -> None:
     for stated in (None, digest):
         if stated is not None:
             assert write_manifest(path)["digest"] == digest
-        delivery = FilesystemTransport(Places((tmp_path,))).open(
+        delivery = FilesystemTransport(TransportContext((tmp_path,))).open(
             {"backend": "filesystem", "path": str(path)}, "lora"
         )
         assert delivery.digest == stated

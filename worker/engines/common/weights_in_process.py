@@ -15,9 +15,8 @@ from worker.receive.weight_receiver import Receiver
 
 
 class WeightsInProcess(EngineAdapter):
-    """Set `receiver` when the model is there: `Receiver(holder, load_transports(options.places))`, with a
-    `WeightHolder` of yours. `swap` then takes the staged weights by `self.receiver.take(staging)`. `receiver = None` on
-    `close`."""
+    """Set `receiver = Receiver(holder, load_transports(options.places))` in `start`, with a `WeightHolder` of yours,
+    and `receiver = None` in `close`. `swap` takes the staged weights by `self.receiver.take(staging)`."""
 
     _receiver: Receiver | None = None
 

@@ -1,4 +1,4 @@
-"""Ends what a coordinator left half done when it died: decided, and not opened."""
+"""Completes an update that was decided and not opened, because its coordinator died."""
 
 from __future__ import annotations
 
@@ -11,41 +11,44 @@ from rl_plane.fleet.fleet import Fleet
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.record import DecisionRecord
 
-log = logging.getLogger("frontend.facade.recovery")
+log = logging.getLogger("frontend.facade.update_recovery")
 
 LOOK_S = 1.0
-"""A coordinator that lives holds the lock, and is left alone; a dead one is followed within two of these."""
+"""The interval at which the record is checked. Recovery takes over within two intervals of a coordinator's death; a
+living coordinator holds the lock."""
 
 
-class Finisher:
+class UpdateRecovery:
+    """Watches the record, and completes an update that stays undone."""
+
     def __init__(self, fleet: Fleet, view: MembershipView) -> None:
         self._fleet = fleet
         self._view = view
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run())
+        self._task = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
         if self._task is not None:
             await end_tasks([self._task])
 
-    async def _run(self) -> None:
+    async def _watch(self) -> None:
         before: DecisionRecord | None = None
         while True:
             await asyncio.sleep(LOOK_S)
             record = self._view.record
             if record is not None and not record.final and record == before:
-                await self._finish(record)
+                await self._complete(record)
             before = record
 
-    async def _finish(self, record: DecisionRecord) -> None:
+    async def _complete(self, record: DecisionRecord) -> None:
         try:
             await self._fleet.finish()
-            log.warning("the update %s was left half done: finished", record.update_id)
+            log.warning("the update %s was left half done; this frontend has completed it", record.update_id)
         except Locked:
-            pass  # its coordinator lives, or another frontend is at it
+            pass  # its coordinator lives, or another frontend completes it
         except PlaneError as error:
-            log.warning("the update %s could not be finished: %s", record.update_id, error)
+            log.warning("the update %s could not be completed: %s", record.update_id, error)
         except Exception:
-            log.exception("the update %s could not be finished", record.update_id)
+            log.exception("the update %s could not be completed", record.update_id)
