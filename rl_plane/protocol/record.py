@@ -97,7 +97,7 @@ class Held:
     """A state of the weights: the one in a worker's engine, or the committed one."""
 
     version: WeightVersion
-    """Of the base weights."""
+    """The version of the base weights."""
     adapters: Mapping[str, WeightVersion] = field(default_factory=dict)
 
     def to_wire(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class DecisionRecord:
     """The committed state, and the sources from which a worker can fetch its bytes."""
 
     version: WeightVersion
-    """Of the base weights."""
+    """The version of the base weights."""
     source: Source
     update_id: str
     """The id of the request that made it. Empty for sequence 0."""

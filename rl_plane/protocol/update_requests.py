@@ -156,7 +156,7 @@ class ReceiveRequest(Body):
         return self.model_copy(update={"base_chain": tuple(chain)})
 
     def full_from(self, transport: Transport) -> Self:
-        """The same version, fetched whole from `transport`."""
+        """A request for this version as a whole, from `transport`."""
         return self.model_copy(update={"transport": transport, "encoding": "full", "base": None, "base_chain": ()})
 
     @model_validator(mode="after")
@@ -381,7 +381,7 @@ class UpdatePolicy(Body):
     """The token sequences that every worker scores after the swap, before it serves the version. None: sequences that
     follow from the size of the vocabulary. `off`: no worker scores anything."""
     on_canary_failure: OnCanaryFailure = "rollback"
-    """What happens if every worker fails the canary. `rollback`: the fleet returns to the version before. `exclude`: no
+    """The reaction if every worker fails the canary. `rollback`: the fleet returns to the version before. `exclude`: no
     worker serves the version. `warn`: the workers serve it, and the answer says so. A worker that fails while
     another one passes is excluded in every case."""
 

@@ -57,7 +57,7 @@ class CallRecord:
     decided_before: int
     """Decisions that there were when it began."""
     fences: list[int] = field(default_factory=list)
-    """Of the locks that were held for it."""
+    """The fences of the locks that were held for it."""
     wrong: str = ""
     """Why it can't be accepted. Empty: it may."""
     shared: bool = False
@@ -79,14 +79,14 @@ class Checks:
         self.decided_at: dict[tuple[str, int, str, str], float] = {}
         self.opened_at: dict[tuple[str, int, str, str], float] = {}
         self.record: Decision | None = None
-        """As the store has it."""
+        """The newest decision in the store."""
         self.told: list[tuple[float, Decision]] = []
-        """When an update was answered as committed, and what it decided."""
+        """The time at which an update was answered as committed, and its decision."""
         self.final_at: dict[tuple[str, int, str, str], float] = {}
         self.rolled_from: dict[tuple[str, int, str, str], Held] = {}
-        """Of each rolling decision: the state before."""
+        """Rolling decision → the state before it."""
         self.forgotten: set[tuple[str, int, str, str]] = set()
-        """Decisions that the store lost before anybody had heard of them: nobody will ever know."""
+        """Decisions that the store lost before any process had learnt them."""
         self.lost_at: dict[str, float] = {}
         """Bucket → when the store last lost writes of it."""
         self.canaries: dict[tuple[str, int], list[tuple[float, CanaryRecord | None]]] = {}
@@ -102,7 +102,7 @@ class Checks:
         self._fence_of: dict[str, int] = {}
         """Incarnation → the newest fence under which it has done something."""
         self._recovered_at = 0.0
-        """When a decision that the store had lost was last seen to be missing."""
+        """The last time at which a decision that the store had lost was missing."""
 
     def fail(self, invariant: str, text: str) -> None:
         """Ends the run at once."""
@@ -207,7 +207,7 @@ class Checks:
             self.fail("I1", f"{decision} is decided under {decision.fence}, after workers have obeyed {newer}")
 
     def _check_staged(self, decision: Decision) -> None:
-        """Whoever has staged it has it still: a worker gives up only what can't be decided any more."""
+        """Checks that each worker still has what it has staged: it drops only what can't be decided any more."""
         if decision.missed:
             return  # nothing is staged of it
         for process, at in self.staged.get(decision.update_id, {}).items():

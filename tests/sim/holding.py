@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.01
 DECISION = "decision"
-"""Of the writes of the record, only those that decide something."""
+"""Only writes of the record that decide something."""
 MAX_HELD_S = 8.0
-"""As long as a path may stand still."""
+"""The longest time for which a path may stand still."""
 
 
 class Holding:
@@ -95,7 +95,7 @@ class Holding:
         return bool(json.loads(value)["update_id"] != before)
 
     def _now(self) -> tuple[str, str] | None:
-        """Who has the lock."""
+        """The holder of the lock."""
         found = self._server.value(self._bucket, LOCK)
         holder = json.loads(found.value) if found is not None and found.value else None
         return (holder["owner"], holder["nonce"]) if holder is not None else None

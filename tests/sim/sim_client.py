@@ -59,7 +59,7 @@ class Subscription:
 
 
 class SimConn:
-    """What the plane uses of a nats-py client."""
+    """The part of a nats-py client that the plane uses."""
 
     max_payload = 1 << 20
 
@@ -71,11 +71,11 @@ class SimConn:
         self.up = asyncio.Event()
         self.is_closed = False
         self.context: Context = copy_context()
-        """Of the process whose client this is."""
+        """The context of the client's process."""
         self.process = PROCESS.get()
         self.subscriptions: list[Subscription] = []
         self.pending: list[Callable[[], None]] = []
-        """What was sent while it was cut off: nats-py sends it later."""
+        """Messages that were sent while it was cut off. nats-py sends them later."""
         self.bus: SimBus
 
     def new_inbox(self) -> str:
@@ -118,7 +118,7 @@ class SimBus(Bus):
             server.later(server.rng.uniform(*RECONNECT_S), server.reconnect, self.conn)
 
     async def connected(self) -> None:
-        """As `Bus.connect` waits."""
+        """Waits for the connection, as `Bus.connect` does."""
         if not self.conn.is_connected:
             await self.conn.up.wait()
 

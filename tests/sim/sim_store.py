@@ -33,7 +33,7 @@ class Stream:
     last: int
     keys: dict[str, Key] = field(default_factory=dict)
     log: list[tuple[float, int, str, Key | None]] = field(default_factory=list)
-    """Of each write: when, the last sequence before it, its key, and what that held: to undo it."""
+    """The facts to undo each write: its time, the last sequence before it, its key, and the key's former value."""
 
     def matching(self, keys: str) -> list[str]:
         """`prefix.>`, or `>` for all."""
@@ -83,7 +83,7 @@ class SimStore:
         raise NotImplementedError
 
     def make(self, bucket: Bucket) -> None:
-        """As `Bus.ensure_bucket` makes it: from the Unix milliseconds of now on."""
+        """Creates a bucket as `Bus.ensure_bucket` does: its sequences begin at the Unix milliseconds of now."""
         first = int((UNIX_S + self.loop.now) * 1000)
         if bucket.name not in self.streams:
             self.streams[bucket.name] = Stream(bucket, first - 1)
@@ -94,7 +94,7 @@ class SimStore:
         return self.streams[bucket.name]
 
     def value(self, bucket: Bucket, key: str) -> Key | None:
-        """What a key holds, for who looks from outside."""
+        """The value of a key, for the checks."""
         stream = self.streams.get(bucket.name)
         return stream.keys.get(key) if stream is not None else None
 

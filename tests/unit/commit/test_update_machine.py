@@ -72,7 +72,7 @@ from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
 MEMBERS = {"a": "ia", "b": "ib", "c": "ic"}
 NOW = 1000.0
 FENCE = 15
-"""Of the coordinator that runs the machine."""
+"""The fence of the coordinator that runs the machine."""
 NEW = "blake3:" + "1" * 64
 FILES = {"backend": "filesystem", "path": "/new"}
 
@@ -123,7 +123,7 @@ def state(key: str, record: DecisionRecord, serves: bool = True) -> WorkerReply:
 
 
 def states(record: DecisionRecord, serving: str) -> Answered:
-    """Those that are not among `serving` are behind."""
+    """The states of all workers. A worker that is not in `serving` is behind."""
     return Answered([state(key, record, serves=key in serving) for key in MEMBERS])
 
 
@@ -1317,7 +1317,7 @@ KIND = engine_kind("hf", "5.0", "float32", "cpu", 1)
 
 
 def scored(*values: float) -> Callable[[SendOp], Answered]:
-    """What each of them scores, the first worker first: the trainer expects -1 and -2."""
+    """The replies with each worker's first score. The trainer expects -1 and -2."""
     replies = [
         ok(key, canary={"kind": KIND, "vectors": [[one, -2.0]]}) for key, one in zip("abc", values, strict=True)
     ]

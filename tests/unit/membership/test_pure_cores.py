@@ -52,7 +52,7 @@ def purged(name: str, sequence: int) -> Entry:
 
 
 def valid(core: MembershipCore) -> None:
-    """What holds after every event."""
+    """Checks the invariants after an event."""
     snapshot = core.snapshot()
     assert snapshot.epoch == core.epoch
     assert list(snapshot) == sorted(core.members.values(), key=lambda one: one.instance_id)

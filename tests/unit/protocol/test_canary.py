@@ -341,7 +341,7 @@ def test_mismatch_kl_is_the_mean_of_k3() -> None:
 @pytest.mark.parametrize("kind", [HF, VLLM])
 @pytest.mark.parametrize("seed", range(5))
 def test_fewer_than_half_that_differ_are_found(count: int, kind: str, seed: int) -> None:
-    """Whoever they are, wherever they differ, and though the others differ a little too."""
+    """They may be any workers and differ anywhere, and the others may differ a little too."""
     rng = random.Random(seed)
     wrong = set(rng.sample(range(count), rng.randint(1, (count - 1) // 2)))
     given = {
@@ -415,7 +415,7 @@ def test_kinds_may_differ_by_more_than_workers_of_one_kind() -> None:
 
 
 def test_two_kinds_that_disagree_are_a_tie_however_many_workers_one_has() -> None:
-    """What is wrong in an engine is wrong in each worker of its kind."""
+    """An error of an engine is in each worker of its kind."""
     many = {f"v{number}": Score(VLLM, off(FAR)) for number in range(9)}
     found = consensus(RECORD, {**many, "s": Score(SGLANG, RIGHT)})
     assert found.failed_by_all
