@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rl_plane.protocol.canary import CanaryRecord
 from rl_plane.protocol.envelope import Request
 from rl_plane.protocol.record import DecisionRecord, Held
-from rl_plane.protocol.subjects import LOCK, MEMBER_PREFIX, RECORD, Bucket
+from rl_plane.protocol.subjects import LOCK, MEMBER_PREFIX, RECORD, KeyValueBucket
 from rl_plane.protocol.versions import WeightVersion
 from tests.sim import product
 from tests.sim.check_answers import AnswerChecks
@@ -131,7 +131,7 @@ class Checks:
 
     # ---- the record: I6, and I2's other half ----
 
-    def written(self, bucket: Bucket, key: str, value: bytes | None, sequence: int) -> None:
+    def written(self, bucket: KeyValueBucket, key: str, value: bytes | None, sequence: int) -> None:
         subjects = self.world.subjects
         if bucket == subjects.members and key.startswith(MEMBER_PREFIX):
             self.fingerprints.append((self.now, self.world.fingerprint()))
@@ -160,7 +160,7 @@ class Checks:
         if record.final:
             self.final_at.setdefault(decision.key, self.now)
 
-    def replaced(self, by: str, bucket: Bucket, key: str, before: Key, value: bytes | None) -> None:
+    def replaced(self, by: str, bucket: KeyValueBucket, key: str, before: Key, value: bytes | None) -> None:
         """A lock is renewed and given back by its holder alone; a taker puts its own name there."""
         if bucket != self.world.subjects.state or key != LOCK or self.lost_at:
             return
@@ -244,7 +244,7 @@ class Checks:
         """Two workers found a lost store empty, and each began a run: the one that comes further counts."""
         return record.sequence == 0 and self.world.subjects.state.name in self.lost_at
 
-    def lost_writes(self, bucket: Bucket) -> None:
+    def lost_writes(self, bucket: KeyValueBucket) -> None:
         """The store has just lost some."""
         self.lost_at[bucket.name] = self.now
         if bucket == self.world.subjects.state:

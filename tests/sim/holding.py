@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rl_plane.protocol.subjects import LOCK, RECORD, Bucket
+from rl_plane.protocol.subjects import LOCK, RECORD, KeyValueBucket
 
 if TYPE_CHECKING:
     from tests.sim.sim_client import SimConn
@@ -28,7 +28,7 @@ class Holding:
     def __init__(
         self,
         server: SimServer,
-        bucket: Bucket,
+        bucket: KeyValueBucket,
         conn: SimConn,
         key: str,
         skip: int,
@@ -49,7 +49,7 @@ class Holding:
         self._holder: Any = None
         self._give_up = server.loop.now + MAX_HELD_S
 
-    def sending(self, conn: SimConn, bucket: Bucket, key: str, value: bytes) -> None:
+    def sending(self, conn: SimConn, bucket: KeyValueBucket, key: str, value: bytes) -> None:
         """A write is about to be sent."""
         if self._holds or conn is not self._conn or bucket != self._bucket:
             return

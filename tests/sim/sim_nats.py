@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rl_plane.errors import BusUnreachable
-from rl_plane.protocol.subjects import ADVISORY, Bucket
+from rl_plane.protocol.subjects import ADVISORY, KeyValueBucket
 from tests.sim.holding import Holding
 from tests.sim.partition import Partition
 from tests.sim.sim_client import RECONNECT_S, SimConn, SimMsg, Subscription
@@ -70,7 +70,7 @@ class SimServer(SimStore):
         """The share of requests that arrive twice."""
         self.numbers = itertools.count(1)
         self.conns: list[SimConn] = []
-        self.on_replaced: Callable[[str, Bucket, str, Key, bytes | None], None] = lambda *_: None
+        self.on_replaced: Callable[[str, KeyValueBucket, str, Key, bytes | None], None] = lambda *_: None
         """Called with who has written over which value of a key."""
         self.holding: Holding | None = None
         """Messages to the server that are held back now."""
@@ -80,7 +80,7 @@ class SimServer(SimStore):
         self._patterns: list[Subscription] = []
         self._free_at: dict[tuple[int, int], float] = {}
 
-    def told(self, conn: SimConn, bucket: Bucket) -> Stream:
+    def told(self, conn: SimConn, bucket: KeyValueBucket) -> Stream:
         """The stream that this client reads."""
         stream, old = self.stream(bucket), self.old_leader
         return stream.as_of(old.since) if old is not None and conn in old.conns else stream
