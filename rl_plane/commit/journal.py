@@ -25,7 +25,7 @@ from rl_plane.commit.history import (
 from rl_plane.commit.steps import Outcome
 from rl_plane.errors import BusUnreachable, Conflict, OutcomeUnknown, PlaneError, StaleFence, Unavailable
 from rl_plane.protocol.record import DecisionRecord
-from rl_plane.protocol.subjects import HISTORY_PREFIX, Bucket
+from rl_plane.protocol.subjects import HISTORY_PREFIX, KeyValueBucket
 from rl_plane.protocol.update_requests import PUSHED
 
 log = logging.getLogger("rl_plane.commit.journal")
@@ -37,7 +37,7 @@ class Journal:
     def __init__(
         self,
         bus: Bus,
-        state: Bucket,
+        state: KeyValueBucket,
         held: HeldLock,
         who: str,
         update_id: str,
