@@ -60,10 +60,10 @@ class SimEngine(FakeEngine):
             self._check_here(staging)
         return super().receive(staging, cancelled)
 
-    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+    def receive_part(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
         if self._process.plane:
             raise UpdateAborted("simulated: the trainer can't be reached", field="transport.group")
-        return super().feed(staging, part, cancelled)
+        return super().receive_part(staging, part, cancelled)
 
     def _check_here(self, staging: str) -> None:
         opened = product.opened_as(self, staging)

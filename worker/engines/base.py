@@ -256,7 +256,7 @@ class EngineAdapter(ABC):
         its weights are of no version; when it returns, `set_version` follows."""
 
     @abstractmethod
-    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+    def receive_part(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
         """Announces tensors that a running `receive` gets now, as `ReceivePart` describes them. Returns when every rank
         has staged them: how many tensors are still missing. When it raises, that `receive` ends too. Blocks; the worker
         calls it on a thread."""

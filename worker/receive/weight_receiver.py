@@ -176,7 +176,7 @@ class Receiver:
             reply["canary"] = delivery.canary.model_dump()
         return reply
 
-    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+    def receive_part(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
         """Of what is being received under this name: these tensors come now. Returns when they are staged, how many are
         missing yet."""
         delivery = self._fed.get(staging)

@@ -40,8 +40,8 @@ class WeightsInProcess(EngineAdapter):
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
         return self.receiver.receive(staging, cancelled)
 
-    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
-        return self.receiver.feed(staging, part, cancelled)
+    def receive_part(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+        return self.receiver.receive_part(staging, part, cancelled)
 
     def cached_digest(self) -> str | None:
         return self.receiver.cached_digest

@@ -59,8 +59,8 @@ class WeightsInRanks(EngineAdapter):
         asyncio.run_coroutine_threadsafe(self.after_overwrite(), self.engine_loop).result()
         return reply
 
-    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
-        return self.ranks.feed(staging, part, cancelled)
+    def receive_part(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+        return self.ranks.receive_part(staging, part, cancelled)
 
     def cached_digest(self) -> str | None:
         return self.ranks.cached_digest()

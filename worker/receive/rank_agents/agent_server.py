@@ -60,8 +60,8 @@ def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
     def receive(body: Mapping[str, Any], cancelled: Cancelled) -> Mapping[str, Any]:
         return receiver.receive(body["staging"], cancelled)
 
-    def feed(body: Mapping[str, Any], cancelled: Cancelled) -> int:
-        return receiver.feed(body["staging"], body["part"], cancelled)
+    def receive_part(body: Mapping[str, Any], cancelled: Cancelled) -> int:
+        return receiver.receive_part(body["staging"], body["part"], cancelled)
 
     def discard(body: Mapping[str, Any], _: Cancelled) -> None:
         receiver.discard(body["staging"])
@@ -92,7 +92,7 @@ def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
         "offer": offer,
         "open": open_,
         "receive": receive,
-        "feed": feed,
+        "receive_part": receive_part,
         "discard": discard,
         "cached_digest": cached_digest,
         "init_transport": init_transport,

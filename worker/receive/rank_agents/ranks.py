@@ -70,10 +70,10 @@ class Ranks:
         rows = [{"rank": rank, **{key: one[key] for key in told}} for rank, one in enumerate(replies)]
         return {**reply, "ranks": rows}
 
-    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+    def receive_part(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
         body = {"staging": staging, "part": dict(part)}
         bound_s = part["timeout_s"] + PART_MARGIN_S
-        missing: list[int] = self._client.ask("feed", body, cancelled=cancelled, timeout_s=bound_s)
+        missing: list[int] = self._client.ask("receive_part", body, cancelled=cancelled, timeout_s=bound_s)
         return max(missing)
 
     def cached_digest(self) -> str | None:
