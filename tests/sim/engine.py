@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, PlaneError, UpdateAborted
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.update_requests import PreparedReply
 from rl_plane.protocol.versions import WeightVersion
-from rl_plane.transports.reception import Cancelled
 from tests.sim import product
 from tests.sim.sources import SimTransport
 from worker.engines.base import EngineOptions, PauseMode

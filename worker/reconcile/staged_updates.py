@@ -209,8 +209,8 @@ class WeightUpdates:
             )
         try:
             if not one.task.done():
-                told = part.model_dump()
-                return await asyncio.to_thread(self._adapter.receive_part, one.staging, told, one.cancelled.is_set)
+                body = part.model_dump()
+                return await asyncio.to_thread(self._adapter.receive_part, one.staging, body, one.cancelled.is_set)
         except PlaneError:
             await asyncio.wait([one.task], timeout=ABORT_WAIT_S)  # its error says why
             if not one.task.done() or one.task.cancelled() or one.task.exception() is None:

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec
-from rl_plane.transports.reception import Cancelled
 from worker.engines.base import EngineAdapter
 from worker.receive.weight_receiver import Receiver
 

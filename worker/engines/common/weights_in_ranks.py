@@ -7,9 +7,9 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec
-from rl_plane.transports.reception import Cancelled
 from worker.engines.base import EngineAdapter
 from worker.receive.rank_agents.ranks import Ranks
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane._util.framing import read_frame, send_frame
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.update_requests import ReceiveRequest
-from rl_plane.transports.reception import Cancelled
 from worker.receive.rank_agents.agent_messages import socket_of
 from worker.receive.weight_receiver import Receiver
 
