@@ -32,9 +32,7 @@ STARTS_PROCESSES = ("rl_plane.cli", "rl_plane.demo")
 
 KNOWN_UPWARD: set[tuple[str, str]] = set()
 """Imports (module, imported module) that still break a direction. Only to be shortened."""
-KNOWN_CYCLES = {
-    frozenset({"worker.engines.vllm.plugin", "worker.engines.vllm.scorer"}),
-}
+KNOWN_CYCLES: set[frozenset[str]] = set()
 """Modules that still import each other in a circle. Only to be shortened."""
 
 
