@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.canary import Canary
 from rl_plane.protocol.envelope import engine_replies
@@ -33,7 +34,6 @@ from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEF
 from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.packing import Buffer, Tensor
-from rl_plane.transports.reception import Cancelled
 from rl_plane.weights.checkpoint import Kind
 from rl_plane.weights.manifest import DEFAULT_BUCKET_BYTES, Manifest, PackedBucket, pack
 from rl_plane.weights.rooted_files import listed

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rl_plane._util.tasks import never
+from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import InvalidWeights
 from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.base import Delivery
-from rl_plane.transports.reception import Cancelled
 from rl_plane.weights.checkpoint import Kind
 from rl_plane.weights.manifest import Manifest
 

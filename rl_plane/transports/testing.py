@@ -16,12 +16,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rl_plane._util.tasks import never
+from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.versions import DTYPE_BYTES, HostTensor, TensorSpec
 from rl_plane.transports.base import Sender, WeightTransport
 from rl_plane.transports.packing import fill
-from rl_plane.transports.reception import Cancelled
 from rl_plane.weights.manifest import Manifest
 
 BOUND_S = 60.0

@@ -17,11 +17,10 @@ from tests.support.paths import ROOT
 
 pytest.importorskip("torch")
 
-from rl_plane._util.tasks import never
+from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import InvalidWeights
 from rl_plane.protocol.versions import HostTensor, TensorSpec, tensor_digest, tensors_digest
 from rl_plane.transports.base import Delivery
-from rl_plane.transports.reception import Cancelled
 from tests.support.frontend_process import frontend
 from tests.support.hf_fleet import proven
 from worker.receive.staging import DigestingStream

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_plane._util.tasks import never
+from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.base import Delivery, TransportContext, WeightTransport, check_fields
-from rl_plane.transports.reception import Cancelled
 from rl_plane.weights.checkpoint import Checkpoint, Kind, open_published
 from rl_plane.weights.rooted_files import shown_roots
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_plane._util.tasks import never
+from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import Conflict, DeadlineExceeded, EngineFailed, InvalidWeights, PlaneError, Unavailable
 from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import HostTensor, TensorSpec
@@ -17,7 +17,6 @@ from rl_plane.transports.base import CheckSpecs, PartwiseDelivery
 from rl_plane.transports.group.broadcast_plan import chunks
 from rl_plane.transports.group.rank_layout import FORM_AGAIN
 from rl_plane.transports.group.torch_group import AHEAD, Group
-from rl_plane.transports.reception import Cancelled
 
 LOOK_S = 0.05
 """Seconds between two looks at `cancelled`, in a wait for the next part or for its end."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgpack
 
-from rl_plane._util.tasks import never
+from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, InvalidWeights, Unavailable
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.transports.base import TransportContext, WeightTransport, check_fields
@@ -42,7 +42,6 @@ from rl_plane.transports.ipc.wire import (
     send_packet,
 )
 from rl_plane.transports.packed_delivery import PackedDelivery, check_kind
-from rl_plane.transports.reception import Cancelled
 from rl_plane.weights.checkpoint import Kind
 from rl_plane.weights.manifest import Manifest, PackedBucket
 from rl_plane.weights.read_ahead import host_memory

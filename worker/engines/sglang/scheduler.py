@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.transports.base import TransportContext
-from rl_plane.transports.reception import Cancelled, Staged
 from worker.engines.common.torch_weights import StagedTensors
 from worker.engines.sglang.holder import SglangHolder, SglangStagedAdapter, model_device
 from worker.engines.sglang.scorer import score_between_steps
 from worker.receive.rank_agents.agent_server import AgentServer, receiver_methods
+from worker.receive.weight_holder import Staged
 from worker.receive.weight_receiver import Receiver, load_transports
 
 

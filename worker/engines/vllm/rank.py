@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.transports.base import TransportContext
-from rl_plane.transports.reception import Cancelled
 from worker.engines.common.torch_weights import StagedTensors
 from worker.engines.vllm.holder import VllmHolder, VllmStagedAdapter
 from worker.engines.vllm.logits import count_before_sampling
