@@ -133,14 +133,11 @@ def test_a_path_that_is_none(transport: FilesystemTransport, root: Path, path: A
     json.dumps(error.to_wire(), ensure_ascii=False).encode()
 
 
-def test_unknown_fields_and_another_backend(transport: FilesystemTransport, root: Path) -> None:
+def test_unknown_fields_are_refused(transport: FilesystemTransport, root: Path) -> None:
     directory = single(root / "c")
     with pytest.raises(InvalidRequest, match="'subdir'") as caught:
         transport.open(request(directory, subdir="x"), "base")
     assert caught.value.facts["field"] == "transport.subdir"
-    with pytest.raises(InvalidRequest, match="nccl") as caught:
-        transport.open({"backend": "nccl", "path": str(directory)}, "base")
-    assert caught.value.facts["field"] == "transport.backend"
 
 
 def test_outside_the_roots(transport: FilesystemTransport, root: Path, tmp_path: Path) -> None:
