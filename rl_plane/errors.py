@@ -192,7 +192,7 @@ class OutcomeUnknown(Unavailable):
 
 
 class Overloaded(Unavailable):
-    """As many requests are under way here as there may be: send fewer at a time."""
+    """The maximum of concurrent requests is reached: send fewer at a time."""
 
     code = "overloaded"
     http_status = 429

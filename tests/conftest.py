@@ -1,4 +1,5 @@
-"""What tests share: a real nats-server per module, a namespace per test, real worker processes that always end."""
+"""The shared fixtures: a real nats-server per module, a namespace per test, and real worker processes that always
+end."""
 
 from __future__ import annotations
 
@@ -267,12 +268,12 @@ def spawn_worker(plane: Plane) -> Callable[..., Spawned]:
 # of the filesystem transport
 
 CLOSED_S = 10.0
-"""Of threads that let go of a file, on a busy machine."""
+"""The bound in seconds for threads to close a file on a busy machine."""
 
 
 @pytest.fixture
 def no_descriptor_leaks() -> Iterator[None]:
-    """Whatever a test refuses or closes, no descriptor stays, but for a moment in a thread that reads."""
+    """Checks that the test leaks no descriptor. A thread that reads may hold one for a moment."""
     before = set(os.listdir("/proc/self/fd"))
     yield
     give_up = time.monotonic() + CLOSED_S
@@ -283,7 +284,7 @@ def no_descriptor_leaks() -> Iterator[None]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Where weights are read from."""
+    """The directory that weights are read from."""
     root = tmp_path / "root"
     root.mkdir()
     return root
@@ -291,7 +292,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["at once", "one by one"])
 def transport(root: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FilesystemTransport:
-    """Which reads small files in one run, or each tensor in one of its own, on another thread."""
+    """A transport that reads small files in one run, or each tensor in a run of its own on another thread."""
     if request.param == "one by one":
         monkeypatch.setattr(checkpoints, "RUN_BYTES", 1)
     return FilesystemTransport(TransportContext((root,)))

@@ -8,7 +8,7 @@ from typing import Any
 from rl_plane.commit.history import UpdateEntry
 from rl_plane.errors import Conflict, NotFound
 from rl_plane.membership.core import Member
-from rl_plane.protocol.record import WeightSource
+from rl_plane.protocol.record import VersionSource
 
 SHOWN_VERSIONS = 20
 """Versions that an error lists, of those that a roll-back could name."""
@@ -59,9 +59,9 @@ def target_of(entry: UpdateEntry, loaded: Iterable[str]) -> dict[str, Any]:
     return target
 
 
-def before_of(entry: UpdateEntry) -> WeightSource | None:
+def before_of(entry: UpdateEntry) -> VersionSource | None:
     """The source of the version that a delta changed. None: the version was not sent as a delta."""
-    return WeightSource.from_wire(entry.before) if entry.before is not None else None
+    return VersionSource.from_wire(entry.before) if entry.before is not None else None
 
 
 def source_of(entry: UpdateEntry, members: Iterable[Member]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from rl_plane.protocol.record import (
     CommittedAdapter,
     DecisionRecord,
     UpdateSession,
-    WeightSource,
+    VersionSource,
     newer,
 )
 from rl_plane.protocol.update_requests import LoraTarget, UpdatePolicy, UpdateWeights
@@ -61,7 +61,7 @@ def next_record(
     update_id: str,
     prepared: Prepared,
     now: float,
-    before: WeightSource | None = None,
+    before: VersionSource | None = None,
     canary: CanaryRecord | None = None,
 ) -> DecisionRecord:
     """The decision record of the update that was prepared, on top of the committed one. `before`: for a delta, the
@@ -72,7 +72,7 @@ def next_record(
     if transport is not None and not prepared.refetchable:
         transport = {"backend": transport["backend"]}  # the rest may be long, and no worker can fetch by it
     keep = policy.keep_staged or body.encoding == "delta"
-    source = WeightSource(
+    source = VersionSource(
         transport, body.cast, prepared.refetchable, policy.staging, keep, body.encoding, body.base, before
     )
     adapters = dict(base.adapters)
@@ -105,7 +105,7 @@ def next_record(
     )
 
 
-def check_against(base: DecisionRecord, body: UpdateWeights, before: WeightSource | None = None) -> None:
+def check_against(base: DecisionRecord, body: UpdateWeights, before: VersionSource | None = None) -> None:
     """Refuses an update that can't become the next version, before any worker is asked. `before`: for a delta, the
     source of the version that it changes."""
     target, policy = body.target, body.policy
@@ -133,7 +133,7 @@ def check_against(base: DecisionRecord, body: UpdateWeights, before: WeightSourc
         )
 
 
-def _check_delta(base: DecisionRecord, body: UpdateWeights, before: WeightSource) -> None:
+def _check_delta(base: DecisionRecord, body: UpdateWeights, before: VersionSource) -> None:
     if before is base.source and body.base != base.version.digest:
         raise NotAtBase(
             f"the delta changes {body.base}, but the committed version {base.version.label} is {base.version.digest}",

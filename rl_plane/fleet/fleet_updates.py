@@ -20,7 +20,7 @@ from rl_plane.fleet.fleet_replies import answered, ended, head, updated
 from rl_plane.membership.core import Snapshot
 from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.protocol import fleet_ops, update_requests
-from rl_plane.protocol.record import UpdateSession, WeightSource
+from rl_plane.protocol.record import UpdateSession, VersionSource
 from rl_plane.protocol.validation import Empty, same_values
 
 
@@ -85,7 +85,7 @@ class FleetUpdates:
 
     async def _with_source(
         self, call: FleetCall[Any], asked: update_requests.UpdateCall, snapshot: Snapshot
-    ) -> tuple[update_requests.UpdateWeights, WeightSource | None]:
+    ) -> tuple[update_requests.UpdateWeights, VersionSource | None]:
         """The update to coordinate. A rollback becomes an update with the source and digest that the history has; for a
         delta, the second value is the source of the version that it changed."""
         if asked.rollback is None:

@@ -33,7 +33,7 @@ a worker stays closed if only other workers' scores can show that it passes the 
 
 
 @dataclass(frozen=True, slots=True)
-class WeightSource:
+class VersionSource:
     """The source from which a version's bytes can be fetched again."""
 
     transport: Mapping[str, Any] | None
@@ -45,7 +45,7 @@ class WeightSource:
     encoding: Encoding = "full"
     base: str | None = None
     """For a delta: the digest of the version that it changes."""
-    before: WeightSource | None = None
+    before: VersionSource | None = None
     """For a delta: the source of that version."""
 
     @property
@@ -53,7 +53,7 @@ class WeightSource:
         """The number of deltas on top of a full version."""
         return 0 if self.before is None else 1 + self.before.deltas
 
-    def chain(self, digest: str) -> list[tuple[str, WeightSource]]:
+    def chain(self, digest: str) -> list[tuple[str, VersionSource]]:
         """The (digest, source) of the full version and of each delta on top of it, up to this one."""
         before = [] if self.before is None or self.base is None else self.before.chain(self.base)
         return [*before, (digest, self)]
@@ -76,7 +76,7 @@ class WeightSource:
         }
 
     @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> WeightSource:
+    def from_wire(cls, wire: Mapping[str, Any]) -> VersionSource:
         before = wire.get("before")
         return cls(**{**wire, "before": cls.from_wire(before) if before is not None else None})
 
@@ -86,7 +86,7 @@ class CommittedAdapter:
     """A LoRA adapter in the committed state."""
 
     version: WeightVersion
-    source: WeightSource
+    source: VersionSource
 
     def to_wire(self) -> dict[str, Any]:
         return {"version": self.version.to_wire(), "source": self.source.to_wire()}
@@ -116,7 +116,7 @@ class DecisionRecord:
 
     version: WeightVersion
     """The version of the base weights."""
-    source: WeightSource
+    source: VersionSource
     update_id: str
     """The id of the request that made it. Empty for sequence 0."""
     made: WeightVersion
@@ -154,13 +154,13 @@ class DecisionRecord:
         return self.made.sequence
 
     @property
-    def made_source(self) -> WeightSource:
+    def made_source(self) -> VersionSource:
         """The source of the version that this update made."""
         for adapter in self.adapters.values():
             if adapter.version == self.made:
                 return adapter.source
         return (
-            self.source if self.version == self.made else WeightSource(None)
+            self.source if self.version == self.made else VersionSource(None)
         )  # an unloaded adapter has no source
 
     @property
@@ -168,11 +168,11 @@ class DecisionRecord:
         return Held(self.version, {name: adapter.version for name, adapter in self.adapters.items()})
 
     @property
-    def sources(self) -> list[WeightSource]:
+    def sources(self) -> list[VersionSource]:
         """All sources from which a worker that heals may fetch."""
-        found: list[WeightSource] = []
+        found: list[VersionSource] = []
         for source in (self.source, *(adapter.source for adapter in self.adapters.values())):
-            before: WeightSource | None = source
+            before: VersionSource | None = source
             while before is not None:
                 found.append(before)
                 before = before.before
@@ -218,7 +218,7 @@ class DecisionRecord:
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> DecisionRecord:
         adapters = {
-            name: CommittedAdapter(WeightVersion.from_wire(one["version"]), WeightSource.from_wire(one["source"]))
+            name: CommittedAdapter(WeightVersion.from_wire(one["version"]), VersionSource.from_wire(one["source"]))
             for name, one in wire["adapters"].items()
         }
         rolling, canary, fallback = wire["rolling_from"], wire["canary"], wire["fallback"]
@@ -227,7 +227,7 @@ class DecisionRecord:
                 **wire,
                 "version": WeightVersion.from_wire(wire["version"]),
                 "made": WeightVersion.from_wire(wire["made"]),
-                "source": WeightSource.from_wire(wire["source"]),
+                "source": VersionSource.from_wire(wire["source"]),
                 "adapters": adapters,
                 "rolling_from": Held.from_wire(rolling) if rolling is not None else None,
                 "canary": CanaryRecord.from_wire(canary) if canary is not None else None,
@@ -251,7 +251,7 @@ def new_run() -> str:
 def first_record(digest: str, run_number: int = 0) -> DecisionRecord:
     """The record of sequence 0 of a new run: each worker's own model."""
     version = WeightVersion(new_run(), 0, "initial", digest)
-    return DecisionRecord(version, WeightSource(None), "", version, run_number=run_number)
+    return DecisionRecord(version, VersionSource(None), "", version, run_number=run_number)
 
 
 def newer(one: DecisionRecord, other: DecisionRecord | None) -> bool:

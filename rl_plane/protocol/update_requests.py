@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, mo
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.canary import Canary, OnCanaryFailure, PolicyCanary
-from rl_plane.protocol.record import DecisionRecord, Encoding, PauseMode, WeightSource
+from rl_plane.protocol.record import DecisionRecord, Encoding, PauseMode, VersionSource
 from rl_plane.protocol.validation import (
     DIGEST,
     LABEL_CHARS,
@@ -114,7 +114,7 @@ class ReceiveRequest(Body):
 
     @classmethod
     def of_update(
-        cls, update: UpdateWeights, update_id: str, label: str, base_source: WeightSource | None
+        cls, update: UpdateWeights, update_id: str, label: str, base_source: VersionSource | None
     ) -> Self:
         """Builds the request for every worker of an update. `base_source`: where the base of a delta comes from."""
         return cls(
@@ -167,7 +167,7 @@ class ReceiveRequest(Body):
         return self
 
 
-def delta_chain(source: WeightSource | None, base: str | None) -> tuple[DeltaChainEntry, ...]:
+def delta_chain(source: VersionSource | None, base: str | None) -> tuple[DeltaChainEntry, ...]:
     """The versions from a full one up to `base`, with the transports in `source`."""
     if source is None or base is None:
         return ()

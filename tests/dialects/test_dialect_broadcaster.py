@@ -87,7 +87,7 @@ async def _prime_rl(witnesses: Witnesses, ids: list[str], trainer: ToldProcess, 
 
 
 async def _init_broadcaster(trainer: ToldProcess, http: httpx.AsyncClient) -> str:
-    """Of two workers. The group's name."""
+    """Forms a broadcaster's group of two workers and returns the group's name."""
     group, port = f"prime-rl {next(NUMBERS)}", free_port()
     init = {
         "host": HOST,
@@ -317,12 +317,12 @@ async def _skyrl_step(http: httpx.AsyncClient, method: str, named: dict[str, Any
 MANY = 20_000
 
 
-"""As those of a model of many experts."""
+"""The number of tensors in a model of many experts."""
 NAMES = [f"model.layers.{number // 400}.mlp.experts.{number % 400}.down_proj.weight" for number in range(MANY)]
 
 
 def many_tensors(plane: Plane, seed: int) -> Path:
-    """Each of one number."""
+    """Writes a model of many tensors, each of one number."""
     path, numbers = plane.model(seed), random.Random(seed)
     weights = {name: (TensorSpec("F32", (1,)), numbers.randbytes(4)) for name in NAMES}
     write_safetensors(path / "model.safetensors", weights)

@@ -19,10 +19,10 @@ from tests.support.without_nats import without_nats
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 BENCH_S = 380
-"""Of a busy machine, on which two workers import torch for it, one after the other."""
+"""The bound in seconds on a busy machine, on which two workers import torch one after the other."""
 SIZES = (1, 8, 32)
 TINY = ("--device", "cpu", "--gb", "0", "--rounds", "2")
-"""Of an engine's cycle."""
+"""The arguments of a short engine cycle."""
 FAN_OUTS = ("RlClient.call_all(state)", "GET /v1/rl/state", "RlClient.call(state)")
 TIMES = (
     "SIGKILL → gone, our nats.conf",
@@ -171,7 +171,7 @@ def printed(module: str, *arguments: str, **environment: str) -> str:
 
 
 def test_an_engines_cycle_checks_every_token(tmp_path: Path) -> None:
-    """Where there is no nats-py, too."""
+    """The bench also runs without nats-py."""
     line = printed("bench.engine_cycle", *TINY, PYTHONPATH=without_nats(tmp_path))
     said = json.loads(line)
     assert said["tokens_checked"] > 10
@@ -191,7 +191,7 @@ def test_an_engines_cycle_says_what_a_tree_lacks_that_is_not_installed() -> None
 
 @pytest.mark.engines("sglang")
 def test_an_engines_own_ways_stand_beside_ours() -> None:
-    """Of those from memory it is checked that both load the same weights."""
+    """The paths from memory are checked to load the same weights."""
     said = printed("bench.engine_paths", "--quick", "--engine", "sglang")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines()[2:]]
     ways = {

@@ -1,4 +1,5 @@
-"""Whoever takes a lost lock bars the holder before it from the record, also where the call itself decides nothing."""
+"""The process that takes a lost lock bars the holder before it from the record, even in a call that decides
+nothing."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def update_of(directory: Path, version: str, **policy: Any) -> dict[str, Any]:
 
 
 def scores_of(directory: Path, sequences: list[list[int]] = SEQUENCES) -> list[list[float]]:
-    """What a sound engine gives for these weights."""
+    """Returns the scores that a sound engine computes with these weights."""
     digest = model_digest(directory)
     rows = [fake_prompt_logprobs(digest, tokens)[1:] for tokens in sequences]
     return [[value for value in row if value is not None] for row in rows]

@@ -1,4 +1,4 @@
-"""When a silent engine has hung for good."""
+"""The rules by which a worker declares its silent engine hung."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_what_its_caller_gave_up_is_an_excuse_until_the_engine_answers(end: type
 
 
 async def test_a_pause_that_is_answered_ends_the_silence_before_it() -> None:
-    """Of a step that took long: the swap behind the pause has its excuse."""
+    """A step took long before the pause. The swap behind the pause has its own excuse."""
     watch, adapter = EngineWatch(60.0), AsyncMock()
     core: Any = SimpleNamespace(state=WorkerState("w", "1", digest="d"))
     nothing: Any = None

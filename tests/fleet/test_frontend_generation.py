@@ -721,7 +721,7 @@ async def frontend_process(
 
 
 async def until_leaving(http: httpx.AsyncClient) -> httpx.Response:
-    """What a new request is told then."""
+    """Repeats a request until the frontend refuses it, and returns the refusal."""
     async with asyncio.timeout(ENDS_S):
         while (reply := await http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1})).is_success:
             pass

@@ -1,4 +1,5 @@
-"""What a frontend delivers of workers that lie, miss an update, or are between two states; adapters by `model`."""
+"""The labels that a frontend delivers for workers that lie, miss an update, or are between two states; adapters by
+`model`."""
 
 from __future__ import annotations
 

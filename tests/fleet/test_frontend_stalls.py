@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 TOKENS = 4000
 TOPS = 20
-"""Of each token: some 750 bytes of JSON, so of all tokens ten times what all buffers take."""
+"""The logprobs per token: some 750 bytes of JSON, so all tokens take ten times what all buffers hold."""
 FEW, OF_A_MESSAGE = 16, 32
 SHORT = f"""
 import rl_plane.bus.token_stream as streams
@@ -48,9 +48,10 @@ import worker.generation_service as generation
 streams.WINDOW = {FEW}
 generation.MAX_TOP_ROWS = {TOPS * OF_A_MESSAGE}
 """
-"""A worker of few messages of few tokens: a slow machine's, that carry many each, would be the whole reply."""
+"""A worker that sends few messages of few tokens. On a slow machine each message would carry many, and be the whole
+reply."""
 SOCKET_BYTES = 1 << 15
-"""Of each end: Linux would buffer more than the whole reply."""
+"""The buffer of each end of a socket. Linux would buffer more than the whole reply."""
 MANY = 40_000
 NARROW = """
 import rl_plane.bus.token_stream as streams
@@ -58,22 +59,24 @@ import worker.generation_service as generation
 streams.WINDOW = 16
 generation.StreamSender = lambda publish, most: streams.StreamSender(publish, most // 4)
 """
-"""A worker most of whose tokens wait for a reader: few messages are out, and each carries 11,000 at most."""
+"""A worker that holds most of its tokens back for a slow reader: few messages are out, and each carries 11,000 at
+most."""
 VOCAB_SIZE = 1 << 20
 MADE_S = 60.0
 CHUNKS, OF_A_CHUNK = 16, 2000
-"""Of each choice: a chunk is 100 kB of JSON, and all buffers together have less than a megabyte."""
+"""The chunks of each choice and the tokens of a chunk: a chunk is 100 kB of JSON, and all buffers hold less than 1
+MB."""
 OTHERS = 300
 """Tokens of a request beside it: more than a window."""
 
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> httpx.AsyncHTTPTransport:
-    """Of a client whose connections buffer little, as frontends' do from now on."""
+    """A client transport whose connections buffer little. Frontends that start later buffer little too."""
     bind = listeners.bind
 
     def small(*args: Any) -> socket.socket:
-        """What is accepted by it is, too."""
+        """Binds a listener whose accepted connections have small send buffers."""
         listener = bind(*args)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
         return listener
@@ -202,8 +205,9 @@ async def test_what_waited_for_one_that_stands_still_is_held_to_its_lag(
 async def test_an_update_takes_nothing_from_one_that_stands_still(
     plane: Plane, few: httpx.AsyncHTTPTransport, monkeypatch: pytest.MonkeyPatch, goes_on: bool, kept: bool
 ) -> None:
-    """What was made before it is delivered however late it is read. But of a worker that does not tell that it has gone
-    on (`goes_on`), only what came in time. `kept`: an earlier update has left its label on some tokens."""
+    """Tokens made before the update are delivered however late the client reads them. If the worker does not report
+    that it has continued (`goes_on`), only those that came in time are. `kept`: an earlier update has left its label
+    on some tokens."""
     monkeypatch.setattr(span_check, "STALE_AFTER_S", 0.0)
     learnt: list[int] = []
     told: list[int | None] = []

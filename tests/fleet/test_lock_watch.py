@@ -1,4 +1,4 @@
-"""Whose fence is live, as a worker hears it, on a real server."""
+"""A worker's watch of the lock knows which fence is live, on a real server."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_the_fence_of_the_holder_is_live_and_no_other(plane: Plane) -> Non
 async def test_on_a_new_connection_the_leader_is_asked_before_anything_is_live(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was said while there was none is missed."""
+    """The worker has missed the announcements made while it had no connection."""
     worker, client = await plane.client("worker"), await plane.client()
     watch, _ = await watching(worker)
     monkeypatch.setattr(worker.bus, "_on_reconnect", [])  # the question after a reconnect comes too late

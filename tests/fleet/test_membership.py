@@ -1,4 +1,4 @@
-"""Who is in the fleet, on real servers with real processes that are killed, stopped and started again."""
+"""The members of a fleet, on real servers with real processes that are killed, stopped and started again."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ async def test_a_worker_that_is_taken_out_while_it_registers_registers_again(pla
 
 
 async def test_a_worker_that_waits_for_its_engine_registers_again_meanwhile(plane: Plane) -> None:
-    """What it does once it is in may wait until its weights are written over: it stays a member all the same."""
+    """The worker's next step after registering may wait until its weights are overwritten. It stays a member all the
+    same."""
     bus = await Bus.connect(plane.url)
     members = Subjects(plane.namespace, plane.component).members
     waits, go_on = asyncio.Event(), asyncio.Event()

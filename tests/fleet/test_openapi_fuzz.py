@@ -1,6 +1,5 @@
-"""What the two listeners' OpenAPI documents allow, and some of what they don't, sent to a real fleet: no answer is a
-500, each is one of those that are documented, and no worker is harmed.
-"""
+"""Sends a real fleet requests that the two listeners' OpenAPI documents allow, and some that they do not: no answer is
+a 500, each status is documented, and no worker is harmed."""
 
 from __future__ import annotations
 
@@ -27,20 +26,20 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 EXAMPLES = 4
-"""Of each operation and each mode: some thousand requests in all."""
+"""The examples of each operation and each mode: some thousand requests in all."""
 SEED = 20_260
 TIMEOUT_S = 30.0
 HEAL_S = 30.0
 ENDLESS = ("/v1/rl/events",)
-"""Streams that don't end by themselves."""
+"""Paths of streams that never end by themselves."""
 ALLOWED = frozenset({501, 503, 504})
-"""Said on purpose: not here, not now, not in time."""
+"""Statuses of 5xx that are answered on purpose: not here, not now, not in time."""
 LAST = ("pause", "sleep", "release", "check", "disable", "memory")
 """Operations that stop the fleet come after those that need it."""
 
 
 def bounded(schema: Any) -> Any:
-    """The same document; what asks for a wait asks for none."""
+    """Returns a copy of the schema in which every wait is short."""
     if isinstance(schema, list):
         return [bounded(each) for each in schema]
     if not isinstance(schema, dict):
@@ -64,7 +63,7 @@ def operations(document: dict[str, Any]) -> list[Any]:
 
 
 def fuzz(url: str, document: dict[str, Any]) -> int:
-    """How many requests were sent. Raises at the first bad answer, with a command that repeats it."""
+    """Sends the requests and returns their number. Raises at the first bad answer, with a command that repeats it."""
     sent = 0
     for operation in operations(document):
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):

@@ -1,4 +1,4 @@
-"""Who may write the decision record, on a real server: the coordinator that has sealed it last, and no other."""
+"""Only the coordinator that has sealed the decision record last may write it, on a real server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl_plane.bus.sealed_record import SEAL_TRIES, SealedRecord, bar, restore
 from rl_plane.bus.state_store import read_record
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, StaleFence
-from rl_plane.protocol.record import DecisionRecord, WeightSource, first_record
+from rl_plane.protocol.record import DecisionRecord, VersionSource, first_record
 from rl_plane.protocol.subjects import LOCK, RECORD, Entry
 from rl_plane.protocol.versions import WeightVersion
 from tests.support.faults import hold_back
@@ -32,7 +32,7 @@ BASE = first_record("model")
 def decision(update_id: str = "u1", base: DecisionRecord = BASE) -> DecisionRecord:
     made = WeightVersion(base.version.run, base.sequence + 1, update_id, f"digest of {update_id}")
     return replace(
-        base, version=made, made=made, source=WeightSource({"backend": "filesystem"}), update_id=update_id
+        base, version=made, made=made, source=VersionSource({"backend": "filesystem"}), update_id=update_id
     )
 
 
@@ -54,7 +54,7 @@ async def stored(client: RlClient) -> DecisionRecord:
 
 
 async def store(client: RlClient, record: DecisionRecord) -> int:
-    """As a worker does that knows it, or a server that has it from before."""
+    """Writes the record without a seal, like a worker that restores it."""
     return await client.bus.put(client.subjects().state, RECORD, record.encode())
 
 

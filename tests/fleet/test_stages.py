@@ -135,7 +135,7 @@ def test_what_a_person_sees_of_a_stage() -> None:
 
 
 def test_a_row_that_says_skipped_has_prepared_nothing() -> None:
-    """Whoever it may come from."""
+    """The rule holds for every worker's row."""
     ok = WorkerReply(ENGINE, "i0", "ok", {"digest": "blake3:1", "refetchable": True})
     skipped = WorkerReply(OTHER, "i0", "skipped", {"reason": "it says so"})
     with pytest.raises(PlaneError):

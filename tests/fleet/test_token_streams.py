@@ -1,5 +1,4 @@
-"""How token streams travel: many at once between two threads, in bundles over NATS, and until a reader has waited
-enough."""
+"""Token streams: many at once between two threads, in bundles over NATS, and with readers that wait."""
 
 from __future__ import annotations
 

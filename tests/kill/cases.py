@@ -22,18 +22,19 @@ from tests.kill.held import RECEIVE
 from worker.exit_codes import ENGINE_DEAD
 
 SERVED_S = 20.0
-"""Until each client gets tokens again."""
+"""The bound in seconds until each client gets tokens again."""
 OUTAGE_S = SERVING_LEASE_S + LEASE_MARGIN_S + 1.5
-"""Of a stopped nats-server: longer than every lease and than what clients take for a slow answer."""
+"""The seconds that a nats-server stays stopped: longer than every lease and than what clients take for a slow
+answer."""
 SHORT_OUTAGE_S = 2.5
 
 
 Engine = Literal["fake", "hf", "vllm", "sglang"]
 Fault = Literal["kill", "stop"]
 Victim = Literal["worker", "engine", "coordinator", "nats"]
-"""`engine`: one of the processes of a worker's engine."""
+"""The process that is killed or stopped. `engine`: one of the processes of a worker's engine."""
 DECIDE = "decide"
-"""No worker stands at it: some milliseconds after all have prepared."""
+"""A point at which no worker stands: some milliseconds after all have prepared."""
 DECIDE_S = 0.015
 """From the last answer to the gate."""
 HEAL = "heal"
@@ -48,9 +49,9 @@ class Case:
     fault: Fault
     victim: Victim
     point: str
-    """Of `worker/testing/phase_hooks.py`; or RECEIVE, LOAD, DECIDE or HEAL."""
+    """A point of `worker/testing/phase_hooks.py`; or RECEIVE, LOAD, DECIDE or HEAL."""
     child: str = ""
-    """Of the victim `engine`: the name of its process, as it begins after the engine's."""
+    """The beginning of the name of the engine process that is the victim, after the engine's name."""
 
     def __str__(self) -> str:
         return f"{self.engine}-{self.fault}-{self.child or self.victim}-{self.point}"
@@ -290,7 +291,8 @@ class Matrix:
                 self._lanes.append(asyncio.create_task(self._lane(f"{engine}-{number}", own[number::count])))
 
     async def result(self, case: Case) -> None:
-        """Of one that went wrong: when it is asked for again, it runs again, on a fleet of its own."""
+        """Waits for the result of a case. If a test asks twice, the case failed, and runs again on a fleet of its
+        own."""
         if case in self._told:
             self._results[case] = asyncio.get_running_loop().create_future()
             self._lanes.append(asyncio.create_task(self._lane(f"again-{len(self._lanes)}", [case])))

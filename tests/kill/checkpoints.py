@@ -16,7 +16,7 @@ from worker.testing.tiny_model import witness_next_token
 
 
 class Wrong(Exception):
-    """What must not happen did."""
+    """Raised when something happened that must not happen."""
 
 
 def check(holds: object, words: str) -> None:

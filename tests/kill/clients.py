@@ -44,16 +44,16 @@ class Rollouts:
         self.answers: dict[str, int] = {}
         """Client → completions so far."""
         self.seen: dict[Version, set[Weights]] = {}
-        """Of every span that came."""
+        """The weights that made each span so far, by the version in its label."""
         self.fragments: list[Fragment] = []
         self.trouble: Counter[str] = Counter()
-        """What else they were told, and how often."""
+        """The other errors that clients got, and their numbers."""
         self.floor = 0
-        """No request that begins now may be answered by an older sequence."""
+        """The oldest sequence that may answer a request that begins now."""
         self.crossed = 0
-        """Completions of two versions: kept over an update."""
+        """The number of completions of two versions, which an update kept."""
         self.rolling = False
-        """Two versions may be served side by side, until the update is answered."""
+        """Two versions may be served side by side until the update is answered."""
         self._models = models
         self._http = httpx.AsyncClient(timeout=httpx.Timeout(REPLY_S), trust_env=False)
         self._random = random.Random(seed)

@@ -47,7 +47,7 @@ VITAL = ("VLLM::", "sglang::")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the caller of an update was told."""
+    """The answer that the caller of an update got."""
 
     status: int | None
     """None: the connection was lost, or no answer came."""
@@ -80,7 +80,7 @@ def _name(process: psutil.Process) -> str:
 
 
 class RealFleet(KeptFleet):
-    """Of two frontends and three workers, and clients."""
+    """Two frontends, three workers, and clients."""
 
     def __init__(self, name: str, tmp: Path, engine: str) -> None:
         self.weights = tmp / "weights"
@@ -92,17 +92,18 @@ class RealFleet(KeptFleet):
         self.name = name
         self.models = MODELS[engine](self.weights)
         self.worker_ids = [secrets.token_hex(8) for _ in self.models.workers]
-        """Where engines differ, the first is of the one that the fleet is about."""
+        """The ids of the workers. Where engines differ, the first worker has the engine that the fleet tests."""
         self.frontends = [f"frontend-{number}" for number in range(FRONTENDS)]
         self.committed: dict[Version, Weights] = {}
         self.updates = 0
         self.own = Checkpoint(Path(), "")
-        """What its workers start with."""
+        """The checkpoint that its workers start with."""
         self.ended: dict[str, int] = {}
-        """Name → the exit code of its last process that has ended."""
+        """The exit code of the last ended process, by name."""
         self._made = 0
         self._doomed: list[psutil.Process] = []
-        """Of a worker that the test has killed, or whose engine it has: itself, and its engine's processes."""
+        """The processes of a worker that the test has killed, or whose engine it has: the worker and its engine's
+        processes."""
         self._http = httpx.AsyncClient(timeout=httpx.Timeout(ANSWER_S), trust_env=False)
         self._rollouts: Rollouts | None = None
 
@@ -284,7 +285,8 @@ class RealFleet(KeptFleet):
     # ---- holds ----
 
     def hold(self, point: str, instance_ids: Sequence[str], update_id: str) -> None:
-        """Of this update alone: a coordinator may begin by finishing the one before."""
+        """Makes the workers stop at the point of this update alone. A coordinator may begin by finishing the update
+        before."""
         for instance_id in instance_ids:
             made = self.holds / f"new.{instance_id}"
             made.write_text(update_id)

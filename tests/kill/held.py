@@ -20,7 +20,7 @@ RECEIVE = "receive"
 
 
 def installed(site: Path) -> Path:
-    """What has it found by every process that has this directory among its paths."""
+    """Installs an entry point, so that every process with this directory in its path finds the held transport."""
     package = site / "held-1.dist-info"
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: held\nVersion: 1\n")

@@ -22,7 +22,7 @@ CHILDREN: dict[Engine, tuple[str, str]] = {
     "vllm": ("EngineCore", "Worker"),
     "sglang": ("scheduler", "detokenizer"),
 }
-"""What neither engine can do without."""
+"""The processes that neither engine can run without."""
 POINTS = (
     RECEIVE,
     LOAD,

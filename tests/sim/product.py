@@ -11,7 +11,7 @@ from rl_plane.client import RlClient
 from rl_plane.protocol.canary import CanaryRecord, Sequences, Vectors
 from rl_plane.protocol.envelope import Request
 from rl_plane.protocol.generation import VersionSpan
-from rl_plane.protocol.record import DecisionRecord, Held, WeightSource
+from rl_plane.protocol.record import DecisionRecord, Held, VersionSource
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.fake.adapter import FakeEngine, fake_prompt_logprobs
 from worker.worker import Worker
@@ -34,7 +34,7 @@ class Decision:
     seal: int
     barred: int
     canary: CanaryRecord | None
-    sources: tuple[tuple[str, WeightSource], ...]
+    sources: tuple[tuple[str, VersionSource], ...]
     """Digest → whence it can be fetched: of the base and of each adapter, and of what their deltas change."""
 
     @property

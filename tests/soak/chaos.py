@@ -1,4 +1,5 @@
-"""What happens to the fleet meanwhile: a schedule that follows from the seed, and the hand that carries it out."""
+"""The disturbances of the fleet during a soak: a schedule that follows from the seed, and the class that carries it
+out."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ class Step:
 
 
 def schedule(seed: int, seconds: float, adapters: bool) -> list[Step]:
-    """The same for the same arguments."""
+    """Returns the steps of a soak. Equal arguments give equal steps."""
     chance = random.Random(f"schedule {seed}")
     cards = [card for card in DECK if adapters or card[0] not in ("adapter", "unload")]
     steps: list[Step] = []
@@ -85,10 +86,10 @@ def schedule(seed: int, seconds: float, adapters: bool) -> list[Step]:
 
 @dataclass(slots=True)
 class Abort:
-    """Something is done that ends choices before they are complete."""
+    """A step that ends choices before they are complete."""
 
     adapter: str | None
-    """Those that use it; None: all."""
+    """The adapter whose choices it ends; None: all choices."""
     until: float = float("inf")
 
 
@@ -104,24 +105,24 @@ class Chaos:
     adapters: bool
     faults: list[Fault] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)
-    """What was done, and how it ended."""
+    """The number of steps, by kind and outcome."""
     made: int = 0
-    """Bases that were sent so far; of adapters likewise."""
+    """The number of base versions sent so far."""
     made_adapters: int = 0
     _aborts: list[Abort] = field(default_factory=list)
 
     def aborts(self, adapter: str | None, since: float) -> bool:
-        """Whether such choices were aborted after `since`, or just before it."""
+        """Returns True if choices of this adapter were aborted after `since`, or just before it."""
         return any(one.adapter in (None, adapter) and one.until + EXCUSE_S > since for one in self._aborts)
 
     async def first(self) -> None:
-        """What is there before the load begins."""
+        """Loads the adapters that the load needs from its beginning."""
         for name in FIRST_ADAPTERS if self.adapters else ():
             await self._adapter(Step(0.0, "adapter", {"name": name}, 0.0))
 
     async def run(self, steps: Sequence[Step], seconds: float) -> None:
-        """As many as there is time for, as on a slow machine each death takes long to come back from; and those of
-        NEEDED that are among them."""
+        """Carries out as many steps as there is time for, and all of NEEDED that are among them. On a slow machine
+        each death takes long to recover from."""
         start = time.monotonic()
         missing = {step.name for step in steps} & NEEDED
         do: dict[Kind, Callable[[Step], Awaitable[Answer | None]]] = {
@@ -262,7 +263,7 @@ class Chaos:
         self.fleet.kill(one_of(self.fleet.frontends, step.choice))
 
     async def _ready(self) -> None:
-        """Who is killed next is not the last one."""
+        """Waits until the whole fleet is ready, so that the next victim is never the last live process."""
         count, give_up = len(self.fleet.worker_ids), time.monotonic() + READY_S
         while True:
             answers = [await self.fleet.call(name, f"ready?min_workers={count}") for name in self.fleet.frontends]

@@ -22,7 +22,7 @@ Floor = Mapping[str | None, int]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What must not happen, and where it did."""
+    """A violation, and where it happened."""
 
     kind: str
     request: str
@@ -51,19 +51,19 @@ class Delivered:
     """None: the connection, or the client, was gone before they came."""
     max_tokens: int
     finish_reason: str | None
-    """None: cut off."""
+    """None: the stream was cut off."""
     floor: Floor
     adapter: str | None = None
     logprobs: int | None = None
-    """How many came; None: none were asked for."""
+    """The number of logprobs that came; None: none were requested."""
     one_version: bool = False
-    """It was to have no other."""
+    """True if the request demanded a single version."""
     max_lag: int | None = None
-    """None: any."""
+    """The request's `max_lag`; None: no limit."""
     committed: int = 0
     """The newest sequence that is known to have been committed when all of it was delivered."""
     may_abort: bool = False
-    """It was cut, as it asked for, or something was done that ends such choices early."""
+    """True if the choice may be short: its client left, or a step ended such choices early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,8 @@ class Checker:
         return faults
 
     def settle(self, committed: Mapping[tuple[str | None, Version], Weights], final: bool = False) -> list[Fault]:
-        """Of everything that came so far. `committed`: (adapter, version) → its weights. What that does not explain
-        waits, unless it is `final`: the history tells of an update after its first tokens."""
+        """Returns the faults of everything delivered so far. `committed`: (adapter, version) → its weights.
+        Unexplained deliveries wait unless `final`, because the history tells of an update after its first tokens."""
         faults = []
         for version in list(self._seen):
             seen = self._seen.pop(version)
@@ -232,7 +232,7 @@ def _check_end(got: Delivered) -> Iterable[Fault]:
 
 
 def _check_lag(got: Delivered) -> Iterable[Fault]:
-    """What was delivered was committed before: so far at least is the oldest behind."""
+    """Yields a fault if the oldest delivered sequence is further behind the newest committed one than `max_lag`."""
     if got.max_lag is None or not got.spans:
         return
     oldest = min(got.spans, key=sequence_of)
@@ -242,7 +242,7 @@ def _check_lag(got: Delivered) -> Iterable[Fault]:
 
 
 def sequence_of(span: Mapping[str, Any]) -> int:
-    """Of base and adapter the newer one's."""
+    """Returns the newer sequence of the span's base and adapter."""
     return max(_point(span))
 
 
@@ -252,7 +252,7 @@ def _point(span: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def check_partial(got: Delivered, told: Sequence[int]) -> list[Fault]:
-    """What an error says of a stream's tokens so far are those that came before it."""
+    """Returns a fault unless the tokens that an error carries equal the tokens streamed before it."""
     if list(told) == list(got.tokens):
         return []
     kind = "lost" if len(told) > len(got.tokens) else "duplicated"

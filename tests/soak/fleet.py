@@ -37,7 +37,7 @@ POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the caller of an op was told."""
+    """The answer that the caller of an op got."""
 
     status: int | None
     """None: the connection was lost."""
@@ -58,7 +58,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of one process, while nothing runs."""
+    """The resources of one process while nothing runs."""
 
     descriptors: int
     tasks: int
@@ -67,7 +67,7 @@ class Counts:
 
 @dataclass(slots=True)
 class Outage:
-    """Of a process that was killed."""
+    """The time without a process that was killed."""
 
     name: str
     since: float
@@ -133,7 +133,7 @@ class SoakFleet(KeptFleet):
         return any(one.name in names and one.until + EXCUSE_S > since for one in self.outages)
 
     async def counts(self) -> dict[str, Counts]:
-        """Of each process of the plane."""
+        """Returns the resources of each process of the plane, by its name."""
         return {name: await self._counts(name) for name in self.names}
 
     async def _counts(self, name: str) -> Counts:
@@ -237,7 +237,7 @@ _ENGINE_FLAGS = {
 
 
 async def _until(look: Any, bound_s: float) -> list[str]:
-    """What is missing in the end: nothing, or what still is after the bound."""
+    """Polls until nothing is missing or the bound ends, and returns what is still missing."""
     give_up = time.monotonic() + bound_s
     while missing := await look():
         if time.monotonic() > give_up:

@@ -33,17 +33,18 @@ TRANSIENT = frozenset(
         "frontend_ending",
     }
 )
-"""What a client may be told while processes die."""
+"""The error codes that a client may get while processes die."""
 OF_WORKERS = frozenset({"worker_lost", "stale_weights", "engine_died"})
-"""Those of them that are faults where no worker died."""
+"""The TRANSIENT codes that are faults where no worker died."""
 KINDS = (*("stream", "stream", "unary", "unary", "many", "many_streamed", "leaves", "leaves_unary") * 4, "slow")
 """`many`: n > 1; `leaves`: the client is gone before the end; `slow`: a stream whose reader stands still meanwhile."""
 STILL_S = 12.0
-"""Twice what a frontend passes on the tokens of weights for, once they are replaced."""
+"""Twice the time in seconds for which a frontend delivers tokens of replaced weights."""
 SLOW_TOKENS, SLOW_TOPS = (400, 800), 20
-"""A kilobyte and more for each of them: what is made meanwhile is more than the sockets buffer."""
+"""The lengths of a slow stream and its logprobs per token: over a kilobyte per token, more in all than the sockets
+buffer."""
 SLOW_BYTES = 1 << 15
-"""That a slow reader's own buffers."""
+"""The size of a slow reader's receive buffer."""
 DEMANDS: tuple[dict[str, Any], ...] = (
     {},
     {},
@@ -56,7 +57,7 @@ DEMANDS: tuple[dict[str, Any], ...] = (
     {"max_lag": 0, "on_stale": "cut"},
     {"max_lag": 1, "on_stale": "wait"},
 )
-"""What a request says of the weights; the oldest version that will do is the one that is served when it begins."""
+"""The demands of requests on the weights. A `min_version` of None means the version served when the request begins."""
 SESSION = "X-Session-ID"
 
 
@@ -67,7 +68,7 @@ class Ask:
     name: str
     kind: str
     route: int
-    """Of ROUTES."""
+    """An index into ROUTES."""
     adapter: str | None
     prompt: tuple[int, ...]
     max_tokens: int
@@ -76,7 +77,7 @@ class Ask:
     leaves_after: int
     """Chunks, or hundredths of a second."""
     demands: int
-    """Of DEMANDS."""
+    """An index into DEMANDS."""
     session: str | None
 
     @property
@@ -135,7 +136,7 @@ class Floors:
 
 @dataclass(slots=True)
 class Told:
-    """What one request has brought so far."""
+    """The tokens, spans and errors that one request has received so far."""
 
     tokens: dict[int, list[int]]
     spans: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict)
@@ -160,7 +161,7 @@ class Told:
 
     @property
     def newest(self) -> int:
-        """Of the sequences that made its tokens."""
+        """The newest sequence that made one of its tokens."""
         spans = (span for choice in self.spans.values() for span in choice)
         return max((sequence_of(span) for span in spans), default=0)
 
@@ -184,12 +185,12 @@ class Clients:
         """`adapters`: name → is it always there?"""
         self.faults: list[Fault] = []
         self.done: Counter[str] = Counter()
-        """Requests that came to a good end, by client."""
+        """Requests that ended well, by client."""
         self.by_kind: Counter[str] = Counter()
         self.by_route: Counter[str] = Counter()
-        """Likewise."""
+        """Requests that ended well, by route."""
         self.trouble: Counter[str] = Counter()
-        """What else clients were told."""
+        """The other errors that clients got, by code."""
         self._urls, self._checker, self._floors, self._adapters = urls, checker, floors, adapters
         self._excuse, self._aborts, self._seed = excuse, aborts, seed
         self._stop = asyncio.Event()
@@ -333,7 +334,8 @@ class Clients:
         )
 
     def _check_partials(self, ask: Ask, told: Told) -> None:
-        """Of a stream's error; its labels are those of what came."""
+        """Compares the partial choices that a stream's error carries with the tokens streamed, and takes their
+        labels."""
         for partial in _partials(told.error or {}):
             index = partial["index"]
             self.faults += check_partial(self._got(ask, told, index, {}), partial["token_ids"])

@@ -57,7 +57,7 @@ def _cut(data: bytes) -> bytes:
 
 
 def _misshapen(data: bytes) -> bytes:
-    """The same bytes, of which the header tells another shape."""
+    """Returns the file with the shape of one tensor reversed in the header."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     name = next(

@@ -17,11 +17,11 @@ from rl_plane.cli.main import run
 VARIABLE = "SOAK_COUNTS"
 """The directory for the counts, each in a file by the process's id."""
 SEND_BYTES = 1 << 15
-"""Of a connection that a listener accepts; Linux would buffer megabytes."""
+"""The send buffer of a connection that a listener accepts. Linux would buffer megabytes."""
 
 
 def count(number: int, frame: FrameType | None) -> None:
-    """Of all loops and threads."""
+    """Writes the number of unfinished tasks of all loops and threads to a file."""
     # By their type: some objects warn when they are asked for anything.
     tasks = sum(not one.done() for one in gc.get_objects() if issubclass(type(one), asyncio.Task))
     file = Path(os.environ[VARIABLE]) / str(os.getpid())
@@ -31,7 +31,7 @@ def count(number: int, frame: FrameType | None) -> None:
 
 
 def listen(listener: socket.socket, *args: int) -> None:
-    """What it accepts has its options."""
+    """Listens with a small send buffer, which accepted connections inherit."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
     listen_large(listener, *args)
 

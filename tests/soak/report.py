@@ -1,4 +1,4 @@
-"""What a soak has found, on one screen."""
+"""The findings of a soak, on one screen."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from tests.soak.checker import Fault
 from tests.soak.fleet import Counts
 
 DESCRIPTORS_GROWTH = 24
-"""Of one process, from before the load until it has gone: connections that HTTP keeps alive, and a pool's threads."""
+"""The most descriptors that one process may gain from before the load to after it: kept HTTP connections, and a pool's
+threads."""
 TASKS_GROWTH = 12
-"""Likewise: a task for each of a process's connections, and some that are under way by chance."""
+"""The most tasks that one process may gain: a task for each connection, and some that are under way by chance."""
 THREADS_GROWTH = 24
-"""Likewise: the default pool grows to some 32 threads, and stays."""
+"""The most threads that one process may gain: the default pool grows to some 32 threads, and stays."""
 MAX_FAULTS = 12
-"""Printed; the first ones tell most."""
+"""The number of faults that are printed. The first ones tell most."""
 
 
 @dataclass(slots=True)
@@ -26,9 +27,9 @@ class Report:
     engines: Sequence[str]
     faults: list[Fault] = field(default_factory=list)
     requests: Counter[str] = field(default_factory=Counter)
-    """By kind, those that came to a good end."""
+    """Requests that ended well, by kind."""
     routes: Counter[str] = field(default_factory=Counter)
-    """Likewise by route."""
+    """Requests that ended well, by route."""
     trouble: Counter[str] = field(default_factory=Counter)
     steps: Counter[str] = field(default_factory=Counter)
     tokens: int = 0

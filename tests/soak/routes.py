@@ -10,12 +10,12 @@ Choice = Mapping[str, Any]
 """{index, token_ids, logprobs: how many or None, finish_reason, instance_id, weight_versions, cut?}: what is new of
 it."""
 Before = Mapping[int, Sequence[int]]
-"""What came of each choice before this."""
+"""The tokens of each choice that came before this event."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What is asked for, whatever the route calls it."""
+    """A request for tokens, independent of the route's names."""
 
     prompt: Sequence[int]
     max_tokens: int
@@ -24,7 +24,7 @@ class Tokens:
     stream: bool
     demands: Mapping[str, Any]
     tops: int = 0
-    """Of so many of the likeliest tokens, the logprobs too: to have more to read."""
+    """The number of likeliest tokens whose logprobs the reply carries, to make it longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,8 @@ class Route:
     path: str
     body: Callable[[Tokens], dict[str, Any]]
     choices: Callable[[Any, Before], Iterable[Choice]]
-    """Of a whole reply, or of a stream's event. ValueError: it takes back what came before."""
+    """Reads the choices of a whole reply, or of a stream's event. Raises ValueError if the event takes back earlier
+    output."""
 
 
 def _completion_body(ask: Tokens) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rl_plane.protocol.generation import AdapterSpan, VersionSpan
-from rl_plane.protocol.record import CommittedAdapter, DecisionRecord, WeightSource
+from rl_plane.protocol.record import CommittedAdapter, DecisionRecord, VersionSource
 from rl_plane.protocol.versions import WeightVersion
 
-SOURCE = WeightSource({"backend": "filesystem", "path": "/x"})
+SOURCE = VersionSource({"backend": "filesystem", "path": "/x"})
 
 
 def version(sequence: int, run: str = "r") -> WeightVersion:

@@ -1,5 +1,5 @@
-"""What tests of deaths in an update share: workers and trainers of which one after the other is killed, at one point
-after another."""
+"""Shared parts of the tests of deaths in an update: they kill workers and trainers one by one, each at another
+point."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Scene:
 
     @property
     def other(self) -> int:
-        """Of the next one."""
+        """The seed of the next witness."""
         return 3 if self.serves == 2 else 2
 
     @property
@@ -51,7 +51,7 @@ class Scene:
         return self.witnesses.base(self.other)
 
     async def left(self, one: Spawned) -> None:
-        """It is not listed any more."""
+        """Waits until the worker is not listed any more."""
         await self.plane.until(lambda: self._left(one), HEAL_S)
 
     async def _left(self, one: Spawned) -> bool:

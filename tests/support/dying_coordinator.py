@@ -12,11 +12,11 @@ from rl_plane.errors import (
 
 
 class _Dies(BaseException):
-    """As a SIGKILL: nothing that the coordinator would do at its end is done."""
+    """Ends a coordinator like a SIGKILL: it runs none of its cleanup."""
 
 
 def ends_at(patch: pytest.MonkeyPatch, phase: str, error: BaseException) -> None:
-    """Coordinators get so far, and no further."""
+    """Makes each coordinator fail with `error` when it reaches `phase`."""
     real = Coordinator._carry_out
 
     async def carry_out(self: Coordinator, instruction: Instruction) -> Event:
@@ -28,4 +28,4 @@ def ends_at(patch: pytest.MonkeyPatch, phase: str, error: BaseException) -> None
 
 
 ENDS = [pytest.param(_Dies(), id="dies"), pytest.param(Unavailable("NATS is down"), id="503")]
-"""How a coordinator may end after its decision, with nobody told who serves it."""
+"""The ways in which a coordinator may end after its decision, before it announces the outcome."""

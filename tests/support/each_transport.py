@@ -31,7 +31,7 @@ BUCKET_BYTES = 1 << 16
 
 
 class Shelf:
-    """What is published next: the directory that was put there. One that is `broken` fails in the middle."""
+    """A source of the directory that the test has set. A `broken` one fails in the middle."""
 
     collective = False
     adapter = False
@@ -110,8 +110,8 @@ async def bring(mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend
 
 
 async def bring_call_by_call(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
-    """As a trainer feeds what it takes for one SGLang server, in a group of its own: each tensor by itself, and in
-    flattened buckets; killed in the middle at last."""
+    """Feeds the fleet like a trainer that takes it for one SGLang server, in a group of its own: each tensor by
+    itself, then flattened buckets. At last the trainer is killed in the middle."""
     from tests.support.dialect_facade import facade, fine, refused
     from tests.support.fed_trainer import FedTrainer, parts_of
     from tests.support.mixed_fleet import END_S, proven

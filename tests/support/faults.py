@@ -60,17 +60,17 @@ def spawn_faulty(plane: Plane, *failing: str, **options: Any) -> Faulty:
 
 @dataclass
 class Told:
-    """What the workers tell of themselves, in the order in which they do."""
+    """Collects the status messages of the workers in the order in which they arrive."""
 
     latest: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """instance_id → its last status."""
+    """instance_id → the worker's last status."""
     events: list[dict[str, Any]] = field(default_factory=list)
     admitted: list[frozenset[str]] = field(default_factory=list)
-    """Who was admitted, after each event."""
+    """The admitted workers after each event."""
 
     @classmethod
     async def follow(cls, client: WorkerCalls) -> Told:
-        """From now on, beginning with the states as they are."""
+        """Begins with the present states, and follows all later messages."""
         told = cls()
 
         async def heard(message: Msg) -> None:
@@ -108,7 +108,7 @@ class Stream:
     ) -> None:
         self.tokens: list[int] = []
         self.spans: list[dict[str, Any]] = []
-        """Of all tokens, once it has ended."""
+        """The spans of all tokens, once the request has ended."""
         self.finish_reason: str | None = None
         self._client = client
         self._subject = client.subjects().generate(instance_id)

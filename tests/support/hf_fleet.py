@@ -26,7 +26,7 @@ HEAL_S = 60.0
 
 
 def chain(start: int, count: int, base: int, adapter: int | None = None) -> list[int]:
-    """What the witnesses say after `start`."""
+    """Returns the tokens that the witnesses generate after `start`."""
     tokens: list[int] = []
     for _ in range(count):
         start = witness_next_token(base, start) if adapter is None else witness_adapter_next_token(adapter, start)

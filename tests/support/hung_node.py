@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 BUFFER_BYTES = 4096
-"""Of the node: small, so that a sender soon has bytes left."""
+"""The socket buffer of the node: small, so that a sender soon has bytes left."""
 
 
 class Node:

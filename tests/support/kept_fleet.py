@@ -72,7 +72,7 @@ class KeptFleet:
         return kept
 
     def _keep_ports(self, kept: SupervisedProcess) -> None:
-        """As `up` does: the next process takes the ports that the first one found."""
+        """Makes the next process of the frontend take the ports that the first one found, like `up` does."""
         ports = [str(urlsplit(kept.facts[url]).port) for url in ("rl_url", "http_url")]
         kept.argv = self._argv("frontend", "--rl-port", ports[0], "--http-port", ports[1])
 
@@ -81,7 +81,7 @@ class KeptFleet:
         return python(self._module, what, *bus, *flags)
 
     async def ready(self) -> None:
-        """Once everybody is; Slow names who is not."""
+        """Waits until every process is ready. The error Slow names those that are not."""
         try:
             async with asyncio.timeout(START_S):
                 for kept in self._supervisor.processes.values():
@@ -101,7 +101,7 @@ class KeptFleet:
 
     @property
     def names(self) -> list[str]:
-        """Of the plane's own."""
+        """The names of the plane's own processes."""
         return list(self._supervisor.processes)
 
     def pid(self, name: str) -> int:

@@ -62,14 +62,15 @@ class Mixed:
         return make_witness_model(self.plane.tmp / "weights" / f"witness{seed}", seed, "bfloat16")
 
     def tiny(self, seed: int) -> Path:
-        """What an adapter does shows in these: in a witness it is lost in the gap to the second token."""
+        """Makes a tiny random model. It shows an adapter's effect, which a witness hides in the gap to the second
+        token."""
         return make_tiny_model(self.plane.tmp / "weights" / f"tiny{seed}", seed, "bfloat16")
 
     def adapter(self, seed: int) -> Path:
         return make_tiny_adapter(self.first, self.plane.tmp / "weights" / f"adapter{seed}", seed=seed, r=4)
 
     async def witnessed(self, client: RlClient) -> None:
-        """As each test finds it."""
+        """Restores the first witness, with which each test begins."""
         await client.run("update_weights", update_of(self.first, "base 1"))
 
 

@@ -1,4 +1,4 @@
-"""What OpenAI's own Python client does with a frontend, unchanged, and what it must find."""
+"""Calls of OpenAI's own unchanged Python client to a frontend, with checks of the replies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def models_and_errors(client: openai.AsyncOpenAI, model: str) -> None:
 
 
 async def completions(client: openai.AsyncOpenAI, model: str, nvext: dict[str, Any]) -> list[list[int]]:
-    """Of two greedy choices, whole and streamed; their tokens."""
+    """Returns the tokens of two greedy choices, whole and streamed."""
     asked: dict[str, Any] = {
         "model": model,
         "prompt": "",

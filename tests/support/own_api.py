@@ -1,4 +1,4 @@
-"""What an engine says when it is asked by its own API, in a process of its own, with nothing of this project in it.
+"""Records an engine's replies through its own API, in a process of its own, with nothing of this project in it.
 
 python -m tests.support.own_api hf|vllm|sglang MODEL REQUESTS.json REPLIES.json
 

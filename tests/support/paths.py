@@ -1,4 +1,4 @@
-"""Where the repository lies."""
+"""The root directory of the repository."""
 
 from __future__ import annotations
 

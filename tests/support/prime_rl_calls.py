@@ -54,7 +54,7 @@ class PrimeRl:
             await self.admin("/resume")
 
     async def update_by_method(self, weight_dir: Path, **more: Any) -> None:
-        """Of the workers that Dynamo's discovery has told it."""
+        """Updates the worker that Dynamo's discovery lists."""
         (worker,) = fine(await self.http.get("/fleet/v1/rl/workers"))["workers"]
         assert (worker["instance_id"], httpx.URL(worker["admin_base_url"]).path) == (0, "/")
         self.base = worker["admin_base_url"]

@@ -141,5 +141,5 @@ class ScriptedWorker:
 
 
 async def decide(bus: Bus, subjects: Subjects, record: DecisionRecord) -> int:
-    """As a coordinator writes it; the sequence of the write."""
+    """Writes the record like a coordinator, and returns the sequence of the write."""
     return await bus.put(subjects.state, RECORD, record.encode())

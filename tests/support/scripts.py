@@ -12,7 +12,7 @@ from tests.support.paths import ROOT
 
 
 def run(*command: str, timeout_s: float, **environ: str) -> str:
-    """What it prints; it must end well."""
+    """Runs a Python command to its successful end, and returns its output."""
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
@@ -27,11 +27,11 @@ def run(*command: str, timeout_s: float, **environ: str) -> str:
 
 
 def torchrun(ranks: int) -> tuple[str, ...]:
-    """What stands before the script."""
+    """Returns the arguments that start a script on several ranks."""
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
 
 
 def told_by_ranks(ranks: int, script: str, *args: str, timeout_s: float, **environ: str) -> list[dict[str, Any]]:
-    """What they print as lines of JSON."""
+    """Runs a script on several ranks, and returns the lines of JSON that the ranks print."""
     printed = run(*torchrun(ranks), script, *args, timeout_s=timeout_s, **environ)
     return [json.loads(line) for line in printed.splitlines() if line.startswith('{"')]

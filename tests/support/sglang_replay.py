@@ -24,11 +24,11 @@ class Replay:
         self.trainer = trainer
 
     async def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """As `requests.post(url, json=payload or {})`, then `raise_for_status` and `json`."""
+        """Posts like `requests.post(url, json=payload or {})`, then `raise_for_status` and `json`."""
         return fine(await self.http.post(path, json=body or {}))
 
     async def flush(self) -> None:
-        """As slime: each second, at most sixty times."""
+        """Flushes the cache like slime: once a second, at most sixty times."""
         for _ in range(60):
             if (await self.http.get("/flush_cache")).status_code == 200:
                 return

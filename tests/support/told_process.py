@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tests.conftest import Plane
 
 ANSWER_S = 150.0
-"""Of processes that import torch side by side on two cores."""
+"""The bound in seconds for answers of processes that import torch side by side on two cores."""
 
 
 class ToldProcess:

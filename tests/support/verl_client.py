@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from tests.conftest import Plane
 
 MODULE = Path(sys.prefix) / "clients" / "verl/workers/rollout/sglang_rollout/http_server_engine.py"
-"""Where `make engines` puts it."""
+"""The path where `make engines` installs it."""
 BUCKETS = 3
 PROMPT = [5, 6, 7]
 TOKENS = 12
 
 
 class VerlClient(ToldProcess):
-    """Here: the handle of such a process."""
+    """The handle of a process that runs verl's client."""
 
     def __init__(self, plane: Plane, url: str, model: Path) -> None:
         super().__init__(plane, "tests.support.verl_client", [url, str(model)], imports="sglang")
 
     async def bring(self, directory: Path) -> None:
-        """As verl's rollout does after a step: bucket by bucket, then a flush."""
+        """Updates like verl's rollout after a step: bucket by bucket, then a flush."""
         for number in range(BUCKETS):
             await self.bucket(directory, number)
         await self.do("flush")
@@ -63,7 +63,7 @@ def _adapter_of(url: str, model: str) -> Any:
 
 
 class _Served:
-    """What the lines ask for."""
+    """Carries out the commands that arrive as lines."""
 
     def __init__(self, url: str, model: str) -> None:
         self._client = _adapter_of(url, model)
@@ -84,7 +84,7 @@ class _Served:
         assert await self._client.flush_cache(), "it gave up"
 
     async def pickled(self, argument: None) -> None:
-        """What it sends without being told otherwise."""
+        """Sends the pickled tensors that verl's client sends by default."""
         import pickle
 
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def without_nats(directory: Path) -> str:
-    """What PYTHONPATH is where nats-py is not installed."""
+    """Returns a PYTHONPATH with which nats-py can't be imported."""
     package = directory / "nats"
     package.mkdir()
     (package / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'nats'\", name='nats')\n")

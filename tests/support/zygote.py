@@ -58,7 +58,7 @@ Spawn = Callable[[bytes, Sequence[Any], Sequence[int]], int]
 
 @dataclass(frozen=True)
 class Packages:
-    """What a zygote imports, and in which environment: what an engine's adapter sets for its processes."""
+    """The modules that a zygote imports, and the environment that an engine's adapter sets for its processes."""
 
     modules: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -94,7 +94,7 @@ PACKAGES = {
 
 
 class Forked(subprocess.Popen[Any]):
-    """As Popen, of a child that a zygote has made."""
+    """A Popen of a child that a zygote has forked."""
 
     def __init__(self, pid: int, stdin: Any, stdout: Any, stderr: Any) -> None:
         self.args = ["worker"]
@@ -146,7 +146,8 @@ def fork_module(
 
 
 def fork_rl_plane(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """As the supervisor's start_process, for `python … -m MODULE worker … --engine ENGINE`; others are started."""
+    """Replaces the supervisor's start_process: forks `python … -m MODULE worker … --engine ENGINE`, and starts other
+    commands."""
     if "worker" not in argv:
         return start_process(argv, env)
     module = argv.index("-m") + 1
@@ -191,7 +192,7 @@ def _socketpair() -> tuple[socket.socket, socket.socket]:
 
 
 class _Zygote:
-    """As those see it who have processes made."""
+    """The parent's handle of a zygote, by which processes are forked."""
 
     def __init__(self, ours: socket.socket) -> None:
         self._lock = threading.Lock()
@@ -286,7 +287,7 @@ def _run_spawned(what: dict[str, Any]) -> None:
 
 
 def _end_with(main: Callable[[], None]) -> NoReturn:
-    """As an interpreter does."""
+    """Runs `main` and exits with its code, like an interpreter does."""
     code = 1
     try:
         main()

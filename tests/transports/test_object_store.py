@@ -22,7 +22,7 @@ from rl_plane.errors import (
     Unavailable,
     UpdateAborted,
 )
-from rl_plane.protocol.record import WeightSource, first_record
+from rl_plane.protocol.record import VersionSource, first_record
 from rl_plane.protocol.subjects import Subjects
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.base import TransportContext
@@ -176,9 +176,9 @@ async def test_the_newest_and_the_committed_stay(plane: Plane, publisher: MakePu
 
 
 def test_what_a_committed_delta_changes_stays_too() -> None:
-    full = WeightSource({"backend": "object_store", "object": "full"})
+    full = VersionSource({"backend": "object_store", "object": "full"})
     changes = [
-        WeightSource({"backend": "object_store", "object": name}, encoding="delta", base="d") for name in "ab"
+        VersionSource({"backend": "object_store", "object": name}, encoding="delta", base="d") for name in "ab"
     ]
     source = replace(changes[1], before=replace(changes[0], before=full))
     assert _named(replace(first_record("d"), source=source)) == {"full", "a", "b"}

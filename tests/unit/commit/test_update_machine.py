@@ -70,7 +70,7 @@ from rl_plane.protocol.record import (
     DecisionRecord,
     DesiredPause,
     UpdateSession,
-    WeightSource,
+    VersionSource,
 )
 from rl_plane.protocol.update_requests import Part, UpdateWeights
 from rl_plane.protocol.versions import WeightVersion
@@ -84,10 +84,10 @@ NEW = "blake3:" + "1" * 64
 FILES = {"backend": "filesystem", "path": "/new"}
 
 V0 = WeightVersion("run-1", 0, "initial", "model")
-R0 = DecisionRecord(V0, WeightSource(None), "", V0)
+R0 = DecisionRecord(V0, VersionSource(None), "", V0)
 V1 = WeightVersion("run-1", 1, "one", "d1")
 R1 = DecisionRecord(
-    V1, WeightSource({"backend": "filesystem", "path": "/1"}), "u1", V1, open=False, decided_at=5.0
+    V1, VersionSource({"backend": "filesystem", "path": "/1"}), "u1", V1, open=False, decided_at=5.0
 )
 R1_OPEN = R1.opened()
 LOST = BusUnreachable("NATS does not answer")
@@ -293,7 +293,7 @@ def test_a_whole_update() -> None:
     }
     made = WeightVersion("run-1", 1, "new", NEW)
     decision = DecisionRecord(
-        made, WeightSource(FILES), "u9", made, on_canary_failure="rollback", open=False, decided_at=NOW
+        made, VersionSource(FILES), "u9", made, on_canary_failure="rollback", open=False, decided_at=NOW
     )
     assert driver.one(Write, "decide").record == decision
     decided = driver.decided
@@ -476,7 +476,7 @@ def test_what_all_can_fetch_again_is_refetchable_else_not() -> None:
 
 
 OLD = WeightVersion("run-1", 0, "initial", "blake3:" + "0" * 64)
-FULL = DecisionRecord(OLD, WeightSource(None), "", OLD)
+FULL = DecisionRecord(OLD, VersionSource(None), "", OLD)
 DELTA = {"encoding": "delta", "base": OLD.digest, "digest": NEW}
 
 
@@ -487,7 +487,7 @@ def test_a_delta_brings_along_where_its_base_comes_from() -> None:
     assert (prepare["encoding"], prepare["base"], prepare["keep_staged"]) == ("delta", OLD.digest, True)
     assert prepare["base_chain"] == ({"digest": OLD.digest, "transport": None, "refetchable": True},)
     decided = driver.one(Write, "decide").record
-    assert decided.source == WeightSource(
+    assert decided.source == VersionSource(
         FILES, keep_staged=True, encoding="delta", base=OLD.digest, before=FULL.source
     )
     assert [digest for digest, _ in decided.source.chain(NEW)] == [OLD.digest, NEW]
@@ -508,12 +508,12 @@ def test_a_delta_of_another_version_than_the_committed_one_touches_nobody() -> N
     driver = Driver(update(**{**DELTA, "base": NEW}), FULL)
     assert driver.error(NotAtBase).facts["base"] == OLD.digest
     assert driver.all(SendOp, "prepare") == []
-    cast = replace(FULL, source=WeightSource(None, cast=True))
+    cast = replace(FULL, source=VersionSource(None, cast=True))
     assert "was cast" in Driver(update(**DELTA), cast).error(NotAtBase).message
 
 
 def test_back_to_a_version_that_was_a_delta() -> None:
-    before = WeightSource({"backend": "filesystem", "path": "/base"}, keep_staged=True)
+    before = VersionSource({"backend": "filesystem", "path": "/base"}, keep_staged=True)
     other = {**DELTA, "base": "blake3:" + "7" * 64}
     driver = Driver(replace(update(**other), before=before), R1_OPEN)
     driver.outcome()
@@ -806,7 +806,7 @@ def test_what_is_prepared_is_completed_by_anybody() -> None:
     assert (asked.op, list(asked.workers), asked.body["update_id"]) == ("prepare_update", list(MEMBERS), "u9")
     decided = driver.decided
     assert (decided.update_id, decided.made.label, decided.made.digest) == ("u9", "new", NEW)
-    assert (decided.pause_mode, decided.source) == ("abort", WeightSource(FILES))
+    assert (decided.pause_mode, decided.source) == ("abort", VersionSource(FILES))
     assert driver.one(EndSession, "session")
     assert outcome.excluded == []
 
@@ -895,7 +895,7 @@ def test_what_was_pushed_is_waited_for_and_committed() -> None:
     assert (asked.op, asked.body["update_id"], asked.body["transport"]) == ("prepare_update", "u9", PUSH)
     decided = driver.one(Write, "decide").record
     assert (decided.update_id, decided.made.label, decided.made.digest) == ("u9", "new", NEW)
-    assert decided.source == WeightSource({"backend": "gloo"}, refetchable=False), "nobody fetches by a manifest"
+    assert decided.source == VersionSource({"backend": "gloo"}, refetchable=False), "nobody fetches by a manifest"
     assert outcome.excluded == []
 
 
@@ -1235,7 +1235,12 @@ def test_a_new_run_begins_by_the_model_of_all() -> None:
     assert driver.phases == ["survey", "begin", *WHOLE[3:]]
     record = driver.decided
     assert (record.sequence, record.version.digest, record.run_number) == (0, "model", 1)
-    assert (record.source, record.adapters, record.open, record.update_id) == (WeightSource(None), {}, False, "n1")
+    assert (record.source, record.adapters, record.open, record.update_id) == (
+        VersionSource(None),
+        {},
+        False,
+        "n1",
+    )
     assert record.version.run != V1.run
     assert list(driver.one(SendOp, "commit").workers) == []
     assert outcome.excluded == []
@@ -1265,7 +1270,10 @@ def test_a_new_run_that_nobody_serves_is_no_success() -> None:
 
 X1 = WeightVersion("run-1", 2, "x1", "dx")
 WITH_X = replace(
-    R1_OPEN, made=X1, update_id="ux", adapters={"x": CommittedAdapter(X1, WeightSource({"backend": "filesystem"}))}
+    R1_OPEN,
+    made=X1,
+    update_id="ux",
+    adapters={"x": CommittedAdapter(X1, VersionSource({"backend": "filesystem"}))},
 )
 
 
@@ -1277,7 +1285,7 @@ def test_an_adapter_is_loaded_or_swapped_beside_the_same_base(op: str, base: Dec
     assert driver.one(SendOp, "prepare").body["target"] == {"kind": "lora", "op": op, "name": "x"}
     record = driver.one(Write, "decide").record
     assert (record.version, record.source) == (base.version, base.source)
-    assert record.adapters == {"x": CommittedAdapter(outcome.version, WeightSource(FILES))}
+    assert record.adapters == {"x": CommittedAdapter(outcome.version, VersionSource(FILES))}
     assert outcome.version == WeightVersion("run-1", base.sequence + 1, str(base.sequence + 1), NEW)
 
 
@@ -1288,7 +1296,7 @@ def test_an_adapter_is_unloaded_without_a_transport() -> None:
     assert driver.one(SendOp, "prepare").body["transport"] is None
     record = driver.one(Write, "decide").record
     assert (record.adapters, record.version, record.sequence) == ({}, V1, 3)
-    assert record.made_source == WeightSource(None)
+    assert record.made_source == VersionSource(None)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a frontend knows to have been committed, and which tokens it delivers. Pure: time is passed in."""
+"""The committed versions that a frontend knows, and the tokens that it delivers. Pure: the tests pass the time in."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ OF_STATE = frozenset(
         "ebnf_full_assistant",
     }
 )
-"""Of the engines' sampling parameters: not what a caller says, but what was made of it."""
+"""Fields of the engines' sampling parameters that no caller sends, but the engine computes."""
 
 
 @pytest.mark.timeout(200)

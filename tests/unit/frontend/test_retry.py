@@ -1,4 +1,4 @@
-"""What follows a try at one worker: the retry policy, event by event."""
+"""The retry policy after a try at one worker, event by event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which worker the router chooses: by what it is told, without a loop or a fleet."""
+"""The choice of a worker by the router, without a loop or a fleet."""
 
 from __future__ import annotations
 

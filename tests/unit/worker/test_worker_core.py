@@ -14,7 +14,7 @@ from rl_plane.protocol.record import (
     SERVING_LEASE_S,
     CommittedAdapter,
     DecisionRecord,
-    WeightSource,
+    VersionSource,
     first_record,
 )
 from rl_plane.protocol.versions import WeightVersion
@@ -43,13 +43,13 @@ def version(sequence: int, digest: str = "", run: str = RUN) -> WeightVersion:
     return WeightVersion(run, sequence, f"step_{sequence}", digest or f"d{sequence}")
 
 
-def source(sequence: int, refetchable: bool = True) -> WeightSource:
-    return WeightSource({"backend": "filesystem", "path": f"/{sequence}"}, refetchable=refetchable)
+def source(sequence: int, refetchable: bool = True) -> VersionSource:
+    return VersionSource({"backend": "filesystem", "path": f"/{sequence}"}, refetchable=refetchable)
 
 
 def first(digest: str = MODEL, run: str = RUN, run_number: int = 0) -> DecisionRecord:
     made = version(0, digest, run)
-    return DecisionRecord(made, WeightSource(None), "", made, run_number=run_number)
+    return DecisionRecord(made, VersionSource(None), "", made, run_number=run_number)
 
 
 def after(
@@ -183,7 +183,7 @@ def test_the_first_worker_fixes_sequence_0_by_its_model() -> None:
     assert (record.sequence, record.version.digest, record.source, record.open) == (
         0,
         "mine",
-        WeightSource(None),
+        VersionSource(None),
         True,
     )
     assert reasons(core) == {"starting": ""}
