@@ -40,7 +40,7 @@ def nothing_is_reported_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_routes, "_reported", set())
 
 
-async def test_what_is_told_of_the_fleet_as_one_server(plane: Plane) -> None:
+async def test_server_info_describes_the_fleet_as_one_server(plane: Plane) -> None:
     ids = plane.spawn_copies(2)
     async with facade(plane) as http:
         for path in ("/server_info", "/get_server_info"):
@@ -222,7 +222,7 @@ async def test_tensors_in_the_body(plane: Plane) -> None:
         assert "finish_weight_update" in error["fix"]
 
 
-async def test_what_the_model_needs_is_every_workers_word(plane: Plane) -> None:
+async def test_tensors_are_taken_only_after_every_worker_reports_what_its_model_needs(plane: Plane) -> None:
     """One that is silent may need what the others tie: nothing is taken before it has answered."""
     plane.spawn_copies(2)
     run, silent = FleetCalls.run, 1
@@ -287,7 +287,7 @@ async def test_a_part_that_comes_again_when_it_is_done(plane: Plane) -> None:
         assert await sequence() == 3
 
 
-async def test_the_same_tensors_once_more_are_of_what_was_opened_since(plane: Plane) -> None:
+async def test_repeated_tensors_belong_to_the_update_that_was_opened_since(plane: Plane) -> None:
     plane.spawn()
     path, body = "/update_weights_from_tensor", tensors_of(plane, 1)
     async with facade(plane) as http:
@@ -444,7 +444,7 @@ def on_disk(plane: Plane, seed: int) -> dict[str, Any]:
     return {"backend": "filesystem", "path": str(plane.model(seed))}
 
 
-async def test_what_has_no_effect_is_told_once(plane: Plane, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_field_without_effect_is_reported_once(plane: Plane, caplog: pytest.LogCaptureFixture) -> None:
     plane.spawn()
     adapter = str(make_fake_adapter(plane.tmp / "weights" / "adapter", 1, plane.model()))
     disk = {"model_path": str(plane.model(1)), "weight_version": "one", "is_async": True}
@@ -492,7 +492,7 @@ async def test_an_update_that_is_not_whole_is_told_of(
         assert "'layers.0.weight'" in caplog.text
 
 
-async def test_somebody_elses_pause_is_nothing_to_wait_for(plane: Plane) -> None:
+async def test_an_update_does_not_wait_for_the_end_of_another_callers_pause(plane: Plane) -> None:
     """`continue_generation` is awaited of who has called `pause_generation`, as long as that pause stands."""
     ids = plane.spawn_copies(2)
     path = "/update_weights_from_tensor"
@@ -536,7 +536,7 @@ async def on_nobody(*_: Any) -> Any:
     raise Unavailable("nobody was asked")
 
 
-async def test_what_was_begun_is_known_to_any_frontend_and_ends(
+async def test_a_begun_update_is_known_to_every_frontend_until_it_ends_or_expires(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By its end, by `continue_generation` or by silence. Who then sends without a word commits by the last part."""
@@ -568,7 +568,7 @@ async def test_what_was_begun_is_known_to_any_frontend_and_ends(
         assert await served(one) == [(True, "silent")] * 2
 
 
-async def test_what_an_older_frontend_has_begun_goes_on(plane: Plane) -> None:
+async def test_an_update_that_an_older_frontend_has_begun_can_continue(plane: Plane) -> None:
     """Its entry says nothing of what was sent."""
     plane.spawn()
     client = await plane.client()

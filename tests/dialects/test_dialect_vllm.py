@@ -223,7 +223,7 @@ async def test_asleep_an_update_needs_the_weights_and_nobody_is_served_before_al
     assert choice["token_ids"] == [fake_token(model_digest(plane.model(1)), PROMPT, place) for place in range(3)]
 
 
-async def test_who_starts_twice_is_told_so(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_a_second_start_of_an_update_is_refused(plane: Plane, http: httpx.AsyncClient) -> None:
     """vLLM refuses it too. The begun update belongs to its trainer: a second start neither drops nor commits it."""
     update = {"update_info": {"weight_dir": str(plane.model(1))}}
     fine(await http.post("/start_weight_update", headers={"Idempotency-Key": "one"}))
@@ -259,7 +259,7 @@ fake.FakeEngine.resume = resume
 """
 
 
-async def test_who_is_left_paused_is_named_with_the_time_that_is_left(plane: Plane) -> None:
+async def test_the_error_names_the_workers_that_stay_paused_and_for_how_long(plane: Plane) -> None:
     flag = plane.tmp / "stubborn"
     flag.touch()
     one = plane.spawn(patch=STUBBORN.format(flag=str(flag)))
@@ -388,7 +388,9 @@ async def test_a_finish_that_finds_the_fleet_taken_waits_and_one_that_finds_it_g
         assert refused(await http.post("/finish_weight_update"), 409)["cause"] == "no_workers"
 
 
-async def test_what_another_holds_is_a_503_that_may_be_repeated(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_an_update_while_another_one_holds_the_fleet_is_a_503_that_may_be_repeated(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
     fine(await http.post("/start_weight_update"))
     fine(await http.post("/update_weights", json={"update_info": {"weight_dir": str(plane.model(1))}}))
     other = {"weight_dir": str(plane.model(2))}

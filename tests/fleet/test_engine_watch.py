@@ -40,7 +40,7 @@ def test_a_silent_engine_has_hung_after_its_time() -> None:
     assert [watch.silent(6.0) for _ in range(10)] == [False] * 9 + [True]
 
 
-def test_an_answer_begins_it_anew() -> None:
+def test_an_answer_restarts_the_hang_timer() -> None:
     watch = EngineWatch(60.0)
     assert not watch.silent(59.0)
     watch.answered()
@@ -65,7 +65,7 @@ def test_behind_what_blocked_the_engine_silence_counts() -> None:
     assert watch.silent(6.0)
 
 
-def test_what_begins_on_a_silent_engine_is_no_excuse() -> None:
+def test_a_blocking_call_that_begins_on_a_silent_engine_does_not_stop_the_hang_timer() -> None:
     watch = EngineWatch(60.0)
     assert not watch.silent(6.0)
     with watch.blocking():
@@ -90,7 +90,9 @@ def test_the_silence_of_one_load_is_no_excuse_for_the_next() -> None:
 
 
 @pytest.mark.parametrize("end", [asyncio.CancelledError, TimeoutError])
-def test_what_its_caller_gave_up_is_an_excuse_until_the_engine_answers(end: type[BaseException]) -> None:
+def test_a_blocking_call_that_its_caller_gave_up_stops_the_hang_timer_until_the_engine_answers(
+    end: type[BaseException],
+) -> None:
     """A sound load that takes longer than a commit's deadline goes on in the engine."""
     watch = EngineWatch(60.0)
     with pytest.raises(end), watch.blocking():
@@ -144,7 +146,7 @@ really, fake.FakeEngine.liveness = fake.FakeEngine.liveness, liveness
 """
 
 
-async def test_a_slow_round_trip_closes_whose_time_out_is_shorter_alone(plane: Plane) -> None:
+async def test_a_slow_engine_closes_only_the_worker_with_the_shorter_time_out(plane: Plane) -> None:
     """And an answer opens it again. Both engines take as long."""
 
     def spawn(name: str, timeout_s: float) -> Spawned:
@@ -219,7 +221,7 @@ async def pause_again_and_again(plane: Plane, client: RlClient) -> None:
 
 
 @pytest.mark.parametrize("trainer", [update, pause_again_and_again])
-async def test_who_waits_for_an_engine_that_hangs_does_not_prolong_it(
+async def test_a_call_that_waits_for_a_hung_engine_does_not_delay_its_end(
     plane: Plane, trainer: Callable[[Plane, RlClient], Awaitable[None]]
 ) -> None:
     worker = hanging(plane).wait_ready()

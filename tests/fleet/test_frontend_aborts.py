@@ -33,7 +33,7 @@ async def never() -> int:
 # ---- alone ----
 
 
-async def test_what_waits_is_ended_by_each_of_its_names() -> None:
+async def test_a_waiting_request_is_aborted_by_any_of_its_names() -> None:
     aborts = Aborts()
     for names in (None, ["one"], ["x", "two"]):
         with aborts.of("one", "two", choices=3) as ending:
@@ -47,7 +47,7 @@ async def test_what_waits_is_ended_by_each_of_its_names() -> None:
     assert aborts.abort(None) == 0
 
 
-async def test_what_came_at_the_same_time_is_not_used() -> None:
+async def test_an_abort_wins_over_a_result_that_arrives_at_the_same_time() -> None:
     aborts = Aborts()
     came = asyncio.Event()
     with aborts.of("one") as ending:
@@ -58,7 +58,7 @@ async def test_what_came_at_the_same_time_is_not_used() -> None:
         assert await waiting is None
 
 
-async def test_what_a_worker_has_waits_for_no_other_one() -> None:
+async def test_an_aborted_choice_that_a_worker_has_waits_for_no_other_worker() -> None:
     aborts = Aborts()
     with aborts.of("one") as ending:
         assert await ending.unless_aborted(asyncio.sleep(0, 5)) == 5
@@ -66,7 +66,7 @@ async def test_what_a_worker_has_waits_for_no_other_one() -> None:
         assert await ending.unless_aborted(never()) is None
 
 
-async def test_other_ends_of_a_wait_are_its_own() -> None:
+async def test_a_wait_that_fails_or_is_cancelled_is_no_abort() -> None:
     async def late() -> int:
         raise TimeoutError
 
@@ -101,7 +101,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("disabled", [False, True])
-async def test_requests_that_wait_end_as_an_abort_ends_them(plane: Plane, disabled: bool) -> None:
+async def test_an_abort_ends_waiting_requests_on_every_route_and_frontend(plane: Plane, disabled: bool) -> None:
     """On every route, in every frontend; while there is no worker, and while none takes requests."""
     client = await plane.client()
     if disabled:

@@ -232,7 +232,7 @@ async def test_a_worker_that_sends_no_right_prompt_logprobs_is_an_error(
 
 
 @pytest.mark.parametrize("count", [1, 2])
-async def test_what_every_engine_fails_at_is_told_at_once_and_in_its_words(plane: Plane, count: int) -> None:
+async def test_a_request_that_every_engine_fails_gets_the_engines_error_at_once(plane: Plane, count: int) -> None:
     """No worker is lost by it, so no other is waited for: the call would end before."""
     workers = [plane.spawn(patch=FAILS) for _ in range(count)]
     async with frontend(plane, admission_wait_s=600) as http:
@@ -245,7 +245,7 @@ async def test_what_every_engine_fails_at_is_told_at_once_and_in_its_words(plane
         await plane.until(asked)
 
 
-async def test_what_one_engine_fails_at_waits_for_another_that_is_closed_for_now(
+async def test_a_request_that_one_engine_fails_waits_for_another_closed_worker(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing, closed = plane.spawn(patch=FAILS), plane.spawn()
@@ -316,7 +316,9 @@ async def test_an_engine_without_logprobs_refuses_the_field_that_the_caller_sent
     assert error_of(response, 501)["field"] == "logprobs"
 
 
-async def test_a_worker_may_lack_what_this_frontend_does_not_know(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_a_frontend_accepts_a_worker_that_lacks_a_field_unknown_to_the_frontend(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
     plane.spawn(patch=NEWER)
     assert len((await ask(http, seed=1, max_tokens=2))["choices"]) == 1
     error = error_of(await http.post("/v1/completions", json={"prompt": "hi", "min_p": 0.5}), 501)
@@ -364,7 +366,7 @@ async def test_bad_input_is_refused_by_name(plane: Plane, http: httpx.AsyncClien
     error_of(await http.get("/v1/completions"), 405)
 
 
-async def test_nobody_there_or_nobody_open(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_an_absent_or_closed_fleet_is_an_error(plane: Plane, http: httpx.AsyncClient) -> None:
     response = await http.post("/v1/completions", json={"prompt": "hi"})
     assert error_of(response, 503)["code"] == "no_workers"
     assert int(response.headers["retry-after"]) >= 1
@@ -555,7 +557,9 @@ async def test_an_engine_that_dies_is_told_as_a_worker_that_was_lost(
     assert ([len(one.token_ids) for one in got.finished], got.failed) == ([4], [])
 
 
-async def test_an_hour_without_a_token_leaves_those_before(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_is_silent_for_an_hour_fails_with_its_tokens_so_far(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     passed_s, check_silence = [0.0], IncomingStream.check_silence
 
     def later(stream: IncomingStream, now: float) -> None:
@@ -601,7 +605,7 @@ async def test_an_error_has_the_tokens_of_the_choice_that_it_is_of(plane: Plane,
     assert error["partials"][0]["token_ids"]
 
 
-async def test_what_is_left_of_a_text_has_its_prompts_tokens(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_an_interrupted_text_carries_the_tokens_of_its_prompt(plane: Plane, http: httpx.AsyncClient) -> None:
     """On every route, streamed or not: sent back as a prefix they are exactly what the engine saw."""
     victim = plane.spawn(token_delay_s=0.05)
     client = await plane.client()
@@ -748,7 +752,7 @@ async def test_sigterm_lets_what_is_under_way_end(plane: Plane) -> None:
             assert await process.wait() == 0
 
 
-async def test_what_has_not_ended_by_then_gives_its_tokens_so_far(plane: Plane) -> None:
+async def test_requests_that_outlast_the_drain_time_return_their_tokens_so_far(plane: Plane) -> None:
     plane.spawn(token_delay_s=0.05)
     body = {"prompt_token_ids": PROMPT, "max_tokens": 2000, "return_token_ids": True}
     async with frontend_process(plane, drain_s=0.5) as (process, http, metrics):
@@ -809,7 +813,7 @@ async def test_a_rollout_outlives_a_frontend_that_is_killed(plane: Plane) -> Non
     assert ([len(one.token_ids) for one in got.finished], got.failed) == ([20], [])
 
 
-async def test_a_second_sigterm_waits_for_nobody(plane: Plane) -> None:
+async def test_a_second_sigterm_ends_the_frontend_without_waiting_for_requests(plane: Plane) -> None:
     plane.spawn(token_delay_s=0.05)
     body = {"prompt": "hi", "max_tokens": 2000, "stream": True}
     async with (

@@ -27,7 +27,9 @@ def event_of(line: str) -> Any:
     return json.loads(line.removeprefix("data: "))
 
 
-async def test_what_is_decided_on_a_stage_is_known_at_once(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_frontend_knows_a_decision_at_once_without_the_record_feed(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not by the feed, nor by what a frontend reads in time: those are silent here."""
 
     async def silent(*args: Any) -> None:
@@ -146,7 +148,9 @@ async def test_a_choice_without_a_label_takes_no_others_tokens_with_it(plane: Pl
         assert (bad["token_ids"], bad["weight_versions"], bad["prompt_token_ids"]) == ([], [], None)
 
 
-async def test_a_label_that_is_news_is_looked_up(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_frontend_reads_the_record_if_a_label_is_new_to_it(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The worker may have learnt the decision first."""
     go = asyncio.Event()
 
@@ -305,7 +309,7 @@ async def test_a_request_that_waits_for_an_adapter_ends_when_it_is_unloaded(
         assert (reply.status_code, reply.json()["error"]["field"]) == (404, "model")
 
 
-async def test_a_worker_that_refuses_because_we_are_behind_is_asked_again(plane: Plane) -> None:
+async def test_a_worker_that_refuses_an_outdated_frontend_is_asked_again(plane: Plane) -> None:
     """The decision was missed: what it refuses teaches us."""
     async with staged(plane) as stage:
         worker = await stage.worker(always(7, base=1), record(1))

@@ -89,7 +89,7 @@ async def ask(one: Frontend, **more: Any) -> list[int]:
     ]
 
 
-async def test_who_delivers_tokens_is_listed_and_leaves_the_list(plane: Plane) -> None:
+async def test_a_frontend_that_delivers_tokens_is_listed_until_it_ends(plane: Plane) -> None:
     client = await plane.client()
     async with running(plane) as one, running(plane, rl_port=0, http_port=None, dialects=()) as other:
         assert one.lease.holds()
@@ -100,7 +100,9 @@ async def test_who_delivers_tokens_is_listed_and_leaves_the_list(plane: Plane) -
     assert await listed(client) == []
 
 
-async def test_one_that_vanishes_leaves_the_list_by_itself(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_frontend_that_vanishes_leaves_the_list_by_itself(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(routing_lease, "KEY_TTL_S", 3)
     client = await plane.client()
     view = await (await plane.client("frontend")).view()
@@ -114,7 +116,9 @@ async def test_one_that_vanishes_leaves_the_list_by_itself(plane: Plane, monkeyp
     await plane.until(nobody)
 
 
-async def test_it_listens_then_is_listed_then_asks(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_frontend_listens_before_it_is_listed_and_asks_for_its_lease_last(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A coordinator that finds the frontend in the list can reach it. A coordinator that does not find it decided
     before the frontend asked."""
     client = await plane.client()
@@ -187,7 +191,7 @@ async def test_a_coordinator_tells_it_a_decision(plane: Plane) -> None:
         ({"op": "pause", "body": {}}, "unsupported"),
     ],
 )
-async def test_what_makes_no_sense_is_refused(plane: Plane, wire: Any, code: str) -> None:
+async def test_a_frontend_refuses_an_invalid_decision(plane: Plane, wire: Any, code: str) -> None:
     client = await plane.client()
     async with running(plane) as one:
         reply = await tell(client, one.lease.frontend_id, wire)
@@ -264,7 +268,7 @@ async def test_a_question_that_was_lost_with_its_connection_is_not_waited_for(
         await plane.until(one.lease.holds)
 
 
-async def test_a_store_that_went_back_turns_no_frontend_back(own_nats: tuple[NatsServer, Plane]) -> None:
+async def test_a_store_that_lost_writes_does_not_set_a_frontend_back(own_nats: tuple[NatsServer, Plane]) -> None:
     server, plane = own_nats
     client = await plane.client()
     async with running(plane) as one, scripted(plane, record(2), 7) as worker:

@@ -362,7 +362,7 @@ async def lose_the_able_one(
 
 
 @pytest.mark.parametrize("need", NEEDS)
-async def test_what_only_a_worker_can_do_that_is_away_waits_for_it(
+async def test_a_request_that_only_an_absent_worker_can_serve_waits_for_it(
     plane: Plane, http: httpx.AsyncClient, waiting: set[asyncio.Task[Any] | None], need: str
 ) -> None:
     able, asking = await lose_the_able_one(plane, http, waiting, need)
@@ -401,7 +401,7 @@ async def test_more_tokens_than_an_open_worker_has_room_for_wait_for_a_longer_on
 
 
 @pytest.mark.parametrize("need", NEEDS)
-async def test_what_only_a_worker_could_do_that_left_long_ago_is_refused_at_once(
+async def test_a_request_that_only_a_long_gone_worker_could_serve_is_refused_at_once(
     plane: Plane,
     http: httpx.AsyncClient,
     waiting: set[asyncio.Task[Any] | None],
@@ -420,7 +420,7 @@ async def test_what_only_a_worker_could_do_that_left_long_ago_is_refused_at_once
 
 
 @pytest.mark.parametrize("need", NEEDS)
-async def test_what_only_a_worker_can_do_that_stays_away_is_refused_in_the_end(
+async def test_a_request_that_only_an_absent_worker_can_serve_is_refused_if_it_stays_away(
     plane: Plane, waiting: set[asyncio.Task[Any] | None], monkeypatch: pytest.MonkeyPatch, need: str
 ) -> None:
     """Until then its caller may ask again."""
@@ -524,7 +524,9 @@ def kept(go: asyncio.Event) -> Script:
 
 
 @pytest.mark.parametrize("on_stale", ["wait", "refuse", "cut"])
-async def test_what_is_too_old_before_it_came_is_made_anew(plane: Plane, on_stale: str) -> None:
+async def test_tokens_that_became_too_old_before_they_arrived_are_generated_again(
+    plane: Plane, on_stale: str
+) -> None:
     go = asyncio.Event()
     async with staged(plane) as stage:
         worker = await stage.worker(kept(go), record(1))
@@ -544,7 +546,7 @@ async def test_what_is_too_old_before_it_came_is_made_anew(plane: Plane, on_stal
 
 
 @pytest.mark.parametrize("demand", [{"min_version": 2}, {"min_version": "step_2"}, {"max_lag": 0}])
-async def test_while_an_update_rolls_those_that_have_it_get_what_demands_it(
+async def test_during_a_rolling_update_requests_that_demand_the_new_version_go_to_workers_that_hold_it(
     plane: Plane, demand: dict[str, Any]
 ) -> None:
     async with staged(plane) as stage:
@@ -604,7 +606,7 @@ async def test_a_demand_waits_for_the_record(plane: Plane, waiting: set[asyncio.
         assert await asking == [1]
 
 
-async def test_a_record_that_came_while_the_lease_was_waited_for_is_what_counts(
+async def test_a_request_that_waited_for_the_lease_uses_the_record_that_arrived_meanwhile(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait, waits, decided = FrontendLease.wait, asyncio.Event(), asyncio.Event()
@@ -659,7 +661,9 @@ async def test_tokens_of_an_earlier_run_are_never_new_enough(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_a_choice_with_tokens_keeps_what_a_label_was_that_came_again(plane: Plane, fails: bool) -> None:
+async def test_a_choice_with_tokens_keeps_the_first_version_of_a_label_that_is_used_twice(
+    plane: Plane, fails: bool
+) -> None:
     """Also where another worker goes on with it. Whoever asks later means the later one."""
     go, again = asyncio.Event(), replace(version(2), label="step_1")
     then = rolling(replace(record(2), version=again, made=again), record(1))
@@ -799,7 +803,7 @@ async def test_a_frontend_that_began_later_knows_the_labels_before_it(plane: Pla
         assert "no version 'step_4'" in error_of(unknown, 503)["message"]
 
 
-async def test_a_history_that_could_not_be_read_is_read_again_for_who_waits(
+async def test_a_history_that_could_not_be_read_is_read_again_while_a_request_waits(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a fleet where nothing changes. Who does not wait is told no more than what is known."""
@@ -927,7 +931,7 @@ NO_LONGER_KEPT = [
 
 @pytest.mark.parametrize(("demand", "then"), NO_LONGER_KEPT)
 @pytest.mark.parametrize("on_stale", ["wait", "refuse", "cut"])
-async def test_a_choice_that_waited_for_the_others_is_held_to_its_demand_too(
+async def test_a_choice_that_waited_for_the_other_choices_must_still_meet_its_demand(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, on_stale: str, demand: dict[str, Any], then: DecisionRecord
 ) -> None:
     """One ends under the first version, the other waits, and is made by the second: they are delivered together."""
@@ -1236,7 +1240,7 @@ async def test_a_reply_is_aborted_by_its_id_with_all_its_choices_wherever_they_a
     assert sum("instances" in choice for choice in ends) == 1
 
 
-async def test_a_choice_that_may_go_nowhere_ends_with_its_tokens(plane: Plane) -> None:
+async def test_a_choice_that_no_other_worker_can_continue_ends_with_its_tokens(plane: Plane) -> None:
     only = plane.spawn(token_delay_s=PACE_S)
     async with (
         frontend(plane, admission_wait_s=0.5) as http,

@@ -85,7 +85,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> httpx.AsyncHTTPTransport:
     return httpx.AsyncHTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)])
 
 
-async def test_one_that_stands_still_holds_up_nobody_and_loses_nothing(
+async def test_a_client_that_stops_reading_delays_no_other_client_and_loses_no_token(
     plane: Plane, few: httpx.AsyncHTTPTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = plane.spawn(patch=SHORT)
@@ -139,7 +139,7 @@ async def test_one_that_stands_still_holds_up_nobody_and_loses_nothing(
 
 
 @pytest.mark.parametrize("on_stale", ["cut", "wait"])
-async def test_what_waited_for_one_that_stands_still_is_held_to_its_lag(
+async def test_tokens_that_waited_for_a_slow_reader_must_still_meet_max_lag(
     plane: Plane, few: httpx.AsyncHTTPTransport, monkeypatch: pytest.MonkeyPatch, on_stale: str
 ) -> None:
     """It was as demanded when it came from the worker; when the reader goes on it is not."""
@@ -202,7 +202,7 @@ async def test_what_waited_for_one_that_stands_still_is_held_to_its_lag(
 
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("goes_on", [True, False])
-async def test_an_update_takes_nothing_from_one_that_stands_still(
+async def test_an_update_takes_no_tokens_from_a_client_that_stops_reading(
     plane: Plane, few: httpx.AsyncHTTPTransport, monkeypatch: pytest.MonkeyPatch, goes_on: bool, kept: bool
 ) -> None:
     """Tokens made before the update are delivered however late the client reads them. If the worker does not report
@@ -270,9 +270,7 @@ async def test_an_update_takes_nothing_from_one_that_stands_still(
         assert 0 < len(made) < TOKENS
 
 
-async def test_what_one_message_could_not_carry_comes_in_several(
-    plane: Plane, few: httpx.AsyncHTTPTransport
-) -> None:
+async def test_tokens_that_exceed_one_message_come_in_several(plane: Plane, few: httpx.AsyncHTTPTransport) -> None:
     """Tokens that waited in the worker for a reader, and a prompt that is as long."""
     worker = plane.spawn(max_model_len=2 * MANY, vocab_size=VOCAB_SIZE, patch=NARROW)
     digest = (await update(plane, 1))["digest"]

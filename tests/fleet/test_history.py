@@ -272,7 +272,9 @@ async def test_a_wrong_question_for_updates_is_refused(plane: Plane, body: dict[
     assert caught.value.facts["field"] in body
 
 
-async def test_asked_again_after_others_the_first_answer_comes_and_nothing_moves(plane: Plane) -> None:
+async def test_a_repeated_update_returns_its_first_answer_and_changes_nothing_after_later_updates(
+    plane: Plane,
+) -> None:
     one, two = await plane.client("one"), await plane.client("two")
     ids = plane.spawn_copies(2)
     body = update_of(plane.model(1), "step_1")
@@ -460,7 +462,7 @@ async def until_gone(plane: Plane, client: RlClient, instance_id: str) -> None:
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("calls", [1, 2])
-async def test_asked_again_it_is_no_success_where_fewer_serve_than_its_policy_asks_for(
+async def test_a_repeated_update_is_no_success_if_fewer_workers_serve_it_than_its_policy_demands(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, end: BaseException, calls: int
 ) -> None:
     client = await plane.client()
@@ -538,7 +540,7 @@ async def test_a_repeated_call_takes_no_worker_back_after_a_lost_later_decision(
 
 
 @pytest.mark.parametrize("end", ENDS)
-async def test_asked_again_while_another_waits_to_be_completed_nothing_else_is_noted(
+async def test_a_repeated_update_is_locked_while_another_prepared_update_waits(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, end: BaseException
 ) -> None:
     client = await plane.client()
@@ -557,7 +559,7 @@ async def test_asked_again_while_another_waits_to_be_completed_nothing_else_is_n
     assert (await client.run("update_weights", body, "id-1"))["version"]["label"] == "step_1"
 
 
-async def test_asked_again_while_another_has_only_begun_the_workers_are_asked(
+async def test_a_repeated_update_asks_the_workers_while_another_update_has_only_begun(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = await plane.client("one"), await plane.client("two")
@@ -708,7 +710,7 @@ async def test_a_changed_source_fails_the_rollback_and_changes_nothing(plane: Pl
     assert [entry["outcome"] for entry in await told(client)] == ["aborted", "aborted"] + ["committed"] * 3
 
 
-async def test_no_version_is_guessed(plane: Plane) -> None:
+async def test_a_rollback_to_an_unknown_or_ambiguous_version_is_refused(plane: Plane) -> None:
     client = await plane.client()
     one, two = plane.model(0), plane.tmp / "weights" / "copy"
     plane.spawn(model=one)

@@ -179,7 +179,7 @@ async def test_a_renewal_whose_answer_was_lost_does_not_cost_the_lock(plane: Pla
 
 
 @pytest.mark.parametrize("next_one", ["renew", "release"])
-async def test_what_follows_a_renewal_whose_answer_was_lost_counts_it(plane: Plane, next_one: str) -> None:
+async def test_the_call_after_a_renewal_with_a_lost_answer_counts_the_renewal(plane: Plane, next_one: str) -> None:
     client = await plane.client("holder")
     view = await client.view()
     async with client.lock(view) as held:
@@ -229,9 +229,7 @@ async def test_on_a_new_connection_a_sequence_is_not_taken_for_the_own_lock(
     assert await two.bus.get(state, "witness") is None
 
 
-async def test_two_calls_of_one_process_do_not_take_each_other_for_themselves(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_two_calls_of_one_process_do_not_share_a_lock(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have one owner and one connection, and neither names an update."""
     monkeypatch.setattr(rl_plane.bus.lock, "RENEW_S", 60)  # what renews stands still
     client = await plane.client()

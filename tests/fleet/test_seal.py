@@ -96,7 +96,7 @@ async def test_the_seal_is_the_coordinators_fence_and_bars_all_before_it(plane: 
         assert (found.seal, found.barred, found.fence) == (held.fence, held.fence - 1, held.fence)
 
 
-async def test_the_newest_that_anybody_knows_is_sealed(plane: Plane) -> None:
+async def test_the_coordinator_seals_the_newest_record_that_any_process_knows(plane: Plane) -> None:
     client = await plane.client()
     await store(client, BASE)
     known = decision("known to a worker")
@@ -134,7 +134,7 @@ async def test_what_is_written_between_the_read_and_the_seal_is_sealed(plane: Pl
 
 
 @pytest.mark.parametrize("told", [True, False])
-async def test_a_decision_that_stands_still_is_refused_whatever_was_done_meanwhile(
+async def test_a_delayed_decision_is_refused_whatever_other_calls_did_meanwhile(
     plane: Plane, standing_still: Callable[[], None], told: bool
 ) -> None:
     """Not `told`: the marker of the lock that was lost has gone, as it does after a while."""
@@ -222,7 +222,7 @@ async def test_a_coordinator_that_knows_that_its_lock_is_lost_writes_nothing(
     assert await stored(two) == BASE
 
 
-async def test_an_answer_that_was_lost_is_settled_under_a_new_fence(plane: Plane) -> None:
+async def test_a_write_with_a_lost_answer_is_resolved_under_a_new_fence(plane: Plane) -> None:
     client = await plane.client()
     await store(client, BASE)
     put = client.bus.put
@@ -296,9 +296,7 @@ async def test_a_coordinator_that_was_barred_before_its_seal_does_not_seal(
 
 
 @pytest.mark.parametrize("where", ["sealed", "barred", "known to a worker"])
-async def test_a_store_that_gives_fences_a_second_time_gives_none_that_is_too_low(
-    plane: Plane, where: str
-) -> None:
+async def test_after_a_store_lost_writes_no_fence_is_lower_than_a_known_one(plane: Plane, where: str) -> None:
     """It has lost writes; a worker or frontend has written back a record of a fence that was lost with them."""
     client = await plane.client()
     state = client.subjects().state
@@ -329,7 +327,7 @@ async def test_a_store_that_gives_fences_a_second_time_gives_none_that_is_too_lo
 # ---- restore ----
 
 
-async def test_a_lost_record_is_written_back_unless_another_was_faster(plane: Plane) -> None:
+async def test_a_lost_record_is_restored_unless_another_process_restored_it_first(plane: Plane) -> None:
     client = await plane.client()
     bus, state = client.bus, client.subjects().state
     known = replace(decision(), seal=7, barred=6)
@@ -361,7 +359,7 @@ async def reconnected(plane: Plane, bus: Bus) -> None:
     await plane.until(lambda: bus.nc.is_connected and bus.identity != before)
 
 
-async def test_on_a_new_connection_it_decides_if_lock_and_record_are_as_it_left_them(plane: Plane) -> None:
+async def test_a_reconnected_coordinator_decides_only_if_lock_and_record_are_unchanged(plane: Plane) -> None:
     client, other = await plane.client(), await plane.client("other")
     await store(client, BASE)
     async with coordinator(client) as (_, sealed):

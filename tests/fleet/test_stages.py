@@ -82,7 +82,7 @@ def test_a_snapshot_is_of_the_engines_and_knows_the_stages_beside_them() -> None
     assert [one.instance_id for one in select_members(mixed, [STAGE_ID, ENGINE])] == [ENGINE]
 
 
-def test_who_comes_back_as_the_other_kind_is_of_that_kind() -> None:
+def test_a_stage_that_returns_as_an_engine_is_an_engine_and_the_reverse() -> None:
     was_engine = fed(member(ENGINE, 1), member(ENGINE, 2, "vision", "i1"))
     assert (was_engine.members, len(was_engine.stages)) == ((), 1)
     was_stage = fed(member(ENGINE, 1, "vision"), member(ENGINE, 2, None, "i1"))
@@ -102,7 +102,7 @@ def call_of(op: str, **select: Any) -> FleetCall[Empty]:
     return FleetCall(FLEET_OPS[op], parsed, Empty(), view, "", False, 0.0)
 
 
-def test_what_only_stages_have_skipped_is_no_success() -> None:
+def test_a_call_that_only_stages_skipped_is_no_success() -> None:
     vision = member(STAGE_ID, 2, "vision")
     mixed, stages = fed(member(ENGINE, 1), vision), fed(member("3" * 16, 1, "sound"), vision)
     for op in FLEET_OPS:
@@ -201,7 +201,7 @@ async def test_an_engine_that_skips_has_failed(plane: Plane) -> None:
 # ---- a mixed pipeline ----
 
 
-async def test_the_fleets_ops_go_by_a_stage(plane: Plane) -> None:
+async def test_the_ops_of_the_fleet_succeed_beside_a_stage(plane: Plane) -> None:
     client = await plane.client()
     ids = plane.spawn_copies(2)
     stage = spawn_stage(plane, plane.model(7))  # its model would be another one
@@ -311,7 +311,7 @@ async def test_a_stage_joins_a_fleet_that_stands_still(plane: Plane) -> None:
 
 
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
-async def test_what_is_published_goes_to_the_engines(plane: Plane, transport: str) -> None:
+async def test_a_published_version_goes_to_the_engines_only(plane: Plane, transport: str) -> None:
     """Also by a group, which every rank of the fleet has to join."""
     if transport == "gloo":
         pytest.importorskip("torch")

@@ -232,7 +232,7 @@ async def test_a_reader_waits_for_a_token_so_long_and_no_longer(nats: NatsServer
                 await waiting
 
 
-async def test_a_message_came_when_it_came_however_late_it_is_taken(
+async def test_the_arrival_time_of_a_message_does_not_depend_on_when_it_is_read(
     nats: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, all_here = asyncio.get_running_loop(), asyncio.Event()
@@ -313,7 +313,7 @@ async def test_what_an_engine_makes_in_one_turn_crosses_at_once(
     assert crossings < STREAMS * MESSAGES / 2
 
 
-async def test_who_gives_work_up_goes_when_it_has_undone_what_it_began(
+async def test_a_cancelled_caller_waits_until_its_work_has_cleaned_up(
     engine_loop: tuple[EngineLoop, asyncio.AbstractEventLoop],
 ) -> None:
     """Else the next change of the engine would run beside it."""
@@ -361,7 +361,7 @@ async def test_work_that_goes_to_its_end_is_waited_for(
     assert ended.is_set()
 
 
-async def test_work_that_does_not_end_lets_its_caller_go(
+async def test_the_caller_of_work_that_ignores_cancellation_returns_after_a_bound(
     engine_loop: tuple[EngineLoop, asyncio.AbstractEventLoop],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

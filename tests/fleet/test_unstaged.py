@@ -94,7 +94,7 @@ async def test_every_worker_is_closed_from_the_first_byte_to_the_commit(plane: P
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort"])
-async def test_running_requests_end_first_where_the_policy_says_so(plane: Plane, mode: str) -> None:
+async def test_the_policy_can_let_running_requests_end_before_an_unstaged_update(plane: Plane, mode: str) -> None:
     client = await plane.client()
     worker = plane.spawn(token_delay_s=0.01)
     await client.wait_for(1)
@@ -107,7 +107,7 @@ async def test_running_requests_end_first_where_the_policy_says_so(plane: Plane,
     assert await all_serve(client, "step_1")
 
 
-async def test_one_after_another_and_with_staged_ones(plane: Plane) -> None:
+async def test_unstaged_and_staged_updates_can_follow_each_other(plane: Plane) -> None:
     client = await plane.client()
     (worker, _) = plane.spawn_copies(2)
     for seed, staging in enumerate(("none", "none", "host", "none"), 1):
@@ -161,7 +161,7 @@ async def test_an_impossible_policy_is_refused(plane: Plane, policy: dict[str, A
     assert await all_serve(client, "initial")
 
 
-async def test_without_a_way_back_it_is_refused(plane: Plane) -> None:
+async def test_an_unstaged_update_is_refused_if_the_committed_weights_are_not_refetchable(plane: Plane) -> None:
     """The committed weights could not be fetched again if it failed."""
     client = await plane.client()
     once = """
@@ -214,7 +214,7 @@ async def test_weights_that_do_not_fit_change_no_worker(plane: Plane, wrong: str
 # ---- failures on the way ----
 
 
-async def test_half_way_on_one_worker_all_heal(plane: Plane) -> None:
+async def test_if_one_worker_fails_half_way_all_workers_heal(plane: Plane) -> None:
     client = await plane.client()
     bad, good = spawn_faulty(plane, token_delay_s=0.01), plane.spawn(token_delay_s=0.01)
     await client.wait_for(2)
@@ -256,7 +256,7 @@ async def test_half_way_one_worker_can_be_excluded(plane: Plane) -> None:
     only_ever_open_at(told, "initial", "step_1")
 
 
-async def test_bytes_of_another_digest_heal(plane: Plane) -> None:
+async def test_after_weights_with_a_wrong_digest_the_workers_heal(plane: Plane) -> None:
     client = await plane.client()
     ids = plane.spawn_copies(2)
     told = await Told.follow(client)
@@ -269,7 +269,7 @@ async def test_bytes_of_another_digest_heal(plane: Plane) -> None:
         assert stream.tokens == tokens_of(stream, [model_digest(plane.model(0))])
 
 
-async def test_an_aborted_one_heals(plane: Plane) -> None:
+async def test_after_an_aborted_unstaged_update_the_worker_heals(plane: Plane) -> None:
     client = await plane.client()
     worker = plane.spawn(token_delay_s=0.01)
     await client.wait_for(1)
@@ -367,7 +367,7 @@ async def test_with_older_kv_in_its_cache_no_worker_is_admitted(plane: Plane) ->
     assert any("flush" in reason for reasons in behind for reason in reasons), behind
 
 
-async def test_paused_before_it_stays_paused_after_it(plane: Plane) -> None:
+async def test_a_paused_fleet_stays_paused_over_an_unstaged_update(plane: Plane) -> None:
     client = await plane.client()
     plane.spawn_copies(2)
     await client.wait_for(2)

@@ -287,7 +287,7 @@ async def test_a_chain_of_deltas_is_no_larger_than_the_model(plane: Plane) -> No
     await asyncio.to_thread(publisher.close)
 
 
-def test_what_was_in_vain_is_tried_again_later() -> None:
+def test_deltas_that_did_not_pay_are_tried_again_after_some_versions() -> None:
     copy = HostCopy()
     copy.in_vain = TRIES - 1
     assert copy.is_tried()
@@ -297,7 +297,7 @@ def test_what_was_in_vain_is_tried_again_later() -> None:
         assert copy.is_tried()
 
 
-async def test_what_nixl_was_lent_goes_before_more_memory_is_taken(
+async def test_memory_lent_to_nixl_is_returned_before_a_copy_is_allocated(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that is too short for one copy is too short for two."""
@@ -328,7 +328,7 @@ async def test_what_nixl_was_lent_goes_before_more_memory_is_taken(
     await asyncio.to_thread(publisher.close)
 
 
-async def test_what_is_compared_in_vain_is_left(plane: Plane) -> None:
+async def test_a_copy_whose_comparisons_save_nothing_is_dropped(plane: Plane) -> None:
     plane.spawn()
     sent, publisher = await publish_changed(plane, 1.0, 4, transport="object_store")
     assert sent == ["full"] * 4

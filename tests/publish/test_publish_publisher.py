@@ -168,7 +168,9 @@ async def test_a_worker_that_ends_while_it_receives_is_named_and_why(
     await asyncio.to_thread(publisher.close)
 
 
-async def test_who_died_before_it_came_is_not_waited_for(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_died_before_it_connected_is_not_waited_for(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between the look at the fleet and the update: the others get it meanwhile."""
     shape = {"tensors": 8, "nbytes": 1000}
     plane.spawn_many(2, model=plane.model(0, **shape))
@@ -721,7 +723,7 @@ class Joining:
 
 
 @pytest.mark.parametrize("encoding", ["full", "delta"])
-async def test_for_a_worker_that_joins_all_is_pushed_once_more(encoding: Any, plane: Plane) -> None:
+async def test_if_a_worker_joins_the_version_is_pushed_to_all_workers_again(encoding: Any, plane: Plane) -> None:
     """By a trainer that waits, and by a publisher that sends from its copy."""
     pytest.importorskip("torch")
     plane.spawn()
@@ -756,7 +758,7 @@ async def test_for_a_worker_that_joins_all_is_pushed_once_more(encoding: Any, pl
 
 
 @pytest.mark.parametrize("kind", ["overlapped", "gathered"])
-async def test_what_may_not_be_read_again_is_not_pushed_once_more(kind: str, plane: Plane) -> None:
+async def test_a_source_that_may_not_be_read_again_is_not_pushed_again(kind: str, plane: Plane) -> None:
     """Its tensors may have changed, or other ranks would have to gather with it."""
     pytest.importorskip("torch")
     plane.spawn()
@@ -1191,7 +1193,7 @@ async def test_the_fleet_has_the_trainers_weights_from_the_start(
     assert refused.value.facts["field"] == "initial"
 
 
-async def test_what_is_committed_and_not_served_is_sent_from_the_start(plane: Plane) -> None:
+async def test_a_committed_version_that_no_worker_serves_is_sent_when_the_publisher_starts(plane: Plane) -> None:
     """Trainer and worker have ended, and what would bring the version is gone."""
     worker, client, model = plane.spawn(), await plane.client(), plane.model(1)
     told: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "root": root_of(plane)}

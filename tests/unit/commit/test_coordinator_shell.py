@@ -71,7 +71,9 @@ class Fleet:
         return event
 
 
-async def test_who_joins_while_a_decision_is_told_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_joins_during_the_announcement_of_a_decision_hears_it_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stays, goes, joins = member("a", "1"), member("b", "1"), member("c", "1")
     anew = member("d", "2")
     fleet = Fleet(monkeypatch, [stays, goes, member("d", "1")], [stays, joins, anew])
@@ -96,7 +98,7 @@ async def test_a_frontend_that_has_not_acknowledged_is_silent(monkeypatch: pytes
     assert (await fleet.told()).silent_frontends == ["refuses", "silent"]
 
 
-async def test_the_silent_are_waited_for_until_no_lease_can_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_worker_is_waited_for_until_its_lease_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(monkeypatch, [], [member("a", "1")])
     await fleet.told()
     fleet.clock += 1.5

@@ -339,7 +339,7 @@ def test_rolling_is_worker_by_worker_beside_the_version_before() -> None:
     assert outcome.excluded == []
 
 
-def test_rolling_waits_for_the_silent_after_it_has_opened() -> None:
+def test_a_rolling_update_waits_for_silent_workers_after_it_has_opened() -> None:
     told = RecordAcks(dict(MEMBERS), [ok("a"), ok("b"), silent("c")], ["f1"])
     driver = Driver(update(policy={"barrier": "rolling"}), open=[None, told], watch=serving("ab"))
     outcome = driver.outcome()
@@ -421,7 +421,7 @@ def test_a_failed_prepare_is_excluded_where_the_policy_says_so() -> None:
         (update(digest="blake3:" + "2" * 64), [], "the caller stated blake3:222"),
     ],
 )
-def test_what_is_not_prepared_well_is_never_decided(
+def test_an_update_with_inconsistent_prepare_replies_is_never_decided(
     call: UpdateCommand, replies: Sequence[WorkerReply], message: str
 ) -> None:
     driver = Driver(call, prepare=prepared_rows(*replies))
@@ -447,12 +447,12 @@ def test_with_nobody_there_nothing_is_decided() -> None:
     assert driver.phases == ["survey"], "nobody has fixed sequence 0"
 
 
-def test_one_that_left_before_it_was_asked_is_lost() -> None:
+def test_a_worker_that_left_before_its_prepare_aborts_the_update() -> None:
     driver = Driver(update(), prepare=Answered([ok(key, digest=NEW, refetchable=True) for key in "ab"]))
     assert "it left before the update began" in driver.error(UpdateAborted).message
 
 
-def test_who_is_closed_fails_nothing_and_who_hangs_does() -> None:
+def test_a_closed_worker_that_fails_to_prepare_is_excluded_but_a_silent_one_aborts_the_update() -> None:
     failing = prepared_rows(bad("c", EngineFailed("closed anyway")))
     driver = Driver(update(), prepare=failing, watch=serving("ab"))
     driver.reports = [report("a"), report("b"), report("c", admitted=False)]
@@ -469,7 +469,7 @@ def test_a_lost_bus_while_preparing_aborts_and_says_so() -> None:
     assert driver.phases == ABORTED
 
 
-def test_what_all_can_fetch_again_is_refetchable_else_not() -> None:
+def test_a_version_is_refetchable_only_if_every_worker_can_fetch_it_again() -> None:
     driver = Driver(update(), prepare=prepared_rows(ok("b", digest=NEW, refetchable=False)))
     driver.outcome()
     assert not driver.one(Write, "decide").record.source.refetchable
@@ -536,7 +536,7 @@ def test_unstaged_only_where_the_committed_version_can_be_fetched_again(refetcha
         assert not driver.all(SendOp, "prepare")
 
 
-def test_bad_input_that_some_worker_has_written_over_its_weights_is_not_told_as_untouched() -> None:
+def test_an_unstaged_update_is_an_invalid_request_only_if_every_worker_refused_it() -> None:
     gone = bad("b", InvalidRequest("it is not there", field="transport.path"))
     replies = [ok("a", digest=NEW, refetchable=True), gone, replace(gone, instance_id="c")]
     unstaged = {"staging": "none"}
@@ -592,7 +592,7 @@ def test_fenced_while_deciding_is_aborted() -> None:
     ("phase", "before"),
     [("pause", WHOLE[:4]), ("gate", WHOLE[:4]), ("commit", WHOLE[:5]), ("leases", WHOLE[:6]), ("open", WHOLE[:6])],
 )
-def test_lost_on_the_way_the_workers_are_watched_and_then_it_is_opened(
+def test_a_coordinator_that_loses_a_step_after_the_decision_watches_the_workers_and_then_opens(
     phase: str, before: list[str], why: PlaneError
 ) -> None:
     answers: dict[str, Any] = {phase: [why, None]}
@@ -618,7 +618,7 @@ def test_a_short_commit_time_does_not_open_before_every_lease_has_ended() -> Non
     assert driver.one(Watch).timeout_s == LEASES_END_S
 
 
-def test_rolling_lost_on_the_way_is_watched_too() -> None:
+def test_a_coordinator_that_loses_a_roll_opens_and_then_watches_the_workers() -> None:
     driver = Driver(update(policy={"barrier": "rolling"}), roll=[None, LOST])
     driver.outcome()
     # Who still waits for its turn is let go before anybody watches it.
@@ -627,7 +627,7 @@ def test_rolling_lost_on_the_way_is_watched_too() -> None:
 
 
 @pytest.mark.parametrize("nobody", [None, Conflict("nobody tells")])
-def test_rolling_lets_the_others_go_as_soon_as_the_record_can_be_written(nobody: PlaneError | None) -> None:
+def test_a_lost_roll_tries_to_open_the_record_until_it_can_be_written(nobody: PlaneError | None) -> None:
     driver = Driver(
         update(policy={"barrier": "rolling"}), roll=LOST, open=[LOST, LOST, None], watch=[nobody, None]
     )
@@ -636,13 +636,13 @@ def test_rolling_lets_the_others_go_as_soon_as_the_record_can_be_written(nobody:
     assert [watch.timeout_s for watch in driver.all(Watch)] == [0.0, 0.0, 60.0]
 
 
-def test_rolling_that_was_fenced_lets_nobody_wait() -> None:
+def test_a_rolling_update_that_is_fenced_still_watches_the_workers() -> None:
     driver = Driver(update(policy={"barrier": "rolling"}), roll=LOST, open=FENCED)
     driver.outcome()
     assert driver.phases[-4:] == ["roll", "open", "watch", "open"]
 
 
-def test_when_nobody_tells_what_the_workers_do_that_is_said() -> None:
+def test_an_update_raises_the_error_of_a_watch_that_hears_no_worker() -> None:
     nobody = Conflict("committed, and nobody tells")
     driver = Driver(update(), commit=LOST, watch=nobody)
     assert driver.run().result is nobody
@@ -677,7 +677,7 @@ def test_a_new_process_is_not_told_to_swap_what_it_has_not_staged() -> None:
     assert list(driver.one(SendOp, "commit").workers) == ["a", "c"]
 
 
-def test_who_does_not_serve_it_at_the_end_is_excluded() -> None:
+def test_a_worker_that_does_not_serve_the_version_at_the_end_is_excluded() -> None:
     broken = Answered([ok("a"), bad("b", EngineFailed("broken")), ok("c")])
     driver = Driver(update(), commit=broken, watch=serving("ac"))
     outcome = driver.outcome()
@@ -692,7 +692,7 @@ def test_who_does_not_serve_it_at_the_end_is_excluded() -> None:
 
 
 @pytest.mark.parametrize("at_last", [1, 2])
-def test_too_few_that_serve_are_watched_and_then_told(at_last: int) -> None:
+def test_too_few_serving_workers_are_watched_once_and_are_then_a_conflict(at_last: int) -> None:
     broken = [bad(key, EngineFailed("broken")) for key in "bc"]
     driver = Driver(
         update(policy={"min_ready": 2}),
@@ -723,7 +723,7 @@ def test_who_holds_another_version_does_not_serve_it() -> None:
     Driver(update(), gate=LOST, watch=dead).error(Conflict)
 
 
-def test_a_version_in_whose_place_there_is_another_by_now_is_no_success_and_said_to_be_so() -> None:
+def test_a_version_that_another_one_has_replaced_meanwhile_is_a_conflict() -> None:
     other = replace(R1, made=WeightVersion("run-1", 2, "other", "d2"))
     error = Driver(update(), gate=FENCED, watch=states(other, "a")).error(Conflict)
     assert error.message == "new was committed, and another version has been committed since"
@@ -733,7 +733,7 @@ def test_a_version_in_whose_place_there_is_another_by_now_is_no_success_and_said
 
 
 @pytest.mark.parametrize("reason", sorted(CLOSED_BY_CHOICE))
-def test_who_is_closed_by_choice_has_the_version_all_the_same(reason: str) -> None:
+def test_a_worker_that_an_operator_has_closed_is_not_excluded(reason: str) -> None:
     def closed(watch: Watch) -> Answered:
         admission = {"open": False, "reasons": [f"{reason}: so it was said"]}
         replies = states(watch.record, "abc").replies
@@ -765,7 +765,7 @@ def with_session(call: UpdateCommand, noted: UpdateSession, *records: DecisionRe
     return driver
 
 
-def test_prepared_it_waits_for_another_call() -> None:
+def test_a_prepare_call_saves_a_session_and_decides_nothing() -> None:
     driver = Driver(prepare())
     prepared = driver.prepared()
     assert driver.phases == ["survey", "begin", "prepare", "session"]
@@ -787,7 +787,7 @@ def test_a_prepare_that_fails_leaves_no_session() -> None:
     assert driver.phases == ABORTED
 
 
-def test_a_session_that_may_have_been_noted_goes_before_what_it_names() -> None:
+def test_an_uncertain_session_is_ended_before_its_staged_weights_are_aborted() -> None:
     driver = Driver(prepare(), session=[LOST, None])
     assert driver.run().result is LOST
     assert driver.phases == ["survey", "begin", "prepare", "session", "session", "abort"]
@@ -859,7 +859,7 @@ def received(*replies: WorkerReply) -> Answered:
     return Answered(list({**there, **{reply.instance_id: reply for reply in replies}}.values()))
 
 
-def test_what_is_pushed_is_only_listened_for() -> None:
+def test_a_prepare_call_for_pushed_weights_only_starts_to_listen() -> None:
     driver = Driver(prepare(transport=PUSH))
     prepared = driver.prepared()
     assert driver.phases == ["survey", "begin", "prepare", "session"]
@@ -872,7 +872,7 @@ def test_what_is_pushed_is_only_listened_for() -> None:
 
 @pytest.mark.parametrize("why", [lost("a"), bad("a", EngineFailed("full")), silent("a")])
 @pytest.mark.parametrize("policy", [{}, {"on_prepare_failure": "exclude"}])
-def test_who_pushes_waits_for_all_so_all_must_listen(why: WorkerReply, policy: dict[str, Any]) -> None:
+def test_a_pushed_update_is_aborted_unless_every_worker_listens(why: WorkerReply, policy: dict[str, Any]) -> None:
     replies = Answered([why, ok("b"), ok("c")])
     for admitted in (True, False):  # one that is closed is in the group too
         driver = Driver(prepare(transport=PUSH, policy=policy), prepare=replies)
@@ -881,13 +881,13 @@ def test_who_pushes_waits_for_all_so_all_must_listen(why: WorkerReply, policy: d
         assert driver.phases == ABORTED
 
 
-def test_nobody_waits_for_a_trainer_without_staging() -> None:
+def test_a_pushed_update_without_staging_is_refused() -> None:
     driver = Driver(prepare(transport=PUSH, policy={"staging": "none"}))
     assert driver.error(InvalidRequest).facts["field"] == "policy.staging"
     assert driver.phases == ["survey"]
 
 
-def test_what_was_pushed_is_waited_for_and_committed() -> None:
+def test_a_complete_call_waits_for_pushed_weights_and_commits_them() -> None:
     driver = with_session(UpdateCommand("complete", ""), HEARS, prepare=received())
     outcome = driver.outcome()
     assert driver.phases == ["survey", "prepare", "recheck", "decide", "session", *WHOLE[4:]]
@@ -911,7 +911,7 @@ def test_what_was_pushed_is_waited_for_and_committed() -> None:
         ({"on_prepare_failure": "exclude", "min_ready": 3}, [lost("a")], NEW, UpdateAborted),
     ],
 )
-def test_what_did_not_arrive_is_not_committed(
+def test_a_pushed_update_whose_weights_did_not_arrive_is_not_committed(
     policy: dict[str, Any], replies: list[WorkerReply], digest: str | None, ends: type[PlaneError] | None
 ) -> None:
     noted = replace(HEARS, body=body(transport=PUSH, policy=policy).model_dump())
@@ -924,7 +924,7 @@ def test_what_did_not_arrive_is_not_committed(
         assert driver.phases == ["survey", "prepare", "session", "abort"]
 
 
-def test_whose_group_broke_is_not_named_for_the_one_that_broke_it() -> None:
+def test_the_error_of_a_broken_group_names_the_worker_that_broke_it() -> None:
     broke = Unavailable("the group g broke: rank 2 is gone", field="transport.group")
     for replies in (
         [bad("a", broke), lost("b"), bad("c", broke)],
@@ -938,7 +938,7 @@ def test_whose_group_broke_is_not_named_for_the_one_that_broke_it() -> None:
     assert driver.error(UpdateAborted).message.endswith(f": a: {broke.message}")
 
 
-def test_one_that_listened_and_is_gone_is_not_asked() -> None:
+def test_a_worker_that_left_after_it_listened_is_not_asked_to_prepare() -> None:
     noted = replace(HEARS, body=body(transport=PUSH, policy={"on_prepare_failure": "exclude"}).model_dump())
     driver = with_session(COMPLETE, noted, watch=serving("bc"))
     driver.members = {**MEMBERS, "a": "another"}
@@ -961,7 +961,7 @@ def test_one_that_listened_and_is_gone_is_not_asked() -> None:
         ({"on_prepare_failure": "exclude", "min_ready": 3}, "a", "", True),
     ],
 )
-def test_what_nobody_can_receive_any_more_holds_up_nobody(
+def test_a_pushed_session_that_no_worker_can_receive_does_not_lock_the_fleet(
     policy: dict[str, Any], failed: str, gone: str, lost: bool
 ) -> None:
     noted = replace(HEARS, update_id="before", body=body(transport=PUSH, policy=policy).model_dump())
@@ -976,7 +976,7 @@ def test_what_nobody_can_receive_any_more_holds_up_nobody(
     assert driver.one(SendOp, "clear").body == {"update_id": "before"}
 
 
-def test_who_joins_a_pushed_update_too_late_can_not_get_it() -> None:
+def test_a_worker_that_joins_after_the_push_began_aborts_it_or_is_excluded() -> None:
     driver = with_session(COMPLETE, HEARS)
     driver.members = {**MEMBERS, "d": "id"}
     assert "d joined" in driver.error(MembershipChanged).message
@@ -1001,7 +1001,7 @@ def test_who_joins_a_pushed_update_too_late_can_not_get_it() -> None:
     assert driver.phases == WHOLE
 
 
-def test_what_is_staged_is_not_what_the_caller_states() -> None:
+def test_a_complete_call_with_another_digest_than_the_staged_one_aborts() -> None:
     driver = with_session(UpdateCommand("complete", "u9", digest="blake3:" + "2" * 64), SESSION)
     assert driver.error(UpdateAborted).facts["field"] == "digest"
     assert driver.phases == ["survey", "prepare", "session", "abort"]
@@ -1039,7 +1039,7 @@ def test_a_prepared_update_has_the_label_that_it_was_last_given() -> None:
     assert with_session(replace(COMPLETE, version="eight"), named).outcome().version.label == "eight"
 
 
-def test_a_session_that_was_written_before_sessions_had_owners_is_nobodys() -> None:
+def test_a_session_without_an_owner_can_be_completed() -> None:
     older = replace(SESSION, body={name: value for name, value in SESSION.body.items() if name != "owner"})
     assert UpdateSession.decode(older.encode()).owner is None
     driver = with_session(COMPLETE, UpdateSession.decode(older.encode()))
@@ -1118,7 +1118,7 @@ def test_what_a_dead_coordinator_had_decided_is_finished_first() -> None:
     assert outcome.version.sequence == 2
 
 
-def test_what_only_the_unfinished_update_had_closed_counts_again() -> None:
+def test_a_worker_that_only_the_unfinished_update_closed_counts_again_once_it_is_finished() -> None:
     driver = Driver(update(), R1, prepare=prepared_rows(lost("b")))
     driver.reports = [report(key, R1, admitted=False) for key in MEMBERS]
     driver.answers["recheck"] = [
@@ -1148,7 +1148,9 @@ def test_under_the_same_id_an_update_answers_with_the_outcome_of_the_one_that_wa
     ids=lambda call: call.kind,
 )
 @pytest.mark.parametrize("record", [R1, R1_OPEN], ids=["decided", "opened"])
-def test_asked_again_it_is_no_success_where_too_few_serve(call: UpdateCommand, record: DecisionRecord) -> None:
+def test_a_repeated_update_is_a_conflict_if_too_few_workers_serve_its_version(
+    call: UpdateCommand, record: DecisionRecord
+) -> None:
     failed = Answered([bad(key, NotPrepared("no")) for key in MEMBERS])
     nobody = states(R0, "abc")
     driver = Driver(call, record, commit=failed, watch=nobody)
@@ -1160,13 +1162,13 @@ def test_asked_again_it_is_no_success_where_too_few_serve(call: UpdateCommand, r
     assert driver.outcome().excluded == []
 
 
-def test_prepared_again_it_is_finished_and_said_to_be_committed() -> None:
+def test_a_prepare_call_for_a_decided_update_finishes_it_and_is_a_conflict() -> None:
     driver = Driver(UpdateCommand("prepare", "u1", body()), R1)
     assert "is committed as one" in driver.error(Conflict).message
     assert driver.phases == ["survey", *FINISH]
 
 
-def test_completed_again_it_is_its_own_policy_that_counts() -> None:
+def test_a_repeated_complete_call_applies_its_own_policy() -> None:
     one = Answered([state("a", R1), state("b", R0), state("c", R0)])
     assert Driver(UpdateCommand("complete", "u1"), R1_OPEN, watch=one).outcome().excluded == ["b", "c"]
     call = UpdateCommand("complete", "u1", min_ready=2)
@@ -1175,7 +1177,7 @@ def test_completed_again_it_is_its_own_policy_that_counts() -> None:
     assert "1 workers serve it" in with_session(call, another, R1_OPEN, watch=one).error(Conflict).message
 
 
-def test_finish_does_only_that() -> None:
+def test_a_finish_call_finishes_the_decided_update_and_checks_nothing_else() -> None:
     driver = Driver(
         UpdateCommand("finish", ""), R1, commit=Answered([bad(key, NotPrepared("no")) for key in MEMBERS])
     )
@@ -1194,7 +1196,7 @@ def test_a_rolling_update_that_was_left_is_ended_on_all_at_once() -> None:
     assert driver.one(Write, "open").record.rolling_from is None
 
 
-def test_who_finishes_an_update_that_leaves_the_fleet_paused_notes_it() -> None:
+def test_a_coordinator_that_finishes_a_keep_pause_update_saves_the_pause() -> None:
     left = replace(R1, keep_pause=True, pause_mode="wait", fence=8)
     for written in (3, 7):
         driver = Driver(UpdateCommand("finish", ""), left)
@@ -1307,7 +1309,7 @@ def test_an_adapter_is_unloaded_without_a_transport() -> None:
         ("unload", R1_OPEN, NotFound, "target.name"),
     ],
 )
-def test_what_an_adapter_can_not_become_touches_nobody(
+def test_an_impossible_adapter_change_is_refused_before_any_worker_is_asked(
     op: str, base: DecisionRecord, error: type[PlaneError], field: str
 ) -> None:
     driver = Driver(lora(op), base)
@@ -1355,7 +1357,7 @@ def with_canary(commit: Any, base: DecisionRecord = R0, on_failure: str = "rollb
 BACK = [*WHOLE[:6], "decide", "gate", "commit", "open", "open", "watch"]
 
 
-def test_who_computes_something_else_is_excluded_and_the_version_opens_with_what_the_others_gave() -> None:
+def test_a_worker_with_other_canary_scores_is_excluded_and_the_version_opens_with_the_others_scores() -> None:
     driver = with_canary(scored(-1.0, -1.0, -5.0), watch=serving("ab"))
     outcome = driver.outcome()
     assert driver.phases == [*WHOLE[:7], "open", "open", "watch"]
@@ -1370,7 +1372,7 @@ def test_who_computes_something_else_is_excluded_and_the_version_opens_with_what
     assert history.values(NEW, opened.canary.sequences) == opened.canary.references
 
 
-def test_what_all_miss_is_never_opened_and_the_version_before_comes_back() -> None:
+def test_a_version_that_all_workers_fail_is_never_opened_and_the_version_before_returns() -> None:
     driver = with_canary(scored(-5.0, -5.0, -5.0))
     error = driver.error(CanaryFailed)
     assert driver.phases == BACK
@@ -1384,14 +1386,14 @@ def test_what_all_miss_is_never_opened_and_the_version_before_comes_back() -> No
     assert error.facts["failed_version"] == failed.made.to_wire()
 
 
-def test_rolling_it_is_only_the_first_worker_that_takes_what_it_misses() -> None:
+def test_a_rolling_update_that_fails_its_canary_reaches_only_the_first_worker() -> None:
     driver = with_canary(scored(-5.0, -1.0, -1.0), barrier="rolling")
     driver.error(CanaryFailed)
     assert [list(one.workers) for one in driver.all(SendOp, "roll")] == [["a"]]
     assert driver.all(Write, "decide")[1].record.version.digest == V0.digest
 
 
-def test_a_version_that_can_not_be_brought_back_stays_and_none_serves_it() -> None:
+def test_if_no_earlier_version_can_return_the_failed_one_stays_and_no_worker_serves_it() -> None:
     for base, on_failure in (
         (R0, "exclude"),
         (replace(R1_OPEN, source=replace(R1.source, refetchable=False)), "rollback"),
@@ -1405,7 +1407,7 @@ def test_a_version_that_can_not_be_brought_back_stays_and_none_serves_it() -> No
 
 
 @pytest.mark.parametrize("found", [True, False])
-def test_a_return_whose_answer_was_lost_is_settled_by_what_the_record_has_made(found: bool) -> None:
+def test_a_rollback_decision_with_a_lost_answer_is_resolved_by_the_version_in_the_record(found: bool) -> None:
     """Both records are of one update id: the one that is found may be the version that all workers miss."""
     driver = with_canary(scored(-5.0, -5.0, -5.0), decide=[None, LOST], watch=serving(""))
     driver.answers["resolve"] = [
@@ -1422,7 +1424,9 @@ def test_a_return_whose_answer_was_lost_is_settled_by_what_the_record_has_made(f
 
 
 @pytest.mark.parametrize("why", [LOST, FENCED])
-def test_lost_before_it_was_judged_it_is_left_to_the_next_coordinator(why: PlaneError) -> None:
+def test_an_update_that_is_lost_before_its_canary_is_judged_is_left_to_the_next_coordinator(
+    why: PlaneError,
+) -> None:
     driver = with_canary(why, watch=serving(""))
     driver.error(Conflict)
     assert driver.phases == [*WHOLE[:6], "watch"]
@@ -1434,7 +1438,7 @@ def test_lost_before_it_was_judged_it_is_left_to_the_next_coordinator(why: Plane
     assert opened.canary.references == {KIND: ((-1.0, -2.0),)}
 
 
-def test_who_finishes_a_version_that_all_miss_brings_the_one_before_back() -> None:
+def test_a_coordinator_that_finishes_a_version_that_all_workers_fail_returns_to_the_one_before() -> None:
     first = with_canary(scored(-5.0, -5.0, -5.0))
     first.run()
     left = replace(first.all(Write, "decide")[0].record, fence=8)
@@ -1489,7 +1493,7 @@ def test_a_part_goes_to_all_that_listen() -> None:
     ],
 )
 @pytest.mark.parametrize("policy", [{}, {"on_prepare_failure": "exclude"}])
-def test_a_part_that_anybody_lacks_ends_the_update(
+def test_a_part_that_one_worker_does_not_receive_ends_the_update(
     why: WorkerReply, policy: dict[str, Any], ends: type[PlaneError]
 ) -> None:
     noted = replace(FEEDING, body=body(transport=FED, policy=policy).model_dump())
@@ -1498,7 +1502,7 @@ def test_a_part_that_anybody_lacks_ends_the_update(
     assert driver.phases == ["survey", "receive", "session", "abort"]
 
 
-def test_nobody_is_fed_who_can_not_have_all_of_it() -> None:
+def test_a_part_is_refused_if_a_worker_has_missed_earlier_parts() -> None:
     driver = with_session(FEED, FEEDING)
     driver.members = {**MEMBERS, "a": "another"}
     driver.error(UpdateAborted)
@@ -1509,7 +1513,7 @@ def test_nobody_is_fed_who_can_not_have_all_of_it() -> None:
     assert Driver(FEED).error(UpdateAborted).facts["field"] == "update_id"
 
 
-def test_the_last_part_is_asked_for_what_is_missing() -> None:
+def test_a_complete_call_fails_if_a_worker_still_lacks_tensors() -> None:
     driver = with_session(UpdateCommand("complete", "", version="late"), FEEDING, prepare=received())
     assert driver.outcome().version.label == "late"
     assert driver.phases[:4] == ["survey", "receive", "prepare", "recheck"]
@@ -1520,7 +1524,7 @@ def test_the_last_part_is_asked_for_what_is_missing() -> None:
     assert driver.phases == ["survey", "receive", "session", "abort"]
 
 
-def test_what_is_fed_takes_several_calls() -> None:
+def test_an_update_in_parts_is_refused_as_a_single_call() -> None:
     driver = Driver(replace(prepare(transport=FED), kind="update"))
     assert driver.error(InvalidRequest).facts["field"] == "transport.in_parts"
     assert driver.phases == []

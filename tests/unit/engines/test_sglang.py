@@ -201,7 +201,7 @@ def feeder(monkeypatch: pytest.MonkeyPatch) -> Feeder:
     return Feeder(Manager(), frozenset(), lambda name: name, lambda name: Label(None), Experts(1, 1, 1))
 
 
-async def test_who_begins_again_is_asked_for_the_rest(feeder: Feeder) -> None:
+async def test_a_restarted_request_asks_only_for_the_remaining_tokens(feeder: Feeder) -> None:
     manager: Any = feeder._manager
     wanted = ask([1, 2], max_tokens=5, seed=7, temperature=1.0, logprobs=True, prompt_logprobs=True)
     pieces = feeder.run(wanted, [1, 2])
@@ -225,7 +225,7 @@ async def test_who_begins_again_is_asked_for_the_rest(feeder: Feeder) -> None:
     assert (before.rid != after.rid, manager.open, feeder.streams) == (True, 0, {})
 
 
-async def test_who_has_left_or_ended_does_not_begin_again(feeder: Feeder) -> None:
+async def test_a_request_that_was_left_or_has_ended_is_not_restarted(feeder: Feeder) -> None:
     manager: Any = feeder._manager
     runs = [feeder.run(ask([1], max_tokens=5), [1]) for _ in range(2)]
     for number, run in enumerate(runs):

@@ -36,7 +36,7 @@ def reading(tokens: list[str], stops: list[str], include: bool, min_tokens: int)
     return len(tokens), text, None
 
 
-def test_as_the_whole_text_reads() -> None:
+def test_a_streamed_text_stops_where_the_whole_text_would() -> None:
     source, kinds = random.Random(1), set()
     for _ in range(TRIES):
         texts = ["".join(source.choices("ab", k=source.randrange(4))) for _ in range(6)]
@@ -73,7 +73,9 @@ def test_as_the_whole_text_reads() -> None:
         (["é"], ["a", "éb"], ["a", ""]),
     ],
 )
-def test_what_is_told_when(stops: list[str], tokens: list[str], told: list[str]) -> None:
+def test_text_that_may_begin_a_stop_string_is_held_back(
+    stops: list[str], tokens: list[str], told: list[str]
+) -> None:
     text = ReplyText(Letters(tokens), GenerateRequest(id="x", prompt_token_ids=[1], stop=stops), [1])
     assert [text.add([one], last=one == len(tokens) - 1).text for one in range(len(tokens))] == told
 

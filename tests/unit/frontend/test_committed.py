@@ -230,7 +230,7 @@ def test_what_an_engine_cant_witness_is_said_by_its_worker() -> None:
         (False, delta(2, end=True)),
     ],
 )
-def test_nothing_is_taken_for_unknown_in_silence(witnesses: bool, then: GenerateDelta) -> None:
+def test_labels_that_contradict_the_engines_witness_are_refused(witnesses: bool, then: GenerateDelta) -> None:
     known = history(record(1))
     with pytest.raises(Unlabelled):
         SpanCheck(known, None, known.count, witnesses=witnesses).take(then, 0.0)
@@ -321,7 +321,7 @@ def test_a_worker_tells_which_weights_it_holds(held: DecisionRecord | None, made
     assert status.holds(made) == same
 
 
-async def test_what_a_worker_has_left_it_does_not_make_again() -> None:
+async def test_a_worker_makes_no_more_tokens_of_a_version_that_it_has_replaced() -> None:
     """Also while a frontend that was cut off asks it anew. Another process says nothing of it."""
     known: Any = FleetStatus(Any, Any)  # type: ignore[arg-type]
     admission = {"open": True, "reasons": []}

@@ -124,7 +124,9 @@ NOW = Point("r", 5)
         (Demands(max_lag=9), Point("q", 5), "max_lag"),
     ],
 )
-def test_who_may_make_the_first_token(demands: Demands, serves: Point, unmet: str | None) -> None:
+def test_the_demands_decide_which_worker_may_make_the_first_token(
+    demands: Demands, serves: Point, unmet: str | None
+) -> None:
     found = at_admission(demands, serves, NOW)
     assert (found.demand if found else None) == unmet
 
@@ -139,7 +141,9 @@ def test_who_may_make_the_first_token(demands: Demands, serves: Point, unmet: st
         (Demands(max_lag=0), Point("r", 4), None),
     ],
 )
-def test_who_may_go_on(demands: Demands, made_by: Point | None, unmet: str | None) -> None:
+def test_the_demands_decide_which_worker_may_continue_a_choice(
+    demands: Demands, made_by: Point | None, unmet: str | None
+) -> None:
     found = at_admission(demands, NOW, NOW, made_by)
     assert (found.demand if found else None) == unmet
 
@@ -166,7 +170,9 @@ def test_who_may_go_on(demands: Demands, made_by: Point | None, unmet: str | Non
         (Demands(), unwitnessed(9), None),
     ],
 )
-def test_what_may_be_delivered(demands: Demands, spans: list[VersionSpan], unmet: str | None) -> None:
+def test_the_demands_decide_which_tokens_may_be_delivered(
+    demands: Demands, spans: list[VersionSpan], unmet: str | None
+) -> None:
     found = at_delivery(demands, spans, NOW)
     assert (found.demand if found else None) == unmet
     if found is not None:
@@ -252,7 +258,7 @@ def test_spans_of_the_next_worker_go_on_where_the_last_one_ended() -> None:
     assert (progress.fresh, progress.full) == (0, False)
 
 
-def test_what_a_lost_worker_said_before_a_token_is_void() -> None:
+def test_the_messages_of_a_worker_lost_before_its_first_token_are_ignored() -> None:
     progress = GenerationProgress(GenerateRequest(id="r", prompt_token_ids=[7], max_tokens=1))
     progress.rest()
     progress.take(delta([], prompt_token_ids=[9]))

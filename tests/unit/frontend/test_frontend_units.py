@@ -122,7 +122,7 @@ def test_a_503_says_when_to_come_back(wait_s: float | None, header: str) -> None
     assert response.headers["content-length"] == str(len(response.body))
 
 
-def test_so_does_one_of_an_engine_that_died() -> None:
+def test_the_503_of_a_dead_engine_says_when_to_retry() -> None:
     response = error_response(EngineDied("its process ended"), 0.0)
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
 
@@ -814,7 +814,7 @@ def test_an_adapter_is_told_beside_the_base() -> None:
     assert [request.adapter for request in plan.requests] == ["a", "a"]
 
 
-def test_what_came_so_far_is_labelled() -> None:
+def test_the_partial_tokens_of_a_choice_have_their_labels() -> None:
     choice = Choice(0)
     assert choice.partial()["weight_versions"] == []
     choice.take(GenerateDelta(token_ids=[1], spans=[_span(1, 0, 1)]))

@@ -60,7 +60,7 @@ def valid(core: MembershipCore) -> None:
     assert all(one.revision <= core.epoch for one in snapshot)
 
 
-def test_what_is_fed_in_order_is_the_fleet() -> None:
+def test_messages_in_order_give_the_members_of_the_fleet() -> None:
     core = MembershipCore()
     a, b = member("a", 1), member("b", 2)
     assert core.feed(written(a)) == [Changed(None, a)]
@@ -116,7 +116,7 @@ def test_other_keys_move_the_epoch_only() -> None:
     assert (core.epoch, core.members) == (1, {})
 
 
-def test_only_the_connection_of_now_is_a_death() -> None:
+def test_only_the_end_of_a_workers_present_connection_is_its_death() -> None:
     core = MembershipCore()
     core.feed(written(member("a", 1, connection=7)))
     assert core.disconnected("server", 8) == []
@@ -253,7 +253,7 @@ def test_silence_counts_from_the_last_answer() -> None:
         assert not core.probed("a", 1, outcome, float(now))
 
 
-def test_a_prober_that_stood_still_accuses_nobody() -> None:
+def test_a_prober_that_was_suspended_reports_no_hung_worker() -> None:
     core = ProbeCore()
     core.probed("a", 1, "answered", 0.0)
     core.probed("a", 1, "silent", 1.0)
@@ -274,7 +274,7 @@ def test_a_new_registration_starts_anew() -> None:
     assert not core.probed("a", 3, "no_responder", 7.0)
 
 
-def test_who_has_left_is_forgotten() -> None:
+def test_the_prober_forgets_a_worker_that_has_left() -> None:
     core = ProbeCore()
     core.probed("a", 1, "no_responder", 0.0)
     core.keep_only({"b"})

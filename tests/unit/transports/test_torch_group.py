@@ -79,7 +79,7 @@ def is_closed(line: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("bound", ["HELLO_S", "STRANGERS"])
-def test_who_does_not_say_who_it_is_is_not_kept(monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
+def test_a_connection_that_does_not_name_its_rank_is_closed(monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
     monkeypatch.setattr(lifelines, bound, 0)
     trainer = PeerLiveness.of_trainer("127.0.0.1")
     done = threading.Event()
@@ -538,7 +538,7 @@ class Posting(SimpleNamespace):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_who_posts_does_not_wait_for_the_end_of_what_was_posted(fails: bool) -> None:
+def test_a_broadcast_does_not_wait_for_the_release_of_its_dropped_group(fails: bool) -> None:
     """Releasing torch's group last may take as long as an update, so another thread does it."""
     group, _ = nccl_group(BOUND_S)
     group._device = None
