@@ -305,7 +305,7 @@ SGLANG_FIELDS = {name: f"sampling_params.{name}" for name in SglangSampling.mode
     "prompt_logprobs": "logprob_start_len",
     **ROUTED,
 }
-"""The same for SGLang's callers."""
+"""A GenerateRequest's field → the name that SGLang's callers use."""
 
 
 def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:

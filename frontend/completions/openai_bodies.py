@@ -146,7 +146,7 @@ class GenerationBody(SamplingBody, DemandFields):
     return_routed_experts: bool | None = None
     """Return the experts of each token of the prompt and of a choice. Also in `nvext`."""
     extra_fields: list[str] | None = Field(None, max_length=MAX_EXTRA_FIELDS)
-    """The same field as in `nvext`."""
+    """Another place for `nvext.extra_fields`."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None

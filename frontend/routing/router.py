@@ -25,7 +25,7 @@ SESSION_SLACK = 4 * REQUEST_TOKENS
 worker's cache has a whole conversation, so the session stays long."""
 PREFIX_RATIO = 1.25
 PREFIX_SLACK = REQUEST_TOKENS
-"""The same bounds for a prompt that a worker has computed before. The tokens that it need not compute again add to the
+"""Bounds for a prompt that a worker has computed before. The tokens that it need not compute again add to the
 slack."""
 MAX_SESSIONS = 65_536
 """The number of sessions that are remembered, the latest ones: about 20 MB."""
@@ -61,7 +61,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Affinity:
-    """What makes one worker better than another for a request."""
+    """The facts that make one worker better than another for a request."""
 
     session: str | None = None
     beginnings: Beginnings | None = None

@@ -87,7 +87,7 @@ async def _prime_rl(witnesses: Witnesses, ids: list[str], trainer: ToldProcess, 
 
 
 async def _init_broadcaster(trainer: ToldProcess, http: httpx.AsyncClient) -> str:
-    """Of two workers. The group's name."""
+    """Forms a group of two workers. Returns its name."""
     group, port = f"prime-rl {next(NUMBERS)}", free_port()
     init = {
         "host": HOST,
@@ -317,7 +317,7 @@ async def _skyrl_step(http: httpx.AsyncClient, method: str, named: dict[str, Any
 MANY = 20_000
 
 
-"""As those of a model of many experts."""
+"""Names as in a model of many experts."""
 NAMES = [f"model.layers.{number // 400}.mlp.experts.{number % 400}.down_proj.weight" for number in range(MANY)]
 
 

@@ -171,7 +171,7 @@ class HeldTensors:
 
     @property
     def told(self) -> str:
-        """How many tensors are held, and which came last: the trainer should have continued after it."""
+        """The number of tensors that are held, and the last of them: the trainer should have continued after it."""
         of_all = f" of the model's {self._wanted}" if self._wanted else ""
         last = repr(next(reversed(self._tensors), None))
         return f"{self._needed}{of_all} tensors are held, the last of them {last[:200]}"

@@ -184,7 +184,7 @@ OF_STATE = frozenset(
         "ebnf_full_assistant",
     }
 )
-"""Of the engines' sampling parameters: not what a caller says, but what was made of it."""
+"""These sampling parameters are what the engine makes of a request, not what a caller sends."""
 
 
 @pytest.mark.timeout(200)
