@@ -87,8 +87,9 @@ class Router:
     """Weighs the workers. Workers report their load (`on_report`), and this frontend counts its own requests
     (`on_start` to `on_end`).
 
-    A report includes this frontend's own requests. The router subtracts those that were open when the report came, and
-    adds those that are open now. So the load of other frontends is as new as the report, and the own load is exact."""
+    A report includes this frontend's own requests. The router subtracts the requests that were open when the report
+    came, and adds the requests that are open now. So the load of other frontends is as new as the report, and the own
+    load is exact."""
 
     def __init__(self) -> None:
         self.picks: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Reads the fleet as if it were one engine, and turns its errors into those that trainers' clients expect."""
+"""Reads the fleet as if it were one engine, and gives its errors the form that trainers' clients expect."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class HeldTensors:
         self._policy: dict[str, Any] = {}
         self._label: str | None = None
         self._wanted = 0
-        """The number of the model's tensors, without those that it ties to others, as of the last `ask_model`."""
+        """The number of the model's tensors, without tied ones, as of the last `ask_model`."""
         self._tied: frozenset[str] = frozenset()
         """The tied names. The update does not wait for them; the workers compare them."""
         self._at = 0.0
