@@ -779,7 +779,7 @@ async def test_an_update_that_fails_at_its_end_leaves_nobody_paused(plane: Plane
         wrong = tensors_of(plane, 1, nbytes=2048)
         fine(await http.post("/update_weights_from_tensor", json=wrong))
         error = refused(await http.post("/continue_generation", json={}), 400)
-        assert "goes on by the committed version" in error["message"]
+        assert "generation continues by the committed version" in error["message"]
         assert fine(await http.get("/is_paused")) == {"is_paused": False}
         assert await served(http) == [(True, "initial")] * 2
         # Another one holds the fleet.

@@ -351,7 +351,7 @@ async def test_a_worker_that_is_killed_between_two_buckets(plane: Plane) -> None
                 with contextlib.suppress(EngineFailed):  # it may have had another child than the dead one
                     await sent
             error = refused(await http.post("/continue_generation", json={}), 409)
-            assert "goes on by the committed version" in error["message"]
+            assert "generation continues by the committed version" in error["message"]
             left = [one for one in ids if one != doomed.instance_id]
             await plane.until(lambda: _are(http, left), HEAL_S)
             await proven(http, left, 1)
