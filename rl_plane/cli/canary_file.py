@@ -1,4 +1,4 @@
-"""`--canary FILE`: reads and checks a numeric canary before a command changes anything."""
+"""Reads and checks the file of `--canary` before a command changes the fleet."""
 
 from __future__ import annotations
 

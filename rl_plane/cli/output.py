@@ -1,4 +1,4 @@
-"""What the commands print: ready lines, tables, and errors in one line with the fix."""
+"""Prints for the commands: ready lines, tables, and errors in one line with the fix."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ READY = "ready"
 """The key of a ready line in JSON; its value names the command."""
 
 _FIXES: tuple[tuple[type[PlaneError], str], ...] = (
-    (Unauthorized, "set RL_PLANE_ADMIN_KEY to the facade's key"),
+    (Unauthorized, "set RL_PLANE_ADMIN_KEY to the frontend's key"),
     (Locked, "repeat it when the other update has ended"),
     (Unavailable, "repeat it in a moment; see `rl-plane state`"),
     (DeadlineExceeded, "see `rl-plane state`, or wait longer (--timeout-s)"),
@@ -38,11 +38,11 @@ _FIXES: tuple[tuple[type[PlaneError], str], ...] = (
     (InvalidRequest, "correct the request"),
     (PlaneError, "see the log of the worker or the frontend"),
 )
-"""What to do when the error itself does not say."""
+"""The fix of each kind of error, if the error itself has none."""
 
 
 def one_line(text: object) -> str:
-    """Without control characters (they come from outside), and without a password in an address."""
+    """A text in one line, without control characters, and without the password in an address."""
     shown = " ".join(str(text).split())
     shown = "".join(char if char.isprintable() else "?" for char in shown)
     return re.sub(r"(\w://)[^/@\s]+@", r"\1…@", shown)
@@ -62,7 +62,7 @@ def error_line(error: PlaneError) -> str:
 
 
 def plane_error(error: Exception) -> PlaneError | None:
-    """The error of a command as one that a person can read. None: a fault of ours, which needs its traceback."""
+    """The error of a command in words for a person. None: a fault of ours, which needs its traceback."""
     if isinstance(error, PlaneError):
         return error
     if isinstance(error, ModuleNotFoundError):
@@ -81,7 +81,7 @@ def say(line: str) -> None:
 
 
 def note(line: str) -> None:
-    """For a person who waits; never mixed with the answer."""
+    """Prints to stderr, so that it never mixes with the answer."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -90,7 +90,7 @@ def say_json(value: Any) -> None:
 
 
 def say_ready(as_json: bool, command: str, words: str, **facts: Any) -> None:
-    """The one line by which a person, or `up`, learns that a process serves."""
+    """Prints the line by which a person, or `up`, learns that a process is ready."""
     if as_json:
         say_json({READY: command, **facts})
     else:
@@ -98,7 +98,7 @@ def say_ready(as_json: bool, command: str, words: str, **facts: Any) -> None:
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
-    """`columns`: heading → key. Missing values are `-`."""
+    """A table of rows. `columns`: heading → key. A missing value is `-`."""
     cells = [list(columns)]
     cells += [[_cell(row.get(key)) for key in columns.values()] for row in rows]
     widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]

@@ -64,7 +64,7 @@ def publish(given: Command) -> int:
             policy=policy.model_dump(),
             cast=values["cast"],
             component=components[0],
-            stays=False,
+            trainer_stays=False,
             **reach,
         )
         with publisher:

@@ -35,7 +35,7 @@ OFF = "off"
 HELP_CHARS = 110
 """The widest line of a help text, on a terminal that is as wide."""
 MAX_COUNT = 10_000
-"""The largest fleet that was measured."""
+"""The number of workers in the largest fleet that was measured."""
 
 
 class Setting(click.Option):
@@ -335,7 +335,7 @@ def command(
 
 
 def for_child(values: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """The same settings for a child process: its flags, and its environment, which alone carries secrets."""
+    """Passes settings on to a child process: its flags, and its environment, which alone carries secrets."""
     known = {setting.variable for setting in SETTINGS.values()}
     env = {key: value for key, value in environ.items() if key not in known}
     argv: list[str] = []

@@ -55,14 +55,14 @@ from rl_plane.protocol.validation import Empty, parse_body, same_values
 from rl_plane.transports.group.torch_group import FORM_MARGIN_S, JOIN_TORCH_S
 
 READY_POLL_S = 0.2
-"""How often `ready` looks again. Workers become ready within seconds, so a faster look gains nothing."""
+"""Seconds between two looks of `ready`. Workers become ready within seconds, so a faster look gains nothing."""
 FRONTENDS_S = 2.0
 """Seconds for a frontend's answer. A running frontend answers within milliseconds; a stopped one never does."""
 FORM_WAIT_S = JOIN_TORCH_S + FORM_MARGIN_S
 """Seconds to wait for the lock to form a trainer's own group. A trainer forms one group for each stage of its pipeline
 side by side, and the group before may take this long."""
 LOST_RETRIES = 3
-"""How often a changing call is repeated on the other workers after one has died during it."""
+"""The number of tries of a changing call: it is repeated on the other workers after one has died during it."""
 UNTOUCHED = (InvalidRequest, Unsupported, StaleFence, WrongIncarnation)
 """Errors by which a worker says that it has done nothing."""
 DISABLED = b"disabled"

@@ -43,7 +43,7 @@ class FleetCall(Generic[B]):
         return self.body.model_dump(exclude_unset=True)
 
     def with_body(self, body: C) -> FleetCall[C]:
-        """The same call with another body."""
+        """This call with another body."""
         return FleetCall(self.op, self.select, body, self.view, self.request_id, self.may_repeat, self.start)
 
     @property

@@ -46,7 +46,8 @@ from rl_plane.protocol.validation import MAX_TIMEOUT_S, parse_body
 from rl_plane.protocol.worker_ops import Op, not_a_member, op_named
 
 WATCH_QUEUE = 10_000
-"""How many changes a watcher may be behind. Then its watch ends with an error, so that the queue cannot grow."""
+"""The number of changes that a watcher may be behind. Then its watch ends with an error, so that the queue stays
+bounded."""
 
 EmptyFleet = Literal["error", "ok"]
 

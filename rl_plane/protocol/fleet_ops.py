@@ -1,5 +1,7 @@
-"""The table of the fleet's ops: name, route and typed request of each. `fleet.py` answers them; the HTTP facade, the
-fleet subject, the command line and docs/reference.md derive from it.
+"""The table of the fleet's ops: the name, the route, the request and the traits of each.
+
+`fleet/fleet.py` answers the ops. The HTTP facade, the fleet subject, the command line and docs/reference.md derive from
+this table.
 """
 
 from __future__ import annotations
@@ -14,25 +16,25 @@ from rl_plane.protocol import update_requests, validation, worker_ops
 from rl_plane.protocol.record import PauseMode
 
 DEFAULT_WAIT_S = 5.0
-"""How long a call waits for a fleet that is still coming up."""
+"""The longest wait of a call for a fleet that is still starting."""
 MAX_WAIT_S = 3600.0
 
 
 class Select(validation.Body):
-    """Which workers a call means, beside the op's own fields. An HTTP query may carry these too."""
+    """The workers that a call means. Every op has these fields beside its own. They may also be in an HTTP query."""
 
     component: list[str] | None = None
-    """Names; a plain string is one. Default: the configured component."""
+    """Names. A plain string is one name. Default: the configured component."""
     workers: list[str] | None = Field(None, min_length=1)
     """Instance ids. Default: all."""
     epoch: int | None = Field(None, ge=0)
-    """Of an earlier reply; as `fingerprint`."""
+    """The epoch of an earlier reply. The call fails with membership_changed unless the fleet is the same."""
     fingerprint: str | None = Field(None, max_length=64)
     """The call fails with membership_changed unless the fleet is this one."""
     min_workers: int = Field(1, ge=0)
-    """Wait until so many are there; 0: an empty fleet is a fleet."""
+    """Wait until the fleet has this many workers. 0: an empty fleet is fine."""
     wait_s: float = Field(DEFAULT_WAIT_S, ge=0, le=MAX_WAIT_S)
-    """Seconds to wait for `min_workers`; `ready` waits for readiness only when this is given."""
+    """Seconds to wait for `min_workers`. `ready` waits for readiness only if this is given."""
 
     @field_validator("component", "workers", mode="before")
     @classmethod
@@ -41,18 +43,18 @@ class Select(validation.Body):
 
 
 class WorkerResult(BaseModel):
-    """One worker's part of a reply; the op's own reply fields stand beside these."""
+    """One worker's part of a fleet's reply. The op's own reply fields are beside these."""
 
     instance_id: str
     incarnation: str
     status: Literal["ok", "error", "skipped"]
     error: dict[str, Any] | None = None
     reason: str | None = None
-    """Why it was skipped: the worker is beside a stage of a pipeline that has no weights and generates nothing."""
+    """The reason for `skipped`: the worker is a pipeline stage without weights."""
 
 
 class FleetReply(BaseModel):
-    """Every reply names every worker. Ops add their own fields."""
+    """A fleet's reply, with one entry for each worker. Ops add their own fields."""
 
     status: Literal["ok"]
     epoch: int
@@ -60,9 +62,9 @@ class FleetReply(BaseModel):
     workers: list[WorkerResult]
     version: worker_ops.Version | None = None
     excluded: list[str] | None = None
-    """After an update: members that do not serve the new version; they heal by themselves."""
+    """After an update: the members that do not serve the new version. They heal by themselves."""
     updates: list[dict[str, Any]] | None = None
-    """Of `updates`: newest first, each with the fields of `rl_plane.commit.history.UpdateEntry`."""
+    """The reply of `updates`: the newest first, each with the fields of `rl_plane.commit.history.UpdateEntry`."""
     elapsed_s: float
 
 
@@ -70,7 +72,7 @@ class LoadLora(validation.Body):
     lora_name: str = Field(min_length=1, max_length=validation.LABEL_CHARS, pattern=validation.PRINTABLE)
     lora_path: str = Field(min_length=1)
     cast: bool = False
-    """Allow another float dtype than the engine's for it."""
+    """Allow an adapter of another float dtype than the engine's. It is converted."""
 
 
 class UnloadLora(validation.Body):
@@ -79,34 +81,34 @@ class UnloadLora(validation.Body):
 
 class UpdateId(validation.Body):
     update_id: str | None = Field(None, min_length=1, max_length=128)
-    """As `prepare_weights_update` gave it; None: the one that is prepared."""
+    """The id in the reply of `prepare_weights_update`. None: the prepared update."""
 
 
 class ReceiveWeightsPart(update_requests.Part, UpdateId):
-    """Of an update that was prepared with `transport: {backend, group, in_parts: true}`."""
+    """A part of an update that was prepared with `transport: {backend, group, in_parts: true}`."""
 
     version: str | None = Field(
         None, min_length=1, max_length=validation.LABEL_CHARS, pattern=validation.PRINTABLE
     )
-    """The update's label, for a trainer that says it with a part; None: as before."""
+    """The update's label, for a trainer that gives it with a part. None: no change."""
     pause_mode: PauseMode | None = None
-    """From here on in place of the policy's, for a trainer that says it with a part; None: as before."""
+    """Replaces the policy's pause mode, for a trainer that gives it with a part. None: no change."""
 
 
 class LabelUpdate(UpdateId):
     version: str = Field(min_length=1, max_length=validation.LABEL_CHARS, pattern=validation.PRINTABLE)
-    """Its label, unless a later call has another."""
+    """The update's label, until a later call changes it."""
 
 
 class CompleteUpdate(UpdateId):
     version: str | None = Field(
         None, min_length=1, max_length=validation.LABEL_CHARS, pattern=validation.PRINTABLE
     )
-    """Its label, for a trainer that names it only now."""
+    """The update's label, for a trainer that gives it only now."""
     digest: str | None = Field(None, pattern=validation.DIGEST)
-    """What was sent, for a trainer that knows it only now."""
+    """The digest of the sent weights, for a trainer that knows it only now."""
     num_buckets: int | None = Field(None, ge=0)
-    """How many buckets were sent: as many as the manifest has."""
+    """The number of buckets that were sent. It must be the manifest's number."""
 
 
 @dataclass(frozen=True, slots=True)

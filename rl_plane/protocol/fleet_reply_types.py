@@ -21,7 +21,7 @@ from rl_plane.protocol.worker_ops import (
 
 
 class Selection(TypedDict, total=False):
-    """Which workers a call means. All keys are optional."""
+    """The workers that a call means. All keys are optional."""
 
     component: str | list[str]
     """The component or components. Default: the client's."""
@@ -32,7 +32,7 @@ class Selection(TypedDict, total=False):
     fingerprint: str
     """The fingerprint of an earlier reply. MembershipChanged if the fleet has another one."""
     min_workers: int
-    """How many workers must be in the fleet. Default: 1; 0 allows an empty fleet."""
+    """The number of workers that must be in the fleet. Default: 1; 0 allows an empty fleet."""
     wait_s: float
     """Seconds to wait for `min_workers`. Default: 5."""
 
@@ -80,7 +80,7 @@ class FleetReadiness(FleetLiveness):
     ready: Literal[True]
 
 
-class WorkerState(WorkerEntry, StateReply):
+class ReportedState(WorkerEntry, StateReply):
     """One worker's admission, pause, version and load."""
 
 
@@ -100,10 +100,10 @@ class FleetState(Merged):
     """The transports from which a worker can fetch the committed version, in order."""
     sequence: int | None
     """The committed state, adapters included."""
-    workers: list[WorkerState]
+    workers: list[ReportedState]
 
 
-class ListedWorker(WorkerState):
+class ListedWorker(ReportedState):
     """A worker's state with its registration. Each engine adds keys of its own."""
 
     namespace: str
@@ -123,11 +123,11 @@ class ServedVersion(Merged):
     version: VersionReply | None
     """The version that every admitted worker serves. None: nothing is committed yet."""
     adapters: dict[str, VersionReply]
-    workers: list[WorkerState]
+    workers: list[ReportedState]
 
 
 class WorkerDescription(WorkerEntry, DescribeReply):
-    """What one engine is and can do."""
+    """One engine's description."""
 
 
 class FleetDescription(Merged):
@@ -143,7 +143,7 @@ class PausedFleet(Merged):
 
 
 class AbortedOnWorker(WorkerEntry, AbortedReply):
-    """How many requests one worker has ended."""
+    """The number of requests that one worker has ended."""
 
 
 class AbortedRequests(Merged):
@@ -160,9 +160,9 @@ class UpdateReply(Merged):
     phases: dict[str, float]
     """Phase → seconds: `prepare_s`, `gate_s`, `commit_s`, `open_s`."""
     canary: NotRequired[dict[str, Any]]
-    """What the numeric canary has shown, if an engine scored it."""
+    """The result of the numeric canary, if an engine scored it."""
     num_buckets_received: NotRequired[int]
-    """How many buckets a trainer has pushed."""
+    """The number of buckets that a trainer has pushed."""
     workers: list[WorkerEntry]
 
 
@@ -213,5 +213,5 @@ class WeightChecksOnWorker(WorkerEntry, CheckWeightsReply):
     """One worker's checks, rank by rank."""
 
 
-class WeightChecks(Merged):
+class FleetWeightChecks(Merged):
     workers: list[WeightChecksOnWorker]

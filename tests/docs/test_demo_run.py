@@ -49,7 +49,7 @@ def demo(cwd: Path, *arguments: str, tmp: Path | None = None) -> Iterator[subpro
 
 
 def processes_in(cwd: Path) -> list[str]:
-    """Those that run in the demo's folder, as all of its own do, or name it."""
+    """The processes that run in the demo's folder, as its own do, or name it."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -119,7 +119,7 @@ def test_the_demo_with_another_engine(tmp_path: Path, short_tmp: Path, engine: s
     assert report["killed_at_step"] < report["joined_at_step"]
     started = [path.read_text() for path in (tmp_path / "out" / "logs").glob("worker-*.out")]
     assert len(started) == 3
-    assert all(f"({engine}, " in ready for ready in started)
+    assert all(json.loads(ready)["engine"] == engine for ready in started)
     assert left_behind(tmp_path, short_tmp) == []
 
 

@@ -1,7 +1,7 @@
-"""What an EngineAdapter promises, held against real vLLM and real SGLang on a CPU, and a plain transformers model.
+"""The contract of an EngineAdapter, tested on real vLLM and real SGLang on a CPU, against a plain transformers model.
 
-Each engine is started once for all; `-k vllm` runs one of them. What they are peculiar in:
-tests/support/engine_kinds.py. With more ranks than one, and killed: tests/engines/test_two_ranks.py.
+Each engine starts once for all tests; `-k vllm` runs one of them. `tests/support/engine_kinds.py` has the differences
+of the two. `tests/engines/test_two_ranks.py` runs them with several ranks, and kills them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ ENDLESS = 2000
 
 
 EOS = (0,)
-"""Of the tiny models."""
+"""The eos tokens of the tiny models."""
 
 ADAPTERS = ("x", "y", "z")
 """Names that tests use."""
@@ -176,7 +176,7 @@ async def test_modes_for_gpus_are_refused_on_a_cpu(kind: Kind, models: Models) -
 async def test_modes_for_gpus_are_what_the_engine_is_built_with(
     kind: Kind, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As far as it can be told without a GPU; also where the environment or an argument says otherwise."""
+    """The modes win over the environment and other arguments, as far as a machine without a GPU can show."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
     given = dataclasses.replace(kind.options(models.tiny[1], **kind.no_modes), device="cuda")
     assert kind.modes(kind.build(given)) == (False, False)
@@ -450,7 +450,7 @@ async def test_extremes_do_not_hurt_the_engine(engine: FullEngine, extreme: dict
 
 
 async def test_a_low_temperature_is_not_raised(engine: FullEngine) -> None:
-    """Of two tokens whose logits differ by 0.01, the lesser one is made so often."""
+    """Two tokens have logits that differ by 0.01: the lesser one must come as often as the temperature says."""
     first = await run(engine, ask([7], max_tokens=1, logprobs=True, top_logprobs=2))
     ((one, likely), (other, rare)) = (first.deltas[0].top_logprobs or [])[0]
     bias = {str(one): 50.0, str(other): 50.0 + likely - rare - 0.01}
@@ -557,7 +557,7 @@ async def test_wait_drains_what_was_frozen(
 
 @pytest.mark.parametrize("before", ["running", "frozen", "flushed"])
 async def test_a_wait_that_is_cancelled_leaves_it_as_it_was(engine: FullEngine, before: str) -> None:
-    """As its deadline does."""
+    """The deadline of a pause cancels it."""
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(1)
     if before != "running":
@@ -605,7 +605,7 @@ async def test_a_pause_after_a_wait_that_was_cancelled(engine: FullEngine, then:
 
 
 async def test_a_resume_ends_a_wait(engine: FullEngine) -> None:
-    """Who waits is told when what ran before has ended."""
+    """The wait returns when the requests that ran before have ended."""
     one, late, waiting = await waited_for(engine)
     await engine.resume()
     assert (await late.end()).tokens == witnessed(1, 21, 16)
@@ -799,7 +799,7 @@ async def test_weights_that_are_no_numbers_fail_each_request_and_not_the_engine(
 async def test_a_request_ends_before_the_first_token_of_no_numbers_and_no_other_does(
     engine: FullEngine, models: Models, scratch: Path
 ) -> None:
-    """What such a token would be made after is told; it holds for weights that come meanwhile too."""
+    """The tokens before such a token are delivered. It holds for weights that come meanwhile, too."""
     chain = witnessed(1, 7, 200)
     token = chain[120]
     lone = changed(models.witness[1], scratch / "token", "model.embed_tokens.weight", token, math.nan)
@@ -1214,7 +1214,7 @@ async def test_adapters_that_do_not_fit(kind: Kind, engine: FullEngine, models: 
 async def test_bad_adapters_are_refused_and_touch_nothing(
     kind: Kind, engine: FullEngine, models: Models, scratch: Path
 ) -> None:
-    """Of what can be told without the tensors' bytes, none is taken. The adapter that is there serves all the while."""
+    """An adapter that is wrong by its names and sizes alone is refused. The loaded adapter serves all the while."""
     await update(engine, models.tiny[1], 1)
     await load_adapter(engine, "x", models.adapters[1])
     good, files = models.adapters[2], set(kind.directory(engine).rglob("*"))
@@ -1282,7 +1282,7 @@ async def test_a_hang_is_seen_and_passes(kind: Kind, engine: FullEngine) -> None
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 async def test_a_pause_that_a_hang_cuts_leaves_it_running(kind: Kind, engine: FullEngine, mode: PauseMode) -> None:
-    """As the deadline of a pause does, where the engine goes on later."""
+    """A hang cuts the pause at its deadline, and the engine continues later."""
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(3)
     ranks = kind.rank_pids(engine)

@@ -50,7 +50,7 @@ from worker.engines.common.checkpoint_spec import saved_specs
 from worker.engines.common.tokenizing import IncrementalText
 from worker.engines.common.torch_weights import ModelWeights
 from worker.engines.hf.adapter import HfEngine, build
-from worker.engines.hf.streams import Stream, choose
+from worker.engines.hf.streams import HfStream, choose
 from worker.receive.staging import TIE_FIX, model_digest
 from worker.testing.tiny_model import VOCAB_SIZE, make_tiny_model
 
@@ -249,7 +249,7 @@ def test_the_sampler_follows_the_distribution() -> None:
 
     def shares(**fields: Any) -> list[float]:
         streams = [
-            Stream(str(seed), ask([1], seed=seed, **{"temperature": 1.0} | fields), [1], frozenset())
+            HfStream(str(seed), ask([1], seed=seed, **{"temperature": 1.0} | fields), [1], frozenset())
             for seed in range(4000)
         ]
         tokens, logprobs = choose(logits.expand(len(streams), -1), streams)
@@ -666,7 +666,7 @@ async def test_a_cancelled_wait_leaves_the_engine_running(start: Start, models: 
 async def test_a_pause_that_is_cancelled_leaves_the_engine_as_it_was(
     start: Start, models: Models, monkeypatch: pytest.MonkeyPatch, at: str, was_frozen: bool
 ) -> None:
-    """As its deadline does, while a step takes long: when it has frozen the engine already."""
+    """The deadline of a pause cancels it during a long step, when it has frozen the engine already."""
     engine = await start(models.witness[1])
     loop: Any = engine._loop
     one = Run(engine, ask([7], max_tokens=300))

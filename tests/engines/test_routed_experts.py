@@ -1,4 +1,4 @@
-"""Which experts each token was sent to: the engines' rows against those of plain transformers, on every route."""
+"""The rows of routed experts of the engines equal those of plain transformers, on every route."""
 
 from __future__ import annotations
 

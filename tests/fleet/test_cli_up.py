@@ -24,7 +24,7 @@ from rl_plane.cli import main
 from rl_plane.cli.children import Printer
 from rl_plane.cli.serve import FRONTEND, WORKER
 from rl_plane.cli.settings import SETTINGS
-from rl_plane.cli.supervisor import MAX_PAUSE_S, Kept, Supervisor, exit_words, pause_before
+from rl_plane.cli.supervisor import MAX_PAUSE_S, SupervisedProcess, Supervisor, exit_words, pause_before
 from rl_plane.cli.up import SETTINGS as UP_SETTINGS
 from rl_plane.cli.up import Up
 from tests.support.settings import values_of
@@ -204,7 +204,7 @@ def test_a_bad_file_of_engine_arguments_ends_it(start: Callable[..., Started], t
     assert up.marked() == set()
 
 
-def test_what_dies_comes_back(
+def test_each_death_and_its_restart(
     fleet: Callable[..., tuple[Started, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     up, ready = fleet("--workers", "2", "--restart")
@@ -235,7 +235,7 @@ def test_what_dies_comes_back(
     assert up.marked() == set()
 
 
-def test_the_death_of_a_worker_ends_nobody_else_and_a_killed_up_leaves_nobody(
+def test_the_death_of_a_worker_ends_no_other_and_a_killed_up_leaves_no_process(
     fleet: Callable[..., tuple[Started, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     up, ready = fleet("--workers", "2", RL_PLANE_ADMIN_KEY="geheim")
@@ -278,22 +278,22 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("restart", [True, False])
-@pytest.mark.parametrize(("code", "comes_back"), [*((code, True) for code in COME_BACK), (1, False)])
+@pytest.mark.parametrize(("code", "restart_helps"), [*((code, True) for code in COME_BACK), (1, False)])
 async def test_an_engine_that_fails_at_the_first_start_is_started_again(
-    tmp_path: Path, code: int, comes_back: bool, restart: bool
+    tmp_path: Path, code: int, restart_helps: bool, restart: bool
 ) -> None:
     printer = Printer()
     supervisor = Supervisor(
         printer, lambda words, **facts: None, lambda name, line, fd: None, lambda restarts: 0.0
     )
     argv = [sys.executable, "-c", FIRST, str(tmp_path / "was here"), str(code)]
-    kept = Kept("worker-1", argv, dict(os.environ), restart=restart)
-    supervisor.keep(kept)
+    kept = SupervisedProcess("worker-1", argv, dict(os.environ), restart=restart)
+    supervisor.supervise(kept)
     over = [asyncio.create_task(event.wait()) for event in (kept.ready, supervisor.end)]
     try:
         await asyncio.wait(over, timeout=READY_S, return_when=asyncio.FIRST_COMPLETED)
-        assert kept.ready.is_set() is (comes_back and restart)
-        assert (supervisor.failed is None) is (comes_back and restart)
+        assert kept.ready.is_set() is (restart_helps and restart)
+        assert (supervisor.failed is None) is (restart_helps and restart)
     finally:
         for task in over:
             task.cancel()
@@ -308,8 +308,8 @@ def test_a_liveness_time_out_is_the_workers_as_the_frontends(
     values = values_of(UP_SETTINGS, [f"--model={model}", "--liveness-timeout-s=20"])
     up = Up(values | {"engines": ["fake"]})
     own = {**values, "engine": "fake", "instance_id": "0" * 16, "copies": 1}
-    argv = up._kept("worker-1", "worker", own, WORKER, False).argv
-    assert "--liveness-timeout-s=20.0" in up._kept("frontend", "frontend", values, FRONTEND, True).argv
+    argv = up._process("worker-1", "worker", own, WORKER, False).argv
+    assert "--liveness-timeout-s=20.0" in up._process("frontend", "frontend", values, FRONTEND, True).argv
     told: list[WorkerOptions] = []
 
     def run(options: WorkerOptions, ready: object) -> int:
@@ -338,7 +338,9 @@ sys.exit(run(sys.argv[2:]))
 """
 
 
-async def test_a_worker_whose_engine_dies_at_its_first_start_comes_back(nats: NatsServer, tmp_path: Path) -> None:
+async def test_a_worker_whose_engine_dies_at_its_first_start_restart_helps(
+    nats: NatsServer, tmp_path: Path
+) -> None:
     printer, died = Printer(), []
     supervisor = Supervisor(
         printer,
@@ -348,12 +350,14 @@ async def test_a_worker_whose_engine_dies_at_its_first_start_comes_back(nats: Na
     )
     argv = [sys.executable, "-P", "-c", FIRST_DIES, str(tmp_path / "was here"), "worker", "--engine", "fake"]
     argv += ["--model", str(make_fake_model(tmp_path / "model", 0)), "--nats-url", nats.url, "--json"]
-    supervisor.keep(Kept("worker-1", argv, dict(os.environ), restart=True))
-    over = [asyncio.create_task(event.wait()) for event in (supervisor.kept["worker-1"].ready, supervisor.end)]
+    supervisor.supervise(SupervisedProcess("worker-1", argv, dict(os.environ), restart=True))
+    over = [
+        asyncio.create_task(event.wait()) for event in (supervisor.processes["worker-1"].ready, supervisor.end)
+    ]
     try:
         await asyncio.wait(over, timeout=READY_S, return_when=asyncio.FIRST_COMPLETED)
         assert supervisor.failed is None
-        assert supervisor.kept["worker-1"].ready.is_set()
+        assert supervisor.processes["worker-1"].ready.is_set()
         assert died == [ENGINE_DEAD]
     finally:
         for task in over:
@@ -362,7 +366,9 @@ async def test_a_worker_whose_engine_dies_at_its_first_start_comes_back(nats: Na
         printer.flush()
 
 
-def test_what_can_not_start_ends_up_with_the_reason(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_a_process_that_can_not_start_ends_up_with_the_reason(
+    start: Callable[..., Started], tmp_path: Path
+) -> None:
     (tmp_path / "empty").mkdir()
     up = start("up", "--engine", "fake", "--model", "empty", "--rl-port", "0", "--http-port", "off")
     error = up.line(READY_S, status="error")["error"]

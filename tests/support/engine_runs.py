@@ -1,4 +1,4 @@
-"""What tests of an EngineAdapter share: requests under way, and updates through its own receivers."""
+"""Helpers of tests of an EngineAdapter: running requests, and updates through its own receivers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What an engine may be able to do beyond `EngineAdapter`: a protocol for each capability.
+"""Capabilities of engines beyond `EngineAdapter`: a protocol for each.
 
 An adapter has a capability if it has the protocol's methods. The worker answers the ops of every other capability with
-`unsupported`, and lists them in `describe`. An adapter that has the methods, and can't do it as it was started, names
+`unsupported`, and lists them in `describe`. An adapter that has the methods, but can't do it as it was started, names
 the op in `EngineInfo.capabilities` and raises `Unsupported` with the same reason.
 """
 
@@ -107,8 +107,8 @@ class CanReleaseMemory(Protocol):
 
     @abstractmethod
     async def resume_memory(self, tags: list[str]) -> None:
-        """Takes memory back. Idempotent. The worker loads the committed weights again: those that come back are of no
-        version."""
+        """Takes memory back. Idempotent. The returned weights are of no version: the worker loads the committed ones
+        again."""
 
 
 class FullEngine(EngineAdapter, CanTokenize, CanScore, CanLoadAdapters, CanCheckWeights, CanReleaseMemory):
@@ -138,7 +138,7 @@ def with_missing(adapter: EngineAdapter, info: EngineInfo) -> EngineInfo:
 
 
 def require(adapter: EngineAdapter, capability: type[Capability]) -> Capability:
-    """The adapter, as one that has the capability. Raises Unsupported if it does not."""
+    """Returns the adapter, typed as the capability. Raises Unsupported if the adapter does not have it."""
     if not isinstance(adapter, capability):
         raise Unsupported(f"this engine can't {OPS[capability][0].partition(':')[0]}", field="op", fix=LACKING)
     return adapter

@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Reply:
+class ContractReply:
     """The deltas of one request, joined."""
 
     tokens: list[int] = field(default_factory=list)
@@ -74,16 +74,16 @@ class Reply:
         return [span.digest for span in self.spans]
 
 
-class Stream:
+class ContractStream:
     """A request that a task of its own reads."""
 
     def __init__(self, engine: EngineAdapter, request: GenerateRequest) -> None:
         self.id = request.id
-        self.reply = Reply()
+        self.reply = ContractReply()
         self._grown = asyncio.Condition()
         self._task = asyncio.create_task(self._read(engine, request))
 
-    async def _read(self, engine: EngineAdapter, request: GenerateRequest) -> Reply:
+    async def _read(self, engine: EngineAdapter, request: GenerateRequest) -> ContractReply:
         try:
             async for delta in engine.generate(request):
                 self.reply.add(delta)
@@ -100,7 +100,7 @@ class Stream:
             await bounded(self._grown.wait_for(lambda: self._task.done() or len(self.reply.tokens) >= count))
         assert len(self.reply.tokens) >= count, f"the request ended with {self.reply}"
 
-    async def end(self) -> Reply:
+    async def end(self) -> ContractReply:
         return await bounded(self._task)
 
     @property
@@ -119,11 +119,11 @@ class EngineUnderTest:
 
     engine: EngineAdapter
     info: EngineInfo
-    """As `describe` has it: with the ops of the capabilities that the engine does not have."""
+    """The facts that `describe` reports: with the ops of the capabilities that the engine does not have."""
     model: Path
     """The engine serves it. A directory of safetensors files."""
     other: Path
-    """The same tensors with other bytes, which make other tokens of `prompt`."""
+    """Another directory with the same tensors and other bytes, which make other tokens of `prompt`."""
     prompt: tuple[int, ...] = (5, 6, 7)
     adapter: Path | None = None
     """A PEFT adapter of `model`. None: the checks load none."""
@@ -156,11 +156,11 @@ class EngineUnderTest:
         fields = {"prompt_token_ids": list(self.prompt), "temperature": 0.0, "ignore_eos": True} | more
         return GenerateRequest(id=f"contract-{next(self._names)}", max_tokens=max_tokens, **fields)
 
-    def stream(self, max_tokens: int = LONG, **more: Any) -> Stream:
+    def stream(self, max_tokens: int = LONG, **more: Any) -> ContractStream:
         longest = self.info.max_model_len - len(self.prompt) - 1
-        return Stream(self.engine, self.request(min(max_tokens, longest), **more))
+        return ContractStream(self.engine, self.request(min(max_tokens, longest), **more))
 
-    async def generate(self, **more: Any) -> Reply:
+    async def generate(self, **more: Any) -> ContractReply:
         return await self.stream(more.pop("max_tokens", NEW_TOKENS), **more).end()
 
     def receive_request(self, model: Path, adapter: str | None = None, in_place: bool = False) -> ReceiveRequest:
@@ -168,7 +168,7 @@ class EngineUnderTest:
         return ReceiveRequest(
             update_id=f"contract-{next(self._names)}",
             target=BaseTarget() if adapter is None else LoraTarget(kind="lora", op="load", name=adapter),
-            transport=Transport.model_validate({"backend": "filesystem", "path": str(model)}),
+            transport=Transport.model_validate({"backend": "filesystem", "path": str(model.absolute())}),
             label=model.name,
             staging="none" if in_place else "host",
         )
@@ -335,7 +335,7 @@ async def pause_keep_freezes(at: EngineUnderTest) -> None:
     assert (await waiting.end()).finish == "length"
 
 
-async def settled(at: EngineUnderTest, stream: Stream) -> None:
+async def settled(at: EngineUnderTest, stream: ContractStream) -> None:
     """Waits until the tokens that were made before the pause have reached their reader."""
     count = -1
     async with asyncio.timeout(BOUND_S):
@@ -596,7 +596,7 @@ async def check_close(build: EngineFactory, options: EngineOptions) -> None:
     info = await engine.start()
     length = min(LONG, info.max_model_len - 4)
     prompt = {"prompt_token_ids": [5, 6, 7], "temperature": 0.0, "ignore_eos": True}
-    stream = Stream(engine, GenerateRequest(id="closing", max_tokens=length, **prompt))
+    stream = ContractStream(engine, GenerateRequest(id="closing", max_tokens=length, **prompt))
     await stream.reach(1)
     await bounded(engine.close())
     await bounded(engine.close())

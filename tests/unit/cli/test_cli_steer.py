@@ -91,7 +91,7 @@ def test_pause_and_resume(facade: Facade, capsys: pytest.CaptureFixture[str]) ->
     assert main.run(["pause", "--mode", "abort", "--clear-cache", "--lease-s", "60"]) == 0
     assert facade.asked[0]["method"] == "POST"
     assert facade.asked[0]["body"] == {"mode": "abort", "clear_cache": True, "lease_s": 60.0}
-    assert capsys.readouterr().out == "paused 2 workers in 0.250 s (abort); by itself the fleet resumes in 60 s\n"
+    assert capsys.readouterr().out == "paused 2 workers in 0.250 s (abort); the fleet resumes by itself in 60 s\n"
     assert main.run(["resume"]) == 0
     assert facade.asked[1]["path"] == "/v1/rl/resume"
     assert facade.asked[1]["body"] == {}
@@ -387,7 +387,7 @@ def test_something_else_answers(
 ) -> None:
     facade.status, facade.reply = status, reply
     assert main.run(["state"]) == 1
-    assert "is --url right?" in capsys.readouterr().err
+    assert "check the address (--url)" in capsys.readouterr().err
 
 
 def test_a_redirect_does_not_take_the_key_along(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
@@ -405,11 +405,11 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
         free.bind(("127.0.0.1", 0))
         assert main.run(["state", "--url", f"http://127.0.0.1:{free.getsockname()[1]}"]) == 1
     err = capsys.readouterr().err
-    assert "no facade answers at http://127.0.0.1:" in err
+    assert "no frontend answers at http://127.0.0.1:" in err
     assert "fix: start one (`rl-plane up`)" in err
 
 
-def test_a_silent_facade_is_not_waited_for_longer_than_told(
+def test_a_silent_frontend_is_waited_for_within_the_bound(
     facade: Facade, capsys: pytest.CaptureFixture[str]
 ) -> None:
     facade.delay.clear()

@@ -224,7 +224,7 @@ def test_sglangs_arguments(written: Callable[[str], Path]) -> None:
 
 
 class _Told(Exception):
-    """What an engine would be built with."""
+    """Carries the arguments that an engine would be built with."""
 
     def __init__(self, **keywords: Any) -> None:
         self.keywords = keywords

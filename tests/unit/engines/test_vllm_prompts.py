@@ -1,4 +1,4 @@
-"""Whose output layer scores which token of a prompt. vLLM itself is not needed."""
+"""The output layer's adapter of each token of a prompt that is scored, without vLLM."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def test_a_turn_is_closed_once(completion: list[int], end: list[int], closed: li
     assert next_prompt([1, 2], completion, [3], end) == [1, 2, *closed, 3]
 
 
-def test_what_is_built_goes_on_and_nothing_else_does() -> None:
+def test_only_a_built_prompt_continues_the_turn_before() -> None:
     source = random.Random(1)
 
     def some(least: int) -> list[int]:
@@ -48,5 +48,5 @@ def test_what_is_built_goes_on_and_nothing_else_does() -> None:
 def test_the_error_says_where() -> None:
     with pytest.raises(InvalidRequest, match="its token 2 is 7, and was 3"):
         check_next_prompt([1, 2], [3], [1, 2, 7, 4])
-    with pytest.raises(InvalidRequest, match="it has 3 tokens, and the turn before it 3"):
+    with pytest.raises(InvalidRequest, match="it has 3 tokens, and the turn before has 3"):
         check_next_prompt([1, 2], [3], [1, 2, 3])

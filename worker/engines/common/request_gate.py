@@ -23,11 +23,13 @@ class GatedRequest:
     admitted: bool = False
     """It has had its first turn. Requests that have not wait while the engine is paused, in every mode."""
     ended: FinishReason | None = None
-    """Set from outside: the next delta is the last one."""
+    """Set when the request is ended from outside: its next delta is the last one."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class RequestGate:
+    """The requests of one engine, and whether they may make tokens."""
+
     def __init__(self) -> None:
         self._requests: dict[str, GatedRequest] = {}
         self._frozen = False  # no token is made
@@ -102,6 +104,7 @@ class RequestGate:
         return self.abort([key for key, one in self._requests.items() if one.request.adapter == name])
 
     async def pause(self, mode: PauseMode) -> None:
+        """Pauses, as `EngineAdapter.pause` says. A `wait` that is cancelled leaves the gate as it was."""
         if mode == "abort":
             self.abort(None)
         elif mode == "wait":
@@ -113,7 +116,7 @@ class RequestGate:
         self._frozen = self._queueing = True
 
     async def _drain(self) -> None:
-        """Waits for the running requests. Those that an earlier `keep` froze continue, so that they can end."""
+        """Waits for the running requests. Requests that an earlier `keep` froze continue, so that they can end."""
         before = (self._frozen, self._queueing)
         self._frozen, self._queueing = False, True
         self._wake()

@@ -6,18 +6,17 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec
-from rl_plane.transports.reception import Cancelled
 from worker.engines.base import EngineAdapter
 from worker.receive.weight_receiver import Receiver
 
 
 class WeightsInProcess(EngineAdapter):
-    """Set `receiver` when the model is there: `Receiver(holder, load_transports(options.places))`, with a
-    `WeightHolder` of yours. `swap` then takes the staged weights by `self.receiver.take(staging)`. `receiver = None` on
-    `close`."""
+    """Set `receiver = Receiver(holder, load_transports(options.places))` in `start`, with a `WeightHolder` of yours,
+    and `receiver = None` in `close`. `swap` takes the staged weights by `self.receiver.take(staging)`."""
 
     _receiver: Receiver | None = None
 
@@ -41,8 +40,8 @@ class WeightsInProcess(EngineAdapter):
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
         return self.receiver.receive(staging, cancelled)
 
-    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
-        return self.receiver.feed(staging, part, cancelled)
+    def receive_part(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+        return self.receiver.receive_part(staging, part, cancelled)
 
     def cached_digest(self) -> str | None:
         return self.receiver.cached_digest

@@ -1,13 +1,14 @@
-"""The `fake` engine: the whole contract of an EngineAdapter without a model, for tests and for scale.
+"""The `fake` engine: the whole contract of an engine without a model, for tests and for scale.
 
-It holds the bytes of any safetensors model directory, and makes tokens from their digest: which weights made a
-token can be told from the token itself (`fake_token`), whatever label the version carries. No torch; no thread or
-task of its own, so that a process may carry a thousand.
+It holds the bytes of any safetensors model directory, and makes tokens from their digest. The token itself tells which
+weights made it (`fake_token`), whatever label the version has. It needs no torch, thread or task of its own, so that
+one process may carry a thousand.
 
-A request's tokens are made when its reader asks for them, so a reader that stalls holds up a `pause` in mode
-`wait`. There is no end-of-sequence token: generation ends by `max_tokens` or `stop_token_ids`. What a request
-allows and bars is kept to (by `logit_bias` only the tokens with the highest are made); sampling parameters change
-nothing. With `cast`, bytes are kept as they came.
+- A request's next token is made when its reader asks for it, so a slow reader delays a `pause` in mode `wait`.
+- There is no end-of-sequence token: generation ends by `max_tokens`, `stop_token_ids` or `stop`.
+- It obeys what a request allows and bars. With `logit_bias`, it makes only the tokens with the highest bias. Sampling
+  parameters change nothing.
+- With `cast`, bytes stay as they arrived.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted, Unsupport
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, Rendering
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
 from rl_plane.protocol.worker_ops import Tokenize
-from rl_plane.transports.receiver_base import WeightTransport
+from rl_plane.transports.base import WeightTransport
 from rl_plane.weights.checkpoint import Checkpoint, open_checkpoint
 from worker.engines.base import EngineInfo, EngineOptions, PauseMode
 from worker.engines.capabilities import CheckAction, FullEngine
@@ -86,8 +87,8 @@ _DTYPE_NAMES = {short: name for name, short in _DTYPES.items()}
 
 
 class FakeEngine(WeightsInProcess, FullEngine):
-    """`fail_stage`, `fail_swap`, `fail_overwrite`, `miscompute` and `hang_liveness` may be set
-    while it runs. `transports`: instead of those that are installed."""
+    """Tests may set `fail_stage`, `fail_swap`, `fail_overwrite`, `miscompute` and `hang_liveness` while it runs.
+    `transports` replaces the installed ones."""
 
     def __init__(self, options: EngineOptions, transports: Mapping[str, WeightTransport] | None = None) -> None:
         super().__init__()
@@ -111,7 +112,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
         self._options = options
         self._specs: dict[str, TensorSpec] = {}
         self._weights: FakeWeights | None = None  # None before start and after close
-        self._miscomputes = False  # the last swap was one with `miscompute`
+        self._miscomputes = False  # `miscompute` was set at the last swap
         self._snapshot: FakeWeights | None = None
         self._version: WeightVersion | None = None
         self._adapters: dict[str, FakeAdapter] = {}
@@ -216,7 +217,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
                 await self._turn(running)
                 if running.ended is not None:
                     break
-                # From here to the yield nothing waits, so that weights and label belong together.
+                # Nothing waits from here to the yield: token and label are of the same weights.
                 adapter = self._adapters[request.adapter] if request.adapter is not None else None
                 digests = self._computed_with(), None if adapter is None else adapter.digest
                 weights = both_digests(*digests)
@@ -265,7 +266,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
             self.gate.leave(running)
 
     def _likeliest(self, token: int, logprob: float, count: int) -> list[tuple[int, float]]:
-        """The token, then those that follow it in the vocabulary."""
+        """The token, then the tokens that follow it in the vocabulary."""
         return [((token + place) % self.config.vocab_size, logprob - place) for place in range(count)]
 
     def _prompt(self, request: GenerateRequest) -> list[int]:
@@ -294,12 +295,12 @@ class FakeEngine(WeightsInProcess, FullEngine):
         return [FIRST_TOKEN + byte % letters for byte in text.encode("utf-8", "surrogatepass")]
 
     async def tokenize(self, body: Tokenize) -> list[int]:
-        """There are no special tokens."""
+        """Makes a token of each byte. There are no special tokens."""
         self._held()
         return self._tokens(body.prompt, body.messages, body.rendering)
 
     async def detokenize(self, token_ids: list[int]) -> str:
-        """As the text of tokens that are made."""
+        """Makes the text that a reply with these tokens has."""
         self._held()
         check_vocabulary("tokens", token_ids, self.config.vocab_size)
         return "".join(map(_text_of, token_ids))
@@ -322,7 +323,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
         self.gate.resume()
 
     async def flush_cache(self) -> bool:
-        """There is no prefix cache: nothing is ever reused."""
+        """Returns True: there is no prefix cache, and nothing is ever reused."""
         self._held()
         return True
 
@@ -366,20 +367,20 @@ class FakeEngine(WeightsInProcess, FullEngine):
 
     @contextmanager
     def half_written(self) -> Iterator[dict[str, FakeTensor]]:
-        """The held tensors, to be written over one by one: weights of no version."""
+        """Gives the served tensors, to be overwritten one by one. From here on the weights are of no version."""
         self._check_swappable()
         mixed = dict(self._held().tensors)
-        # Not in the held ones, which a snapshot may share.
+        # A copy: a snapshot may share the served tensors.
         self._weights, self._version = FakeWeights(mixed), None
         try:
             yield mixed
         finally:
             if not self._closed:
-                self._weights = FakeWeights(mixed)  # its digest is that of the bytes, also half-way
+                self._weights = FakeWeights(mixed)  # its digest is the one of these bytes, also half-way
                 self._miscomputes = self.miscompute
 
     async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
-        """What `fake_prompt_logprobs` gives, but for the first token."""
+        """Returns the logprobs of `fake_prompt_logprobs`, without the first token's."""
         self._held()
         checked = check_sequences(sequences, self.config.vocab_size, self.config.max_model_len)
         check_adapter(adapter, self._adapters, "adapter")
@@ -416,7 +417,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
         if action == "checksum":
             return [{"rank": 0, "checksum": await asyncio.to_thread(held.checksum)}]
         if action == "snapshot":
-            self._snapshot = held  # never changed in place, so holding it is a copy
+            self._snapshot = held  # weights are never changed in place, so a reference is a copy
             return [{"rank": 0}]
         if action == "compare":
             if self._snapshot is None:
@@ -434,7 +435,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
         )
 
     async def release_memory(self, tags: list[str]) -> None:
-        """No tags: all. Only flags: the bytes stay."""
+        """Releases all memory if no tags are given. It only sets flags: the bytes stay."""
         self._held()
         tags = _checked_tags(tags)
         if not self.gate.is_paused and self.gate.load()[0]:
@@ -442,7 +443,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
         self._released |= set(tags)
 
     async def resume_memory(self, tags: list[str]) -> None:
-        """No tags: all."""
+        """Takes all memory back if no tags are given."""
         self._held()
         self._released -= set(_checked_tags(tags))
 
@@ -463,7 +464,7 @@ def _text_of(token: int) -> str:
 
 
 def _rendered(messages: list[dict[str, Any]], rendering: Rendering) -> str:
-    """What a template is given besides, as JSON, then the messages' text, one after the other."""
+    """The chat template: the rendering's settings as JSON, then the messages' texts, one after the other."""
 
     def refuse(number: int) -> InvalidRequest:
         return InvalidRequest(

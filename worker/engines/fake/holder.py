@@ -1,4 +1,4 @@
-"""The `fake` engine's weights as a Receiver sees them."""
+"""The weights of the `fake` engine, as a Receiver stages and overwrites them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any, Protocol
 
 from blake3 import blake3
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed
 from rl_plane.protocol.versions import HostTensor, TensorSpec
-from rl_plane.transports.reception import Cancelled, TensorStream
 from worker.engines.common.lora import lora_spec, parse_lora, target_modules
 from worker.engines.fake.config import FakeConfig
 from worker.engines.fake.fake_model import FakeAdapter, FakeTensor, FakeWeights, linear_modules
+from worker.receive.weight_holder import TensorStream
 
 STEP_S = 0.02
-"""How often a delay on a thread looks whether it was cancelled."""
+"""Seconds between two looks for a cancel during a delay on a thread."""
 
 
 class HeldWeights(Protocol):
@@ -30,8 +31,8 @@ class HeldWeights(Protocol):
     def weight_spec(self) -> Mapping[str, TensorSpec]: ...
 
     def half_written(self) -> AbstractContextManager[dict[str, FakeTensor]]:
-        """The served tensors, to be written over one by one: weights of no version. EngineFailed if the engine is not
-        paused."""
+        """Gives the served tensors, to be overwritten one by one: weights of no version. Raises EngineFailed if the
+        engine is not paused."""
 
 
 class FakeHolder:
@@ -50,7 +51,7 @@ class FakeHolder:
         return FakeWeights(self._taken(tensors, cancelled))
 
     def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
-        """With `stage_delay_s` before the first tensor is taken, as in `stage`."""
+        """Waits `stage_delay_s` before the first tensor, as `stage` does."""
         with self._engine.half_written() as mixed:
             self._delay(cancelled)
             for name, tensor in tensors:
@@ -96,6 +97,6 @@ class FakeHolder:
             time.sleep(min(STEP_S, left))
 
     def _copied(self, tensor: HostTensor) -> FakeTensor:
-        # Hashed here too, not believed: a token shall tell which bytes really are in the engine.
+        # Hashed here, too: a token must tell which bytes are really in the engine.
         data = bytearray(tensor.data) if self._engine.config.hold_bytes else None
         return FakeTensor(tensor.spec, str(blake3(tensor.data).hexdigest()), data)

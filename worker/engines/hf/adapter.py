@@ -1,7 +1,7 @@
 """The `hf` engine: a model on transformers' continuous batching, in this process, on a CPU or one GPU.
 
-Two threads besides the caller's: the event loop, on which every coroutine here runs, and the generation thread
-of `loop.py`, which alone touches the scheduler, the cache and the weights.
+Two threads work besides the caller's: the event loop, on which every coroutine here runs, and the generation thread of
+`loop.py`. Only the generation thread touches the scheduler, the cache and the weights.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from worker.engines.common.weights_in_process import WeightsInProcess
 from worker.engines.hf.experts import ExpertRecorder
 from worker.engines.hf.holder import HfHolder
 from worker.engines.hf.loop import GenerationLoop
-from worker.engines.hf.peft_layers import NO_PEFT, ModelAdapters, StagedAdapter, have_peft
-from worker.engines.hf.streams import Piece, Stream
+from worker.engines.hf.peft_layers import NO_PEFT, HfStagedAdapter, ModelAdapters, have_peft
+from worker.engines.hf.streams import HfPiece, HfStream
 from worker.receive.weight_receiver import Receiver, load_transports
 
 CLOSE_TIMEOUT_S = 10.0
-"""How long `close` waits for the step that runs; the thread is a daemon, so a hung one can't hold the process."""
+"""Seconds that `close` waits for the running step. The thread is a daemon, so a hung step can't hold the process."""
 
 _NO_SLEEP = "the hf engine has no sleep mode: its weights and cache stay where they are"
 
@@ -57,11 +57,12 @@ class HfArguments:
 
     num_blocks: int = 256
     page_size: int = 32
-    """Tokens per block; prompts share whole blocks only."""
+    """Tokens per block. Prompts share whole blocks only."""
     max_batch_tokens: int = 512
-    """Tokens per step; longer prompts take several. The attention mask has this times the cache's tokens."""
+    """Tokens per step. Longer prompts take several steps. The attention mask has this number times the cache's
+    tokens."""
     max_model_len: int | None = None
-    """None: what the model and the cache allow."""
+    """None: as many tokens as the model and the cache allow."""
 
     @classmethod
     def parse(cls, extra: Mapping[str, str]) -> HfArguments:
@@ -99,7 +100,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         self._experts: ExpertRecorder | None = None
         self._holder: HfHolder | None = None
         self._eos: frozenset[int] = frozenset()
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, HfStream] = {}
         self._keys = itertools.count()
 
     # life
@@ -136,7 +137,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype: Any = "auto" if self._options.dtype is None else getattr(torch, self._options.dtype)
-        disable_progress_bar()  # a worker's standard error is a log
+        disable_progress_bar()  # a worker's standard error is its log
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)  # it describes its cache at start
         self._tokenizer = load_tokenizer(path)
         model = AutoModelForCausalLM.from_pretrained(
@@ -144,7 +145,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         )
         self._model = model.to(device).eval().requires_grad_(False)
         if self._model.device.type == "cpu":
-            # Loading maps the file: a trainer that writes over it would change the weights, or end the process.
+            # Loading maps the file: a trainer that overwrites the file would change the weights, or end the process.
             for tensor in (*self._model.parameters(), *self._model.buffers()):
                 tensor.data = tensor.data.clone()
         self._experts = ExpertRecorder(self._model)
@@ -199,7 +200,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
             yield nothing_made(request)
             return
         self._validate(request, prompt)
-        stream = Stream(f"request-{next(self._keys)}", request, prompt, self._eos)
+        stream = HfStream(f"request-{next(self._keys)}", request, prompt, self._eos)
         text, spans = ReplyText(self._tokenizer, request, prompt), SpanLog()
         self._streams[request.id] = stream
         submitted = loop.call(lambda: loop.submit(stream))
@@ -235,7 +236,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         finally:
             del self._streams[request.id]
             if not ended:
-                # Not awaited: this may be a cancelled task, or a generator that is being closed.
+                # No await: this task may be cancelled, or the generator may be closing.
                 loop.call(lambda: loop.abort([stream]))
 
     def _validate(self, request: GenerateRequest, prompt: list[int]) -> None:
@@ -256,7 +257,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
         loop, drained = self._running(), Future[None]()
-        before: list[bool] = []  # was it frozen? Once it has begun
+        before: list[bool] = []  # whether it was frozen; empty until the pause begins
 
         def begin(loop: GenerationLoop) -> None:
             before.append(loop.frozen)
@@ -274,7 +275,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
                 await self._call(lambda loop: loop.abort(None))
             return clear_cache and await self.flush_cache()
         except BaseException:
-            # Unless another pause or a resume has ended it, and counts. Not awaited: what comes next comes behind it.
+            # Unless another pause or a resume has ended this one. No await: later commands run after this one.
             if drained.cancelled() or not drained.done() or drained.exception() is None:
                 loop.call(lambda: loop.go_back(before))
             raise
@@ -299,7 +300,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
 
         def between_two_steps(loop: GenerationLoop) -> bool:
             loop.restart_requests()
-            loop.version = None  # half-way there are no known weights
+            loop.version = None  # half-way, the weights are of no version
             weights.load(staged)
             loop.version = version
             return loop.flush()
@@ -326,11 +327,11 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
             if staged is None:
                 loop.remove_adapter(name)
             else:
-                assert isinstance(staged, StagedAdapter), "an adapter"
+                assert isinstance(staged, HfStagedAdapter), "an adapter"
                 loop.put_adapter(name, staged, version)
 
         await self._call(between_two_steps)
-        return False  # it has its own part of the prefix cache, which nobody finds any more
+        return False  # no request finds its part of the prefix cache any more
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None:
         versions = self._running().adapter_versions
@@ -344,7 +345,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
 
         def between_two_steps(loop: GenerationLoop) -> None:
             loop.restart_requests()
-            loop.version = None  # what running requests go on with is no version
+            loop.version = None  # running requests continue with weights of no version
             weights.reset()
 
         await self._call(between_two_steps)
@@ -374,10 +375,10 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
             raise EngineFailed(f"{type(error).__name__}: {error}") from error
 
 
-async def next_piece(stream: Stream) -> tuple[Piece, EngineFailed | None]:
-    """All that has come since the last, as one piece, and the failure that came after it. What other weights made
-    waits for the next call."""
-    merged = Piece()
+async def next_piece(stream: HfStream) -> tuple[HfPiece, EngineFailed | None]:
+    """Returns the tokens that have come since the last call, as one piece, and the failure after them. Tokens of other
+    weights wait for the next call."""
+    merged = HfPiece()
     item, stream.waiting = stream.waiting or await stream.pieces.get(), None
     while True:
         if isinstance(item, EngineFailed):

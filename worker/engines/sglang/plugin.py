@@ -1,4 +1,5 @@
-"""What SGLang loads in each of its processes (entry point `sglang.srt.plugins`): little, and only for our engines."""
+"""The plugin that SGLang loads in each of its processes (entry point `sglang.srt.plugins`). It acts only for our
+engines."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ import os
 from typing import Any
 
 MARK = "RL_PLANE_SGLANG"
-"""In the environment of the processes that the adapter starts: what they must know, as JSON."""
+"""An environment variable of the processes that the adapter starts: what they must know, as JSON."""
 
 METHOD = "rl_plane"
-"""The scheduler's method that a remote call of the adapter's names."""
+"""The scheduler's method that the adapter's remote calls name."""
 
 
 def register() -> None:
@@ -41,10 +42,11 @@ def register() -> None:
 
 
 def child_failed(number: int, frame: Any) -> None:
-    """In place of SGLang's handler of SIGQUIT, by which it ends the process: the adapter sees that a child ended."""
+    """Replaces SGLang's handler of SIGQUIT, which ends the process: the adapter notices itself when a child ends."""
 
 
 def _serve_rank(build: Any, scheduler: Any, *arguments: Any, **options: Any) -> None:
+    """Wraps the scheduler's constructor: adds our agent and our methods."""
     from worker.engines.sglang.logits import Observer
     from worker.engines.sglang.scheduler import Rank
 

@@ -1,6 +1,8 @@
-"""Prompt logprobs of vLLM with LoRA: upstream takes each row of logits for the last token of a request, though here
-they are a prompt's. An adapter's part of the output layer is then left out, or given to others; on a CPU the engine
-ends."""
+"""Corrects prompt logprobs of vLLM with LoRA, on CPUs and GPUs.
+
+vLLM takes each row of logits for the last token of a request, though these rows are a prompt's. It then leaves an
+adapter's part of the output layer out, or gives it to other requests; on a CPU the engine ends.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ import torch
 
 
 def score_prompts_by_token(runner: Any) -> None:
-    """In one rank, once, with LoRA: while prompts are scored, each row has the adapter of its own token."""
+    """Gives each row the adapter of its own token while prompts are scored. SleepCall it once in a rank, with LoRA."""
     from vllm.lora.layers import LogitsProcessorWithLoRA
 
     original = runner._get_prompt_logprobs_dict
 
     def by_token(hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> Any:
-        # Looked up each time: a reload may have put others in their place.
+        # Looked up each time: a reload may have replaced them.
         layers = [layer for layer in runner.model.modules() if isinstance(layer, LogitsProcessorWithLoRA)]
         wrappers = [layer.punica_wrapper for layer in layers]
         for layer, wrapper in zip(layers, wrappers, strict=True):
@@ -31,7 +33,7 @@ def score_prompts_by_token(runner: Any) -> None:
 
 
 class _ByToken:
-    """In place of vLLM's kernels. `adapters`: the slot of each row of `hidden_states`, -1 for the base alone."""
+    """Replaces vLLM's kernels. `adapters`: the slot of each row of `hidden_states`, -1 for the base model alone."""
 
     def __init__(self, hidden_states: torch.Tensor, adapters: torch.Tensor) -> None:
         self._hidden_states = hidden_states
@@ -40,8 +42,8 @@ class _ByToken:
     def add_lora_logits(
         self, y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """`x`: consecutive rows of the hidden states, not copied. `a`: [slots, 1, rank, hidden], `b`: [slots, 1,
-        vocabulary, rank]. Adds to `y` in place."""
+        """Adds to `y` in place. `x`: consecutive rows of the hidden states, not copied. `a`: [slots, 1, rank, hidden].
+        `b`: [slots, 1, vocabulary, rank]."""
         skipped = x.storage_offset() - self._hidden_states.storage_offset()
         first = skipped // self._hidden_states.stride(0)
         adapters = self._adapters[first : first + len(x)]
