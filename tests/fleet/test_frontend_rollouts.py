@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from frontend.completions.call import GenerationCall
-from frontend.completions.choice import Choice
+from frontend.completions.reply_choice import Choice
 from frontend.main import Frontend
 from frontend.routing import span_check
 from frontend.routing.committed import Committed

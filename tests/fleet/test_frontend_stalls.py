@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from frontend.completions.choice import Choice
+from frontend.completions.reply_choice import Choice
 from frontend.routing import span_check
 from frontend.routing.committed import History
 from frontend.routing.fleet_status import FleetStatus, WorkerStatus

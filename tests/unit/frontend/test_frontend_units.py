@@ -10,11 +10,11 @@ from typing import Any, get_args
 import pytest
 
 from frontend.completions.caller_ids import CallerIds
-from frontend.completions.choice import Choice
 from frontend.completions.native_bodies import plan_vllm
 from frontend.completions.openai_bodies import REFUSED, ChatBody, CompletionBody
 from frontend.completions.openai_replies import Chunks, openai_error, whole
 from frontend.completions.plans import DEFAULT_CHAT_TOKENS, Plan, plan_chat, plan_completion
+from frontend.completions.reply_choice import Choice
 from frontend.completions.tokens import parse_tokenize
 from frontend.facade.calls import MAX_IN_FLIGHT, FleetCalls
 from frontend.facade.nats_service import call_body
