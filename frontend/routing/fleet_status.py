@@ -50,7 +50,7 @@ CLOSED_REASONS = (
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """What a worker has said about itself."""
+    """The last status that a worker has reported."""
 
     incarnation: str
     reasons: tuple[str, ...]

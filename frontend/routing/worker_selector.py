@@ -29,7 +29,7 @@ from rl_plane.protocol.generation import MAX_PROMPT_TOKENS, TOGETHER, GenerateRe
 from rl_plane.protocol.subjects import check_instance_id
 
 STALE_WAIT_S = 60.0
-"""How long a request waits for a version that is still to be committed: a trainer's step and its update. After that the
+"""The longest wait for a version that is still to be committed: a trainer's step and its update. After that the
 caller gets an error."""
 AWAY_S = 60.0
 """A worker that left less than this ago, or while a request waits, may return: a restarted worker loads its engine and
@@ -45,7 +45,7 @@ DEFAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class WorkerRequirements:
-    """What a choice needs of its worker."""
+    """The requirements of a choice on its worker."""
 
     request: GenerateRequest
     pinned: str | None = None

@@ -17,9 +17,11 @@ T = TypeVar("T")
 SEND_TIMEOUT_S = 30.0
 """A stream of fleet events ends if its reader takes nothing for this long. Its socket's buffers are full by then."""
 STALLED_S = 600.0
-"""The same for a stream of tokens. Its reader may be busy with earlier tokens, and occupies a place meanwhile."""
+"""A stream of tokens ends if its reader takes nothing for this long. The reader may be busy with earlier tokens, and
+occupies a place meanwhile."""
 LOOKS = 10
-"""How often a stream checks its reader in that time. A timer for each token would cost more than the token."""
+"""The number of times that a stream checks its reader in that time. A timer for each token would cost more than the
+token."""
 
 _HEADERS = {
     "Cache-Control": "no-cache",

@@ -134,7 +134,7 @@ async def test_vllms_trainer_factory_drives_a_fleet(plane: Plane, trainer: ToldP
 async def _trl_brings_adapters_alone(
     plane: Plane, trainer: ToldProcess, http: httpx.AsyncClient, ids: list[str], info: dict[str, Any]
 ) -> None:
-    """As its trainer with a PEFT model: a name for each version, loaded in a pause; the stale one goes then."""
+    """TRL's trainer with a PEFT model names each version, loads it in a pause, and unloads the stale one then."""
     staleness = 1
     assert info["lora_config"]["max_lora_rank"] >= 8
     assert info["lora_config"]["max_loras"] >= staleness + 2
@@ -250,7 +250,7 @@ async def test_what_vllms_nccl_trainer_sends_is_refused_before_anybody_waits(
 
 
 async def test_skyrls_calls_on_the_drop_in_of_the_examples(plane: Plane) -> None:
-    """As SkyRL's trainer makes them: pause, one bucket after the other, resume."""
+    """SkyRL's trainer pauses, sends one bucket after the other, and resumes."""
     ids = await fleet(plane, 2)
     sync = await asyncio.to_thread(SyncRlClient.connect, plane.url, plane.namespace, plane.component)
     client = FleetInferenceClient(sync)

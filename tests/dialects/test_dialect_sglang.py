@@ -364,7 +364,7 @@ async def test_a_finish_takes_only_an_update_of_its_own(plane: Plane) -> None:
 
 
 async def test_a_name_that_was_given_at_one_frontend_is_known_at_another(plane: Plane) -> None:
-    """Of vLLM's update, whichever of the two it was begun, named or finished at."""
+    """An update of vLLM's may be begun, named and finished at different frontends."""
     plane.spawn_copies(2)
     async with facade(plane) as one, facade(plane) as other:
         for seed, (begins, names, finishes) in enumerate(
@@ -388,7 +388,7 @@ async def test_a_name_that_was_given_at_one_frontend_is_known_at_another(plane: 
 async def test_a_commit_is_told_of_though_its_end_could_not_be_noted(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was begun is over by its silence then. Where nothing was committed, the call may as well come again."""
+    """Silence ends an update that was begun. Where nothing was committed, the call may be repeated."""
     plane.spawn_copies(2)
 
     async def unreachable(opened: Opened) -> None:
@@ -426,7 +426,7 @@ async def test_what_a_frontend_held_and_is_lost_with_it_is_told_at_each_end(plan
 
 
 async def test_newer_weights_make_up_for_those_that_are_lost(plane: Plane) -> None:
-    """Of another trainer, which has sent nothing in bodies and names what it has brought."""
+    """Another trainer has committed newer weights without bodies, and labels them."""
     plane.spawn_copies(2)
     async with facade(plane) as http:
         fine(await http.post("/begin_weight_update", json={}))
@@ -499,7 +499,7 @@ async def test_somebody_elses_pause_is_nothing_to_wait_for(plane: Plane) -> None
     async with facade(plane) as http:
 
         async def send(seed: int, label: str) -> list[str | None]:
-            """What each part's answer says to be served."""
+            """Sends each part. Returns the version that each answer names."""
             told = []
             for part in one_by_one(plane, seed):
                 told.append(
@@ -626,7 +626,7 @@ async def test_a_checksum_takes_one_worker_after_another_out_of_routing(plane: P
 
 
 def _closed(told: Told) -> list[str]:
-    """Who was out of routing for a check, in that order."""
+    """The workers that left routing for a check, in that order."""
     those = [one["instance_id"] for one in told.events if one["admission"]["reasons"] == ["checking"]]
     return list(dict.fromkeys(those))
 
@@ -693,7 +693,7 @@ async def test_areal_sends_aborted_requests_again(plane: Plane) -> None:
     async with facade(plane) as http:
 
         async def generated(first: int) -> list[str]:
-            """How each of its sendings ended."""
+            """Generates in several requests. Returns the end of each."""
             prompt, made, ends = [first, 6, 7], 0, []
             while made < tokens and "length" not in ends:
                 body = {
@@ -757,7 +757,7 @@ fake.FakeEngine.flush_cache = flush_cache
 
 
 async def test_a_flush_that_was_not_done_is_a_400(plane: Plane) -> None:
-    """By which SGLang's clients ask again."""
+    """SGLang's clients repeat the call on a 400."""
     flag = plane.tmp / "busy"
     flag.touch()
     one = plane.spawn(patch=BUSY.format(flag=str(flag)))
@@ -779,7 +779,7 @@ async def test_an_update_that_fails_at_its_end_leaves_nobody_paused(plane: Plane
         wrong = tensors_of(plane, 1, nbytes=2048)
         fine(await http.post("/update_weights_from_tensor", json=wrong))
         error = refused(await http.post("/continue_generation", json={}), 400)
-        assert "goes on by the committed version" in error["message"]
+        assert "generation continues by the committed version" in error["message"]
         assert fine(await http.get("/is_paused")) == {"is_paused": False}
         assert await served(http) == [(True, "initial")] * 2
         # Another one holds the fleet.

@@ -1,4 +1,5 @@
-"""What a frontend delivers of workers that lie, miss an update, or are between two states; adapters by `model`."""
+"""A frontend delivers no tokens of workers that lie or miss an update; workers between two states; adapters by
+`model`."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ async def test_one_that_vanishes_leaves_the_list_by_itself(plane: Plane, monkeyp
 
 
 async def test_it_listens_then_is_listed_then_asks(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever finds it in the list can tell it; whoever does not has decided before it asked."""
+    """A coordinator that finds the frontend in the list can reach it. One that does not has decided before it asked."""
     client = await plane.client()
     view = await (await plane.client("frontend")).view()
     one = FrontendLease(view, "0" * 16)

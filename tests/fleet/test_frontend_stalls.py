@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from frontend.completions.choice import Choice
+from frontend.completions.reply_choice import Choice
 from frontend.routing import span_check
 from frontend.routing.committed import History
 from frontend.routing.fleet_status import FleetStatus, WorkerStatus
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 TOKENS = 4000
 TOPS = 20
-"""Of each token: some 750 bytes of JSON, so of all tokens ten times what all buffers take."""
+"""The likeliest tokens beside each token: about 750 bytes of JSON, so all tokens are ten times what all buffers
+take."""
 FEW, OF_A_MESSAGE = 16, 32
 SHORT = f"""
 import rl_plane.bus.token_stream as streams
@@ -50,7 +51,7 @@ generation.MAX_TOP_ROWS = {TOPS * OF_A_MESSAGE}
 """
 """A worker of few messages of few tokens: a slow machine's, that carry many each, would be the whole reply."""
 SOCKET_BYTES = 1 << 15
-"""Of each end: Linux would buffer more than the whole reply."""
+"""The buffer of each end. Linux would buffer more than the whole reply."""
 MANY = 40_000
 NARROW = """
 import rl_plane.bus.token_stream as streams
@@ -62,18 +63,18 @@ generation.StreamSender = lambda publish, most: streams.StreamSender(publish, mo
 VOCAB_SIZE = 1 << 20
 MADE_S = 60.0
 CHUNKS, OF_A_CHUNK = 16, 2000
-"""Of each choice: a chunk is 100 kB of JSON, and all buffers together have less than a megabyte."""
+"""The chunks of each choice. A chunk is 100 kB of JSON, and all buffers together have less than a megabyte."""
 OTHERS = 300
 """Tokens of a request beside it: more than a window."""
 
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> httpx.AsyncHTTPTransport:
-    """Of a client whose connections buffer little, as frontends' do from now on."""
+    """A client whose connections buffer little. The frontends' connections do so too from now on."""
     bind = listeners.bind
 
     def small(*args: Any) -> socket.socket:
-        """What is accepted by it is, too."""
+        """Opens a listener whose accepted sockets have small buffers too."""
         listener = bind(*args)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
         return listener
@@ -202,8 +203,9 @@ async def test_what_waited_for_one_that_stands_still_is_held_to_its_lag(
 async def test_an_update_takes_nothing_from_one_that_stands_still(
     plane: Plane, few: httpx.AsyncHTTPTransport, monkeypatch: pytest.MonkeyPatch, goes_on: bool, kept: bool
 ) -> None:
-    """What was made before it is delivered however late it is read. But of a worker that does not tell that it has gone
-    on (`goes_on`), only what came in time. `kept`: an earlier update has left its label on some tokens."""
+    """Tokens that were made before the update are delivered however late they are read. But of a worker that does not
+    tell that it has gone on (`goes_on`), only what came in time. `kept`: an earlier update has left its label on some
+    tokens."""
     monkeypatch.setattr(span_check, "STALE_AFTER_S", 0.0)
     learnt: list[int] = []
     told: list[int | None] = []

@@ -1,4 +1,4 @@
-"""What a frontend knows to have been committed, and which tokens it delivers. Pure: time is passed in."""
+"""The committed states that a frontend knows, and the tokens that it delivers. Pure: the caller passes the time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows a try at one worker: the retry policy, event by event."""
+"""The retry policy: the decision after each kind of try at one worker."""
 
 from __future__ import annotations
 

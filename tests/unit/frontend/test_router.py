@@ -1,4 +1,4 @@
-"""Which worker the router chooses: by what it is told, without a loop or a fleet."""
+"""The router's choice of a worker, without a loop or a fleet."""
 
 from __future__ import annotations
 
