@@ -34,7 +34,7 @@ from frontend.routing.fleet_status import FleetStatus
 from frontend.routing.routing_lease import FrontendLease
 from frontend.server.api import Api
 from frontend.server.listeners import GRACE_S, Server, bind, url_of
-from frontend.server.metrics import FrontendMetrics, MetricsSnapshot
+from frontend.server.metrics import FrontendMetrics, Scrape
 from frontend.server.options import FrontendOptions
 from frontend.server.shared_routes import SharedRoutes
 from rl_plane._util.processes import exit_within
@@ -116,9 +116,9 @@ class Frontend:
             stack.push_async_callback(frontend.service.stop, GRACE_S)
             yield frontend
 
-    def _snapshot(self) -> MetricsSnapshot:
+    def _snapshot(self) -> Scrape:
         members, record = self.view.snapshot(), self.committed.record
-        return MetricsSnapshot(
+        return Scrape(
             workers=len(members),
             admitted=len(self.status.admitted()),
             closed=self.status.closed_by_reason(),

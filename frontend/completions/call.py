@@ -10,9 +10,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from frontend.completions.choice import Choice
 from frontend.completions.openai_replies import openai_error
 from frontend.completions.plans import Plan
+from frontend.completions.reply_choice import Choice
 from frontend.completions.service import Generation
 from frontend.routing.demands import at_delivery, point_of
 from frontend.routing.engine_client import Event

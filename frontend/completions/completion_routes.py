@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontend.completions.call import GenerationCall, ReplyFormat
-from frontend.completions.native_bodies import SglangBody, VllmBody, plan_sglang, plan_vllm
+from frontend.completions.native_bodies import SglangGenerateBody, VllmGenerateBody, plan_sglang, plan_vllm
 from frontend.completions.native_replies import SglangChunks, VllmChunks, sglang_whole, vllm_whole
 from frontend.completions.openai_bodies import ChatBody, CompletionBody
 from frontend.completions.openai_replies import Chunks, openai_error, whole
@@ -43,8 +43,8 @@ PlanMaker = Callable[[dict[str, Any], str], Plan]
 ROUTES: tuple[tuple[str, type[BaseModel], PlanMaker, str, ReplyFormat, type[BaseModel] | None], ...] = (
     ("/v1/completions", CompletionBody, plan_completion, "cmpl-", OPENAI, CompletionReply),
     ("/v1/chat/completions", ChatBody, plan_chat, "chatcmpl-", OPENAI, ChatReply),
-    ("/inference/v1/generate", VllmBody, plan_vllm, "", VLLM, None),
-    ("/generate", SglangBody, plan_sglang, "", SGLANG, None),
+    ("/inference/v1/generate", VllmGenerateBody, plan_vllm, "", VLLM, None),
+    ("/generate", SglangGenerateBody, plan_sglang, "", SGLANG, None),
 )
 """Path, body, the function that makes the plan, the prefix of the request's id, format and model of the reply."""
 

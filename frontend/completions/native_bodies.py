@@ -53,7 +53,7 @@ class VllmSampling(SamplingBody):
     """0 or 1: the logprobs of the prompt's own tokens."""
 
 
-class VllmBody(DemandFields):
+class VllmGenerateBody(DemandFields):
     """POST /inference/v1/generate"""
 
     model_config = STRICT
@@ -115,9 +115,9 @@ VLLM_FIELDS = {name: f"sampling_params.{name}" for name in VllmSampling.model_fi
 
 
 def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
-    body = _clean(body, VllmBody, VLLM_REFUSED, VllmSampling, VLLM_SAMPLING_REFUSED)
-    parsed = parse_body(VllmBody, without_of_streams(body))
-    assert isinstance(parsed, VllmBody)
+    body = _clean(body, VllmGenerateBody, VLLM_REFUSED, VllmSampling, VLLM_SAMPLING_REFUSED)
+    parsed = parse_body(VllmGenerateBody, without_of_streams(body))
+    assert isinstance(parsed, VllmGenerateBody)
     sampling = parsed.sampling_params
     if sampling.logprobs == -1:
         raise unsupported("sampling_params.logprobs", f"send at most {MAX_TOP_LOGPROBS}")
@@ -189,7 +189,7 @@ class SglangSampling(BaseModel):
         return ([value] if value else None) if isinstance(value, str) else value
 
 
-class SglangBody(DemandFields):
+class SglangGenerateBody(DemandFields):
     """POST /generate"""
 
     model_config = STRICT
@@ -305,7 +305,7 @@ SGLANG_FIELDS = {name: f"sampling_params.{name}" for name in SglangSampling.mode
     "prompt_logprobs": "logprob_start_len",
     **ROUTED,
 }
-"""SGLang's names of options, by the field's name here, for errors."""
+"""A GenerateRequest's field → the name that SGLang's callers use."""
 
 
 def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
@@ -314,9 +314,9 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
             raise unsupported(field, "send one for all prompts, or a request for each", f"{field} as a list")
     found = [read_prompts(body.get(field), field) for field in ("text", "input_ids")]
     body = {key: value for key, value in body.items() if key not in ("text", "input_ids")}
-    body = _clean(body, SglangBody, SGLANG_REFUSED, SglangSampling, SGLANG_SAMPLING_REFUSED)
-    parsed = parse_body(SglangBody, body)
-    assert isinstance(parsed, SglangBody)
+    body = _clean(body, SglangGenerateBody, SGLANG_REFUSED, SglangSampling, SGLANG_SAMPLING_REFUSED)
+    parsed = parse_body(SglangGenerateBody, body)
+    assert isinstance(parsed, SglangGenerateBody)
     prompts = found[0] or found[1]
     if prompts is None or all(found):
         raise InvalidRequest(

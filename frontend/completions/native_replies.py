@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from frontend.completions.choice import Choice, spans_of
 from frontend.completions.openai_replies import prompt_logprobs, token_name, top_rows, usage
 from frontend.completions.plans import Plan
+from frontend.completions.reply_choice import Choice, spans_of
 from rl_plane.protocol.generation import GenerateDelta
 from rl_plane.protocol.routed_experts import as_int32, as_npy
 

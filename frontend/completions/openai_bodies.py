@@ -96,7 +96,7 @@ class SamplingBody(BaseModel):
     n: int | None = Field(None, ge=1, le=MAX_N)
     stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
     stop: list[StopString] | None = Field(None, max_length=MAX_STOPS)
-    """Strings, or one string, before which the text ends. The last token is the one that completes the string."""
+    """Strings, or one string, before which the text ends. The last token completes the string."""
     include_stop_str_in_output: bool | None = None
     """End the text after the stop string."""
     ignore_eos: bool | None = None
@@ -146,7 +146,7 @@ class GenerationBody(SamplingBody, DemandFields):
     return_routed_experts: bool | None = None
     """Return the experts of each token of the prompt and of a choice. Also in `nvext`."""
     extra_fields: list[str] | None = Field(None, max_length=MAX_EXTRA_FIELDS)
-    """An alias of `nvext.extra_fields`."""
+    """Another place for `nvext.extra_fields`."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None

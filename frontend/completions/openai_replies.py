@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from frontend.completions.choice import Choice, spans_of
 from frontend.completions.plans import Plan
+from frontend.completions.reply_choice import Choice, spans_of
 from frontend.server.replies import error_body
 from rl_plane.errors import PlaneError
 from rl_plane.protocol.generation import GenerateDelta

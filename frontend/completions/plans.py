@@ -103,7 +103,7 @@ class Plan:
         return self.requests[0].routed_experts
 
     def with_adapter(self, name: str) -> Plan:
-        """Returns a copy of this plan whose requests use the adapter."""
+        """This plan with an adapter."""
         return replace(self, requests=tuple(one.model_copy(update={"adapter": name}) for one in self.requests))
 
 

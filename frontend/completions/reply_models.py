@@ -54,7 +54,7 @@ class ReplyChoice(ReplyModel):
     finish_reason: Literal["stop", "length", "abort"] | None
     stop_reason: str | int | None
     weight_versions: list[VersionSpan]
-    """The version that made each range of tokens."""
+    """The version of each range of tokens."""
     instance_id: str
     incarnation: str
     token_ids: list[int] | None = None

@@ -24,7 +24,7 @@ MAX_IN_FLIGHT = 4096
 
 
 class Generation:
-    """Holds the state that the generation routes share. `GenerationCall` runs one call."""
+    """The state that all generation calls share. `GenerationCall` runs one call."""
 
     def __init__(self, engines: EngineClient, view: MembershipView, committed: Committed, wait_s: float) -> None:
         """`wait_s`: how long a call waits for a first worker."""

@@ -71,7 +71,7 @@ class Attempts:
             stream.fail(WorkerLost("the worker died or left", instance_id=instance_id))
 
     def give_up(self, error: Callable[[], PlaneError]) -> None:
-        """Ends all streams, and those that are being opened."""
+        """Ends all streams, also the ones being opened."""
         self._given_up = error
         for streams in self._streams.values():
             for stream in streams:

@@ -56,12 +56,12 @@ class Interval:
     first: int
     last: int
     replaced_at: float | None = None
-    """The time when this frontend learned of the end of the update that replaced the key; loop seconds."""
+    """The time at which this frontend learned of the end of the update that replaced the key; loop seconds."""
 
 
 class History:
-    """Stores the committed versions in the order in which this frontend learned them. Each record that changes the set
-    is a place. The caller passes the time in loop seconds."""
+    """The committed states, in the order in which this frontend learned of them. Each record that changes it is a
+    place. The caller passes the time: loop seconds."""
 
     def __init__(self) -> None:
         self._intervals: OrderedDict[Key, Interval] = OrderedDict()

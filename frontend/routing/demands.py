@@ -31,12 +31,11 @@ class DemandFields(BaseModel):
     min_version: int | str | None = None
     """The oldest version that may make a token: a sequence or a label, of the base or of the request's adapter."""
     max_lag: int | None = Field(None, ge=0)
-    """The number of sequences that the version of a token may be behind the committed one when the token is
-    delivered."""
+    """The number of sequences that a token's version may be behind the committed one when it is delivered."""
     one_version: bool | None = None
     """One version makes all tokens of a choice."""
     on_stale: OnStale | None = None
-    """The reaction if the weights do not meet the demands. Before the first token, `wait` (the default) and `cut` wait
+    """The reaction to weights that do not meet the demands. Before the first token, `wait` (the default) and `cut` wait
     for a version that does, and `refuse` fails. Later, `cut` ends the choice with its tokens so far, and the others
     fail with an error that carries them."""
     migrate: bool | None = None

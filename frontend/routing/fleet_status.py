@@ -50,7 +50,7 @@ CLOSED_REASONS = (
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """The last report of a worker about itself."""
+    """The last status that a worker has reported."""
 
     incarnation: str
     reasons: tuple[str, ...]

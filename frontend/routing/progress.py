@@ -73,7 +73,7 @@ class GenerationProgress(ChoiceTokens):
         self._routed = 0
         """Rows of experts that the caller has received."""
         self._routed_again = 0
-        """The number of those that the present worker still repeats: it begins with the first row."""
+        """The number of these rows that the present worker still repeats: it begins with the first row."""
         self._start = 0
         """The number of tokens before the present worker began."""
         self._spans_before: list[VersionSpan] = []

@@ -40,7 +40,7 @@ class StaleStop:
 
 @dataclass(frozen=True, slots=True)
 class Tries:
-    """The outcomes of the tries of one choice so far."""
+    """The losses and refusals that the tries of one choice have met so far."""
 
     lost: tuple[Member, ...] = ()
     """The workers that were lost since the last token."""
@@ -52,7 +52,7 @@ class Tries:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The progress of a choice, and the retries that its caller allows."""
+    """The state of a choice, and its caller's terms."""
 
     made: int
     """Tokens so far."""

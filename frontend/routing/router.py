@@ -25,8 +25,8 @@ SESSION_SLACK = 4 * REQUEST_TOKENS
 worker's cache has a whole conversation, so the session stays long."""
 PREFIX_RATIO = 1.25
 PREFIX_SLACK = REQUEST_TOKENS
-"""The bounds (see SESSION_RATIO) for a prompt that a worker has computed before. The tokens that it need not compute
-again add to the slack."""
+"""Bounds for a prompt that a worker has computed before. The tokens that it need not compute again add to the
+slack."""
 MAX_SESSIONS = 65_536
 """The number of sessions that are remembered, the latest ones: about 20 MB."""
 
@@ -61,7 +61,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Affinity:
-    """The reasons to prefer one worker to another for a request."""
+    """The facts that make one worker better than another for a request."""
 
     session: str | None = None
     beginnings: Beginnings | None = None
@@ -87,8 +87,9 @@ class Router:
     """Weighs the workers. Workers report their load (`on_report`), and this frontend counts its own requests
     (`on_start` to `on_end`).
 
-    A report includes this frontend's own requests. The router subtracts those that were open when the report came, and
-    adds those that are open now. So the load of other frontends is as new as the report, and the own load is exact."""
+    A report includes this frontend's own requests. The router subtracts the requests that were open when the report
+    came, and adds the requests that are open now. So the load of other frontends is as new as the report, and the own
+    load is exact."""
 
     def __init__(self) -> None:
         self.picks: Counter[str] = Counter()

@@ -29,8 +29,8 @@ from rl_plane.protocol.generation import MAX_PROMPT_TOKENS, TOGETHER, GenerateRe
 from rl_plane.protocol.subjects import check_instance_id
 
 STALE_WAIT_S = 60.0
-"""The time in seconds that a request waits for a version that is still to be committed: a trainer's step and its
-update. After that the caller gets an error."""
+"""The longest wait for a version that is still to be committed: a trainer's step and its update. After that the
+caller gets an error."""
 AWAY_S = 60.0
 """A worker that left less than this ago, or while a request waits, may return: a restarted worker loads its engine and
 its weights. A request that only this worker can serve waits meanwhile, and ends with an error that says to retry it."""
@@ -45,7 +45,7 @@ DEFAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class WorkerRequirements:
-    """The properties that a choice needs of its worker."""
+    """The requirements of a choice on its worker."""
 
     request: GenerateRequest
     pinned: str | None = None

@@ -79,13 +79,13 @@ class Operation:
     tags: tuple[str, ...]
     description: str = ""
     bodies: tuple[type[BaseModel], ...] = ()
-    """The models of the request body. The route reads any one of them."""
+    """The models of the body: the route reads any one of them."""
     in_query: bool = False
     """The query may give the fields of the body too."""
     idempotent: bool = False
     """The route reads `Idempotency-Key`."""
     replies: tuple[type[BaseModel], ...] = ()
-    """The models of the reply. The route answers with any one of them. Empty: JSON that no model describes."""
+    """The models of the reply: any one of them. Empty: JSON that no model describes."""
     media_type: str = "application/json"
     errors: tuple[int, ...] = ALL_ERRORS
     needs_key: bool = True

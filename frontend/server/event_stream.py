@@ -17,8 +17,8 @@ T = TypeVar("T")
 SEND_TIMEOUT_S = 30.0
 """A stream of fleet events ends if its reader takes nothing for this long. Its socket's buffers are full by then."""
 STALLED_S = 600.0
-"""The limit in seconds for a stream of tokens whose reader takes nothing. The reader may be busy with earlier tokens,
-and occupies a place meanwhile."""
+"""A stream of tokens ends if its reader takes nothing for this long. The reader may be busy with earlier tokens, and
+occupies a place meanwhile."""
 LOOKS = 10
 """The number of times that a stream checks its reader in that time. A timer for each token would cost more than the
 token."""

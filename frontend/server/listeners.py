@@ -18,8 +18,8 @@ from rl_plane.errors import InvalidRequest
 
 BACKLOG = 2048
 GRACE_S = 3
-"""The time in seconds that each part of a stop waits for the work under way. Open event streams never end, and a
-container is killed after 10 s."""
+"""The time that each part of a stop waits for the work under way. Open event streams never end, and a container is
+killed after 10 s."""
 KEEP_ALIVE_S = 30
 """Longer than uvicorn's 5 s, because a trainer's step lies between two of its calls."""
 

@@ -21,8 +21,8 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MetricsSnapshot:
-    """The numbers that the frontend's parts report for one scrape."""
+class Scrape:
+    """The facts of the frontend's parts at the time of one scrape."""
 
     workers: int
     admitted: int
@@ -41,7 +41,7 @@ class MetricsSnapshot:
 class FrontendMetrics:
     """All metrics of one frontend. `snapshot` supplies what other parts count; the rest is counted here."""
 
-    def __init__(self, snapshot: Callable[[], MetricsSnapshot]) -> None:
+    def __init__(self, snapshot: Callable[[], Scrape]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_SnapshotCollector(snapshot))
         self._first_token = Histogram(
@@ -78,7 +78,7 @@ class FrontendMetrics:
 
 @dataclass(eq=False)
 class _CanaryMetrics(Collector):
-    """Holds the results of the numeric canaries in the updates that this frontend has seen end."""
+    """The results of the numeric canaries, in the updates that this frontend has seen end."""
 
     difference: float | None = None
     mismatch_kl: float | None = None
@@ -103,7 +103,7 @@ class _CanaryMetrics(Collector):
 
 
 class _SnapshotCollector(Collector):
-    def __init__(self, snapshot: Callable[[], MetricsSnapshot]) -> None:
+    def __init__(self, snapshot: Callable[[], Scrape]) -> None:
         self._snapshot = snapshot
 
     def collect(self) -> Iterable[Metric]:

@@ -37,12 +37,11 @@ class FrontendOptions:
     """The dialects of trainers' clients that the facade answers. With a dialect, the facade generates too."""
     liveness_timeout_s: float = 5.0
     admission_wait_s: float = DEFAULT_ADMISSION_WAIT_S
-    """The time in seconds that a generation request waits for a worker that takes it."""
+    """The longest wait of a generation request for a worker."""
     drain_s: float = 30.0
-    """The time in seconds that the choices under way may take after SIGTERM."""
+    """The time for the choices under way after SIGTERM."""
     part_timeout_s: float = PART_TIMEOUT_S
-    """The time in seconds that one call's tensors may take until every rank has them, where a trainer's dialect has no
-    field for it."""
+    """The time until every rank has the tensors of one call, where a trainer's dialect has no field for it."""
 
     def __post_init__(self) -> None:
         for name in self.dialects:

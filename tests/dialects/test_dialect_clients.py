@@ -134,8 +134,7 @@ async def test_vllms_trainer_factory_drives_a_fleet(plane: Plane, trainer: ToldP
 async def _trl_brings_adapters_alone(
     plane: Plane, trainer: ToldProcess, http: httpx.AsyncClient, ids: list[str], info: dict[str, Any]
 ) -> None:
-    """Publishes like TRL's trainer with a PEFT model: it names each version, loads it in a pause, and unloads the
-    stale one."""
+    """TRL's trainer with a PEFT model names each version, loads it in a pause, and unloads the stale one then."""
     staleness = 1
     assert info["lora_config"]["max_lora_rank"] >= 8
     assert info["lora_config"]["max_loras"] >= staleness + 2

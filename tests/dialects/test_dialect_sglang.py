@@ -364,7 +364,7 @@ async def test_a_finish_takes_only_an_update_of_its_own(plane: Plane) -> None:
 
 
 async def test_a_name_that_was_given_at_one_frontend_is_known_at_another(plane: Plane) -> None:
-    """vLLM's update may begin, be named and finish at either of two frontends."""
+    """An update of vLLM's may be begun, named and finished at different frontends."""
     plane.spawn_copies(2)
     async with facade(plane) as one, facade(plane) as other:
         for seed, (begins, names, finishes) in enumerate(
@@ -388,7 +388,7 @@ async def test_a_name_that_was_given_at_one_frontend_is_known_at_another(plane: 
 async def test_a_commit_is_told_of_though_its_end_could_not_be_noted(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The begun update ends by its silence. Where nothing was committed, the call may be repeated."""
+    """Silence ends an update that was begun. Where nothing was committed, the call may be repeated."""
     plane.spawn_copies(2)
 
     async def unreachable(opened: Opened) -> None:
@@ -426,7 +426,7 @@ async def test_what_a_frontend_held_and_is_lost_with_it_is_told_at_each_end(plan
 
 
 async def test_newer_weights_make_up_for_those_that_are_lost(plane: Plane) -> None:
-    """Another trainer sends no tensors in bodies, and names the version that it has brought."""
+    """Another trainer has committed newer weights without bodies, and labels them."""
     plane.spawn_copies(2)
     async with facade(plane) as http:
         fine(await http.post("/begin_weight_update", json={}))
@@ -499,7 +499,7 @@ async def test_an_update_does_not_wait_for_the_end_of_another_callers_pause(plan
     async with facade(plane) as http:
 
         async def send(seed: int, label: str) -> list[str | None]:
-            """Sends the parts, and returns the version that each answer reports as served."""
+            """Sends each part. Returns the version that each answer names."""
             told = []
             for part in one_by_one(plane, seed):
                 told.append(
@@ -626,7 +626,7 @@ async def test_a_checksum_takes_one_worker_after_another_out_of_routing(plane: P
 
 
 def _closed(told: Told) -> list[str]:
-    """Returns the workers that were out of routing for a check, in that order."""
+    """The workers that left routing for a check, in that order."""
     those = [one["instance_id"] for one in told.events if one["admission"]["reasons"] == ["checking"]]
     return list(dict.fromkeys(those))
 
@@ -693,7 +693,7 @@ async def test_areal_sends_aborted_requests_again(plane: Plane) -> None:
     async with facade(plane) as http:
 
         async def generated(first: int) -> list[str]:
-            """Generates in several requests, and returns the finish reason of each request."""
+            """Generates in several requests. Returns the end of each."""
             prompt, made, ends = [first, 6, 7], 0, []
             while made < tokens and "length" not in ends:
                 body = {
@@ -757,7 +757,7 @@ fake.FakeEngine.flush_cache = flush_cache
 
 
 async def test_a_flush_that_was_not_done_is_a_400(plane: Plane) -> None:
-    """SGLang's clients repeat the call after a 400."""
+    """SGLang's clients repeat the call on a 400."""
     flag = plane.tmp / "busy"
     flag.touch()
     one = plane.spawn(patch=BUSY.format(flag=str(flag)))
@@ -779,7 +779,7 @@ async def test_an_update_that_fails_at_its_end_leaves_nobody_paused(plane: Plane
         wrong = tensors_of(plane, 1, nbytes=2048)
         fine(await http.post("/update_weights_from_tensor", json=wrong))
         error = refused(await http.post("/continue_generation", json={}), 400)
-        assert "goes on by the committed version" in error["message"]
+        assert "generation continues by the committed version" in error["message"]
         assert fine(await http.get("/is_paused")) == {"is_paused": False}
         assert await served(http) == [(True, "initial")] * 2
         # Another one holds the fleet.

@@ -203,7 +203,7 @@ async def _from_disk(replay: Replay, witnesses: Witnesses, ids: list[str]) -> No
 
 
 def payload(tensors: dict[str, Any]) -> list[str]:
-    """Returns one safetensors file, which replaces SGLang's pickles."""
+    """One safetensors file in place of SGLang's pickles."""
     from safetensors.torch import save
 
     return [base64.b64encode(save(tensors)).decode()]
@@ -277,7 +277,7 @@ def load_adapter(directory: Path) -> dict[str, Any]:
 
 
 async def _nemo_rl(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
-    """Replays NeMo-RL's update of a server that it has registered with a router. Resuming commits the update."""
+    """NeMo-RL registers the server with a router. `continue_generation` commits its update."""
     http = replay.http
     assert (await http.get("/health_generate")).status_code == 200
     (own,) = fine(await http.get("/workers"))["workers"]
@@ -296,8 +296,8 @@ async def _nemo_rl(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None
 
 
 async def test_groups_that_form_side_by_side(plane: Plane) -> None:
-    """Slime forms one group for each stage of its pipeline and repeats no call. The first stage arrives late.
-    Meanwhile a caller that waits for the lock as usual is refused."""
+    """slime forms a group for each stage of its pipeline, and repeats no call. The first stage comes late; meanwhile
+    other callers that wait for the lock are refused."""
     witnesses = Witnesses(plane)
     ids = await asyncio.to_thread(witnesses.spawn, WORKERS)
     client = await plane.client()
@@ -351,7 +351,7 @@ async def test_a_worker_that_is_killed_between_two_buckets(plane: Plane) -> None
                 with contextlib.suppress(EngineFailed):  # it may have had another child than the dead one
                     await sent
             error = refused(await http.post("/continue_generation", json={}), 409)
-            assert "goes on by the committed version" in error["message"]
+            assert "generation continues by the committed version" in error["message"]
             left = [one for one in ids if one != doomed.instance_id]
             await plane.until(lambda: _are(http, left), HEAL_S)
             await proven(http, left, 1)
@@ -419,8 +419,8 @@ async def test_an_update_that_is_lost_after_its_last_part_is_told_at_each_end(pl
 
 
 async def test_a_trainer_that_begins_anew_does_not_join_what_it_has_left(plane: Plane) -> None:
-    """While another caller has the fleet, the old groups cannot be dropped. The new groups form once it is gone, or
-    not at all."""
+    """An update that cannot be dropped while another caller has the fleet: its groups form after that, or not at
+    all."""
     for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
         await asyncio.to_thread(one.wait_ready)
     client = await plane.client()
@@ -618,8 +618,8 @@ async def test_an_update_is_ended_by_its_own_dialect_alone(plane: Plane) -> None
 
 
 async def test_a_fleet_that_is_taken_for_a_moment(plane: Plane) -> None:
-    """Parts already sent are not lost when another caller changes the fleet in between. Each call of an update waits
-    for the change and reports the result."""
+    """An update is not lost when another caller changes the fleet in between: each call of an update waits for that,
+    and says what has become of it."""
     for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
         await asyncio.to_thread(one.wait_ready)
     client = await plane.client()
@@ -661,7 +661,7 @@ async def _taken_at_the_last_bucket(replay: Replay, plane: Plane, client: RlClie
 
 
 async def _taken_for_longer_than_a_silence(replay: Replay, plane: Plane, client: RlClient) -> None:
-    """The begun update stays open while one of its calls waits, and is not committed before its end."""
+    """An update stays open while one of its calls waits, and is not committed before its end."""
     (whole,) = parts_of(plane.model(2), 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("frontend.dialects.sglang.open_sessions.SESSION_IDLE_S", DEFAULT_LOCK_WAIT_S)

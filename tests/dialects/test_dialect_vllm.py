@@ -203,7 +203,7 @@ async def test_a_sleep_that_only_paused_ends_where_no_memory_can_be_released(pla
 async def test_asleep_an_update_needs_the_weights_and_nobody_is_served_before_all_is_awake(
     plane: Plane, http: httpx.AsyncClient
 ) -> None:
-    """SkyRL sleeps like this when its trainer has the same GPU. The KV cache comes last."""
+    """SkyRL sends weights so when its trainer has the same GPU. The KV cache comes last."""
     update = {"update_info": {"weight_dir": str(plane.model(1))}}
     assert fine(await http.post("/sleep?level=2"))["level"] == 1, "as deep as it is"
     fine(await http.post("/start_weight_update"))
@@ -223,8 +223,8 @@ async def test_asleep_an_update_needs_the_weights_and_nobody_is_served_before_al
     assert choice["token_ids"] == [fake_token(model_digest(plane.model(1)), PROMPT, place) for place in range(3)]
 
 
-async def test_a_second_start_of_an_update_is_refused(plane: Plane, http: httpx.AsyncClient) -> None:
-    """vLLM refuses it too. The begun update belongs to its trainer: a second start neither drops nor commits it."""
+async def test_who_starts_twice_is_told_so(plane: Plane, http: httpx.AsyncClient) -> None:
+    """An update that was begun belongs to its trainer: a second start neither drops nor commits it, as in vLLM."""
     update = {"update_info": {"weight_dir": str(plane.model(1))}}
     fine(await http.post("/start_weight_update", headers={"Idempotency-Key": "one"}))
     assert "finish_weight_update" in refused(await http.post("/start_weight_update"), 409)["fix"]

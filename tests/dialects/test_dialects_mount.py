@@ -251,7 +251,7 @@ async def test_an_unknown_field_is_told_of_once(
 
 
 FOUND_BY = {"/v1/rl/update_weights": {"weight_dir": ""}, "/update_weight_version": {"abort_all_requests": "no"}}
-"""The fields that assign a request to a dialect where the path alone does not."""
+"""The body that makes a request a dialect's, where the path alone does not."""
 
 
 async def test_every_route_tells_of_a_field_that_it_does_not_know(
@@ -428,7 +428,7 @@ async def test_a_part_that_is_done_is_not_done_again_while_its_update_goes_on(ro
 
 
 class Rows:
-    """The state rows of a fleet whose workers report these versions."""
+    """A fleet whose workers report these versions."""
 
     def __init__(self, *rows: tuple[bool, str | None]) -> None:
         self.rows = [

@@ -16,7 +16,7 @@ import pytest_asyncio
 
 pytest.importorskip("torch")
 
-from frontend.completions.choice import Choice
+from frontend.completions.reply_choice import Choice
 from frontend.routing.progress import GenerationProgress
 from rl_plane.errors import EngineFailed
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest

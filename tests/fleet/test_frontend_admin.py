@@ -192,8 +192,7 @@ async def test_a_body_over_its_limit_is_a_413(rl: httpx.AsyncClient) -> None:
 
 
 async def _status_before_the_body(rl: httpx.AsyncClient, size: int, expect: str = "100-continue") -> int:
-    """Sends the headers of a long body as curl does, and returns the status that the server answers before the
-    body."""
+    """Sends a head with `Expect: 100-continue`, as curl does before a long body."""
     reader, writer = await asyncio.open_connection(rl.base_url.host, rl.base_url.port)
     head = f"POST /v1/rl/pause HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {size}\r\n"
     writer.write(f"{head}Expect: {expect}\r\n\r\n".encode())

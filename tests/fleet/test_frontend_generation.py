@@ -725,7 +725,7 @@ async def frontend_process(
 
 
 async def until_leaving(http: httpx.AsyncClient) -> httpx.Response:
-    """Repeats a request until the frontend refuses it, and returns the refusal."""
+    """Sends requests until one is refused. Returns the refusal."""
     async with asyncio.timeout(ENDS_S):
         while (reply := await http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1})).is_success:
             pass

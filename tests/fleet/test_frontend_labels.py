@@ -1,4 +1,4 @@
-"""The labels that a frontend delivers for workers that lie, miss an update, or are between two states; adapters by
+"""A frontend delivers no tokens of workers that lie or miss an update; workers between two states; adapters by
 `model`."""
 
 from __future__ import annotations

@@ -265,7 +265,7 @@ async def test_what_a_worker_refuses_is_told_by_the_callers_name(plane: Plane, h
 
 
 def test_a_length_that_the_caller_did_not_choose_is_marked() -> None:
-    """The mark allows fewer tokens where a worker has no room for the default length."""
+    """The mark allows fewer tokens where there is no room for the default length."""
     chosen: list[tuple[Plan, Plan]] = [
         (
             plan_vllm({"token_ids": [5], "sampling_params": {}}, "id"),

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from frontend.completions.call import GenerationCall
-from frontend.completions.choice import Choice
+from frontend.completions.reply_choice import Choice
 from frontend.main import Frontend
 from frontend.routing import span_check
 from frontend.routing.committed import Committed
@@ -218,7 +218,7 @@ def native(size: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 async def lengths(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[int]:
-    """Generates, and returns the number of tokens of each choice."""
+    """The number of tokens of each choice."""
     response = await http.post(path, json=body)
     assert response.status_code == 200, response.text
     made: Counter[int] = Counter()
@@ -327,7 +327,7 @@ NEEDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "a field": ({"patch": CANT}, {}, {"min_tokens": 1}),
     "room": ({"max_model_len": 16}, {"max_model_len": 64}, {"max_tokens": 40}),
 }
-"""The options of the first worker, those of the second, and a request that only the second can serve."""
+"""Name → options of one worker, options of another, and a request that only the other one supports."""
 
 
 @pytest.fixture
@@ -383,7 +383,7 @@ async def test_a_request_that_only_an_absent_worker_can_serve_waits_for_it(
 async def test_more_tokens_than_an_open_worker_has_room_for_wait_for_a_longer_one(
     plane: Plane, http: httpx.AsyncClient, waiting: set[asyncio.Task[Any] | None]
 ) -> None:
-    """The caller chose a minimum but no maximum length."""
+    """The tokens that the caller asked for with `min_tokens`, where it did not choose the length."""
     plane.spawn(max_model_len=16)
     longer = plane.spawn(max_model_len=64)
     await ready(plane, 2)

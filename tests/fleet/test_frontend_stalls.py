@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from frontend.completions.choice import Choice
+from frontend.completions.reply_choice import Choice
 from frontend.routing import span_check
 from frontend.routing.committed import History
 from frontend.routing.fleet_status import FleetStatus, WorkerStatus
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 TOKENS = 4000
 TOPS = 20
-"""The logprobs per token: some 750 bytes of JSON, so all tokens take ten times what all buffers hold."""
+"""The likeliest tokens beside each token: about 750 bytes of JSON, so all tokens are ten times what all buffers
+take."""
 FEW, OF_A_MESSAGE = 16, 32
 SHORT = f"""
 import rl_plane.bus.token_stream as streams
@@ -51,7 +52,7 @@ generation.MAX_TOP_ROWS = {TOPS * OF_A_MESSAGE}
 """A worker that sends few messages of few tokens. On a slow machine each message would carry many, and be the whole
 reply."""
 SOCKET_BYTES = 1 << 15
-"""The buffer of each end of a socket. Linux would buffer more than the whole reply."""
+"""The buffer of each end. Linux would buffer more than the whole reply."""
 MANY = 40_000
 NARROW = """
 import rl_plane.bus.token_stream as streams
@@ -64,19 +65,18 @@ most."""
 VOCAB_SIZE = 1 << 20
 MADE_S = 60.0
 CHUNKS, OF_A_CHUNK = 16, 2000
-"""The chunks of each choice and the tokens of a chunk: a chunk is 100 kB of JSON, and all buffers hold less than 1
-MB."""
+"""The chunks of each choice. A chunk is 100 kB of JSON, and all buffers together have less than a megabyte."""
 OTHERS = 300
 """Tokens of a request beside it: more than a window."""
 
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> httpx.AsyncHTTPTransport:
-    """A client transport whose connections buffer little. Frontends that start later buffer little too."""
+    """A client whose connections buffer little. The frontends' connections do so too from now on."""
     bind = listeners.bind
 
     def small(*args: Any) -> socket.socket:
-        """Binds a listener whose accepted connections have small send buffers."""
+        """Opens a listener whose accepted sockets have small buffers too."""
         listener = bind(*args)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
         return listener
@@ -205,9 +205,9 @@ async def test_tokens_that_waited_for_a_slow_reader_must_still_meet_max_lag(
 async def test_an_update_takes_no_tokens_from_a_client_that_stops_reading(
     plane: Plane, few: httpx.AsyncHTTPTransport, monkeypatch: pytest.MonkeyPatch, goes_on: bool, kept: bool
 ) -> None:
-    """Tokens made before the update are delivered however late the client reads them. If the worker does not report
-    that it has continued (`goes_on`), only those that came in time are. `kept`: an earlier update has left its label
-    on some tokens."""
+    """Tokens that were made before the update are delivered however late they are read. But of a worker that does not
+    tell that it has gone on (`goes_on`), only what came in time. `kept`: an earlier update has left its label on some
+    tokens."""
     monkeypatch.setattr(span_check, "STALE_AFTER_S", 0.0)
     learnt: list[int] = []
     told: list[int | None] = []

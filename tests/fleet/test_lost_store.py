@@ -167,7 +167,7 @@ async def test_a_decision_does_not_go_over_one_that_is_written_back_meanwhile(
         return await decide(self, record)
 
     monkeypatch.setattr(SealedRecord, "decide", restored_first)
-    with pytest.raises(StaleFence, match="written back") as caught:
+    with pytest.raises(StaleFence, match="restored a record") as caught:
         await client.run("update_weights", update_of(plane.model(1), "step_1"))
     assert caught.value.facts["fix"]
     await until_back(plane, client, 1, "lost", 7)

@@ -58,7 +58,7 @@ def fine(response: httpx.Response) -> Any:
 
 
 def witnessed(seed: int, count: int = TOKENS) -> list[int]:
-    """Returns the tokens that a witness generates after the prompt."""
+    """The tokens that a witness generates after the prompt."""
     tokens, token = [], PROMPT[-1]
     for _ in range(count):
         token = witness_next_token(seed, token)
@@ -84,7 +84,7 @@ async def proven(http: httpx.AsyncClient, ids: Iterable[str], seed: int, label: 
 
 
 async def served(http: httpx.AsyncClient) -> list[tuple[bool, str | None]]:
-    """Returns, for each worker, whether it admits requests, and the label that it serves."""
+    """For each worker: whether it is open, and the label that it serves."""
     rows = fine(await http.get("/v1/rl/state"))["workers"]
     return [(row["admission"]["open"], row["applied_weight_version"]) for row in rows]
 

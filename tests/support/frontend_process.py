@@ -18,7 +18,7 @@ from tests.conftest import Plane
 from worker.engines.fake.adapter import fake_token
 
 WAIT_S = 1.0
-"""The time in seconds that a request waits for admission in these tests."""
+"""The longest wait for admission in these tests."""
 
 PROMPT = [5, 6, 7]
 

@@ -20,7 +20,7 @@ from rl_plane.transports.filesystem.sender import FilesystemSender
 from rl_plane.transports.ipc.receiver import IpcTransport
 from rl_plane.transports.ipc.sender import IpcSender
 from rl_plane.transports.packed_delivery import PackedDelivery
-from rl_plane.transports.testing import check_cancel, check_end, check_round_trip, check_transport
+from rl_plane.transports.testing import check_cancel, check_round_trip, check_transport
 from tests.support.paths import ROOT
 
 Halves = tuple[Callable[[], Sender], Callable[[], WeightTransport]]
@@ -89,7 +89,7 @@ def test_the_checks_find_damaged_bytes(tmp_path: Path) -> None:
         check_round_trip(FilesystemSender(tmp_path), Damaged(TransportContext((tmp_path,))))
 
 
-@pytest.mark.parametrize("check", [check_cancel, check_end])
+@pytest.mark.parametrize("check", [check_cancel])
 def test_the_checks_find_a_receiver_that_hears_nothing(check: Callable[[Sender, WeightTransport], None]) -> None:
     sender = IpcSender(lambda: 1)
     try:

@@ -1,4 +1,4 @@
-"""The parts of the frontend that a dialect calls: the fleet's calls, its members, and the generation service."""
+"""The services that dialects use: the fleet's calls, its members, and the generation service."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class DialectCalls:
 
 @dataclass(frozen=True)
 class DialectContext:
-    """The objects that the routes of a dialect work with."""
+    """The services that the routes of a dialect use."""
 
     calls: DialectCalls
     view: MembershipView
     generation: Generation
     part_timeout_s: float
-    """The limit in seconds for the tensors of one call, where the dialect has no field for it."""
+    """The time for the tensors of one call, where the dialect has no field for it."""

@@ -1,4 +1,4 @@
-"""Reads the fleet as if it were one engine, and turns its errors into those that trainers' clients expect."""
+"""Reads the fleet as if it were one engine, and gives its errors the form that trainers' clients expect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 MEMORY = ("weights", "kv_cache")
 """The memory that an engine can release."""
 TRIES = 3
-"""The number of times that a question is sent to all workers. A worker has one second to answer each time."""
+"""The number of times that a question goes to all workers. A worker has a second to answer each time."""
 SHOWN = 8
 """Workers that one message names. The reply has the rows of all."""
 
@@ -26,8 +26,7 @@ SHOWN = 8
 NOT_BEGUN: tuple[type[PlaneError], ...] = (Locked, NoWorkers, Unsupported)
 """Errors that mean that no worker has received anything."""
 NOT_POSSIBLE: tuple[type[PlaneError], ...] = (Unsupported,)
-"""Errors that mean that no worker has received anything, after a part was sent. A locked or empty fleet has lost the
-update by then."""
+"""Errors that still mean it after a part was sent. A locked or empty fleet has lost the update by then."""
 
 
 # ---- errors ----

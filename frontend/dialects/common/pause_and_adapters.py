@@ -18,7 +18,7 @@ class PauseFields(Fields):
     """`/pause`, as vLLM reads it"""
 
     mode: PauseMode = "abort"
-    """The treatment of running requests: `abort` ends them, `wait` waits for their end, `keep` freezes them."""
+    """`abort` ends running requests, `wait` waits for their end, `keep` freezes them."""
     clear_cache: bool = True
     """Drop the prefix caches. No effect with `keep`, as in vLLM: an update drops them anyway."""
 

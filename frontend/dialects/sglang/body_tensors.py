@@ -113,7 +113,7 @@ class HeldTensors:
         self._policy: dict[str, Any] = {}
         self._label: str | None = None
         self._wanted = 0
-        """The number of the model's tensors, without those that it ties to others, as of the last `ask_model`."""
+        """The number of the model's tensors, without tied ones, as of the last `ask_model`."""
         self._tied: frozenset[str] = frozenset()
         """The tied names. The update does not wait for them; the workers compare them."""
         self._at = 0.0
@@ -171,8 +171,7 @@ class HeldTensors:
 
     @property
     def told(self) -> str:
-        """A sentence with the number of tensors held and the name of the last one, after which the trainer must
-        continue."""
+        """The number of tensors that are held, and the last of them: the trainer should have continued after it."""
         of_all = f" of the model's {self._wanted}" if self._wanted else ""
         last = repr(next(reversed(self._tensors), None))
         return f"{self._needed}{of_all} tensors are held, the last of them {last[:200]}"

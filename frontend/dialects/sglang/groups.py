@@ -22,8 +22,8 @@ MAX_KNOWN = 256
 """The number of groups whose backend is remembered. Only a client that makes up names forms more."""
 
 TURN_WAIT_S = 2 * FORM_WAIT_S
-"""The time in seconds that a call waits for the groups before it. One group takes this long at most, with the wait for
-the fleet's lock."""
+"""The longest wait for the groups before a call. One group takes this long at most, with the wait for the fleet's
+lock."""
 
 
 class GroupFields(Fields):

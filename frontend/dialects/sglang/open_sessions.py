@@ -28,7 +28,7 @@ class _Entry:
 
 
 class Opened:
-    """Records what a trainer has opened: an update, a pause, or both."""
+    """The openings of a trainer: an update that was begun, a pause, or both."""
 
     def __init__(self, context: DialectContext) -> None:
         self._bus = context.calls.fleet.client.bus

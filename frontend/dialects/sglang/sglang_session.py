@@ -41,7 +41,7 @@ OWNER = "sglang"
 """The owner of the fleet's session."""
 
 
-class Update(Fields):
+class SglangUpdateFields(Fields):
     """The fields of every update"""
 
     abort_all_requests: bool = False
@@ -58,7 +58,7 @@ class Update(Fields):
         return {**mode, "flush_cache": self.flush_cache}
 
 
-class DistributedFields(Update):
+class DistributedFields(SglangUpdateFields):
     """`/update_weights_from_distributed`"""
 
     names: list[str] = Field(max_length=MAX_PART_TENSORS)
@@ -170,7 +170,7 @@ class Updates:
                     error.facts["fix"] = "all tensors are here: end_weight_update commits them"
             raise
 
-    async def _prepare(self, group: str, fields: Update) -> str:
+    async def _prepare(self, group: str, fields: SglangUpdateFields) -> str:
         backend = await self._groups.backend_of(group)
         body: dict[str, Any] = {
             "transport": {"backend": backend, "group": group, "in_parts": True},
@@ -337,7 +337,7 @@ class Updates:
         if before is not None and (not before.task.done() or await self.parts_standing() == before.update_id):
             raise Conflict("an update is received already", fix="complete_weights_update first")
         self._receiving = None
-        update_id = await self._prepare(fields.group_name, Update())
+        update_id = await self._prepare(fields.group_name, SglangUpdateFields())
         every = [
             [one for bucket in fields.buckets for one in getattr(bucket, name)]
             for name in ("names", "dtypes", "shapes")

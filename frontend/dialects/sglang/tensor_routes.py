@@ -17,7 +17,7 @@ from frontend.dialects.common.fleet_as_one import begun, joined
 from frontend.dialects.common.pause_and_adapters import held_adapters
 from frontend.dialects.sglang.adapters import BY_NAME, loaded_reply
 from frontend.dialects.sglang.body_tensors import ANOTHER_WAY, FIELD, Store, read_tensors
-from frontend.dialects.sglang.sglang_session import Update, Updates
+from frontend.dialects.sglang.sglang_session import SglangUpdateFields, Updates
 from frontend.dialects.sglang.update_routes import refuse_draft, report_unused
 from frontend.server.shared_routes import Fields, ParsedRequest, SharedRoutes, report
 from rl_plane.bus.state_store import read_record
@@ -29,7 +29,7 @@ MAX_BODY_BYTES = 256 << 20
 FORMAT = "safetensors"
 
 
-class TensorFields(Update):
+class TensorFields(SglangUpdateFields):
     """`/update_weights_from_tensor`"""
 
     serialized_named_tensors: list[str] = Field(min_length=1, max_length=1024)

@@ -9,7 +9,7 @@ from pydantic import Field
 from frontend.dialects.common.context import DialectContext
 from frontend.dialects.common.fleet_as_one import begun, joined
 from frontend.dialects.sglang.body_tensors import ANOTHER_WAY
-from frontend.dialects.sglang.sglang_session import DistributedFields, PrepareFields, Update, Updates
+from frontend.dialects.sglang.sglang_session import DistributedFields, PrepareFields, SglangUpdateFields, Updates
 from frontend.server.bodies import MAX_NAMES_BYTES
 from frontend.server.shared_routes import DialectRequest, Fields, ParsedRequest, SharedRoutes, report
 from rl_plane.errors import InvalidRequest, Locked, PlaneError, Unsupported
@@ -20,7 +20,7 @@ KEEPS_NO_CACHE = "no new request may reuse KV of older weights"
 DISK_FORMATS = (None, "auto", "safetensors")
 
 
-class DiskFields(Update):
+class DiskFields(SglangUpdateFields):
     """`/update_weights_from_disk`"""
 
     model_path: str = Field(min_length=1)
@@ -34,7 +34,7 @@ class DiskFields(Update):
     manifest: dict[str, Any] | None = None
 
 
-class IpcFields(Update):
+class IpcFields(SglangUpdateFields):
     """`/update_weights_from_ipc`"""
 
     zmq_handles: dict[str, str] | None = None
@@ -181,7 +181,7 @@ def refuse_draft(selector: str) -> None:
         raise Unsupported("there is no draft model here", field="selector", fix="target, or all")
 
 
-def report_unused(request: DialectRequest, fields: Update) -> None:
+def report_unused(request: DialectRequest, fields: SglangUpdateFields) -> None:
     if not fields.flush_cache:
         report(request.path, "flush_cache", KEEPS_NO_CACHE)
     if fields.torch_empty_cache:

@@ -39,7 +39,7 @@ MANY_ADAPTERS = 512
 
 class AbortFields(Fields):
     request_ids: list[str] | None = Field(None, max_length=10_000)
-    """The ids of replies, or those that callers of this frontend chose (`request_id`, `X-Request-Id`). None: all."""
+    """The ids of replies, or the ids that callers of this frontend chose (`request_id`, `X-Request-Id`). None: all."""
 
 
 class InitFields(Fields):

@@ -1,4 +1,4 @@
-"""The committed versions that a frontend knows, and the tokens that it delivers. Pure: the tests pass the time in."""
+"""The committed states that a frontend knows, and the tokens that it delivers. Pure: the caller passes the time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demands of requests on the weights, and the continuation of a choice at another worker: pure, without a loop."""
+"""The demands of requests on the weights, and the continuation of a choice at another worker. Pure, without a loop."""
 
 from __future__ import annotations
 

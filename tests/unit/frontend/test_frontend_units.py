@@ -10,11 +10,11 @@ from typing import Any, get_args
 import pytest
 
 from frontend.completions.caller_ids import CallerIds
-from frontend.completions.choice import Choice
 from frontend.completions.native_bodies import plan_vllm
 from frontend.completions.openai_bodies import REFUSED, ChatBody, CompletionBody
 from frontend.completions.openai_replies import Chunks, openai_error, whole
 from frontend.completions.plans import DEFAULT_CHAT_TOKENS, Plan, plan_chat, plan_completion
+from frontend.completions.reply_choice import Choice
 from frontend.completions.tokens import parse_tokenize
 from frontend.facade.calls import MAX_IN_FLIGHT, FleetCalls
 from frontend.facade.nats_service import call_body
@@ -22,7 +22,7 @@ from frontend.routing.attempts import Accepted
 from frontend.routing.fleet_status import CLOSED_REASONS
 from frontend.server.bodies import list_fields, merge_query
 from frontend.server.listeners import bind, url_of
-from frontend.server.metrics import FrontendMetrics, MetricsSnapshot
+from frontend.server.metrics import FrontendMetrics, Scrape
 from frontend.server.replies import error_body, error_response, to_json
 from rl_plane.errors import (
     EngineDied,
@@ -842,10 +842,10 @@ def test_chat_chunks_begin_with_the_role_and_end_with_the_versions() -> None:
     assert "prompt_token_ids" not in last
 
 
-def _snapshot(**more: Any) -> MetricsSnapshot:
+def _snapshot(**more: Any) -> Scrape:
     counts: dict[str, Any] = {"outcomes": {}, "picks": {"load": 3}, "moves": {}, "closed": {}}
     facts = {"workers": 2, "admitted": 1, "epoch": 3, "sequence": None, "in_flight": 0, "lease": None}
-    return MetricsSnapshot(**{**facts, **counts, **more})
+    return Scrape(**{**facts, **counts, **more})
 
 
 def _lines(metrics: FrontendMetrics) -> list[str]:

@@ -18,9 +18,9 @@ from frontend.completions.native_bodies import (
     SGLANG_SAMPLING_REFUSED,
     VLLM_REFUSED,
     VLLM_SAMPLING_REFUSED,
-    SglangBody,
+    SglangGenerateBody,
     SglangSampling,
-    VllmBody,
+    VllmGenerateBody,
     VllmSampling,
     plan_sglang,
     plan_vllm,
@@ -113,7 +113,7 @@ ROUTES: dict[str, Route] = {
     ),
     "vllm": (
         lambda body: plan_vllm(body, "id"),
-        names(VllmBody, VLLM_REFUSED),
+        names(VllmGenerateBody, VLLM_REFUSED),
         {
             "sampling_params": names(VllmSampling, VLLM_SAMPLING_REFUSED),
             "stream_options": names(StreamOptions, REFUSED_OF_STREAMS),
@@ -122,7 +122,7 @@ ROUTES: dict[str, Route] = {
     ),
     "sglang": (
         lambda body: plan_sglang(body, "id"),
-        names(SglangBody, SGLANG_REFUSED),
+        names(SglangGenerateBody, SGLANG_REFUSED),
         {"sampling_params": names(SglangSampling, SGLANG_SAMPLING_REFUSED)},
         {"input_ids": [5, 6]},
     ),
@@ -171,9 +171,9 @@ print(json.dumps({
 SERVED: dict[str, type[BaseModel]] = {
     "completions": CompletionBody,
     "chat": ChatBody,
-    "vllm": VllmBody,
+    "vllm": VllmGenerateBody,
     "vllm sampling_params": VllmSampling,
-    "sglang": SglangBody,
+    "sglang": SglangGenerateBody,
     "sglang sampling_params": SglangSampling,
     **{f"{route} stream_options": StreamOptions for route in ("completions", "chat", "vllm")},
 }
@@ -184,7 +184,7 @@ OF_STATE = frozenset(
         "ebnf_full_assistant",
     }
 )
-"""Fields of the engines' sampling parameters that no caller sends, but the engine computes."""
+"""These sampling parameters are what the engine makes of a request, not what a caller sends."""
 
 
 @pytest.mark.timeout(200)

@@ -1,4 +1,4 @@
-"""The retry policy after a try at one worker, event by event."""
+"""The retry policy: the decision after each kind of try at one worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of a worker by the router, without a loop or a fleet."""
+"""The router's choice of a worker, without a loop or a fleet."""
 
 from __future__ import annotations
 
