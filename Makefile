@@ -53,6 +53,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.lint
 
 sim: setup
 	$(BIN)/python -m tests.sim --seeds $(or $(SEEDS),1000)

@@ -223,7 +223,7 @@ async def test_asleep_an_update_needs_the_weights_and_nobody_is_served_before_al
     assert choice["token_ids"] == [fake_token(model_digest(plane.model(1)), PROMPT, place) for place in range(3)]
 
 
-async def test_who_starts_twice_is_told_so(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_a_second_start_of_an_update_is_refused(plane: Plane, http: httpx.AsyncClient) -> None:
     """An update that was begun belongs to its trainer: a second start neither drops nor commits it, as in vLLM."""
     update = {"update_info": {"weight_dir": str(plane.model(1))}}
     fine(await http.post("/start_weight_update", headers={"Idempotency-Key": "one"}))

@@ -116,7 +116,9 @@ async def test_a_frontend_that_vanishes_leaves_the_list_by_itself(
     await plane.until(nobody)
 
 
-async def test_it_listens_then_is_listed_then_asks(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_frontend_listens_before_it_is_listed_and_asks_for_its_lease_last(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A coordinator that finds the frontend in the list can reach it. One that does not has decided before it asked."""
     client = await plane.client()
     view = await (await plane.client("frontend")).view()
