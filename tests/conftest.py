@@ -159,7 +159,8 @@ class Plane:
         return self.spawned[-1].wait_ready() if ready else self.spawned[-1]
 
     def spawn_copies(self, count: int, **engine_args: Any) -> list[str]:
-        """So many workers in one process, which starts as fast as one; their instance ids."""
+        """Spawns `count` workers in one process, which starts as fast as one worker, and returns their instance
+        ids."""
         one = self.spawn(ready=False, copies=count, **engine_args)
         return sorted(one.wait_ready().instance_ids)
 

@@ -62,7 +62,7 @@ async def test_trainers_that_broadcast_to_vllm(plane: Plane) -> None:
 
 
 async def _prime_rl(witnesses: Witnesses, ids: list[str], trainer: ToldProcess, http: httpx.AsyncClient) -> None:
-    """At the root and beneath `/v1/rl`; the call of each step is the update."""
+    """Updates at the root and beneath `/v1/rl`. The call of each step is the update."""
     group = await _init_broadcaster(trainer, http)
     for step, seed, base in ((1, 2, "/v1/rl"), (2, 3, "")):
         body, sending = _broadcast(group, witnesses.base(seed), f"step_{step}")
@@ -116,7 +116,8 @@ def _broadcast(group: str, directory: Path, label: str) -> tuple[dict[str, Any],
 
 
 async def test_prime_rls_update_of_a_fleet_that_somebody_else_changes(plane: Plane) -> None:
-    """It waits. After a 409, which its client does not repeat, nothing is left of it that another would run into."""
+    """prime-rl's update waits for the other caller. Its client does not repeat after a 409, so a failed update must
+    leave nothing behind."""
     for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
         await asyncio.to_thread(one.wait_ready)
     client = await plane.client()
@@ -133,7 +134,7 @@ async def test_prime_rls_update_of_a_fleet_that_somebody_else_changes(plane: Pla
 
             @asynccontextmanager
             async def taken_from(op: str) -> AsyncIterator[None]:
-                """Somebody else has the fleet from this op on, and still when its update is to be dropped."""
+                """Locks the fleet from this op on, and still holds the lock when the update is dropped."""
                 async with AsyncExitStack() as stack:
 
                     async def refuse(answered: Answered) -> None:
@@ -163,7 +164,8 @@ async def test_prime_rls_update_of_a_fleet_that_somebody_else_changes(plane: Pla
 
 
 async def test_a_group_is_not_formed_over_what_its_trainer_has_left(plane: Plane) -> None:
-    """Also by way of a frontend that has begun since. Where it can't be dropped, nobody joins."""
+    """The same holds at a frontend that has started since. If the old update can't be dropped, no worker joins the new
+    group."""
     for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
         await asyncio.to_thread(one.wait_ready)
     with FedTrainer(plane) as trainer:
@@ -330,7 +332,7 @@ def many_tensors(plane: Plane, seed: int) -> Path:
 
 
 async def test_more_names_than_a_message_carries(plane: Plane) -> None:
-    """TRL announces all of a model in one call, and SGLang-Omni's trainers likewise."""
+    """TRL and SGLang-Omni's trainers announce all tensors of a model in one call."""
     before, after = (many_tensors(plane, seed) for seed in (1, 2))
     plane.spawn_copies(2, model=before)
     group, port = f"many {next(NUMBERS)}", free_port()

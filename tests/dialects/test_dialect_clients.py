@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.engines("vllm"), pytest.mark.timeout(400)]
 
 START_S = 120.0
 GLOO_S = 20.0
-"""A trainer's own bound, of a broadcast that nobody takes."""
+"""A trainer's own bound in seconds for a broadcast that no worker takes."""
 PACKED_BYTES = 20_000
 """A witness goes in several buffers."""
 
@@ -169,7 +169,7 @@ async def _trl_brings_adapters_alone(
 
 
 async def test_a_worker_killed_in_the_middle_leaves_all_as_it_was(plane: Plane, trainer: ToldProcess) -> None:
-    """The client is told 409, once; the rest serve on, and the next group is of whoever is there."""
+    """The client gets one 409. The other workers continue to serve, and the next group has all present workers."""
     ids = await fleet(plane, 2)
     async with facade(plane) as http:
         await trainer.do("client", client_of(plane, "vllm", http))
@@ -311,7 +311,7 @@ async def test_what_our_client_over_nats_says_before_anybody_is_touched(
 
 
 class TakenOnce:
-    """A fleet that notes what is run, and is somebody else's when it is first asked to abort."""
+    """A fleet that records the ops it runs. Another caller holds it at the first abort."""
 
     def __init__(self) -> None:
         self.ran: list[str] = []

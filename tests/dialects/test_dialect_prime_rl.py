@@ -48,7 +48,8 @@ async def test_the_orchestrators_day(plane: Plane, http: httpx.AsyncClient, base
 
 @pytest.mark.parametrize("base", ["", "/v1/rl"])
 async def test_who_is_there_before_its_fleet_waits_for_it(plane: Plane, base: str) -> None:
-    """It asks for `/health` each second, then once for its model. Beneath `/v1/rl` the former is the frontend's own."""
+    """The orchestrator asks for `/health` each second, then once for its model. Beneath `/v1/rl`, `/health` is the
+    frontend's own."""
     async with facade(plane) as http:
         prime, first = PrimeRl(http, base), "/v1/models" if base else "/health"
         waits = await http.get(base + first)
@@ -98,7 +99,7 @@ async def test_no_directory_means_the_broadcaster(http: httpx.AsyncClient, body:
 
 
 async def test_what_can_not_be_is_refused_once_and_by_name(plane: Plane, http: httpx.AsyncClient) -> None:
-    """Its client repeats whatever is 5xx; none of these is."""
+    """prime-rl's client repeats after every 5xx, so none of these errors is a 5xx."""
     before = fine(await http.get("/v1/rl/state"))["version"]
     nccl = {
         "host": "127.0.0.1",
@@ -155,7 +156,8 @@ async def test_an_adapter_that_no_engine_takes_is_asked_for_once(plane: Plane, d
 
 @pytest.mark.parametrize("dialects", [("prime-rl",), ("vllm", "sglang", "prime-rl")])
 async def test_its_pool_of_dynamos_workers(plane: Plane, dialects: tuple[str, ...]) -> None:
-    """It calls methods of prime-rl's own worker; of these the fleet does the one that names a directory."""
+    """Dynamo's pool calls methods of prime-rl's own worker. The fleet carries out only the one that names a
+    directory."""
     plane.spawn_copies(2)
     async with facade(plane, dialects=dialects) as http:
         for step, more in ((1, {}), (2, {"timeout": 720.0, "kwargs": {}})):
@@ -182,7 +184,7 @@ async def test_its_pool_of_dynamos_workers(plane: Plane, dialects: tuple[str, ..
 
 
 async def test_a_repeated_post_gets_the_first_ones_answer(plane: Plane) -> None:
-    """After 720 s the client asks again, while the first is still under way."""
+    """The client repeats its call after 720 s, while the first call is still under way."""
     plane.spawn_copies(2, stage_delay_s=1.0)
     async with facade(plane) as http:
         body = {"weight_dir": str(plane.model(1))}
@@ -194,7 +196,7 @@ async def test_a_repeated_post_gets_the_first_ones_answer(plane: Plane) -> None:
 async def test_an_update_that_is_done_and_comes_again_is_another_one_of_what_is_in_the_directory(
     plane: Plane, http: httpx.AsyncClient
 ) -> None:
-    """Its answer was lost. It is not remembered: a trainer may write each step to the same path."""
+    """The answer was lost. The update is not remembered, because a trainer may write each step to the same path."""
     directory = plane.model(1)
 
     async def version(path: str, body: dict[str, Any], request_id: str = "") -> tuple[int, str]:

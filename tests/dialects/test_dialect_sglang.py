@@ -223,7 +223,7 @@ async def test_tensors_in_the_body(plane: Plane) -> None:
 
 
 async def test_tensors_are_taken_only_after_every_worker_reports_what_its_model_needs(plane: Plane) -> None:
-    """One that is silent may need what the others tie: nothing is taken before it has answered."""
+    """A silent worker may need a tensor that the other workers tie, so no tensor is taken before it has answered."""
     plane.spawn_copies(2)
     run, silent = FleetCalls.run, 1
 
@@ -342,7 +342,8 @@ async def test_a_part_that_comes_while_the_update_is_committed(plane: Plane) -> 
 
 
 async def test_a_finish_takes_only_an_update_of_its_own(plane: Plane) -> None:
-    """Not one that was prepared by the facade's own call; nor another trainer's, where its own is lost."""
+    """The finish does not take an update that the facade's own call prepared, nor another trainer's if its own is
+    lost."""
     plane.spawn_copies(2)
 
     async def begin(at: httpx.AsyncClient, seed: int) -> None:
@@ -493,7 +494,8 @@ async def test_an_update_that_is_not_whole_is_told_of(
 
 
 async def test_an_update_does_not_wait_for_the_end_of_another_callers_pause(plane: Plane) -> None:
-    """`continue_generation` is awaited of who has called `pause_generation`, as long as that pause stands."""
+    """The frontend waits for `continue_generation` only from the caller of `pause_generation`, while that pause
+    stands."""
     ids = plane.spawn_copies(2)
     path = "/update_weights_from_tensor"
     async with facade(plane) as http:
@@ -539,7 +541,8 @@ async def on_nobody(*_: Any) -> Any:
 async def test_a_begun_update_is_known_to_every_frontend_until_it_ends_or_expires(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its end, by `continue_generation` or by silence. Who then sends without a word commits by the last part."""
+    """The update ends by its end call, by `continue_generation`, or by silence. Later parts without a begin call are
+    committed with the last part."""
     plane.spawn_copies(2)
     *parts, last = one_by_one(plane, 1)
     path = "/update_weights_from_tensor"
@@ -569,7 +572,7 @@ async def test_a_begun_update_is_known_to_every_frontend_until_it_ends_or_expire
 
 
 async def test_an_update_that_an_older_frontend_has_begun_can_continue(plane: Plane) -> None:
-    """Its entry says nothing of what was sent."""
+    """The older frontend's entry does not say which parts were sent."""
     plane.spawn()
     client = await plane.client()
     entry = json.dumps({"begun_until": time.time() + SESSION_IDLE_S, "pause": ""}).encode()

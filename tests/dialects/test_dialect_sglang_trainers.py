@@ -125,7 +125,7 @@ async def _miles(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
 
 
 async def _areal(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
-    """Its port is a text; requests that run are aborted, and sent again by it."""
+    """Replays AReaL's update. It sends the port as a text, and sends aborted requests again."""
     http, directory = replay.http, witnesses.base(2)
     assert (await http.get("/health")).status_code == 200
     assert fine(await replay.form("update_weight_group", port_type=str))["success"] is True
@@ -191,7 +191,7 @@ async def _without_a_pause(replay: Replay, witnesses: Witnesses, ids: list[str])
 
 
 async def _from_disk(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
-    """slime's other way: the version is looked at before it goes on."""
+    """Replays slime's other update, which reads the version before it resumes the fleet."""
     http = replay.http
     await replay.post("/pause_generation")
     await replay.flush()
@@ -217,7 +217,7 @@ def buckets_of(directory: Path, count: int) -> list[dict[str, Any]]:
 
 
 async def _verl(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
-    """Tensors in the body, bucket by bucket, then a flush; adapters likewise."""
+    """Replays an update with tensors in the body, bucket by bucket, then a flush; then the same with adapters."""
     http, directory = replay.http, witnesses.base(3)
     for bucket in buckets_of(directory, BUCKETS):
         await proven(http, ids, 2, "9")
@@ -256,7 +256,8 @@ async def test_the_sizes_of_a_worker(plane: Plane) -> None:
 
 
 async def test_tensors_that_come_at_once(plane: Plane) -> None:
-    """Each is told how many are held with its own; the one that makes the update whole has committed all."""
+    """Each answer has the number of tensors held so far. The answer to the part that completes the update reports the
+    commit."""
     plane.spawn_copies(WORKERS)
     async with facade(plane) as http:
         for seed in (1, 2):
@@ -330,7 +331,8 @@ async def test_groups_that_form_side_by_side(plane: Plane) -> None:
 
 
 async def test_a_worker_that_is_killed_between_two_buckets(plane: Plane) -> None:
-    """The trainer has an error, the fleet what it served before; the same trainer goes on with who is left."""
+    """The trainer gets an error, the fleet keeps the version it served, and the same trainer continues with the
+    workers left."""
     witnesses = Witnesses(plane)
     ids = await asyncio.to_thread(witnesses.spawn, WORKERS)
     with FedTrainer(plane) as trainer:
@@ -364,7 +366,7 @@ async def test_a_worker_that_is_killed_between_two_buckets(plane: Plane) -> None
 
 
 async def test_an_update_that_is_lost_after_its_last_part_is_told_at_each_end(plane: Plane) -> None:
-    """By whatever it was lost, and however often its trainer asks: nothing that has ended is taken for nothing."""
+    """The reason of the loss and the number of repeated calls make no difference: each call reports the loss."""
     for one in (plane.spawn(ready=False), plane.spawn(ready=False), plane.spawn(ready=False)):
         await asyncio.to_thread(one.wait_ready)
     with FedTrainer(plane) as trainer:
@@ -501,7 +503,8 @@ def tied_model(path: Path, seed: int, *, with_head: bool = False) -> Path:
 
 
 async def test_tied_embeddings_may_come_or_not(plane: Plane) -> None:
-    """First, last, or in the middle of the buckets; what counts is what the model needs. Nobody pauses."""
+    """The tied tensor comes first, last, or in the middle of the buckets. The update is whole when the model has what
+    it needs."""
     own = tied_model(plane.tmp / "weights" / "tied", 1)
     await asyncio.to_thread(plane.spawn(ready=False, engine="hf", model=own).wait_ready, START_S)
     steps = itertools.count(1)
@@ -582,7 +585,7 @@ async def test_tied_embeddings_may_come_or_not(plane: Plane) -> None:
 
 
 async def test_an_update_is_ended_by_its_own_dialect_alone(plane: Plane) -> None:
-    """vLLM's trainer sends, and somebody lets the fleet go on by SGLang's call; and the other way round."""
+    """vLLM's trainer sends, and another caller resumes the fleet by SGLang's call, and the reverse."""
     for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
         await asyncio.to_thread(one.wait_ready)
     with FedTrainer(plane) as trainer:
@@ -678,7 +681,7 @@ async def _unreachable(*_: Any) -> Any:
 
 
 async def _taken_in_two_phases(replay: Replay, plane: Plane, client: RlClient) -> None:
-    """`ready` is said when every rank listens, and not before. Who is not told so has left nobody listening."""
+    """The answer `ready` comes only when every rank listens. If the caller does not get it, no rank still listens."""
     http, buckets = replay.http, parts_of(plane.model(1), 2)
     body = {"num_buckets": len(buckets), "buckets": buckets, "group_name": "g"}
     with pytest.MonkeyPatch.context() as patch:
@@ -746,7 +749,7 @@ async def _refused_at_the_end(replay: Replay, plane: Plane, client: RlClient) ->
 
 
 async def test_a_fleet_that_is_gone_after_a_part(plane: Plane) -> None:
-    """No 503, by which a trainer would send it again."""
+    """The answer is no 503, because a trainer would send the part again."""
     plane.spawn()
     with FedTrainer(plane) as trainer:
         async with facade(plane) as http:

@@ -101,7 +101,7 @@ async def test_requests_are_ended_and_counted_over_the_fleet(http: httpx.AsyncCl
 
 
 async def test_a_caller_ends_its_request_by_its_own_name(http: httpx.AsyncClient) -> None:
-    """By vLLM's field, by SGLang's, and by the header."""
+    """The name comes in vLLM's field, in SGLang's field, or in the header."""
     events = [asyncio.Event() for _ in range(4)]
     long, longs = {"max_tokens": 4000}, {"max_new_tokens": 4000}
     asked: list[tuple[str, dict[str, Any], dict[str, str]]] = [
@@ -338,7 +338,8 @@ async def test_an_update_from_a_directory_in_three_calls(plane: Plane, http: htt
 async def test_a_finish_by_way_of_another_frontend_is_of_the_update_that_waits(
     plane: Plane, http: httpx.AsyncClient
 ) -> None:
-    """Also where that one has finished an update before, whose answer would say that nothing is left to do."""
+    """This also holds if the other frontend has finished an update before, whose answer would say that nothing is left
+    to do."""
 
     async def begin(at: httpx.AsyncClient, seed: int) -> None:
         fine(await at.post("/start_weight_update"))
@@ -370,7 +371,8 @@ async def test_a_finish_by_way_of_another_frontend_is_of_the_update_that_waits(
 async def test_a_finish_that_finds_the_fleet_taken_waits_and_one_that_finds_it_gone_says_so(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No 503, by which a client would send again what was sent. It waits longer than its trainer may be silent."""
+    """The answer is no 503, because a client would send the weights again. The finish waits longer than its trainer
+    may be silent."""
     plane.spawn()
     client = await plane.client()
     async with facade(plane) as http:
@@ -440,7 +442,7 @@ async def test_what_is_out_of_order_or_impossible_is_refused_by_name(
 
 
 async def test_skyrl_step_by_step(plane: Plane, http: httpx.AsyncClient) -> None:
-    """Its client has no time-outs and does not repeat; it needs `Content-Length`, JSON, and a real bool."""
+    """SkyRL's client has no time-outs and does not repeat. It needs `Content-Length`, JSON, and a real bool."""
     assert fine(await http.request("GET", "/get_world_size", json={}))["world_size"] == 3
     for step in (1, 2):
         fine(await http.post("/pause?mode=keep&clear_cache=false"))

@@ -553,7 +553,7 @@ def test_every_row_names_a_test_that_there_is() -> None:
 
 
 class _Forming:
-    """The fleet's `init_transport`, which ends when it is told how."""
+    """The fleet's `init_transport`, which ends when the test says how."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -577,7 +577,8 @@ def _group(name: str) -> GroupFields:
 
 
 async def test_groups_that_waited_behind_one_that_failed_fail_with_it() -> None:
-    """They are of one trainer, which has died: each would hold the ranks for its whole time, one after another."""
+    """The groups belong to one trainer, which has died. Each would hold the ranks for its whole time, one after
+    another."""
     forming = _Forming()
     groups = forming.groups()
     calls = [asyncio.create_task(groups.form(_group(name), "")) for name in ("a", "b", "c")]

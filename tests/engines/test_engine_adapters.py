@@ -103,7 +103,7 @@ async def shared(kind: Kind, models: Models) -> AsyncIterator[tuple[FullEngine, 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine(shared: tuple[FullEngine, EngineInfo], models: Models) -> AsyncIterator[FullEngine]:
-    """At witness 1, without adapters, running."""
+    """A running engine with witness 1 and without adapters."""
     engine, _ = shared
     spans = (await run(engine, ask([3], max_tokens=1))).spans
     if [span.digest for span in spans] != [model_digest(models.witness[1])]:
@@ -524,7 +524,7 @@ async def test_wait_drains(engine: FullEngine) -> None:
 async def test_wait_drains_what_was_frozen(
     kind: Kind, engine: FullEngine, models: Models, monkeypatch: pytest.MonkeyPatch, meanwhile: str
 ) -> None:
-    """Also where it has lost its KV since. What came after `keep` is not drained."""
+    """This also holds after the engine lost its KV cache. Requests that came after `keep` are not drained."""
     monkeypatch.setattr(engine, *kind.refuses_memory)
     staging, _ = await receive(engine, reception(models.witness[1]))
     runs = [Run(engine, ask([20 + number], max_tokens=200)) for number in range(3)]
@@ -586,7 +586,7 @@ async def waited_for(engine: FullEngine) -> tuple[Run, Run, asyncio.Task[bool]]:
 
 @pytest.mark.parametrize("then", ["abort", "keep", "wait"])
 async def test_a_pause_after_a_wait_that_was_cancelled(engine: FullEngine, then: PauseMode) -> None:
-    """And that had to start again what it waits for."""
+    """The cancelled wait had to restart the requests that it waits for."""
     one, late, waiting = await waited_for(engine)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -656,7 +656,7 @@ async def test_abort_ends_all_at_once(engine: FullEngine) -> None:
 async def test_frozen_requests_outlast_a_release_of_memory(
     kind: Kind, engine: FullEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And make nothing before `resume`, also when all memory is back. Nothing is freed on a CPU."""
+    """Frozen requests generate nothing before `resume`, even when all memory is back. On a CPU no memory is freed."""
     monkeypatch.setattr(engine, *kind.refuses_memory)
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(10)
@@ -725,7 +725,7 @@ async def test_a_swap_under_streams(engine: FullEngine, models: Models) -> None:
 
 
 async def test_no_request_uses_older_kv(engine: FullEngine, models: Models) -> None:
-    """By logprobs: a stale prefix would move them by far more than the bound."""
+    """The logprobs show it: a stale prefix would move them by far more than the bound."""
     await update(engine, models.tiny[1], 1)
     prompt = prompt_of(5, 60)
     await run(engine, ask(prompt))
@@ -1040,7 +1040,7 @@ async def test_an_adapter_that_goes_ends_its_requests(engine: FullEngine, models
 
 
 async def test_an_adapter_that_goes_ends_what_waits_for_it(engine: FullEngine, models: Models) -> None:
-    """In a pause: it was there when they came."""
+    """The adapter was loaded when the requests came in a pause."""
     await load_adapter(engine, "x", models.adapters[1])
     await engine.pause("keep", False)
     mine, other = Run(engine, ask([20], adapter="x")), Run(engine, ask([20]))
@@ -1106,7 +1106,7 @@ async def test_an_adapter_that_is_replaced_goes_on_with_its_requests(engine: Ful
 async def test_what_follows_the_swap_of_an_adapter_in_one_pause(
     engine: FullEngine, models: Models, then: str
 ) -> None:
-    """Its requests are neither lost nor forgotten while they stand still."""
+    """The adapter's frozen requests are neither lost nor forgotten."""
     await update(engine, models.tiny[1], 1)
     await load_adapter(engine, "x", models.adapters[1])
     staging, _ = await receive(engine, reception(models.adapters[2], kind="lora"))
@@ -1148,7 +1148,7 @@ async def test_a_request_whose_adapter_could_not_be_replaced_goes_on(
 async def test_a_request_on_its_way_when_its_adapter_goes(
     kind: Kind, engine: FullEngine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It must not reach the engine, which would look for the adapter's files, and die of it."""
+    """The request must not reach the engine, which would look for the adapter's files and die."""
     await load_adapter(engine, "x", models.adapters[1])
     waits, go = asyncio.Event(), asyncio.Event()
     kind.slow_submission(engine, monkeypatch, waits, go)

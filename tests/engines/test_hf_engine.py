@@ -177,7 +177,7 @@ async def test_a_prompt_is_scored_by_the_weights_of_the_first_token(
 async def test_what_noise_computed_is_behind_no_labelled_token(
     start: Start, models: Models, plain: Any, in_place: bool
 ) -> None:
-    """Neither in a prompt that was half computed, nor in a request that made tokens of it."""
+    """The noise is neither in a half-computed prompt nor in a request that generated tokens from it."""
     engine = await start(models.tiny, max_batch_tokens=24, page_size=8, num_blocks=128)
     engine.set_version(version(0))
     prompts = [prompt_of(1, 15), prompt_of(2, 100)]
@@ -977,7 +977,7 @@ async def test_checks_see_every_change(start: Start, models: Models) -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 async def test_what_the_model_ties_comes_as_one(start: Start, tmp_path: Path, in_place: bool) -> None:
-    """Or it would be of the version, and served by nobody."""
+    """Without the other name the tensor would belong to the version, but no engine would serve it."""
     from safetensors.torch import load_file, save_file
 
     old, new = (make_tiny_model(tmp_path / f"{seed}", seed, tie_word_embeddings=True) for seed in (1, 2))

@@ -611,7 +611,8 @@ async def test_what_is_pulled_from_memory(
     view = await client.view()
 
     async def heal(engine: str, label: str) -> None:
-        """One at a time: a second worker of each engine together is more than some machines' memory."""
+        """Heals one worker at a time, because a second worker of each engine together needs more memory than some
+        machines have."""
         late = mixed.plane.spawn(
             ready=False, engine=engine, model=mixed.first, instance_id=ids.get(engine), **ARGUMENTS[engine]
         )

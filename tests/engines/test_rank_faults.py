@@ -64,7 +64,7 @@ async def shared(
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine(shared: FullEngine, models: Models) -> AsyncIterator[FullEngine]:
-    """With the adapter `x`, running."""
+    """A running engine with the adapter `x`."""
     await update(shared, models.tiny[1], 1)
     await load_adapter(shared, "x", models.adapters[1])
     yield shared

@@ -236,7 +236,7 @@ async def test_one_rank_hangs_and_goes_on(
 async def test_one_rank_is_killed_while_it_receives(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend: str
 ) -> None:
-    """Trainer and caller are told, and the worker that takes its place serves what is committed."""
+    """Trainer and caller get an error, and the worker's replacement serves the committed version."""
     await mixed.witnessed(client)
     ((engine, instance_id),) = mixed.ids.items()
     worker, family, ranks = _ranks(mixed)

@@ -1,4 +1,4 @@
-"""One worker of three can't read the new weights: by curl, against real processes, as an operator would meet it."""
+"""One worker of three can't read the new weights: an operator's calls by curl, against real processes."""
 
 from __future__ import annotations
 

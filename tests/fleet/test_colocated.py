@@ -174,7 +174,7 @@ async def test_a_worker_that_dies_in_the_update_comes_back_without_the_memory_th
 async def test_a_worker_that_starts_while_memory_is_released_releases_its_own(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that dies in the release, one that dies after it, and one that is new."""
+    """One worker dies in the release, another dies after it, and a third is new."""
     left, doomed, reached = two_of_which_one_is_held(plane, "release_memory.before", monkeypatch)
     fleet = await plane.fleet()
     client = fleet.client
@@ -206,7 +206,7 @@ async def test_a_worker_that_starts_while_memory_is_released_releases_its_own(
 
 
 async def test_a_worker_that_was_away_has_the_memory_that_the_fleet_has(plane: Plane) -> None:
-    """It stands still for so long that it is taken for dead, and comes back when the fleet has changed."""
+    """The worker is suspended until the fleet removes it, and returns when the fleet has changed."""
     away, stays = plane.spawn_many(2)
     fleet = await plane.fleet()
     client = fleet.client

@@ -1,4 +1,5 @@
-"""Updates by delta in a real fleet: who keeps the base changes it, who does not fetches the way to it."""
+"""Updates by delta in a real fleet: a worker with the base changes it, and a worker without it fetches the chain of
+deltas."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_the_silence_of_one_load_is_no_excuse_for_the_next() -> None:
 def test_a_blocking_call_that_its_caller_gave_up_stops_the_hang_timer_until_the_engine_answers(
     end: type[BaseException],
 ) -> None:
-    """A sound load that takes longer than a commit's deadline goes on in the engine."""
+    """A sound load that takes longer than a commit's deadline continues in the engine."""
     watch = EngineWatch(60.0)
     with pytest.raises(end), watch.blocking():
         raise end
@@ -147,7 +147,7 @@ really, fake.FakeEngine.liveness = fake.FakeEngine.liveness, liveness
 
 
 async def test_a_slow_engine_closes_only_the_worker_with_the_shorter_time_out(plane: Plane) -> None:
-    """And an answer opens it again. Both engines take as long."""
+    """An answer opens the worker again. Both engines take equally long."""
 
     def spawn(name: str, timeout_s: float) -> Spawned:
         (plane.tmp / f"answer {name}").touch()
@@ -241,7 +241,7 @@ async def test_a_call_that_waits_for_a_hung_engine_does_not_delay_its_end(
 
 @pytest.mark.parametrize("follows", ["update_weights", "pause"])
 async def test_an_engine_that_hangs_while_its_worker_starts_ends_it(plane: Plane, follows: str) -> None:
-    """It does as the fleet has done, and waits for its engine."""
+    """The worker follows the fleet's state while it waits for its engine."""
     plane.spawn()
     client = await plane.client()
     await client.wait_for(1)
@@ -326,7 +326,7 @@ fake.FakeEngine.load = load
 
 
 async def test_a_worker_whose_own_part_fails_ends(plane: Plane) -> None:
-    """It would never see that its engine has died, and say nothing."""
+    """A worker without this part would never notice that its engine has died."""
     one = plane.spawn(patch=LOADED.format(folder=str(plane.tmp)))
     (plane.tmp / "fails").touch()
     await plane.until(lambda: one.process.poll() is not None, 3 * LIVENESS_INTERVAL_S + START_S)

@@ -1,4 +1,4 @@
-"""Aborts of requests that wait in a frontend, for a first worker or one that takes them: no worker knows of those."""
+"""Aborts of requests that wait in a frontend for a worker. No worker knows of these requests."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_a_wait_that_fails_or_is_cancelled_is_no_abort() -> None:
 
 
 async def aborted(client: RlClient, count: int, **body: Any) -> None:
-    """Once so many choices have waited, and were ended."""
+    """Aborts until `count` waiting choices have ended."""
     async with asyncio.timeout(BOUND_S):
         while count:
             count -= (await client.run("abort_requests", body))["waiting"]
@@ -102,7 +102,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("disabled", [False, True])
 async def test_an_abort_ends_waiting_requests_on_every_route_and_frontend(plane: Plane, disabled: bool) -> None:
-    """On every route, in every frontend; while there is no worker, and while none takes requests."""
+    """The fleet has no worker, or no worker that takes requests."""
     client = await plane.client()
     if disabled:
         worker = plane.spawn()
@@ -191,7 +191,7 @@ async def test_a_choice_that_waits_for_its_next_worker_ends_with_its_tokens(plan
 
 
 async def test_a_frontend_that_does_not_answer_is_named(plane: Plane) -> None:
-    """One that is gone is not: nothing waits there any more."""
+    """A frontend that has left is not named: no request waits there any more."""
     plane.spawn()
     client = await plane.client()
     subjects = client.subjects()

@@ -1,4 +1,4 @@
-"""`GET /v1/rl/events`: what a listener is told, and what it can't do to the rest."""
+"""`GET /v1/rl/events`: the events that a listener gets, and its isolation from the rest of the fleet."""
 
 from __future__ import annotations
 

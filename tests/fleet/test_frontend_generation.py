@@ -233,7 +233,7 @@ async def test_a_worker_that_sends_no_right_prompt_logprobs_is_an_error(
 
 @pytest.mark.parametrize("count", [1, 2])
 async def test_a_request_that_every_engine_fails_gets_the_engines_error_at_once(plane: Plane, count: int) -> None:
-    """No worker is lost by it, so no other is waited for: the call would end before."""
+    """No worker is lost, so the frontend waits for no other worker. The call would time out otherwise."""
     workers = [plane.spawn(patch=FAILS) for _ in range(count)]
     async with frontend(plane, admission_wait_s=600) as http:
 
@@ -606,7 +606,7 @@ async def test_an_error_has_the_tokens_of_the_choice_that_it_is_of(plane: Plane,
 
 
 async def test_an_interrupted_text_carries_the_tokens_of_its_prompt(plane: Plane, http: httpx.AsyncClient) -> None:
-    """On every route, streamed or not: sent back as a prefix they are exactly what the engine saw."""
+    """On every route, streamed or not, the tokens sent back as a prefix are exactly the tokens that the engine saw."""
     victim = plane.spawn(token_delay_s=0.05)
     client = await plane.client()
     messages = [{"role": "user", "content": "hi"}]
@@ -708,7 +708,7 @@ ENDS_S = 40.0
 async def frontend_process(
     plane: Plane, drain_s: float
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, httpx.AsyncClient, str]]:
-    """It, a client of its generation API, and where its metrics are."""
+    """A frontend in a process of its own, with a client of its generation API, and the URL of its metrics."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-c", SERVE, plane.url, plane.namespace, str(drain_s)), stdout=subprocess.PIPE
     )
@@ -779,7 +779,7 @@ async def test_requests_that_outlast_the_drain_time_return_their_tokens_so_far(p
 
 
 async def test_a_rollout_outlives_a_frontend_that_is_killed(plane: Plane) -> None:
-    """Its requests fail as connections do, until there is another one."""
+    """Requests fail like broken connections until there is another frontend."""
     worker = plane.spawn()
     fleet = await plane.fleet()
     await fleet.run("pause", {"mode": "keep"})  # it is under way until then

@@ -30,7 +30,7 @@ def event_of(line: str) -> Any:
 async def test_a_frontend_knows_a_decision_at_once_without_the_record_feed(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not by the feed, nor by what a frontend reads in time: those are silent here."""
+    """The record feed and the periodic reads of the record are switched off."""
 
     async def silent(*args: Any) -> None:
         pass
@@ -93,7 +93,7 @@ async def test_a_stream_ends_at_the_first_token_of_other_weights(plane: Plane) -
 async def test_logprobs_that_are_no_numbers_are_the_engines_error(
     plane: Plane, stream: bool, value: float
 ) -> None:
-    """Weights that diverged: what came before them is told."""
+    """The new weights diverged. The tokens before them are delivered."""
 
     async def script(stream: Stream) -> None:
         await stream.send([1], span(1, 0, 1))
@@ -116,7 +116,7 @@ async def test_logprobs_that_are_no_numbers_are_the_engines_error(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_choice_without_a_label_takes_no_others_tokens_with_it(plane: Plane, stream: bool) -> None:
-    """They are told with their labels; of the one that has none, that it has none."""
+    """The error carries the other choices with their labels, and names the choice without one."""
     others = asyncio.Semaphore(0)
 
     async def script(stream: Stream) -> None:

@@ -298,7 +298,7 @@ async def test_a_store_that_lost_writes_does_not_set_a_frontend_back(own_nats: t
 
 
 async def test_a_request_goes_out_under_what_was_decided_last(plane: Plane) -> None:
-    """While two states are served the worker decides; of one, it must hold it whole."""
+    """While two states are served the worker decides. While one is served, the worker must hold it whole."""
     client = await plane.client()
     async with running(plane) as one, scripted(plane, record(1), 7) as worker:
         for number, (decided, sent) in enumerate(

@@ -204,7 +204,7 @@ async def test_prompts_in_a_list(plane: Plane, http: httpx.AsyncClient) -> None:
 
 
 async def test_what_they_lack_is_named(http: httpx.AsyncClient) -> None:
-    """Before anybody is asked: there is no worker."""
+    """The error comes before any worker is asked: there is no worker."""
     ids = {"token_ids": PROMPT, "sampling_params": {}}
     refused: list[tuple[str, dict[str, Any], int, str]] = [
         (VLLM, {**ids, "sampling_params": {"bad_words": ["x"]}}, 501, "sampling_params.bad_words"),

@@ -143,7 +143,7 @@ async def test_a_request_goes_to_a_worker_that_can_do_it(plane: Plane, http: htt
 
 
 async def test_what_an_engine_cant_witness_is_told_as_unknown(plane: Plane, http: httpx.AsyncClient) -> None:
-    """To those that demand nothing of the weights; others get another worker, or are refused by name."""
+    """This holds for requests without demands on the weights. Others get another worker, or are refused by name."""
     silent = plane.spawn(witnesses="false")
     described = await (await plane.client()).call(silent.instance_id, "describe")
     assert described.body["witnesses"] is False
@@ -233,7 +233,8 @@ async def lengths(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> l
 async def test_tokens_that_the_caller_did_not_count_are_as_many_as_its_worker_has_room_for(
     plane: Plane, http: httpx.AsyncClient, pinned: int | None
 ) -> None:
-    """Not as many as every worker has: those that have too little say so."""
+    """The length is the chosen worker's room, not the least room of all workers: workers with too little room
+    refuse."""
     workers = [plane.spawn(max_model_len=length) for length in (16, 64)]
     await ready(plane, 2)
     (model,) = (await http.get("/v1/models")).json()["data"]
@@ -269,7 +270,7 @@ async def test_each_of_several_prompts_has_the_length_that_is_left(plane: Plane,
 async def test_a_length_that_nobody_chose_waits_for_no_longer_worker(
     plane: Plane, http: httpx.AsyncClient
 ) -> None:
-    """Fewer tokens now, rather than more when a closed worker opens, or one that was lost is back."""
+    """The caller gets fewer tokens now, rather than more when a closed worker opens or a lost worker returns."""
     plane.spawn(max_model_len=16)
     longer = plane.spawn(max_model_len=64)
     await ready(plane, 2)
@@ -306,7 +307,8 @@ async def test_a_length_that_nobody_chose_takes_a_shorter_worker_while_the_longe
 async def test_a_length_that_nobody_chose_counts_what_was_made_before(
     plane: Plane, http: httpx.AsyncClient, rooms: tuple[int, int], total: int
 ) -> None:
-    """By a worker that is lost, of whatever room: never more than the default, nor than the last one has room for."""
+    """The tokens of a lost worker count, whatever its room: the total never exceeds the default, nor the last worker's
+    room."""
     first, second = plane.spawn(max_model_len=rooms[0], token_delay_s=0.5), plane.spawn(max_model_len=rooms[1])
     await ready(plane, 2)
     fleet = await plane.fleet()
@@ -423,7 +425,7 @@ async def test_a_request_that_only_a_long_gone_worker_could_serve_is_refused_at_
 async def test_a_request_that_only_an_absent_worker_can_serve_is_refused_if_it_stays_away(
     plane: Plane, waiting: set[asyncio.Task[Any] | None], monkeypatch: pytest.MonkeyPatch, need: str
 ) -> None:
-    """Until then its caller may ask again."""
+    """Until the time is over, the caller may repeat the request."""
     async with frontend(plane, admission_wait_s=0.5) as http:
         _, asking = await lose_the_able_one(plane, http, waiting, need)
         reply = await asking
@@ -595,7 +597,7 @@ async def ask_in_process(one: Frontend, demands: Demands) -> list[int]:
 
 
 async def test_a_demand_waits_for_the_record(plane: Plane, waiting: set[asyncio.Task[Any] | None]) -> None:
-    """Nobody takes the request before, whoever is open."""
+    """No worker takes the request before that, whichever worker is open."""
     client = await plane.client()
     async with running(plane) as one, scripted(plane, record(1), 1) as worker:
         await plane.until(lambda: one.status.admitted())
@@ -664,7 +666,8 @@ async def test_tokens_of_an_earlier_run_are_never_new_enough(
 async def test_a_choice_with_tokens_keeps_the_first_version_of_a_label_that_is_used_twice(
     plane: Plane, fails: bool
 ) -> None:
-    """Also where another worker goes on with it. Whoever asks later means the later one."""
+    """This also holds where another worker continues the choice. A later request means the later version of the
+    label."""
     go, again = asyncio.Event(), replace(version(2), label="step_1")
     then = rolling(replace(record(2), version=again, made=again), record(1))
 
@@ -729,7 +732,7 @@ async def test_a_choice_leaves_a_worker_that_missed_an_update(
 async def test_a_choice_without_a_token_leaves_a_worker_that_missed_an_update(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, migrate: bool, alone: bool
 ) -> None:
-    """Nothing of it was delivered. Where nobody else is there, its caller is told why."""
+    """No token was delivered. Without another worker, the caller gets the reason."""
     monkeypatch.setattr(span_check, "STALE_AFTER_S", 0.0)
     go = asyncio.Event()
 
@@ -806,7 +809,7 @@ async def test_a_frontend_that_began_later_knows_the_labels_before_it(plane: Pla
 async def test_a_history_that_could_not_be_read_is_read_again_while_a_request_waits(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a fleet where nothing changes. Who does not wait is told no more than what is known."""
+    """Nothing changes in the fleet. A request that does not wait gets an answer from what the frontend knows."""
     plane.spawn()
     for seed in (1, 2):
         await update(plane, seed)
@@ -835,7 +838,7 @@ async def test_a_history_that_could_not_be_read_is_read_again_while_a_request_wa
 
 
 async def test_a_label_means_the_base_or_the_requests_own_adapter(plane: Plane) -> None:
-    """Also where a frontend has it of the history."""
+    """This also holds where a frontend knows the label from the history."""
     plane.spawn()
     await update(plane, 1)
     fleet = await plane.fleet()
@@ -926,7 +929,8 @@ NO_LONGER_KEPT = [
     ({"min_version": 1}, in_next_run(record(2, "next"))),
     ({"min_version": "step_1"}, in_next_run(record(2, "next"))),
 ]
-"""Demands that tokens of the first version keep, and what is decided while they wait for whoever reads them."""
+"""Demands that tokens of the first version meet, and the record that is decided while the tokens wait for a slow
+reader."""
 
 
 @pytest.mark.parametrize(("demand", "then"), NO_LONGER_KEPT)
@@ -934,7 +938,8 @@ NO_LONGER_KEPT = [
 async def test_a_choice_that_waited_for_the_other_choices_must_still_meet_its_demand(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, on_stale: str, demand: dict[str, Any], then: DecisionRecord
 ) -> None:
-    """One ends under the first version, the other waits, and is made by the second: they are delivered together."""
+    """One choice ends under the first version. The other waits and is generated by the second. Both are delivered
+    together."""
     go, ended = asyncio.Event(), asyncio.Event()
     take = Choice.take
 
@@ -1179,7 +1184,7 @@ async def asked_while_rolling(
 
 
 def rest(base: int) -> Script:
-    """Two tokens, or the one that is asked for."""
+    """Sends two tokens, or the single token that is requested."""
 
     async def script(stream: Stream) -> None:
         count = stream.body["request"]["max_tokens"]
@@ -1189,7 +1194,8 @@ def rest(base: int) -> Script:
 
 
 async def test_a_choice_of_one_version_goes_on_where_that_is_served(plane: Plane) -> None:
-    """In a rolling update: not at the worker that is updated already, though that had its turn before."""
+    """In a rolling update, a worker that is already updated does not continue the choice, even if its turn came
+    earlier."""
     async with staged(plane) as stage:
         choice, workers = await asked_while_rolling(stage, 1, [(rest(2), 2), (rest(1), 1)], one_version=True)
     (made,) = choice["weight_versions"]
@@ -1202,7 +1208,7 @@ async def test_a_choice_of_one_version_goes_on_where_that_is_served(plane: Plane
 async def test_a_choice_with_tokens_that_nobody_may_go_on_with_is_cut(
     plane: Plane, demand: dict[str, Any], maker: int
 ) -> None:
-    """At once, and nobody computes it anew."""
+    """The choice ends at once, and no worker generates it again."""
     async with staged(plane) as stage:
         others = [(rest(3 - maker), 3 - maker)]
         choice, (other,) = await asked_while_rolling(stage, maker, others, **demand, on_stale="cut")

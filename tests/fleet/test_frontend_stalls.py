@@ -142,7 +142,7 @@ async def test_a_client_that_stops_reading_delays_no_other_client_and_loses_no_t
 async def test_tokens_that_waited_for_a_slow_reader_must_still_meet_max_lag(
     plane: Plane, few: httpx.AsyncHTTPTransport, monkeypatch: pytest.MonkeyPatch, on_stale: str
 ) -> None:
-    """It was as demanded when it came from the worker; when the reader goes on it is not."""
+    """The tokens met the demand when they left the worker. When the reader continues they do not."""
     judged, taken = {0: 0, 1: 0}, 0
     take, keep = Choice.take, GenerationProgress.take
 

@@ -1,4 +1,4 @@
-"""The component's lock on real servers: one holder at a time, whoever dies."""
+"""The component's lock on real servers: it has one holder at a time, even if processes die."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ async def test_on_a_new_connection_a_sequence_is_not_taken_for_the_own_lock(
 
 
 async def test_two_calls_of_one_process_do_not_share_a_lock(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both have one owner and one connection, and neither names an update."""
+    """Both calls have one owner and one connection, and neither names an update."""
     monkeypatch.setattr(rl_plane.bus.lock, "RENEW_S", 60)  # what renews stands still
     client = await plane.client()
     view = await client.view()

@@ -79,7 +79,7 @@ async def until_back(plane: Plane, client: RlClient, count: int, label: str, seq
 
 
 async def next_update(plane: Plane, client: RlClient, seed: int) -> dict[str, Any]:
-    """By a client that may not have noticed yet that the server was away."""
+    """Updates by a client that may not have noticed yet that the server was away."""
     version: dict[str, Any] = (await client.run("update_weights", update_of(plane.model(seed), f"step_{seed}")))[
         "version"
     ]

@@ -74,7 +74,7 @@ async def agreed(plane: Plane, views: list[MembershipView], workers: int, bound_
 
 
 async def test_a_worker_that_is_taken_out_while_it_registers_registers_again(plane: Plane) -> None:
-    """It has written its record, and does not know yet that it is in."""
+    """The worker has written its record, and does not know yet that it is registered."""
     bus = await Bus.connect(plane.url)
     members = Subjects(plane.namespace, plane.component).members
     written, go_on = asyncio.Event(), asyncio.Event()
@@ -454,7 +454,7 @@ async def test_a_second_process_with_the_same_id_takes_the_place_of_the_first(pl
 
 
 async def test_a_worker_that_was_cut_off_does_not_take_its_id_back(plane: Plane) -> None:
-    """It hung, a supervisor started another process in its place, and then it went on."""
+    """The worker hung, a supervisor started another process in its place, and then the worker continued."""
     client = await plane.client()
     view = await client.view()
     first = plane.spawn()

@@ -281,7 +281,7 @@ fake.FakeEngine.swap_adapter = swap_adapter
 
 
 async def test_an_adapter_that_is_lost_in_a_swap_that_a_deadline_ends_is_fetched_anew(plane: Plane) -> None:
-    """Also where what is committed next is the one that was lost."""
+    """This also holds where the next committed version equals the lost one."""
     client = await plane.client()
     bad, good = plane.spawn(patch=LOST_WHEN_CUT.format(folder=str(plane.tmp))), plane.spawn()
     await client.wait_for(2)
@@ -529,7 +529,7 @@ async def test_two_calls_one_prepares_an_adapter_and_the_other_completes(plane: 
 
 
 async def test_updates_of_adapters_and_base_one_after_another_stay_apart(plane: Plane) -> None:
-    """Two trainers, each with its own adapter: whoever waits for the lock tries again."""
+    """Two trainers each publish an adapter of their own. A trainer that waits for the lock tries again."""
     one, two = await plane.client("one"), await plane.client("two")
     ids = plane.spawn_copies(2)
     base = await base_of(one)

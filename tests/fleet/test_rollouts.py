@@ -255,7 +255,7 @@ async def test_a_request_that_does_not_return_is_cancelled(monkeypatch: pytest.M
     answers = Answers({0})
 
     async def stop() -> None:
-        """Nobody hears it."""
+        """A stop request that no frontend receives."""
 
     got = await gather_enough(four(), answers.call, stop, enough=1, timeout_s=10)
     assert keys(got.parked) == [1, 2, 3]

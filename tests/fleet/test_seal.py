@@ -37,7 +37,7 @@ def decision(update_id: str = "u1", base: DecisionRecord = BASE) -> DecisionReco
 
 
 def as_stored(stored: DecisionRecord | None) -> DecisionRecord | None:
-    """Nobody knows a newer one."""
+    """Returns the stored record, because no process knows a newer one."""
     return stored
 
 
@@ -169,7 +169,8 @@ async def test_a_delayed_decision_is_refused_whatever_other_calls_did_meanwhile(
 async def test_a_decision_that_arrives_before_the_seal_stands(
     plane: Plane, standing_still: Callable[[], None]
 ) -> None:
-    """It has lost the lock, and nobody has acted yet: the next coordinator finds the decision, and carries it out."""
+    """The coordinator has lost the lock, and no other has acted yet. The next coordinator finds the decision and
+    carries it out."""
     one, two = await plane.client("one"), await plane.client("two")
     await store(one, BASE)
     async with coordinator(one) as (held, late):

@@ -184,7 +184,7 @@ async def test_a_stage_answers_that_it_skips_and_why(plane: Plane) -> None:
 
 
 async def test_an_engine_that_skips_has_failed(plane: Plane) -> None:
-    """Only who has registered as a stage may: all others serve the model."""
+    """Only a worker that has registered as a stage may skip: all others serve the model."""
     client = await plane.client()
     liar = plane.spawn(
         patch="import worker.worker as w\n"

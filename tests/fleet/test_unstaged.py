@@ -1,4 +1,4 @@
-"""Updates without staging: the weights are written over the served ones, and nobody serves a mixture."""
+"""Updates without staging: new weights overwrite the served ones, and no worker serves a mixture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates of a real fleet: committed on all or traceless, whoever dies on the way."""
+"""Updates of a real fleet: each is committed on all workers or leaves no trace, even if processes die."""
 
 from __future__ import annotations
 

@@ -222,7 +222,8 @@ async def test_a_release_that_the_engine_refuses_closes_nothing(plane: Plane) ->
 
 
 async def test_a_stream_that_the_worker_gave_up_ends_with_an_error(plane: Plane) -> None:
-    """Its frontend stood still for so long that the worker took it for dead. When it goes on, nobody sends."""
+    """The worker's frontend stood still for so long that the worker removed it. When the worker continues, no frontend
+    sends."""
     one = plane.spawn(token_delay_s=0.05)
     client = await plane.client()
     receiver = StreamReceiver(client.bus)
@@ -356,7 +357,7 @@ fake.FakeEngine.resume = resume
 
 
 async def test_a_deadline_in_the_middle_of_the_thaw_leaves_no_frozen_engine(plane: Plane) -> None:
-    """The worker is open by then: nobody would thaw it later."""
+    """The worker is open by then, so no later call would thaw the engine."""
     slow = plane.spawn(patch=SLOW_THAW.format(folder=str(plane.tmp)))
     client = await plane.client()
     await client.wait_for(1)

@@ -96,7 +96,7 @@ class WitnessModels:
 
 
 class VllmModels(WitnessModels):
-    """Beside the worker that is killed, one of another engine goes on."""
+    """The models of a fleet in which a worker of another engine continues beside the killed one."""
 
     dtype = "bfloat16"
     pause_s = 0.5  # most of two cores is for engines that start again

@@ -27,7 +27,7 @@ from tests.support.paths import ROOT
 from worker.testing.phase_hooks import VARIABLE as HOLD_DIR
 
 SEED = int(os.environ.get("KILL_SEED", "0"))
-"""Another one makes other choices: who is the victim, who coordinates, who is held, which policy."""
+"""The seed of the choices: the victim, the coordinator, the worker that is held, and the policy."""
 FRONTENDS = 2
 WHOLE_S = 240.0
 """A worker that starts again imports torch, builds an engine and fetches; a stopped one has lost its lease and its
@@ -220,7 +220,7 @@ class RealFleet(KeptFleet):
         return Answer(response.status_code, told["error"])
 
     async def clear_answer(self, frontend: str, body: dict[str, Any], key: str) -> Answer:
-        """Repeats the call under its id until it is told how the update ended."""
+        """Repeats the call under its id until the answer says how the update ended."""
         give_up = time.monotonic() + CLEAR_S
         while True:
             answer = await self.update(frontend, body, key)
@@ -299,7 +299,8 @@ class RealFleet(KeptFleet):
     async def begun(
         self, point: str, instance_ids: Sequence[str], call: Callable[[], Coroutine[Any, Any, Answer]]
     ) -> asyncio.Task[Answer]:
-        """The update, once it stands at this point; one that finds the lock of the case before is called again."""
+        """Starts an update and waits until it stands at this point. It is repeated if it finds the lock of the case
+        before."""
         give_up = time.monotonic() + REACH_S
         update = asyncio.create_task(call())
         while not self._reached(point, instance_ids):

@@ -29,7 +29,8 @@ POLICY = {"gate_timeout_s": 60.0}
 
 
 class Toy(Module):  # type: ignore[misc]
-    """A bigram model with a layer that computes something else in train mode, and one that stays in eval mode."""
+    """A bigram model with one layer that computes something else in train mode, and another layer that stays in eval
+    mode."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -94,7 +94,8 @@ async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pyte
 async def test_a_worker_that_can_not_follow_deltas_is_brought_back_by_a_full_version(
     transport: str, encodings: list[str], plane: Plane
 ) -> None:
-    """At once where nobody can fetch what it lacks; else after the first delta that it was left out of."""
+    """A full version comes at once if no worker can fetch what it lacks. Otherwise it comes after the first delta that
+    the worker missed."""
     alone = "import sys; sys.modules['nixl'] = None"  # no other worker helps it
     worker, _ = (plane.spawn(patch=alone) for _ in range(2))
     models = [plane.model(1)]
@@ -391,7 +392,7 @@ def test_how_much_memory_is_free(tmp_path: Path) -> None:
 
 
 async def test_without_memory_for_a_copy_versions_go_whole(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits that nobody can read beforehand refuse it."""
+    """Limits that can't be read beforehand refuse the copy."""
     plane.spawn()
 
     def refused(nbytes: int) -> memoryview:

@@ -1,4 +1,5 @@
-"""A trainer in float32, an engine in bfloat16: tokens tell what came of each source, and of a killed trainer."""
+"""A trainer in float32 and an engine in bfloat16: the tokens show the result of each source, and of a killed
+trainer."""
 
 from __future__ import annotations
 

@@ -522,7 +522,7 @@ class Lending(Streaming, LendingSender):
 async def test_receivers_that_fail_end_the_sending(
     kind: type[Streaming], plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fleet's error is told, not the transport's, which it explains."""
+    """The publisher raises the fleet's error, which explains the transport's."""
     torch = pytest.importorskip("torch")
     worker = plane.spawn()
     senders: list[Streaming] = []
@@ -859,7 +859,7 @@ class Lost(Gathering):
 async def test_a_gather_that_breaks_off_after_a_failure_ends_the_publication(
     error: BaseException, told: type[BaseException], plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for it: not the trainer, which has raised, nor its `close`, nor the next version."""
+    """The trainer, which has raised, `close` and the next version do not wait for the gather."""
     plane.spawn()
     source = Lost(plane.model(1), error)
 
@@ -1010,7 +1010,7 @@ async def test_a_block_that_is_left_in_the_loop_of_its_client_tells_its_own_erro
 async def test_ctrl_c_in_the_middle_gives_the_version_up(
     transport: str, how: dict[str, Any], plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once it is raised the tensors may change: nobody gets any that have changed."""
+    """Once the error is raised the tensors may change. No worker gets changed tensors."""
     pytest.importorskip("torch")
     pytest.importorskip({"nixl": "nixl"}.get(transport, "rl_plane"))
     shape = {"tensors": 40, "nbytes": 65536}

@@ -43,7 +43,8 @@ async def told_by_two_ranks(plane: Plane, script: str, *ways: str) -> tuple[list
 
 
 async def test_when_rank_0_fails_in_the_middle_of_sending_all_ranks_go_on(plane: Plane) -> None:
-    """It gathers to the end, so that nobody waits for it, and tells its own error; the next version is published."""
+    """The failed rank gathers to the end, so that no other rank waits for it, and raises its own error. The next
+    version is published."""
     versions, told = await told_by_two_ranks(plane, "tests/support/failing_ranks.py", "gloo", "ipc")
     assert {(one["rank"], one["version"]): one["error"] for one in told} == {
         (rank, version): f"OSError: {BROKEN}" if rank == 0 and version.endswith("2") else ""

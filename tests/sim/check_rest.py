@@ -1,4 +1,4 @@
-"""I7, I2: when nothing fails any more, every worker serves the committed version, and nobody is stuck."""
+"""I7, I2: when nothing fails any more, every worker serves the committed version, and no call is stuck."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.sim.world import Coordinator, World
 
 HOLDER_LOOK_S = 0.005
 HOLDER_TRIES = 600
-"""For three seconds somebody may come to take the lock."""
+"""The number of looks, three seconds in all, in which another client may take the lock."""
 
 
 WAYS: tuple[Way, ...] = ("lost", "lost", "late")

@@ -24,7 +24,7 @@ from tests.support.paths import ROOT
 
 COPIED = ("rl_plane", "worker", "frontend", "tests", "pyproject.toml")
 KILL_S = 300
-"""A killer takes seconds; one that waits for ever is killed by that."""
+"""The bound in seconds of a killer test, which takes seconds. It ends a test that waits for ever."""
 PLUGINS = ("-p", "pytest_asyncio.plugin", "-p", "pytest_timeout", "-p", "no:cacheprovider")
 TESTS_FAILED = 1
 """pytest's and the simulation's exit status. Any other one is a mistake in the list."""

@@ -70,8 +70,8 @@ class Process:
                 self._server.disconnect(bus.conn, for_good=True)
 
     def freeze(self, seconds: float, *, clock_too: bool = False) -> None:
-        """SIGSTOP, then SIGCONT: it goes on where it was, late. `clock_too`: its machine is paused, and does not count
-        this time."""
+        """Sends SIGSTOP, then SIGCONT: the process continues late where it was. `clock_too`: its machine is paused,
+        and does not count"""
         self.disturb()
         self.stood_still_s += seconds
         self._thaw_at = max(self._thaw_at, self._loop.now + seconds)

@@ -71,7 +71,7 @@ class SimServer(SimStore):
         self.numbers = itertools.count(1)
         self.conns: list[SimConn] = []
         self.on_replaced: Callable[[str, KeyValueBucket, str, Key, bytes | None], None] = lambda *_: None
-        """Called with who has written over which value of a key."""
+        """Called with the client that has overwritten the value of a key."""
         self.holding: Holding | None = None
         """Messages to the server that are held back now."""
         self.old_leader: OldLeader | None = None

@@ -41,7 +41,7 @@ def test_seeds_are_clean_and_take_every_transition() -> None:
 
 
 def test_the_clock_of_a_paused_machine_stands_still() -> None:
-    """A timer rings when its own process has lived so long; a wall clock goes on."""
+    """A timer rings when its own process has run for its time. A wall clock continues in a pause."""
     loop = VirtualLoop(random.Random(0))
     server = SimServer(loop, random.Random(0))
     paused, other = Process(loop, server, "paused"), Process(loop, server, "other")

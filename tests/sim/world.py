@@ -121,7 +121,7 @@ class World:
         return newest is not process and newest.alive
 
     def witnesses(self) -> Iterator[Worker]:
-        """All workers that know something, also those that should have ended."""
+        """All workers that know something, including workers that should have ended."""
         return (worker for process, worker in self._worker_of.items() if process.alive)
 
     def worker_of(self, process: Process) -> Worker | None:

@@ -19,14 +19,14 @@ from tests.soak.load import Floors
 from tests.soak.models import BAD, Weights
 
 GAP_S = (1.5, 4.5)
-"""From one thing to the next."""
+"""The seconds from one step to the next."""
 READY_S = 240.0
-"""Until everybody is back, before the next is killed: a worker that starts imports torch and its engine, on cores that
-are busy."""
+"""The bound in seconds until all processes are back, before the next is killed. A worker that starts imports torch and
+its engine on busy cores."""
 KILL_AFTER_S = 0.3
-"""So far into an update, at most, comes a death that is meant for it."""
+"""The most seconds from the beginning of an update to a death in it."""
 BACK_OFF_S = 0.2
-"""Between two looks, and two tries of a call."""
+"""The seconds between two looks, and between two tries of a call."""
 FIRST_ADAPTERS = ("a", "b")
 """`a` is always there, `b` comes and goes."""
 
@@ -47,20 +47,20 @@ DECK: tuple[tuple[Kind, dict[str, Any]], ...] = (
     ("kill_worker", {}),
     ("kill_frontend", {}),
 )
-"""Each once before any comes again."""
+"""The kinds of steps. Each is drawn once before any is drawn again."""
 NEEDED = frozenset({"update keep", "kill_worker", "kill_frontend"})
-"""Without which a soak shows little. Where the machine is too slow for all that is due, each is still made once, after
-the time that the soak was given."""
+"""The steps without which a soak shows little. On a slow machine each is still carried out once, after the time of the
+soak."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     at_s: float
-    """Not before; later if what came before takes longer."""
+    """The earliest time of the step in seconds from the start. An earlier step that takes longer delays it."""
     kind: Kind
     options: dict[str, Any]
     choice: float
-    """From 0 to 1: which worker, which frontend, which version."""
+    """A number from 0 to 1 that chooses the worker, the frontend or the version."""
 
     @property
     def name(self) -> str:
@@ -192,7 +192,7 @@ class Chaos:
         return await self._call(step, "update_weights", body, may=frozenset({"not_found", "invalid_request"}))
 
     async def _rollback(self, step: Step) -> Answer:
-        """To one of the versions of the base before the last one."""
+        """Rolls back to one of the versions of the base before the last one."""
         bases = sorted(version[1] for name, version in self.fleet.committed if name is None)
         wanted = bases[int(step.choice * (len(bases) - 1))]
         return await self._call(step, "update_weights", {"rollback": {"sequence": wanted}})

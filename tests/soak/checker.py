@@ -41,14 +41,14 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """One choice, as its client has it."""
+    """One choice as its client received it."""
 
     request: str
     worker: str
     prompt: Sequence[int]
     tokens: Sequence[int]
     spans: Sequence[Mapping[str, Any]] | None
-    """None: the connection, or the client, was gone before they came."""
+    """None: the connection ended, or the client left, before they came."""
     max_tokens: int
     finish_reason: str | None
     """None: the stream was cut off."""

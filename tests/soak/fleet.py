@@ -23,15 +23,16 @@ from tests.support.kept_fleet import KeptFleet, Slow
 
 FRONTENDS = 2
 WHOLE_S = 120.0
-"""After the last kill: a worker imports torch, builds its engine and fetches what is committed."""
+"""The bound in seconds after the last kill: a worker imports torch, builds its engine and fetches the committed
+version."""
 IDLE_S = 20.0
 """Twice what a worker waits for a frontend that is gone, until it aborts its requests."""
 CALL_S = 60.0
-"""For an update, whatever is killed meanwhile."""
+"""The bound in seconds for an update during kills."""
 COUNT_S = 10.0
-"""For a process to count its tasks."""
+"""The bound in seconds for a process to count its tasks."""
 EXCUSE_S = 3.0
-"""After a killed process is back, somebody may still hear of its death."""
+"""The seconds after a restart in which a client may still get an error because of the death."""
 POLL_S = 0.1
 
 
@@ -128,7 +129,7 @@ class SoakFleet(KeptFleet):
         return any(one.name == name and one.until == float("inf") for one in self.outages)
 
     def was_down(self, frontend: int | None, since: float) -> bool:
-        """Whether this frontend, or for None any worker, was down after `since`, or had just come back then."""
+        """Returns True if this frontend, or for None any worker, was down after `since`, or had just returned then."""
         names = self.worker_ids if frontend is None else [self.frontends[frontend]]
         return any(one.name in names and one.until + EXCUSE_S > since for one in self.outages)
 
@@ -182,7 +183,8 @@ class SoakFleet(KeptFleet):
         return []
 
     async def whole(self) -> dict[str, Any]:
-        """Its state, once every worker serves what is committed and every frontend tells the same."""
+        """Waits until every worker serves the committed version and every frontend reports the same, and returns the
+        state."""
         missing = await _until(self._missing, WHOLE_S)
         if missing:
             raise Broken(f"the fleet is not whole after {WHOLE_S:g} s: {missing}")
@@ -214,7 +216,7 @@ class SoakFleet(KeptFleet):
         return found
 
     async def idle(self) -> None:
-        """Once no request is left, in any engine or frontend."""
+        """Waits until no request is left in any engine or frontend."""
         left = await _until(self._left, IDLE_S)
         if left:
             raise Broken(f"requests are left {IDLE_S:g} s after the last client: {left}")

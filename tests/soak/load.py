@@ -19,9 +19,9 @@ from tests.soak.routes import ROUTES, Choice, Tokens
 from worker.testing.tiny_model import VOCAB_SIZE
 
 REPLY_S = 45.0
-"""For each byte of a reply: a frontend holds a request back for up to 10 s, and a fleet heals meanwhile."""
+"""The bound in seconds for each part of a reply: a frontend holds a request for up to 10 s while the fleet heals."""
 BACK_OFF_S = 0.2
-"""After an answer that says "not now"."""
+"""The pause in seconds after a transient error."""
 TRANSIENT = frozenset(
     {
         "unavailable",
@@ -63,7 +63,7 @@ SESSION = "X-Session-ID"
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request; it follows from its client's name and number."""
+    """One request. Its client's name and number determine it."""
 
     name: str
     kind: str
@@ -103,7 +103,7 @@ class Ask:
 
 
 def draw(client: str, number: int, seed: int, frontends: int, adapters: Sequence[str]) -> Ask:
-    """The client's request number `number`, of those that this seed makes."""
+    """Returns the request number `number` of the client that this seed makes."""
     chance = random.Random(f"{seed} {client} {number}")
     kind = chance.choice(KINDS)
     long = kind in ("stream", "leaves") and chance.random() < 0.5
@@ -206,7 +206,7 @@ class Clients:
         return len(self._tasks)
 
     async def stop(self) -> None:
-        """Each ends what it has begun."""
+        """Stops the clients. Each ends its present request first."""
         self._stop.set()
         await asyncio.gather(*self._tasks)
         await self._http.aclose()
@@ -251,7 +251,7 @@ class Clients:
         return whole or left
 
     async def _unary(self, ask: Ask, asked: dict[str, Any], told: Told) -> bool:
-        """Whether the client left."""
+        """Sends a request without a stream, and returns True if the client left."""
         post = self._http.post(self._urls[ask.frontend]() + ask.path, json=asked, headers=ask.headers)
         if ask.kind == "leaves_unary":
             try:

@@ -1,4 +1,4 @@
-"""One soak: a fleet, clients, what happens to them, and what must hold in the end."""
+"""One soak: a fleet, clients, disturbances, and the conditions that must hold in the end."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.soak.models import Weights, make_weights
 from tests.soak.report import Report, leaks
 
 SERVED_S = 60.0
-"""After the last step, until each client has had an answer again."""
+"""The bound in seconds after the last step until each client has had an answer again."""
 ENDED_S = 60.0
-"""After that, until each client has what it last asked for."""
+"""The bound in seconds after that until each client has the answer to its last request."""
 SETTLE_S = 2.0
 """Between two looks at what the history explains: what was cut off is kept until then."""
 NO_HEAD = frozenset({"sglang"})
@@ -98,7 +98,7 @@ async def _settle(fleet: SoakFleet, checker: Checker, report: Report) -> None:
 
 
 async def _served(clients: Clients, report: Report) -> None:
-    """Once every client has had a good answer since now."""
+    """Waits until every client has had a good answer since now."""
     before, give_up = dict(clients.done), time.monotonic() + SERVED_S
     while waiting := [name for name, count in before.items() if clients.done[name] == count]:
         if time.monotonic() > give_up:

@@ -281,7 +281,7 @@ async def test_what_deaths_explain_is_a_fault_without_one(code: str, killed: boo
 async def test_the_choices_of_a_whole_reply_are_of_one_time(
     route: int, on_stale: str, cut: str | None, kinds: list[str]
 ) -> None:
-    """One that was made before an update, and one after it."""
+    """One choice was generated before an update, and one after it."""
     (demands,) = (at for at, one in enumerate(DEMANDS) if one == {"max_lag": 0, "on_stale": on_stale})
 
     def choice(index: int, digest: str, sequence: int, cut: str | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class Failing(Rank):
         send_plan.make_sender = self.sender  # type: ignore[attr-defined]
 
     def sender(self, backend: str, context: SenderContext) -> Sender:
-        """One that fails while the rank does."""
+        """A sender that fails when the rank fails."""
         sender: Any = make_sender(backend, context)
         send = sender.send
 

@@ -97,7 +97,7 @@ class Told:
 
 
 STREAM_S = 30.0
-"""No stream of a test takes longer."""
+"""The bound in seconds of a stream in a test."""
 
 
 class Stream:
@@ -133,7 +133,7 @@ class Stream:
             await receiver.stop()
 
     async def more(self) -> None:
-        """Until more has come. Raises the error that it has ended with."""
+        """Waits until more tokens have come. Raises the error that ended the stream."""
         self._progress.clear()
         if self._task.done():
             await self._task
@@ -142,7 +142,8 @@ class Stream:
             await self._progress.wait()
 
     async def until(self, tokens: int = 0, spans: int = 0) -> None:
-        """Until so many have come. Raises the error that it has ended with; a good end before is a failure too."""
+        """Waits until `count` tokens have come. Raises the error that ended the stream; a good end before is a failure
+        too."""
         while len(self.tokens) < tokens or len(self.spans) < spans:
             assert not self._task.done() or self._task.exception() is not None, "it ended too early"
             await self.more()

@@ -17,7 +17,7 @@ HOST = "127.0.0.1"
 
 
 class FedTrainer(ToldProcess):
-    """Here: the handle of such a process."""
+    """The handle of a trainer's process."""
 
     def __init__(self, plane: Plane) -> None:
         super().__init__(plane, "tests.support.fed_trainer")

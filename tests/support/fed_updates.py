@@ -18,7 +18,7 @@ NUMBERS = itertools.count()
 """torch keeps the name of each group that a process has formed."""
 
 GLOO_S = 20.0
-"""A trainer's own bound, of a broadcast that nobody takes."""
+"""A trainer's own bound in seconds for a broadcast that no worker takes."""
 
 
 def free_port() -> int:

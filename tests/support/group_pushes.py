@@ -26,7 +26,7 @@ class Pushing:
         return await self.client.run("prepare_weights_update", asked)
 
     async def push(self, directory: Path, version: str, **body: Any) -> dict[str, Any]:
-        """Both phases; the committed reply."""
+        """Runs both phases of a pushed update, and returns the committed reply."""
         prepared = await self.prepare(directory, version, **body)
         last = await self.trainer.do("send")
         digest = await self.trainer.do("finish")

@@ -27,7 +27,7 @@ INIT_TIMEOUT_S = 330.0
 
 
 class Trainer(ToldProcess):
-    """Here: the handle of such a process."""
+    """The handle of a trainer's process."""
 
     def __init__(self, plane: Plane, *, timeout_s: float = 60.0, stated: bool = False) -> None:
         """`stated`: the manifest has the digests already."""

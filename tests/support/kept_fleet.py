@@ -22,7 +22,7 @@ START_S = 240.0
 
 
 class Slow(Exception):
-    """Somebody did not start in time."""
+    """Raised if a process did not start in time."""
 
 
 class KeptFleet:
@@ -63,7 +63,7 @@ class KeptFleet:
         kept.on_ready = lambda: self._keep_ports(kept)
 
     def keep_worker(self, instance_id: str, *flags: str) -> None:
-        """Its engine's processes too have its id in their environment."""
+        """Starts a worker. Its engine's processes too have the worker's id in their environment."""
         self._keep(instance_id, "worker", "--drain-s", "1", *flags, RL_PLANE_INSTANCE_ID=instance_id)
 
     def _keep(self, name: str, what: str, *flags: str, **environment: str) -> SupervisedProcess:

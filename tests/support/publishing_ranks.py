@@ -21,11 +21,11 @@ from tests.support.sharded_sources import fresh, fsdp2
 VERSIONS = 3
 """By each way."""
 GATHER_S = 60.0
-"""A rank that waits for another one longer than this ends, also when nobody waits for it any more."""
+"""The seconds after which a rank ends that waits for another one, even if the test waits no longer."""
 
 
 class Rank:
-    """One rank. A script overrides what it does differently."""
+    """One rank. A script overrides the parts that differ."""
 
     def __init__(self) -> None:
         self.model = fsdp2(fresh())
@@ -34,10 +34,10 @@ class Rank:
         return WeightPublisher(self.model, url, transport=way, **how)
 
     def begins(self, number: int) -> None:
-        """Before each version."""
+        """Called before each version."""
 
     def ended(self) -> dict[str, Any]:
-        """After each: what is told of it besides."""
+        """Called after each version; returns more facts for the test's report."""
         return {}
 
     def publish(self, url: str, namespace: str, component: str, *ways: str) -> None:

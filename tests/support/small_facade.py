@@ -21,7 +21,7 @@ DIGEST = "blake3:" + "ab" * 32
 VERSION = {"run": "r", "sequence": 3, "label": "step_3", "digest": DIGEST}
 
 SILENT_S = 60.0
-"""So long nobody waits for a facade that has a `delay`."""
+"""The bound in seconds of calls to a facade that has a `delay`."""
 
 HEAD = {"status": "ok", "epoch": 7, "fingerprint": "f" * 16, "elapsed_s": 0.25}
 

@@ -32,7 +32,7 @@ class ToldProcess:
         self.process = fork_module(imports, module, [json.dumps(argument)], self.log, stdin=True)
 
     async def do(self, what: str, argument: Any = None) -> Any:
-        """Its answer, or its error."""
+        """Sends a command and returns its answer, or raises its error."""
         return await asyncio.to_thread(self._do, what, argument)
 
     def _do(self, what: str, argument: Any) -> Any:
@@ -71,7 +71,7 @@ def forked() -> int:
 
 
 def serve(do: Callable[[str, Any], Any]) -> None:
-    """There, until the lines end. Whatever `do` raises is told."""
+    """Runs in the process until the lines end. Reports each exception that `do` raises."""
     while line := sys.stdin.readline():
         try:
             answer: dict[str, Any] = {"ok": do(*json.loads(line))}

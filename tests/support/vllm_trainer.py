@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class VllmTrainer(ToldProcess):
-    """Here: the handle of such a process."""
+    """The handle of a trainer's process."""
 
     def __init__(self, plane: Plane) -> None:
         super().__init__(plane, "tests.support.vllm_trainer", imports="vllm")

@@ -66,7 +66,7 @@ class Scene(deaths.Scene):
         await self.is_as_before()
 
     async def publishes_with(self, trainer: Trainer) -> bool:
-        """Nobody has ended what the last one left; that it can't be received any more is known within moments."""
+        """The last case left a dead group open. The plane notices within moments that it can't receive any more."""
         try:
             await self.published(trainer)
         except Locked:
@@ -128,7 +128,7 @@ async def test_the_next_version_arrives_after_any_process_has_died(plane: Plane)
 
 
 async def _dies(scene: Scene, trainer: Trainer, point: str, victim: Spawned) -> None:
-    """A worker; everybody is told."""
+    """A worker dies, and every other process gets an error."""
     victim.kill()
     prepared = "prepare" in POINTS[point]
     if prepared and point != "all received":

@@ -341,7 +341,8 @@ async def test_a_worker_hangs(plane: Plane) -> None:
 
 
 async def test_a_trainer_hangs(plane: Plane) -> None:
-    """In the middle of an update: its receivers end by `timeout_s`, of which their group was told. Each says so."""
+    """The trainer hangs in the middle of an update. Its receivers end after the group's `timeout_s`, and each says
+    so."""
     client = await plane.client()
     model, other = models(plane)
     ids = plane.spawn_copies(2, model=model)

@@ -35,7 +35,7 @@ if sys.platform != "linux":
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
 BOUND_S = 30.0
-"""Far less than anybody waits for one that lives, far more than any step takes."""
+"""The bound in seconds: far less than any wait for a live process, far more than any step takes."""
 
 BUCKETS = 6
 BOUNDS = {"silent_receiver_s": 2.0, "other_receivers_s": 2.0}

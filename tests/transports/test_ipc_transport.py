@@ -1,4 +1,4 @@
-"""The `ipc` transport: shared memory from a trainer in a process of its own, whoever dies, and whatever is sent."""
+"""The `ipc` transport: shared memory from a trainer in a process of its own, with deaths and wrong messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `nixl` transport: weights pulled out of the memory of a trainer in a process of its own, whoever dies."""
+"""The `nixl` transport: weights pulled out of the memory of a trainer in a process of its own, with deaths."""
 
 from __future__ import annotations
 

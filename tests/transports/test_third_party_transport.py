@@ -1,4 +1,4 @@
-"""A transport in a package of somebody else's: installed, it works on both sides, and nothing here knows of it."""
+"""A transport in a third party's package: installed, it works on both sides, and nothing in the product names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The YAML file of engine arguments: what an engine is told, and what is refused before it is built."""
+"""The YAML file of engine arguments: the arguments that reach an engine, and those refused before it is built."""
 
 from __future__ import annotations
 

@@ -322,7 +322,8 @@ def test_a_worker_tells_which_weights_it_holds(held: DecisionRecord | None, made
 
 
 async def test_a_worker_makes_no_more_tokens_of_a_version_that_it_has_replaced() -> None:
-    """Also while a frontend that was cut off asks it anew. Another process says nothing of it."""
+    """This holds even while a frontend that was cut off asks the worker anew. Another process's report does not
+    count."""
     known: Any = FleetStatus(Any, Any)  # type: ignore[arg-type]
     admission = {"open": True, "reasons": []}
     one, other = (Member("w", incarnation, "s", 1, 0, {}) for incarnation in ("i", "j"))

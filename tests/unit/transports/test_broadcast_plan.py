@@ -51,7 +51,7 @@ def test_the_broadcasts_of_a_part(layout: dict[str, Any], cut: list[str]) -> Non
     [{"layout": "each"}, {"layout": "packed", "bucket_bytes": 1000}, {"layout": "flat", "check_only": True}],
 )
 def test_a_part_that_is_longer_than_a_message(layout: dict[str, Any]) -> None:
-    """Is told in several, of the same broadcasts."""
+    """Such a part is announced in several messages of the same broadcasts."""
     count = 20_000
     names = [f"model.layers.{number}.experts.{number}.down_proj.weight" for number in range(count)]
     long = part(

@@ -276,7 +276,7 @@ def second_share_fails(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shares_that_no_receiver_knows_are_released(
     cuda: Cuda, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the sender goes on with the others."""
+    """The sender continues with the other receivers."""
     second_share_fails(cuda, monkeypatch)
     with sender_of(2) as (sender, transport):
         with pytest.raises(Unavailable, match="out of memory"):
