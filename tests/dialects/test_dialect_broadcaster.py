@@ -164,7 +164,7 @@ async def test_prime_rls_update_of_a_fleet_that_somebody_else_changes(plane: Pla
 
 
 async def test_a_group_is_not_formed_over_what_its_trainer_has_left(plane: Plane) -> None:
-    """The same holds at a frontend that has started since. If the old update can't be dropped, no worker joins the new
+    """This also holds at a frontend that has started since. If the old update can't be dropped, no worker joins the new
     group."""
     for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
         await asyncio.to_thread(one.wait_ready)

@@ -71,7 +71,7 @@ class Process:
 
     def freeze(self, seconds: float, *, clock_too: bool = False) -> None:
         """Sends SIGSTOP, then SIGCONT: the process continues late where it was. `clock_too`: its machine is paused,
-        and does not count"""
+        and does not count this time."""
         self.disturb()
         self.stood_still_s += seconds
         self._thaw_at = max(self._thaw_at, self._loop.now + seconds)
