@@ -23,6 +23,7 @@ from rl_plane.commit.canary_steps import missed_error
 from rl_plane.commit.steps import Outcome as UpdateOutcome
 from rl_plane.errors import (
     BusUnreachable,
+    CanaryFailed,
     Conflict,
     InvalidRequest,
     NotFound,
@@ -50,6 +51,9 @@ MAX_FACTS_BYTES = 8_000
 MAX_MESSAGE_CHARS = 500
 SHOWN_VERSIONS = 20
 """That an error lists of those one could go back to."""
+
+WAY_BACK = "/rollback"
+"""Ends the id of the entry for the decision that brought the version before back, after the failed update's own id."""
 
 Outcome = Literal["running", "prepared", "committed", "aborted"]
 """`prepared`: by a call of its own, and waits for complete or abort."""
@@ -152,6 +156,11 @@ class UpdateEntry:
         """Committed, and nobody could be answered how many workers serve it."""
         return self.outcome == "committed" and self.try_again
 
+    @property
+    def unserved(self) -> bool:
+        """Committed, and every worker failed its canary."""
+        return self.outcome == "committed" and (self.error or {}).get("code") == CanaryFailed.code
+
     def first_error(self) -> PlaneError:
         """What the caller was answered, again: of an aborted update, or of one that hardly any worker serves. Where the
         outcome was not reported: that it can't be answered any more."""
@@ -208,6 +217,29 @@ def from_record(record: DecisionRecord, entry: UpdateEntry | None = None) -> Upd
     )
 
 
+def way_back(record: DecisionRecord, failed: UpdateEntry | None = None) -> UpdateEntry | None:
+    """The entry of the decision that brought the version before back. `failed`: the entry of the update that failed its
+    canary. None: `record` is no such decision."""
+    if record.missed is None:
+        return None
+    entry = UpdateEntry(
+        record.update_id + WAY_BACK,
+        record.version.label,
+        "running",
+        failed.who if failed is not None else "",
+        began_at=record.decided_at,
+        rollback={"label": record.version.label},
+    )
+    return from_record(replace(record, missed=None), entry)
+
+
+def _is_told_by(record: DecisionRecord, entry: UpdateEntry | None) -> bool:
+    """Reports whether the history already has the final entry of the record's update."""
+    if entry is None or not entry.final:
+        return False
+    return entry.outcome == "aborted" if record.missed is not None else entry.version == record.made
+
+
 def _outcome_unreported(record: DecisionRecord, entry: UpdateEntry | None) -> UpdateEntry:
     error = Unavailable("its coordinator ended before it could tell how many workers serve it")
     return replace(from_record(record, entry), error=error.to_wire(), workers={})
@@ -230,11 +262,9 @@ def evaluate_entry(
     holder: str | None,
 ) -> UpdateEntry:
     """How an entry stands that isn't committed: `holder` is the update that the lock is held for."""
-    if entry.outcome == "committed":
-        return entry
-    if record is not None and record.update_id == entry.update_id:
-        return from_record(record, entry)
-    if entry.outcome == "aborted":
+    if record is not None and record.update_id == entry.update_id and not _is_told_by(record, entry):
+        return entry if entry.outcome == "committed" and record.missed is None else from_record(record, entry)
+    if entry.final:
         return entry
     if holder is not None and holder == entry.update_id:
         return entry
@@ -250,11 +280,15 @@ def rollback_target(
     """The committed version that is meant; NotFound names those that there are."""
     known = [(entry, entry.version) for entry in newest_first if entry.outcome == "committed"]
     mine = [(entry, version) for entry, version in known if version is not None and version.run == run]
-    found = [
-        entry
-        for entry, version in mine
-        if (version.sequence == sequence if sequence is not None else version.label == label)
-    ]
+    unserved = [entry for entry, version in mine if entry.unserved and _is_named(version, label, sequence)]
+    mine = [(entry, version) for entry, version in mine if not entry.unserved]
+    found = [entry for entry, version in mine if _is_named(version, label, sequence)]
+    if unserved and not found:
+        raise Conflict(
+            f"every worker failed the numeric canary of {unserved[0].label}, so no worker has ever served it",
+            field="rollback",
+            fix="publish it again with on_canary_failure=warn, or go back to another version",
+        )
     there = [{"sequence": version.sequence, "label": version.label} for _, version in mine[:SHOWN_VERSIONS]]
     names = ", ".join(f"{one['sequence']} ({one['label']})" for one in there)
     if not found:
@@ -273,6 +307,10 @@ def rollback_target(
             versions=there,
         )
     return found[0]
+
+
+def _is_named(version: WeightVersion, label: str | None, sequence: int | None) -> bool:
+    return version.sequence == sequence if sequence is not None else version.label == label
 
 
 def target_of(entry: UpdateEntry, loaded: Iterable[str]) -> dict[str, Any]:
@@ -345,7 +383,10 @@ async def read_history(bus: Bus, state: Bucket, limit: int = KEEP) -> list[Updat
         again = entry if entry.final else await read_entry(bus, state, entry.update_id) or entry
         judged.append(evaluate_entry(again, record, session, whose))
     if record is not None and all(entry.version != record.made for entry in [*judged, *entries[limit:]]):
-        judged.insert(0, from_record(record))
+        failed = next((entry for entry in judged if entry.update_id == record.update_id), None)
+        if record.missed is not None and failed is None:
+            judged.insert(0, from_record(record))
+        judged.insert(0, way_back(record, failed) or from_record(record))
     return judged[:limit]
 
 
@@ -449,10 +490,18 @@ class Journal:
         if record is None:
             return
         entry = await read_entry(self._bus, self._state, record.update_id)
-        if entry is None or not entry.final or entry.version != record.made:
-            # Nobody has asked for sequence 0.
-            settled = _outcome_unreported(record, entry) if record.update_id else from_record(record, entry)
+        if not _is_told_by(record, entry):
+            # No caller has asked for sequence 0, and the record tells the whole outcome of an update that it took back.
+            known = not record.update_id or record.missed is not None
+            settled = from_record(record, entry) if known else _outcome_unreported(record, entry)
             await self._held.put(history_key(record.update_id), settled.encode())
+        back = way_back(record, entry)
+        if back is not None and not await self._has(back):
+            await self._held.put(history_key(back.update_id), back.encode())
+
+    async def _has(self, entry: UpdateEntry) -> bool:
+        found = await read_entry(self._bus, self._state, entry.update_id)
+        return found is not None and found.version == entry.version
 
     async def take_up(self) -> None:
         """Goes on with an update that another call has prepared, or that was decided and not answered."""
@@ -509,11 +558,16 @@ class Journal:
         except BusUnreachable:
             return
         decided = record is not None and record.update_id == entry.update_id
-        if self._entry.outcome_unreported and not (decided and type(error) is Conflict):
-            return  # still unreported: only too few who serve it are an answer
+        if self._entry.outcome_unreported and not (decided and type(error) in (Conflict, CanaryFailed)):
+            return  # still unreported: only too few who serve it are an answer, or a failed canary
         phases = {**entry.phases, **error.facts.get("phases", {})}
         ended = from_record(record, entry) if decided and record else replace(entry, outcome="aborted")
-        await self._end(replace(ended, phases=phases, error=entry.error))
+        if not (decided and record and record.missed) or isinstance(error, CanaryFailed):
+            ended = replace(ended, error=entry.error)  # else the record tells more than this error
+        await self._end(replace(ended, phases=phases))
+        back = way_back(record, ended) if decided and record else None
+        if back is not None:
+            await self._write_if_held(replace(back, workers=_serving(error)), mine=False)
 
     async def _end(self, entry: UpdateEntry) -> None:
         # At once: the entry is there already, so it is counted however they come.
@@ -529,10 +583,14 @@ class Journal:
         await self._held.put(history_key(entry.update_id), entry.encode())
         self._entry = entry
 
-    async def _write_if_held(self, entry: UpdateEntry) -> None:
-        """The outcome stands already; without the lock, the record and the next holder tell it."""
+    async def _write_if_held(self, entry: UpdateEntry, mine: bool = True) -> None:
+        """The outcome stands already; without the lock, the record and the next holder tell it. `mine`: it is this
+        journal's own entry."""
         try:
-            await self._write(entry)
+            if mine:
+                await self._write(entry)
+            else:
+                await self._held.put(history_key(entry.update_id), entry.encode())
         except (BusUnreachable, StaleFence) as error:
             log.warning("the history of %s could not be written: %s", entry.update_id, error)
 
@@ -556,11 +614,13 @@ async def first_answer(bus: Bus, state: Bucket, update_id: str, request: str) ->
 
 async def is_answered(bus: Bus, state: Bucket, entry: UpdateEntry) -> bool:
     """Can this answer change no more? Where the outcome was not reported, it can while the version is the committed
-    one: its workers can be asked."""
-    if not entry.outcome_unreported:
+    one: its workers can be asked. Where hardly any worker served it, the canary may have taken it back since."""
+    if not entry.final or entry.outcome == "aborted" or entry.error is None:
         return entry.final
     record = await read_record(bus, state)
-    return record is None or record.update_id != entry.update_id
+    if record is None or record.update_id != entry.update_id:
+        return True
+    return not entry.outcome_unreported and record.missed is None
 
 
 def _outcomes(replies: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -574,6 +634,22 @@ def _outcomes(replies: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]
             }
         found[str(reply["instance_id"])] = kept
     return found
+
+
+def _serving(error: PlaneError) -> dict[str, dict[str, Any]]:
+    """The workers' rows for the way back, by what the failed update was answered with."""
+    serving = error.facts.get("serving")
+    if serving is None:
+        return {}
+    behind = {"code": "not_admitted", "message": "it did not serve the version yet when the update was answered"}
+    every = {str(row["instance_id"]): row for row in error.facts.get("workers", ())}
+    return {
+        key: {
+            **({"incarnation": every[key]["incarnation"]} if "incarnation" in every.get(key, {}) else {}),
+            **({"status": "ok"} if key in serving else {"status": "error", "error": behind}),
+        }
+        for key in sorted({*every, *serving})
+    }
 
 
 def _kept(error: PlaneError) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from rl_plane.errors import CanaryFailed, Conflict, InvalidRequest, InvalidWeigh
 from rl_plane.fleet.fleet import Fleet
 from rl_plane.protocol.canary import default_canary
 from rl_plane.protocol.subjects import CANARY_HISTORY
+from tests.support.dying_coordinator import _Dies, ends_at
 from tests.support.faults import Faulty, Stream, Told, spawn_faulty
 from worker.engines.fake.adapter import fake_prompt_logprobs, fake_token
 from worker.receive.staging import model_digest
@@ -154,18 +156,135 @@ async def test_a_version_that_all_miss_goes_back_to_the_one_before(plane: Plane)
     with pytest.raises(CanaryFailed) as repeated:
         await fleet.run("update_weights", wrong, request_id="again")
     assert repeated.value.facts["repeated"]
-    newest = (await fleet.run("updates", {}))["updates"][0]
-    assert (newest["outcome"], newest["error"]["code"], newest["canary"]["failed"]) == ("aborted", "numerics", 2)
     reply = await fleet.run("update_weights", update_of(plane.model(2), "two"))
     assert reply["version"]["sequence"] == 4
+
+
+Row = tuple[str, str, int | None, str | None]
+
+
+async def rows_of(fleet: Fleet) -> list[Row]:
+    """The history, newest first."""
+    return [
+        (
+            entry["label"],
+            entry["outcome"],
+            entry["version"] and entry["version"]["sequence"],
+            entry.get("error", {}).get("code"),
+        )
+        for entry in (await fleet.run("updates", {}))["updates"]
+    ]
+
+
+async def test_a_later_update_leaves_the_history_of_a_roll_back_as_it_was(plane: Plane) -> None:
+    fleet, workers = await fleet_of(plane, 2)
+    ids = sorted(worker.instance_id for worker in workers)
+    await fleet.run("update_weights", update_of(plane.model(1), "one"))
+    wrong = update_of(
+        plane.model(2), "two", canary={"sequences": SEQUENCES, "expected": scores_of(plane.model(3))}
+    )
+    with pytest.raises(CanaryFailed):
+        await fleet.run("update_weights", wrong, request_id="bad")
+    before: list[Row] = [
+        ("one", "committed", 3, None),
+        ("two", "aborted", None, "numerics"),
+        ("one", "committed", 1, None),
+        ("initial", "committed", 0, None),
+    ]
+    assert await rows_of(fleet) == before
+    back, failed, *_ = (await fleet.run("updates", {}))["updates"]
+    assert {key: row["error"]["code"] for key, row in failed["workers"].items()} == dict.fromkeys(ids, "numerics")
+    assert {key: row["status"] for key, row in back["workers"].items()} == dict.fromkeys(ids, "ok")
+    assert back["who"] == failed["who"] != ""
+    await fleet.run("update_weights", update_of(plane.model(3), "three"))
+    after: list[Row] = [("three", "committed", 4, None), *before]
+    assert await rows_of(fleet) == after
+    with pytest.raises(CanaryFailed) as repeated:
+        await fleet.run("update_weights", wrong, request_id="bad")
+    assert repeated.value.facts["repeated"]
+    assert await rows_of(fleet) == after, "nothing has run again"
+    reply = await fleet.run("update_weights", {"rollback": {"sequence": 3}})
+    assert (reply["version"]["label"], reply["version"]["sequence"]) == ("one", 5)
+
+
+async def test_the_roll_back_of_a_dead_coordinator_is_in_the_history(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, _ = await fleet_of(plane, 1)
+    await fleet.run("update_weights", update_of(plane.model(1), "one"))
+    wrong = update_of(
+        plane.model(2), "two", canary={"sequences": SEQUENCES, "expected": scores_of(plane.model(3))}
+    )
+    with monkeypatch.context() as patch:
+        ends_at(patch, "commit", _Dies())
+        with pytest.raises(_Dies):
+            await fleet.run("update_weights", wrong, request_id="bad")
+    await fleet.finish()
+    before: list[Row] = [
+        ("one", "committed", 3, None),
+        ("two", "aborted", None, "numerics"),
+        ("one", "committed", 1, None),
+        ("initial", "committed", 0, None),
+    ]
+    assert await rows_of(fleet) == before
+    await fleet.run("update_weights", update_of(plane.model(3), "three"))
+    assert await rows_of(fleet) == [("three", "committed", 4, None), *before]
+    with pytest.raises(CanaryFailed):
+        await fleet.run("update_weights", wrong, request_id="bad")
+    assert (await rows_of(fleet))[0] == ("three", "committed", 4, None)
+
+
+async def test_scores_reach_the_next_coordinator_while_failed_weights_are_fetched_again(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, (only,) = await fleet_of(plane, 1)
+    await fleet.run("update_weights", update_of(plane.model(1), "one"))
+    directory = plane.model(1).parent / "gone"
+    shutil.copytree(plane.model(2), directory)
+    wrong = update_of(directory, "two", canary={"sequences": SEQUENCES, "expected": scores_of(plane.model(3))})
+    with monkeypatch.context() as patch:
+        ends_at(patch, "decide", _Dies(), after=1)  # before it can bring the version before back
+        with pytest.raises(_Dies):
+            await fleet.run("update_weights", wrong)
+    shutil.rmtree(directory)  # so it is fetched for as long as the test takes
+
+    async def fetching() -> bool:
+        reasons = (await state_of(fleet.client, only.instance_id))["admission"]["reasons"]
+        return any(reason.startswith("behind") for reason in reasons)
+
+    await plane.until(fetching)
+    await fleet.finish()
+    await until_serving(plane, fleet.client, only.instance_id, "one")
+
+
+async def test_a_roll_back_that_no_worker_can_fetch_is_not_told_as_served(plane: Plane) -> None:
+    fleet, (only,) = await fleet_of(plane, 1)
+    directory = plane.model(1).parent / "gone"
+    shutil.copytree(plane.model(1), directory)
+    await fleet.run("update_weights", update_of(directory, "one"))
+    shutil.rmtree(directory)
+    canary = {"sequences": SEQUENCES, "expected": scores_of(plane.model(3))}
+    body = update_of(plane.model(2), "two", canary=canary, commit_timeout_s=1)
+    error = await failed_update(fleet, body, CanaryFailed)
+    assert error.facts["serving"] == []
+    assert "no worker serves one, which is committed again" in error.message
+    assert "no worker could bring it back" in error.facts["canary"]["warning"]
+    back = (await fleet.run("updates", {}))["updates"][0]
+    assert back["workers"][only.instance_id]["status"] == "error"
+    reply = await fleet.run("update_weights", update_of(plane.model(3), "three"))
+    assert reply["excluded"] == []
 
 
 async def test_exclude_leaves_a_version_that_all_miss_unserved(plane: Plane) -> None:
     fleet, workers = await fleet_of(plane, 2)
     canary = {"sequences": SEQUENCES, "expected": scores_of(plane.model(3))}
     body = update_of(plane.model(2), "two", canary=canary, on_canary_failure="exclude")
-    error = await failed_update(fleet, body, Conflict)
+    error = await failed_update(fleet, body, CanaryFailed)
     assert error.facts["canary"].items() >= {"action": "exclude", "failed": 2}.items()
+    assert "which stays committed" in error.message
+    assert (await rows_of(fleet))[0] == ("two", "committed", 1, "numerics")
+    with pytest.raises(Conflict, match="no worker has ever served it"):
+        await fleet.run("update_weights", {"rollback": {"label": "two"}})
     for worker in workers:
         assert not (await state_of(fleet.client, worker.instance_id))["ready"]
     reply = await fleet.run("update_weights", update_of(plane.model(1), "one"))

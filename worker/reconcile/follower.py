@@ -25,6 +25,7 @@ from rl_plane.errors import (
     InvalidRequest,
     InvalidWeights,
     NotAtBase,
+    NotPrepared,
     PlaneError,
 )
 from rl_plane.protocol import update_requests, worker_ops
@@ -422,14 +423,19 @@ class RecordFollower:
                 done = update_requests.CommittedReply(
                     version=record.made.to_wire(), cache_flushed=False, swap_s=0.0
                 )
-            while (step := self._core.commit_step(record)) is not None:
-                done = await self._step(step, body.pause_s, None) or done
-            await self.score_wanted()
-            scores, kind = self._state.scores, self._core.numerics.kind
-            wanted = record.canary.sequences if record.canary is not None else None
-            if scores is not None and kind is not None and scores.sequences == wanted:
+            numerics = self._core.numerics
+            try:
+                while (step := self._core.commit_step(record)) is not None:
+                    done = await self._step(step, body.pause_s, None) or done
+                await self.score_wanted()
+            except NotPrepared:
+                if numerics.scores_for(record) is None:
+                    raise
+                # These weights have failed the canary, and are fetched again: the verdict needs what they gave.
+            scores = numerics.scores_for(record)
+            if scores is not None and numerics.kind is not None:
                 vectors = [list(vector) for vector in scores.vectors]
-                done = {**done, "canary": update_requests.ScoresReply(kind=kind, vectors=vectors)}
+                done = {**done, "canary": update_requests.ScoresReply(kind=numerics.kind, vectors=vectors)}
         self.look()
         self._tell()
         return done

@@ -12,7 +12,7 @@ from rl_plane.commit.canary_rules import Verdict, evaluate_worker
 from rl_plane.errors import NotAdmitted
 from rl_plane.protocol.canary import CanaryRecord
 from rl_plane.protocol.record import DecisionRecord
-from worker.reconcile.worker_state import WorkerState
+from worker.reconcile.worker_state import Scores, WorkerState
 
 HEAL_TRIES = 3
 """Swaps in a row that compute something else: then the engine does it each time, and the next decision is awaited."""
@@ -34,6 +34,9 @@ class Numerics:
         self.cuts = 0
         """How many times every running request was ended for good. A request that began before the last of them
         delivers nothing any more: its reader may be slow, so tokens that must not go out may still wait for it."""
+        self.failed: Scores | None = None
+        """What the weights of this decision gave when they last failed. They may be dropped, and fetched again, while
+        a coordinator still asks for the scores."""
         self._state = state
         self._tries = 0
 
@@ -49,6 +52,7 @@ class Numerics:
     def new_decision(self, record: DecisionRecord) -> None:
         """Weights that were not judged before this decision will never be: tokens made with them do not go out."""
         self._tries = 0
+        self.failed = None
         if self.have_run and record.version.digest != self._state.digest:
             self.flow = "cut"
 
@@ -92,10 +96,24 @@ class Numerics:
         if not verdict.passed:
             state.close("numerics", state.scores.error or verdict.message)
             self.flow = "cut"
+            self.failed = state.scores
             return
+        self.failed = None
         state.open("numerics")
         if self.flow == "held" and (final or verdict.against != "nothing"):
             self.flow = "open"
+
+    def scores_for(self, record: DecisionRecord) -> Scores | None:
+        """What a coordinator of this decision has to know: the scores of the weights that are here, or of weights that
+        failed and are being fetched again. None: the engine has not scored this decision's canary."""
+        if record.canary is None or self.kind is None:
+            return None
+        state = self._state
+        here = state.scores if state.digest == record.version.digest else None
+        for scores in (here, self.failed):
+            if scores is not None and scores.sequences == record.canary.sequences:
+                return scores
+        return None
 
     def take_heal(self) -> bool:
         """Should these weights be fetched again? Each call counts as one try."""

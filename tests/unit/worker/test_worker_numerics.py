@@ -261,3 +261,28 @@ def test_what_other_sequences_gave_says_nothing() -> None:
     core.learnt(replace(other, version=same_bytes, made=same_bytes), 14, 0.0)
     core.ticked(0.0)
     assert core.state.closed["numerics"] == NOT_SCORED
+
+
+def test_a_worker_that_fetches_failed_weights_again_still_reports_what_they_gave() -> None:
+    core = serving()
+    decided = record(1)
+    core.state.scores = Scores(SEQUENCES, [list(vector) for vector in RIGHT])
+    assert core.numerics.scores_for(decided) is None, "other weights gave that"
+    swapped(core, decided)
+    scored(core, WRONG)
+    assert core.ticked(GATE_S, busy=False)
+    assert core.state.scores is None
+    found = core.numerics.scores_for(decided)
+    assert found is not None
+    assert found.vectors == [list(vector) for vector in WRONG]
+    assert core.numerics.scores_for(record(1, replace(TRAINED, sequences=((4, 5, 6),)))) is None
+    core.is_staged(Staged("heal-1", None, decided.version.digest, None))
+    swap = core.commit_step(decided)
+    assert isinstance(swap, Swap)
+    core.swapping(swap)
+    core.swapped(swap, GATE_S)
+    scored(core, RIGHT, GATE_S)
+    assert core.numerics.failed is None, "they have healed"
+    scored(core, WRONG, GATE_S)
+    core.learnt(record(2), 20, GATE_S)
+    assert core.numerics.failed is None, "another decision has other weights"
