@@ -35,14 +35,20 @@ class Finisher:
         while True:
             await asyncio.sleep(LOOK_S)
             record = self._view.record
-            if record is not None and not record.final and record == before:
+            # Without a worker no score tells whether the version may be served.
+            if record is not None and not record.final and record == before and self._view.snapshot():
                 await self._finish(record)
             before = record
 
     async def _finish(self, record: DecisionRecord) -> None:
         try:
-            await self._fleet.finish()
-            log.warning("the update %s was left half done: finished", record.update_id)
+            version = await self._fleet.finish()
+            if version == record.made:
+                log.warning("the update %s was left half done: finished", record.update_id)
+            else:
+                log.warning(
+                    "the update %s was left half done, and %s is committed now", record.update_id, version.label
+                )
         except Locked:
             pass  # its coordinator lives, or another frontend is at it
         except PlaneError as error:

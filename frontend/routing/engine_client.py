@@ -35,6 +35,7 @@ from rl_plane.errors import (
     Unsupported,
     WorkerLost,
     WrongIncarnation,
+    WrongNumerics,
 )
 from rl_plane.membership.core import Changed, Member
 from rl_plane.membership.view import MembershipView
@@ -189,10 +190,18 @@ class EngineClient:
                     continue
                 except Unavailable as error:
                     # Full or closed; what else is unavailable (NATS, a label) is no better on another worker.
-                    if so_far.fresh or not (
+                    moves = isinstance(error, WrongNumerics) and self._may_go_on(aim, so_far, [])
+                    if (so_far.fresh and not moves) or not (
                         isinstance(error, (NotAdmitted, Overloaded)) or type(error) is Unavailable
                     ):
                         raise
+                    if so_far.fresh:
+                        # The worker is closed until it has other weights: those of the version before, perhaps.
+                        if so_far.full:
+                            yield so_far.end("length")
+                            return
+                        self.moves["migrated"] += 1
+                        since, lost, failure = loop.time(), [], None
                     refusal = error
                     await self._refused(member)
                     if not self._picker.may_ask_again(since):

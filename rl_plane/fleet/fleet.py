@@ -447,6 +447,6 @@ class Fleet:
         body = {"open": is_open}
         return await self._on_all(call, "set_admission", body, admission=b"" if is_open else DISABLED)
 
-    async def finish(self) -> None:
+    async def finish(self) -> WeightVersion:
         """Finishes or drops what a dead coordinator has left; nothing, while one is alive."""
-        await self._updates.finish()
+        return await self._updates.finish()

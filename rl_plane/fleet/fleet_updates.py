@@ -31,6 +31,7 @@ from rl_plane.fleet.fleet_replies import Call, answered, ended, head, updated
 from rl_plane.membership.core import Snapshot
 from rl_plane.protocol import update_requests
 from rl_plane.protocol.record import Source, UpdateSession
+from rl_plane.protocol.versions import WeightVersion
 
 
 class FleetUpdates:
@@ -347,11 +348,14 @@ class FleetUpdates:
         asked_for = UpdateCommand("new_run", call.request_id)
         return await self._once(call, request, asked_for, {"version": "initial"})
 
-    async def finish(self) -> None:
-        """Finishes or drops what a dead coordinator has left; nothing, while one is alive."""
+    async def finish(self) -> WeightVersion:
+        """Finishes or drops what a dead coordinator has left; nothing, while one is alive. Returns what the newest
+        decision has made: the version before, if that one came back."""
         view = await self._client.view()
         async with self._client.lock(view, 0.0) as held:
-            await Coordinator(self._client, view, held).run(UpdateCommand("finish", ""))
+            outcome = await Coordinator(self._client, view, held).run(UpdateCommand("finish", ""))
+        assert isinstance(outcome, Outcome)
+        return outcome.version
 
     async def check_none_waits(self, call: Call, held: HeldLock) -> None:
         """Locked while a prepared update waits; one that nobody can complete any more is dropped."""

@@ -26,6 +26,7 @@ from rl_plane.errors import (
     Unavailable,
     Unlabelled,
     WorkerLost,
+    WrongNumerics,
     error_from_wire,
 )
 from rl_plane.rollouts.multi_turn import next_prompt
@@ -45,7 +46,7 @@ TRIES = 5
 """Requests for one completion in one call that a worker may have begun: an update that aborts, a worker's death, and
 the end of a connection or of the client's patience each take one. What nobody has begun, since all are full, closed or
 on their way back, is sent again while there is time."""
-BEGUN = (WorkerLost, Unlabelled, StaleWeights, Stalled)
+BEGUN = (WorkerLost, WrongNumerics, Unlabelled, StaleWeights, Stalled)
 """Errors of what a worker had begun, with tokens or without: one that ends its workers is not sent for ever."""
 OF_NO_CONNECTION = (ConnectionRefusedError, socket.gaierror)
 NAMED_SO = ("ClientConnector", "ConnectError", "ConnectTimeout", "ConnectionTimeout", "NewConnection", "Pool")

@@ -7,20 +7,33 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
 from rl_plane.client import RlClient
-from rl_plane.errors import CanaryFailed, Conflict, InvalidRequest, InvalidWeights, NotAdmitted, PlaneError
+from rl_plane.errors import (
+    CanaryFailed,
+    Conflict,
+    InvalidRequest,
+    InvalidWeights,
+    NotAdmitted,
+    PlaneError,
+    WrongNumerics,
+)
 from rl_plane.fleet.fleet import Fleet
 from rl_plane.protocol.canary import default_canary
 from rl_plane.protocol.subjects import CANARY_HISTORY
 from tests.support.dying_coordinator import _Dies, ends_at
 from tests.support.faults import Faulty, Stream, Told, spawn_faulty
+from tests.support.frontend_process import PROMPT, tokens_under
+from tests.support.streaming_client import Streaming, http, ready
 from worker.engines.fake.adapter import fake_prompt_logprobs, fake_token
 from worker.receive.staging import model_digest
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
+
+__all__ = ["http"]
 
 SEQUENCES = [[3, 5, 7, 9], [11, 13]]
 
@@ -121,10 +134,60 @@ async def test_no_token_goes_out_that_a_running_request_made_before_its_worker_f
     await stream.until(tokens=3)
     bad.fail("miscompute")
     await fleet.run("update_weights", update_of(plane.model(1), "one"))
-    with pytest.raises(NotAdmitted):
+    with pytest.raises(WrongNumerics):
         await stream.end()
     before = model_digest(plane.model(0))
     assert stream.tokens == [fake_token(before, [1, 2], place) for place in range(len(stream.tokens))]
+
+
+async def test_a_request_whose_worker_fails_continues_at_another_one(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    fleet = await plane.fleet()
+    bad, *others = (spawn_faulty(plane, token_delay_s="0.01") for _ in range(3))
+    await ready(plane, 3)
+    ids = [worker.instance_id for worker in others]
+    await fleet.run("disable", {"workers": ids})
+    async with Streaming(http, max_tokens=300, migrate=True) as moving, Streaming(http, max_tokens=300) as ending:
+        for stream in (moving, ending):
+            await stream.until(lambda stream: len(stream.tokens) >= 3)
+        await fleet.run("enable", {"workers": ids})
+        bad.fail("miscompute")
+        await fleet.run("update_weights", update_of(plane.model(1), "one"))
+        await moving.end()
+        await ending.end()
+    old, new = model_digest(plane.model(0)), model_digest(plane.model(1))
+    assert moving.error is None
+    seam = moving.spans[0]["end"]
+    assert [(span["version"], span["start"], span["end"]) for span in moving.spans] == [
+        ("initial", 0, seam),
+        ("one", seam, 300),
+    ]
+    after = [fake_token(new, PROMPT + moving.tokens[:seam], place) for place in range(300 - seam)]
+    assert moving.tokens == tokens_under(old, 0, seam) + after
+    assert moving.last["instance_id"] in ids
+    assert ending.error is not None
+    assert ending.error["code"] == "wrong_numerics"
+    assert ending.error["partial"]["token_ids"] == ending.tokens == tokens_under(old, 0, len(ending.tokens))
+
+
+async def test_a_request_continues_under_the_version_that_comes_back(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    fleet = await plane.fleet()
+    spawn_faulty(plane, token_delay_s="0.01")
+    await ready(plane, 1)
+    wrong = {"sequences": SEQUENCES, "expected": scores_of(plane.model(3))}
+    async with Streaming(http, max_tokens=300, migrate=True) as stream:
+        await stream.until(lambda stream: len(stream.tokens) >= 3)
+        await failed_update(fleet, update_of(plane.model(1), "one", canary=wrong), CanaryFailed)
+        await stream.end()
+    assert stream.error is None
+    seam = stream.spans[0]["end"]
+    assert [(span["version"], span["sequence"]) for span in stream.spans] == [("initial", 0), ("initial", 2)]
+    old = model_digest(plane.model(0))
+    after = [fake_token(old, PROMPT + stream.tokens[:seam], place) for place in range(300 - seam)]
+    assert stream.tokens == tokens_under(old, 0, seam) + after
 
 
 async def test_a_running_request_goes_on_where_its_worker_passes(plane: Plane) -> None:

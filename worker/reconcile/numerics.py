@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from rl_plane.commit.canary_rules import Verdict, evaluate_worker
-from rl_plane.errors import NotAdmitted
+from rl_plane.errors import WrongNumerics
 from rl_plane.protocol.canary import CanaryRecord
 from rl_plane.protocol.record import DecisionRecord
 from worker.reconcile.worker_state import Scores, WorkerState
@@ -127,13 +127,14 @@ class Numerics:
         self._tries = 0
 
     def delivers(self, began: int) -> bool:
-        """May a token go out now? False: not yet. NotAdmitted: never, its request continues elsewhere. `began`: `cuts`
-        when the request began."""
+        """May a token go out now? False: not yet. WrongNumerics: never, its request continues elsewhere. `began`:
+        `cuts` when the request began."""
         lost = self.flow == "held" and self._state.digest is None
         if self.flow == "cut" or lost or began != self.cuts:
-            raise NotAdmitted(
+            raise WrongNumerics(
                 f"worker {self._state.instance_id} computes something else with its new weights than it should",
                 retry_after_s=1.0,
+                fix="send it again; if error.partial has tokens, after those (migrate: true does so)",
             )
         return self.flow == "open"
 

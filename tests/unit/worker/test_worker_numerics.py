@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rl_plane.errors import NotAdmitted
+from rl_plane.errors import WrongNumerics
 from rl_plane.protocol.canary import CanaryRecord, Vectors, engine_kind
 from rl_plane.protocol.record import TAKEOVER_S, DecisionRecord, Source
 from rl_plane.protocol.versions import WeightVersion
@@ -81,7 +81,7 @@ def test_what_it_computes_beside_the_trainers_values_goes_nowhere() -> None:
     swapped(core, record(1))
     scored(core, WRONG)
     assert closed(core) == {"updating", "numerics"}
-    with pytest.raises(NotAdmitted):
+    with pytest.raises(WrongNumerics):
         core.numerics.delivers(0)
     core.learnt(record(1, open=True), 12, 0.0)
     assert "numerics" in closed(core), "it is open for the others"
@@ -96,7 +96,7 @@ def test_with_nothing_to_compare_with_tokens_wait_for_the_other_workers() -> Non
     agreed = replace(CANARY, references={KIND: RIGHT})
     core.learnt(record(1, agreed, open=True), 12, 0.0)
     assert "numerics" in closed(core)
-    with pytest.raises(NotAdmitted):
+    with pytest.raises(WrongNumerics):
         core.numerics.delivers(0)
 
 
@@ -152,7 +152,7 @@ def test_a_request_that_ran_on_weights_that_failed_delivers_nothing_after_they_h
     core.swapped(swap, now)
     scored(core, RIGHT, now)
     assert core.numerics.delivers(core.numerics.cuts), "a request that began since"
-    with pytest.raises(NotAdmitted):
+    with pytest.raises(WrongNumerics):
         core.numerics.delivers(before)
 
 
@@ -160,7 +160,7 @@ def test_a_decision_that_comes_before_the_verdict_cuts_what_waits() -> None:
     core = serving()
     swapped(core, record(1, CANARY))
     core.learnt(record(2), 13, 0.0)
-    with pytest.raises(NotAdmitted):
+    with pytest.raises(WrongNumerics):
         core.numerics.delivers(0)
 
 
@@ -168,7 +168,7 @@ def test_while_other_weights_come_in_what_waits_is_cut() -> None:
     core = serving()
     swapped(core, record(1, CANARY))
     core.state.lose_weights("swapping")
-    with pytest.raises(NotAdmitted):
+    with pytest.raises(WrongNumerics):
         core.numerics.delivers(0)
 
 
