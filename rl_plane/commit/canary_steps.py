@@ -18,6 +18,7 @@ from rl_plane.protocol.canary import (
     MAX_KIND_CHARS,
     Canary,
     CanaryHistory,
+    CanaryOrigin,
     CanaryRecord,
     check_vocabulary,
     default_canary,
@@ -73,16 +74,17 @@ def canary_of(
         return base.canary  # the base weights stay as they are
     if body.policy.canary == "off" or limits is None:
         return None
+    origin: CanaryOrigin = "default"
     if isinstance(body.policy.canary, Canary):
-        canary = body.policy.canary
+        canary, origin = body.policy.canary, "update"
     else:
         found = [reply.body["canary"] for reply in prepared if reply.ok and reply.body.get("canary") is not None]
         if found:
-            canary = parse_canary(found[0], "canary.json")
+            canary, origin = parse_canary(found[0], "canary.json"), "canary.json"
             check_vocabulary(canary, limits.vocab_size, limits.max_model_len, "canary.json")
         else:
             canary = shortened(default_canary(limits.vocab_size), limits.max_model_len)
-    return CanaryRecord.begun(canary, history, digest)
+    return CanaryRecord.begun(canary, history, digest, origin)
 
 
 def settled(record: DecisionRecord, replies: Sequence[WorkerReply]) -> tuple[Settlement | None, list[WorkerReply]]:

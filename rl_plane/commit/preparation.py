@@ -89,6 +89,7 @@ def ask_to_prepare(
         "staging": body.policy.staging,
         "keep_staged": body.policy.keep_staged or body.encoding == "delta",
         "pause_mode": body.policy.pause_mode,
+        "canary_file": body.policy.canary is None,
     }
     answered: Answered = yield SendOp("prepare", op, request, list(workers), body.policy.prepare_timeout_s)
     return with_left(answered.replies, workers)

@@ -53,6 +53,7 @@ from rl_plane.protocol.envelope import Request, decode, encode
 from rl_plane.protocol.fleet_ops import FLEET_OPS, ONE_COMPONENT, Select
 from rl_plane.protocol.record import DesiredMemory, DesiredPause, version_wire
 from rl_plane.protocol.subjects import ADMISSION_PREFIX, MEMORY, PAUSE, check_name
+from rl_plane.protocol.versions import WeightVersion
 from rl_plane.transports.group.torch_group import FORM_MARGIN_S, JOIN_TORCH_S
 
 READY_POLL_S = 0.2

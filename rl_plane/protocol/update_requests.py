@@ -97,6 +97,8 @@ class Prepare(Body):
     keep_staged: bool = False
     pause_mode: PauseMode = "keep"
     """With staging `none`: how running requests are treated before the first byte."""
+    canary_file: bool = False
+    """Reads the `canary.json` beside the checkpoint: the update gives no canary."""
 
     @model_validator(mode="after")
     def _whole_delta(self) -> Self:

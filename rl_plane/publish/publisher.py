@@ -140,6 +140,10 @@ class WeightPublisher:
             wait_s,
             stays,
         )
+        if canary is not None and asked.get("canary") is not None:
+            raise InvalidRequest(
+                "canary is given twice: by canary= and in policy", field="canary", fix="leave policy's canary out"
+            )
         self._canary = CanarySource(canary, tolerance, self._source, source, adapter is not None)
         self._progress = progress
         self._previous: Publication | None = None

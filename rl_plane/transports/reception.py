@@ -49,6 +49,8 @@ class Reception:
     vocab_size: int | None = None
     max_model_len: int | None = None
     """The engine's, which a `canary.json` beside a checkpoint has to fit."""
+    canary_file: bool = False
+    """Reads that file. Else it may be broken."""
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -61,6 +63,7 @@ class Reception:
             "keep": self.keep,
             "base": self.base,
             "before": [asdict(link) for link in self.before],
+            "canary_file": self.canary_file,
             "vocab_size": self.vocab_size,
             "max_model_len": self.max_model_len,
         }

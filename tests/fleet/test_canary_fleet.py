@@ -365,7 +365,10 @@ async def test_warn_serves_a_version_that_all_miss(plane: Plane) -> None:
     noted = await fleet.client.bus.get(fleet.client.subjects().state, CANARY_HISTORY)
     assert noted is None, "values that missed the trainer's are no measure for later"
     for worker in workers:
-        assert (await state_of(fleet.client, worker.instance_id))["ready"]
+        state = await state_of(fleet.client, worker.instance_id)
+        assert state["ready"]
+        assert (state["canary"]["against"], state["canary"]["difference"]) == ("nothing", None)
+        assert "every worker failed the canary" in state["canary"]["warning"]
 
 
 async def test_two_workers_that_differ_go_back_where_nothing_tells_who_is_right(plane: Plane) -> None:
@@ -483,7 +486,7 @@ async def test_a_canary_beside_the_checkpoint_is_the_versions_own(plane: Plane) 
     assert model_digest(plane.model(1)) == before, "no digest covers it"
     bad.fail("miscompute")
     reply = await fleet.run("update_weights", update_of(plane.model(1), "one"))
-    assert reply["canary"]["against"] == "trainer"
+    assert (reply["canary"]["against"], reply["canary"]["origin"]) == ("trainer", "canary.json")
     assert reply["excluded"] == [bad.instance_id]
     reply = await fleet.run("update_weights", update_of(plane.model(1), "two", canary="off"))
     assert "canary" not in reply
@@ -512,6 +515,18 @@ async def test_a_wrong_canary_beside_the_checkpoint_is_refused_before_anything_i
         assert "canary.json" in error.message
     state = await state_of(fleet.client, only.instance_id)
     assert (state["sequence"], state["staged"], state["ready"]) == (0, None, True)
+
+
+@pytest.mark.parametrize("text", ["{", '{"sequences": [[1, 600]]}'])
+async def test_a_wrong_canary_file_is_ignored_where_the_update_gives_its_own(plane: Plane, text: str) -> None:
+    fleet, _ = await fleet_of(plane, 1)
+    (plane.model(1) / "canary.json").write_text(text)
+    reply = await fleet.run("update_weights", update_of(plane.model(1), "one", canary=canary_of(plane.model(1))))
+    assert (reply["canary"]["against"], reply["canary"]["origin"]) == ("trainer", "update")
+    (plane.model(2) / "canary.json").write_text(text)
+    assert "canary" not in await fleet.run("update_weights", update_of(plane.model(2), "two", canary="off"))
+    reply = await fleet.run("update_weights", update_of(plane.model(3), "three"))
+    assert reply["canary"]["origin"] == "default"
 
 
 async def test_the_answer_names_why_workers_failed(plane: Plane) -> None:

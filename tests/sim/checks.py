@@ -191,7 +191,9 @@ class Checks:
             return
         for process, _ in world.live_workers():
             at = self.scored_at.get((process, decision.made))
-            known = at is not None and self.now > at + SCORED_S and process in self.staged.get(decision.update_id, {})
+            known = (
+                at is not None and self.now > at + SCORED_S and process in self.staged.get(decision.update_id, {})
+            )
             if known and world.undisturbed(process, WITNESS_S):
                 self.fail("I2", f"{decision} stays, and {process.name} has failed its canary")
 

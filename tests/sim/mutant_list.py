@@ -498,6 +498,13 @@ MUTANTS = [
         HISTORY + "the_roll_back_of_a_dead_coordinator_is_in_the_history",
     ),
     Mutant(
+        "canary: values that failed count as a measure",
+        "rl_plane/commit/canary_rules.py",
+        "    if record.overruled and verdict.passed:\n",
+        "    if False:\n",
+        HISTORY + "warn_serves_a_version_that_all_miss",
+    ),
+    Mutant(
         "canary: rolling goes on after a miss",
         "rl_plane/commit/rolling.py",
         "            return evaluated  # the other workers still serve the version before\n",

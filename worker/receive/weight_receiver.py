@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase, PlaneError, Unsupported
-from rl_plane.protocol.canary import CANARY_NAME, check_vocabulary
+from rl_plane.protocol.canary import CANARY_NAME, Canary, check_vocabulary
 from rl_plane.protocol.update_requests import PreparedReply, ReceivePart
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery
 from rl_plane.transports.group.receiver import GroupTransport
@@ -160,7 +160,7 @@ class Receiver:
         self._fed.pop(staging, None)
         size = sum(spec.nbytes for spec in delivery.specs.values())  # of a fed one it is known only now
         reply = PreparedReply(digest=digest, tensors=len(delivery.specs), bytes=size, refetchable=refetchable)
-        if isinstance(delivery, FilesystemDelivery) and delivery.canary is not None:
+        if isinstance(delivery, FilesystemDelivery) and isinstance(delivery.canary, Canary):
             reply["canary"] = delivery.canary.model_dump()
         return reply
 
@@ -331,10 +331,18 @@ class Receiver:
 
 
 def _check_canary(reception: Reception, delivery: Delivery) -> None:
-    """InvalidRequest for a `canary.json` that the engine can't score. Closes the delivery when it raises."""
-    if not isinstance(delivery, FilesystemDelivery) or delivery.canary is None or reception.vocab_size is None:
+    """InvalidRequest for a `canary.json` that is broken, or that the engine can't score. Closes the delivery when it
+    raises. An update that gives a canary of its own, or none, does not read the file."""
+    if not isinstance(delivery, FilesystemDelivery) or delivery.canary is None:
+        return
+    if not reception.canary_file:
+        delivery.canary = None
         return
     try:
+        if isinstance(delivery.canary, InvalidRequest):
+            raise delivery.canary
+        if reception.vocab_size is None:
+            return
         check_vocabulary(delivery.canary, reception.vocab_size, reception.max_model_len, CANARY_NAME)
     except BaseException:
         delivery.close()

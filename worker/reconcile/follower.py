@@ -365,6 +365,7 @@ class RecordFollower:
             keep=body.keep_staged and name is None,
             base=body.base,
             before=self._links(body.before, body.base),
+            canary_file=body.canary_file,
         )
 
     def _links(self, before: Source | None, base: str | None) -> list[Link]:

@@ -63,6 +63,8 @@ class Wanted:
     """Of a delta: the digest of the version that it changes."""
     before: Sequence[Link] = ()
     """Of a delta: see Reception."""
+    canary_file: bool = False
+    """Reads the `canary.json` beside the checkpoint."""
 
 
 @dataclass(slots=True)
@@ -278,6 +280,7 @@ class WeightUpdates:
             wanted.before,
             self._info.vocab_size,
             self._info.max_model_len,
+            wanted.canary_file,
         )
         await asyncio.to_thread(self._adapter.open, reception)
         opened.set_result(None)

@@ -283,6 +283,7 @@ def test_a_whole_update() -> None:
         "staging": "host",
         "keep_staged": False,
         "pause_mode": "keep",
+        "canary_file": True,
     }
     made = WeightVersion("run-1", 1, "new", NEW)
     decision = DecisionRecord(
