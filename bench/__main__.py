@@ -83,7 +83,7 @@ QUICK_KILLS, QUICK_PROBED_KILLS, QUICK_JOINS = 2, 1, 3
 class Size:
     quick: bool
     gib: int
-    """Of weights, in the tables that need no engine to hold them."""
+    """The size of the weights, in the tables that need no engine to hold them."""
 
     def nbytes(self, quick: int) -> int:
         return quick if self.quick else self.gib << 30

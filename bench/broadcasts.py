@@ -1,4 +1,4 @@
-"""How fast a `gloo` group brings weights to its receivers, beside a bare broadcast of the same buckets.
+"""Measures how fast a `gloo` group brings weights to its receivers, beside a bare broadcast of the same buckets.
 
 `python -m bench.broadcasts` is a receiver: its first lines say its place, each one after that what to receive, and how.
 """
@@ -27,7 +27,7 @@ from rl_plane.weights.manifest import Manifest, pack
 TENSOR_BYTES = 32 << 20
 """A matrix of a model of some billion parameters: it fills a bucket."""
 TIMEOUT_S_PER_GIB = 120.0
-"""Of one way in one round on a busy machine; for less than 1 GiB, too."""
+"""The bound of one way in one round on a busy machine, also for less than 1 GiB."""
 
 WAYS = ("bare", "lent", "received", "checked", "lent and staged", "checked and staged", "hashed")
 """Each bucket broadcast and waited for, and nothing else · the transport, from where the tensors lie · the transport,

@@ -1,5 +1,5 @@
-"""What the numeric canary costs an update of one `hf` worker, beside the same update without it and beside one forward
-of the canary's tokens."""
+"""Measures what the numeric canary costs an update of one `hf` worker, beside the same update without it and beside one
+forward of the canary's tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CanaryTimes:
     updates: dict[Canary, list[float]] = field(default_factory=lambda: {canary: [] for canary in CANARIES})
     """From the call to its answer."""
     pauses: dict[Canary, list[float]] = field(default_factory=lambda: {canary: [] for canary in CANARIES})
-    """Of them, the time in which the engine is frozen."""
+    """The part of these seconds in which the engine is frozen."""
     forwards: list[float] = field(default_factory=list)
 
 
@@ -64,7 +64,7 @@ async def _update(client: RlClient, model: Path, canary: Canary) -> tuple[float,
     body = {"transport": {"backend": "filesystem", "path": str(model)}, "policy": {"canary": canary}}
     start = time.perf_counter()
     async with asyncio.timeout(UPDATE_TIMEOUT_S):
-        reply = await client.update_weights(body)
+        reply = await client.run("update_weights", body)
     took = time.perf_counter() - start
     (worker,) = reply["workers"]
     if ("canary" in reply) != (canary is None):

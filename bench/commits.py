@@ -25,7 +25,7 @@ from rl_plane.membership.view import PING
 SURVEY_AND_PREPARE = 2
 """Scatter-gathers before the decision; the rest are its commit."""
 GATE_TIMEOUT_S = 30.0
-"""As a call's here: slow is a measurement, silence is not."""
+"""The bound of a call: a slow answer is a measurement, silence is not."""
 WARM_UP = 2
 COMMIT_PHASES: frozenset[Phase] = frozenset({"decide", "gate", "commit", "leases", "open"})
 
@@ -45,13 +45,13 @@ class CommitTimes:
 
     @property
     def after(self) -> int:
-        """Those after the decision."""
+        """The gathers after the decision."""
         return self.gathers - SURVEY_AND_PREPARE
 
 
 @dataclass(slots=True)
 class Sizes:
-    """Of one scatter-gather."""
+    """The bytes of one scatter-gather."""
 
     targets: int
     request: int

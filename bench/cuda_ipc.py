@@ -23,12 +23,12 @@ import torch
 
 from bench.engine_cycle import LAYER, LAYER_BYTES, SEEDS, SMALL, Reader, copy_s
 from rl_plane._util.processes import die_with_parent
+from rl_plane.protocol.update_requests import ReceiveRequest, Transport
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.publish.sources.model_sources import as_source
 from rl_plane.transports.ipc.cuda_buffers import GpuBuffers, Handle, OpenBuckets, seen, uuid_of
 from rl_plane.transports.ipc.sender import IpcSender
 from rl_plane.transports.packing import fill
-from rl_plane.transports.reception import Reception
 from rl_plane.weights.checkpoint import open_checkpoint
 from rl_plane.weights.manifest import Manifest, pack
 from worker.engines.base import EngineOptions
@@ -144,14 +144,14 @@ async def serve(model: Path) -> None:
                 )
                 sys.stdout.flush()
                 continue
-            reception = Reception(f"staging-{number}", asked["transport"])
-            await asyncio.to_thread(engine.open, reception)
-            reply = await asyncio.to_thread(engine.receive, reception.staging, lambda: False)
+            staging = f"staging-{number}"
+            where = Transport.model_validate(asked["transport"])
+            request = ReceiveRequest(update_id=staging, label=staging, transport=where)
+            await asyncio.to_thread(engine.open, staging, request)
+            reply = await asyncio.to_thread(engine.receive, staging, lambda: False)
             start = time.perf_counter()
             await engine.pause("keep", False)
-            await engine.swap(
-                reception.staging, WeightVersion("bench", number + 1, asked["label"], reply["digest"])
-            )
+            await engine.swap(staging, WeightVersion("bench", number + 1, asked["label"], reply["digest"]))
             await engine.resume()
             swap_s = time.perf_counter() - start
             await Reader(engine).read(min(TOKENS, info.max_model_len - 1))  # each token is compared

@@ -1,4 +1,4 @@
-"""How long until a killed worker is gone, and a new one listed, in the view of another process."""
+"""Measures how long it takes until a killed worker is gone, and a new one listed, in the view of another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast a delta of bf16 weights is made and applied, beside a plain read of all of them."""
+"""Measures how fast a delta of bf16 weights is made and applied, beside a plain read of all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from rl_plane.weights.read_ahead import host_memory
 TENSOR_BYTES = 64 << 20
 """A large layer's: each is encoded by itself."""
 CHANGED = 0.01
-"""Of the elements, anywhere: what a step of reinforcement learning changes (arXiv 2602.03839)."""
+"""The share of changed elements, anywhere in the model: what a step of reinforcement learning changes (arXiv
+2602.03839)."""
 WIDTH = 2
 
 
@@ -28,7 +29,7 @@ class DeltaTimes:
 
     nbytes: int
     share: float = 0.0
-    """Of the delta in the full version's bytes."""
+    """The delta's share of the full version's bytes."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """`plain`: a read of the full version from the page cache, into memory that was used before, as the delta's is.
     `encode`, `apply`: of the delta."""

@@ -25,9 +25,10 @@ import torch
 import transformers
 
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
+from rl_plane.protocol.update_requests import ReceiveRequest, Transport
 from rl_plane.protocol.versions import WeightVersion
-from rl_plane.transports.reception import Reception
 from worker.engines.base import EngineAdapter, EngineOptions
+from worker.engines.capabilities import CanCheckWeights, require
 from worker.engines.hf.adapter import build
 from worker.testing.tiny_model import make_witness_model, witness_next_token
 
@@ -109,10 +110,12 @@ async def cycle(device: str, models: dict[int, Path], rounds: int) -> tuple[Time
         return WeightVersion("bench", next(sequences), str(seed), digest)
 
     async def staged(seed: int) -> tuple[str, WeightVersion]:
-        reception = Reception(next(names), {"backend": "filesystem", "path": str(models[seed])})
-        await asyncio.to_thread(engine.open, reception)
-        reply = await asyncio.to_thread(engine.receive, reception.staging, lambda: False)
-        return reception.staging, version(seed, reply["digest"])
+        staging = next(names)
+        where = Transport.model_validate({"backend": "filesystem", "path": str(models[seed])})
+        request = ReceiveRequest(update_id=staging, label=staging, transport=where)
+        await asyncio.to_thread(engine.open, staging, request)
+        reply = await asyncio.to_thread(engine.receive, staging, lambda: False)
+        return staging, version(seed, reply["digest"])
 
     try:
         if "filesystem" not in info.transports:
@@ -133,7 +136,7 @@ async def cycle(device: str, models: dict[int, Path], rounds: int) -> tuple[Time
             await engine.resume()
             times.paused.append(time.perf_counter() - start)
             await reader.until_more(reading)
-            checksum = (await engine.check_weights("checksum"))[0]["checksum"]
+            checksum = (await require(engine, CanCheckWeights).check_weights("checksum"))[0]["checksum"]
             if checksums.setdefault(str(seed), checksum) != checksum:
                 raise SystemExit(f"the weights {seed} have another checksum than before")
             if len(set(checksums.values())) != len(checksums):
@@ -141,15 +144,18 @@ async def cycle(device: str, models: dict[int, Path], rounds: int) -> tuple[Time
         await engine.abort(None)
         await reading
         await engine.pause("keep", False)
-        where = {"backend": "filesystem", "path": str(models[SEEDS[0]])}
+        where = Transport.model_validate({"backend": "filesystem", "path": str(models[SEEDS[0]])})
         start = time.perf_counter()
-        in_place = Reception(next(names), where, in_place=True)
-        await asyncio.to_thread(engine.open, in_place)
-        reply = await asyncio.to_thread(engine.receive, in_place.staging, lambda: False)
+        staging = next(names)
+        in_place = ReceiveRequest(update_id=staging, label=staging, transport=where, staging="none")
+        await asyncio.to_thread(engine.open, staging, in_place)
+        reply = await asyncio.to_thread(engine.receive, staging, lambda: False)
         engine.set_version(version(SEEDS[0], reply["digest"]))
         await engine.resume()
         times.overwritten.append(time.perf_counter() - start)
-        if (await engine.check_weights("checksum"))[0]["checksum"] != checksums.get(str(SEEDS[0])):
+        if (await require(engine, CanCheckWeights).check_weights("checksum"))[0]["checksum"] != checksums.get(
+            str(SEEDS[0])
+        ):
             raise SystemExit("written over the served weights, they have another checksum")
         nbytes = sum(spec.nbytes for spec in engine.weight_spec().values())
         return times, {"tokens": reader.tokens, "versions": len(reader.versions), "nbytes": nbytes}

@@ -26,8 +26,8 @@ from bench.engine_pushes import measure_pushed
 from bench.report import Row, compared, ratio_table
 from bench.stored import SHAPE_1_GB
 from rl_plane._util.processes import die_with_parent
+from rl_plane.protocol.update_requests import ReceiveRequest, Transport
 from rl_plane.protocol.versions import WeightVersion
-from rl_plane.transports.reception import Reception
 from worker.engines.base import EngineAdapter, EngineOptions
 from worker.testing.tiny_model import make_tiny_model
 
@@ -42,7 +42,7 @@ _names = (f"bench-{number}" for number in itertools.count())
 
 
 class OwnWay(Protocol):
-    """What the engine does by itself, generation held and its prefix cache dropped."""
+    """Measures the engine's own way, with generation held and the prefix cache dropped."""
 
     async def __call__(self, engine: Any, path: Path) -> None: ...
 
@@ -82,13 +82,15 @@ ours."""
 
 async def _ours(engine: EngineAdapter, path: Path) -> tuple[float, float]:
     """(seconds in all, seconds for which generation was held)"""
-    what = Reception(next(_names), {"backend": "filesystem", "path": str(path)})
+    staging = next(_names)
+    where = Transport.model_validate({"backend": "filesystem", "path": str(path)})
+    request = ReceiveRequest(update_id=staging, label=staging, transport=where)
     start = time.perf_counter()
-    await asyncio.to_thread(engine.open, what)
-    reply = await asyncio.to_thread(engine.receive, what.staging, lambda: False)
+    await asyncio.to_thread(engine.open, staging, request)
+    reply = await asyncio.to_thread(engine.receive, staging, lambda: False)
     held = time.perf_counter()
     await engine.pause("keep", False)
-    await engine.swap(what.staging, WeightVersion("run", 0, path.name, reply["digest"]))
+    await engine.swap(staging, WeightVersion("run", 0, path.name, reply["digest"]))
     await engine.resume()
     end = time.perf_counter()
     return end - start, end - held

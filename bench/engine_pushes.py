@@ -24,10 +24,10 @@ from bench.memory import trained
 from rl_plane.bus.server import NatsServer
 from rl_plane.publish import WeightPublisher
 from worker.engines.base import EngineAdapter, EngineInfo
-from worker.options import WorkerOptions
 from worker.process import WorkerProcess
 from worker.receive.staging import model_digest
 from worker.runtime.engine_loop import EngineLoop
+from worker.worker_options import WorkerOptions
 
 HOST = "127.0.0.1"
 GROUP = "own"

@@ -61,7 +61,8 @@ class FanOutTimes:
 
 
 class RawGather:
-    """What a careful user of nats-py writes: a publish for each target, one wildcard inbox, a slot per answer."""
+    """A scatter-gather as a careful user of nats-py writes: a publish for each target, one wildcard inbox, a slot per
+    answer."""
 
     def __init__(self, connection: Client, subjects: list[str], payload: bytes) -> None:
         self._connection = connection
@@ -121,7 +122,7 @@ class HttpConnection:
 
 
 def per_process(workers: int) -> list[int]:
-    """How many of them each process has."""
+    """The number of workers in each process."""
     return [min(WORKERS_PER_PROCESS, workers - done) for done in range(0, workers, WORKERS_PER_PROCESS)]
 
 

@@ -1,4 +1,5 @@
-"""How long a client's token stream stands still while the fleet takes a new model, beside a bare copy of its bytes."""
+"""Measures how long a client's token stream stands still while the fleet takes a new model, beside a bare copy of its
+bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ SHAPE_500_MB = {
     "num_key_value_heads": 8,
     "head_dim": 128,
 }
-"""Of `make_tiny_model`, in float32: few and wide layers."""
+"""The shape for `make_tiny_model`, in float32: few and wide layers."""
 COPIES = 5
 """After each update; their median counts."""
 TOKENS = 16
@@ -60,7 +61,7 @@ class GapTimes:
     gaps: dict[Way, list[float]] = field(default_factory=lambda: {way: [] for way in POLICIES})
     """The longest time between two tokens while the engine is paused, less the usual one just before the update."""
     meanwhile: list[float] = field(default_factory=list)
-    """The same while the weights are staged: the engine goes on, with less of the cores."""
+    """The slowest step while the weights are staged: the engine goes on, with less of the cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Gap:
 
 
 class Copy:
-    """Of so many bytes, between two buffers that are there already; one thread, as the engine has."""
+    """Copies so many bytes, between two buffers that are there already; one thread, as the engine has."""
 
     def __init__(self, nbytes: int) -> None:
         self._source = np.ones(nbytes, dtype=np.uint8)
@@ -120,7 +121,7 @@ async def _gap(client: RlClient, http_url: str, model: Path, way: Way) -> Gap:
             async for came in tokens:
                 times.append(came)
                 if len(times) == TOKENS:
-                    updating = asyncio.create_task(client.update_weights(body))
+                    updating = asyncio.create_task(client.run("update_weights", body))
                 elif updating is not None and updating.done():
                     left += 1
                     if left == TOKENS:

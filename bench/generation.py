@@ -37,17 +37,18 @@ from worker.engines.fake.adapter import FakeEngine
 PACE_S = 0.02
 """Between two tokens of a paced stream."""
 TOKENS, QUICK_TOKENS = 64, 8
-"""Of each stream."""
+"""The tokens of each stream."""
 WARM_UP = 1
 """Rounds that do not count."""
 PROMPT = [11, 12, 13]
 SERVER_START_S = 240.0
 """vLLM's server imports torch three times, on cores that are busy."""
 VLLM_ARGUMENTS = {"max_model_len": "2048", "max_num_seqs": "256", "kv_cache_memory_bytes": str(256 << 20)}
-"""Of our worker and of vLLM's own server alike."""
+"""The arguments of our worker and of vLLM's own server."""
 FRONTEND, NATS_SERVER, WORKER, VLLM_SERVER = "a frontend", "nats-server", "a worker", "vLLM's server"
 PROCESSES = FRONTEND, NATS_SERVER, WORKER
-"""Whose CPU time is told. What runs a model beside the worker, or beside vLLM's server, is not: it does the same."""
+"""The processes whose CPU time is reported. What runs a model beside the worker, or beside vLLM's server, is not: it
+does the same."""
 BODY: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
@@ -195,7 +196,7 @@ async def _fleet(model: Path, engine: str, arguments: dict[str, str], frontends:
 
 @asynccontextmanager
 async def _bare_path(tokens: int) -> AsyncIterator[str]:
-    """Where it takes requests."""
+    """The URL at which it takes requests."""
     with ExitStack() as stack:
         server = NatsServer()
         server.start()
@@ -212,7 +213,7 @@ class NotUp(Exception):
 
 
 class _VllmServer:
-    """As `vllm serve` starts it."""
+    """A server as `vllm serve` starts it."""
 
     def __init__(self, model: Path) -> None:
         with socket.socket() as found:

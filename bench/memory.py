@@ -25,12 +25,12 @@ from rl_plane.weights import read_ahead
 from worker.testing.tiny_model import make_tiny_model
 
 BUCKET_BYTES = 64 << 20
-"""As large as the largest tensor, which has a bucket of its own anyhow."""
+"""Bytes of a bucket: as large as the largest tensor, which has a bucket of its own anyhow."""
 BUCKETS = 2
 UPDATES = 3
-"""Of which the largest peak counts: some buffers are made once and stay. The first one loads libraries, too."""
+"""Rounds, of which the largest peak counts: some buffers are made once and stay. The first one loads libraries, too."""
 DELTA = ", a delta"
-"""Of versions of which 1 % of the elements have changed, anywhere."""
+"""The mark of rows with deltas between versions of which 1 % of the elements have changed, anywhere."""
 OVERLAPPED = ", wait false"
 """The next step changes the tensors as soon as they are read."""
 WAYS: dict[str, dict[str, dict[str, Any]]] = {
@@ -50,7 +50,7 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "object_store": {"": {"encoding": "full"}, DELTA: {"encoding": "delta"}},
 }
-"""With which options of the publisher, and of its `publish`, a transport is measured."""
+"""The options of the publisher, and of its `publish`, with which a transport is measured."""
 HEAD = ("transport", "trainer MB", "÷ two buckets", "worker MB", "÷ two buckets and staging")
 
 
@@ -62,7 +62,7 @@ def trained(directory: Path) -> dict[str, Any]:
 
 
 def some_places(weights: Mapping[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each tensor the bits, flat, and one place in a hundred."""
+    """Yields the bits of each tensor, flat, and one place in a hundred."""
     random = np.random.default_rng(0)
     flats = [tensor.numpy().reshape(-1).view(np.uint32) for tensor in weights.values()]
     return [(flat, random.integers(len(flat), size=-(-len(flat) // 100))) for flat in flats]
@@ -104,7 +104,7 @@ def measure(backend: str, model: Path, more: dict[str, Any]) -> tuple[int, int]:
                 flat[where] ^= 1
 
         def published(version: str) -> int:
-            """How many bytes."""
+            """The number of bytes."""
             publication = publisher.publish(version, wait=wait)
             publication.wait_read()
             step()

@@ -128,8 +128,8 @@ def workers(
     tensor that arrives is hashed."""
     import rl_plane.weights.checkpoint
     import worker.receive.staging
-    from worker.options import WorkerOptions
     from worker.process import run
+    from worker.worker_options import WorkerOptions
 
     if not verify:
         worker.receive.staging.tensor_digest = unhashed  # type: ignore[attr-defined]
@@ -189,17 +189,19 @@ def frontend(ready: Ready, *, nats_url: str, namespace: str, http: bool = False)
 
 
 def empty_route(ready: Ready) -> None:
-    """What the web framework costs by itself: the facade's server with its settings, and nothing behind it."""
-    from fastapi import FastAPI
+    """Serves an empty route, to measure what the web framework costs by itself: the facade's server with its settings,
+    and nothing behind it."""
+    from starlette.applications import Starlette
+    from starlette.requests import Request
     from starlette.responses import Response
+    from starlette.routing import Route
 
     from frontend.server.listeners import Server, bind, url_of
 
-    app = FastAPI()
-
-    @app.get("/")
-    async def nothing() -> Response:
+    async def nothing(request: Request) -> Response:
         return Response()
+
+    app = Starlette(routes=[Route("/", nothing)])
 
     async def serve() -> None:
         listener = bind("rl_port", "127.0.0.1", 0, None, False)

@@ -1,5 +1,5 @@
-"""How long a trainer's `publish` takes into one `hf` worker, by what moves weights from memory to memory, beside a copy
-of as many bytes."""
+"""Measures how long a trainer's `publish` takes into one `hf` worker, by what moves weights from memory to memory,
+beside a copy of as many bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PublishedTimes:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """Backend, with DELTA, UNVERIFIED or neither → of `publish`, from its call to the version that is served."""
     copies: dict[str, list[float]] = field(default_factory=dict)
-    """The same → of a copy just before."""
+    """Kind of publication → seconds of a copy just before it."""
 
 
 async def measure_published(model: Path, backends: Sequence[str], rounds: int) -> PublishedTimes:

@@ -1,4 +1,4 @@
-"""How fast weights are pulled by the `nixl` transport, beside bare reads of the same bytes by nixl.
+"""Measures how fast weights are pulled by the `nixl` transport, beside bare reads of the same bytes by nixl.
 
 `python -m bench.pulls '{"role": …}'` runs the source or a receiver in a process of its own.
 """

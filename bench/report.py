@@ -69,17 +69,17 @@ class Row:
     p99_s: float
     """With fewer than 100 samples, the largest."""
     beside: str | None = None
-    """What it is compared with, measured in the same rounds."""
+    """The limit or peer that it is compared with, measured in the same rounds."""
     beside_median_s: float | None = None
     beside_p99_s: float | None = None
     value: float | None = None
-    """What the aim is about: the median of the rounds' ratios, or seconds. None: no aim."""
+    """The figure that the aim is about: the median of the rounds' ratios, or seconds. None: no aim."""
     aim: float | None = None
     """At most this; None: none."""
     missing: int = 0
     """Answers that did not come in time, of all rounds: a busy machine."""
     reply_bytes: int | None = None
-    """Of one worker's reply, and of a plain subscriber's."""
+    """The bytes of one worker's reply, and of a plain subscriber's."""
 
     @property
     def holds(self) -> bool | None:
@@ -254,7 +254,7 @@ def published_rows(times: PublishedTimes) -> list[Row]:
 
 
 def stream_rows(times: StreamTimes) -> list[Row]:
-    """Of the `fake` engine."""
+    """Rows of the `fake` engine."""
     size = _streams(times)
 
     def later(ours: list[float], direct: list[float]) -> list[float]:
@@ -285,7 +285,7 @@ def stream_rows(times: StreamTimes) -> list[Row]:
 
 
 def server_rows(times: StreamTimes) -> list[Row]:
-    """Of vLLM."""
+    """Rows of vLLM."""
     size = _streams(times)
 
     def row(what: str, ours: list[float], theirs: list[float], aim: float | None = None) -> Row:

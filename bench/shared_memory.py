@@ -1,4 +1,4 @@
-"""How fast `ipc` brings weights into another process, beside a bare copy.
+"""Measures how fast `ipc` brings weights into another process, beside a bare copy.
 
 `python -m bench.shared_memory` is that process: for each line of JSON it receives once.
 """
@@ -109,7 +109,7 @@ def measure_ipc(nbytes: int, rounds: int) -> IpcTimes:
 
 
 def hash_alone(tensor: memoryview, nbytes: int) -> None:
-    """As much as `nbytes`, as such tensors are hashed on their way."""
+    """Hashes `nbytes` in tensors as they are hashed on their way."""
     for _ in range(nbytes // tensor.nbytes):
         tensor_digest(tensor)
 

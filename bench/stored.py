@@ -1,4 +1,5 @@
-"""How fast a model comes into an `hf` worker from files and from NATS, beside a plain read and nats-py's own get."""
+"""Measures how fast a model comes into an `hf` worker from files and from NATS, beside a plain read and nats-py's own
+get."""
 
 from __future__ import annotations
 
@@ -37,9 +38,9 @@ SHAPE_1_GB = {
     "num_key_value_heads": 8,
     "head_dim": 128,
 }
-"""Of `make_tiny_model`, in float32: few and wide layers."""
+"""The shape for `make_tiny_model`, in float32: few and wide layers."""
 NATS_PY_BYTES = 64 << 20
-"""Of nats-py's object store, which takes seconds for so many; counted up to the model's."""
+"""The bytes by nats-py's object store, which takes seconds for so many; counted up to the model's."""
 UPDATE_TIMEOUT_S = 300.0
 UNVERIFIED = ", unverified"
 """In a worker that hashes nothing, of an object that was not hashed either."""
@@ -77,7 +78,7 @@ def plain_read(path: Path, place: memoryview | None = None) -> float:
 async def _prepared(client: RlClient, transport: Mapping[str, Any]) -> float:
     with phases_seen() as seen:
         async with asyncio.timeout(UPDATE_TIMEOUT_S):
-            await client.update_weights({"transport": dict(transport)})
+            await client.run("update_weights", {"transport": dict(transport)})
     return sum(one.end - one.start for one in seen if one.phase == "prepare")
 
 

@@ -38,7 +38,7 @@ class Round:
     streams: Sequence[Heard]
     elapsed_s: float
     cpu_s: Mapping[str, float] = field(default_factory=dict)
-    """That processes took meanwhile, by their names."""
+    """The CPU seconds that processes took meanwhile, by their names."""
 
     @property
     def per_thousand_s(self) -> float:
@@ -110,7 +110,7 @@ def request_of(path: str, body: dict[str, Any]) -> bytes:
 
 
 class Streams:
-    """Of one server, or of several in turn."""
+    """The URL of one server, or of several in turn."""
 
     def __init__(self, urls: Sequence[str], processes: Mapping[str, int] | None = None) -> None:
         """`processes`: names and pids of those whose CPU time is told."""

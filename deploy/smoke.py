@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 TOTAL_S = 300.0
-"""Of everything. Most of it is waiting for torch to be imported by each worker, on as few as two cores."""
+"""The bound of the whole run. Most of it is waiting for torch to be imported by each worker, on as few as two cores."""
 CALL_S = 60.0
 """One HTTP call; an update of the tiny model takes a second."""
 POLL_S = 1.0
@@ -93,7 +93,7 @@ class Fleet:
             time.sleep(POLL_S)
 
     def tokens(self, instance_id: str, version: Json) -> list[int]:
-        """What this worker says after the prompt; all of it must be labelled with the version."""
+        """Returns this worker's text after the prompt. All of it must be labelled with the version."""
         body = {
             "prompt_token_ids": PROMPT,
             "max_tokens": MAX_TOKENS,

@@ -1,4 +1,4 @@
-"""Writes the table of docs/engines.md from what the workers of a running fleet say of themselves, on a CPU.
+"""Writes the table of docs/engines.md from the `describe` replies of a running fleet on a CPU.
 
 python docs/generate_engines.py nats://127.0.0.1:4222 NAMESPACE
 """
@@ -18,22 +18,20 @@ BEGIN, END = "<!-- table: docs/generate_engines.py -->\n", "<!-- end of the tabl
 
 
 class Feature(NamedTuple):
-    words: str
-    """What it is called here."""
-    tests: Sequence[str]
-    """That show what the row says of a CPU, `module::name`: between them they run each engine."""
-    on_gpu: str = ""
-    """What is otherwise on a GPU, which `describe` of a worker there says."""
-    missing: Mapping[str, str] = MappingProxyType({})
-    """Engine → why not, of what is no capability in `describe`."""
+    """One row of the table."""
 
-    @property
-    def shown_by(self) -> str:
-        return ", ".join(f"`tests/{test.replace('::', '.py::')}`" for test in self.tests)
+    words: str
+    """The row's first cell."""
+    tests: Sequence[str]
+    """The tests that show the row on a CPU, as `module::name` in tests/engines. Together they run each engine."""
+    on_gpu: str = ""
+    """The difference on a GPU, as `describe` of a worker there says it."""
+    missing: Mapping[str, str] = MappingProxyType({})
+    """Engine → the reason why it lacks this, for a row that is no capability in `describe`."""
 
 
 def of_engines(name: str, of_hf: str | None = None) -> tuple[str, str]:
-    """The test of this name of vLLM and SGLang, and hf's own."""
+    """Two tests: one of vLLM and SGLang, and one of `hf`, which may have another name."""
     return f"test_engine_adapters::{name}", f"test_hf_engine::{of_hf or name}"
 
 
@@ -65,7 +63,7 @@ FEATURES = {
         ("test_mixed_fleet::test_every_engine_serves_each_version_of_a_sequence",),
     ),
     "prepare_update:unstaged": Feature(
-        "base weights, written over the served ones (`staging: none`)",
+        "base weights that overwrite the served ones (`staging: none`)",
         ("test_mixed_fleet::test_weights_that_are_written_over_the_served_ones",),
     ),
     "prepare_update:lora": Feature(
@@ -82,7 +80,7 @@ FEATURES = {
         "`sglang`, `vllm`: yes, with `--enable-memory-saver`",
     ),
     "deterministic": Feature(
-        "the same tokens whatever else is in the batch (`--deterministic`)",
+        "the same tokens in every batch (`--deterministic`)",
         MODES,
         "`sglang`, `vllm`: yes",
         {"hf": NOT_HF, "sglang": GPU_ONLY, "vllm": GPU_ONLY},
@@ -95,12 +93,12 @@ FEATURES = {
     "generate:seed": Feature(
         "`seed` in a request",
         of_engines("test_seeds_whatever_else_runs", "test_a_seed_gives_the_same_tokens_whatever_else_runs"),
-        "`sglang`: with `--deterministic` only",
+        "`sglang`: only with `--deterministic`",
     ),
     "generate:prompt_logprobs": Feature(
         "`prompt_logprobs` in a request",
         ("test_mixed_fleet::test_prompt_logprobs_are_the_references",),
-        "`vllm`: not with LoRA on its second model runner (`VLLM_USE_V2_MODEL_RUNNER=0` is without that)",
+        "`vllm`: not with LoRA, unless `VLLM_USE_V2_MODEL_RUNNER=0`",
     ),
     "generate:top_logprobs": Feature(
         "`top_logprobs` (or `logprobs` above 1) in a request", of_engines("test_the_likeliest_tokens")
@@ -129,21 +127,19 @@ FEATURES = {
         of_engines("test_what_a_request_allows_and_bars", "test_the_end_of_a_prompt"),
     ),
 }
-"""A capability, by its name in `describe` where it has one there."""
+"""The rows by their capability in `describe`, or by a name of this file."""
 OF_THE_MODEL = frozenset({"generate:routed_experts"})
-"""What a table of these engines can't tell: it hangs on the model that they were started with. The page says it."""
+"""Capabilities that depend on the model, so the table leaves them out. The page describes them."""
 SAME = {"resume_memory": "release_memory", "update_weights:lora": "prepare_update:lora"}
 
 
 def table(described: Iterable[Mapping[str, Any]]) -> str:
-    """Of the rows of `describe`: one column for each engine, a note for each reason why not."""
+    """Makes the table from the rows of `describe`: a column for each engine, and a note for each reason."""
     engines = sorted(described, key=lambda row: str(row["engine"]))
     notes: list[str] = []
     lines = [
-        "| | "
-        + " | ".join(f"{row['engine']} {row['engine_version']}" for row in engines)
-        + " | on a GPU | shown by |",
-        "|---" * (len(engines) + 3) + "|",
+        "| | " + " | ".join(f"{row['engine']} {row['engine_version']}" for row in engines) + " | on a GPU |",
+        "|---" * (len(engines) + 2) + "|",
     ]
     for row in engines:
         if unknown := {SAME.get(name, name) for name in row["capabilities"]} - FEATURES.keys() - OF_THE_MODEL:
@@ -155,7 +151,7 @@ def table(described: Iterable[Mapping[str, Any]]) -> str:
             if reason is not None and reason not in notes:
                 notes.append(reason)
             cells.append("yes" if reason is None else f"no ({notes.index(reason) + 1})")
-        lines.append(" | ".join([f"| {feature.words}", *cells, feature.on_gpu, f"{feature.shown_by} |"]))
+        lines.append(" | ".join([f"| {feature.words}", *cells, f"{feature.on_gpu} |"]))
     lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
     return "\n".join(lines) + "\n"
 

@@ -21,7 +21,7 @@ class FleetInferenceClient:
         self._adapter = adapter
 
     async def get_world_size(self) -> tuple[int, int]:
-        """Of all, and of the one server for which SkyRL takes the fleet."""
+        """Returns the world size of all servers, and of the one server that SkyRL takes the fleet for."""
         rows = (await self._run("workers"))["workers"]
         ranks = sum(row["world_size"] for row in rows)
         return ranks, ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 import signal
@@ -12,24 +13,30 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
-from frontend.completions.completion_routes import Generation, make_generation_app
+from frontend.completions.completion_routes import add_generation_routes
+from frontend.completions.openai_replies import openai_error
+from frontend.completions.service import Generation
 from frontend.completions.tokens import Tokens
-from frontend.dialects import DialectCalls, DialectPlane
-from frontend.dialects.dialect_routes import close_routes
-from frontend.facade.admin import Spoken, make_admin_app
+from frontend.dialects import mount_dialects
+from frontend.dialects.common.context import DialectCalls, DialectContext
+from frontend.dialects.common.fleet_as_one import dialect_error
+from frontend.dialects.dynamo import with_discovery
 from frontend.facade.calls import FleetCalls
 from frontend.facade.events import FleetEvents
+from frontend.facade.facade_routes import add_facade_routes
 from frontend.facade.nats_service import FleetService
-from frontend.facade.recovery import Finisher
+from frontend.facade.update_recovery import UpdateRecovery
 from frontend.routing.committed import Committed
 from frontend.routing.engine_client import EngineClient
 from frontend.routing.fleet_status import FleetStatus
 from frontend.routing.routing_lease import FrontendLease
+from frontend.server.api import Api
 from frontend.server.listeners import GRACE_S, Server, bind, url_of
-from frontend.server.metrics import frontend_metrics
+from frontend.server.metrics import FrontendMetrics, Snapshot
 from frontend.server.options import FrontendOptions
+from frontend.server.shared_routes import SharedRoutes
 from rl_plane._util.processes import exit_within
 from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import SERVICE_CONNECT_S
@@ -42,22 +49,25 @@ log = logging.getLogger("frontend")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 EXIT_MARGIN_S = 5.0 * GRACE_S
-"""Beyond the drain: an orderly end has three graces in it, the listeners', the fleet subject's and the updates'."""
+"""The time beyond the drain. An orderly end has three graces: the listeners', the fleet subject's and the updates'."""
 
 OnReady = Callable[[dict[str, Any]], None]
 
 
 class Frontend:
-    """Everything but the listeners. `running` starts and ends it."""
+    """All parts of the process but the listeners. `running` starts and stops them."""
 
     def __init__(self, client: RlClient, view: MembershipView, options: FrontendOptions, frontend_id: str) -> None:
         self.client = client
         self.view = view
-        self.delivers = options.http_port is not None or options.speaks
-        """Tokens. A frontend that does not is not waited for by updates."""
+        self.delivers_tokens = options.http_port is not None or options.speaks
+        """Whether this frontend delivers tokens. Updates do not wait for a frontend that does not."""
         self.part_timeout_s = options.part_timeout_s
         self.status = FleetStatus(client, view)
+        self.metrics = FrontendMetrics(self._snapshot)
         self.events = FleetEvents(view, self.status)
+        self.events.on_committed = self.metrics.on_committed
+        self.events.on_canary = self.metrics.on_canary
         self.committed = Committed(view)
         self.lease = FrontendLease(view, frontend_id)
         self.receiver = StreamReceiver(client.bus)
@@ -66,10 +76,11 @@ class Frontend:
         )
         self.lease.on_abort = self.engines.aborts.abort
         self.generation = Generation(self.engines, view, self.committed, options.admission_wait_s)
+        self.generation.on_first_token = self.metrics.on_first_token
         self.tokens = Tokens(client, view, self.generation.check_model)
         fleet = Fleet(client)
         fleet.liveness_timeout_s = options.liveness_timeout_s
-        self.finisher = Finisher(fleet, view)
+        self.recovery = UpdateRecovery(fleet, view)
         self.calls = FleetCalls(fleet)
         self.service = FleetService(client.bus, view.subjects.fleet, self.calls)
 
@@ -84,7 +95,7 @@ class Frontend:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(client.close)
             frontend = cls(client, await client.view(), options, frontend_id)
-            # Ended in the opposite order: first what takes new work, last the connection.
+            # The stack stops them in reverse: first the parts that take new work, last the connection.
             await frontend.receiver.start()
             stack.push_async_callback(frontend.receiver.stop)
             frontend.committed.start()
@@ -95,62 +106,72 @@ class Frontend:
             stack.push_async_callback(frontend.status.stop)
             frontend.engines.start()
             stack.callback(frontend.engines.stop)
-            if frontend.delivers:
+            if frontend.delivers_tokens:
                 await frontend.lease.start()
                 stack.push_async_callback(frontend.lease.stop)
-            frontend.finisher.start()
-            stack.push_async_callback(frontend.finisher.stop)
+            frontend.recovery.start()
+            stack.push_async_callback(frontend.recovery.stop)
             stack.push_async_callback(frontend.calls.close, GRACE_S)
             await frontend.service.start()
             stack.push_async_callback(frontend.service.stop, GRACE_S)
             yield frontend
 
-    def spoken(self, dialects: tuple[str, ...]) -> Spoken:
-        plane = DialectPlane(DialectCalls(self.calls), self.view, self.generation, self.part_timeout_s)
-        return Spoken(dialects, plane, self.tokens)
-
-    def metrics(self) -> str:
-        snapshot = self.view.snapshot()
-        record = self.committed.record
-        return frontend_metrics(
-            workers=len(snapshot),
+    def _snapshot(self) -> Snapshot:
+        members, record = self.view.snapshot(), self.committed.record
+        return Snapshot(
+            workers=len(members),
             admitted=len(self.status.admitted()),
             closed=self.status.closed_by_reason(),
-            canaries=self.events.canaries,
-            epoch=snapshot.epoch,
+            epoch=members.epoch,
             sequence=record.sequence if record else None,
             outcomes=self.generation.outcomes,
             in_flight=self.generation.in_flight,
-            lease=self.lease.holds() if self.delivers else None,
+            lease=self.lease.holds() if self.delivers_tokens else None,
             picks=self.engines.router.picks,
             moves=self.engines.moves,
         )
 
+    def generation_app(self, options: FrontendOptions) -> Starlette:
+        api = Api("rl_plane: generation", options.api_key or None, openai_error)
+        add_generation_routes(api, self.generation, self.tokens)
+        return api.app()
+
+    def facade_app(self, options: FrontendOptions, shared: SharedRoutes) -> Starlette:
+        """`shared` collects the dialects' routes. The caller closes it."""
+        api = Api("rl_plane: the fleet", options.admin_key or None)
+        extend: Callable[[dict[str, Any], str], dict[str, Any]] | None = None
+        if options.dialects:
+            # The dialects' clients take this listener for a whole engine, so it generates too.
+            add_generation_routes(api, self.generation, self.tokens, as_engine=True)
+            calls = DialectCalls(self.calls)
+            context = DialectContext(calls, self.view, self.generation, options.part_timeout_s)
+            mount_dialects(shared, options.dialects, context)
+            extend = functools.partial(with_discovery, context)
+        add_facade_routes(api, self.calls, self.events, self.metrics, shared, extend)
+        shared.mount(api)
+        return api.app()
+
 
 async def serve(options: FrontendOptions, on_ready: OnReady | None = None) -> None:
-    """Runs until SIGTERM, SIGINT or cancellation. `on_ready` gets `{rl_url, http_url}` once both accept
-    connections; None stands for a listener that is off."""
+    """Runs until SIGTERM, SIGINT or cancellation. `on_ready` gets `{rl_url, http_url}` once both accept connections.
+    The URL of a listener that is off is None."""
     with contextlib.ExitStack() as sockets:
-        # Before anything else is opened: a port that is taken is found at once, and nobody is disturbed.
+        # The sockets come first: a port that is in use ends the start before it disturbs the fleet.
         rl = _listener(sockets, "rl_port", options, options.rl_port, options.admin_key)
         http = _listener(sockets, "http_port", options, options.http_port, options.api_key)
         async with Frontend.running(options) as frontend:
-            apps: list[tuple[FastAPI, socket.socket]] = []
+            apps: list[tuple[Starlette, socket.socket]] = []
+            shared = SharedRoutes(dialect_error)
             if rl is not None:
-                key = options.admin_key or None
-                spoken = frontend.spoken(options.dialects) if options.speaks else None
-                app = make_admin_app(frontend.calls, key, frontend.metrics, frontend.events, spoken)
-                apps.append((app, rl))
+                apps.append((frontend.facade_app(options, shared), rl))
             if http is not None:
-                api_key = options.api_key or None
-                apps.append((make_generation_app(frontend.generation, frontend.tokens, api_key), http))
+                apps.append((frontend.generation_app(options), http))
             urls = {"rl_url": url_of(rl) if rl else None, "http_url": url_of(http) if http else None}
-            ending = _Ending(options.drain_s)
+            stop = _Stop(options.drain_s)
             try:
-                await _serve(apps, lambda: on_ready(urls) if on_ready else None, frontend, ending)
+                await _serve(apps, lambda: on_ready(urls) if on_ready else None, frontend, stop)
             finally:
-                for app, _ in apps:
-                    await close_routes(app)
+                await shared.close()
 
 
 def _listener(
@@ -161,22 +182,21 @@ def _listener(
     return stack.enter_context(bind(field, options.host, port, key or None, options.insecure))
 
 
-class _Ending:
-    """What signals ask for."""
+class _Stop:
+    """The stop that signals request. The first signal drains, the second one stops at once."""
 
     def __init__(self, drain_s: float) -> None:
         self.drain_s = drain_s
         self.asked = asyncio.Event()
         self.at_once = asyncio.Event()
-        """By the second one: whoever sends it does not want to wait."""
 
-    def signalled(self) -> None:
+    def on_signal(self) -> None:
         exit_within(self.drain_s + EXIT_MARGIN_S)
         (self.at_once if self.asked.is_set() else self.asked).set()
 
 
 async def _serve(
-    apps: list[tuple[FastAPI, socket.socket]], on_ready: Callable[[], None], frontend: Frontend, ending: _Ending
+    apps: list[tuple[Starlette, socket.socket]], on_ready: Callable[[], None], frontend: Frontend, stop: _Stop
 ) -> None:
     servers = [Server(app) for app, _ in apps]
     runs = [
@@ -184,26 +204,26 @@ async def _serve(
         for server, (_, listener) in zip(servers, apps, strict=True)
     ]
     try:
-        with _signals(ending):
+        with _signals(stop):
             for server in servers:
                 await server.accepting.wait()
             on_ready()
-            await _first_of([ending.asked.wait()], runs)
+            await _first_of([stop.asked.wait()], runs)
             log.info("stopping")
-            if ending.asked.is_set():
-                await _first_of([frontend.generation.drain(ending.drain_s), ending.at_once.wait()])
+            if stop.asked.is_set():
+                await _first_of([frontend.generation.drain(stop.drain_s), stop.at_once.wait()])
     finally:
-        # Streams of events never end by themselves: they would hold the stop for its whole grace.
+        # Event streams never end by themselves, and would delay the stop for its whole grace.
         frontend.events.stop()
         for server in servers:
-            server.should_exit, server.force_exit = True, ending.at_once.is_set()
+            server.should_exit, server.force_exit = True, stop.at_once.is_set()
         await asyncio.gather(*runs)
 
 
 async def _first_of(
     waits: Sequence[Coroutine[Any, Any, object]], others: Sequence[asyncio.Task[None]] = ()
 ) -> None:
-    """Until one has ended. `others` go on."""
+    """Waits until one has ended, and cancels the other `waits`. `others` continue."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     try:
         await asyncio.wait([*tasks, *others], return_when=asyncio.FIRST_COMPLETED)
@@ -212,12 +232,12 @@ async def _first_of(
 
 
 @contextlib.contextmanager
-def _signals(ending: _Ending) -> Iterator[None]:
+def _signals(stop: _Stop) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     installed = []
     for number in SIGNALS:
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
-            loop.add_signal_handler(number, ending.signalled)
+            loop.add_signal_handler(number, stop.on_signal)
             installed.append(number)
     try:
         yield
@@ -228,7 +248,7 @@ def _signals(ending: _Ending) -> Iterator[None]:
 
 @asynccontextmanager
 async def started(options: FrontendOptions) -> AsyncIterator[dict[str, Any]]:
-    """A frontend beside other work in this loop, until the block ends; gives what `on_ready` gets."""
+    """Runs a frontend beside other work in this loop until the block ends. Yields what `on_ready` gets."""
     urls: dict[str, Any] = {}
     ready = asyncio.Event()
 
@@ -241,7 +261,7 @@ async def started(options: FrontendOptions) -> AsyncIterator[dict[str, Any]]:
     try:
         await ready.wait()
         if run.done():
-            await run  # raises why it could not start
+            await run  # raises the error of the start
         yield urls
     finally:
         run.cancel()

@@ -1,6 +1,7 @@
-"""rl_plane: the control plane that a reinforcement-learning trainer uses to steer a fleet of inference engines.
+"""rl_plane: the control plane by which a reinforcement-learning trainer steers a fleet of inference engines.
 
-This package is the SDK: it needs nats-py, msgpack and pydantic only. Workers and frontends are other packages.
+This package is the SDK. It needs nats-py, msgpack and pydantic only; WeightPublisher needs the extra `publish`. Workers
+and frontends are other packages.
 """
 
 import importlib
@@ -48,23 +49,38 @@ from rl_plane.rollouts.multi_turn import check_next_prompt, next_prompt
 from rl_plane.rollouts.partial import Gathered, Rollout, gather_enough
 
 if typing.TYPE_CHECKING:
-    from rl_plane.client import FanOut, RlClient
+    from rl_plane.client import RlClient
     from rl_plane.fleet.fleet import Fleet
+    from rl_plane.membership.worker_calls import FanOut
+    from rl_plane.protocol.update_requests import BaseTarget, LoraTarget, UpdatePolicy
+    from rl_plane.publish.publication import Publication
+    from rl_plane.publish.publisher import WeightPublisher
     from rl_plane.sync import SyncRlClient
 else:
-    _ON_NATS = {"FanOut": "client", "Fleet": "fleet.fleet", "RlClient": "client", "SyncRlClient": "sync"}
-    """Name → its module. Loaded when asked for: what has the model (an engine's processes, an engine by itself) does
-    without nats-py."""
+    _LAZY = {
+        "BaseTarget": "protocol.update_requests",
+        "FanOut": "membership.worker_calls",
+        "Fleet": "fleet.fleet",
+        "LoraTarget": "protocol.update_requests",
+        "Publication": "publish",
+        "RlClient": "client",
+        "SyncRlClient": "sync",
+        "UpdatePolicy": "protocol.update_requests",
+        "WeightPublisher": "publish",
+    }
+    """Name → its module. A name is loaded at its first use, so that an engine's processes do not load nats-py, and the
+    SDK does not load the extra `publish`."""
 
     def __getattr__(name: str) -> object:
-        if name not in _ON_NATS:
+        if name not in _LAZY:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = getattr(importlib.import_module(f"{__name__}.{_ON_NATS[name]}"), name)
+        found = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
         globals()[name] = found
         return found
 
 
 __all__ = [
+    "BaseTarget",
     "BusUnreachable",
     "CanaryFailed",
     "Changed",
@@ -81,6 +97,7 @@ __all__ = [
     "InvalidRequest",
     "InvalidWeights",
     "Locked",
+    "LoraTarget",
     "Member",
     "MembershipChanged",
     "NoWorkers",
@@ -92,6 +109,7 @@ __all__ = [
     "Overloaded",
     "PayloadTooLarge",
     "PlaneError",
+    "Publication",
     "RlClient",
     "Rollout",
     "Snapshot",
@@ -105,6 +123,8 @@ __all__ = [
     "Unlabelled",
     "Unsupported",
     "UpdateAborted",
+    "UpdatePolicy",
+    "WeightPublisher",
     "WeightVersion",
     "WorkerLost",
     "WorkerReply",

@@ -1,9 +1,9 @@
-"""RlClient for plain loops: blocking, bounded, usable from several threads.
+"""SyncRlClient: RlClient for plain loops. Its methods block, end within a bound, and may be called from any thread.
 
 with SyncRlClient.connect() as fleet:
     fleet.wait_for(2)
     fleet.pause()
-    fleet.update_weights({"transport": {"backend": "filesystem", "path": "/ckpt/step_17"}, "version": "step_17"})
+    fleet.update_weights({"backend": "filesystem", "path": "/ckpt/step_17"}, "step_17")
     fleet.resume()
 """
 
@@ -16,36 +16,41 @@ import threading
 import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from rl_plane.bus.connection import CONNECT_TIMEOUT_S
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S
-from rl_plane.client import EmptyFleet, FanOut, RlClient
+from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, DeadlineExceeded
+from rl_plane.fleet.blocking_fleet_methods import BlockingFleetMethods
 from rl_plane.fleet.fleet import LOST_RETRIES
 from rl_plane.membership.core import Snapshot
+from rl_plane.membership.worker_calls import EmptyFleet, FanOut
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.fleet_ops import DEFAULT_WAIT_S, FLEET_OPS
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import PART_TIMEOUT_S, UpdatePolicy
-from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S, ENGINE_S, OPS, op_named
+from rl_plane.protocol.worker_ops import ENGINE_S, OPS, op_named
 
 MARGIN_S = 20.0
-"""What a call may take beside its own bounds: a restart of NATS under it, reading the record, closing."""
+"""Seconds that a call may take beside its own bounds: for a restart of NATS, reading the record, and closing."""
 CANCEL_S = 5.0
-"""How long a cancelled call may take to undo what it began."""
+"""Seconds that a cancelled call may take to undo its work."""
 SIGNAL_S = 0.5
-"""A signal that the kernel gives to another thread is seen at the latest after this."""
-CONNECT_BOUND_S = 2 * CONNECT_TIMEOUT_S + MARGIN_S
+"""Seconds between two looks for a signal, which the kernel may give to another thread."""
 
 T = TypeVar("T")
 
 
-class SyncRlClient:
-    """Made by `connect`. Errors are RlClient's; a call that exceeds its bound is cancelled, and raises
-    DeadlineExceeded; one that is cut off by `close`, or made after it, raises BusUnreachable.
+class SyncRlClient(BlockingFleetMethods):
+    """One connection to the fleet: the typed ops of `BlockingFleetMethods`, and calls to single workers.
 
-    Ctrl-C while a call waits cancels it, then raises KeyboardInterrupt."""
+    `connect` makes it. Errors are those of RlClient, and two more:
+
+    * DeadlineExceeded: the call has exceeded its bound, and is cancelled.
+    * BusUnreachable: `close` has ended the call, or was called before it.
+
+    Ctrl-C while a call waits cancels the call, then raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -64,12 +69,15 @@ class SyncRlClient:
         component: str = DEFAULT_COMPONENT,
         *,
         name: str = "rl-client",
+        wait_s: float = CONNECT_TIMEOUT_S,
     ) -> SyncRlClient:
-        """BusUnreachable within seconds when there is no server."""
+        """Connects and reads the membership. BusUnreachable if no server answers within `wait_s` seconds."""
         self = cls()
         try:
             self._client = self._wait(
-                RlClient.connect(nats_url, namespace, component, name=name), CONNECT_BOUND_S, "connect"
+                RlClient.connect(nats_url, namespace, component, name=name, wait_s=wait_s),
+                2 * wait_s + MARGIN_S,
+                "connect",
             )
         except BaseException:
             self.close()
@@ -77,7 +85,7 @@ class SyncRlClient:
         return self
 
     def close(self) -> None:
-        """Ends calls under way with an error. Again: nothing."""
+        """Ends calls under way with an error. A second call does nothing."""
         with self._closing:
             if self._closed:
                 return
@@ -110,54 +118,27 @@ class SyncRlClient:
 
     @property
     def client(self) -> RlClient:
-        """What this wraps; its coroutines belong to another thread's loop."""
+        """The asynchronous client. Its coroutines must run on another thread's loop."""
         return self._client
 
     # ---- membership ----
 
     def list_workers(self, component: str | None = None) -> Snapshot:
-        """The members, their epoch and fingerprint, as new as the leader's."""
+        """The members with their epoch and fingerprint, read from the store's leader."""
         return self._wait(self._client.list_workers(component), MARGIN_S, "list_workers")
 
     def wait_for(self, workers: int, timeout_s: float = 60.0, component: str | None = None) -> Snapshot:
-        """The fleet once it has at least so many members; NoWorkers after `timeout_s`."""
+        """Waits until the fleet has at least `workers` members. NoWorkers after `timeout_s` seconds."""
         return self._wait(self._client.wait_for(workers, timeout_s, component), timeout_s + MARGIN_S, "wait_for")
 
     # ---- the fleet's ops: bodies and merged replies as over HTTP ----
 
     def run(
-        self, op: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None, request_id: str = ""
+        self, op: str, body: dict[str, Any] | None = None, request_id: str = "", *, timeout_s: float | None = None
     ) -> dict[str, Any]:
-        """Any op of `rl_plane.protocol.fleet_ops.FLEET_OPS`. `timeout_s` None: what its own bounds add up to."""
         own_s = self._bounds.of(op, body or {})
         bound = own_s if timeout_s is None else timeout_s
-        return self._wait(self._client.run(op, body, request_id), bound, op)
-
-    def state(self, **select: Any) -> dict[str, Any]:
-        """`select`, here and below: component, workers, epoch, fingerprint, min_workers (1), wait_s (5)."""
-        return self.run("state", select)
-
-    def workers(self, **select: Any) -> dict[str, Any]:
-        return self.run("workers", select)
-
-    def pause(
-        self,
-        mode: Literal["keep", "wait", "abort", "retract", "in_place"] = "keep",
-        *,
-        clear_cache: bool | None = None,
-        lease_s: float = DEFAULT_PAUSE_LEASE_S,
-        **select: Any,
-    ) -> dict[str, Any]:
-        """The fleet resumes by itself `lease_s` seconds later. `clear_cache` None: as the mode says."""
-        cache = {} if clear_cache is None else {"clear_cache": clear_cache}
-        return self.run("pause", {"mode": mode, "lease_s": lease_s, **cache, **select})
-
-    def resume(self, **select: Any) -> dict[str, Any]:
-        return self.run("resume", select)
-
-    def update_weights(self, body: dict[str, Any], *, request_id: str = "") -> dict[str, Any]:
-        """All of the fleet or nobody. Again with the same `request_id`: the first answer."""
-        return self.run("update_weights", body, request_id=request_id)
+        return self._wait(self._client.run(op, body, request_id=request_id), bound, op)
 
     # ---- single ops ----
 
@@ -171,7 +152,7 @@ class SyncRlClient:
         timeout_s: float | None = None,
         request_id: str = "",
     ) -> WorkerReply:
-        """As RlClient.call: raises the worker's error. `timeout_s`: for the worker's answer."""
+        """Asks one worker for an op of `worker_ops.OPS`, and raises the worker's error. See `WorkerCalls.call`."""
         call = self._client.call(
             instance_id, op, body, component=component, timeout_s=timeout_s, request_id=request_id
         )
@@ -191,7 +172,7 @@ class SyncRlClient:
         empty: EmptyFleet = "error",
         request_id: str = "",
     ) -> FanOut:
-        """As RlClient.call_all: a worker's error is a row. `timeout_s` bounds each of 1 + `retries` attempts."""
+        """Asks every engine directly, and returns a row for each. See `WorkerCalls.call_all`."""
         call = self._client.call_all(
             op,
             body,
@@ -242,12 +223,12 @@ class SyncRlClient:
 
         try:
             self._loop.call_soon_threadsafe(start)
-        except RuntimeError as error:  # closed since we looked
+        except RuntimeError as error:  # the client was closed meanwhile
             work.close()
             raise _closed() from error
         try:
             give_up = time.monotonic() + bound_s
-            # One that comes while it is closed may not even begin: then the thread's end tells.
+            # A call during `close` may not even begin. Then the thread's end ends the wait.
             while (
                 not finished.wait(min(SIGNAL_S, max(0.0, give_up - time.monotonic()))) and self._thread.is_alive()
             ):
@@ -273,7 +254,7 @@ def _closed() -> BusUnreachable:
 
 
 class CallBounds:
-    """`call_bound_s` of one caller's calls: what it prepares, it completes under the same policy."""
+    """The bounds of one caller's calls. A `complete` has the policy of the caller's last `prepare`."""
 
     def __init__(self) -> None:
         self._prepared: dict[str, Any] = {}
@@ -286,24 +267,24 @@ class CallBounds:
 
 
 WORKER_OPS = {"enable": "set_admission", "disable": "set_admission"}
-"""Those that are not called as the fleet's."""
+"""The fleet's op → the worker's op, where their names differ."""
 
 
 def call_bound_s(op: str, body: dict[str, Any]) -> float:
-    """Seconds after which something is wrong: the sum of what the call may wait for, one by one."""
+    """The longest that a call can take if all is well: the sum of its own waits, in seconds."""
     wait_s = _number(body.get("wait_s"), DEFAULT_WAIT_S) + DEFAULT_LOCK_WAIT_S + MARGIN_S
     if op in ("update_weights", "prepare_weights_update", "complete_weights_update"):
         policy = body.get("policy")
         given = policy if isinstance(policy, dict) else {}
         defaults = UpdatePolicy()
-        taken = 2 if op == "complete_weights_update" else 1  # so long it waits for the lock, too
+        taken = 2 if op == "complete_weights_update" else 1  # it also waits for the lock this long
         return (
             wait_s
             + taken * _number(given.get("prepare_timeout_s"), defaults.prepare_timeout_s)
             + 2 * _number(given.get("commit_timeout_s"), defaults.commit_timeout_s)
         )
     if op == "receive_weights_part":
-        return wait_s + 2 * _number(body.get("timeout_s"), PART_TIMEOUT_S) + ENGINE_S  # once for the lock
+        return wait_s + 2 * _number(body.get("timeout_s"), PART_TIMEOUT_S) + ENGINE_S  # a second time for the lock
     if op not in FLEET_OPS:
         return wait_s
     worker_op = WORKER_OPS.get(op, op)
@@ -312,5 +293,5 @@ def call_bound_s(op: str, body: dict[str, Any]) -> float:
 
 
 def _number(value: Any, default: float) -> float:
-    """A bound that the caller named, if it is one: what is wrong is refused by the op itself."""
+    """The caller's bound if it is a valid number. The op itself refuses a wrong one."""
     return float(value) if isinstance(value, (int, float)) and 0 <= value < float("inf") else default

@@ -1,4 +1,4 @@
-"""With what a worker process ends."""
+"""The exit codes of a worker process."""
 
 OK = 0
 ENGINE_DEAD = 70
@@ -6,8 +6,8 @@ ENGINE_HUNG = 71
 SUPERSEDED = 72
 """Another process has taken the instance id."""
 FAILED = 73
-"""A part that the worker can't do without has failed: a fault of ours, or of the adapter's."""
+"""A background task that the worker needs has failed: a fault of the product, or of the engine's adapter."""
 MODEL_CHANGED = 74
-"""While its engine loaded it: the next process loads what is there by then."""
+"""The model's files changed while the engine loaded them. A new process loads the new files."""
 COME_BACK = (ENGINE_DEAD, ENGINE_HUNG, FAILED, MODEL_CHANGED)
-"""After these the same process, started anew, may fare better, also one that was never ready."""
+"""After these a supervisor starts the process again, even if it was never ready."""

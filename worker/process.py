@@ -1,4 +1,4 @@
-"""The worker process: engine loop on the main thread, NATS loop on a second one, signals, exit codes.
+"""Runs a worker process: the engine loop on the main thread, the NATS loop on a second one, signals and exit codes.
 
 The engine has the main thread because real engines install signal handlers and start children there.
 """
@@ -26,17 +26,18 @@ from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.subjects import Subjects, check_instance_id
 from worker import exit_codes
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
+from worker.engines.capabilities import with_missing
 from worker.engines.common.token_checks import lacking_fields
-from worker.options import WorkerOptions
 from worker.receive.staging import model_digest
 from worker.runtime.engine_args import EngineArguments
 from worker.runtime.engine_loop import EngineLoop
 from worker.worker import LIVENESS_INTERVAL_S, Worker
+from worker.worker_options import WorkerOptions
 
 log = logging.getLogger("worker.process")
 
 EXIT_MARGIN_S = 15.0
-"""Beyond the drain: how long leaving and closing the engine may take before the process is ended anyway."""
+"""The time that leaving and closing the engine may take after the drain, before the process exits anyway."""
 MAX_COPIES = 4096
 
 ENGINES = "rl_plane.engines"
@@ -52,7 +53,7 @@ def _load(group: str, name: str, field: str) -> Any:
 
 
 def check_options(options: WorkerOptions) -> None:
-    """Everything that can be told before an engine is built."""
+    """InvalidRequest for options that are wrong whatever the engine."""
     Subjects(options.namespace, options.component)
     if options.instance_id is not None:
         check_instance_id("instance_id", options.instance_id)
@@ -68,12 +69,12 @@ def check_options(options: WorkerOptions) -> None:
 
 
 def run(options: WorkerOptions, on_ready: Callable[[list[str]], None] | None = None) -> int:
-    """Runs until SIGTERM, SIGINT or the engine's death; the exit code. `on_ready` gets the instance ids."""
+    """Runs until SIGTERM, SIGINT or the engine's death. Returns the exit code. `on_ready` gets the instance ids."""
     check_options(options)
     try:
         return asyncio.run(_engine_side(options, on_ready or (lambda _: None)))
     finally:
-        gc.freeze()  # else the interpreter looks through all that an engine imports before it ends, for seconds
+        gc.freeze()  # without it, the collector searches all that an engine imports at the exit, for seconds
 
 
 async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], None]) -> int:
@@ -98,7 +99,7 @@ async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], N
     loop = asyncio.get_running_loop()
     try:
         with arguments.named():
-            infos = [await adapter.start() for adapter in adapters]
+            infos = [with_missing(adapter, await adapter.start()) for adapter in adapters]
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, process.told_to_end)
         engines = any(info.stage is None for info in infos)
@@ -115,8 +116,8 @@ async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], N
 
 
 def _weights_at(model: Path) -> tuple[Path, list[tuple[str, tuple[int, ...]]]]:
-    """Compared before and after, it tells whether the engine has loaded what was hashed: to hash a large model a
-    second time would take minutes."""
+    """Returns the identity of the weight files. If it is the same before and after the start, the engine has loaded
+    what was hashed. To hash a large model a second time would take minutes."""
     real = model.resolve()
     return real, [(file.name, _identity(file)) for file in sorted(real.glob("*.safetensors*"))]
 
@@ -124,14 +125,16 @@ def _weights_at(model: Path) -> tuple[Path, list[tuple[str, tuple[int, ...]]]]:
 def _identity(file: Path) -> tuple[int, ...]:
     try:
         status = file.stat()
-    except OSError:  # gone; or whoever opens it tells of it
+    except OSError:  # the file is gone, or its reader reports the error
         return ()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 async def _digest_of(model: Path, tied: Mapping[str, str], adapters: Iterable[EngineAdapter]) -> str:
-    """EngineDied when an engine dies meanwhile: to hash a large model takes minutes. InvalidWeights where the engine
-    has tied what differs there: it serves something else than this digest would say."""
+    """Hashes the model's files, which takes minutes for a large model. EngineDied if an engine dies meanwhile.
+
+    InvalidWeights if the engine ties tensors that differ in the files: it would serve other weights than the digest
+    says."""
     hashing = _on_a_thread(lambda: model_digest(model, tied=tied))
     living = asyncio.create_task(_until_one_dies(adapters))
     first: set[asyncio.Future[Any]] = {hashing, living}
@@ -143,7 +146,7 @@ async def _digest_of(model: Path, tied: Mapping[str, str], adapters: Iterable[En
 
 
 async def _until_one_dies(adapters: Iterable[EngineAdapter]) -> NoReturn:
-    """One that hangs is the worker's own watch's to see."""
+    """Raises EngineDied when an engine dies. The worker's engine watch finds one that hangs."""
     while True:
         for adapter in adapters:
             try:
@@ -154,7 +157,7 @@ async def _until_one_dies(adapters: Iterable[EngineAdapter]) -> NoReturn:
 
 
 def _on_a_thread(work: Callable[[], str]) -> asyncio.Future[str]:
-    """One that the end of the process doesn't wait for."""
+    """Runs `work` on a thread that the exit of the process does not wait for."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[str] = loop.create_future()
 
@@ -176,7 +179,7 @@ def _on_a_thread(work: Callable[[], str]) -> asyncio.Future[str]:
 
 
 class WorkerProcess:
-    """The second thread: one connection and one Worker for each adapter."""
+    """Runs the NATS loop on the second thread, with one connection and one Worker for each adapter."""
 
     def __init__(self, options: WorkerOptions, engine: EngineLoop, on_ready: Callable[[list[str]], None]) -> None:
         self._options = options
@@ -187,31 +190,32 @@ class WorkerProcess:
         self._exit_code = exit_codes.OK
 
     def told_to_end(self) -> None:
+        """Ends the process on a signal."""
         exit_within(self._options.drain_s + EXIT_MARGIN_S)
         self.end()
 
     def end(self) -> None:
-        """From any thread: drain and leave."""
+        """Makes the workers drain and leave. Any thread may call it."""
         self._end_wanted.set()
-        with contextlib.suppress(RuntimeError):  # the NATS loop is closed: it has ended already
+        with contextlib.suppress(RuntimeError):  # the NATS loop has ended already
             self._wake()
 
     def _failed(self, why: str, exit_code: int) -> None:
         log.error("%s", why)
         self._exit_code = exit_code
-        exit_within(EXIT_MARGIN_S, exit_code)  # an engine that hangs may not let itself be closed
+        exit_within(EXIT_MARGIN_S, exit_code)  # to close an engine that hangs may take for ever
         self.end()
 
     def engine_died(self, error: EngineDied) -> int:
-        """At the start; the exit code."""
+        """Ends the process because an engine died at the start. Returns the exit code."""
         self._failed(f"the engine is dead: {error.message}", exit_codes.ENGINE_DEAD)
         return self._exit_code
 
     def model_changed(self) -> int:
-        """Likewise."""
+        """Ends the process because the model changed during the start. Returns the exit code."""
         self._failed(
-            f"the weights at {self._options.model} were replaced or written to while the engine loaded them: start it "
-            "again, best with a directory that stays as it is (--model)",
+            f"the weights at {self._options.model} changed while the engine loaded them: start the worker again, best "
+            "with a directory that does not change (--model)",
             exit_codes.MODEL_CHANGED,
         )
         return self._exit_code
@@ -252,7 +256,7 @@ class WorkerProcess:
                 workers.append(await self._worker(adapter, info, digest))
                 starting = asyncio.create_task(workers[-1].start())
                 ending = asyncio.create_task(end.wait())
-                # A worker that heals may take long to start; told to end, it ends.
+                # A worker that heals may take long to start. It must end at once on a signal.
                 await asyncio.wait({starting, ending}, return_when=asyncio.FIRST_COMPLETED)
                 await end_tasks([ending])
                 if not starting.done():
@@ -263,7 +267,7 @@ class WorkerProcess:
                 except PlaneError as error:
                     if isinstance(error, EngineDied):
                         self.engine_died(error)
-                    elif self._exit_code == exit_codes.OK:  # else its watch has said already why it ends
+                    elif self._exit_code == exit_codes.OK:  # otherwise the engine watch has set the exit code
                         raise
                     return
             spare_collector()

@@ -1,4 +1,4 @@
-"""One worker: everything that lives on the NATS loop beside one engine, and its life from join to leave."""
+"""Connects the parts of one worker, and runs it from the join to the leave. All of it lives on the NATS loop."""
 
 from __future__ import annotations
 
@@ -19,31 +19,37 @@ from rl_plane.bus.state_store import read_memory, read_pause
 from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.protocol.canary import engine_kind
 from rl_plane.protocol.subjects import ADMISSION_PREFIX, Subjects
+from rl_plane.protocol.update_requests import Transport
 from worker import exit_codes
 from worker.engines.base import EngineAdapter, EngineInfo
-from worker.generation import GenerationService
+from worker.generation_service import GenerationService
 from worker.ops.dispatcher import Dispatcher
 from worker.ops.handlers import EngineHung, OpHandlers
+from worker.reconcile.coordinator_calls import CoordinatorCalls
+from worker.reconcile.coordinator_watch import CoordinatorWatch
+from worker.reconcile.engine_changes import EngineChanges
 from worker.reconcile.engine_memory import EngineMemory
-from worker.reconcile.follower import RecordFollower, staged_info
+from worker.reconcile.follower import RecordFollower
 from worker.reconcile.lock_watch import LockWatch
 from worker.reconcile.peers import Peers
-from worker.reconcile.staged_updates import WeightUpdates
+from worker.reconcile.record_watch import RecordWatch
+from worker.reconcile.staged_updates import StagedUpdate, WeightUpdates
 from worker.reconcile.worker_core import WorkerCore
 from worker.reconcile.worker_state import Reason, WorkerState
 from worker.runtime.engine_loop import EngineLoop
 from worker.runtime.engine_watch import DEFAULT_ENGINE_HANG_S, DEFAULT_LIVENESS_TIMEOUT_S, EngineWatch
 from worker.runtime.registration import Registration
+from worker.testing.phase_hooks import with_holds
 
 log = logging.getLogger("worker")
 
 TICK_S = 0.5
-"""How often leases, gates and the load are looked at."""
+"""The interval at which the worker checks leases, gates and its load."""
 LIVENESS_INTERVAL_S = 1.0
 
 
 class Worker:
-    """`on_end(why, exit code)`: the worker can't go on, and its process should end it."""
+    """One member of the fleet, with one engine. `on_end(why, exit code)` is called when its process must end."""
 
     def __init__(
         self,
@@ -69,36 +75,43 @@ class Worker:
         self._on_end = on_end
         self._watch = EngineWatch(engine_hang_s)
         peers = Peers(bus, subjects, adapter, info.transports)
-        self._updates = WeightUpdates(
-            adapter, info, engine, lambda staging: self.core.is_staged(staged_info(staging)), peers.offer
-        )
+        model = Transport.model_validate({"backend": "filesystem", "path": member_info["model_path"]})
+        self._updates = WeightUpdates(adapter, info, engine, self._staged_changed, peers.offer)
         self._generation = GenerationService(bus, adapter, engine, self.state, info.witnesses, self.core.numerics)
+        self._changes = EngineChanges(self.core, adapter, engine, self._watch, self._updates, self._tell)
+        self._record = RecordWatch(bus, subjects, self.core, self._record_changed)
+        self._coordinator = CoordinatorWatch(bus, subjects, self.core, self._record, self._changes, self._updates)
+        calls = CoordinatorCalls(self.core, self._record, self._changes, self._updates, model, self._tell)
         self._follower = RecordFollower(
             bus,
             subjects,
             self.core,
             adapter,
             engine,
-            self._watch,
+            self._record,
+            self._changes,
             self._updates,
             peers,
-            member_info["model_path"],
+            model,
             self._tell,
         )
-        self._memory = EngineMemory(self.core, adapter, engine, info, self._updates, self._follower, self._tell)
+        self._memory = EngineMemory(self.core, adapter, engine, info, self._updates, self._changes, self._tell)
         self._handlers = OpHandlers(
             self.core,
             adapter,
             engine,
             info,
             self._updates,
-            self._follower,
+            self._record,
+            self._changes,
+            calls,
             self._memory,
             member_info=member_info,
             liveness_timeout_s=liveness_timeout_s,
             drain=self.drain,
             tell=self._tell,
             named=self._generation.named,
+            revision=lambda: self._registration.revision,
         )
         self._registration = Registration(
             bus,
@@ -110,64 +123,68 @@ class Worker:
             on_superseded=lambda: on_end("another process has taken this instance id", exit_codes.SUPERSEDED),
         )
         self._lock = LockWatch(bus, subjects.state, self.state)
-        self._dispatcher = Dispatcher(
-            self.state, self._lock, self._handlers.table(), lambda: self._registration.revision, info.stage
-        )
+        handlers = with_holds(self._handlers.table(), self.state.instance_id)
+        self._dispatcher = Dispatcher(self.state, self._lock, handlers, info.stage)
         self._told = b""
         self._lasting: dict[str, Any] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Listed, and settled on the committed version or known to be behind it. A stage is only listed: it neither
-        reads nor fixes what is committed, and nothing is asked of it."""
+        """Joins the fleet, and then takes the committed version, or says why it can't.
+
+        A pipeline stage only joins. It neither reads nor fixes the committed version."""
         if self._stage is not None:
             await self._dispatcher.listen(self.bus, self.subjects)
             self._spawn(self._watch_engine())
             await self._registration.start()
+            self._spawn(self._registration.keep())
             return
-        await self._follower.start()
+        await self._record.start()
         await self._dispatcher.listen(self.bus, self.subjects)
         await self._generation.start(self.subjects.generate(self.state.instance_id))
         await self._lock.start()
-        # It may die or hang while the worker takes the committed weights.
+        # The engine may die or hang while the worker takes the committed weights.
         self._spawn(self._watch_engine(), lasting=True)
         await self._registration.start()
+        self._spawn(self._registration.keep(), lasting=True)
         await self._follower.settle()
-        for work in (self._follower.run(), self._follower.keep_lease(), self._ticks()):
+        for work in (self._follower.run(), self._record.keep_lease(), self._ticks()):
             self._spawn(work, lasting=True)
 
     async def _follow_fleet(self) -> None:
-        """Does as the fleet does: at the start, and whenever this worker was away and may have missed it."""
+        """Applies the fleet's admission, pause and memory, which this worker may have missed while it was away."""
         if self._stage is not None:
             return
         disabled = await self.bus.get(self.subjects.state, ADMISSION_PREFIX + self.state.instance_id)
         if disabled is not None and disabled.value:
             self.state.close("disabled")
-        async with self._follower.changing:
+        async with self._changes.changing:
             desired = await read_pause(self.bus, self.subjects.state)
             left_s = desired.left_s(await self.bus.server_time(self.subjects.state)) if desired.paused else 0.0
             if left_s > 0:
                 if self.state.pause_mode is None:
-                    # As long as it takes: a worker whose engine hangs is ended.
+                    # Without a bound: the engine watch ends a worker whose engine hangs.
                     await self._engine.run(self._adapter.pause("keep", False))
-                self.state.pause(desired.mode, time.monotonic(), left_s)  # its lease may be another one by now
+                self.state.pause(desired.mode, time.monotonic(), left_s)  # its lease may be a new one
             elif left_s <= 0 and self.state.pause_mode is not None:
-                await self._follower.resume()
+                await self._changes.resume()
             memory = await read_memory(self.bus, self.subjects.state)
-            if memory is not None:  # else a trainer that has the memory may be what the store has lost
+            if memory is not None:  # None may be a store that has lost a trainer's release
                 with self._watch.blocking():
                     await self._memory.follow(memory)
         self._tell()
 
     async def drain(self, timeout_s: float, reason: Reason = "draining") -> bool:
-        """Closes admission and lets requests end; whether they all did. `leaving`: nobody opens it again."""
+        """Closes admission and waits for the running requests. Returns whether all of them ended.
+
+        `leaving`: the worker does not open again."""
         self.state.close(reason)
         self._tell()
-        # Frozen requests can't end: waiting for them would only delay the end.
+        # Frozen requests can't end, so there is nothing to wait for.
         return await self._generation.wait_idle(0.0 if self.state.pause_mode == "keep" else timeout_s)
 
     async def stop(self) -> None:
-        """Leaves the membership and ends what runs; the engine is the caller's to close."""
+        """Leaves the membership and ends the background tasks. The caller closes the engine."""
         await self._registration.leave()
         await self._dispatcher.stop()
         await self._generation.stop()
@@ -177,7 +194,7 @@ class Worker:
         await self.bus.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None], *, lasting: bool = False) -> None:
-        """`lasting`: a worker can't do without it, so one that fails ends it."""
+        """Runs `work` in the background. `lasting`: its failure ends the worker."""
 
         def ended(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
@@ -195,21 +212,22 @@ class Worker:
             try:
                 if self.state.pause_ran_out(time.monotonic()):
                     await self._pause_ran_out()
-                await self._follower.ask_after_coordinator()
+                await self._coordinator.tick()
                 self._tell()
             except PlaneError as error:
                 log.debug("tick: %s", error)
             except Exception:
-                log.exception("tick")  # leases and gates must go on being looked at
+                log.exception("tick")  # the next tick must come all the same
 
     async def _pause_ran_out(self) -> None:
-        """Nobody is paused for ever because a trainer died; only a worker with sound weights goes on."""
+        """Resumes when the pause's lease has ended, for example because the trainer died. A worker without sound
+        weights stays paused."""
         if self.state.closed.keys() & {"behind", "memory", "starting"}:
             return
-        log.warning("%s: the pause's lease has ended, resuming", self.state.instance_id)
-        async with self._follower.changing:
-            if self.state.pause_ran_out(time.monotonic()):  # nobody has renewed it meanwhile
-                await self._follower.resume()
+        log.warning("%s resumes: the lease of its pause has ended", self.state.instance_id)
+        async with self._changes.changing:
+            if self.state.pause_ran_out(time.monotonic()):  # a call may have renewed it meanwhile
+                await self._changes.resume()
 
     async def _watch_engine(self) -> None:
         while True:
@@ -238,8 +256,15 @@ class Worker:
             finally:
                 self._tell()
 
+    def _staged_changed(self, staged: StagedUpdate | None) -> None:
+        self.core.is_staged(staged.for_core() if staged is not None else None)
+
+    def _record_changed(self) -> None:
+        self._changes.look()
+        self._tell()
+
     def _tell(self) -> None:
-        """Publishes what changed, for the frontends' routing."""
+        """Publishes the worker's state, if it has changed, for the frontends' routing."""
         if self._stage is not None:
             return
         self._generation.look()

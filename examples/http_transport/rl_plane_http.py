@@ -22,7 +22,7 @@ from rl_plane.weights.manifest import Manifest
 
 BACKEND = "http"
 TIMEOUT_S = 20.0
-"""Of a connection on which nothing moves."""
+"""The bound of a connection on which nothing moves."""
 MAX_MANIFEST_BYTES = 256 << 20
 
 

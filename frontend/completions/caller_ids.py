@@ -1,4 +1,4 @@
-"""Requests by the names that their callers gave them: an `X-Request-Id`, vLLM's `request_id`, SGLang's `rid`."""
+"""Finds requests by the names that their callers chose: an `X-Request-Id`, vLLM's `request_id`, SGLang's `rid`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 
 class CallerIds:
-    """Of the requests that this frontend has under way. A caller's name may be that of several: it means them all."""
+    """The callers' names of the requests under way here. A name that several requests share means all of them."""
 
     def __init__(self) -> None:
         self._made: dict[str, list[str]] = {}
 
     @contextmanager
     def under(self, given: Iterable[str], made: str) -> Iterator[None]:
-        """While the request that this frontend called `made` is under way."""
+        """Registers the names while the request is under way that workers know as `made`."""
         names = {name for name in given if name != made}
         for name in names:
             self._made.setdefault(name, []).append(made)
@@ -27,7 +27,8 @@ class CallerIds:
                     del self._made[name]
 
     def made_of(self, names: Iterable[str]) -> list[str]:
-        """As workers know them, a reply's choice (`<name>-<index>`) too; what no caller has named stands for itself."""
+        """The ids by which workers know these requests, and choices (`<name>-<index>`). An unknown name stands for
+        itself."""
         return list(dict.fromkeys(made for name in names for made in self._of(name)))
 
     def _of(self, name: str) -> list[str]:

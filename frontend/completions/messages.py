@@ -1,6 +1,6 @@
-"""Chat messages, and what a chat template is given besides: of `/v1/chat/completions` and of `/tokenize`.
+"""Chat messages and the other inputs of a chat template, for `/v1/chat/completions` and `/tokenize`.
 
-Templates differ in what they take, so a message goes to them in one form: its content is a string, the arguments of its
+Templates differ in what they accept, so every message gets one form: its content is a string, and the arguments of its
 tool calls are objects.
 """
 
@@ -17,13 +17,13 @@ from rl_plane.protocol.strict_json import parse_json_object
 STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 MAX_CALLS = 256
-"""Tool calls of one message."""
+"""The number of tool calls of one message."""
 MAX_TOOLS = 1024
 MAX_DOCUMENTS = 1024
 
 _REFUSED_IN_MESSAGES = ("function_call", "refusal", "audio", "annotations")
 _TEXT_BETWEEN_PARTS = "\n"
-"""As vLLM joins them."""
+"""vLLM joins the texts of one message by this."""
 
 
 class TextPart(BaseModel):
@@ -38,7 +38,7 @@ class CalledFunction(BaseModel):
 
     name: str
     arguments: str | dict[str, Any]
-    """JSON, or what it says."""
+    """An object, or its JSON."""
 
 
 class ToolCall(BaseModel):
@@ -55,7 +55,7 @@ class ChatMessage(BaseModel):
 
     role: str = Field(min_length=1, max_length=64)
     content: str | list[TextPart] | None = None
-    """Several texts are joined by a line's end. None, only with `tool_calls` or `reasoning_content`: empty."""
+    """Several texts are joined by newlines. None is empty, and needs `tool_calls` or `reasoning_content`."""
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_CALLS)
@@ -63,22 +63,22 @@ class ChatMessage(BaseModel):
 
 
 class TemplateBody(BaseModel):
-    """What messages become a prompt by."""
+    """The fields that turn messages into a prompt."""
 
     model_config = STRICT
 
     messages: list[ChatMessage] | None = None
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
-    """Shown to the model as they are."""
+    """The template gets them unchanged."""
     documents: list[dict[str, Any]] | None = Field(None, max_length=MAX_DOCUMENTS)
     chat_template_kwargs: dict[str, Any] | None = None
-    """What else the model's chat template reads, as `enable_thinking`."""
+    """Other variables of the model's chat template, such as `enable_thinking`."""
     chat_template_args: dict[str, Any] | None = None
-    """The same, as Dynamo's clients say it."""
+    """Dynamo's name for `chat_template_kwargs`."""
     add_generation_prompt: bool | None = None
-    """Of messages: the head of the next reply. Default true, unless `continue_final_message`."""
+    """Add the head of the next reply after the messages. Default true, unless `continue_final_message`."""
     continue_final_message: bool | None = None
-    """Of messages: leave the last one open."""
+    """Leave the last message open, so that the reply continues it."""
 
     @property
     def template_kwargs(self) -> dict[str, Any] | None:
@@ -100,7 +100,7 @@ class TemplateBody(BaseModel):
         )
 
     def plain_messages(self) -> list[dict[str, Any]]:
-        """As templates are given them."""
+        """The messages in the form that templates get."""
         return [_plain(number, message) for number, message in enumerate(self.messages or ())]
 
 
@@ -125,7 +125,7 @@ def _plain(number: int, message: ChatMessage) -> dict[str, Any]:
 
 
 def _plain_call(where: str, call: ToolCall) -> dict[str, Any]:
-    """The arguments are an object: a template that writes JSON would quote a string once more."""
+    """Parses the arguments to an object: a template that writes JSON would quote a string again."""
     if call.type != "function":
         raise InvalidRequest(f"{where}.type is {call.type[:64]!r}", field=f"{where}.type", fix="send function")
     arguments = call.function.arguments
@@ -140,7 +140,7 @@ def _plain_call(where: str, call: ToolCall) -> dict[str, Any]:
 
 
 def without_nulls_in_messages(body: dict[str, Any]) -> dict[str, Any]:
-    """Clients send a reply's message back with fields that say nothing."""
+    """Drops null fields of messages. Clients send a reply's message back with such fields."""
     messages = body.get("messages")
     if not isinstance(messages, list):
         return body
@@ -154,7 +154,7 @@ def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_in_messages(body: dict[str, Any]) -> None:
-    """Known parts of chat messages that we don't serve."""
+    """Refuses the parts of chat messages that are not served."""
     messages = body.get("messages")
     for number, message in enumerate(messages if isinstance(messages, list) else ()):
         if not isinstance(message, dict):

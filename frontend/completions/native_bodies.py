@@ -1,7 +1,6 @@
-"""What the engines' own generation routes take: vLLM's `/inference/v1/generate`, SGLang's `/generate`.
+"""The bodies of the engines' own generation routes: vLLM's `/inference/v1/generate` and SGLang's `/generate`.
 
-Translations to the same `Plan`. As on OpenAI's routes, a known field that we don't serve is refused by its name unless
-it says what we do anyway, and one that nobody knows is a 400.
+Both become a `Plan`. The rules for fields that are not served are those of `openai_bodies`.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ SGLANG_TOKENS = 128
 class VllmSampling(SamplingBody):
     max_tokens: int | None = Field(None, ge=1)
     logprobs: int | None = Field(None, ge=-1, le=MAX_TOP_LOGPROBS)
-    """0 or 1: the chosen token's. More: of so many of the likeliest, too."""
+    """0 or 1: the logprob of the chosen token. More: also of this many of the likeliest tokens."""
     prompt_logprobs: int | None = Field(None, ge=-1)
-    """0 or 1: the prompt's own tokens'."""
+    """0 or 1: the logprobs of the prompt's own tokens."""
 
 
 class VllmBody(DemandFields):
@@ -63,12 +62,12 @@ class VllmBody(DemandFields):
     token_ids: TokenIds
     sampling_params: VllmSampling
     model: str | None = None
-    """The base model or a loaded adapter; None: the base."""
+    """The base model or a loaded adapter. None: the base model."""
     return_token_ids: bool | None = None
-    """The prompt's; each choice has its own anyway. Logprobs are asked for apart, by `sampling_params`."""
+    """Return the prompt's tokens. Each choice always has its own. `sampling_params` asks for logprobs."""
     return_routed_experts: bool | None = None
-    """Of the prompt and of each choice. A field of this plane: vLLM's own server gives them with every reply, where it
-    was started so."""
+    """Return the experts of the prompt and of each choice. A field of this plane: vLLM's own server returns them with
+    every reply, if it was started so."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
@@ -86,12 +85,12 @@ VLLM_REFUSED: dict[str, tuple[Any, ...]] = {
     "ec_transfer_params": NONE,
 }
 _OF_TEXT = (True, False)
-"""There is no text in the reply: either way it is the same."""
+"""Both values are the same, because the reply has no text."""
 VLLM_SAMPLING_REFUSED: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "detokenize": _OF_TEXT,
     "spaces_between_special_tokens": _OF_TEXT,
-    "output_kind": (0, 1, 2),  # the reply's is `stream`
+    "output_kind": (0, 1, 2),  # `stream` decides
     "flat_logprobs": (False,),
     "watermarking": (False,),
     "stream_interval": (1,),
@@ -112,7 +111,7 @@ VLLM_FIELDS = {name: f"sampling_params.{name}" for name in VllmSampling.model_fi
     "adapter": "model",
     **ROUTED,
 }
-"""Of a GenerateRequest, by its caller's names: an error is told by them."""
+"""A GenerateRequest's field → the caller's name for it, which errors use."""
 
 
 def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
@@ -127,8 +126,8 @@ def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
     if parsed.stream_options is not None and not parsed.stream:
         raise InvalidRequest("stream_options without stream", field="stream_options", fix="send stream: true too")
     own = {
-        "id": request_id,  # a caller's may come twice
-        "max_tokens": sampling.max_tokens or DEFAULT_CHAT_TOKENS,  # vLLM's own is all that fits, too
+        "id": request_id,  # callers may use an id twice
+        "max_tokens": sampling.max_tokens or DEFAULT_CHAT_TOKENS,  # vLLM's default is all that fits
         "cache_salt": parsed.cache_salt,
         "logprobs": sampling.logprobs is not None,
         "top_logprobs": top_of(sampling.logprobs),
@@ -174,12 +173,12 @@ class SglangSampling(BaseModel):
     repetition_penalty: float | None = Field(None, gt=0.0, le=MAX_REPETITION_PENALTY)
     n: int | None = Field(None, ge=1, le=MAX_N)
     sampling_seed: int | None = Field(None, ge=0, lt=MAX_SEED)
-    """Choice i has this + i."""
+    """Choice i gets this + i."""
     stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
     stop: list[StopString] | None = Field(None, max_length=MAX_STOPS)
-    """Or one string."""
+    """Strings, or one string, before which the text ends."""
     no_stop_trim: bool | None = None
-    """Cut the text after the stop string. Stop tokens are cut by `skip_special_tokens` alone."""
+    """End the text after the stop string. Only `skip_special_tokens` removes stop tokens from the text."""
     ignore_eos: bool | None = None
     logit_bias: dict[TokenIdText, Bias] | None = Field(None, max_length=MAX_BIASES)
     skip_special_tokens: bool | None = None
@@ -198,18 +197,19 @@ class SglangBody(DemandFields):
     rid: str | None = Field(None, min_length=1, max_length=MAX_ID_CHARS)
     text: str | list[str] | None = None
     input_ids: TokenIds | list[TokenIds] | None = None
-    """Or `text`. Of a list of prompts, the reply is a list: choice j of prompt i is its element i * n + j."""
+    """The prompt as tokens, in place of `text`. The reply to a list of prompts is a list: choice j of prompt i is its
+    element i * n + j."""
     sampling_params: SglangSampling | None = None
     return_logprob: bool | None = None
     top_logprobs_num: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    """With `return_logprob`: of so many of the likeliest tokens, too, of those that are made."""
+    """With `return_logprob`: also the logprobs of this many of the likeliest tokens, for the generated ones."""
     logprob_start_len: int | None = Field(None, ge=-1)
-    """-1: of the tokens that are made; 0: of the prompt's too."""
+    """-1: logprobs of the generated tokens. 0: of the prompt's tokens too."""
     return_prompt_token_ids: bool | None = None
     return_routed_experts: bool | None = None
-    """In `meta_info`: of the prompt and of what is made."""
+    """Return the experts of the prompt and of the generated tokens in `meta_info`."""
     lora_path: str | None = None
-    """A loaded adapter's name; None: the base."""
+    """The name of a loaded adapter. None: the base model."""
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
     stream: bool | None = None
 
@@ -267,7 +267,7 @@ SGLANG_REFUSED: dict[str, tuple[Any, ...]] = {
     "return_text_in_logprobs": (False,),
     "return_flat_raw_top_logprobs": (False,),
     "return_flat_raw_output_top_logprobs": (False,),
-    "return_flat_raw_top_logprobs_b64": (True, False),  # how those would be written
+    "return_flat_raw_top_logprobs_b64": (True, False),  # the encoding of a field that is refused
     "return_hidden_states": (False,),
     "routed_experts_start_len": (0,),
     "return_indexer_topk": (False,),
@@ -276,7 +276,7 @@ SGLANG_REFUSED: dict[str, tuple[Any, ...]] = {
     "use_audio_in_video": (False,),
     "background": (False,),
     "require_reasoning": (False,),
-    "log_metrics": (True, False),  # what its server writes down
+    "log_metrics": (True, False),  # the logs of SGLang's own server
     "no_logs": (True, False),
 }
 SGLANG_SAMPLING_REFUSED: dict[str, tuple[Any, ...]] = {
@@ -286,7 +286,7 @@ SGLANG_SAMPLING_REFUSED: dict[str, tuple[Any, ...]] = {
     "regex": ("",),
     "ebnf": ("",),
     "structural_tag": ("",),
-    "spaces_between_special_tokens": (True, False),  # the tokenizers that are served know no such spaces
+    "spaces_between_special_tokens": (True, False),  # the served tokenizers have no such spaces
     "stream_interval": (1,),
     "custom_params": ({},),
     "watermark": NONE,
@@ -305,7 +305,7 @@ SGLANG_FIELDS = {name: f"sampling_params.{name}" for name in SglangSampling.mode
     "prompt_logprobs": "logprob_start_len",
     **ROUTED,
 }
-"""As VLLM_FIELDS."""
+"""The same for SGLang's callers."""
 
 
 def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
@@ -376,7 +376,7 @@ def _clean(
     sampling: type[BaseModel],
     sampling_refused: dict[str, tuple[Any, ...]],
 ) -> dict[str, Any]:
-    """Without what says what we do anyway."""
+    """Drops the fields that change nothing, and refuses the others that are not served."""
     kept = without(refused, body, served, "")
     if isinstance(given := kept.get("sampling_params"), dict):
         kept["sampling_params"] = without(sampling_refused, given, sampling, "sampling_params.")

@@ -1,10 +1,11 @@
-"""What the engines' own generation routes answer."""
+"""The replies of the engines' own generation routes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from frontend.completions.openai_replies import Choice, prompt_logprobs, spans_of, token_name, top_rows, usage
+from frontend.completions.choice import Choice, spans_of
+from frontend.completions.openai_replies import prompt_logprobs, token_name, top_rows, usage
 from frontend.completions.plans import Plan
 from rl_plane.protocol.generation import GenerateDelta
 from rl_plane.protocol.routed_experts import as_int32, as_npy
@@ -26,7 +27,7 @@ def _vllm_logprobs(made: Choice | GenerateDelta) -> dict[str, Any]:
 
 
 def _vllm_row(token: int, logprob: float, rank: int | None) -> dict[str, Any]:
-    """`token_id` as it writes it now, `token` as it did."""
+    """vLLM now writes `token_id`, and wrote `token` before."""
     return {"token_id": token, "token": token_name(token), "logprob": logprob, "rank": rank}
 
 
@@ -56,6 +57,8 @@ def vllm_whole(plan: Plan, choices: list[Choice], model: str, created: int) -> d
 
 
 class VllmChunks:
+    """The events of one stream of vLLM's."""
+
     def __init__(self, plan: Plan, choices: list[Choice], model: str, created: int) -> None:
         self._plan = plan
         self._choices = choices
@@ -91,13 +94,13 @@ class VllmChunks:
 
 
 def sglang_whole(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[str, Any] | list[Any]:
-    """A list, where there are several choices, or where prompts came in one."""
+    """One choice, or a list if there are several choices or the prompts came in a list."""
     told = [_sglang_choice(plan, choice) for choice in choices]
     return told[0] if len(told) == 1 and plan.batch is None else told
 
 
 def _sglang_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
-    """All of it so far."""
+    """The whole choice so far."""
     spans, prompt = choice.labelled(), choice.prompt_token_ids or []
     meta: dict[str, Any] = {
         "id": plan.id if len(plan.requests) == 1 else f"{plan.id}-{choice.index}",
@@ -135,7 +138,7 @@ def _sglang_reason(choice: Choice) -> dict[str, Any] | None:
 
 
 class SglangChunks:
-    """Each event has all of its choice so far."""
+    """The events of one stream of SGLang's. Each event has its whole choice so far."""
 
     def __init__(self, plan: Plan, choices: list[Choice], model: str, created: int) -> None:
         self._plan = plan

@@ -1,7 +1,10 @@
-"""What the OpenAI routes take.
+"""The bodies of the OpenAI routes.
 
-A field that OpenAI, vLLM or SGLang know and we don't serve is refused by its name (501) unless it says what we do
-anyway; one that nobody knows is a 400. Nothing is ignored.
+| the body has | the route answers |
+|---|---|
+| a field of OpenAI, vLLM or SGLang that is not served, with a value that changes nothing | as without it |
+| the same field with another value | 501, naming the field |
+| a field that none of them knows | 400, naming the field |
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from rl_plane.protocol.generation import (
 
 MAX_N = 128
 MAX_CHOICES = 1024
-"""Of one request, for all its prompts."""
+"""The number of choices of one request, for all its prompts."""
 MAX_SEED = 1 << 63
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
@@ -41,7 +44,7 @@ class StreamOptions(BaseModel):
     model_config = STRICT
 
     include_usage: bool = False
-    """A last chunk with the usage and no choices."""
+    """Send a last chunk with the usage and no choices."""
 
     @field_validator("include_usage", mode="before")
     @classmethod
@@ -51,9 +54,9 @@ class StreamOptions(BaseModel):
 
 MAX_EXTRA_FIELDS = 32
 TOLD = ("instance_id", "incarnation", "weight_version", "adapter")
-"""Of `extra_fields`: what a reply's `nvext` has anyway."""
+"""The `extra_fields` that a reply's `nvext` always has."""
 TOKENS_TOLD = ("completion_token_ids", "token_ids")
-"""What it has with `return_token_ids`, and when these are asked for."""
+"""The `extra_fields` that ask for tokens, as `return_token_ids` does."""
 
 
 class NvExt(DemandFields):
@@ -62,18 +65,20 @@ class NvExt(DemandFields):
     model_config = STRICT
 
     instance_id: str | None = None
-    """Strictly this worker."""
+    """Use this worker and no other."""
     token_data: TokenIds | None = None
-    """Tokens in, as older clients send them: messages or a prompt beside it hold a place, and are not read."""
+    """The prompt as tokens, as older clients send it. Messages or a prompt beside it are placeholders, and are not
+    read."""
     return_token_ids: bool | None = None
     return_prompt_logprobs: bool | None = None
     return_routed_experts: bool | None = None
     extra_fields: list[str] | None = Field(None, max_length=MAX_EXTRA_FIELDS)
-    """What the reply's `nvext` is to have: `completion_token_ids`, `token_ids` (the prompt's); the rest is there."""
+    """Adds `completion_token_ids` and `token_ids` (the prompt's) to the reply's `nvext`. The other names have no
+    effect."""
 
 
 class SamplingBody(BaseModel):
-    """What an engine is asked. null means the default."""
+    """The sampling parameters. null means the default."""
 
     model_config = STRICT
 
@@ -91,22 +96,22 @@ class SamplingBody(BaseModel):
     n: int | None = Field(None, ge=1, le=MAX_N)
     stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
     stop: list[StopString] | None = Field(None, max_length=MAX_STOPS)
-    """Or one string. The text is cut before the first of them; the token that completes it is the last one."""
+    """Strings, or one string, before which the text ends. The last token is the one that completes the string."""
     include_stop_str_in_output: bool | None = None
-    """Cut the text after it."""
+    """End the text after the stop string."""
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0)
-    """So many first tokens are none of `stop_token_ids`, and none that ends a text, `ignore_eos` or not."""
+    """The first tokens, up to this number, are neither `stop_token_ids` nor tokens that end a text."""
     logit_bias: dict[TokenIdText, Bias] | None = Field(None, max_length=MAX_BIASES)
-    """By token id, what is added to the raw logits before a token is chosen."""
+    """Token id → the number that is added to its raw logit."""
     allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_ALLOWED_TOKENS)
-    """No others are made."""
+    """The engine makes no other tokens."""
     bad_words_token_ids: list[Annotated[list[TokenId], Field(min_length=1)]] | None = Field(
         None, max_length=MAX_BAD_WORDS
     )
-    """Sequences of tokens that are not made; of one token, its id alone will do."""
+    """Sequences of tokens that the engine does not make. A sequence of one token may be its id."""
     skip_special_tokens: bool | None = None
-    """Of the text; default true."""
+    """Leave special tokens out of the text. Default true."""
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -120,28 +125,28 @@ class SamplingBody(BaseModel):
 
 
 class GenerationBody(SamplingBody, DemandFields):
-    """What both of OpenAI's routes take."""
+    """The fields of both OpenAI routes."""
 
     model: str | None = None
-    """The base model or a loaded adapter; None: the base."""
+    """The base model or a loaded adapter. None: the base model."""
     prompt_token_ids: TokenIds | None = None
-    """Tokens in: instead of a prompt or messages, which may then be empty."""
+    """The prompt as tokens, in place of a prompt or messages."""
     max_tokens: int | None = Field(None, ge=1)
     truncate_prompt_tokens: int | None = Field(None, ge=1, le=MAX_PROMPT_TOKENS)
-    """Keep only so many tokens of the prompt, the last ones."""
+    """Keep only the last tokens of the prompt, up to this number."""
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
-    """Prefixes are shared in an engine's cache with requests of the same salt only."""
+    """An engine's cache shares prefixes only between requests of the same salt."""
     return_token_ids: bool | None = None
-    """Each choice's `token_ids` and their logprobs, whatever `logprobs` says, and `prompt_token_ids`; also in
+    """Return each choice's `token_ids` with their logprobs, whatever `logprobs` says, and `prompt_token_ids`. Also in
     `nvext`."""
     prompt_logprobs: int | None = Field(None, ge=-1)
-    """0 or 1 (or true): the logprob of each token of the prompt, given those before it."""
+    """0 or 1 (or true): return the logprob of each token of the prompt, given the tokens before it."""
     return_prompt_logprobs: bool | None = None
-    """The same, as Dynamo's clients say it; also in `nvext`."""
+    """Dynamo's name for `prompt_logprobs`. Also in `nvext`."""
     return_routed_experts: bool | None = None
-    """Which experts each token of the prompt and of a choice was sent to; also in `nvext`."""
+    """Return the experts of each token of the prompt and of a choice. Also in `nvext`."""
     extra_fields: list[str] | None = Field(None, max_length=MAX_EXTRA_FIELDS)
-    """As in `nvext`."""
+    """The same field as in `nvext`."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -158,33 +163,33 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
     prompt: str | TokenIds | list[str] | list[TokenIds] | None = None
-    """Of several prompts, choice j of prompt i has the index i * n + j."""
+    """With several prompts, choice j of prompt i has the index i * n + j."""
     add_special_tokens: bool | None = None
-    """Of a text: those that the tokenizer puts around it. Default true, as in `/tokenize`."""
+    """Add the special tokens that the tokenizer puts around a text. Default true, as in `/tokenize`."""
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    """0 or 1 (or true): the chosen token's. More: of so many of the likeliest, too."""
+    """0 or 1 (or true): the logprob of the chosen token. More: also of this many of the likeliest tokens."""
 
     @field_validator("logprobs", mode="before")
     @classmethod
     def _one_from_bool(cls, value: Any) -> Any:
-        """As a chat says it."""
+        """Chat clients send true for 1."""
         return (1 if value else None) if isinstance(value, bool) else value
 
 
 class ChatBody(GenerationBody, TemplateBody):
-    """POST /v1/chat/completions. With tokens in, what messages become a prompt by is checked, and has nothing to do."""
+    """POST /v1/chat/completions. With `prompt_token_ids`, the fields of the template are checked and have no effect."""
 
     tool_choice: Literal["auto", "none"] | None = None
-    """none: the template is shown no tools. Calls come back as the model wrote them, in the text."""
+    """none: the template gets no tools. Calls stand in the text as the model wrote them."""
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    """With `logprobs`: of so many of the likeliest tokens, too."""
+    """With `logprobs`: also the logprobs of this many of the likeliest tokens."""
 
 
 NONE: tuple[Any, ...] = ()
 REFUSED: dict[str, tuple[Any, ...]] = {
-    # Each with the values, besides null, that change nothing.
+    # Field → the values, besides null, that change nothing.
     "length_penalty": (1,),
     "best_of": (1,),
     "use_beam_search": (False,),
@@ -209,7 +214,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "add_special_tokens": (False,),
     "spaces_between_special_tokens": (True,),
-    "return_tokens_as_token_ids": (True,),  # that is how ours are written
+    "return_tokens_as_token_ids": (True,),  # replies here are always written so
     "detokenize": (True,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
@@ -232,7 +237,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "safety_identifier": NONE,
     "lora_path": NONE,
     "return_hidden_states": (False,),
-    # Of vLLM's own.
+    # vLLM's own fields.
     "request_id": NONE,
     "session_id": NONE,
     "prompt_embeds": NONE,
@@ -244,7 +249,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "return_token_offsets": (False,),
     "return_prompt_text": (False,),
     "media_io_kwargs": ({},),
-    "mm_payload": ("tensors", "none"),  # there is none
+    "mm_payload": ("tensors", "none"),  # replies have none
     "return_mm_kwargs": (False,),
     "kv_transfer_params": NONE,
     "ec_transfer_params": NONE,
@@ -252,7 +257,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "watermarking": (False,),
     "stream_interval": (1,),
     "repetition_detection": NONE,
-    # Of SGLang's own.
+    # SGLang's own fields.
     "rid": NONE,
     "input_ids": NONE,
     "session_params": NONE,
@@ -271,7 +276,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "watermark": NONE,
     "task": NONE,
     "thinking": NONE,
-    "separate_reasoning": (True, False),  # a model's reasoning stands in the text, as it wrote it
+    "separate_reasoning": (True, False),  # a model's reasoning always stands in the text
     "stream_reasoning": (True, False),
     "routed_experts_start_len": (0,),
     "sampling_logprobs_mode": NONE,
@@ -283,7 +288,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "return_input_ids_in_sglext": (False,),
     "return_output_ids_in_sglext": (False,),
     "return_flat_raw_output_top_logprobs": (False,),
-    "return_flat_raw_top_logprobs_b64": (True, False),  # how those would be written
+    "return_flat_raw_top_logprobs_b64": (True, False),  # the encoding of a field that is refused
     "max_dynamic_patch": NONE,
     "min_dynamic_patch": NONE,
     "use_audio_in_video": (False,),
@@ -317,7 +322,7 @@ _REFUSED_EXTRA_FIELDS = {
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Equal, where true is not 1."""
+    """Equality in which true differs from 1."""
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
@@ -351,7 +356,7 @@ def without(
 
 
 def tells_tokens(names: list[str] | None, where: str) -> bool:
-    """Whether `extra_fields` asks for tokens. `where`: its name, as the caller has it."""
+    """Whether `extra_fields` asks for tokens. `where`: the field's name in the caller's body."""
     for number, name in enumerate(names or ()):
         field = f"{where}.{number}"
         if name in _REFUSED_EXTRA_FIELDS:

@@ -1,17 +1,15 @@
-"""What the OpenAI routes answer: whole replies, and the chunks of a stream."""
+"""The replies of the OpenAI routes: whole replies, and the chunks of a stream."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
+from frontend.completions.choice import Choice, spans_of
 from frontend.completions.plans import Plan
-from frontend.routing.attempts import Accepted
-from frontend.routing.engine_client import Cut, Event
-from frontend.server.http import error_body
+from frontend.server.replies import error_body
 from rl_plane.errors import PlaneError
-from rl_plane.protocol.generation import GenerateDelta, VersionSpan
-from rl_plane.protocol.routed_experts import RoutedExperts, as_npy
+from rl_plane.protocol.generation import GenerateDelta
+from rl_plane.protocol.routed_experts import as_npy
 
 _TYPES = {
     401: "authentication_error",
@@ -23,7 +21,7 @@ _TYPES = {
 
 
 def openai_error(error: PlaneError, elapsed_s: float) -> dict[str, Any]:
-    """The facade's shape, with the keys that OpenAI's clients look for."""
+    """The facade's error body, with the keys that OpenAI's clients read."""
     body = error_body(error, elapsed_s)
     otherwise = "invalid_request_error" if error.http_status < 500 else "server_error"
     body["error"] = {
@@ -34,114 +32,8 @@ def openai_error(error: PlaneError, elapsed_s: float) -> dict[str, Any]:
     return body
 
 
-@dataclass(slots=True)
-class Choice:
-    """One choice as far as it has come."""
-
-    index: int
-    instance_id: str = ""
-    incarnation: str = ""
-    """Of the worker that made the last token; `makers` has all."""
-    makers: list[tuple[int, str, str]] = field(default_factory=list)
-    """From which token on, instance id, incarnation."""
-    cut: Cut | None = None
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] | None = None
-    top_logprobs: list[list[tuple[int, float]]] | None = None
-    text: str = ""
-    offsets: list[int] = field(default_factory=list)
-    """Of each token in `text`; tokens that came together share one."""
-    finish_reason: str | None = None
-    stop_string: str | None = None
-    spans: list[VersionSpan] = field(default_factory=list)
-    """As they last came; later tokens lengthen the last one."""
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[float | None] | None = None
-    """None until the first token."""
-    routed_experts: RoutedExperts | None = None
-    unlabelled: bool = False
-    """Some of its tokens belong to no version: an error tells none of them."""
-
-    def take(self, event: Event) -> None:
-        if isinstance(event, Cut):
-            self.cut = event
-            return
-        if isinstance(event, Accepted):
-            self.instance_id, self.incarnation = event.instance_id, event.incarnation
-            makers = [maker for maker in self.makers if maker[0] < event.at]
-            self.makers = [*makers, (event.at, event.instance_id, event.incarnation)]
-            if not event.at:
-                # Before the first token another worker may take over: what the last one said is void.
-                self.prompt_token_ids, self.prompt_logprobs, self.spans = None, None, []
-                self.routed_experts = None
-            elif self.routed_experts is not None:
-                # Those that came ahead of tokens which never did are void.
-                rows = len(self.prompt_token_ids or ()) + len(self.token_ids) - 1
-                self.routed_experts = self.routed_experts.cut(0, rows)
-            return
-        self.offsets += [len(self.text)] * len(event.token_ids)
-        self.token_ids += event.token_ids
-        self.text += event.text
-        if event.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + event.logprobs
-        if event.top_logprobs is not None:
-            self.top_logprobs = (self.top_logprobs or []) + event.top_logprobs
-        if event.prompt_token_ids is not None:
-            self.prompt_token_ids = event.prompt_token_ids
-        if event.prompt_logprobs is not None:
-            self.prompt_logprobs = event.prompt_logprobs
-        self.routed_experts = RoutedExperts.joined([self.routed_experts, event.routed_experts])
-        self.finish_reason, self.spans = event.finish_reason, event.spans or self.spans
-        self.stop_string = event.stop_string
-
-    def labelled(self) -> list[VersionSpan]:
-        """The spans of all tokens so far."""
-        if not self.spans:
-            return []
-        return [*self.spans[:-1], self.spans[-1].model_copy(update={"end": len(self.token_ids)})]
-
-    def provenance(self) -> dict[str, Any]:
-        """Who made it: each of several workers, if it was continued. And why it was cut, if it was."""
-        told: dict[str, Any] = {"instance_id": self.instance_id, "incarnation": self.incarnation}
-        if len(self.makers) > 1:
-            ends = [*(start for start, _, _ in self.makers[1:]), len(self.token_ids)]
-            told["instances"] = [
-                {"instance_id": instance_id, "incarnation": incarnation, "start": start, "end": end}
-                for (start, instance_id, incarnation), end in zip(self.makers, ends, strict=True)
-            ]
-        if self.cut is not None:
-            told["cut"] = {"demand": self.cut.demand, "message": self.cut.message}
-        return told
-
-    def stop_reason(self, plan: Plan) -> str | int | None:
-        """In vLLM's form: the stop string, or the one of the request's `stop_token_ids`; null for the model's own."""
-        if self.finish_reason != "stop" or self.stop_string is not None:
-            return self.stop_string
-        last = self.token_ids[-1] if self.token_ids else None
-        return last if last in plan.requests[self.index].stop_token_ids else None
-
-    def partial(self) -> dict[str, Any]:
-        """What an error carries. With its prompt's ids: those and `token_ids` are the prompt from where it goes on."""
-        if self.unlabelled:
-            return {**Choice(self.index, self.instance_id, self.incarnation).partial(), "unlabelled": True}
-        return {
-            "index": self.index,
-            **self.provenance(),
-            "prompt_token_ids": self.prompt_token_ids,
-            "token_ids": self.token_ids,
-            "logprobs": self.logprobs,
-            "text": self.text,
-            "finish_reason": self.finish_reason,
-            "weight_versions": spans_of(self.labelled()),
-        }
-
-
-def spans_of(spans: list[VersionSpan]) -> list[dict[str, Any]]:
-    return [span.model_dump(exclude=None if span.adapter is not None else {"adapter"}) for span in spans]
-
-
 def token_name(token_id: int) -> str:
-    return f"token_id:{token_id}"  # as vLLM writes them with return_tokens_as_token_ids
+    return f"token_id:{token_id}"  # vLLM writes them so with return_tokens_as_token_ids
 
 
 def _logprobs(chat: bool, made: Choice | GenerateDelta, offsets: list[int]) -> dict[str, Any]:
@@ -154,7 +46,7 @@ def _logprobs(chat: bool, made: Choice | GenerateDelta, offsets: list[int]) -> d
                 for token, value, top in rows
             ]
         }
-    # As vLLM's, whose clients count on it: the chosen one is always there.
+    # The chosen token is always among them, as in vLLM, whose clients rely on it.
     tops = [{token_name(one): each for one, each in (*top, (token, value))} for token, value, top in rows]
     return {
         "tokens": [token_name(token) for token in token_ids],
@@ -169,12 +61,12 @@ def _named(token: int, logprob: float) -> dict[str, Any]:
 
 
 def top_rows(made: Choice | GenerateDelta) -> list[list[tuple[int, float]]]:
-    """Of each token."""
+    """The likeliest tokens beside each token."""
     return made.top_logprobs if made.top_logprobs is not None else [[] for _ in made.token_ids]
 
 
 def prompt_logprobs(choice: Choice) -> list[dict[str, Any] | None] | None:
-    """In vLLM's form: of each token of the prompt a map from its id; null for the first."""
+    """vLLM's form: for each token of the prompt a map from its id. The first is null."""
     if choice.prompt_logprobs is None or choice.prompt_token_ids is None:
         return None
     rows = zip(choice.prompt_token_ids, choice.prompt_logprobs, strict=True)
@@ -182,7 +74,7 @@ def prompt_logprobs(choice: Choice) -> list[dict[str, Any] | None] | None:
 
 
 def usage(plan: Plan, choices: list[Choice]) -> dict[str, int]:
-    """Of each prompt once."""
+    """The token counts. A prompt with several choices counts once."""
     lengths: dict[int, int] = {}
     for choice in choices:
         place = choice.index // plan.n
@@ -193,8 +85,9 @@ def usage(plan: Plan, choices: list[Choice]) -> dict[str, int]:
 
 
 def _nvext(plan: Plan, choices: list[Choice]) -> dict[str, Any]:
-    """Of the first choice; `weight_version` is null unless one known state made every token. `adapter` is
-    there if that has one. `completion_token_ids` is a list for each choice if there are several."""
+    """The `nvext` of a reply. Worker and tokens are those of the first choice. `weight_version` is null unless one
+    known state made every token, and `adapter` is there if that state has one. With several choices,
+    `completion_token_ids` has a list for each."""
     made = {
         (span.run, span.sequence, span.version, span.digest, span.adapter) for one in choices for span in one.spans
     }
@@ -215,7 +108,7 @@ def _nvext(plan: Plan, choices: list[Choice]) -> dict[str, Any]:
 
 
 def whole(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[str, Any]:
-    """The reply without `stream`."""
+    """The whole reply."""
     reply: dict[str, Any] = {
         "id": plan.id,
         "object": "chat.completion" if plan.chat else "text_completion",
@@ -274,7 +167,7 @@ class Chunks:
         }
 
     def of(self, choice: Choice, delta: GenerateDelta, offset: int) -> dict[str, Any]:
-        """`delta` is what `choice` has just taken; `offset`: where its text begins."""
+        """The chunk of a delta that `choice` has just taken. `offset`: where its text begins."""
         plan, first = self._plan, choice.index not in self._begun
         self._begun.add(choice.index)
         content: dict[str, Any] = {"text": delta.text}

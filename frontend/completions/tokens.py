@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize` in vLLM's shapes, answered by the tokenizer of any worker."""
+"""`/tokenize` and `/detokenize` in vLLM's shapes. The tokenizer of any worker answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from frontend.completions.messages import (
     without_nulls_in_messages,
 )
 from frontend.completions.openai_bodies import NONE, without
-from frontend.server.http import json_response, read_json
+from frontend.server.bodies import read_json
+from frontend.server.replies import json_response
 from rl_plane.client import RlClient
 from rl_plane.errors import (
     DeadlineExceeded,
@@ -36,7 +37,7 @@ from rl_plane.protocol.validation import parse_body
 from rl_plane.protocol.worker_ops import Tokenize
 
 MAX_ASKED = 3
-"""Workers, one after the other, while each dies or leaves before it answers."""
+"""The number of workers that are asked, one after another, while each dies or leaves before it answers."""
 
 
 class TokenizeBody(TemplateBody):
@@ -46,7 +47,7 @@ class TokenizeBody(TemplateBody):
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = None
-    """Of a prompt: those that the tokenizer puts around a text. Default true, as in `/v1/completions`."""
+    """Add the special tokens that the tokenizer puts around a prompt. Default true, as in `/v1/completions`."""
 
 
 class DetokenizeBody(BaseModel):
@@ -67,7 +68,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 def parse_tokenize(body: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """The model and the body of the workers' op."""
+    """The model, and the body of the workers' op."""
     body = without_nulls_in_messages(without(REFUSED, body, TokenizeBody, ""))
     refuse_in_messages(body)
     parsed = parse_body(TokenizeBody, body)
@@ -88,7 +89,7 @@ def parse_tokenize(body: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
 
 
 class Tokens:
-    """What the two routes do. `check_model`: raises NotFound for one that is not served."""
+    """The two routes. `check_model` raises NotFound for a model that is not served."""
 
     def __init__(
         self, client: RlClient, view: MembershipView, check_model: Callable[[str | None], Awaitable[None]]

@@ -1,22 +1,20 @@
-"""prime-rl's routes, at the root and beneath `/v1/rl/`: its client keeps all but a last `/v1` of an admin URL. Its pool
-of Dynamo's workers says the same by `/collective_rpc`.
-"""
+"""prime-rl's routes, at the root and below `/v1/rl/`, because its client strips only a last `/v1` from an admin URL.
+Its pool of Dynamo's workers uses `/collective_rpc` for the same."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI
 from pydantic import Field
 
-from frontend.dialects import DialectPlane
-from frontend.dialects.common import begun, unretried, world_size
-from frontend.dialects.dialect_routes import Ask, Fields, add_route, has_route, report, take
+from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.fleet_as_one import begun, unretried, world_size
+from frontend.dialects.common.pause_and_adapters import absent_path, mount_adapters, mount_pause
+from frontend.dialects.common.rpc import RpcFields
+from frontend.dialects.common.transaction import Transactions
 from frontend.dialects.dynamo import mount as mount_discovery
-from frontend.dialects.steering import mount_adapters, mount_pause, not_there
-from frontend.dialects.transaction import Transactions
-from frontend.dialects.vllm.collective_rpc import RpcFields
-from frontend.server.http import MAX_NAMES_BYTES
+from frontend.server.bodies import MAX_NAMES_BYTES
+from frontend.server.shared_routes import DialectRequest, Fields, NoFields, ParsedRequest, SharedRoutes, report
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError
 from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
 from rl_plane.protocol.vllm_bodies import ANOTHER_WAY
@@ -26,8 +24,9 @@ PREFIX = "/v1/rl"
 
 BY_PATH = "update_weights_from_path"
 RPC_METHODS = (BY_PATH, "init_broadcaster")
-"""Of `/collective_rpc`, by which its pool of Dynamo's workers calls the methods of its own worker."""
+"""The methods of prime-rl's own worker that its pool of Dynamo's workers calls by `/collective_rpc`."""
 OWN_OF_UPDATE = ("weight_dir", "weight_version", "reset_prefix_cache", "skip_prefix_cache_reset")
+NO_PICKLE = f"weight_broadcast.type = filesystem; or {ANOTHER_WAY}"
 
 
 class BroadcasterFields(Fields):
@@ -36,13 +35,13 @@ class BroadcasterFields(Fields):
     host: str = Field(min_length=1, max_length=255)
     port: int = Field(ge=1, le=65_535)
     rank_offset: int = Field(0, ge=0)
-    """Among the inference ranks: the trainer's one rank comes before them."""
+    """The offset among the inference ranks: the trainer's one rank comes before them."""
     inference_world_size: int = Field(ge=1)
     timeout: float | None = Field(None, gt=0)
     quantize_in_weight_transfer: bool = False
     """Not supported."""
     group_name: str | None = None
-    """Of a torch process group; None: `prime-rl`."""
+    """The name of a torch process group. None: `prime-rl`."""
     backend: str | None = None
     """`gloo` or `nccl`: a torch process group. None: prime-rl's own NCCL."""
 
@@ -51,15 +50,15 @@ class PrimeRlUpdateFields(Fields):
     """`POST /update_weights`"""
 
     weight_dir: str | None = None
-    """A directory of safetensors beneath the workers' weight roots. null, "" or with `update_info`: from the
+    """A directory of safetensors below the workers' weight roots. null, "" or with `update_info`: from the
     broadcaster."""
     weight_version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
     reset_prefix_cache: bool = True
-    """False changes nothing: no new request may reuse KV of older weights."""
+    """False has no effect: no new request may reuse KV of older weights."""
     skip_prefix_cache_reset: bool = False
-    """Likewise."""
+    """True has no effect, for the same reason."""
     update_info: dict[str, Any] | None = None
-    """`{names, dtype_names, shapes}` of what the broadcaster sends now."""
+    """`{names, dtype_names, shapes}` of the tensors that the broadcaster sends now."""
 
 
 class PrimeRlAdapterFields(Fields):
@@ -69,51 +68,50 @@ class PrimeRlAdapterFields(Fields):
     lora_path: str = Field(min_length=1)
 
 
-def mount(app: FastAPI, plane: DialectPlane) -> None:
-    transactions = Transactions(plane, GROUP)
-    if not has_route(app, "POST", "/pause"):
-        mount_pause(app, plane)
-    if not has_route(app, "POST", "/v1/load_lora_adapter"):
-        mount_adapters(app, plane)
-    mount_adapters(app, plane, "/", replaces=True)
+def mount(routes: SharedRoutes, context: DialectContext) -> None:
+    transactions = Transactions(context, GROUP)
+    if not routes.has("POST", "/pause"):
+        mount_pause(routes, context)
+    if not routes.has("POST", "/v1/load_lora_adapter"):
+        mount_adapters(routes, context)
+    mount_adapters(routes, context, "/", replaces=True)
     for prefix in ("", PREFIX):
-        _mount_updates(app, plane, transactions, prefix)
-    mount_adapters(app, plane, PREFIX + "/v1/", replaces=True)
-    _mount_rpc(app, plane)
+        _mount_updates(routes, context, transactions, prefix)
+    mount_adapters(routes, context, PREFIX + "/v1/", replaces=True)
+    _mount_rpc(routes, context)
 
-    async def load(ask: Ask) -> Any:
-        try:
-            return await unretried(plane.calls.run("load_lora_adapter", ask.body, ask.request_id))
-        except InvalidRequest as error:
-            raise not_there(error) from error
-
-    add_route(
-        app,
-        ["POST"],
+    @routes.post(
         PREFIX + "/load_lora_adapter",
-        load,
-        summary="Load an adapter, or replace it, on the whole fleet.",
-        fields=PrimeRlAdapterFields,
-        # The facade's own op has this body too, and its answer is the same; with any other field it is that one.
-        claims=lambda ask: not ask.query and ask.body.keys() == PrimeRlAdapterFields.model_fields.keys(),
+        PrimeRlAdapterFields,
+        "Load or replace an adapter on the whole fleet.",
+        # The facade's own op has the same two fields and the same answer. Any other field means the facade's op.
+        claims=lambda raw: not raw.query and raw.body.keys() == PrimeRlAdapterFields.model_fields.keys(),
     )
+    async def load(request: ParsedRequest[PrimeRlAdapterFields]) -> Any:
+        try:
+            return await unretried(context.calls.run("load_lora_adapter", request.body, request.request_id))
+        except InvalidRequest as error:
+            raise absent_path(error) from error
 
-    async def models(ask: Ask) -> Any:
-        plane.generation.check_served()  # beneath the prefix, /health says only that the frontend runs
-        return plane.generation.list_models()
+    @routes.get(PREFIX + "/v1/models", NoFields, "The models that are served.")
+    async def models(request: ParsedRequest[NoFields]) -> Any:
+        context.generation.check_served()  # below the prefix, /health says only that the frontend runs
+        return context.generation.list_models()
 
-    add_route(app, ["GET"], PREFIX + "/v1/models", models, summary="What is served.")
-    mount_discovery(app, plane)
+    mount_discovery(routes, context)
 
 
-def _mount_updates(app: FastAPI, plane: DialectPlane, transactions: Transactions, prefix: str) -> None:
-    async def init(ask: Ask) -> Any:
-        fields = take(BroadcasterFields, ask)
+def _mount_updates(routes: SharedRoutes, context: DialectContext, transactions: Transactions, prefix: str) -> None:
+    @routes.post(
+        prefix + "/init_broadcaster", BroadcasterFields, "Form a group of the trainer and every rank.", once=True
+    )
+    async def init(request: ParsedRequest[BroadcasterFields]) -> Any:
+        fields = request.fields
         if fields.backend is None:
             raise InvalidRequest(
-                "prime-rl's own NCCL broadcast tells its tensors' names in a pickle, which is never opened here",
+                "prime-rl's own NCCL broadcast names its tensors in a pickle, which is never opened here",
                 field="backend",
-                fix=f"weight_broadcast.type = filesystem; or {ANOTHER_WAY}",
+                fix=NO_PICKLE,
             )
         if fields.quantize_in_weight_transfer:
             raise InvalidRequest(
@@ -130,105 +128,92 @@ def _mount_updates(app: FastAPI, plane: DialectPlane, transactions: Transactions
             "world_size": fields.inference_world_size + 1,
             "timeout_s": fields.timeout,
         }
-        await unretried(transactions.init(info, ask.path))
+        await unretried(transactions.init(info, request.path))
         return {"status": "ok"}
 
-    async def update(ask: Ask) -> Any:
-        fields = take(PrimeRlUpdateFields, ask)
+    @routes.post(
+        prefix + "/update_weights",
+        PrimeRlUpdateFields,
+        "New weights from a directory, or from the broadcaster.",
+        # At the root, an empty body means the broadcaster too. Below /v1/rl/ it means the facade's own op.
+        claims=(lambda raw: any(raw.has(name) for name in OWN_OF_UPDATE)) if prefix else _is_prime_rl,
+        once=True,
+        max_body_bytes=MAX_NAMES_BYTES,
+    )
+    async def update(request: ParsedRequest[PrimeRlUpdateFields]) -> Any:
+        fields = request.fields
         for name, keeps_cache in (
             ("reset_prefix_cache", not fields.reset_prefix_cache),
             ("skip_prefix_cache_reset", fields.skip_prefix_cache_reset),
         ):
             if keeps_cache:
-                report(ask.path, name, "no new request may reuse KV of older weights")
+                report(request.path, name, "no new request may reuse KV of older weights")
         if fields.weight_dir and fields.update_info is None:
-            reply = await unretried(_from_directory(plane, fields, ask))
+            reply = await unretried(_from_directory(context, fields, request))
         else:
-            reply = await unretried(_from_broadcaster(transactions, fields, ask))
+            reply = await unretried(_from_broadcaster(transactions, request))
         return {"status": "ok", "weight_version": reply["version"]["label"], "version": reply["version"]}
 
-    add_route(
-        app,
-        ["POST"],
-        prefix + "/init_broadcaster",
-        init,
-        summary="Form a group of the trainer and every rank.",
-        fields=BroadcasterFields,
+
+def _mount_rpc(routes: SharedRoutes, context: DialectContext) -> None:
+    @routes.post(
+        "/collective_rpc",
+        RpcFields,
+        "prime-rl's update from a directory, of Dynamo's workers.",
+        claims=lambda raw: raw.body.get("method") in RPC_METHODS,
         once=True,
     )
-    add_route(
-        app,
-        ["POST"],
-        prefix + "/update_weights",
-        update,
-        summary="New weights from a directory, or from the broadcaster.",
-        fields=PrimeRlUpdateFields,
-        # At the root, an empty body is the broadcaster's too; beneath /v1/rl/ the facade's own op stands.
-        claims=(lambda ask: any(ask.has(name) for name in OWN_OF_UPDATE)) if prefix else _is_ours,
-        once=True,
-        max_body_bytes=MAX_NAMES_BYTES,
-    )
-
-
-def _mount_rpc(app: FastAPI, plane: DialectPlane) -> None:
-    async def rpc(ask: Ask) -> Any:
-        fields = take(RpcFields, ask)
+    async def rpc(request: ParsedRequest[RpcFields]) -> Any:
+        fields = request.fields
         path = fields.args[0] if fields.args else None
         if fields.method != BY_PATH or path in (None, ""):
             raise InvalidRequest(
-                "prime-rl's own broadcasts tell their tensors' names in a pickle, which is never opened here",
+                "prime-rl's own broadcasts name their tensors in a pickle, which is never opened here",
                 field="method" if fields.method != BY_PATH else "args",
-                fix=f"weight_broadcast.type = filesystem; or {ANOTHER_WAY}",
+                fix=NO_PICKLE,
             )
         if not isinstance(path, str) or len(fields.args) > 1:
             raise InvalidRequest(f"{BY_PATH} takes one directory", field="args", fix="args: [its path]")
-        fields.report_unused(ask.path, fields.named)
-        ranks = await world_size(plane)
-        await unretried(_from_directory(plane, PrimeRlUpdateFields(weight_dir=path), ask))
+        fields.report_unused(request.path, fields.named)
+        ranks = await world_size(context)
+        await unretried(_from_directory(context, PrimeRlUpdateFields(weight_dir=path), request))
         return {"results": [None] * ranks}
 
-    add_route(
-        app,
-        ["POST"],
-        "/collective_rpc",
-        rpc,
-        summary="prime-rl's update from a directory, of Dynamo's workers.",
-        fields=RpcFields,
-        claims=lambda ask: ask.body.get("method") in RPC_METHODS,
-        once=True,
-    )
+
+def _is_prime_rl(raw: DialectRequest) -> bool:
+    return not raw.has("update_info") or raw.has("weight_dir")
 
 
-def _is_ours(ask: Ask) -> bool:
-    return not ask.has("update_info") or ask.has("weight_dir")
-
-
-async def _from_directory(plane: DialectPlane, fields: PrimeRlUpdateFields, ask: Ask) -> dict[str, Any]:
+async def _from_directory(
+    context: DialectContext, fields: PrimeRlUpdateFields, request: DialectRequest
+) -> dict[str, Any]:
     body = {
         "transport": {"backend": "filesystem", "path": fields.weight_dir},
         **({"version": fields.weight_version} if fields.weight_version is not None else {}),
     }
     with begun():
-        return await plane.calls.run("update_weights", body, ask.request_id)
+        return await context.calls.run("update_weights", body, request.request_id)
 
 
-async def _from_broadcaster(transactions: Transactions, fields: PrimeRlUpdateFields, ask: Ask) -> dict[str, Any]:
+async def _from_broadcaster(
+    transactions: Transactions, request: ParsedRequest[PrimeRlUpdateFields]
+) -> dict[str, Any]:
     if transactions.transfer is None:
         raise Conflict(
             "there is no broadcaster here, and no weight_dir alone",
             field="weight_dir",
             fix="name a directory, without update_info; or init_broadcaster first",
         )
-    if fields.update_info is None:
+    if request.fields.update_info is None:
         raise InvalidRequest(
-            "what the broadcaster sends is not said",
+            "the request does not say what the broadcaster sends",
             field="update_info",
             fix="send update_info {names, dtype_names, shapes} beside weight_dir",
         )
-    await transactions.start(ask.request_id)
+    await transactions.start(request.request_id)
     try:
-        await transactions.update(fields.update_info, ask)
-        return await transactions.finish(fields.weight_version)
+        await transactions.update(request.fields.update_info, request)
+        return await transactions.finish(request.fields.weight_version)
     except PlaneError:
-        await transactions.drop()  # it was one call: nothing more comes of it
+        await transactions.drop()  # the whole update was this one call
         raise

@@ -1,20 +1,5 @@
-"""`GET /v1/rl/events`: what happens to the fleet, as it happens, by server-sent events.
-
-Each event has `id` (rising, over restarts too), `event` (its kind) and `data` (JSON). Kinds:
-
-- `member`      {change: joined | left | reconnected | restarted, instance_id, incarnation, epoch}
-- `update`      {change: began | prepared | committed | finished | aborted, update_id, label, version, who, error?,
-                 excluded?, canary?, state?}; `committed` when it is decided, `finished` when the outcome of each
-                 worker is known. `version` is what the update made, of the base or of an adapter; `committed` also
-                 has `state`: {version, adapters}, what is to be served from now on. `canary` is what the numeric
-                 canary has shown: {action, scored, failed, reasons?, against?, difference?, mismatch_kl?,
-                 tolerance?, warning?}
-- `admission`   {instance_id, incarnation, open, reasons, paused, version, sequence, adapters}: one of these has
-                 changed
-- `end`         {reason: slow | stopping}: the last event; connect again, and read the state
-
-Nothing is told again: whoever connects reads `state` after the first bytes have come, and then follows.
-"""
+"""`GET /v1/rl/events`: what happens to the fleet, as it happens, by server-sent events. `EVENTS_DOC` in
+`facade_routes.py` lists the events."""
 
 from __future__ import annotations
 
@@ -22,14 +7,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, Literal
 
 from nats.aio.msg import Msg
 
-from frontend.facade.canary_counts import CanaryCounts
 from frontend.routing.fleet_status import FleetStatus, WorkerStatus
-from frontend.server.http import to_json
+from frontend.server.replies import to_json
 from rl_plane.bus.connection import is_marker
 from rl_plane.commit.history import UpdateEntry
 from rl_plane.errors import Unavailable
@@ -42,13 +26,13 @@ from rl_plane.protocol.versions import WeightVersion
 log = logging.getLogger("frontend.facade.events")
 
 MAX_LISTENERS = 64
-"""Each is an open connection and a queue; more people than that do not look at one fleet."""
+"""Each listener is an open connection and a queue. One fleet has fewer readers than this."""
 QUEUE_EVENTS = 4096
-"""That a listener may be behind: a fleet of a thousand closes and opens in one update, which is 2,000 events."""
+"""The number of events that a listener may be behind: a fleet of a thousand workers makes 2,000 in one update."""
 KEEP_ALIVE_S = 15.0
 """Proxies cut a connection that is silent for 30 s or more."""
 TOLD_UPDATES = 1024
-"""Outcomes that are remembered, so that none is told twice."""
+"""The number of outcomes that are remembered, so that no event comes twice."""
 
 Kind = Literal["member", "update", "admission", "end"]
 
@@ -59,7 +43,7 @@ _CHANGE_OF = {"running": "began", "prepared": "prepared", "committed": "finished
 
 
 class Listener:
-    """One reader's queue. The last event is `end`."""
+    """The queue of one reader. Its last event is `end`."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUE_EVENTS)
@@ -73,14 +57,14 @@ class Listener:
                 self.end("slow")
 
     def end(self, reason: Literal["slow", "stopping"]) -> None:
-        """After what is queued already."""
+        """Ends the stream after the events that are queued already."""
         self.ending = self.ending or reason
-        with contextlib.suppress(asyncio.QueueFull):  # a full queue is not waited on
+        with contextlib.suppress(asyncio.QueueFull):  # the reader wakes anyway
             self.queue.put_nowait(None)
 
 
 class FleetEvents:
-    """Collects what happens and hands it to every listener."""
+    """Collects what happens to the fleet, and hands it to every listener."""
 
     def __init__(self, view: MembershipView, status: FleetStatus) -> None:
         self._view = view
@@ -90,25 +74,28 @@ class FleetEvents:
         self._workers: dict[str, dict[str, Any]] = {}
         """instance_id → the last `admission` event's data."""
         self._made: WeightVersion | None = None
-        """By the last update that was told as committed."""
-        self.canaries = CanaryCounts()
+        """The version of the last `committed` event."""
+        self.on_committed: Callable[[Mapping[str, float]], None] = lambda phases: None
+        """Called with the seconds of each phase of an update that was committed."""
+        self.on_canary: Callable[[Mapping[str, Any]], None] = lambda canary: None
+        """Called with what the numeric canary of an update has shown."""
         self._updates: dict[tuple[str, str, float | None], None] = {}
         self._stop_view: Callable[[], None] = lambda: None
         self._stop_record: Callable[[], None] = lambda: None
         self._stopping = False
 
     async def start(self) -> None:
-        """Before the status is started, so that every change of it is seen."""
+        """Call it before `FleetStatus.start`, so that no change is missed."""
         state = self._view.subjects.state
         self._made = self._view.record.made if self._view.record is not None else None
-        self._stop_view = self._view.listen(self._member)
-        self._stop_record = self._view.listen_record(self._record)
-        self._status.on_status = self._worker
-        await self._view.bus.subscribe(state.feed(HISTORY_PREFIX + ">"), self._history)
+        self._stop_view = self._view.listen(self._on_member)
+        self._stop_record = self._view.listen_record(self._on_record)
+        self._status.on_status = self._on_worker
+        await self._view.bus.subscribe(state.feed(HISTORY_PREFIX + ">"), self._on_history)
         await self._view.bus.flush()
 
     def stop(self) -> None:
-        """Ends every stream, and takes no more listeners."""
+        """Ends every stream, and refuses new listeners."""
         self._stopping = True
         self._stop_view()
         self._stop_record()
@@ -117,7 +104,7 @@ class FleetEvents:
             listener.end("stopping")
 
     async def listen(self) -> AsyncGenerator[bytes, None]:
-        """A stream's bytes. Unavailable before the first of them, when there are too many already."""
+        """The bytes of one stream. Raises Unavailable before the first byte if there are too many listeners."""
         if len(self._listeners) >= MAX_LISTENERS or self._stopping:
             raise Unavailable(
                 "this frontend is stopping" if self._stopping else f"{MAX_LISTENERS} listeners are connected",
@@ -145,16 +132,16 @@ class FleetEvents:
         self._last_id += 1
         return b"id: %d\nevent: %s\ndata: %s\n\n" % (self._last_id, kind.encode(), to_json(data))
 
-    def _tell(self, kind: Kind, data: dict[str, Any]) -> None:
+    def _send(self, kind: Kind, data: dict[str, Any]) -> None:
         if not self._listeners:
             return
         event = self._framed(kind, data)
         for listener in self._listeners:
             listener.put(event)
 
-    # ---- what happens ----
+    # ---- sources ----
 
-    def _member(self, change: Changed) -> None:
+    def _on_member(self, change: Changed) -> None:
         member = change.after or change.before
         assert member is not None
         if change.after is None:
@@ -165,9 +152,9 @@ class FleetEvents:
         else:
             what = "reconnected" if change.before.incarnation == change.after.incarnation else "restarted"
         told = {"change": what, "instance_id": member.instance_id, "incarnation": member.incarnation}
-        self._tell("member", {**told, "epoch": self._view.snapshot().epoch})
+        self._send("member", {**told, "epoch": self._view.snapshot().epoch})
 
-    def _worker(self, instance_id: str, status: WorkerStatus) -> None:
+    def _on_worker(self, instance_id: str, status: WorkerStatus) -> None:
         now = {
             "instance_id": instance_id,
             "incarnation": status.incarnation,
@@ -180,13 +167,13 @@ class FleetEvents:
         }
         if self._workers.get(instance_id) != now:
             self._workers[instance_id] = now
-            self._tell("admission", now)
+            self._send("admission", now)
 
-    def _record(self, record: DecisionRecord) -> None:
+    def _on_record(self, record: DecisionRecord) -> None:
         if record.made == self._made:
-            return  # it was opened
+            return  # the update was opened, and its commit is known
         self._made = record.made
-        self._tell(
+        self._send(
             "update",
             {
                 "change": "committed",
@@ -197,7 +184,7 @@ class FleetEvents:
             },
         )
 
-    async def _history(self, message: Msg) -> None:
+    async def _on_history(self, message: Msg) -> None:
         if is_marker(message.headers):
             return
         try:
@@ -207,7 +194,7 @@ class FleetEvents:
             return
         key = (entry.update_id, entry.outcome, entry.began_at)
         if not entry.update_id or key in self._updates:
-            return  # the workers' own model; or told before
+            return  # the workers' own model, or an event that was sent before
         self._updates[key] = None
         while len(self._updates) > TOLD_UPDATES:
             del self._updates[next(iter(self._updates))]
@@ -224,5 +211,7 @@ class FleetEvents:
             told["excluded"] = list(entry.excluded)
         if entry.canary is not None:
             told["canary"] = dict(entry.canary)
-            self.canaries.take(entry.canary)
-        self._tell("update", told)
+            self.on_canary(entry.canary)
+        if entry.outcome == "committed":
+            self.on_committed(entry.phases)
+        self._send("update", told)

@@ -1,4 +1,4 @@
-"""Serves `<ns>.<comp>.fleet`: the facade's twin, by one NATS message, in JSON or msgpack."""
+"""Serves the fleet's ops on the NATS subject `<ns>.<comp>.fleet`, in JSON or msgpack."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import nats.errors
 from nats.aio.msg import Msg
 
 from frontend.facade.calls import FleetCalls
-from frontend.server.http import error_body, to_json
+from frontend.server.replies import error_body, to_json
 from rl_plane.bus.connection import Bus
 from rl_plane.errors import InvalidRequest, PayloadTooLarge, PlaneError, Unavailable
 from rl_plane.protocol.envelope import (
@@ -29,15 +29,15 @@ log = logging.getLogger("frontend.fleet")
 
 QUEUE = "frontends"
 MAX_IN_FLIGHT = 256
-"""Messages under way in one frontend: each waits for a whole fleet, and all share one core."""
+"""Messages under way in one frontend. Each waits for a whole fleet, and all share one core."""
 
 
 def call_body(request: Request) -> dict[str, Any]:
-    """The op's body with the envelope's selection; what both give must be the same."""
+    """The op's body with the selection of the envelope. A field that both give must have the same value."""
     for key in ("fence", "incarnation"):
         if getattr(request, key) is not None:
             raise InvalidRequest(
-                f"{key} belongs into a message to one worker",
+                f"{key} belongs in a message to one worker",
                 field=key,
                 fix="leave it out",
             )
@@ -54,7 +54,7 @@ def call_body(request: Request) -> dict[str, Any]:
 
 
 class FleetService:
-    """Each message is a task of its own; without a reply subject it is done all the same."""
+    """Answers messages, each in a task of its own. A message without a reply subject is carried out too."""
 
     def __init__(self, bus: Bus, subject: str, calls: FleetCalls) -> None:
         self._bus = bus
@@ -68,7 +68,7 @@ class FleetService:
         await self._bus.flush()
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no more messages, and lets those under way end within the time."""
+        """Refuses new messages, and waits at most `grace_s` for those under way."""
         if self._subscription is not None and not self._bus.nc.is_closed:
             with contextlib.suppress(nats.errors.Error):
                 await self._subscription.unsubscribe()
@@ -99,7 +99,7 @@ class FleetService:
 
     async def _run(self, data: bytes, head: dict[str, Any]) -> dict[str, Any]:
         wire = decode(data)
-        # Told back even of a request that is refused.
+        # The reply to a refused request has them too.
         head.update({key: wire[key] for key in ("id", "op") if isinstance(wire.get(key), str)})
         request = request_from_wire(wire)
         if len(self._tasks) > MAX_IN_FLIGHT:
@@ -119,5 +119,5 @@ class FleetService:
             )
             told = {key: reply[key] for key in ("v", "id", "op")}
             packed = encode({**told, **error_body(error, time.monotonic() - start)}, form)
-        with contextlib.suppress(nats.errors.Error):  # a caller that NATS can't reach now asks again
+        with contextlib.suppress(nats.errors.Error):  # a caller that lost its connection repeats the call
             await self._bus.nc.publish(message.reply, packed)

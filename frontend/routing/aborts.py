@@ -1,4 +1,4 @@
-"""Aborts of choices that no worker has: those that wait here for one, where a worker's own abort does not find them."""
+"""Aborts choices that wait here for a worker. A worker's own abort does not find them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Ending:
-    """Choices under way, and whether they were aborted."""
+    """The choices of one call, and whether they were aborted."""
 
     def __init__(self, names: Collection[str], choices: int) -> None:
         self.names = names
@@ -27,8 +27,8 @@ class Ending:
         return self._wait is not None and not self.aborted
 
     async def unless_aborted(self, wait: Coroutine[Any, Any, T]) -> T | None:
-        """Its result, with nothing awaited after it; None once these are aborted, be it before. Once they are given
-        up, the error of that."""
+        """The result of `wait`, with nothing awaited after it. None if the choices are aborted, before or meanwhile.
+        Raises the error of `give_up` once that was called."""
         try:
             over = self._over()
         except PlaneError:
@@ -37,7 +37,7 @@ class Ending:
         if over:
             wait.close()
             return None
-        self._wait = asyncio.timeout(None)  # a bound that an abort brings to its end
+        self._wait = asyncio.timeout(None)  # an abort ends this bound
         try:
             async with self._wait:
                 found = await wait
@@ -59,7 +59,7 @@ class Ending:
         self.aborted = True
 
     def give_up(self, error: PlaneError) -> None:
-        """`error`: its own, since whoever tells it adds to it."""
+        """`error`: an error for these choices alone, because the caller adds facts to it."""
         self._end_wait()
         self._error = error
 
@@ -69,7 +69,7 @@ class Ending:
 
 
 class Aborts:
-    """What is under way in this frontend, by the names that workers would know it by."""
+    """The choices under way in this frontend, by the ids that workers know."""
 
     def __init__(self) -> None:
         self._under_way: set[Ending] = set()
@@ -84,8 +84,8 @@ class Aborts:
             self._under_way.discard(ending)
 
     def abort(self, request_ids: Collection[str] | None) -> int:
-        """Of those that a worker has, only that no other one is to have them: that one ends them. None: all. How many
-        choices have waited."""
+        """Aborts these requests, or all (None). Returns the number of choices that waited for a worker. A choice that a
+        worker has is only barred from other workers: its worker ends it."""
         asked = None if request_ids is None else frozenset(request_ids)
         count = 0
         for ending in list(self._under_way):
@@ -95,6 +95,6 @@ class Aborts:
         return count
 
     def give_up(self, error: Callable[[], PlaneError]) -> None:
-        """All that wait, and what would wait again."""
+        """Ends all choices that wait, or would wait again. `error` makes the error of each."""
         for ending in list(self._under_way):
             ending.give_up(error())

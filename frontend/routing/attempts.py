@@ -1,5 +1,5 @@
-"""One try of a request at one worker: the stream is opened, and what comes is checked, delta by delta, against what
-was committed, before it goes on."""
+"""One try of a request at one worker. Opens the stream, and checks each delta against the committed versions before it
+passes it on."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from frontend.routing.committed import Committed, Labels
+from frontend.routing.committed import Committed
 from frontend.routing.fleet_status import FleetStatus
-from frontend.routing.router import NO_WISH, Router, Wish
+from frontend.routing.router import NO_AFFINITY, Affinity, Router
+from frontend.routing.span_check import SpanCheck
 from rl_plane.bus.token_stream import IncomingStream, StreamReceiver
 from rl_plane.errors import (
     EngineFailed,
@@ -29,20 +30,20 @@ from rl_plane.protocol.token_batching import joined
 from rl_plane.protocol.versions import WeightVersion
 
 ACCEPT_TIMEOUT_S = 10.0
-"""A worker's NATS loop answers at once, also while its engine is paused; a hung one is found within 8 s."""
+"""A worker's NATS loop answers at once, also while its engine is paused. The membership finds a hung one within 8 s."""
 IDLE_TIMEOUT_S = 3600.0
-"""Between two tokens. Deaths are found otherwise; this ends what a pause without end would keep for ever."""
+"""The longest time between two tokens. A worker's death is found otherwise; this bound ends a pause without end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A worker has taken the request; under `version` of the base as it says."""
+    """A worker has taken the request. It says that it serves `version` of the base."""
 
     instance_id: str
     incarnation: str
     version: WeightVersion
     at: int = 0
-    """So many tokens were there, of workers that are lost."""
+    """The number of tokens that lost workers made before."""
 
 
 class Attempts:
@@ -64,32 +65,34 @@ class Attempts:
         self._streams: dict[str, set[IncomingStream]] = {}
         self._given_up: Callable[[], PlaneError] | None = None
 
-    def lost(self, instance_id: str) -> None:
-        """This worker died or left: whatever it was asked ends."""
+    def on_lost(self, instance_id: str) -> None:
+        """Ends the streams of a worker that died or left."""
         for stream in self._streams.get(instance_id, ()):
             stream.fail(WorkerLost("the worker died or left", instance_id=instance_id))
 
     def give_up(self, error: Callable[[], PlaneError]) -> None:
-        """All of them end, and those that are on their way."""
+        """Ends all streams, and those that are being opened."""
         self._given_up = error
         for streams in self._streams.values():
             for stream in streams:
                 stream.fail(error())
 
     async def run(
-        self, request: GenerateRequest, stream_id: str, member: Member, wish: Wish = NO_WISH
+        self, request: GenerateRequest, stream_id: str, member: Member, affinity: Affinity = NO_AFFINITY
     ) -> AsyncGenerator[Accepted | GenerateDelta, None]:
-        """Accepted, then deltas with checked spans, of which the last has `finish_reason`. Nothing is awaited before
-        the request is sent: what was looked at when the worker was chosen holds for it. Closing it aborts."""
+        """Yields Accepted, then deltas with checked spans; the last delta has `finish_reason`. Closing it aborts.
+
+        Nothing is awaited before the request is sent, so the lease and the record that chose the worker still hold."""
         may_make, witnesses = partial(self._status.may_make, member), bool(member.info.get("witnesses", True))
-        labels = self._committed.labels(request.adapter, may_make, witnesses)
+        history = self._committed.history
+        check = SpanCheck(history, request.adapter, history.count, may_make, witnesses)
         message = {
             "request": request.model_dump(exclude_defaults=True),
             "sequence": self._committed.sequence,
             "incarnation": member.incarnation,
         }
         subject = self._view.subjects.generate(member.instance_id)
-        turn = self._router.started(member.instance_id, request.prompt_size(), wish)
+        opened = self._router.on_start(member.instance_id, request.prompt_size(), affinity)
         streams = self._streams.setdefault(member.instance_id, set())
         stream = None
         try:
@@ -100,13 +103,13 @@ class Attempts:
                 stream.fail(WorkerLost("the worker left just now", instance_id=member.instance_id))
             if self._given_up is not None:
                 stream.fail(self._given_up())
-            async with aclosing(self._events(stream, request, labels)) as events:
+            async with aclosing(self._events(stream, request, check)) as events:
                 async for event in events:
                     if isinstance(event, GenerateDelta) and event.token_ids:
-                        self._router.grew(turn, len(event.token_ids))
+                        self._router.on_tokens(opened, len(event.token_ids))
                     yield event
         finally:
-            self._router.ended(turn)
+            self._router.on_end(opened)
             if stream is not None:
                 streams.discard(stream)
                 await stream.close()
@@ -114,7 +117,7 @@ class Attempts:
                 del self._streams[member.instance_id]
 
     async def _events(
-        self, stream: IncomingStream, request: GenerateRequest, labels: Labels
+        self, stream: IncomingStream, request: GenerateRequest, check: SpanCheck
     ) -> AsyncGenerator[Accepted | GenerateDelta, None]:
         async with aclosing(stream.batches()) as batches:
             first, *batch = await _first(batches)
@@ -131,7 +134,7 @@ class Attempts:
                             _check_prompt_logprobs(delta)
                     if delta.spans:
                         await self._committed.learn(delta.spans)
-                    labels.take(delta, stream.arrived)
+                    check.take(delta, stream.arrived)
                     yield delta
                     if delta.finish_reason is not None:
                         return
@@ -161,7 +164,8 @@ def _accepted(message: dict[str, Any]) -> Accepted:
 
 
 def _deltas(batch: list[dict[str, Any]], request: GenerateRequest) -> Iterator[GenerateDelta]:
-    """Of what came at once as few as can be, unless that grows too large; then the error, if one is not right."""
+    """Merges the deltas that came at once into as few as possible. Raises at the first wrong delta, after those before
+    it."""
     deltas: list[GenerateDelta] = []
     failure: EngineFailed | None = None
     for message in batch:
@@ -175,7 +179,7 @@ def _deltas(batch: list[dict[str, Any]], request: GenerateRequest) -> Iterator[G
 
 
 def _wrong_logprobs(delta: GenerateDelta) -> EngineFailed | None:
-    """Of weights that are broken an engine may well make tokens, and give them no numbers."""
+    """With broken weights an engine can make tokens without log probabilities."""
     tokens, logprobs = delta.token_ids, delta.logprobs or []
     if len(logprobs) != len(tokens):
         return EngineFailed(f"the worker sent {len(logprobs)} logprobs with {len(tokens)} tokens")

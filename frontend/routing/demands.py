@@ -1,7 +1,7 @@
-"""What a request demands of the weights that make its tokens, and what is to happen where that can't be: pure.
+"""The demands of a request on the weights that make its tokens. Pure.
 
-Versions are compared by their sequence: of the base's, or of the adapter's where a request names one and that is newer.
-A demand is looked at when a worker is chosen, and again with all that comes from it, before that goes on."""
+Versions are compared by sequence: the base's, or the adapter's if the request names one and it is newer. Demands are
+checked when a worker is chosen, and again for every delta before it is delivered."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from rl_plane.protocol.record import Held
 MAX_LABEL_CHARS = 256
 
 OF_VERSIONS = ("min_version", "max_lag", "one_version")
-"""The demands that only an engine can keep that tells which weights make its tokens."""
+"""The demands that need an engine which can say which weights make its tokens."""
 
 OnStale = Literal["wait", "refuse", "cut"]
 
 
 class DemandFields(BaseModel):
-    """Of a request's body, at its top or in `nvext`."""
+    """The demands in a request's body, at its top or in `nvext`."""
 
     min_version: int | str | None = None
-    """The oldest version that may make a token: its sequence, or its label, of the base or of the request's adapter."""
+    """The oldest version that may make a token: a sequence or a label, of the base or of the request's adapter."""
     max_lag: int | None = Field(None, ge=0)
-    """How many sequences the version of any token may be behind the committed one, until it is delivered."""
+    """How far the version of a token may be behind the committed one when it is delivered, in sequences."""
     one_version: bool | None = None
-    """All tokens of a choice are made by one version."""
+    """One version makes all tokens of a choice."""
     on_stale: OnStale | None = None
-    """Before the first token `wait` (the default) and `cut` wait for a version that will do, `refuse` does not. After
-    it `cut` ends the choice with its tokens so far, the others end it with an error that carries them."""
+    """What happens if the weights do not meet the demands. Before the first token, `wait` (the default) and `cut` wait
+    for a version that does, and `refuse` fails. Later, `cut` ends the choice with its tokens so far, and the others
+    fail with an error that carries them."""
     migrate: bool | None = None
-    """A choice whose worker is lost after the first token goes on at another one."""
+    """Another worker continues a choice whose worker is lost after the first token."""
 
     @field_validator("min_version", mode="before")
     @classmethod
@@ -51,6 +52,8 @@ class DemandFields(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Demands:
+    """The demands of one request. The fields are those of DemandFields."""
+
     min_version: int | str | None = None
     max_lag: int | None = None
     one_version: bool = False
@@ -62,7 +65,7 @@ class Demands:
         return self.min_version is not None or self.max_lag is not None or self.one_version
 
     def named(self) -> list[str]:
-        """Those of them, by their fields."""
+        """The fields of the demands on versions."""
         given = self.min_version is not None, self.max_lag is not None, self.one_version
         return list(compress(OF_VERSIONS, given))
 
@@ -71,7 +74,7 @@ NO_DEMANDS = Demands()
 
 
 def demands_of(body: DemandFields, nvext: DemandFields | None = None) -> Demands:
-    """`nvext`: where they may stand too."""
+    """The demands of a body and its `nvext`. A field that both give must have the same value."""
     found: dict[str, Any] = {}
     for each in fields(Demands):
         given = [
@@ -105,7 +108,7 @@ class Point:
 
 
 def point_of(held: Held, adapter: str | None) -> Point:
-    """Of the weights that make a request's tokens, where this state is held."""
+    """The place of the weights that make a request's tokens in this state."""
     newest = held.version.sequence
     if adapter is not None and (version := held.adapters.get(adapter)) is not None:
         newest = max(newest, version.sequence)
@@ -113,7 +116,7 @@ def point_of(held: Held, adapter: str | None) -> Point:
 
 
 def point_of_span(span: VersionSpan) -> Point | None:
-    """None: nobody knows."""
+    """The place of the weights of a span. None: it is unknown."""
     if span.run is None or span.sequence is None:
         return None
     return Point(span.run, max(span.sequence, span.adapter.sequence if span.adapter is not None else 0))
@@ -121,7 +124,7 @@ def point_of_span(span: VersionSpan) -> Point | None:
 
 @dataclass(frozen=True, slots=True)
 class Unmet:
-    """Why weights won't do."""
+    """The demand that weights do not meet, and why."""
 
     demand: str
     """The field."""
@@ -132,7 +135,7 @@ class Unmet:
 
 
 def not_known(label: str, adapter: str | None, unread: bool) -> Unmet:
-    """`unread`: the history could not be read."""
+    """The demand for an unknown label. `unread`: the history could not be read."""
     of = "the base" if adapter is None else f"the base or {adapter[:64]!r}"
     words = f"no version {label[:64]!r} of {of} is known"
     if unread:
@@ -142,10 +145,10 @@ def not_known(label: str, adapter: str | None, unread: bool) -> Unmet:
 
 
 def at_admission(demands: Demands, serves: Point, committed: Point, made_by: Point | None = None) -> Unmet | None:
-    """May a worker that serves this version make the next token? `made_by`: what made the tokens so far, of other
-    workers. A label in `min_version` was named by its sequence before."""
+    """The demand that a worker which serves this version does not meet for the next token. `made_by`: the version of
+    the tokens so far. The caller has replaced a label in `min_version` by its sequence."""
     oldest = demands.min_version
-    assert not isinstance(oldest, str), "a label orders nothing"
+    assert not isinstance(oldest, str), "labels have no order"
     if demands.one_version and made_by is not None and serves != made_by:
         return Unmet("one_version", f"{serves} is served, and the tokens so far were made by {made_by}")
     if oldest is not None and serves.run != committed.run:
@@ -159,7 +162,7 @@ def at_admission(demands: Demands, serves: Point, committed: Point, made_by: Poi
 
 
 def at_delivery(demands: Demands, spans: Sequence[VersionSpan], committed: Point) -> Unmet | None:
-    """May all of these tokens of one choice be delivered? Likewise."""
+    """The demand that these tokens of one choice do not meet when they are delivered."""
     if demands.one_version and len(spans) > 1:
         one, other = (point_of_span(span) or UNKNOWN for span in spans[:2])
         return Unmet("one_version", f"tokens from {spans[1].start} on were made by {other}, those before by {one}")
@@ -175,5 +178,5 @@ def at_delivery(demands: Demands, spans: Sequence[VersionSpan], committed: Point
 
 
 def _lag(one: Point, committed: Point) -> int | None:
-    """None: it is of another run."""
+    """The difference in sequences. None: the versions are of different runs."""
     return committed.sequence - one.sequence if one.run == committed.run else None

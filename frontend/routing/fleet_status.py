@@ -1,5 +1,5 @@
-"""Who takes generation now, and how busy it is: what workers tell on the status subject, and `state` where a
-message may have been missed."""
+"""The status of each worker: whether it takes generation, and its load. Workers send it on the status subject; this
+module asks for `state` where it may have missed a message."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from rl_plane.protocol.generation import VersionSpan
 log = logging.getLogger("frontend.status")
 
 ASK_CLOSED_S = 2.0
-"""How often workers that are closed, unknown or behind are asked: a lost message then costs no more than this."""
+"""The interval at which closed, unknown and late workers are asked. A lost message costs no more than this."""
 ASK_RETRY_S = 0.2
-"""After a failed question, for example while NATS restarts."""
+"""The pause after a failed question, for example while NATS restarts."""
 REFUSED_S = 0.1
-"""A worker that refused a request is left alone so long, unless it says something new before."""
+"""A worker that refused a request gets no other one for this long, unless its status changes before."""
 
 
 CLOSED_REASONS = (
@@ -45,24 +45,26 @@ CLOSED_REASONS = (
     "checking",
     "engine",
 )
-"""Why a worker is closed, as it tells: see docs/operators.md. Metrics have these and no other words of a worker."""
+"""The reasons why a worker may be closed: see docs/operators.md. Metrics use these words alone as labels."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
+    """What a worker has said about itself."""
+
     incarnation: str
     reasons: tuple[str, ...]
-    """Why it is closed; none: it is open."""
+    """Why the worker is closed. Empty: it is open."""
     load: Load
     heard_at: float
     """Monotonic seconds."""
     version: Mapping[str, Any] | None = None
-    """The committed version of the base that it holds."""
+    """The committed version of the base that the worker holds."""
     paused: bool = False
     sequence: int | None = None
-    """Of the committed state that it holds whole; None: it holds none."""
+    """The sequence of the committed state that the worker holds. None: it does not hold one completely."""
     adapters: Mapping[str, Any] = field(default_factory=dict)
-    """Adapter → the version of it that it holds."""
+    """Adapter → the version that the worker holds."""
 
     @property
     def open(self) -> bool:
@@ -72,13 +74,13 @@ class WorkerStatus:
         return replace(self, load=Load(), heard_at=0.0)
 
     def serves(self, adapter: str | None) -> Point | None:
-        """What makes the tokens of a request for it; None: not known."""
+        """The version that makes the tokens of a request for this adapter. None: it is unknown."""
         held = [self.version, self.adapters.get(adapter) if adapter is not None else None]
         sequences = [int(version["sequence"]) for version in held if version is not None]
         return Point(str(self.version["run"]), max(sequences)) if self.version is not None else None
 
     def holds(self, span: VersionSpan) -> bool:
-        """Exactly the weights that made these tokens."""
+        """Whether the worker holds exactly the weights that made these tokens."""
         base, adapter = self.version, span.adapter
         if base is None or (base["run"], base["sequence"], base["digest"]) != (
             span.run,
@@ -93,7 +95,7 @@ class WorkerStatus:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any], incarnation: str, heard_at: float) -> WorkerStatus:
-        """From a status message or a `state` reply."""
+        """Reads a status message or a `state` reply."""
         return cls(
             incarnation,
             () if wire["admission"]["open"] else tuple(wire["admission"]["reasons"]) or ("closed",),
@@ -112,32 +114,33 @@ class WorkerStatus:
 
 
 class FleetStatus:
-    """`admitted()` is the router's input; `wait_changed` tells when it may be worth another look."""
+    """The status of every worker. The router picks from `admitted()`; `wait_changed` waits for a change."""
 
     def __init__(self, client: RlClient, view: MembershipView) -> None:
         self._client = client
         self._view = view
         self._known: dict[str, WorkerStatus] = {}
-        self._last_told: dict[str, WorkerStatus] = {}
-        """Kept while it is asked again: a worker does not go back to weights that it has left."""
+        self._last_status: dict[str, WorkerStatus] = {}
+        """The last status, which stays while a worker is asked again: a worker never returns to weights that it has
+        left."""
         self._refused_until: dict[str, float] = {}
         self._changed = asyncio.Event()
         self._ask_now = asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
         self._stop_listening: Callable[[], None] | None = None
         self.on_status: Callable[[str, WorkerStatus], None] = lambda instance_id, status: None
-        """Called with what a member told, whether it is new or not."""
+        """Called with each status of a member, changed or not."""
         self.on_load: Callable[[str, WorkerStatus], None] = lambda instance_id, status: None
-        """Likewise, for the router."""
+        """Called likewise, for the router."""
 
     async def start(self) -> None:
-        await self._client.bus.subscribe(self._view.subjects.status, self._message)
+        await self._client.bus.subscribe(self._view.subjects.status, self._on_message)
         await self._client.bus.flush()
-        self._stop_listening = self._view.listen(self._member_changed)
-        self._client.bus.on_reconnect(self._reconnected)
+        self._stop_listening = self._view.listen(self._on_member_change)
+        self._client.bus.on_reconnect(self._on_reconnect)
         with contextlib.suppress(PlaneError):
             await self._ask({member.instance_id for member in self._view.snapshot()})
-        self._asking = asyncio.create_task(self._ask_forever())
+        self._asking = asyncio.create_task(self._ask_repeatedly())
 
     async def stop(self) -> None:
         if self._stop_listening is not None:
@@ -146,7 +149,7 @@ class FleetStatus:
             await end_tasks([self._asking])
 
     def admitted(self, adapter: str | None = None) -> dict[str, WorkerStatus]:
-        """By instance id, the members that are open (and have told that they hold the adapter)."""
+        """instance id → status of the members that are open, and have said that they hold the adapter."""
         now = time.monotonic()
         self._refused_until = {key: until for key, until in self._refused_until.items() if until > now}
         found = {}
@@ -163,7 +166,7 @@ class FleetStatus:
         return found
 
     def why_closed(self, adapter: str | None = None) -> dict[str, str]:
-        """instance_id → reasons, of the members that are not open (or have not told that they hold the adapter)."""
+        """instance id → reasons of the members that are not open, or have not said that they hold the adapter."""
         found = {}
         for member in self._view.snapshot():
             status = self._known.get(member.instance_id)
@@ -176,7 +179,7 @@ class FleetStatus:
         return found
 
     def closed_by_reason(self) -> dict[str, int]:
-        """Reason → how many members it closes. A member that has several counts for each."""
+        """Reason → the number of members that it closes. A member with several reasons counts for each."""
         found = dict.fromkeys(CLOSED_REASONS, 0)
         for member in self._view.snapshot():
             status = self._known.get(member.instance_id)
@@ -186,29 +189,29 @@ class FleetStatus:
         return found
 
     def may_make(self, member: Member, span: VersionSpan) -> bool:
-        """Whether this worker may still make tokens by these weights: False once it has told that it holds others."""
-        status = self._last_told.get(member.instance_id)
+        """Whether the worker may still make tokens by these weights. False once it has said that it holds others."""
+        status = self._last_status.get(member.instance_id)
         return status is None or status.incarnation != member.incarnation or status.holds(span)
 
-    def refused(self, instance_id: str) -> None:
-        """It is open as far as we know, but took no request."""
+    def on_refusal(self, instance_id: str) -> None:
+        """A worker refused a request although its status is open."""
         self._refused_until[instance_id] = time.monotonic() + REFUSED_S
 
     async def wait_changed(self, timeout_s: float) -> None:
-        """Until something may have changed; a refusal that wears off counts."""
+        """Waits until something may have changed. The end of `REFUSED_S` after a refusal counts."""
         changed = self._changed
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(timeout_s, REFUSED_S) if self._refused_until else timeout_s):
                 await changed.wait()
 
     def wake(self) -> None:
-        """Whoever waits looks again."""
+        """Wakes all that wait in `wait_changed`."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    # ---- what is heard ----
+    # ---- status messages ----
 
-    async def _message(self, message: Msg) -> None:
+    async def _on_message(self, message: Msg) -> None:
         now = time.monotonic()
         try:
             wire = msgpack.unpackb(message.data)
@@ -219,37 +222,37 @@ class FleetStatus:
             return
         member = self._view.member(instance_id)
         if member is not None and member.incarnation == status.incarnation:
-            self._take(instance_id, status)  # one that is not listed yet is asked when it is
+            self._take(instance_id, status)  # a worker that is not a member yet is asked when it joins
 
     def _take(self, instance_id: str, status: WorkerStatus) -> None:
         before = self._known.get(instance_id)
         refused = self._refused_until.pop(instance_id, None)
-        self._known[instance_id] = self._last_told[instance_id] = status
+        self._known[instance_id] = self._last_status[instance_id] = status
         self.on_status(instance_id, status)
         self.on_load(instance_id, status)
-        # Nobody waits for another load, which changes all the time.
+        # A changed load wakes nothing: it changes all the time.
         if refused is not None or before is None or before.but_load() != status.but_load():
             self.wake()
 
-    def _member_changed(self, change: Changed) -> None:
+    def _on_member_change(self, change: Changed) -> None:
         if change.after is None:
             assert change.before is not None
             self._known.pop(change.before.instance_id, None)
-            self._last_told.pop(change.before.instance_id, None)
+            self._last_status.pop(change.before.instance_id, None)
             self._refused_until.pop(change.before.instance_id, None)
         else:
             self._ask_now.set()
         self.wake()
 
-    async def _reconnected(self) -> None:
-        # What they told meanwhile is lost: all count as unknown, and are asked.
+    async def _on_reconnect(self) -> None:
+        # Messages of the outage are lost, so every worker is unknown, and is asked.
         self._known.clear()
         self._ask_now.set()
 
-    # ---- what is asked ----
+    # ---- questions ----
 
     def _unsure(self) -> set[str]:
-        """Those that may take requests, or adapters, without our knowing."""
+        """The workers whose status may be out of date."""
         committed = self._view.record.sequence if self._view.record is not None else None
         return {
             member.instance_id
@@ -260,7 +263,7 @@ class FleetStatus:
             or status.sequence != committed
         }
 
-    async def _ask_forever(self) -> None:
+    async def _ask_repeatedly(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ASK_CLOSED_S):

@@ -1,8 +1,7 @@
-"""Which workers have computed the beginning of a prompt before: a bounded table of hashes.
+"""A bounded table of the workers that have computed the beginning of a prompt before.
 
-A prompt is hashed at lengths that grow by a third or a half, so one of any length has a few entries, and of two
-prompts that begin alike at least two thirds of what is alike is found. What is wrong here costs time, never a token.
-"""
+A prompt is hashed at lengths that grow by a third or a half. So a prompt of any length has few entries, and at least
+two thirds of the common beginning of two prompts is found. A wrong entry costs time, never a token."""
 
 from __future__ import annotations
 
@@ -17,16 +16,16 @@ import msgpack
 from rl_plane.protocol.generation import CHARS_PER_TOKEN, GenerateRequest
 
 FIRST_TOKENS = 64
-"""A few of an engine's cache blocks: to compute less again is cheaper than to look for who has it."""
+"""A few of an engine's cache blocks. Computing a shorter beginning again costs less than a search."""
 MAX_TOKENS = 32_768
-"""Of a prompt that are looked at: whose first 32,768 tokens are alike mostly are the same conversation."""
+"""The number of tokens that are hashed. Prompts with the same first 32,768 tokens mostly are one conversation."""
 MIN_SHARE = 1 / 3
-"""Of a prompt that a worker must have computed before, which is half of it by the lengths that are looked at: a system
-prompt that all share draws nobody to one worker."""
+"""The share of a prompt that a worker must have computed before; by the hashed lengths, that is half of it. So a system
+prompt that all requests share draws no request to one worker."""
 MAX_ENTRIES = 65_536
-"""At some 15 for a prompt the latest four thousand; 10 MB."""
+"""The latest four thousand prompts, with about 15 entries each: 10 MB."""
 MAX_HOLDERS = 4
-"""Workers that an entry names, the latest ones."""
+"""The number of workers that an entry names, the latest ones."""
 
 
 def _lengths() -> tuple[int, ...]:
@@ -42,15 +41,16 @@ LENGTHS = _lengths()
 
 @dataclass(frozen=True, slots=True)
 class Beginnings:
-    """Of one prompt: `hashes[i]` of its first `LENGTHS[i]` tokens."""
+    """The hashes of one prompt: `hashes[i]` is that of its first `LENGTHS[i]` tokens."""
 
     hashes: tuple[int, ...]
     size: int
-    """Tokens of the prompt, MAX_TOKENS at most."""
+    """The number of tokens of the prompt, at most MAX_TOKENS."""
 
 
 def beginnings_of(request: GenerateRequest) -> Beginnings | None:
-    """None for a prompt that is too short. Only requests of one adapter and one salt share a cache."""
+    """The hashes of a request's prompt. None: it is too short. Only requests of one adapter and one salt share a
+    cache."""
     salt = (request.adapter, request.cache_salt)
     if request.prompt_token_ids is not None:
         keep = request.truncate_prompt_tokens
@@ -83,7 +83,7 @@ def _hashed(data: bytes, per_token: int, size: int, salt: object) -> Beginnings 
 
 
 class PrefixTable:
-    """The hashes are Python's own, of 64 bits: they mean something in this process only."""
+    """Hash → workers. The hashes are Python's own, of 64 bits, and are valid in this process alone."""
 
     def __init__(self) -> None:
         self._holders: OrderedDict[int, tuple[tuple[str, int], ...]] = OrderedDict()
@@ -104,7 +104,7 @@ class PrefixTable:
             self._holders.popitem(last=False)
 
     def holders(self, beginnings: Beginnings) -> tuple[int, list[str]]:
-        """How many tokens are known, and to whom: those that have the longest of its beginnings."""
+        """The longest known beginning in tokens, and the workers that have it."""
         for at in range(len(beginnings.hashes) - 1, -1, -1):
             if LENGTHS[at] < MIN_SHARE * beginnings.size:
                 break
@@ -114,7 +114,7 @@ class PrefixTable:
         return 0, []
 
     def forget(self, instance_id: str) -> None:
-        """Its cache is empty."""
+        """The worker's cache is empty now."""
         self._lives.pop(instance_id, None)
 
     def _is_warm(self, instance_id: str, life: int) -> bool:

@@ -1,6 +1,6 @@
-"""A frontend's right to route requests: it is listed in the state bucket, then asks the leader for the record, and
-for SERVING_LEASE_S from before both it knows whatever was decided, or was waited for (docs/decisions/serving-lease.md).
-"""
+"""A frontend's right to route requests. The frontend lists itself in the state bucket, then asks the leader for the
+record. For SERVING_LEASE_S from before both steps, either it knows every decision, or the coordinator waits for it
+(docs/decisions/serving-lease.md)."""
 
 from __future__ import annotations
 
@@ -30,29 +30,31 @@ from rl_plane.protocol.worker_ops import AbortedReply, AbortRequests
 log = logging.getLogger("frontend.routing.routing_lease")
 
 KEY_TTL_S = 15
-"""Three leases: a frontend that may still route is listed, and one that is gone is waited for by an update or two."""
+"""Three leases. A frontend that may still route stays listed, and one or two updates wait for a frontend that is
+gone."""
 CONFIRM_INTERVAL_S = SERVING_LEASE_S / 3
-"""Two confirmations may be lost before the lease ends."""
+"""The lease survives the loss of two confirmations."""
 RETRY_S = 0.2
-"""After a failed confirmation, for example while NATS restarts: requests wait meanwhile."""
+"""The pause after a failed confirmation, for example while NATS restarts. Requests wait meanwhile."""
 RETRY_AFTER_S = 1.0
-"""What a caller is told: NATS is mostly back by then."""
+"""The `retry_after_s` of an error. NATS has mostly recovered by then."""
 
 
 class FrontendLease:
-    """Lists this frontend while it runs, keeps the lease, and answers the coordinators that tell it a decision."""
+    """Lists this frontend while it runs, renews the lease, and acknowledges the decisions of coordinators."""
 
     def __init__(self, view: MembershipView, frontend_id: str) -> None:
         self.frontend_id = frontend_id
         self.lease = ServingLease()
-        """By the loop's seconds."""
+        """The lease, in loop seconds."""
         self._confirmed = asyncio.Event()
         self.on_abort: Callable[[list[str] | None], int] = lambda request_ids: 0
-        """Called with the names of what is to end here (None: all); how many choices waited here for a worker."""
+        """Called with the ids of the requests to abort (None: all). Returns the number of choices that waited for a
+        worker."""
         self._view = view
         self._bus: Bus = view.bus
         self._flushed: tuple[str, int] | None = None
-        """The connection on which the server is known to have our subscription."""
+        """The connection on which the server surely has the subscription."""
         self._task: asyncio.Task[None] | None = None
         self._subscription: Any = None
 
@@ -61,7 +63,7 @@ class FrontendLease:
         return self._bus.nc.is_connected and self.lease.holds(now, self._bus.identity)
 
     async def wait(self, give_up: float) -> None:
-        """Until the lease holds; NotAdmitted at `give_up` (loop seconds)."""
+        """Waits until the lease holds. Raises NotAdmitted at `give_up` (loop seconds)."""
         while not self.holds():
             left_s = give_up - asyncio.get_running_loop().time()
             if left_s <= 0:
@@ -72,7 +74,7 @@ class FrontendLease:
             await self._next_confirmation(left_s)
 
     async def _next_confirmation(self, timeout_s: float) -> None:
-        """Returns at the next one, or after the time-out."""
+        """Waits for the next confirmation, or for the time-out."""
         confirmed = self._confirmed
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -80,21 +82,21 @@ class FrontendLease:
 
     async def start(self) -> None:
         self._subscription = await self._bus.subscribe(
-            self._view.subjects.frontend(self.frontend_id), self._message
+            self._view.subjects.frontend(self.frontend_id), self._on_message
         )
-        self._bus.on_reconnect(self._reconnected)
+        self._bus.on_reconnect(self._on_reconnect)
         with contextlib.suppress(PlaneError):
-            await self._confirm()  # else soon
-        self._task = asyncio.create_task(self._keep(CONFIRM_INTERVAL_S if self.holds() else RETRY_S))
+            await self._confirm()  # otherwise _renew confirms soon
+        self._task = asyncio.create_task(self._renew(CONFIRM_INTERVAL_S if self.holds() else RETRY_S))
 
     async def stop(self) -> None:
-        """Routes nothing more, and is not waited for by any update."""
+        """Ends the lease and removes this frontend from the list, so that no update waits for it."""
         self.lease.give_up()
         task, self._task = self._task, None
         if task is not None:
             await end_tasks([task])
         state = self._view.subjects.state
-        with contextlib.suppress(PlaneError, WrongSequence, nats.errors.Error):  # else the key expires
+        with contextlib.suppress(PlaneError, WrongSequence, nats.errors.Error):  # otherwise the key expires
             self._bus.check_connected()
             if self._subscription is not None:
                 await self._subscription.unsubscribe()
@@ -108,13 +110,13 @@ class FrontendLease:
     def _key(self) -> str:
         return FRONTEND_PREFIX + self.frontend_id
 
-    async def _reconnected(self) -> None:
+    async def _on_reconnect(self) -> None:
         if self._task is not None:
-            self._task.cancel()  # what it waits for was lost with the connection
-            self._task = asyncio.create_task(self._keep(0.0))
+            self._task.cancel()  # the answer that it waits for was lost with the connection
+            self._task = asyncio.create_task(self._renew(0.0))
 
-    async def _keep(self, wait_s: float) -> None:
-        """Confirms again and again, the first time after so long."""
+    async def _renew(self, wait_s: float) -> None:
+        """Confirms repeatedly, the first time after `wait_s`."""
         while True:
             await asyncio.sleep(wait_s)
             try:
@@ -122,12 +124,12 @@ class FrontendLease:
                 wait_s = CONFIRM_INTERVAL_S
             except Exception as error:
                 if not isinstance(error, (PlaneError, nats.errors.Error)):
-                    log.exception("the lease")  # it must go on all the same
+                    log.exception("the lease")  # the loop must continue
                 log.debug("the lease could not be confirmed: %s", error)
                 wait_s = RETRY_S
 
     async def _confirm(self) -> None:
-        """First it is listed, then it asks: a coordinator that does not find it has decided before it asked."""
+        """Lists this frontend, then asks. A coordinator that does not find it in the list has decided before."""
         asked_at, connection = asyncio.get_running_loop().time(), self._bus.identity
         self._bus.check_connected()
         if self._flushed != connection:
@@ -139,14 +141,14 @@ class FrontendLease:
         self.confirm(asked_at, connection)
 
     def confirm(self, asked_at: float, connection: Connection) -> None:
-        """After `asked_at` this frontend was listed, and then the leader told the record."""
+        """After `asked_at` this frontend was listed, and then the leader returned the record."""
         if self.lease.confirm(asked_at, connection):
             confirmed, self._confirmed = self._confirmed, asyncio.Event()
             confirmed.set()
 
-    # ---- what coordinators tell ----
+    # ---- messages of coordinators ----
 
-    async def _message(self, message: Msg) -> None:
+    async def _on_message(self, message: Msg) -> None:
         start = time.monotonic()
         request = Request("")
         try:
@@ -161,7 +163,7 @@ class FrontendLease:
                 "incarnation": self.frontend_id,
                 "elapsed_s": time.monotonic() - start,
             }
-            with contextlib.suppress(nats.errors.Error):  # whoever asked hears nothing, and waits for the lease
+            with contextlib.suppress(nats.errors.Error):  # the coordinator gets no answer, and waits for the lease
                 await self._bus.nc.publish(message.reply, encode(told, format_of(message.data)))
 
     def _do(self, request: Request) -> FollowedReply | AbortedReply:
@@ -171,12 +173,12 @@ class FrontendLease:
             return AbortedReply(aborted=self.on_abort(ask.request_ids))
         if request.op != "follow_record":
             raise Unsupported(
-                f"a frontend is told follow_record and abort_requests, not {request.op!r}",
+                f"a frontend answers follow_record and abort_requests, not {request.op!r}",
                 field="op",
                 fix="send it to a worker",
             )
         body = parse_body(FollowRecord, request.body)
         assert isinstance(body, FollowRecord)
         self._view.take_record(body.record, body.sequence)
-        assert self._view.record is not None, "told just now"
+        assert self._view.record is not None, "taken just now"
         return FollowedReply(sequence=self._view.record.sequence)

@@ -1,5 +1,5 @@
-"""Waits until a worker may take a request, and names it: who is admitted, can do what is asked, and serves what is
-demanded; of those the router has the choice."""
+"""Waits until a worker may take a choice, and names it. The worker must be admitted, support what is asked, and serve
+the weights that are demanded. The router picks one of these."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from dataclasses import dataclass, field, replace
 from frontend.routing.committed import LABELS_INTERVAL_S, Committed
 from frontend.routing.demands import NO_DEMANDS, Demands, Point, Unmet, at_admission, not_known, point_of
 from frontend.routing.fleet_status import FleetStatus, WorkerStatus
-from frontend.routing.router import NO_WISH, Router, Wish, lacks_of, refused_by
+from frontend.routing.retry import Tries
+from frontend.routing.router import NO_AFFINITY, Affinity, Router, lacks_of, refused_by
 from frontend.routing.routing_lease import FrontendLease
 from rl_plane.errors import (
-    EngineFailed,
     InvalidRequest,
     NotAdmitted,
     NotFound,
     NoWorkers,
     Overloaded,
-    StaleWeights,
     Unavailable,
     Unsupported,
     WorkerLost,
@@ -30,11 +29,11 @@ from rl_plane.protocol.generation import MAX_PROMPT_TOKENS, TOGETHER, GenerateRe
 from rl_plane.protocol.subjects import check_instance_id
 
 STALE_WAIT_S = 60.0
-"""For a version that is demanded and still to be committed: a trainer's step and its update; what takes longer is to
-be told."""
+"""How long a request waits for a version that is still to be committed: a trainer's step and its update. After that the
+caller gets an error."""
 AWAY_S = 60.0
-"""A worker that left so short ago may be back, as may one that left while somebody waits: started anew it loads its
-engine and its weights. Until then what it alone can do waits, and is to be asked again rather than changed."""
+"""A worker that left less than this ago, or while a request waits, may return: a restarted worker loads its engine and
+its weights. A request that only this worker can serve waits meanwhile, and ends with an error that says to retry it."""
 MAX_EXAMPLES = 3
 """Closed workers that an error names."""
 
@@ -45,32 +44,32 @@ DEFAULTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Aim:
+class WorkerRequirements:
     """What a choice needs of its worker."""
 
     request: GenerateRequest
     pinned: str | None = None
     demands: Demands = NO_DEMANDS
-    wish: Wish = NO_WISH
+    affinity: Affinity = NO_AFFINITY
     room: int = 0
-    """The least `max_model_len` that will do, as far as workers have said that theirs is too small."""
+    """The least `max_model_len` that suffices, as far as workers have said that theirs is too small."""
     any_length: bool = False
-    """`max_tokens` is no caller's choice: where nobody has room for so many, fewer will do."""
+    """The caller did not choose `max_tokens`. Where no worker has room for so many tokens, fewer will do."""
     most: int | None = None
-    """So many tokens at most, in all, for that reason. None: `max_tokens`."""
+    """The number of tokens in all, where it is below `max_tokens` for that reason."""
     made_by: Point | None = None
-    """What made the tokens so far. None: there are none, or nobody knows."""
+    """The version that made the tokens so far. None: there are none, or the version is unknown."""
 
     def given(self, names: Collection[str]) -> set[str]:
-        """Those of these fields that ask for something."""
+        """The fields among `names` that ask for something."""
         given = {name for name in names if name in DEFAULTS and getattr(self.request, name) != DEFAULTS[name]}
         return given.union(self.demands.named())
 
 
-def _lacks(member: Member, aim: Aim) -> tuple[str, str] | None:
-    """The field that it can't do, and why."""
+def _lacks(member: Member, needs: WorkerRequirements) -> tuple[str, str] | None:
+    """The first field that the member does not support, and why."""
     lacks = lacks_of(member.info)
-    return refused_by(lacks, aim.given(_fields_of(lacks))) if lacks else None
+    return refused_by(lacks, needs.given(_fields_of(lacks))) if lacks else None
 
 
 def _fields_of(lacks: Collection[str]) -> set[str]:
@@ -79,18 +78,18 @@ def _fields_of(lacks: Collection[str]) -> set[str]:
 
 @dataclass(slots=True)
 class Lacking:
-    """The members that can't do some field of a request, as of one epoch."""
+    """The members that do not support some field of a request, as of one epoch."""
 
     epoch: int = -1
     fields: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """instance id → field → why not."""
+    """instance id → field → reason."""
     names: Collection[str] = ()
-    """The fields that are meant."""
+    """All fields that a member lacks."""
 
 
-class Picker:
-    """Its waits end by `admission_wait_s` after the time that `pick` is given, or by STALE_WAIT_S where only a demand
-    stands against those that are there."""
+class WorkerSelector:
+    """Selects workers. It waits at most `admission_wait_s` after the `since` of `select`, or STALE_WAIT_S where workers
+    are there and only a demand is not met."""
 
     def __init__(
         self,
@@ -109,43 +108,38 @@ class Picker:
         self._wait_s = admission_wait_s
         self._lacking = Lacking()
         self._away: dict[str, tuple[Member, float]] = {}
-        """By instance id those that have left, and when."""
+        """instance id → a member that has left, and when."""
 
-    def left(self, member: Member) -> None:
+    def on_leave(self, member: Member) -> None:
         now = asyncio.get_running_loop().time()
-        since = now - AWAY_S - max(self._wait_s, STALE_WAIT_S)  # whoever waits for an older one has ended
+        since = now - AWAY_S - max(self._wait_s, STALE_WAIT_S)  # no request waits for an older one any more
         self._away = {key: (one, at) for key, (one, at) in self._away.items() if at > since}
         if member.stage is None:
             self._away[member.instance_id] = member, now
 
-    def back(self, instance_id: str) -> None:
+    def on_return(self, instance_id: str) -> None:
         self._away.pop(instance_id, None)
 
-    async def pick(
-        self,
-        aim: Aim,
-        lost: Sequence[Member],
-        since: float,
-        refusal: Unavailable | None = None,
-        failure: EngineFailed | StaleWeights | None = None,
-    ) -> Member:
-        """Under the serving lease, and nothing is awaited after it was looked at. `refusal`: the last worker's word,
-        which is raised where no other one is found. `failure`: of a worker that is still there; it is raised at once
-        where no other one can do what is asked, open or closed, as waiting mends nothing."""
+    async def select(self, needs: WorkerRequirements, since: float, tries: Tries) -> Member:
+        """The worker for a choice, under the serving lease. Nothing is awaited after the lease was checked.
+
+        Where no worker is found, `tries.refusal` is raised, if there is one. `tries.failure` is raised at once where no
+        other worker supports the request, open or closed: waiting would not help."""
+        lost, refusal, failure = tries.lost, tries.refusal, tries.failure
         loop = asyncio.get_running_loop()
-        if aim.pinned is not None:
+        if needs.pinned is not None:
             await self._lease.wait(since + self._wait_s)
-            await self._check_pin(aim.pinned)
+            await self._check_pin(needs.pinned)
         unmet: Unmet | None = None
         while True:
             await self._lease.wait(since + self._bound_s(unmet))
-            await self._learn(aim.demands, aim.request.adapter)
+            await self._learn(needs.demands, needs.request.adapter)
             if not self._lease.holds():
-                continue  # it ended meanwhile
-            if failure is not None and not self._anybody(aim, since, lost):
+                continue  # the lease ended meanwhile
+            if failure is not None and not self._any_other(needs, since, lost):
                 raise failure
-            fit, unmet = self._fit(aim, self._able(aim, since, lost))
-            if (chosen := self.router.pick(fit, aim.wish)) is not None:
+            fit, unmet = self._fit(needs, self._able(needs, since, lost))
+            if (chosen := self.router.pick(fit, needs.affinity)) is not None:
                 member = self._view.member(chosen)
                 if member is not None:
                     return member
@@ -155,97 +149,109 @@ class Picker:
                     workers=len(fit),
                     retry_after_s=1.0,
                 )
-            if unmet is not None and self._is_final(aim):
+            if unmet is not None and self._is_final(needs):
                 raise unmet.error()
             left = since + self._bound_s(unmet) - loop.time()
             if left <= 0:
                 raise failure or (
-                    unmet.error() if unmet is not None else refusal or self._nobody(aim, since, lost)
+                    unmet.error() if unmet is not None else refusal or self._no_worker(needs, since, lost)
                 )
-            # That the history can be read again, nobody tells.
+            # No event says that the history can be read again.
             unread = unmet is not None and self._committed.labels_unread
             await self._status.wait_changed(min(left, LABELS_INTERVAL_S) if unread else left)
 
     def with_room(
-        self, aim: Aim, short: Member, lost: Sequence[Member], since: float, prompt: int | None, made: int
-    ) -> Aim | None:
-        """After this one had too little room for the prompt and `max_tokens`, as only a worker can tell of a text. Who
-        is open and has more is next; else, where nobody chose that length, as many tokens as fit here, if those are
-        `min_tokens`; else it is worth waiting for who is closed, or away. None: nobody has more. InvalidRequest where
-        it is the prompt alone that nobody has room for. `prompt`: its tokens, with the `made` ones."""
+        self,
+        needs: WorkerRequirements,
+        short: Member,
+        lost: Sequence[Member],
+        since: float,
+        prompt: int | None,
+        made: int,
+    ) -> WorkerRequirements | None:
+        """The requirements after `short` had too little room for the prompt and `max_tokens`. None: no other worker
+        helps.
+
+        Only a worker can count the tokens of a text. The next try is, in this order:
+
+        - an open worker with more room
+        - this worker with fewer tokens, if the caller did not choose `max_tokens` and `min_tokens` still fits
+        - a closed or absent worker with more room, which is worth waiting for
+
+        Raises InvalidRequest if no worker has room for the prompt alone. `prompt`: its tokens, with the `made` ones."""
         room = _room(short)
-        longer = replace(aim, room=room + 1, most=None)
-        if aim.pinned is None:
+        longer = replace(needs, room=room + 1, most=None)
+        if needs.pinned is None:
             able = self._able(longer, since, lost)
-            if any(self.router.takes_more(key) for key in able) or (able and not aim.any_length):
+            if any(self.router.takes_more(key) for key in able) or (able and not needs.any_length):
                 return longer
-        if aim.any_length and prompt is not None:
+        if needs.any_length and prompt is not None:
             most = made + room - prompt
-            if max(made, aim.request.min_tokens - 1) < most < (aim.most or aim.request.max_tokens):
-                return replace(aim, room=room, most=most)
-        waits = aim.pinned is None and (self._anybody(longer, since) or self._may_be_back(longer, since))
+            if max(made, needs.request.min_tokens - 1) < most < (needs.most or needs.request.max_tokens):
+                return replace(needs, room=room, most=most)
+        waits = needs.pinned is None and (self._any_other(longer, since) or self._may_be_back(longer, since))
         if waits:
             return longer
-        if aim.any_length and prompt is not None and not made and prompt >= room:
+        if needs.any_length and prompt is not None and not made and prompt >= room:
             raise InvalidRequest(
                 f"{prompt} prompt tokens leave no room for a new one: at most {room} together",
-                field="prompt" if aim.request.prompt_token_ids is None else "prompt_token_ids",
+                field="prompt" if needs.request.prompt_token_ids is None else "prompt_token_ids",
                 fix=f"send at most {room - 1}",
                 prompt_tokens=prompt,
             )
         return None
 
     def may_ask_again(self, since: float) -> bool:
-        """Another worker, where one has refused?"""
+        """Whether there is time to try another worker after a refusal."""
         return asyncio.get_running_loop().time() < since + self._wait_s
 
     def may_wait(self, since: float) -> bool:
-        """For weights that are as demanded, once more?"""
+        """Whether there is time to wait for weights that meet the demands."""
         return asyncio.get_running_loop().time() < since + STALE_WAIT_S
 
     def _bound_s(self, unmet: Unmet | None) -> float:
         return self._wait_s if unmet is None else max(self._wait_s, STALE_WAIT_S)
 
-    # ---- who may have it ----
+    # ---- candidates ----
 
-    def _able(self, aim: Aim, since: float, lost: Sequence[Member]) -> Mapping[str, WorkerStatus]:
-        """Those that are admitted, can do what is asked, and were not lost under this request."""
-        admitted = self._status.admitted(self._needed(aim.request.adapter))
-        unable = self._unable(aim, since)
-        if aim.pinned is not None:
-            if aim.pinned in unable:
-                raise _unsupported(*unable[aim.pinned])
-            return {key: status for key, status in admitted.items() if key == aim.pinned}
-        out = self._out(aim, since, lost)
+    def _able(self, needs: WorkerRequirements, since: float, lost: Sequence[Member]) -> Mapping[str, WorkerStatus]:
+        """The workers that are admitted, support the request, and were not lost under it."""
+        admitted = self._status.admitted(self._needed(needs.request.adapter))
+        unable = self._unable(needs, since)
+        if needs.pinned is not None:
+            if needs.pinned in unable:
+                raise _unsupported(*unable[needs.pinned])
+            return {key: status for key, status in admitted.items() if key == needs.pinned}
+        out = self._out(needs, since, lost)
         return {key: status for key, status in admitted.items() if key not in out} if out else admitted
 
-    def _anybody(self, aim: Aim, since: float, lost: Sequence[Member] = ()) -> bool:
-        """Who is closed counts too: it may open soon."""
-        out = self._out(aim, since, lost)
+    def _any_other(self, needs: WorkerRequirements, since: float, lost: Sequence[Member] = ()) -> bool:
+        """Whether any other worker supports the request. A closed worker counts, because it may open soon."""
+        out = self._out(needs, since, lost)
         return any(member.instance_id not in out for member in self._view.snapshot())
 
-    def _may_be_back(self, aim: Aim, since: float) -> bool:
-        """Somebody who could do it, and left a short while before the request came, or since."""
+    def _may_be_back(self, needs: WorkerRequirements, since: float) -> bool:
+        """Whether a worker that supports the request left shortly before it came, or since."""
         return any(
-            at > since - AWAY_S and _room(member) >= aim.room and _lacks(member, aim) is None
+            at > since - AWAY_S and _room(member) >= needs.room and _lacks(member, needs) is None
             for member, at in self._away.values()
         )
 
-    def _out(self, aim: Aim, since: float, lost: Sequence[Member]) -> Collection[str]:
-        """Those that can't do what is asked, or were lost under this request."""
+    def _out(self, needs: WorkerRequirements, since: float, lost: Sequence[Member]) -> Collection[str]:
+        """The workers that do not support the request, or were lost under it."""
         gone = {member.instance_id for member in lost if self.is_current(member)}
-        return gone | self._unable(aim, since).keys() | self._short(aim)
+        return gone | self._unable(needs, since).keys() | self._short(needs)
 
-    def _fit(self, aim: Aim, able: Mapping[str, WorkerStatus]) -> tuple[set[str], Unmet | None]:
-        """Those whose weights are as demanded; if there are none, why not. Without a record nobody can tell: it
-        is on its way, as an open worker has confirmed it."""
-        if not aim.demands.of_versions:
+    def _fit(self, needs: WorkerRequirements, able: Mapping[str, WorkerStatus]) -> tuple[set[str], Unmet | None]:
+        """The workers whose weights meet the demands, or the demand that none meets. Without a record there is neither:
+        the record is on its way, because an open worker has confirmed it."""
+        if not needs.demands.of_versions:
             return set(able), None
         record = self._committed.record
         if record is None:
             return set(), None
-        adapter = aim.request.adapter
-        demands = self.by_sequence(aim.demands, adapter)
+        adapter = needs.request.adapter
+        demands = self.by_sequence(needs.demands, adapter)
         if isinstance(demands.min_version, str):
             return set(), not_known(demands.min_version, adapter, self._committed.labels_unread)
         committed, unmet, fit = point_of(record.held, adapter), None, set()
@@ -253,46 +259,47 @@ class Picker:
             serves = committed if record.rolling_from is None else status.serves(adapter)
             found = None
             if serves is not None:
-                found = at_admission(demands, serves, committed, aim.made_by)
+                found = at_admission(demands, serves, committed, needs.made_by)
             if found is None:
                 fit.add(key)
             unmet = found or unmet
         return fit, None if fit else unmet
 
-    def _is_final(self, aim: Aim) -> bool:
-        """Is nothing waited for where weights won't do? As was asked; or since those of the tokens so far, which alone
-        would do, were left and do not come again."""
-        demands, record = aim.demands, self._committed.record
-        if demands.on_stale == "refuse" or aim.made_by is None or record is None:
+    def _is_final(self, needs: WorkerRequirements) -> bool:
+        """Whether it is useless to wait for other weights: the caller refuses to wait, or only the version of the
+        tokens so far would do, and it never returns."""
+        demands, record = needs.demands, self._committed.record
+        if demands.on_stale == "refuse" or needs.made_by is None or record is None:
             return demands.on_stale == "refuse"
         states = [state for state in (record.held, record.rolling_from) if state is not None]
         return demands.on_stale == "cut" or (
-            demands.one_version and aim.made_by not in [point_of(state, aim.request.adapter) for state in states]
+            demands.one_version
+            and needs.made_by not in [point_of(state, needs.request.adapter) for state in states]
         )
 
     async def _learn(self, demands: Demands, adapter: str | None) -> None:
-        """What the demands are held to, where it is not known here."""
+        """Reads the record and the label that the demands refer to, where they are unknown here."""
         if demands.of_versions and self._committed.record is None:
             await self._committed.try_read()
         if isinstance(demands.min_version, str) and self._committed.record is not None:
             await self._committed.learn_label(demands.min_version, adapter)
 
     def by_sequence(self, demands: Demands, adapter: str | None) -> Demands:
-        """With the sequence that a label in `min_version` has now, if that is known."""
+        """The demands, with the sequence in place of a label in `min_version` if it is known."""
         label = demands.min_version
         found = self._committed.sequence_of(label, adapter) if isinstance(label, str) else None
         return demands if found is None else replace(demands, min_version=found)
 
-    def _unable(self, aim: Aim, since: float) -> Mapping[str, tuple[str, str]]:
-        """instance id → the field that it can't do, and why. Unsupported if nobody can who is there or may be
-        back."""
+    def _unable(self, needs: WorkerRequirements, since: float) -> Mapping[str, tuple[str, str]]:
+        """instance id → the field that the worker does not support, and why. Raises Unsupported if no worker supports
+        the request that is there or may return."""
         members = self._view.snapshot()
         if self._lacking.epoch != members.epoch:
             told = {one.instance_id: lacks_of(one.info) for one in members}
             fields = {key: lacks for key, lacks in told.items() if lacks}
             named = {name for lacks in fields.values() for name in _fields_of(lacks)}
             self._lacking = Lacking(members.epoch, fields, named)
-        given = aim.given(self._lacking.names)
+        given = needs.given(self._lacking.names)
         if not given:
             return {}
         unable = {
@@ -300,17 +307,17 @@ class Picker:
             for key, lacks in self._lacking.fields.items()
             if (found := refused_by(lacks, given)) is not None
         }
-        if unable and len(unable) == len(members) and not self._may_be_back(aim, since):
+        if unable and len(unable) == len(members) and not self._may_be_back(needs, since):
             raise _unsupported(*next(iter(unable.values())))
         return unable
 
-    def _short(self, aim: Aim) -> set[str]:
-        if not aim.room:
+    def _short(self, needs: WorkerRequirements) -> set[str]:
+        if not needs.room:
             return set()
-        return {member.instance_id for member in self._view.snapshot() if _room(member) < aim.room}
+        return {member.instance_id for member in self._view.snapshot() if _room(member) < needs.room}
 
     def _needed(self, adapter: str | None) -> str | None:
-        """The adapter that a worker must have told us of: while two states are served, not each worker has it."""
+        """The adapter that a worker must have reported: while two states are served, some workers lack it."""
         record = self._committed.record
         if adapter is None or record is None:
             return None
@@ -323,7 +330,7 @@ class Picker:
         return adapter if record.rolling_from is not None else None
 
     def is_current(self, member: Member) -> bool:
-        """Is it still this process? A new one under the same instance id may well take the request."""
+        """Whether the member is still this process. A new process of the same instance id may take the request."""
         now = self._view.member(member.instance_id)
         return now is not None and now.incarnation == member.incarnation
 
@@ -338,11 +345,11 @@ class Picker:
                 if member is None
                 else f"{pinned} is a stage: {member.stage}",
                 field="nvext.instance_id",
-                fix="leave it out, or take one from GET /v1/rl/workers",
+                fix="leave it out, or name one of GET /v1/rl/workers",
             )
 
-    def _nobody(self, aim: Aim, since: float, lost: Sequence[Member]) -> Unavailable:
-        waited, pinned = f"after {self._wait_s:g} s", aim.pinned
+    def _no_worker(self, needs: WorkerRequirements, since: float, lost: Sequence[Member]) -> Unavailable:
+        waited, pinned = f"after {self._wait_s:g} s", needs.pinned
         if not len(self._view.snapshot()):
             return NoWorkers(f"no worker is there {waited}", fix="start one: `rl-plane worker`", retry_after_s=1.0)
         if lost:
@@ -351,17 +358,17 @@ class Picker:
                 lost=[member.instance_id for member in lost],
                 retry_after_s=1.0,
             )
-        closed = dict(self._status.why_closed(self._needed(aim.request.adapter)))
+        closed = dict(self._status.why_closed(self._needed(needs.request.adapter)))
         if pinned:
             closed = {key: why for key, why in closed.items() if key == pinned}
         else:
-            closed |= {key: f"it has no {name}" for key, (name, _) in self._unable(aim, since).items()}
-            closed |= dict.fromkeys(self._short(aim), "it has too little room for the prompt and max_tokens")
+            closed |= {key: f"it has no {name}" for key, (name, _) in self._unable(needs, since).items()}
+            closed |= dict.fromkeys(self._short(needs), "it has too little room for the prompt and max_tokens")
         examples = "; ".join(f"{key}: {why}" for key, why in list(closed.items())[:MAX_EXAMPLES])
         return NotAdmitted(
             f"{f'worker {pinned} takes' if pinned else 'no worker takes'} "
             f"{'no ' if pinned else ''}requests {waited} ({examples})",
-            fix="GET /v1/rl/workers tells why each one is closed",
+            fix="GET /v1/rl/workers says why each worker is closed",
             retry_after_s=1.0,
         )
 
@@ -371,6 +378,6 @@ def _unsupported(field: str, reason: str) -> Unsupported:
 
 
 def _room(member: Member) -> int:
-    """Tokens of a prompt and a choice together."""
+    """The room for a prompt and a choice together, in tokens."""
     told = member.info.get("max_model_len")
     return told if isinstance(told, int) else MAX_PROMPT_TOKENS

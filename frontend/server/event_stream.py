@@ -1,4 +1,4 @@
-"""Replies that end when their reader goes away."""
+"""Streamed replies, which end when their reader disconnects or stops reading."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 
 SEND_TIMEOUT_S = 30.0
-"""A reader that takes nothing for so long is gone, as far as we care: its socket's buffers are full."""
+"""A stream of fleet events ends if its reader takes nothing for this long. Its socket's buffers are full by then."""
 STALLED_S = 600.0
-"""The same for a reader of tokens, who may be busy with those that it has; it holds a place meanwhile."""
+"""The same for a stream of tokens. Its reader may be busy with earlier tokens, and occupies a place meanwhile."""
 LOOKS = 10
-"""So often in that time a stream looks at its reader: a timer for each token would cost more than the token."""
+"""How often a stream checks its reader in that time. A timer for each token would cost more than the token."""
 
 _HEADERS = {
     "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # proxies of the nginx kind would hold tokens back
+    "X-Accel-Buffering": "no",  # nginx and similar proxies would buffer the tokens
 }
 
 
@@ -33,10 +33,8 @@ async def _gone(receive: Receive) -> None:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[None, None, T], *also: asyncio.Future[None]) -> T:
-    """The work's result; when the client goes first, or one of the others ends, the work is cancelled and
-    ClientDisconnect raised.
-
-    The request's body must have been read."""
+    """The result of `work`. Cancels `work` and raises ClientDisconnect if the client disconnects first, or if one of
+    `also` ends. Read the request's body before."""
     loop, bound = asyncio.get_running_loop(), asyncio.timeout(None)
     gone = asyncio.create_task(_gone(receive))
 
@@ -61,19 +59,19 @@ async def unless_gone(receive: Receive, work: Coroutine[None, None, T], *also: a
 
 
 class EventStream(Response):
-    """Server-sent events. What fails before the first event is raised, so that it gets a status of its own."""
+    """Server-sent events. An error before the first event is raised, so that it gets an HTTP status."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None], *, framed: bool = False) -> None:
-        """`framed`: the events come as they are sent, with their own fields, not as the data alone; who reads
-        them too slowly is cut off, as nobody's work is lost by it."""
+        """`framed`: `events` yields whole events with their fields, not their data alone. A slow reader of these is cut
+        off sooner, because no work is lost by it."""
         super().__init__(None, 200, _HEADERS)
         self._framed = framed
         del self.headers["content-length"]
         self._events = events
         self._sending: float | None = None
-        """Since when the reader has been given what it has not taken yet."""
+        """Since when the reader has not taken the present event. None: it has taken all."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         stalled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -84,7 +82,7 @@ class EventStream(Response):
             self._timer.cancel()
 
     def _look_later(self, stalled: asyncio.Future[None]) -> None:
-        """It is done when the reader has taken nothing of what is being sent for too long."""
+        """Ends `stalled` when the reader has taken nothing for too long."""
         bound_s, loop = SEND_TIMEOUT_S if self._framed else STALLED_S, asyncio.get_running_loop()
 
         def look() -> None:

@@ -1,4 +1,4 @@
-"""The two listeners' sockets and servers, in one process and one loop."""
+"""The sockets and servers of the two listeners."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rl_plane.errors import InvalidRequest
 
 BACKLOG = 2048
 GRACE_S = 3
-"""How long each part of a stop waits for what is under way; open event streams would hold it for ever, and a
-container is killed after 10 s."""
+"""How long each part of a stop waits for the work under way. Open event streams never end, and a container is killed
+after 10 s."""
 KEEP_ALIVE_S = 30
-"""Longer than uvicorn's 5: a trainer's step lies between two of its calls."""
+"""Longer than uvicorn's 5 s, because a trainer's step lies between two of its calls."""
 
 
 def bind(field: str, host: str, port: int, key: str | None, insecure: bool) -> socket.socket:
-    """A listening socket. `field` is the option that names the port."""
+    """Opens a listening socket. `field`: the option that names the port, for errors."""
     if not 0 <= port <= 65_535:
         raise InvalidRequest(f"{field} is {port}", field=field, fix="use 1 to 65535, or 0 for a free one")
     if key is not None and key != key.strip():
@@ -42,7 +42,7 @@ def bind(field: str, host: str, port: int, key: str | None, insecure: bool) -> s
         raise InvalidRequest(
             f"{host!r} is no address here: {error}", field="host", fix="such as 127.0.0.1"
         ) from error
-    # Looked at after the name was resolved: what counts is where we really bind.
+    # Checked after the name was resolved, because the address that is bound decides.
     if not key and not insecure and not ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback:
         name = "admin_key" if field == "rl_port" else "api_key"
         raise InvalidRequest(
@@ -54,7 +54,7 @@ def bind(field: str, host: str, port: int, key: str | None, insecure: bool) -> s
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        # Two sockets may bind with SO_REUSEADDR until one listens: only now the port is surely ours.
+        # With SO_REUSEADDR, two sockets may bind until one listens. Only now the port is surely free.
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
@@ -82,8 +82,8 @@ def url_of(listener: socket.socket) -> str:
 
 
 class _Joined:
-    """A transport that sends what is written in one turn of the loop at once. A reply's head and its first event, and
-    its last ones, are then a packet each; to send is what an event costs most."""
+    """A transport that sends all writes of one turn of the loop together. A reply's head and its first event then share
+    a packet. Sending is the largest cost of an event."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -110,14 +110,16 @@ class _Joined:
 
 
 class _Protocol(H11Protocol):
+    """HTTP/1.1 over a joining transport."""
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_Joined(transport))  # type: ignore[arg-type]
 
 
 class Server(uvicorn.Server):
-    """Leaves signals to us, since two servers would fight over them, and tells when it accepts connections."""
+    """A uvicorn server that handles no signals, because two servers run, and says when it accepts connections."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: Starlette) -> None:
         super().__init__(
             uvicorn.Config(
                 app,

@@ -1,43 +1,45 @@
-"""What `rl-plane frontend` is told."""
+"""The options of `rl-plane frontend`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rl_plane.cli.settings import DIALECTS
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
 
+DIALECTS = ("vllm", "sglang", "prime-rl")
 DEFAULT_RL_PORT = 8002
 DEFAULT_HTTP_PORT = 8000
 DEFAULT_ADMISSION_WAIT_S = 10.0
-"""An update closes all workers for moments; longer than that is for the caller to know."""
+"""An update closes all workers for a moment. After a longer wait the caller gets an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrontendOptions:
+    """Everything that a frontend can be configured with."""
+
     nats_url: str = DEFAULT_NATS_URL
     namespace: str = DEFAULT_NAMESPACE
     component: str = DEFAULT_COMPONENT
     host: str = "127.0.0.1"
     rl_port: int | None = DEFAULT_RL_PORT
-    """The facade's port; 0: a free one; None: no facade."""
+    """The facade's port. 0: a free port. None: no facade."""
     http_port: int | None = DEFAULT_HTTP_PORT
-    """The generation API's port; likewise."""
+    """The generation API's port. 0: a free port. None: no generation API."""
     admin_key: str | None = None
-    """Bearer key of the facade. Without one it binds to loopback only."""
+    """The key of the facade. Without a key it binds to loopback only."""
     api_key: str | None = None
-    """Bearer key of the generation API. Likewise."""
+    """The key of the generation API. Without a key it binds to loopback only."""
     insecure: bool = False
     """Bind beyond loopback without a key."""
     dialects: tuple[str, ...] = DIALECTS
-    """Of trainers' own clients, spoken by the facade, which then generates too. Empty: none."""
+    """The dialects of trainers' clients that the facade answers. With a dialect, the facade generates too."""
     liveness_timeout_s: float = 5.0
     admission_wait_s: float = DEFAULT_ADMISSION_WAIT_S
     """How long a generation request waits for a worker that takes it."""
     drain_s: float = 30.0
-    """How long SIGTERM lets the choices under way take."""
+    """How long the choices under way may take after SIGTERM."""
     part_timeout_s: float = PART_TIMEOUT_S
     """How long one call's tensors may take until every rank has them, where a trainer's dialect has no word for it."""
 
@@ -58,5 +60,5 @@ class FrontendOptions:
 
     @property
     def speaks(self) -> bool:
-        """Does the facade speak a dialect?"""
+        """Whether the facade answers a dialect."""
         return self.rl_port is not None and bool(self.dialects)

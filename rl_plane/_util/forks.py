@@ -1,4 +1,4 @@
-"""What a child that is forked from this process must not keep: it may live on when this one has died."""
+"""Closes sockets and memory in a child that is forked from this process."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import weakref
 from typing import Any
 
 not_for_children: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Sockets and memory. A child that a trainer forks (a data loader's) would keep them: who is connected would not see
-that the trainer has died."""
+"""Sockets and memory that a forked child must not keep. A data loader that a trainer forks may outlive it, and the
+other ends of the sockets would not see that the trainer has died."""
 
 
 def _drop_in_child() -> None:
-    """Also the descriptors that maps have of their own. What holds them may close them later: the numbers stay."""
+    """Replaces each descriptor with /dev/null, also the duplicates that memory maps have. The numbers stay valid,
+    because their owners may close them later."""
     ours = {_identity(one.fileno()) for one in list(not_for_children) if one.fileno() >= 0}
     if ours:
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # the one that lists them is closed
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed
                 if _identity(int(name)) in ours:
                     os.dup2(nothing, int(name), inheritable=False)
         os.close(nothing)

@@ -1,4 +1,4 @@
-"""Frames between two of our processes: four bytes of length, big-endian, and so much msgpack."""
+"""Frames between two processes of the plane: four bytes of length, big-endian, then that many bytes of msgpack."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import msgpack
 
 MAX_FRAME_BYTES = 64 << 20
-"""The largest are a model's tensors without their bytes: some 100 each, for half a million of them."""
+"""The largest frame describes the tensors of a model: some 100 bytes for each of half a million."""
 
 _LENGTH = struct.Struct(">I")
 
 
 def frame_of(content: Any) -> bytes:
-    """ValueError for what nobody would read."""
+    """Encodes a frame. ValueError: it is larger than a reader accepts."""
     data: bytes = msgpack.packb(content)
     if len(data) > MAX_FRAME_BYTES:
-        raise ValueError(f"a frame of {len(data)} bytes, at most {MAX_FRAME_BYTES} are sent")
+        raise ValueError(f"a frame of {len(data)} bytes is too large; at most {MAX_FRAME_BYTES} are sent")
     return _LENGTH.pack(len(data)) + data
 
 
@@ -27,15 +27,15 @@ def send_frame(connection: socket.socket, content: Any) -> None:
 
 
 def read_frame(connection: socket.socket, max_bytes: int | None = None) -> dict[str, Any]:
-    """EOFError when the other side has gone, ValueError for what is no frame of ours. `max_bytes` None:
+    """Reads a frame. EOFError: the other side has closed. ValueError: the bytes are not a frame. `max_bytes` None:
     MAX_FRAME_BYTES."""
     limit = MAX_FRAME_BYTES if max_bytes is None else max_bytes
     (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
     if length > limit:
-        raise ValueError(f"a frame of {length} bytes, at most {limit} are read")
+        raise ValueError(f"a frame of {length} bytes is too large; at most {limit} are read")
     content = msgpack.unpackb(_read(connection, length))
     if not isinstance(content, dict):
-        raise ValueError(f"a frame that holds a {type(content).__name__}")
+        raise ValueError(f"a frame has a {type(content).__name__} in place of a map")
     return content
 
 
@@ -44,6 +44,6 @@ def _read(connection: socket.socket, count: int) -> bytes:
     while len(data) < count:
         piece = connection.recv(min(count - len(data), 1 << 20))
         if not piece:
-            raise EOFError("the other side has gone")
+            raise EOFError("the other side has closed the connection")
         data += piece
     return bytes(data)

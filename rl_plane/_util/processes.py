@@ -1,4 +1,4 @@
-"""What every process of the plane does at its start and at its end."""
+"""The start and the end of every process of the plane."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from collections.abc import Callable
 log = logging.getLogger("rl_plane._util.processes")
 
 COLLECT_EVERY = 10_000
-"""Objects more than before, until the youngest are looked through: a step of an engine with 256 streams brings some
-thousands that are gone with the next, and Python's own 700 would have them all looked through several times."""
+"""New objects until the garbage collector scans the youngest generation. A step of an engine with 256 streams creates
+thousands of objects that the next step frees. Python's default, 700, would scan them all several times."""
 
 EXIT_TOO_SLOW = 75
-"""An orderly end took longer than it may (EX_TEMPFAIL)."""
+"""The exit status if the orderly end took too long (EX_TEMPFAIL)."""
 
 
 def die_with_parent() -> Callable[[], None]:
-    """A `preexec_fn`: the kernel kills the child when the thread that made it ends, SIGKILL included."""
+    """Returns a `preexec_fn`: the kernel kills the child when the thread that started it ends, also by SIGKILL."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
 
     def set_death_signal() -> None:
@@ -33,8 +33,8 @@ def die_with_parent() -> Callable[[], None]:
 
 
 def exit_within(limit_s: float, code: int = EXIT_TOO_SLOW) -> None:
-    """Ends this process after `limit_s` whatever still runs then: a resolver's thread, for one, can't be stopped,
-    and the interpreter would wait for it."""
+    """Ends this process after `limit_s`, even if threads still run. A thread of the DNS resolver can't be stopped, and
+    the interpreter would wait for it."""
 
     def end() -> None:
         log.error("the orderly end took more than %g s", limit_s)
@@ -46,8 +46,8 @@ def exit_within(limit_s: float, code: int = EXIT_TOO_SLOW) -> None:
 
 
 def spare_collector() -> None:
-    """Once, when a process is ready: what it has imported and built stays, and the garbage collector need not look
-    through all of it again and again."""
+    """Excludes all objects so far from garbage collection. Call it once, when the process is ready: its imports and
+    tables stay, so scanning them again and again is waste."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_EVERY, *gc.get_threshold()[1:])

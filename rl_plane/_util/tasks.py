@@ -1,4 +1,4 @@
-"""Ending what runs in the background, surely."""
+"""Ends background tasks reliably."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ log = logging.getLogger("rl_plane._util.tasks")
 
 ROUND_S = 0.5
 ROUNDS = 10
-"""A cancellation that a library has swallowed is sent again; after so many the task is left behind, and named."""
+"""A library may swallow a cancellation, so it is sent again. After this many tries the task is left, and logged."""
 
 
 def never() -> bool:
-    """For work that nobody can cancel."""
+    """The `cancelled` check of work that can't be cancelled."""
     return False
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancels them and waits until they have ended; their errors have been told elsewhere."""
+    """Cancels the tasks and waits until they have ended. Their errors are reported elsewhere."""
     pending = {task for task in tasks if not task.done()}
     for _ in range(ROUNDS):
         if not pending:

@@ -1,6 +1,6 @@
 """The NATS connection of every process of the plane, and the few JetStream calls that it makes.
 
-Foreign exceptions are translated here, once. The settings and the header tricks answer measured behaviour of
+This module translates the exceptions of nats-py, once. The settings and headers follow from the measured behaviour of
 nats-py 2.16 and nats-server 2.15 (docs/decisions/membership.md).
 """
 
@@ -37,24 +37,24 @@ log = logging.getLogger("rl_plane.bus.connection")
 URL_SCHEMES = ("nats", "tls", "ws", "wss")
 
 CONNECT_TIMEOUT_S = 5.0
-"""With endless reconnects the first connect to a dead server would never return."""
+"""Bounds the first connect. nats-py tries forever, because reconnects are unlimited."""
 SERVICE_CONNECT_S = 30.0
-"""For workers and frontends: a server that is started together with them may come up after them."""
+"""The bound for workers and frontends: a server that starts together with them may be ready later."""
 RECONNECT_WAIT_S = 0.1
-"""nats-py's own 2 s would be most of the time that a restart of the server costs."""
+"""The default of nats-py, 2 s, would be most of the time that a restart of the server costs."""
 RECONNECT_GRACE_S = 1.0
-"""After a server's restart the workers are back within 0.2 s; before that a 503 means nothing."""
+"""After a restart of the server the workers reconnect within 0.2 s. A 503 in this time does not mean a death."""
 PING_INTERVAL_S = 2.0
 MAX_PINGS = 2
-"""Both ends find a dead TCP peer within 4 to 6 s; nats-py's default is 120 s × 2."""
+"""Both ends find a dead TCP peer within 4 to 6 s. The default of nats-py is 120 s × 2."""
 REQUEST_TIMEOUT_S = 2.0
-"""A JetStream call takes 0.1 ms; during a server's restart, seconds."""
+"""A JetStream call takes 0.1 ms, and seconds during a restart of the server."""
 CLOSE_TIMEOUT_S = 2.0
-"""What was published last goes out as the connection is closed; a server that has not taken it by then stands still."""
+"""`close` sends what was published last. A server that has not taken it in this time hangs."""
 MARKER_TTL_S = 60
-"""Purge markers disappear after this; a reader further behind than that resyncs."""
+"""Purge markers disappear after this time. A reader that is further behind reads the whole bucket again."""
 READ_BATCH = 20_000
-"""Messages per batch direct-get: all members of any fleet we measured (10,000) in one."""
+"""Messages in one batch of a direct get: twice the members of the largest measured fleet."""
 
 WRONG_LAST_SEQUENCE = (10071, 10164)
 STREAM_EXISTS = 10058
@@ -83,7 +83,7 @@ def _without_password(url: str) -> str:
 
 
 def _check_url(url: str) -> None:
-    """nats-py calls some of these unreachable, after a while."""
+    """Refuses a wrong address at once. nats-py reports some of them as unreachable, after a while."""
     try:
         parts = urlsplit(url if "://" in url else f"nats://{url}")
         good = parts.scheme in URL_SCHEMES and bool(parts.hostname) and parts.port != 0
@@ -115,19 +115,19 @@ async def _translated(what: str) -> AsyncIterator[None]:
 
 
 def _check_owner(bucket: Bucket, config: dict[str, Any]) -> None:
-    """`a_b.c` and `a.b_c` would share a bucket's name."""
+    """Refuses the bucket of another component: `a_b.c` and `a.b_c` would share a bucket's name."""
     owner = (config.get("metadata") or {}).get(OWNER, "")
     if owner != bucket.owner:
         raise InvalidRequest(
             f"the bucket {bucket.name} belongs to {owner or 'something else'}, not to {bucket.owner}",
             field="component",
-            fix="use another name without '_'",
+            fix="use a component name without '_'",
         )
 
 
 def _check_one_copy(bucket: Bucket, config: dict[str, Any]) -> None:
-    """A stream with replicas answers reads from a leader that may have been replaced, and can lose acknowledged writes
-    while every connection stays: the commit protocol rests on the opposite (docs/protocol.md)."""
+    """Refuses a stream with replicas. A leader that was replaced may still answer reads, and acknowledged writes can be
+    lost while every connection stays up. The commit protocol relies on the opposite (docs/protocol.md)."""
     if (replicas := int(config.get("num_replicas", 1))) > 1:
         raise Conflict(
             f"the stream {bucket.stream} has {replicas} replicas, and the fleet's state needs exactly one copy",
@@ -137,15 +137,16 @@ def _check_one_copy(bucket: Bucket, config: dict[str, Any]) -> None:
 
 
 class _Client(Client):  # type: ignore[misc]  # nats-py has no types
-    """nats-py's own waits for ever, with all who publish, for a server that stands still with bytes for it unsent."""
+    """The client of nats-py, without its endless waits. nats-py blocks every publisher while a server hangs that has
+    not taken the pending bytes."""
 
     def abort(self) -> None:
-        """Drops the connection with what was not sent: nobody waits for that any more."""
+        """Drops the connection, and the bytes that were not sent."""
         if isinstance(self._transport, TcpTransport) and self._transport._io_writer is not None:
             self._transport._io_writer.transport.abort()
 
     async def _attempt_reconnect(self) -> None:
-        self.abort()  # it is given up; closing it would first send what is left
+        self.abort()  # a close would first send the pending bytes
         await super()._attempt_reconnect()
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
@@ -156,7 +157,7 @@ class _Client(Client):  # type: ignore[misc]  # nats-py has no types
             giving_up.cancel()
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
-        """A publisher waits here once 2 MB are pending. nats-py swallows a cancellation meanwhile, a time-out's too."""
+        """Waits while 2 MB are pending. nats-py swallows a cancellation in this wait, so it is raised again here."""
         task = asyncio.current_task()
         before = task.cancelling() if task is not None else 0
         flushed = await super()._flush_pending(force_flush)
@@ -166,7 +167,7 @@ class _Client(Client):  # type: ignore[misc]  # nats-py has no types
 
 
 class Bus:
-    """A connection that comes back by itself. `on_reconnect` callbacks run, one by one, each time it has."""
+    """A connection that reconnects by itself. After each reconnect the `on_reconnect` callbacks run, one by one."""
 
     def __init__(self, url: str, name: str) -> None:
         self.url = url
@@ -183,7 +184,7 @@ class Bus:
     async def connect(
         cls, url: str = DEFAULT_NATS_URL, name: str = "rl-plane", wait_s: float = CONNECT_TIMEOUT_S
     ) -> Bus:
-        """BusUnreachable when no server answers within `wait_s`."""
+        """Connects. BusUnreachable: no server answers within `wait_s`."""
         _check_url(url)
         bus = cls(url, name)
         bus._give_up_at = time.monotonic() + wait_s
@@ -192,6 +193,7 @@ class Bus:
                 await bus.nc.connect(
                     url,
                     name=name,
+                    disconnected_cb=bus._disconnected,
                     reconnected_cb=bus._reconnected,
                     error_cb=bus._error,
                     max_reconnect_attempts=-1,
@@ -199,7 +201,7 @@ class Bus:
                     ping_interval=int(PING_INTERVAL_S),
                     max_outstanding_pings=MAX_PINGS,
                     flush_timeout=REQUEST_TIMEOUT_S,
-                    flusher_queue_size=0,  # endless: PINGs go through it too, and must not wait behind publishers
+                    flusher_queue_size=0,  # unlimited: PINGs use it too, and must not wait behind publishers
                 )
         except (nats.errors.Error, TimeoutError, OSError) as error:
             raise BusUnreachable(
@@ -213,13 +215,17 @@ class Bus:
 
     async def close(self) -> None:
         if not self.nc.is_closed:
-            with contextlib.suppress(OSError):  # the server went first
+            with contextlib.suppress(OSError):  # the server has closed it first
                 await self.nc.close()
 
     def on_reconnect(self, callback: AsyncCallback) -> Callable[[], None]:
-        """Calls it after each reconnect, from now on; the result ends that."""
+        """Registers a callback that runs after each reconnect. The result removes it."""
         self._on_reconnect.append(callback)
         return lambda: self._on_reconnect.remove(callback)
+
+    async def _disconnected(self) -> None:
+        if not self.nc.is_closed:  # a `close` is no loss
+            log.warning("%s: the connection to NATS is lost; reconnecting", self.name)
 
     async def _reconnected(self) -> None:
         log.info("%s: connected to NATS again", self.name)
@@ -230,19 +236,20 @@ class Bus:
                 log.warning("%s: after the reconnect: %s", self.name, error)
 
     async def _error(self, error: Exception) -> None:
-        # Attempts that fail come here too: expected while a server restarts. But the first connect, which would
-        # go on for ever, ends here: nats-py's loop can swallow the one cancellation that a timeout sends.
+        # Failed attempts come here too, which is normal while a server restarts. The first connect would try forever,
+        # so this ends it: the loop of nats-py can swallow the one cancellation that a time-out sends.
         if time.monotonic() > self._give_up_at:
             raise error
         log.debug("%s: NATS: %s", self.name, _words(error))
 
     @property
     def identity(self) -> tuple[str, int]:
-        """(server id, client id): how the server names this connection in its advisories."""
+        """The server id and the client id, by which the server names this connection in its advisories."""
         return str(self.nc._server_info["server_id"]), int(self.nc.client_id or 0)
 
     def check_connected(self) -> None:
-        """Nothing may sit in the reconnect buffer and be done later, when nobody waits for it any more."""
+        """BusUnreachable: the connection is down. nats-py would keep a message in its buffer and send it later, when no
+        caller waits for it any more."""
         if not self.nc.is_connected:
             raise BusUnreachable("the connection to NATS is down", retry_after_s=1.0)
 
@@ -254,8 +261,8 @@ class Bus:
     async def _request(
         self, subject: str, payload: bytes, headers: dict[str, str] | None = None
     ) -> dict[str, Any]:
-        """JetStream's answer, or its error. Not by nats-py's own request: on Python 3.11 its `wait_for` can lose a
-        cancellation, and then a task that is told to end goes on for ever."""
+        """Sends a request to JetStream, and returns the answer or raises its error. This does not use the request of
+        nats-py: on Python 3.11 its `wait_for` can lose a cancellation, and then a cancelled task never ends."""
         key = format(next(self._numbers), "x")
         answer = self._requests[key] = asyncio.get_running_loop().create_future()
         try:
@@ -277,19 +284,19 @@ class Bus:
             answer.set_result(message)
 
     async def flush(self) -> None:
-        """Returns when the server has everything that was sent before, subscriptions included."""
+        """Returns when the server has received everything that was sent before, subscriptions included."""
         async with _translated("flush"):
-            # nats-py writes the PING before what is still pending, so the first flush may overtake it.
+            # nats-py writes the PING before the pending bytes, so the first flush may overtake them.
             await self.nc.flush()
             await self.nc.flush()
 
     # ---- buckets ----
 
     async def ensure_bucket(self, bucket: Bucket) -> None:
-        """Creates the bucket unless it is there.
+        """Creates the bucket if it does not exist.
 
-        Its sequences begin at the Unix milliseconds of its creation: whoever makes it anew after a store was
-        lost, and however little they know, epochs and fences go on rising."""
+        Its sequences begin at the Unix milliseconds of its creation. So epochs and fences still rise when a bucket is
+        created again after its store was lost."""
         if (there := await self._config(bucket)) is not None:
             _check_owner(bucket, there)
             _check_one_copy(bucket, there)
@@ -314,7 +321,7 @@ class Bus:
                 await self.js.add_stream(config)
             except nats.js.errors.BadRequestError as error:
                 if error.err_code != STREAM_EXISTS:
-                    raise  # else somebody was faster
+                    raise  # else another process has just created it
 
     async def bucket_exists(self, bucket: Bucket) -> bool:
         return await self._config(bucket) is not None
@@ -339,8 +346,10 @@ class Bus:
         ttl_s: int | None = None,
         while_key: tuple[str, int] | None = None,
     ) -> int:
-        """Writes and returns the sequence. `last`: only if the key is at this sequence (0: absent); `while_key`:
-        only while *another* key is at a sequence (a lock). WrongSequence when not."""
+        """Writes a key and returns its sequence. WrongSequence: a condition does not hold.
+
+        `last`: the key must be at this sequence (0: absent). `while_key`: *another* key must be at a sequence, as the
+        lock."""
         headers: dict[str, str] = {}
         if last is not None:
             headers[_EXPECTED] = str(last)
@@ -354,7 +363,7 @@ class Bus:
         return int(ack["seq"])
 
     async def create(self, bucket: Bucket, key: str, value: bytes, ttl_s: int | None = None) -> int:
-        """Writes the key if it is absent; a purge or expiry marker counts as absent."""
+        """Writes the key if it is absent. A purge or expiry marker counts as absent."""
         try:
             return await self.put(bucket, key, value, last=0, ttl_s=ttl_s)
         except WrongSequence:
@@ -364,14 +373,15 @@ class Bus:
             return await self.put(bucket, key, value, last=entry.sequence, ttl_s=ttl_s)
 
     async def purge(self, bucket: Bucket, key: str, last: int) -> int:
-        """Compare-and-set delete: leaves a marker that expires without a sequence of its own."""
+        """Deletes the key if it is at the sequence `last`. Leaves a marker, which expires without a new sequence."""
         headers = {"KV-Operation": "PURGE", "Nats-Rollup": "sub", _EXPECTED: str(last), _TTL: str(MARKER_TTL_S)}
         async with _translated(f"purge {bucket.name}/{key}"):
             ack = await self._request(bucket.key(key), b"", headers)
         return int(ack["seq"])
 
     async def get(self, bucket: Bucket, key: str) -> Entry | None:
-        """The key's newest message, from the leader. None: never written (or its marker is gone)."""
+        """Reads the key's newest message from the leader. None: the key was never written, or its marker has
+        expired."""
         reply = await self._ask(bucket, "STREAM.MSG.GET", {"last_by_subj": bucket.key(key)})
         if reply is None:
             return None
@@ -381,20 +391,20 @@ class Bus:
         return Entry(key, value, message["seq"], headers.get("Nats-Marker-Reason") == "MaxAge")
 
     async def last_sequence(self, bucket: Bucket) -> int:
-        """The stream's last sequence, from the leader."""
+        """Reads the stream's last sequence from the leader."""
         info = await self._ask(bucket, "STREAM.INFO")
         assert info is not None, "there is a stream, or an error"
         return int(info["state"]["last_seq"])
 
     async def server_time(self, bucket: Bucket) -> float:
-        """The clock of the stream's leader, in Unix seconds. What several processes compare is told by this clock, so
-        that their own need not agree."""
+        """Reads the clock of the stream's leader, in Unix seconds. Processes compare times by this clock, so their own
+        clocks need not agree."""
         info = await self._ask(bucket, "STREAM.INFO")
         assert info is not None, "there is a stream, or an error"
         return datetime.fromisoformat(info["ts"]).timestamp()
 
     async def _ask(self, bucket: Bucket, call: str, body: dict[str, Any] | None = None) -> dict[str, Any] | None:
-        """A question to the stream's leader; None: no such message."""
+        """Sends a request to the stream's leader. None: there is no such message."""
         ask = json.dumps(body).encode() if body else b""
         async with _translated(f"read the bucket {bucket.name}"):
             try:
@@ -405,32 +415,32 @@ class Bus:
                 raise
 
     async def keep_newest(self, bucket: Bucket, keys: str, count: int) -> None:
-        """Of the keys that match, the `count` that were written last stay; the others go without a marker."""
+        """Deletes all matching keys but the `count` newest. The deleted keys leave no marker."""
         ask = json.dumps({"filter": bucket.key(keys), "keep": count}).encode()
         async with _translated(f"shorten {bucket.name}/{keys}"):
             await self._request(f"$JS.API.STREAM.PURGE.{bucket.stream}", ask)
 
     async def read_all(self, bucket: Bucket) -> tuple[list[Entry], int]:
-        """All keys' newest messages in order, and the sequence that they are complete up to."""
+        """Reads the newest message of every key, in order, and the sequence up to which they are complete."""
         return await self.read_keys(bucket, ">")
 
     async def read_keys(self, bucket: Bucket, keys: str) -> tuple[list[Entry], int]:
-        """The same of the keys that match."""
+        """Reads the newest message of every matching key, in order, and the sequence up to which they are complete."""
         while True:
             entries = await self._batch_get(bucket, keys)
             top = entries[-1].sequence if entries else 0
             last = await self.last_sequence(bucket)
-            # A lagging replica may have answered, and expired markers leave holes at the tail: complete only
-            # if the leader has nothing after what we read.
+            # A lagging replica may have answered, and expired markers leave holes at the end. The answer is complete
+            # only if the leader has no message after it.
             if top >= last or not await self._has_message_from(bucket, top + 1, keys):
                 return entries, max(top, last)
 
     async def list_keys(self, bucket: Bucket, keys: str) -> list[Entry]:
-        """The newest messages of the keys that match: all that the leader had when this was called."""
+        """Reads the newest message of every matching key, as complete as the leader had them at the call."""
         while True:
             entries = await self._batch_get(bucket, keys)
             top = entries[-1].sequence if entries else 0
-            if not await self._has_message_from(bucket, top + 1, keys):  # or a lagging replica has answered
+            if not await self._has_message_from(bucket, top + 1, keys):  # else a lagging replica has answered
                 return entries
 
     async def _batch_get(self, bucket: Bucket, keys: str) -> list[Entry]:
@@ -474,11 +484,11 @@ class Bus:
 
 
 def _headers(block: bytes) -> dict[str, str]:
-    """Of a stored message: `NATS/1.0`, then a line each."""
+    """Parses the headers of a stored message: the line `NATS/1.0`, then one line for each header."""
     pairs = (line.partition(":") for line in block.decode().split("\r\n")[1:] if line)
     return {name: value.strip() for name, _, value in pairs}
 
 
 def is_marker(headers: dict[str, str] | None) -> bool:
-    """Does a bucket's message say that its key is gone (purged, or expired)?"""
+    """Reports whether a bucket's message marks a deleted key (purged or expired)."""
     return headers is not None and ("KV-Operation" in headers or "Nats-Marker-Reason" in headers)

@@ -1,8 +1,9 @@
 """The component's lock: one coordinator at a time, enforced by the server.
 
-Workers know a holder by its fence, the sequence of its acquire: they refuse lower ones. A holder that died loses the
-lock a moment after the server has told of its closed connection, else when the TTL of the key runs out. The lock alone
-does not stop a write of the former holder that is still on its way: `seal.py` does, before the next holder acts.
+Workers know a holder by its fence, the sequence of the write that acquired the lock, and refuse lower fences. A holder
+that died loses the lock a moment after the server has reported its closed connection, or when the TTL of the key runs
+out. The lock alone does not stop a late write of the former holder: `sealed_record.py` does, before the next holder
+acts.
 """
 
 from __future__ import annotations
@@ -24,50 +25,51 @@ from rl_plane.protocol.subjects import LOCK, Bucket, Entry
 log = logging.getLogger("rl_plane.bus.lock")
 
 LOCK_TTL_S = 5
-"""How long a holder that fell silent keeps others waiting."""
+"""A holder that is silent for this long has lost the lock."""
 RENEW_S = 1.5
-"""Three tries fit in one TTL."""
+"""The interval of the holder's renewals: three fit in one TTL."""
 POLL_S = 0.05
-"""A waiter's interval; an acquire takes 0.1 ms, a changing op that isn't an update about 10."""
+"""The interval at which a waiter tries again. An acquire takes 0.1 ms, and a changing op other than an update about 10
+ms."""
 DEFAULT_LOCK_WAIT_S = 2.0
-"""Then the caller is told to come back, rather than kept: a queue of trainers is a mistake somewhere."""
+"""A caller that has waited this long gets Locked. Two trainers that wait for one lock are a mistake in their setup."""
 
 FENCE_KEY = "fence"
 """A key of the state bucket, written to raise the bucket's sequence."""
 MAX_RAISES = 100_000
-"""Writes that a store may have lost: hours of them."""
+"""Writes that a store may have lost: the writes of some hours."""
 
 DiedCheck = Callable[[tuple[str, int]], bool]
 Holder = dict[str, str | int]
-"""owner, server_id, client_id, nonce; update_id, if it is held for an update; fence, once it is known (from the first
-renewal on)."""
+"""The lock's value: owner, server_id, client_id, nonce; update_id, if it is held for an update; fence, from the first
+renewal on."""
 
 
 class HeldLock:
     """The lock while a call holds it. `fence` goes into every changing request."""
 
     def __init__(self, bus: Bus, bucket: Bucket, holder: Holder, fence: int, *, taken: bool = False) -> None:
-        """`taken`: from a holder that has not given it back, so that a write of its may still be on its way."""
+        """`taken`: the former holder has not released the lock, so it may still have a write on its way."""
         self.fence = fence
         self.taken = taken
         self.lost = False
         self._holder = holder
-        """The value of the acquire. Its nonce tells it from every other acquire, by this process too."""
+        """The value that acquired the lock. Its nonce is different in every acquire, also in one process."""
         self._connection = bus.identity
-        """The connection on which the lock was known to be ours: a server that restarted may have lost it, and given
-        its sequence to another holder."""
+        """The connection on which this process was known to hold the lock. A server that restarted may have lost the
+        lock, and given its sequence to another holder."""
         self._bus = bus
         self._bucket = bucket
         self._revision = fence
         self._busy = asyncio.Lock()
 
     async def renew(self) -> None:
-        """Starts the TTL anew, and names the connection that this process has now. StaleFence: the lock is lost."""
+        """Restarts the TTL, and writes the connection that this process has now. StaleFence: the lock is lost."""
         async with self._busy:
             await self._write_lock(self._value())
 
     async def refence(self, lowest: int = 0) -> None:
-        """Takes a new and higher fence, of `lowest` at least, without giving the lock away."""
+        """Takes a new and higher fence, of at least `lowest`, and keeps the lock."""
         async with self._busy:
             await self._check_ours()
             await raise_sequence(self._bus, self._bucket, lowest - 1)
@@ -76,13 +78,13 @@ class HeldLock:
             self.fence = self._revision
 
     async def put(self, key: str, value: bytes, ttl_s: int | None = None) -> int:
-        """A write that the server takes only while this lock is held. StaleFence: it is lost."""
+        """Writes a key. The server takes the write only while this lock is held. StaleFence: the lock is lost."""
         async with self._busy:
             await self._check_ours()
             try:
                 return await self._bus.put(self._bucket, key, value, while_key=(LOCK, self._revision), ttl_s=ttl_s)
             except WrongSequence:
-                await self._look()  # a renewal may have been taken whose answer was lost
+                await self._look()  # the server may have taken a renewal whose answer was lost
             try:
                 return await self._bus.put(self._bucket, key, value, while_key=(LOCK, self._revision), ttl_s=ttl_s)
             except WrongSequence as error:
@@ -90,12 +92,12 @@ class HeldLock:
                 raise self.stale() from error
 
     async def check(self) -> None:
-        """StaleFence when the lock is not ours any more, as the leader says."""
+        """Asks the leader. StaleFence: this process does not hold the lock any more."""
         async with self._busy:
             await self._look()
 
     def check_unlost(self) -> None:
-        """StaleFence when this process knows that the lock is lost."""
+        """StaleFence: this process knows that it has lost the lock."""
         if self.lost:
             raise self.stale()
 
@@ -105,14 +107,14 @@ class HeldLock:
         )
 
     async def release(self) -> None:
-        """Gives the lock back; one that can't be reached ends by its TTL."""
+        """Releases the lock. If the server can't be reached, the lock ends by its TTL."""
         async with self._busy:
             with contextlib.suppress(WrongSequence, BusUnreachable, StaleFence):
                 await self._check_ours()
                 try:
                     await self._bus.purge(self._bucket, LOCK, self._revision)
                 except WrongSequence:
-                    # A renewal that was cancelled on its way may have arrived: the lock would stay for its TTL.
+                    # A cancelled renewal may have arrived all the same. Without this the lock would stay for its TTL.
                     await self._look()
                     await self._bus.purge(self._bucket, LOCK, self._revision)
 
@@ -124,10 +126,11 @@ class HeldLock:
         try:
             self._revision = await self._bus.put(self._bucket, LOCK, value, last=self._revision, ttl_s=LOCK_TTL_S)
         except WrongSequence:
-            await self._look()  # our own renewal, whose answer was lost, counts
+            await self._look()  # this process's own renewal counts, also if its answer was lost
 
     async def _check_ours(self) -> None:
-        """Once lost, it is never ours again: a store that lost writes gives their sequences a second time."""
+        """StaleFence: the lock is lost. A lost lock stays lost, because a store that has lost writes gives their
+        sequences a second time."""
         self.check_unlost()
         connection = self._bus.identity
         if connection != self._connection:
@@ -153,7 +156,8 @@ def _identity(bus: Bus) -> Holder:
 
 
 async def _renewals(held: HeldLock, reconnected: asyncio.Event) -> None:
-    """Renews each RENEW_S, and at once on a new connection: the lock names the connection of a living holder."""
+    """Renews the lock every RENEW_S, and at once on a new connection, because the lock names the holder's
+    connection."""
     while True:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RENEW_S):
@@ -178,9 +182,10 @@ async def hold_lock(
     update_id: str = "",
     same_wait_s: float = 0.0,
 ) -> AsyncIterator[HeldLock]:
-    """Acquires the lock within `wait_s`, else Locked; renews it until the block ends, then gives it back.
+    """Acquires the lock, renews it until the block ends, then releases it. Locked: another call holds it for longer
+    than `wait_s`.
 
-    `same_wait_s`: how long to wait while it is held for this very update."""
+    `same_wait_s`: the longest wait while the lock is held for this same update."""
     holder: Holder = {"owner": owner, **_identity(bus), "nonce": _nonce()}
     if update_id:
         holder["update_id"] = update_id
@@ -214,7 +219,7 @@ async def _acquire(
                 taken = holder is not None or (entry is not None and entry.expired)
                 return HeldLock(bus, bucket, mine, fence, taken=taken)
             except WrongSequence:
-                continue  # another call was faster: look again
+                continue  # another call has acquired it first: look again
         same = "update_id" in mine and holder.get("update_id") == mine["update_id"]
         if time.monotonic() >= start + (max(wait_s, same_wait_s) if same else wait_s):
             raise Locked(
@@ -234,23 +239,23 @@ def _holder(entry: Entry | None) -> Holder | None:
 
 
 async def raise_sequence(bus: Bus, bucket: Bucket, least: int) -> None:
-    """Raises the bucket's last sequence to `least`. A store that has lost writes would else give out fences that
-    workers and records have left behind."""
+    """Raises the bucket's last sequence to `least`. Without this a store that has lost writes would give fences that
+    are lower than those of workers and records."""
     if await bus.last_sequence(bucket) >= least:
         return
-    log.warning("the state's store has gone back below the fence %d", least)
+    log.warning("the store of the state bucket has lost writes: it is below the fence %d", least)
     for _ in range(MAX_RAISES):
         if await bus.put(bucket, FENCE_KEY, b"") >= least:
             return
 
 
 async def read_holder(bus: Bus, bucket: Bucket) -> Holder | None:
-    """Who holds it, from the leader."""
+    """Reads the holder of the lock from the leader. None: the lock is free."""
     return _holder(await bus.get(bucket, LOCK))
 
 
 def fence_of(entry: Entry | None) -> tuple[int, bool]:
-    """(the newest fence that the lock's entry tells of, is it held?)."""
+    """Returns the newest fence in the lock's entry, and whether the lock is held."""
     if entry is None:
         return 0, False
     holder = _holder(entry)

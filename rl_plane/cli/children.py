@@ -1,4 +1,4 @@
-"""Child processes of `up`: each in its own session, its lines prefixed, dead when we are."""
+"""Child processes: each leads its own session, sends its lines to the parent, and dies with the parent."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from rl_plane._util.processes import die_with_parent
 from rl_plane.cli.output import READY
 
 PRINT_QUEUE = 10_000
-"""Lines that a slow terminal may be behind; then lines are lost, rather than the fleet held up."""
+"""The number of lines that a slow terminal may be behind. Further lines are lost, so that the fleet never waits."""
 FLUSH_S = 1.0
 MAX_LINE_BYTES = 65_536
-"""A longer line is shown in parts."""
+"""A longer line is shown in several parts."""
 LAST_LINES_S = 1.0
-"""How long after a child's death its last lines may take."""
+"""Seconds for the last lines of a dead child to arrive."""
 
 OUT, ERR = 1, 2
 
 
 class Printer:
-    """Writes whole lines from a thread: whoever does not read our output doesn't stop us."""
+    """Writes whole lines from a thread, so that a reader who stops does not stop the fleet."""
 
     def __init__(self) -> None:
         self._lines: queue.Queue[tuple[int, bytes] | None] = queue.Queue(PRINT_QUEUE)
@@ -36,12 +36,13 @@ class Printer:
         self._thread.start()
 
     def line(self, text: str | bytes, fd: int = OUT) -> None:
+        """Queues a line. It is lost if the queue is full."""
         data = text if isinstance(text, bytes) else text.encode(errors="replace")
         with contextlib.suppress(queue.Full):
             self._lines.put_nowait((fd, data + b"\n"))
 
     def flush(self) -> None:
-        """Bounded by FLUSH_S."""
+        """Waits until the lines are written, for FLUSH_S at most."""
         with contextlib.suppress(queue.Full):
             self._lines.put(None, timeout=FLUSH_S)
             self._thread.join(FLUSH_S)
@@ -49,13 +50,13 @@ class Printer:
     def _write(self) -> None:
         while (item := self._lines.get()) is not None:
             fd, data = item
-            with contextlib.suppress(OSError):  # nobody reads any more
+            with contextlib.suppress(OSError):  # the reader has gone
                 while data:
                     data = data[os.write(fd, data) :]
 
 
 def exit_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
-    """Its return code, when it has ended; negative: the signal."""
+    """The return code of a process once it has ended. A negative one is a signal."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = loop.create_future()
 
@@ -73,7 +74,7 @@ def exit_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
 
 
 def start_process(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """On the main thread: the kernel kills the process when that thread ends."""
+    """Starts a process. Call this on the main thread: the kernel kills the process when that thread ends."""
     return subprocess.Popen(
         argv,
         env={**env, "PYTHONUNBUFFERED": "1"},
@@ -86,8 +87,9 @@ def start_process(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.Pop
 
 
 class Child:
-    """A running process, which leads a session. `on_ready` gets the ready line's facts; every other line goes to
-    `on_line(line, fd)`."""
+    """A running process, which leads a session.
+
+    `on_ready` gets the facts of its ready line. `on_line(line, fd)` gets every other line."""
 
     def __init__(
         self,
@@ -109,7 +111,7 @@ class Child:
         return self.process.pid
 
     async def wait(self) -> int:
-        """The return code. Whatever it left behind in its session is killed."""
+        """Waits for the end, kills the rest of the session, and returns the return code."""
         code = await asyncio.shield(self._exit)
         self.signal_group(signal.SIGKILL)
         self._gone = True
@@ -119,12 +121,13 @@ class Child:
         return code
 
     def terminate(self) -> None:
-        """The process alone: what it started is its own to end."""
+        """Sends SIGTERM to the process alone, which ends the processes that it has started."""
         if not self._exit.done():
             self.process.terminate()
 
     def signal_group(self, number: int) -> None:
-        if not self._gone:  # later its number may be another's
+        """Sends a signal to the process and to all that it has started."""
+        if not self._gone:  # later the number may belong to another process
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
 
@@ -154,7 +157,7 @@ class Child:
 
 
 def ready_facts(line: bytes) -> dict[str, Any] | None:
-    """What a ready line in JSON says; None for any other line."""
+    """The facts of a ready line in JSON. None: another line."""
     if not line.startswith(b'{"' + READY.encode() + b'"'):
         return None
     try:

@@ -1,4 +1,4 @@
-"""The command `rl-plane`. Needs nats-py, msgpack and pydantic only; each command loads what it runs."""
+"""The command `rl-plane`. It needs the extra `cli`; each command loads what it runs."""
 
 from __future__ import annotations
 
@@ -6,70 +6,64 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import rl_plane.cli.publish as publish
-import rl_plane.cli.serve as serve
-import rl_plane.cli.steer as steer
-import rl_plane.cli.up as up
-from rl_plane.cli.flags import Command, Parser
-from rl_plane.cli.output import error_line, missing_module, note, say_json
-from rl_plane.cli.settings import BadSetting
+from rl_plane._util.extras import missing_module
+from rl_plane.cli.output import BadSetting, error_line, note
 from rl_plane.errors import PlaneError
+
+if TYPE_CHECKING:
+    import click
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 
-def build_parser() -> Parser:
-    parser = Parser(
-        prog="rl-plane",
-        description="The control plane of a fleet of LLM inference engines. Each flag has a variable RL_PLANE_….",
-    )
-    version = importlib.metadata.version("rl-plane")
-    parser.add_argument("--version", action="version", version=f"rl-plane {version}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
-    up.add_to(commands)
-    serve.add_to(commands)
-    steer.add_to(commands)
-    publish.add_to(commands)
-    serve.add_demo_to(commands)
-    return parser
+def build_group() -> click.Group:
+    """All commands. BadSetting and click's own errors come out of `main` as exceptions."""
+    import click
+
+    from rl_plane.cli import publish, serve, steer, up
+
+    class Group(click.Group):
+        def list_commands(self, ctx: click.Context) -> list[str]:
+            return list(self.commands)
+
+    commands = [*up.commands(), *serve.commands(), *steer.commands(), *publish.commands(), serve.demo_command()]
+    doc = "The control plane of a fleet of LLM inference engines. Each flag has a variable RL_PLANE_…."
+    group = Group("rl-plane", commands=commands, help=doc, no_args_is_help=False)
+    return click.version_option(importlib.metadata.version("rl-plane"), message="rl-plane %(version)s")(group)
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0, 1 for an error, 2 for wrong usage, 130 when interrupted."""
-    as_json = False
+    """The exit code: 0, 1 for an error, 2 for wrong usage, 130 after an interrupt."""
     try:
-        command = Command(build_parser().parse_args(argv))
-        as_json = bool(command.values.get("json"))
-        return command.handler(command)
+        import click
+    except ModuleNotFoundError as error:
+        note(error_line(missing_module(error)))
+        return EXIT_ERROR
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code: int = build_group().main(arguments, prog_name="rl-plane", standalone_mode=False)
+        return code
     except BadSetting as error:
         note(error_line(error))
         return EXIT_USAGE
+    except click.UsageError as error:
+        path = error.ctx.command_path if error.ctx is not None else "rl-plane"
+        note(error_line(BadSetting(error.format_message(), fix=f"see `{path} --help`")))
+        return EXIT_USAGE
     except PlaneError as error:
-        return _failed(error, as_json)
-    except ModuleNotFoundError as error:
-        return _failed(missing_module(error), as_json)
-    except KeyboardInterrupt:
+        note(error_line(error))
+        return EXIT_ERROR
+    except (KeyboardInterrupt, click.Abort):
         note("rl-plane: interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Who read our output has gone; Python's own flush at exit must not complain of it either.
+        # The reader of our output has gone. Python's own flush at exit must not complain about it either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_ERROR
-    except OSError as error:
-        if error.filename is None:
-            raise
-        words = f"{error.filename}: {error.strerror}"
-        return _failed(PlaneError(words, fix="can this user read and write there?"), as_json)
-
-
-def _failed(error: PlaneError, as_json: bool) -> int:
-    if as_json:
-        say_json({"status": "error", "error": error.to_wire()})
-    note(error_line(error))
-    return EXIT_ERROR
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The model when none is given: made locally from a seed, kept in the user's cache.
+"""Makes the default model from a seed, in the user's cache.
 
-`python -m rl_plane.cli.models ENGINE…` makes it in a process of its own, so that torch is not loaded where it
-is not needed; it prints the directory.
+`python -m rl_plane.cli.models ENGINE…` makes it in a process of its own, which alone loads torch, and prints the
+directory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from rl_plane.cli.output import error_line, missing_module, note, say
+from rl_plane._util.extras import missing_module
+from rl_plane.cli.output import error_line, note, say
 from rl_plane.errors import PlaneError
 
 SEED = 0
@@ -22,7 +23,7 @@ def cache_dir() -> Path:
 
 
 def default_model(engines: Iterable[str]) -> Path:
-    """One model for all of them: a fleet serves one policy. The fake engine reads any, so it goes along."""
+    """One model for all engines, because a fleet serves one policy. The fake engine reads any model."""
     if set(engines) == {"fake"}:
         from worker.engines.fake.adapter import make_fake_model
 
@@ -33,7 +34,7 @@ def default_model(engines: Iterable[str]) -> Path:
         return make_tiny_model(cache_dir() / "tiny-qwen3", seed=SEED)
     except FileExistsError as error:
         raise PlaneError(
-            f"something else is in {cache_dir() / 'tiny-qwen3'}", fix="remove it, or give --model"
+            f"{cache_dir() / 'tiny-qwen3'} holds another model", fix="remove it, or give --model"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""What the commands print: ready lines, tables, and errors in one line with the fix."""
+"""Prints for the commands: ready lines, tables, and errors in one line with the fix."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rl_plane._util.extras import missing_module
 from rl_plane.errors import (
     Conflict,
     DeadlineExceeded,
@@ -19,32 +20,16 @@ from rl_plane.errors import (
     Unsupported,
 )
 
+
+class BadSetting(InvalidRequest):
+    """A flag or a variable with a wrong value; the command line exits with 2."""
+
+
 READY = "ready"
 """The key of a ready line in JSON; its value names the command."""
 
-EXTRA_OF_MODULE = {
-    "blake3": "worker",
-    "yaml": "worker",
-    "torch": "hf",
-    "transformers": "hf",
-    "tokenizers": "hf",
-    "safetensors": "hf",
-    "numpy": "hf",
-    "psutil": "hf",
-    "jinja2": "hf",
-    "fastapi": "frontend",
-    "starlette": "frontend",
-    "uvicorn": "frontend",
-    "matplotlib": "demo",
-    "vllm": "vllm",
-    "sglang": "sglang",
-}
-"""Which of our extras brings a third party's module."""
-
-OURS = ("rl_plane", "worker", "frontend")
-
 _FIXES: tuple[tuple[type[PlaneError], str], ...] = (
-    (Unauthorized, "set RL_PLANE_ADMIN_KEY to the facade's key"),
+    (Unauthorized, "set RL_PLANE_ADMIN_KEY to the frontend's key"),
     (Locked, "repeat it when the other update has ended"),
     (Unavailable, "repeat it in a moment; see `rl-plane state`"),
     (DeadlineExceeded, "see `rl-plane state`, or wait longer (--timeout-s)"),
@@ -53,19 +38,22 @@ _FIXES: tuple[tuple[type[PlaneError], str], ...] = (
     (InvalidRequest, "correct the request"),
     (PlaneError, "see the log of the worker or the frontend"),
 )
-"""What to do when the error itself does not say."""
+"""The fix of each kind of error, if the error itself has none."""
 
 
 def one_line(text: object) -> str:
-    """Without control characters (they come from outside), and without a password in an address."""
+    """A text in one line, without control characters, and without the password in an address."""
     shown = " ".join(str(text).split())
     shown = "".join(char if char.isprintable() else "?" for char in shown)
     return re.sub(r"(\w://)[^/@\s]+@", r"\1…@", shown)
 
 
-def fix_of(error: PlaneError) -> str:
+def fix_of(error: PlaneError, command: str = "") -> str:
+    """The error's own fix, or the fix of its kind. `command`: the command that failed."""
     if fix := error.facts.get("fix"):
         return str(fix)
+    if command == "state" and isinstance(error, (Unavailable, Conflict, DeadlineExceeded)):
+        return "repeat it in a moment; if it fails again, see the logs of the frontend and of nats-server"
     return next(fix for kind, fix in _FIXES if isinstance(error, kind))
 
 
@@ -73,14 +61,15 @@ def error_line(error: PlaneError) -> str:
     return one_line(f"rl-plane: error: {error.message.rstrip('.')}; fix: {fix_of(error)}")
 
 
-def missing_module(error: ModuleNotFoundError) -> PlaneError:
-    """The error that names the extra to install."""
-    top = (error.name or "").partition(".")[0]
-    if top in OURS:
-        return PlaneError(f"this installation lacks {error.name}", fix="install rl-plane again, of one version")
-    extra = EXTRA_OF_MODULE.get(top)
-    fix = f"pip install 'rl-plane[{extra}]'" if extra else f"pip install {top}"
-    return PlaneError(f"the Python module {top} is not installed", fix=fix)
+def plane_error(error: Exception) -> PlaneError | None:
+    """The error of a command as one that a person can read. None: a fault of ours, which needs its traceback."""
+    if isinstance(error, PlaneError):
+        return error
+    if isinstance(error, ModuleNotFoundError):
+        return missing_module(error)
+    if isinstance(error, OSError) and error.filename is not None and not isinstance(error, BrokenPipeError):
+        return PlaneError(f"{error.filename}: {error.strerror}", fix="let this user read and write there")
+    return None
 
 
 def counted(workers: int) -> str:
@@ -92,7 +81,7 @@ def say(line: str) -> None:
 
 
 def note(line: str) -> None:
-    """For a person who waits; never mixed with the answer."""
+    """Prints to stderr, so that it never mixes with the answer."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -101,7 +90,7 @@ def say_json(value: Any) -> None:
 
 
 def say_ready(as_json: bool, command: str, words: str, **facts: Any) -> None:
-    """The one line by which a person, or `up`, learns that a process serves."""
+    """Prints the line by which a person, or `up`, learns that a process is ready."""
     if as_json:
         say_json({READY: command, **facts})
     else:
@@ -109,7 +98,7 @@ def say_ready(as_json: bool, command: str, words: str, **facts: Any) -> None:
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
-    """`columns`: heading → key. Missing values are `-`."""
+    """A table of rows. `columns`: heading → key. A missing value is `-`."""
     cells = [list(columns)]
     cells += [[_cell(row.get(key)) for key in columns.values()] for row in rows]
     widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]

@@ -1,4 +1,4 @@
-"""`rl-plane publish DIR`: sends a checkpoint or a PEFT directory by a transport, as a trainer would."""
+"""`rl-plane publish DIR` sends a checkpoint or a PEFT directory by a transport, as a trainer does."""
 
 from __future__ import annotations
 
@@ -8,38 +8,35 @@ import os
 from pathlib import Path
 from typing import Any
 
+import click
+
 from rl_plane.cli.canary_file import read_canary
-from rl_plane.cli.flags import Command, Subparsers, add_command
-from rl_plane.cli.output import note, say, say_json
-from rl_plane.cli.settings import BadSetting
+from rl_plane.cli.output import BadSetting, note, say, say_json
+from rl_plane.cli.settings import Command, command, pairs
 from rl_plane.cli.show import show
 from rl_plane.cli.steer import POLICY, REACH, UPDATE_MARGIN_S, policy_of, waiting
 from rl_plane.protocol.canary import CANARY_NAME
 from rl_plane.protocol.update_requests import UpdatePolicy
 
 SEND_S = 3600.0
-"""The longest that sending may take, by any transport, beside the update's own bounds."""
+"""Seconds that sending may take by any transport, beside the update's own bounds."""
 
 
-def add_to(commands: Subparsers) -> None:
-    parser = add_command(
-        commands,
-        "publish",
-        "Send a checkpoint, or an adapter's directory, to the whole fleet: all of it, or nobody.",
-        publish,
-        ("transport", "options", "root", "adapter", "cast", *POLICY, "components", *REACH),
-    )
-    parser.add_argument(
-        "path", metavar="DIR", help="a safetensors checkpoint, or a PEFT directory (with --adapter)"
-    )
+def commands() -> list[click.Command]:
+    doc = """Send weights to the whole fleet: every worker serves them, or none does.
+
+    DIR is a safetensors checkpoint, or a PEFT directory (with --adapter)."""
+    settings = ("transport", "options", "root", "adapter", "cast", *POLICY, "components", *REACH)
+    return [command("publish", doc, publish, settings, click.Argument(["path"], metavar="DIR"))]
 
 
-def publish(command: Command) -> int:
+def publish(given: Command) -> int:
+    """Publishes a directory, and shows the committed version."""
     from rl_plane.publish import WeightPublisher
     from rl_plane.weights.checkpoint import is_adapter
 
-    values = command.values
-    path = os.path.abspath(os.path.expanduser(command.flags["path"]))
+    values = given.values
+    path = os.path.abspath(os.path.expanduser(values["path"]))
     if not os.path.exists(path):
         raise BadSetting(f"DIR is {path[:200]!r}, which is not there", field="DIR", fix="name a checkpoint")
     adapter = is_adapter(path)
@@ -60,7 +57,7 @@ def publish(command: Command) -> int:
     if policy.canary is None and not adapter and beside.is_file():
         policy = policy.model_copy(update={"canary": read_canary(beside)})
     reach: dict[str, Any] = {"fleet": values["url"], "admin_key": values["admin_key"]}
-    if "nats_url" in command.flags:
+    if "nats_url" in given.flags:
         reach = {"fleet": values["nats_url"], "namespace": values["namespace"]}
 
     def send() -> dict[str, Any]:
@@ -68,7 +65,7 @@ def publish(command: Command) -> int:
             path,
             transport=values["transport"],
             root=values["root"],
-            options={key: _value(text) for key, text in values["options"]},
+            options={key: _value(text) for key, text in pairs(values["options"]).items()},
             adapter=values["adapter"],
             policy=policy.model_dump(),
             cast=values["cast"],
@@ -91,7 +88,7 @@ def publish(command: Command) -> int:
 
 
 def _value(text: str) -> Any:
-    """Of an option: what it is as JSON, such as a number or true; else a word."""
+    """An option's value: as JSON, such as a number or true, or else the text."""
     with contextlib.suppress(ValueError):
         return json.loads(text)
     return text

@@ -1,21 +1,23 @@
-"""`rl-plane nats | worker | frontend`, each alone in the foreground, and `demo`."""
+"""`rl-plane nats`, `worker` and `frontend`, each alone in the foreground, and `demo`."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.metadata
 import logging
 import os
 import signal
 from types import FrameType
 from typing import Any, NoReturn
 
+import click
+
 from rl_plane._util.processes import spare_collector
 from rl_plane.bus.server import NatsServer
-from rl_plane.cli.flags import Command, Subparsers, add_command, check_engine
 from rl_plane.cli.models import default_model
-from rl_plane.cli.output import note, say_ready
-from rl_plane.cli.settings import NO_DIALECT, BadSetting
+from rl_plane.cli.output import BadSetting, note, say_ready
+from rl_plane.cli.settings import NO_DIALECT, OFF, Command, command, pairs
 from rl_plane.errors import BusUnreachable
 from rl_plane.protocol.subjects import DEFAULT_NATS_URL
 
@@ -49,30 +51,48 @@ FRONTEND = (*BUS, *LISTENERS, "drain_s", "log_level", "json")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-def add_to(commands: Subparsers) -> None:
+ENGINES_GROUP = "rl_plane.engines"
+
+
+def commands() -> list[click.Command]:
     nats = "Run the embedded nats-server in the foreground."
-    add_command(commands, "nats", nats, run_nats, ("nats_port", "nats_host", "store", "json"))
-    add_command(commands, "worker", "Run one engine, and register it in the fleet.", run_worker, WORKER)
-    add_command(commands, "frontend", "Serve /v1/rl/* and generation over HTTP.", run_frontend, FRONTEND)
+    return [
+        command("nats", nats, run_nats, ("nats_port", "nats_host", "store", "json")),
+        command("worker", "Run one engine, and register it in the fleet.", run_worker, WORKER),
+        command("frontend", "Serve /v1/rl/* and generation over HTTP.", run_frontend, FRONTEND),
+    ]
 
 
-def add_demo_to(commands: Subparsers) -> None:
-    doc = "Train a tiny policy with a fleet, a death and a join in the middle."
-    add_command(commands, "demo", doc, run_demo, ("out", "steps", "seed", "model", "engine"))
+def demo_command() -> click.Command:
+    doc = "Train a tiny policy with a fleet. In the middle a worker dies, and another joins."
+    return command("demo", doc, run_demo, ("out", "steps", "seed", "model", "engine"))
+
+
+def check_engine(name: str | None) -> str:
+    """The name of an installed engine. BadSetting lists the engines that are installed."""
+    known = sorted({entry.name for entry in importlib.metadata.entry_points(group=ENGINES_GROUP)})
+    if name is None:
+        raise BadSetting("no engine is named", field="--engine", fix=f"--engine with one of {', '.join(known)}")
+    if name not in known:
+        raise BadSetting(
+            f"there is no engine {name[:64]!r}", field="--engine", fix=f"use one of {', '.join(known) or 'none'}"
+        )
+    return name
 
 
 class _Ended(BaseException):
-    """A signal asked for the end."""
+    """A signal has asked for the end."""
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
     raise _Ended
 
 
-def run_nats(command: Command) -> int:
-    values = command.values
+def run_nats(given: Command) -> int:
+    """Runs nats-server until a signal."""
+    values = given.values
     if values["nats_host"] not in LOOPBACK:
-        note(f"rl-plane: whoever reaches {values['nats_host']} may use this server: keep it on a private network")
+        note(f"rl-plane: any host that reaches {values['nats_host']} may use this server: use a private network")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
     server = NatsServer(host=values["nats_host"], port=values["nats_port"], store=values["store"])
@@ -88,19 +108,20 @@ def run_nats(command: Command) -> int:
         server.stop()
 
 
-def run_worker(command: Command) -> int:
-    values = command.values
+def run_worker(given: Command) -> int:
+    """Runs one worker until a signal or its engine's death."""
+    values = given.values
     engine = check_engine(values["engine"])
     _set_up_logging(values["log_level"])
 
-    from worker.options import WorkerOptions
     from worker.process import run
+    from worker.worker_options import WorkerOptions
 
     options = WorkerOptions(
         engine=engine,
         model=values["model"] or default_model([engine]),
         nats_url=values["nats_url"] or DEFAULT_NATS_URL,
-        engine_args=dict(values["engine_args"]),
+        engine_args=pairs(values["engine_args"]),
         **_picked(
             values,
             "namespace component model_name dtype device engine_args_file weight_roots instance_id copies "
@@ -124,8 +145,9 @@ def run_worker(command: Command) -> int:
     return run(options, ready)
 
 
-def run_frontend(command: Command) -> int:
-    values = command.values
+def run_frontend(given: Command) -> int:
+    """Serves HTTP until a signal."""
+    values = given.values
     _set_up_logging(values["log_level"])
 
     from frontend.main import serve
@@ -133,8 +155,13 @@ def run_frontend(command: Command) -> int:
 
     if NO_DIALECT in values["dialects"]:
         if len(values["dialects"]) > 1:
-            raise BadSetting("none beside a dialect", field="--dialects", fix="name dialects, or none alone")
+            raise BadSetting(
+                "none is given beside a dialect", field="--dialects", fix="name dialects, or none alone"
+            )
         values["dialects"] = ()
+    for port in ("rl_port", "http_port"):
+        if values[port] == OFF:
+            values[port] = None
     options = FrontendOptions(
         nats_url=values["nats_url"] or DEFAULT_NATS_URL,
         **_picked(values, f"namespace component drain_s {' '.join(LISTENERS)}"),
@@ -150,11 +177,12 @@ def run_frontend(command: Command) -> int:
     return 0
 
 
-def run_demo(command: Command) -> int:
+def run_demo(given: Command) -> int:
+    """Runs the demo to its end."""
     from rl_plane.demo.run import main
 
-    command.values["engine"] = check_engine(command.values["engine"] or "hf")
-    code: int = main(argparse.Namespace(**command.values))
+    engine = check_engine(given.values["engine"] or "hf")
+    code: int = main(argparse.Namespace(**{**given.values, "engine": engine}))
     return code
 
 
@@ -163,7 +191,9 @@ def _picked(values: dict[str, Any], names: str) -> dict[str, Any]:
 
 
 def _set_up_logging(level: str) -> None:
-    """To stderr: stdout is for the ready line."""
+    """Logs to stderr, because stdout is for the ready line."""
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if level == "info":
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its coming and going, twice, beside our own
+        logging.getLogger("uvicorn").setLevel(
+            logging.WARNING
+        )  # it repeats our own lines about the start and the end

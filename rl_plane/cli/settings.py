@@ -1,22 +1,27 @@
-"""Every setting of the command line: one table. `RL_PLANE_<NAME>` mirrors each flag; the flag wins.
+"""Every setting of the command line, in one table. `RL_PLANE_<NAME>` mirrors each flag; the flag wins.
 
-An empty variable is an unset one. A bad value is a BadSetting that names the flag or the variable, and the fix.
+An empty variable is an unset one. A wrong value is an error that names the flag, the variable and the fix.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import rl_plane.cli.values as parse
-from rl_plane.cli.values import Parse, Refused
-from rl_plane.errors import InvalidRequest
+import click
+from click import Choice, IntRange
+from click.core import ParameterSource
+
+from frontend.server.options import DIALECTS
+from rl_plane.cli import setting_types as types
+from rl_plane.cli.output import BadSetting, fix_of, plane_error, say_json
+from rl_plane.cli.setting_types import Seconds
+from rl_plane.errors import PlaneError
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
-from rl_plane.protocol.validation import MAX_LEASE_S
+from rl_plane.protocol.validation import MAX_LEASE_S, PAUSE_WORDS
 from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
 
 ENV_PREFIX = "RL_PLANE_"
@@ -25,363 +30,329 @@ DEFAULT_URL = "http://127.0.0.1:8002"
 DEFAULT_NATS_PORT = 4222
 START_TIMEOUT_S = 600.0
 """A large model takes minutes to load; longer is a fault."""
-DIALECTS = ("vllm", "sglang", "prime-rl")
 NO_DIALECT = "none"
+OFF = "off"
+HELP_CHARS = 110
+"""The widest line of a help text, on a terminal that is as wide."""
 MAX_COUNT = 10_000
-"""The largest fleet that was measured."""
+"""The number of workers in the largest fleet that was measured."""
 
 
-class BadSetting(InvalidRequest):
-    """A flag or a variable that can't be used; the command line exits with 2."""
+class Setting(click.Option):
+    """A flag and its variable.
+
+    Args:
+        name: The key of its value.
+        help: What it does, for `--help`.
+        kind: The type of its value; bool makes the switches `--flag` and `--no-flag`.
+        default: The value where neither is given.
+        flag: The flag, if not `--name-with-dashes`.
+        env: The variable without its prefix, if not the name in capitals.
+        separator: Makes the value a tuple. The flag may be repeated. The separator splits the variable; a comma also
+            splits each flag.
+        secret: Never show it in help, in messages, or in a process listing.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        help: str,
+        kind: Any = types.WORD,
+        default: Any = None,
+        *,
+        flag: str = "",
+        env: str = "",
+        separator: str = "",
+        secret: bool = False,
+    ) -> None:
+        option = flag or "--" + name.replace("_", "-")
+        self.variable = ENV_PREFIX + (env or name.upper())
+        self.separator, self.secret = separator, secret
+        self.otherwise = () if separator and default is None else default
+        super().__init__(
+            [f"{option}/--no-{option[2:]}" if kind is bool else option, name],
+            help=help,
+            type=kind,
+            default=default,
+            multiple=bool(separator),
+            envvar=self.variable,
+            show_envvar=True,
+            show_default=isinstance(default, (int, float, str)) and default is not False,
+        )
+
+    def value_from_envvar(self, ctx: click.Context) -> Any:
+        text = self.resolve_envvar_value(ctx)
+        if not text or not self.separator:
+            return text
+        return [part for part in text.split(self.separator) if part]
+
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        if not self.separator:
+            return super().process_value(ctx, value)
+        if self.separator == "," and isinstance(value, (list, tuple)):
+            value = [part for text in value for part in text.split(",")]
+        return tuple(dict.fromkeys(super().process_value(ctx, value))) or self.otherwise
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    name: str
-    """Its key in what `resolve` gives. None there means not set."""
-    help: str
-    parse: Parse | None = str
-    """None: a switch, `--flag` and `--no-flag`; true or false in the environment."""
-    default: Any = None
-    flag: str = ""
-    """`--name-with-dashes` unless another."""
-    env: str = ""
-    """Without the prefix; the name in capitals unless another."""
-    separator: str = ""
-    """Not empty: the value is a tuple, the flag may be repeated, and this splits the variable (a comma also what
-    a flag was given)."""
-    metavar: str = ""
-    secret: bool = False
-    """Never shown in help, in messages, or in a process listing."""
-
-    @property
-    def option(self) -> str:
-        return self.flag or "--" + self.name.replace("_", "-")
-
-    @property
-    def variable(self) -> str:
-        return ENV_PREFIX + (self.env or self.name.upper())
-
+_NATS_URL = types.url(("nats", "tls", "ws", "wss"), DEFAULT_NATS_URL)
+_POSITIVE = Seconds(0.001)
+_PAUSE_WORD = Choice(PAUSE_WORDS)
 
 SETTINGS: dict[str, Setting] = {
-    setting.name: setting
+    str(setting.name): setting
     for setting in (
-        # the bus
-        Setting(
-            "nats_url",
-            f"the NATS server [{DEFAULT_NATS_URL}]",
-            parse.url(("nats", "tls", "ws", "wss"), DEFAULT_NATS_URL),
-            metavar="URL",
-            secret=True,  # it may carry a password
-        ),
-        Setting("namespace", "the first part of every subject", parse.name, DEFAULT_NAMESPACE),
-        Setting("component", "the fleet's name", parse.name, DEFAULT_COMPONENT),
-        Setting("nats_port", "nats-server's port; 0: a free one", parse.port, DEFAULT_NATS_PORT, flag="--port"),
-        Setting("nats_host", "nats-server's address", parse.host, "127.0.0.1", flag="--host"),
-        Setting("up_nats_port", "nats-server's port; 0: a free one", parse.port, 0, "--nats-port", "UP_NATS_PORT"),
-        Setting("store", "nats-server's folder; none: a temporary one", parse.path, metavar="DIR"),
+        # the bus; a NATS URL may carry a password
+        Setting("nats_url", f"The NATS server. Default: {DEFAULT_NATS_URL}.", _NATS_URL, secret=True),
+        Setting("namespace", "The first part of every subject.", types.NAME, DEFAULT_NAMESPACE),
+        Setting("component", "The fleet's name.", types.NAME, DEFAULT_COMPONENT),
+        Setting("nats_port", "The port of nats-server; 0 takes a free one.", types.PORT, 4222, flag="--port"),
+        Setting("nats_host", "The address of nats-server.", types.HOST, "127.0.0.1", flag="--host"),
+        Setting("up_nats_port", "The port of nats-server; 0 takes a free one.", types.PORT, 0, flag="--nats-port"),
+        Setting("store", "The folder of nats-server. Default: a temporary one.", types.PATH),
         # a worker
-        Setting("engine", "the engine: an entry point of the group rl_plane.engines"),
-        Setting("engines", "the engines, N workers of each [hf]", flag="--engine", env="ENGINE", separator=","),
+        Setting("engine", "The engine: an entry point of the group rl_plane.engines."),
         Setting(
-            "model", "a model directory; none: a tiny model, made from a seed", parse.directory, metavar="DIR"
+            "engines",
+            "The engines. `up` starts N workers of each. Default: hf.",
+            types.WORD,
+            separator=",",
+            flag="--engine",
+            env="ENGINE",
         ),
-        Setting("model_name", "how requests call the model; none: the directory's last part", parse.label),
+        Setting("model", "The model's directory. Default: a tiny model, made from a seed.", types.DIRECTORY),
+        Setting("model_name", "The name of the model in requests. Default: its directory's name.", types.LABEL),
         Setting(
             "weight_roots",
-            "weights are read beneath these only, and the model's directory",
-            parse.directory,
-            (),
-            "--weight-root",
+            "A directory beneath which weights may be read, beside the model's own.",
+            types.DIRECTORY,
             separator=os.pathsep,
-            metavar="DIR",
+            flag="--weight-root",
         ),
-        Setting("dtype", "the engine's dtype; none: as the checkpoint says"),
-        Setting("device", "auto, cpu, cuda, or cuda:1, … (vllm: CUDA_VISIBLE_DEVICES says which)", str, "auto"),
+        Setting("dtype", "The engine's dtype. Default: the checkpoint's."),
         Setting(
-            "engine_args",
-            "an engine's own argument, key=value",
-            parse.pair,
-            (),
-            "--engine-arg",
-            separator=";",
-            metavar="K=V",
+            "device", "auto, cpu, cuda, cuda:1, … With vllm, CUDA_VISIBLE_DEVICES selects.", types.WORD, "auto"
         ),
+        Setting("engine_args", "An argument of the engine's own.", types.PAIR, separator=";", flag="--engine-arg"),
+        Setting("engine_args_file", "A YAML file of such arguments; --engine-arg wins.", types.FILE),
+        Setting("instance_id", "The worker's id, 16 hex digits. Default: a new one.", types.INSTANCE_ID),
+        Setting("copies", "Workers in this one process (engine fake only).", IntRange(1, MAX_COUNT), 1),
         Setting(
-            "engine_args_file",
-            "an engine's own arguments, from a YAML file; --engine-arg wins",
-            parse.file,
-            metavar="FILE",
+            "deterministic", "The same tokens whatever else is in the batch (vllm, sglang; GPU).", bool, False
         ),
-        Setting("instance_id", "the worker's name, 16 hex digits; none: a new one", parse.instance_id),
-        Setting(
-            "copies", "workers in this one process (engine fake only)", parse.whole(1, MAX_COUNT), 1, metavar="N"
-        ),
-        Setting("deterministic", "the same tokens whatever else is in the batch (vllm, sglang; GPU)", None, False),
-        Setting("enable_memory_saver", "memory can be released and resumed (vllm, sglang; GPU)", None, False),
-        Setting(
-            "liveness_timeout_s",
-            "how long an engine's round trip may take: a worker without one is closed meanwhile",
-            parse.positive_seconds,
-            5.0,
-            metavar="SECONDS",
-        ),
-        Setting(
-            "engine_hang_s",
-            "a worker ends when its engine answers nothing for so long",
-            parse.positive_seconds,
-            60.0,
-            metavar="SECONDS",
-        ),
-        Setting(
-            "drain_s", "how long SIGTERM lets running requests take", parse.seconds(0.0), 30.0, metavar="SECONDS"
-        ),
+        Setting("enable_memory_saver", "Let memory be released and resumed (vllm, sglang; GPU).", bool, False),
+        Setting("liveness_timeout_s", "Close a worker whose engine takes longer to answer.", _POSITIVE, 5.0),
+        Setting("engine_hang_s", "End a worker whose engine has not answered for this long.", _POSITIVE, 60.0),
+        Setting("drain_s", "Seconds for running requests to end after SIGTERM.", Seconds(0.0), 30.0),
         Setting(
             "log_level",
-            "debug, info, warning or error",
-            parse.one_of("debug", "info", "warning", "error"),
+            "debug, info, warning or error.",
+            Choice(["debug", "info", "warning", "error"]),
             "info",
-            metavar="LEVEL",
         ),
         # a frontend
-        Setting("host", "the listeners' address", parse.host, "127.0.0.1"),
-        Setting("rl_port", "the port of /v1/rl/*; 0: a free one, off: none", parse.port_or_off, 8002),
-        Setting("http_port", "the generation API's port; 0: a free one, off: none", parse.port_or_off, 8000),
-        Setting("admin_key", "the key of /v1/rl/*: better set in the environment", parse.key, secret=True),
-        Setting("api_key", "the generation API's key: better set in the environment", parse.key, secret=True),
-        Setting("insecure", "listen beyond loopback without a key", None, False),
+        Setting("host", "The address of the listeners.", types.HOST, "127.0.0.1"),
+        Setting("rl_port", "The port of /v1/rl/*; 0 takes a free one, off opens none.", types.PORT_OR_OFF, 8002),
+        Setting(
+            "http_port", "The port of generation; 0 takes a free one, off opens none.", types.PORT_OR_OFF, 8000
+        ),
+        Setting("admin_key", "The key of /v1/rl/*. Prefer the variable.", types.KEY, secret=True),
+        Setting("api_key", "The key of generation. Prefer the variable.", types.KEY, secret=True),
+        Setting("insecure", "Listen beyond loopback without a key.", bool, False),
         Setting(
             "dialects",
-            "trainers' own HTTP dialects, spoken on the port of /v1/rl/*: some of vllm, sglang and prime-rl, comma "
-            "separated, or none [all]",
-            parse.one_of(*DIALECTS, NO_DIALECT),
+            "The trainers' HTTP dialects on the port of /v1/rl/*: some of vllm, sglang and prime-rl, comma separated, "
+            "or none. Default: all.",
+            Choice([*DIALECTS, NO_DIALECT]),
             DIALECTS,
             separator=",",
-            metavar="NAMES",
         ),
         Setting(
             "part_timeout_s",
-            "how long the tensors of one call in a trainer's dialect may take to reach every rank; an hour at most",
-            parse.seconds(0.001, MAX_PART_TIMEOUT_S),
+            "Seconds for the tensors of one call in a trainer's dialect to reach every rank.",
+            Seconds(0.001, MAX_PART_TIMEOUT_S),
             PART_TIMEOUT_S,
-            metavar="SECONDS",
         ),
         # up
-        Setting("workers", "workers of each engine", parse.whole(0, 1000), 1, metavar="N"),
-        Setting("restart", "start a worker that died again", None, False),
-        Setting(
-            "start_timeout_s",
-            "how long until all are ready",
-            parse.positive_seconds,
-            START_TIMEOUT_S,
-            metavar="SECONDS",
-        ),
+        Setting("workers", "The workers of each engine.", IntRange(0, 1000), 1),
+        Setting("restart", "Start a worker again after its death.", bool, False),
+        Setting("start_timeout_s", "Seconds until all must be ready.", _POSITIVE, START_TIMEOUT_S),
         # the commands that steer
-        Setting("url", "the facade", parse.url(("http", "https"), DEFAULT_URL), DEFAULT_URL),
+        Setting("url", "The frontend's address.", types.url(("http", "https"), DEFAULT_URL), DEFAULT_URL),
         Setting(
             "components",
-            "the components, comma separated; none: the facade's own",
-            parse.name,
-            None,
-            "--component",
-            "COMPONENT",
-            ",",
-            "NAME",
+            "The components, comma separated. Default: the frontend's own.",
+            types.NAME,
+            separator=",",
+            flag="--component",
+            env="COMPONENT",
         ),
         Setting(
             "select_workers",
-            "only these instance ids, comma separated",
-            parse.instance_id,
-            None,
-            "--workers",
+            "Only these instance ids, comma separated.",
+            types.INSTANCE_ID,
+            flag="--workers",
             separator=",",
-            metavar="ID",
         ),
-        Setting("json", "print JSON", None, False),
-        Setting("timeout_s", "how long to wait", parse.positive_seconds, metavar="SECONDS"),
+        Setting("json", "Print JSON.", bool, False),
+        Setting("timeout_s", "Seconds to wait for the answer; of an update, for the weights.", _POSITIVE),
         Setting(
-            "pause_mode",
-            "keep freezes requests, wait lets them end, abort ends them; SGLang's retract and in_place are keep with "
-            "and without the caches dropped",
-            parse.pause_mode,
+            "mode",
+            "keep freezes requests, wait lets them end, abort ends them. SGLang's retract and in_place are keep with "
+            "and without the caches dropped.",
+            _PAUSE_WORD,
             "keep",
-            metavar="MODE",
+            env="PAUSE_MODE",
         ),
-        Setting("clear_cache", "drop the prefix caches too", None),
+        Setting("pause_mode", "How the update pauses: see `rl-plane pause`.", _PAUSE_WORD, "keep"),
+        Setting("clear_cache", "Drop the prefix caches too, or not. Default: as the mode says.", bool),
         Setting(
             "lease_s",
-            "the fleet resumes by itself after so long",
-            parse.seconds(0.001, MAX_LEASE_S),
+            "Seconds after which the fleet resumes by itself.",
+            Seconds(0.001, MAX_LEASE_S),
             DEFAULT_PAUSE_LEASE_S,
-            metavar="SECONDS",
         ),
-        Setting("version", "the trainer's word for the weights, such as step_17", parse.label, metavar="LABEL"),
-        Setting("cast", "allow another float dtype than the engine's", None, False),
-        Setting("keep_staged", "workers keep the weights in host memory, for deltas and peers", None, False),
-        Setting("keep_pause", "leave the fleet paused after the commit", None, False),
-        Setting("flush", "drop the prefix caches after the commit", None),
+        Setting("version", "The trainer's label of the weights, such as step_17.", types.LABEL),
+        Setting("cast", "Allow another float dtype than the engine's.", bool, False),
+        Setting("keep_staged", "Keep the weights in host memory, for deltas and other workers.", bool, False),
+        Setting("keep_pause", "Leave the fleet paused after the commit.", bool, False),
+        Setting("flush", "Drop the prefix caches after the commit.", bool),
         Setting(
             "on_prepare_failure",
-            "abort: all or none; exclude: go on without it",
-            parse.one_of("abort", "exclude"),
+            "abort commits on all workers or on none; exclude commits without the workers that fail.",
+            Choice(["abort", "exclude"]),
             "abort",
-            metavar="WHAT",
         ),
-        Setting("min_ready", "with exclude: how many must be ready", parse.whole(1, MAX_COUNT), 1, metavar="N"),
+        Setting("min_ready", "With exclude: how many workers must be ready.", IntRange(1, MAX_COUNT), 1),
         Setting(
             "barrier",
-            "strict: two versions are never served at once; rolling: worker by worker",
-            parse.one_of("strict", "rolling"),
+            "strict never serves two versions at once; rolling updates worker by worker.",
+            Choice(["strict", "rolling"]),
             "strict",
-            metavar="HOW",
         ),
         Setting(
             "staging",
-            "host: beside the served weights; none: over them, for a model that doesn't fit twice",
-            parse.one_of("host", "none"),
+            "host stages weights beside the served ones; none writes over them, for a model that does not fit twice.",
+            Choice(["host", "none"]),
             "host",
-            metavar="WHERE",
         ),
         Setting(
             "canary",
-            "a JSON file with the token sequences that every worker scores after the swap, and what they should give; "
-            "off: no worker scores anything; none: sequences that follow from the size of the vocabulary",
-            parse.file_or_off,
-            metavar="FILE",
+            "A JSON file with token sequences that every worker scores after the swap, and their values; off scores "
+            "nothing. Default: sequences that follow from the vocabulary's size.",
+            types.FILE_OR_OFF,
         ),
         Setting(
             "on_canary_failure",
-            "what happens if every worker fails the canary: rollback to the version before; exclude: no worker serves "
-            "it; warn: the workers serve it",
-            parse.one_of("rollback", "exclude", "warn"),
+            "If every worker fails the canary: rollback to the version before, exclude every worker, or warn.",
+            Choice(["rollback", "exclude", "warn"]),
             "rollback",
-            metavar="WHAT",
         ),
-        Setting("adapter", "the update is of this LoRA adapter", parse.label, metavar="NAME"),
+        Setting("adapter", "Update this LoRA adapter instead of the base weights.", types.LABEL),
         Setting(
             "adapter_op",
-            "load: a new name; swap: in place of this one; unload: it goes, without a PATH",
-            parse.one_of("load", "swap", "unload"),
+            "load a new adapter, swap the loaded one of this name, or unload it (without a PATH).",
+            Choice(["load", "swap", "unload"]),
             "load",
-            metavar="OP",
         ),
         Setting(
             "digest",
-            "what the trainer published: blake3:<64 hex digits>",
-            parse.matching(r"blake3:[0-9a-f]{64}", "give blake3: and 64 hex digits"),
+            "The digest that the trainer has published.",
+            types.matching("DIGEST", r"blake3:[0-9a-f]{64}", "give blake3: and 64 hex digits"),
         ),
         Setting(
             "transport",
-            "by which the weights go: auto, filesystem, …",
-            parse.matching(r"[A-Za-z0-9_-]{1,64}", "give a transport's name, or auto"),
+            "The transport: auto, filesystem, …",
+            types.matching("NAME", r"[A-Za-z0-9_-]{1,64}", "give a transport's name, or auto"),
             "auto",
-            metavar="NAME",
         ),
         Setting(
             "options",
-            "an option of the transport's own, key=value: as JSON where the value is that, else a word",
-            parse.pair,
-            (),
-            "--option",
-            "PUBLISH_OPTIONS",
-            ";",
-            "K=V",
+            "An option of the transport's own. A value that is JSON is read as JSON.",
+            types.PAIR,
+            separator=";",
+            flag="--option",
+            env="PUBLISH_OPTIONS",
         ),
         Setting(
             "root",
-            "where filesystem writes: beneath the workers' weight roots",
-            parse.path,
+            "The folder that filesystem writes to, beneath the workers' weight roots.",
+            types.PATH,
             env="PUBLISH_ROOT",
-            metavar="DIR",
         ),
-        Setting("limit", "the newest so many", parse.whole(1, 256), 20, env="UPDATES_LIMIT", metavar="N"),
+        Setting("limit", "How many updates, the newest first.", IntRange(1, 256), 20, env="UPDATES_LIMIT"),
         Setting(
-            "sequence",
-            "the version's number, instead of its label",
-            parse.whole(0, 2**53),
-            env="ROLLBACK_SEQUENCE",
-            metavar="N",
+            "sequence", "The version's number, instead of its label.", IntRange(0, 2**53), env="ROLLBACK_SEQUENCE"
         ),
         Setting(
             "action",
-            "checksum, snapshot, compare or reset_tensors",
-            parse.one_of("checksum", "snapshot", "compare", "reset_tensors"),
+            "checksum, snapshot, compare or reset_tensors.",
+            Choice(["checksum", "snapshot", "compare", "reset_tensors"]),
             "checksum",
         ),
         # the demo
-        Setting("out", "where the report goes", parse.path, Path("demo-out"), metavar="DIR"),
-        Setting("steps", "optimiser steps", parse.whole(1, 1_000_000), metavar="N"),
-        Setting("seed", "of everything random", parse.whole(0, 2**31 - 1), metavar="N"),
+        Setting("out", "The folder of the report. Default: demo-out.", types.PATH),
+        Setting("steps", "The number of optimiser steps.", IntRange(1, 1_000_000)),
+        Setting("seed", "The seed of everything random.", IntRange(0, 2**31 - 1)),
     )
 }
 
 
-def resolve(
-    names: Iterable[str], flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ
-) -> dict[str, Any]:
-    """The settings' values: the flag, else the variable, else the default.
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command as it was given."""
 
-    `flags` holds what was given: a string, a list of them for a repeatable one, a bool for a switch."""
-    return {name: _resolve(SETTINGS[name], flags, environ) for name in names}
-
-
-def _resolve(setting: Setting, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Any:
-    where, given = setting.option, flags.get(setting.name)
-    if given is None:
-        where, given = setting.variable, environ.get(setting.variable) or None
-    if given is None:
-        return setting.default
-    if setting.parse is None:
-        return given if isinstance(given, bool) else _switch(where, given)
-    if not setting.separator:
-        return _parsed(setting, where, given)
-    if isinstance(given, str):
-        texts = [text for text in given.split(setting.separator) if text]
-    else:
-        texts = [part for text in given for part in (text.split(",") if setting.separator == "," else [text])]
-    return tuple(dict.fromkeys(_parsed(setting, where, text) for text in texts)) or setting.default
+    values: dict[str, Any]
+    """The settings' values and the arguments, by name."""
+    flags: frozenset[str]
+    """The settings that were given by a flag."""
 
 
-def _parsed(setting: Setting, where: str, text: str) -> Any:
-    assert setting.parse is not None
-    try:
-        if not text:
-            raise Refused("give a value, or leave it out")
-        return setting.parse(text)
-    except Refused as error:
-        shown = "not usable" if setting.secret else repr(text[:200])
-        raise BadSetting(f"{where} is {shown}", field=where, fix=str(error)) from error
+Handler = Callable[[Command], int]
 
 
-def _switch(where: str, text: str) -> bool:
-    word = text.lower()
-    if word in ("1", "true", "yes", "on"):
-        return True
-    if word in ("0", "false", "no", "off"):
-        return False
-    raise BadSetting(f"{where} is {text[:200]!r}", field=where, fix="give 1 or 0")
+def command(
+    name: str, doc: str, handler: Handler, settings: Iterable[str], *arguments: click.Argument
+) -> click.Command:
+    """A command of the settings in the table. Its handler returns the exit code."""
+
+    def call(**values: Any) -> int:
+        context = click.get_current_context()
+        flags = {key for key in values if context.get_parameter_source(key) is ParameterSource.COMMANDLINE}
+        try:
+            return handler(Command(values, frozenset(flags)))
+        except (PlaneError, ModuleNotFoundError, OSError) as error:
+            found = plane_error(error)
+            if found is None or isinstance(found, BadSetting):
+                raise
+            found.facts["fix"] = fix_of(found, name)
+            if values.get("json"):
+                say_json({"status": "error", "error": found.to_wire()})
+            raise found from error
+
+    params: list[click.Parameter] = [*arguments, *(SETTINGS[each] for each in settings)]
+    context = {"max_content_width": HELP_CHARS}
+    return click.Command(name, context_settings=context, callback=call, params=params, help=doc)
 
 
 def for_child(values: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """The same settings for a child process: flags, and its environment, which alone carries the secrets."""
+    """Passes settings on to a child process: its flags, and its environment, which alone carries secrets."""
     known = {setting.variable for setting in SETTINGS.values()}
     env = {key: value for key, value in environ.items() if key not in known}
     argv: list[str] = []
     for name, value in values.items():
         setting = SETTINGS[name]
-        if value == setting.default:
+        flag = setting.opts[0]
+        if value == setting.otherwise:
             continue
         if setting.secret:
-            if value is not None:
-                env[setting.variable] = value
-        elif setting.parse is None:
-            argv.append(setting.option if value else "--no-" + setting.option[2:])
-        elif setting.parse is parse.port_or_off:
-            argv.append(f"{setting.option}={'off' if value is None else value}")
-        elif setting.parse is parse.pair:
-            argv += [f"{setting.option}={key}={text}" for key, text in value]
-        elif setting.separator:
-            argv += [f"{setting.option}={item}" for item in value or ()]
-        elif value is not None:
-            argv.append(f"{setting.option}={value}")
+            env[setting.variable] = value
+        elif isinstance(value, bool):
+            argv.append(flag if value else setting.secondary_opts[0])
+        else:
+            argv += [f"{flag}={item}" for item in (value if setting.separator else (value,))]
     return argv, env
+
+
+def pairs(texts: Iterable[str]) -> dict[str, str]:
+    """`key=value` texts as a dict."""
+    return dict(text.split("=", 1) for text in texts)

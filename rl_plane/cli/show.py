@@ -1,4 +1,4 @@
-"""Replies for a person."""
+"""Formats the replies of the fleet for a person."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ AGAINST = {
     "reference": "the values that this version had before",
     "fleet": "the other workers' values",
 }
-"""What the numeric canary is compared with."""
+"""The words for the values that the numeric canary is compared with."""
 DIGEST_CHARS = len("blake3:") + 12
 
 DONE = {
@@ -60,6 +60,7 @@ DONE = {
 
 
 def show(op: str, reply: Reply, body: Reply) -> str:
+    """The reply of an op as text."""
     if op == "state":
         return "\n".join([*_heads(reply), *_rows(reply, STATE_COLUMNS)])
     if op == "workers":
@@ -74,7 +75,7 @@ def show(op: str, reply: Reply, body: Reply) -> str:
         return "\n".join(_checked(reply, body))
     words = f"{DONE[op]} {_count(reply)} in {_seconds(reply.get('elapsed_s'))}"
     if op == "pause":
-        words += f" ({body['mode']}); by itself the fleet resumes in {body['lease_s']:g} s"
+        words += f" ({body['mode']}); the fleet resumes by itself in {body['lease_s']:g} s"
     return words
 
 
@@ -159,7 +160,7 @@ def _updated(reply: Reply, did: str = "committed") -> list[str]:
 
 
 def _canary_words(canary: Reply) -> str:
-    """The numeric canary of one update, over all workers."""
+    """Describes the numeric canary of one update, over all workers."""
     failed = canary.get("failed")
     words = f"{counted(canary['scored'])} scored" + (f", {failed} failed" if failed else "")
     if canary.get("difference") is None:
@@ -175,7 +176,7 @@ def _canary_numbers(canary: Reply) -> str:
 
 
 def _canary_cell(canary: Any) -> str | None:
-    """The numeric canary of one update, or of one worker's weights, in a table."""
+    """Describes the numeric canary of one update, or of one worker, for a cell of a table."""
     if not isinstance(canary, Mapping):
         return None
     if "scored" in canary:

@@ -1,8 +1,7 @@
-"""The commands that ask or change a fleet that runs: over the facade, or over NATS when --nats-url is given."""
+"""The commands that read or change a running fleet: through a frontend, or over NATS with --nats-url."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import queue
 import sys
@@ -14,10 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
+
 from rl_plane.cli.canary_file import read_canary
-from rl_plane.cli.flags import Command, Subparsers, add_command
-from rl_plane.cli.output import note, say, say_json
-from rl_plane.cli.settings import BadSetting
+from rl_plane.cli.output import BadSetting, note, say, say_json
+from rl_plane.cli.settings import Command, command
 from rl_plane.cli.show import show
 from rl_plane.errors import DeadlineExceeded, PlaneError
 from rl_plane.fleet.http_client import call_facade
@@ -26,11 +26,11 @@ from rl_plane.protocol.update_requests import UpdatePolicy
 
 READ_S = 30.0
 CHANGE_S = 120.0
-"""Waiting for a fleet, for the lock and for a pause of mode `wait`, each with its own bound, and some more."""
+"""Seconds for the waits of a change: for the fleet, for the lock, and for a pause of mode `wait`."""
 UPDATE_MARGIN_S = 60.0
-"""Besides receiving and committing: waiting for the fleet, for the lock, and for those who died meanwhile."""
+"""Seconds beside receiving and committing: waits for the fleet, for the lock, and for workers that died."""
 NOTE_EVERY_S = 10.0
-"""How often a wait is told of where no terminal shows it running."""
+"""Seconds between two lines about a wait, where no terminal shows its seconds."""
 TICK_S = 0.5
 
 SELECT = ("components", "select_workers")
@@ -50,83 +50,63 @@ POLICY = (
 )
 UPDATE = (*POLICY, "adapter", "adapter_op", "cast", "digest")
 
-Call = Callable[[], dict[str, Any]]
 
-
-def add_to(commands: Subparsers) -> None:
+def commands() -> list[click.Command]:
     common = (*SELECT, *REACH)
-    add_command(commands, "state", "The fleet and each worker, now.", steer("state"), common)
-    add_command(commands, "workers", "Who is in the fleet.", steer("workers"), common)
-    pause = add_command(
-        commands,
-        "pause",
-        "Stop generation, with a lease.",
-        steer("pause"),
-        ("pause_mode", "clear_cache", "lease_s", *common),
-    )
-    pause.add_argument(
-        "--mode", dest="pause_mode", metavar="MODE", default=argparse.SUPPRESS, help="short for --pause-mode"
-    )
-    add_command(commands, "resume", "Go on.", steer("resume"), common)
-    update = add_command(
-        commands,
-        "update",
-        "New weights on the whole fleet, or on none.",
-        steer("update_weights"),
-        (*UPDATE, *common),
-    )
-    update.add_argument(
-        "path",
-        metavar="PATH",
-        nargs="?",
-        help="a checkpoint, or an adapter's directory, beneath the workers' weight roots",
-    )
-    rollback = add_command(
-        commands,
-        "rollback",
-        "Back to an earlier version of the history, as an update like any other.",
-        steer("rollback"),
-        ("sequence", *POLICY, *common),
-    )
-    rollback.add_argument("label", metavar="LABEL", nargs="?", help="the version's label; or give --sequence")
-    add_command(
-        commands,
-        "new-run",
-        "Begin a new run: sequence 0 is the model that every worker was started with.",
-        steer("new_run"),
-        ("components", *REACH),
-    )
-    add_command(
-        commands,
-        "updates",
-        "The updates that there were, newest first.",
-        steer("updates"),
-        ("limit", "components", *REACH),
-    )
-    add_command(commands, "check", "Checksum or compare the weights.", steer("check_weights"), ("action", *common))
-    for op, doc in (("enable", "Admit workers again."), ("disable", "Take workers out of routing.")):
-        parser = add_command(commands, op, doc, steer(op), ("components", *REACH))
-        parser.add_argument(
-            "ids", metavar="ID", nargs="+", help="an instance id, as `rl-plane workers` lists them"
-        )
+    reach = ("components", *REACH)
+    path = click.Argument(["path"], required=False, metavar="PATH")
+    label = click.Argument(["label"], required=False, metavar="LABEL")
+    ids = click.Argument(["ids"], nargs=-1, required=True, metavar="ID...")
+    update = """Commit new weights on the whole fleet, or on no worker.
+
+    PATH is a checkpoint, or an adapter's directory, beneath the workers' weight roots."""
+    rollback = """Commit an earlier version of the history again.
+
+    LABEL is the version's label; or give --sequence."""
+    return [
+        _command("state", "Show the fleet and each worker.", "state", common),
+        _command("workers", "List the workers.", "workers", common),
+        _command("pause", "Stop generation, with a lease.", "pause", ("mode", "clear_cache", "lease_s", *common)),
+        _command("resume", "Continue generation.", "resume", common),
+        _command("update", update, "update_weights", (*UPDATE, *common), path),
+        _command("rollback", rollback, "rollback", ("sequence", *POLICY, *common), label),
+        _command(
+            "new-run",
+            "Begin a new run. Its sequence 0 is the model that every worker was started with.",
+            "new_run",
+            reach,
+        ),
+        _command("updates", "List past updates, newest first.", "updates", ("limit", *reach)),
+        _command("check", "Checksum or compare the weights.", "check_weights", ("action", *common)),
+        _command(
+            "enable", "Admit workers again. ID is an instance id of `rl-plane workers`.", "enable", reach, ids
+        ),
+        _command(
+            "disable",
+            "Take workers out of routing. ID is an instance id of `rl-plane workers`.",
+            "disable",
+            reach,
+            ids,
+        ),
+    ]
 
 
-def steer(op: str) -> Callable[[Command], int]:
-    def handler(command: Command) -> int:
-        body, bound_s = body_of(op, command)
-        reply = _run("update_weights" if op == "rollback" else op, body, bound_s, command)
-        if command.values["json"]:
+def _command(name: str, doc: str, op: str, settings: tuple[str, ...], *arguments: click.Argument) -> click.Command:
+    def handler(given: Command) -> int:
+        body, bound_s = body_of(op, given)
+        reply = _ask("update_weights" if op == "rollback" else op, body, bound_s, given)
+        if given.values["json"]:
             say_json(reply)
         else:
             say(show(op, reply, body))
         return 0
 
-    return handler
+    return command(name, doc, handler, settings, *arguments)
 
 
-def body_of(op: str, command: Command) -> tuple[dict[str, Any], float]:
-    """The call's body, and how many seconds its answer may take."""
-    values, timeout_s = command.values, command.values["timeout_s"]
+def body_of(op: str, given: Command) -> tuple[dict[str, Any], float]:
+    """The call's body, and the seconds that its answer may take."""
+    values, timeout_s = given.values, given.values["timeout_s"]
     body: dict[str, Any] = {}
     if values["components"]:
         body["component"] = list(values["components"])
@@ -137,25 +117,25 @@ def body_of(op: str, command: Command) -> tuple[dict[str, Any], float]:
     if op in ("state", "workers", "updates"):
         return body, timeout_s or READ_S
     if op == "pause":
-        body |= {"mode": values["pause_mode"], "lease_s": values["lease_s"]}
+        body |= {"mode": values["mode"], "lease_s": values["lease_s"]}
         if values["clear_cache"] is not None:
             body["clear_cache"] = values["clear_cache"]
     elif op == "check_weights":
         body["action"] = values["action"]
     elif op in ("enable", "disable"):
-        body["workers"] = [_instance_id(text) for text in dict.fromkeys(command.flags["ids"])]
+        body["workers"] = [_instance_id(text) for text in dict.fromkeys(values["ids"])]
     elif op in ("update_weights", "rollback"):
         policy = policy_of(values)
         body["policy"] = policy.model_dump()
         body |= {key: values[key] for key in ("version", "digest") if values.get(key) is not None}
         if op == "rollback":
-            body["rollback"] = _earlier(command.flags.get("label"), values["sequence"])
+            body["rollback"] = _earlier(values["label"], values["sequence"])
         else:
-            if "adapter_op" in command.flags and values["adapter"] is None:
+            if "adapter_op" in given.flags and values["adapter"] is None:
                 raise BadSetting(
-                    "--adapter-op is of no adapter", field="--adapter-op", fix="name it: --adapter NAME"
+                    "--adapter-op is given without an adapter", field="--adapter-op", fix="name it: --adapter NAME"
                 )
-            body |= _source(command.flags.get("path"), values)
+            body |= _source(values["path"], values)
         return body, policy.prepare_timeout_s + 2 * policy.commit_timeout_s + UPDATE_MARGIN_S
     return body, timeout_s or CHANGE_S
 
@@ -178,7 +158,7 @@ def policy_of(values: Mapping[str, Any]) -> UpdatePolicy:
 
 
 def _source(path: str | None, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the new weights are of, and where they are."""
+    """The body's fields for the target and the transport."""
     body: dict[str, Any] = {}
     unload = values["adapter"] is not None and values["adapter_op"] == "unload"
     if values["adapter"] is not None:
@@ -207,10 +187,10 @@ def _instance_id(text: str) -> str:
         raise BadSetting(error.message, **error.facts) from error
 
 
-def _run(op: str, body: dict[str, Any], bound_s: float, command: Command) -> dict[str, Any]:
-    if "nats_url" in command.flags:
-        return _over_nats(op, body, bound_s, command)
-    values = command.values
+def _ask(op: str, body: dict[str, Any], bound_s: float, given: Command) -> dict[str, Any]:
+    if "nats_url" in given.flags:
+        return _over_nats(op, body, bound_s, given)
+    values = given.values
     request_id = uuid.uuid4().hex
 
     def call(part: dict[str, Any]) -> dict[str, Any]:
@@ -223,12 +203,12 @@ def _run(op: str, body: dict[str, Any], bound_s: float, command: Command) -> dic
     return {**replies[-1], "workers": rows, "elapsed_s": sum(reply.get("elapsed_s", 0.0) for reply in replies)}
 
 
-def _over_nats(op: str, body: dict[str, Any], bound_s: float, command: Command) -> dict[str, Any]:
-    """We coordinate, as a frontend would."""
+def _over_nats(op: str, body: dict[str, Any], bound_s: float, given: Command) -> dict[str, Any]:
+    """Carries out the op in this process, as a frontend does."""
     from rl_plane.protocol.subjects import DEFAULT_COMPONENT
     from rl_plane.sync import SyncRlClient
 
-    values = command.values
+    values = given.values
     component = (body.get("component") or [DEFAULT_COMPONENT])[0]
     with SyncRlClient.connect(values["nats_url"], values["namespace"], component, name="rl-plane") as fleet:
         stop = threading.Event()
@@ -241,8 +221,8 @@ def _over_nats(op: str, body: dict[str, Any], bound_s: float, command: Command) 
             shower.join(TICK_S)
 
 
-def waiting(op: str, call: Call, bound_s: float) -> dict[str, Any]:
-    """`call` on a thread, so that its bound holds for all of it, and Ctrl-C ends the wait at once."""
+def waiting(op: str, call: Callable[[], dict[str, Any]], bound_s: float) -> dict[str, Any]:
+    """Makes a call on a thread, so that its bound holds for all of it, and Ctrl-C ends the wait at once."""
     answers: queue.Queue[dict[str, Any] | BaseException] = queue.Queue()
 
     def work() -> None:
@@ -268,7 +248,7 @@ def waiting(op: str, call: Call, bound_s: float) -> dict[str, Any]:
 
 
 def _show_waiting(op: str, stop: threading.Event) -> None:
-    """For a person who waits: one line with the seconds so far, on stderr."""
+    """Shows the seconds so far on stderr until `stop`."""
     start, terminal, shown = time.monotonic(), sys.stderr.isatty(), False
     every = TICK_S if terminal else NOTE_EVERY_S
     while not stop.wait(every):

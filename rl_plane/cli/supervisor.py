@@ -1,4 +1,4 @@
-"""Keeps children running: what a death does, when a child comes back, and the orderly end."""
+"""Supervises child processes: decides on a death, restarts a child after a pause, and ends all in order."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from rl_plane.cli.children import ERR, Child, Printer, exit_of, start_process
 from rl_plane.errors import PlaneError
 
 FIRST_PAUSE_S = 0.2
-"""A process that was killed once should be back at once."""
+"""Seconds before the first restart: a process that was killed once should be back at once."""
 MAX_PAUSE_S = 15.0
-"""One that dies again and again should not keep the machine busy."""
+"""The longest pause, so that a process that dies again and again does not keep the machine busy."""
 STEADY_S = 30.0
-"""Who was ready for so long starts from the first pause again."""
+"""After being ready for so many seconds, a process starts from the first pause again."""
 KILL_S = 5.0
-"""How long after its own bound a child may take to end, until it is killed."""
+"""Seconds after its own bound until a child is killed."""
 
 Event = Callable[..., None]
-"""`event(words, name=…, …)`: something a person should know."""
+"""`event(words, name=…, …)` reports something that a person should know."""
 
 
 def pause_before(restarts: int) -> float:
-    """Seconds before the restart number `restarts` (from 0) in a row."""
+    """Seconds before restart number `restarts` in a row, counted from 0."""
     return min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(restarts, 16))
 
 
@@ -40,32 +40,34 @@ def exit_words(code: int) -> str:
         return f"signal {-code}"
 
 
-def comes_back(code: int) -> bool:
-    """Whether the same process, started anew, may fare better: it was killed, or its engine or a part of it failed."""
+def restart_helps(code: int) -> bool:
+    """True if a restart may help: the process was killed, or its engine or a part of it failed."""
     from worker import exit_codes
 
     return code < 0 or code in exit_codes.COME_BACK
 
 
-class Kept:
-    """A child by its name, over all its processes."""
+class SupervisedProcess:
+    """A named child, over all its restarts."""
 
     def __init__(self, name: str, argv: Sequence[str], env: Mapping[str, str], *, restart: bool) -> None:
         self.name, self.argv, self.env, self.restart = name, argv, env, restart
-        self.child: Child | None = None
+        self.running: Child | None = None
+        """The newest process."""
         self.ready = asyncio.Event()
-        """It has been ready once."""
+        """Set once the child has been ready."""
         self.facts: dict[str, Any] = {}
-        """The newest ready line."""
+        """The facts of the newest ready line."""
         self.on_ready: Callable[[], None] = lambda: None
 
     def kill(self) -> None:
-        if self.child is not None:
-            self.child.signal_group(signal.SIGKILL)
+        """Kills the newest process and the processes that it has started."""
+        if self.running is not None:
+            self.running.signal_group(signal.SIGKILL)
 
 
 class Supervisor:
-    """`failed` is set when something could not even start; `end` then is, too. `pause`: see `pause_before`."""
+    """Starts children and restarts them. When a child can't start, `failed` has the error and `end` is set."""
 
     def __init__(
         self,
@@ -80,14 +82,15 @@ class Supervisor:
         self.end = asyncio.Event()
         self.failed: PlaneError | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self.kept: dict[str, Kept] = {}
+        self.processes: dict[str, SupervisedProcess] = {}
         self._nats: NatsServer | None = None
 
     # ---- children ----
 
-    def keep(self, kept: Kept) -> None:
-        self.kept[kept.name] = kept
-        self._start(kept.name, self._keep(kept))
+    def supervise(self, process: SupervisedProcess) -> None:
+        """Starts a child, and watches it from now on."""
+        self.processes[process.name] = process
+        self._start(process.name, self._supervise(process))
 
     def _start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         task = self._tasks[name] = asyncio.create_task(work)
@@ -95,41 +98,43 @@ class Supervisor:
         def done(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
                 self._fail(
-                    PlaneError(f"{name} can't be kept running: {error}", fix="can this machine start more?")
+                    PlaneError(
+                        f"{name} could not be started: {error}", fix="free memory or processes on this machine"
+                    )
                 )
 
         task.add_done_callback(done)
 
-    async def _keep(self, kept: Kept) -> None:
+    async def _supervise(self, child: SupervisedProcess) -> None:
         restarts = 0
         while not self.end.is_set():
             ready_at: list[float] = []
 
             def ready(facts: dict[str, Any], ready_at: list[float] = ready_at) -> None:
                 ready_at.append(time.monotonic())
-                kept.facts = facts
-                kept.on_ready()
-                if kept.ready.is_set():
+                child.facts = facts
+                child.on_ready()
+                if child.ready.is_set():
                     self._event(
-                        f"{kept.name} is back (pid {facts.get('pid')})", event="back", name=kept.name, **facts
+                        f"{child.name} is back (pid {facts.get('pid')})", event="back", name=child.name, **facts
                     )
-                kept.ready.set()
+                child.ready.set()
 
-            process = self._start_process(kept.argv, kept.env)
-            kept.child = Child(process, lambda line, fd: self._on_line(kept.name, line, fd), ready)
-            code = await kept.child.wait()
+            process = self._start_process(child.argv, child.env)
+            child.running = Child(process, lambda line, fd: self._on_line(child.name, line, fd), ready)
+            code = await child.running.wait()
             if self.end.is_set():
                 return
-            pid = kept.child.pid
-            words = f"{kept.name} (pid {pid}) ended: {exit_words(code)}"
-            if not kept.ready.is_set() and not (kept.restart and comes_back(code)):
-                self._fail(PlaneError(f"{words}, before it was ready", fix=f"see the lines of {kept.name} above"))
+            pid = child.running.pid
+            words = f"{child.name} (pid {pid}) ended: {exit_words(code)}"
+            if not child.ready.is_set() and not (child.restart and restart_helps(code)):
+                self._fail(PlaneError(f"{words}, before it was ready", fix=f"see the lines of {child.name} above"))
                 return
             restarts = 0 if ready_at and time.monotonic() - ready_at[0] > STEADY_S else restarts
             pause = self._pause(restarts)
-            words += f"; it starts again in {pause:g} s" if kept.restart else "; the others go on"
-            self._event(words, event="died", name=kept.name, pid=pid, exit_code=code, restart=kept.restart)
-            if not kept.restart:
+            words += f"; it starts again in {pause:g} s" if child.restart else "; the others continue"
+            self._event(words, event="died", name=child.name, pid=pid, exit_code=code, restart=child.restart)
+            if not child.restart:
                 return
             restarts += 1
             await asyncio.sleep(pause)
@@ -140,12 +145,12 @@ class Supervisor:
 
     # ---- nats-server ----
 
-    def keep_nats(self, server: NatsServer, again: Callable[[], NatsServer]) -> None:
-        """`server` runs; `again()` makes another on the same port and store."""
+    def supervise_nats(self, server: NatsServer, again: Callable[[], NatsServer]) -> None:
+        """Watches a nats-server that runs. `again()` makes another one on the same port and store."""
         self._nats = server
-        self._start("nats", self._keep_nats(again))
+        self._start("nats", self._supervise_nats(again))
 
-    async def _keep_nats(self, again: Callable[[], NatsServer]) -> None:
+    async def _supervise_nats(self, again: Callable[[], NatsServer]) -> None:
         assert self._nats is not None
         restarts, started = 0, time.monotonic()
         while True:
@@ -158,7 +163,7 @@ class Supervisor:
                 self._nats.stop()
                 self._nats = again()
                 try:
-                    self._nats.start()  # on this thread, with which it is to die; tens of milliseconds
+                    self._nats.start()  # on this thread, whose end ends it; this takes tens of milliseconds
                 except PlaneError as error:
                     self._event(f"nats-server did not start: {error}", event="failed", name="nats")
                     await asyncio.sleep(self._pause(restarts))
@@ -173,7 +178,7 @@ class Supervisor:
     # ---- the end ----
 
     def signalled(self) -> None:
-        """The first signal ends everything in order, a second one at once."""
+        """Handles a signal. The first one ends everything in order, a second one at once."""
         if not self.end.is_set():
             self._event("ending; again to kill at once", event="ending")
             self.end.set()
@@ -181,8 +186,9 @@ class Supervisor:
             self.kill()
 
     def kill(self) -> None:
-        for kept in self.kept.values():
-            kept.kill()
+        """Kills everything."""
+        for process in self.processes.values():
+            process.kill()
         if self._nats is not None and self._nats.process.poll() is None:
             self._nats.process.kill()
 
@@ -190,27 +196,29 @@ class Supervisor:
         """Ends the groups of children one after another, each within its bound in seconds, then nats-server."""
         self.end.set()
         for names, bound_s in groups:
-            await self._stop_group([self.kept[name] for name in names if name in self.kept], bound_s)
+            await self._stop_group([self.processes[name] for name in names if name in self.processes], bound_s)
         if (task := self._tasks.get("nats")) is not None:
             task.cancel()
         if self._nats is not None:
             await asyncio.to_thread(self._nats.stop)
 
-    async def _stop_group(self, group: Sequence[Kept], bound_s: float) -> None:
+    async def _stop_group(self, group: Sequence[SupervisedProcess], bound_s: float) -> None:
         living = []
-        for kept in group:
-            task = self._tasks[kept.name]
-            if kept.child is None or kept.child.process.poll() is not None:
+        for child in group:
+            task = self._tasks[child.name]
+            if child.running is None or child.running.process.poll() is not None:
                 task.cancel()  # it was waiting to start again
             else:
-                kept.child.terminate()
+                child.running.terminate()
             living.append(task)
         if not living:
             return
         _, late = await asyncio.wait(living, timeout=bound_s + KILL_S)
-        for kept in group:
-            if self._tasks[kept.name] in late:
-                self._printer.line(f"rl-plane: {kept.name} did not end within {bound_s + KILL_S:g} s: killed", ERR)
-                kept.kill()
+        for child in group:
+            if self._tasks[child.name] in late:
+                self._printer.line(
+                    f"rl-plane: {child.name} did not end within {bound_s + KILL_S:g} s: killed", ERR
+                )
+                child.kill()
         if late:
             await asyncio.wait(late, timeout=KILL_S)

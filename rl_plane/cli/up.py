@@ -1,4 +1,4 @@
-"""`rl-plane up`: nats-server, N workers of each engine named, and a frontend; one Ctrl-C ends all."""
+"""`rl-plane up` runs nats-server, N workers of each engine, and a frontend. One Ctrl-C ends all."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import click
+
 from rl_plane.bus.server import NatsServer
 from rl_plane.cli.children import ERR, OUT, Child, Printer, start_process
-from rl_plane.cli.flags import Command, Subparsers, add_command, check_engine
 from rl_plane.cli.output import READY, counted, one_line
-from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, WORKER
-from rl_plane.cli.settings import for_child
-from rl_plane.cli.supervisor import Kept, Supervisor
+from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, WORKER, check_engine
+from rl_plane.cli.settings import Command, command, for_child
+from rl_plane.cli.supervisor import SupervisedProcess, Supervisor
 from rl_plane.errors import DeadlineExceeded, PlaneError
 
 ERROR_OBJECT = b'{"status": "error"'
-"""How the error of a child with --json begins."""
+"""The beginning of the error of a child with --json."""
 FRONTEND_STOP_S = 5.0
-"""Beyond its drain: closing."""
+"""Seconds for a frontend to close after its drain."""
 
 SETTINGS = (
     "engines",
@@ -44,27 +45,30 @@ SETTINGS = (
 )
 
 
-def add_to(commands: Subparsers) -> None:
-    add_command(commands, "up", "Bring up a whole fleet on this machine.", run_up, SETTINGS)
+def commands() -> list[click.Command]:
+    return [command("up", "Bring up a whole fleet on this machine.", run_up, SETTINGS)]
 
 
-def run_up(command: Command) -> int:
-    values = dict(command.values)
+def run_up(given: Command) -> int:
+    """Runs a fleet until a signal."""
+    values = dict(given.values)
     values["engines"] = [check_engine(name) for name in values["engines"] or ("hf",)]
     up = Up(values)
     try:
-        asyncio.run(up.run())
+        asyncio.run(up.until_a_signal())
     finally:
         up.printer.flush()
     return 0
 
 
 def python(*args: str) -> list[str]:
-    """Our own interpreter, without the working directory on its path: a user's worker.py can't shadow ours."""
+    """Our own interpreter, without the working directory on its path, so that a user's worker.py can't shadow ours."""
     return [sys.executable, "-P", "-m", *args]
 
 
 class Up:
+    """The fleet of one `rl-plane up`."""
+
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
         self.printer = Printer()
@@ -73,8 +77,8 @@ class Up:
         self._nats: NatsServer | None = None
         self._workers: list[str] = []
 
-    async def run(self) -> None:
-        """Until a signal; PlaneError when it could not be brought up."""
+    async def until_a_signal(self) -> None:
+        """Runs the fleet until a signal. PlaneError if it can't be brought up."""
         supervisor = self._supervisor = Supervisor(self.printer, self._event, self._line)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -86,10 +90,10 @@ class Up:
             done, _ = await asyncio.wait((bring_up, ended), timeout=bound, return_when=asyncio.FIRST_COMPLETED)
             if bring_up in done:
                 bring_up.result()
-                self._tell_ready()
+                self._print_ready()
             elif not done:
                 raise DeadlineExceeded(
-                    f"not everything was ready within {bound:g} s", fix="see the lines above, or --start-timeout-s"
+                    f"the fleet was not ready within {bound:g} s", fix="see the lines above, or --start-timeout-s"
                 )
             await ended
         finally:
@@ -115,30 +119,30 @@ class Up:
             name = f"worker-{number}"
             self._workers.append(name)
             own = {**values, "engine": engine, "instance_id": secrets.token_hex(8), "copies": 1}
-            self._supervisor.keep(self._kept(name, "worker", own, WORKER, values["restart"]))
-        frontend = self._kept("frontend", "frontend", values, FRONTEND, restart=True)
+            self._supervisor.supervise(self._process(name, "worker", own, WORKER, values["restart"]))
+        frontend = self._process("frontend", "frontend", values, FRONTEND, restart=True)
         frontend.on_ready = self._keep_ports
-        self._supervisor.keep(frontend)
-        for kept in self._supervisor.kept.values():
-            await kept.ready.wait()
+        self._supervisor.supervise(frontend)
+        for process in self._supervisor.processes.values():
+            await process.ready.wait()
 
-    def _kept(
+    def _process(
         self, name: str, command: str, values: dict[str, Any], names: tuple[str, ...], restart: bool
-    ) -> Kept:
+    ) -> SupervisedProcess:
         own = {key: values[key] for key in names}
         own["json"] = True
         argv, env = for_child(own, os.environ)
         if command == "worker":
             env.setdefault("OMP_NUM_THREADS", str(self._threads()))
-        return Kept(name, python("rl_plane.cli.main", command, *argv), env, restart=restart)
+        return SupervisedProcess(name, python("rl_plane.cli.main", command, *argv), env, restart=restart)
 
     def _threads(self) -> int:
-        """Workers that share a machine share its cores; more threads than cores only get in each other's way."""
+        """The threads of one worker: the workers share the cores of this machine."""
         workers: int = len(self.values["engines"]) * self.values["workers"]
         return max(1, (os.cpu_count() or 1) // max(1, workers))
 
     async def _make_model(self) -> Path:
-        """In a process of its own: this one stays small, and forks without torch's threads."""
+        """Makes a model in another process, so that this one stays small, and forks without torch's threads."""
         lines: list[bytes] = []
 
         def line(text: bytes, fd: int) -> None:
@@ -171,37 +175,37 @@ class Up:
         assert port is not None
         self.values["nats_url"] = server.url
         self._nats = server
-        self._supervisor.keep_nats(server, lambda: NatsServer(port=port, store=store))
+        self._supervisor.supervise_nats(server, lambda: NatsServer(port=port, store=store))
 
     def _keep_ports(self) -> None:
-        """A frontend that starts again takes the ports that were found free the first time."""
-        frontend = self._supervisor.kept["frontend"]
+        """Makes a restarted frontend take the ports of the first one."""
+        frontend = self._supervisor.processes["frontend"]
         for name, url in (("rl_port", "rl_url"), ("http_port", "http_url")):
             if frontend.facts.get(url):
                 self.values[name] = urlsplit(frontend.facts[url]).port
-        frontend.argv = self._kept("frontend", "frontend", self.values, FRONTEND, restart=True).argv
+        frontend.argv = self._process("frontend", "frontend", self.values, FRONTEND, restart=True).argv
 
-    # ---- what it says ----
+    # ---- output ----
 
     def _line(self, name: str, line: bytes, fd: int) -> None:
         if fd == OUT and line.startswith(ERROR_OBJECT):
-            return  # the same stands on its stderr, in words
+            return  # its stderr has the same error in words
         self.printer.line(f"{name} | ".encode() + line, ERR if self._json else fd)
 
     def _event(self, words: str, **facts: Any) -> None:
         self.printer.line(json.dumps(facts) if self._json else f"rl-plane: {one_line(words)}")
 
-    def _tell_ready(self) -> None:
-        kept, values = self._supervisor.kept, self.values
-        frontend = kept["frontend"].facts
+    def _print_ready(self) -> None:
+        processes, values = self._supervisor.processes, self.values
+        frontend = processes["frontend"].facts
         rl_url, http_url = frontend.get("rl_url"), frontend.get("http_url")
         nats_url = one_line(values["nats_url"])
         workers = [
             {
                 "name": name,
-                "instance_id": kept[name].facts["instance_ids"][0],
-                "engine": kept[name].facts["engine"],
-                "pid": kept[name].facts["pid"],
+                "instance_id": processes[name].facts["instance_ids"][0],
+                "engine": processes[name].facts["engine"],
+                "pid": processes[name].facts["pid"],
             }
             for name in self._workers
         ]

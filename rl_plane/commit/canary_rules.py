@@ -1,14 +1,14 @@
-"""Decides which workers pass the numeric canary: pure functions of vectors, without I/O.
+"""Decides which workers pass the numeric canary. Pure functions of vectors, without I/O.
 
-`evaluate_worker` judges one worker by the committed record: a worker that starts, heals or joins late uses it on its
-own vectors. `settle` judges all workers that have swapped one update in: the coordinator uses it before it opens the
-version. Three things decide, each one where it is known:
+`evaluate_worker` evaluates one worker by the committed record: a worker that starts, heals or joins late uses it on its
+own vectors. `settle` evaluates all workers that have swapped one update in: the coordinator uses it before it opens
+the version. Three things decide, as far as they are known:
 
 1. the trainer's values (`CanaryRecord.expected`), within the tolerance across kinds;
 2. the values that this version had before (`CanaryRecord.references`), within the tolerance of the engine kind;
 3. the other workers: more than half of an engine kind must agree, and then more than half of the kinds.
 
-Two workers that differ where none of the three tells who is right are a *tie*, and both fail.
+If two workers differ and none of the three decides which one is right, it is a *tie*, and both fail.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Verdict:
 
     passed: bool
     against: Literal["trainer", "reference", "fleet", "nothing"]
-    """What the values below are compared with: the trainer's values, the values that this version had before, or the
+    """The other side of the comparison below: the trainer's values, the values that this version had before, or the
     other workers' values. `nothing`: the worker has nothing to be compared with, or its own vectors are unusable."""
     reason: Reason | None = None
     """Why the worker failed. None: it passed."""
@@ -53,11 +53,11 @@ class Verdict:
     difference: float | None = None
     """The largest absolute difference of a log probability."""
     tolerance: float | None = None
-    """What the difference at the place below may be."""
+    """The largest difference that is allowed at the place below."""
     sequence: int | None = None
     token: int | None = None
-    """Where the difference is the largest share of what it may be: the number of the sequence, and of the token in
-    it."""
+    """The place at which the difference is the largest share of its tolerance: the number of the sequence, and of the
+    token in it."""
     expected: float | None = None
     measured: float | None = None
     """The two log probabilities at that place."""
@@ -67,13 +67,13 @@ class Verdict:
     """Why the worker serves although these weights failed: `on_canary_failure` is `warn`. Empty: they have not."""
 
     def to_wire(self) -> dict[str, Any]:
-        """Without what is not known."""
+        """The fields that are known."""
         return {key: value for key, value in asdict(self).items() if value not in (None, "")}
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What one worker reports after a swap."""
+    """The report of one worker after a swap."""
 
     kind: str
     """Its engine kind (`rl_plane.protocol.canary.engine_kind`)."""
@@ -100,14 +100,14 @@ class Consensus:
 
     @property
     def missed_trainer(self) -> bool:
-        """Did every worker with usable vectors miss the trainer's values?"""
+        """Reports whether every worker with usable vectors missed the trainer's values."""
         reasons = {verdict.reason for verdict in self.verdicts.values()} - {"unusable"}
         return reasons == {"trainer"}
 
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """What becomes of an update after its canary."""
+    """The result of the canary for one update."""
 
     action: Action
     """`open`: serve the version, without the excluded workers. `rollback`: return to the version before. `exclude`: the
@@ -155,8 +155,8 @@ class Settlement:
 
 
 def evaluate_worker(record: CanaryRecord, kind: str, vectors: object) -> Verdict:
-    """The verdict on a worker of this engine kind, by the committed record alone. `vectors` may be anything: what is no
-    log probability fails."""
+    """The verdict on a worker of this engine kind, by the committed record alone. `vectors` may be anything; a value
+    that is not a log probability fails."""
     checked = _checked(record, vectors)
     if isinstance(checked, str):
         return _unusable(checked)
@@ -165,7 +165,7 @@ def evaluate_worker(record: CanaryRecord, kind: str, vectors: object) -> Verdict
             False,
             "nothing",
             "tie",
-            "the workers' values for this version differed, and nothing told which ones are right",
+            "the workers' values for this version differed, and nothing showed which ones are right",
         )
     verdict = _by_record(record, kind, checked)
     if record.overruled and verdict.passed:
@@ -208,10 +208,10 @@ def consensus(record: CanaryRecord, scores: Mapping[str, Score]) -> Consensus:
 
 
 def settle(record: CanaryRecord, scores: Mapping[str, Score], on_failure: OnCanaryFailure) -> Settlement:
-    """What becomes of the version of `record`, which these workers have swapped in and do not serve yet.
+    """Decides about the version of `record`, which these workers have swapped in and do not serve yet.
 
     Workers that fail are excluded. `on_failure` decides only where every worker fails. For a version that is itself a
-    roll-back give `exclude`, or two versions that both fail would follow each other for ever."""
+    roll-back give `exclude`, or two versions that both fail would replace each other forever."""
     found = consensus(record, scores)
     if not found.failed_by_all:
         return Settlement("open", found.verdicts, found.failed, replace(record, references=found.references))
@@ -242,7 +242,7 @@ def mismatch_kl(expected: Vectors, measured: Vectors) -> float:
 
 
 def _checked(record: CanaryRecord, vectors: object) -> Vectors | str:
-    """The vectors, or what is wrong with them: they come from a worker, which may send anything."""
+    """The checked vectors, or an error message. They come from a worker, which may send anything."""
     if not isinstance(vectors, (list, tuple)) or len(vectors) != len(record.sequences):
         count = len(vectors) if isinstance(vectors, (list, tuple)) else "no"
         return f"the engine gave {count} vectors for {len(record.sequences)} sequences"
@@ -392,7 +392,7 @@ def _within_kind(
 def _tied(workers: Iterable[str], who: str, differing: Mapping[str, Vectors]) -> dict[str, Verdict]:
     first, *others = differing.values()
     apart = max(max(_differences(first, one)) for one in others)
-    message = f"{who} give values that differ by {apart:.4f}, and nothing tells which are right"
+    message = f"{who} give values that differ by {apart:.4f}, and nothing shows which ones are right"
     return dict.fromkeys(workers, Verdict(False, "fleet", "tie", message))
 
 

@@ -1,6 +1,7 @@
-"""What the numeric canary means for one update: what its workers score, and what follows from their scores. Pure.
+"""The numeric canary of one update: the sequences that its workers score, and the result of their scores. Pure.
 
-`canary.py` defines the canary, `canary_judge.py` decides who passes; `update.py` calls the functions here.
+`protocol/canary.py` defines the canary, `canary_rules.py` decides which workers pass. The steps of an update call the
+functions here.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from rl_plane.protocol.record import DecisionRecord
 from rl_plane.protocol.update_requests import LoraTarget, UpdateWeights
 from rl_plane.protocol.versions import WeightVersion
 
-NOTHING_BEFORE = "the version before can't be fetched again, so the fleet can't return to it: publish a version"
+NOTHING_BEFORE = "the version before can't be fetched again, so the fleet can't go back to it: publish a version"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Limits:
 
 
 def limits_of(reports: Sequence[WorkerReply]) -> Limits | None:
-    """None: no worker's engine can score."""
+    """The limits that hold on every worker. None: no worker's engine can score."""
     told = [reply.body["canary"] for reply in reports if reply.ok and reply.body.get("canary") is not None]
     if not told:
         return None
@@ -88,8 +89,8 @@ def canary_of(
 
 
 def settled(record: DecisionRecord, replies: Sequence[WorkerReply]) -> tuple[Settlement | None, list[WorkerReply]]:
-    """The decision by the scores of the workers that have swapped the version in, and their rows: each has its verdict,
-    or an error. None: there is nothing to decide by."""
+    """Decides by the scores of the workers that have swapped the version in. Returns the decision (None: no worker has
+    scored anything), and the replies with each worker's verdict or error."""
     canary = record.canary
     scores = {
         reply.instance_id: _score_of(reply.body["canary"])
@@ -101,7 +102,7 @@ def settled(record: DecisionRecord, replies: Sequence[WorkerReply]) -> tuple[Set
     settlement = settle(canary, scores, record.on_canary_failure)
     silent = sum(isinstance(reply.error, DeadlineExceeded) for reply in replies)
     if canary.expected is None and not canary.references and silent >= len(scores):
-        # The workers that answered in time are too few to say what the others must compute.
+        # Too few workers answered in time to decide what the others must compute.
         settlement = Settlement("open", settlement.verdicts, settlement.excluded, canary)
     if settlement.action == "rollback" and record.fallback is None:
         settlement = replace(settlement, action="exclude", warning=NOTHING_BEFORE)
@@ -109,7 +110,7 @@ def settled(record: DecisionRecord, replies: Sequence[WorkerReply]) -> tuple[Set
 
 
 def _score_of(told: object) -> Score:
-    """What a worker reports, which may be anything: what is no score has no vectors, and fails."""
+    """The score in a worker's report, which may be anything. A report without vectors fails the canary."""
     score = told if isinstance(told, Mapping) else {}
     kind = score.get("kind")
     return Score(kind[:MAX_KIND_CHARS] if isinstance(kind, str) else "", score.get("vectors"))
@@ -127,7 +128,7 @@ def _with_verdict(reply: WorkerReply, settlement: Settlement) -> WorkerReply:
 
 
 def goes_back(record: DecisionRecord, settlement: Settlement | None) -> bool:
-    """Does the version before come back?"""
+    """Reports whether the version before comes back."""
     return settlement is not None and settlement.action == "rollback" and record.fallback is not None
 
 
@@ -144,7 +145,7 @@ def record_back(record: DecisionRecord, settlement: Settlement, now: float) -> D
         rolling_from=None,
         pause_mode=record.pause_mode,
         keep_pause=record.keep_pause,
-        on_canary_failure="exclude",  # two versions that both fail would follow each other for ever
+        on_canary_failure="exclude",  # else two versions that both fail would replace each other forever
         fallback=None,
         missed={"version": record.made.to_wire(), **settlement.summary(), "message": message_of(settlement)},
         open=False,

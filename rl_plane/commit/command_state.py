@@ -21,7 +21,7 @@ Steps = Generator[Instruction, Any, Result]
 
 @dataclass(slots=True)
 class CommandState:
-    """What the coordinator knows while it carries out one command."""
+    """The facts that a coordinator has while it carries out one command."""
 
     command: UpdateCommand
     now: float = 0.0
@@ -40,7 +40,7 @@ class CommandState:
     """The sequence of the pause in the state bucket."""
     history: CanaryHistory = field(default_factory=CanaryHistory)
     settlement: Settlement | None = None
-    """What the canary has shown of the record that is carried out now. None: nothing is known yet."""
+    """The canary's result for the record that is carried out now. None: there is no result yet."""
 
     def see(self, seen: Surveyed) -> None:
         """Takes over what a survey has found."""

@@ -15,7 +15,7 @@ from rl_plane.protocol.record import first_record
 from rl_plane.protocol.update_requests import UpdatePolicy
 
 OPEN_BY_THEMSELVES_S = 30.0
-"""How long a new run waits until the workers serve their own models. They have nothing to load."""
+"""The longest wait of a new run until the workers serve their own models. They have nothing to load."""
 
 
 def machine_for(command: UpdateCommand) -> UpdateMachine:

@@ -1,4 +1,4 @@
-"""Carries out what `UpdateMachine` says: whoever calls coordinates, under the component's lock."""
+"""The shell of `UpdateMachine`: carries out its instructions on NATS, under the component's lock."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from rl_plane.bus.lock import HeldLock
 from rl_plane.bus.scatter import Missing
 from rl_plane.bus.sealed_record import SealedRecord
 from rl_plane.bus.state_store import pause_of, read_frontends, read_session
-from rl_plane.client import RlClient
 from rl_plane.commit.commands import machine_for
-from rl_plane.commit.history import Journal
+from rl_plane.commit.journal import Journal
 from rl_plane.commit.rules import newest, serves, still_there
 from rl_plane.commit.steps import (
     Announce,
@@ -45,6 +44,7 @@ from rl_plane.commit.steps import (
 from rl_plane.errors import BusUnreachable, PlaneError, Unavailable
 from rl_plane.membership.core import Member, Snapshot
 from rl_plane.membership.view import MembershipView
+from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import CanaryHistory
 from rl_plane.protocol.envelope import Request, decode, encode
@@ -55,36 +55,36 @@ log = logging.getLogger("rl_plane.commit.coordinator")
 
 WATCH_S = 0.1
 WATCH_GRACE_S = 10.0
-"""Beyond the commit's own time-out: a NATS server takes seconds to come back."""
+"""Added to the commit's own time-out, because a NATS server takes seconds to restart."""
 BACK_S = SERVING_LEASE_S + LEASE_MARGIN_S + TAKEOVER_S
-"""So long after an outage of NATS each worker has opened by itself."""
+"""This long after an outage of NATS each worker has opened by itself."""
 
 
 TIMED = frozenset({"prepare", "receive", "gate", "commit", "roll", "leases", "open"})
-"""The phases whose seconds the history tells: what takes time, and how long nobody generates."""
+"""The phases whose seconds the reply and the history have."""
 
 
 class Coordinator:
-    """One call under the lock. `journal` is told when work begins."""
+    """Carries out one command under the lock. `journal` gets its entry when work begins."""
 
     def __init__(
-        self, client: RlClient, view: MembershipView, held: HeldLock, journal: Journal | None = None
+        self, calls: WorkerCalls, view: MembershipView, held: HeldLock, journal: Journal | None = None
     ) -> None:
         self.phases: dict[str, float] = {}
         """Phase → seconds."""
-        self._client = client
+        self._calls = calls
         self._view = view
         self._held = held
         self._journal = journal
         self._state = view.subjects.state
-        self._record = SealedRecord(client.bus, view.subjects.state, held)
+        self._record = SealedRecord(calls.bus, view.subjects.state, held)
         self._told_at = 0.0
         self._server_ahead_s = time.time() - time.monotonic()
-        """The NATS server's Unix time less this process's monotonic time, from the first survey on. A pause ends by the
-        server's clock, since every worker can read that one."""
+        """The NATS server's Unix time minus this process's monotonic time, from the first survey on. A pause ends by
+        the server's clock, because every worker can read that clock."""
 
     async def run(self, command: UpdateCommand) -> Result:
-        """The result, or the error that the call ends with; of an update it tells the phases so far."""
+        """Returns the result of the command. An error has the seconds of each phase so far among its facts."""
         machine = machine_for(command)
         event: Event | None = None
         began = time.monotonic()
@@ -137,12 +137,12 @@ class Coordinator:
             case Watch(record, timeout_s):
                 return await self._watch(record, timeout_s)
             case End():
-                raise AssertionError("the end is not carried out")
+                raise AssertionError("End is not an instruction to carry out")
 
     # ---- asking ----
 
     async def _survey(self) -> Surveyed:
-        bus, state = self._client.bus, self._state
+        bus, state = self._calls.bus, self._state
         (snapshot, replies), session, pause, history, server_time = await asyncio.gather(
             self._reports(),
             read_session(bus, state),
@@ -175,8 +175,8 @@ class Coordinator:
     async def _ask(
         self, op: str, body: Mapping[str, Any], workers: Iterable[str], timeout_s: float | None
     ) -> list[WorkerReply]:
-        """A worker that has left meanwhile is only left out. Asking the leader who has is not worth a round trip:
-        one that left unseen has nobody on its subject, which answers at once."""
+        """Sends the op to the workers that are still members. The local view suffices: the subject of a worker that has
+        just left has no subscriber, so NATS answers at once."""
         wanted = set(workers)
         members = [member for member in self._view.snapshot() if member.instance_id in wanted]
         return await self._ask_members(op, body, members, timeout_s)
@@ -184,13 +184,13 @@ class Coordinator:
     async def _ask_together(
         self, op: str, body: Mapping[str, Any], workers: Sequence[str], timeout_s: float | None, update_id: str
     ) -> list[WorkerReply]:
-        """The first that fails ends the update on all: the others wait for what does not come any more."""
+        """Sends the op to workers that wait for each other. The first one that fails ends the update on all of them."""
         wanted = set(workers)
         members = [member for member in self._view.snapshot() if member.instance_id in wanted]
         failed = asyncio.Event()
         first: list[str] = []
         if len(members) < len(wanted):
-            failed.set()  # the others would wait for it
+            failed.set()  # the other workers would wait for the one that has left
 
         def heard(reply: WorkerReply) -> None:
             if not reply.ok:
@@ -203,10 +203,11 @@ class Coordinator:
 
         end = asyncio.create_task(end_for_all())
         try:
-            replies = await self._client.ask(self._view, members, op, dict(body), timeout_s, self._held, heard)
+            replies = await self._calls.ask(self._view, members, op, dict(body), timeout_s, self._held, heard)
             if failed.is_set():
                 await end
-            return sorted(replies, key=lambda reply: reply.instance_id not in first[:1])  # it tells why
+            # The first failure is the cause of the others.
+            return sorted(replies, key=lambda reply: reply.instance_id not in first[:1])
         finally:
             end.cancel()
             await asyncio.gather(end, return_exceptions=True)
@@ -214,7 +215,7 @@ class Coordinator:
     async def _ask_members(
         self, op: str, body: Mapping[str, Any], members: Sequence[Member], timeout_s: float | None
     ) -> list[WorkerReply]:
-        return await self._client.ask(self._view, members, op, dict(body), timeout_s, self._held)
+        return await self._calls.ask(self._view, members, op, dict(body), timeout_s, self._held)
 
     async def _tell(self, tell: Announce) -> RecordAcks:
         body = {"record": tell.record.to_wire(), "sequence": tell.sequence}
@@ -227,8 +228,8 @@ class Coordinator:
     async def _tell_members(
         self, body: dict[str, Any], timeout_s: float
     ) -> tuple[dict[str, str], list[WorkerReply]]:
-        """Members are read after the record was written: one that registers later reads the record first. Those that
-        are known already are asked meanwhile."""
+        """Sends the record to every member of the leader's list, which is read after the record was written. A worker
+        that registers later reads the record first. Members that are known already are asked at the same time."""
         self._told_at = time.monotonic()
         known = {member.instance_id: member for member in self._view.snapshot()}
 
@@ -245,11 +246,12 @@ class Coordinator:
         return _members(fleet), [*still, *more]
 
     async def _tell_frontends(self, body: dict[str, Any], timeout_s: float) -> list[str]:
-        """Those that have not acknowledged. One that is dead has nobody subscribed to its subject."""
-        frontends = await read_frontends(self._client.bus, self._state)
+        """Sends the record to the frontends, and returns those that have not acknowledged it. A dead frontend has no
+        subscriber on its subject, so there is nothing to wait for."""
+        frontends = await read_frontends(self._calls.bus, self._state)
         request = encode(Request("follow_record", body=body, fence=self._held.fence).to_wire())
         targets = [(self._view.subjects.frontend(each), request) for each in frontends]
-        answers = await self._client.gather(targets, timeout_s)
+        answers = await self._calls.gather(targets, timeout_s)
         silent = []
         for frontend, answer in zip(frontends, answers, strict=True):
             if answer is Missing.SILENT or (isinstance(answer, bytes) and decode(answer).get("status") != "ok"):
@@ -259,7 +261,7 @@ class Coordinator:
     # ---- waiting ----
 
     async def _wait_silent(self, wait: WaitSilent) -> None:
-        """Until each has left, or can't have a serving lease any more."""
+        """Waits until each process has left, or can't have a serving lease any more."""
         until = self._told_at + SERVING_LEASE_S + LEASE_MARGIN_S
 
         def gone(fleet: Snapshot) -> bool:
@@ -269,13 +271,13 @@ class Coordinator:
             await self._view.wait_until(gone, left_s)
 
     async def _watch(self, record: DecisionRecord, timeout_s: float) -> Answered:
-        """The workers' states, once each one serves the version, another version is committed, or the time is over.
-        While NATS is away, no worker can continue: after that each one has as long as a gate lasts."""
+        """Returns the workers' states when each worker serves the version, when another version is committed, or when
+        the time is over. No worker can continue while NATS is down, so each one gets BACK_S after that."""
         give_up = time.monotonic() + timeout_s
         last = give_up + WATCH_GRACE_S
         while True:
             try:
-                out = await self._client.call_all("state", component=self._view.subjects.component, empty="ok")
+                out = await self._calls.call_all("state", component=self._view.subjects.component, empty="ok")
                 known = self._view.record
                 replaced = known is not None and known.made != record.made and newer(known, record)
                 if replaced or all(serves(reply, record) for reply in out.rows) or time.monotonic() > give_up:
@@ -284,7 +286,7 @@ class Coordinator:
                 give_up = min(last, max(give_up, time.monotonic() + BACK_S))
             if time.monotonic() > last:
                 raise Unavailable(
-                    f"{record.made.label} is committed, but NATS does not tell what the workers do",
+                    f"{record.made.label} is committed, but NATS does not answer, so the workers' state is unknown",
                     version=record.made.to_wire(),
                     fix="read the state; the workers follow the record by themselves",
                 )

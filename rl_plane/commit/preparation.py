@@ -23,7 +23,7 @@ from rl_plane.commit.steps import (
 from rl_plane.errors import Locked, MembershipChanged, PlaneError
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.record import DecisionRecord, Source, UpdateSession
-from rl_plane.protocol.update_requests import UpdateWeights
+from rl_plane.protocol.update_requests import ReceiveRequest, UpdateWeights
 
 
 def end_other_session(
@@ -76,21 +76,7 @@ def ask_to_prepare(
     op: str, update_id: str, label: str, body: UpdateWeights, workers: Members, before: Source | None
 ) -> Generator[Instruction, Any, Sequence[WorkerReply]]:
     """Sends `prepare_update` or `listen_update`. Returns a reply for each of the workers."""
-    request = {
-        "update_id": update_id,
-        "target": body.target.model_dump(),
-        "transport": body.transport.model_dump() if body.transport is not None else None,
-        "encoding": body.encoding,
-        "base": body.base,
-        "before": before.to_wire() if before is not None else None,
-        "label": label,
-        "digest": body.digest,
-        "cast": body.cast,
-        "staging": body.policy.staging,
-        "keep_staged": body.policy.keep_staged or body.encoding == "delta",
-        "pause_mode": body.policy.pause_mode,
-        "canary_file": body.policy.canary is None,
-    }
+    request = ReceiveRequest.of_update(body, update_id, label, before).model_dump()
     answered: Answered = yield SendOp("prepare", op, request, list(workers), body.policy.prepare_timeout_s)
     return with_left(answered.replies, workers)
 

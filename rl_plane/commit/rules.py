@@ -1,4 +1,4 @@
-"""What a coordinator concludes from what its workers say. Pure."""
+"""The rules of a coordinator: what follows from the workers' replies. Pure."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from rl_plane.protocol.update_requests import LoraTarget, UpdatePolicy, UpdateWe
 from rl_plane.protocol.versions import WeightVersion
 
 SHOWN = 3
-"""Workers that a message names."""
+"""The number of workers that an error message names."""
 CLOSED_BY_CHOICE = frozenset({"disabled", "draining", "leaving", "memory", "checking"})
-"""Reasons against a worker's admission that say nothing of its weights."""
+"""Reasons that close a worker's admission although its weights are right."""
 
 
 def newest(
     stored: DecisionRecord | None, witness: DecisionRecord | None, reports: Sequence[WorkerReply]
 ) -> DecisionRecord | None:
-    """The newest record that the store, this process or any worker has: a store may have lost what it acknowledged."""
+    """The newest record that the store, this process or any worker has. A store may have lost a write that it had
+    acknowledged."""
     told = [reply.body["record"] for reply in reports if reply.ok]
     best = stored
     for record in [witness, *(DecisionRecord.from_wire(wire) for wire in told if wire is not None)]:
@@ -56,12 +57,13 @@ def next_record(
     before: Source | None = None,
     canary: CanaryRecord | None = None,
 ) -> DecisionRecord:
-    """The decision for what was prepared, on top of what is committed. `before`: of a delta, see Source."""
+    """The decision record of the update that was prepared, on top of the committed one. `before`: for a delta, the
+    source of the version that it changes."""
     policy = body.policy
     made = WeightVersion(base.version.run, base.sequence + 1, label_of(base, body), prepared.digest)
     transport = body.transport.model_dump() if body.transport is not None else None
     if transport is not None and not prepared.refetchable:
-        transport = {"backend": transport["backend"]}  # nobody can fetch by the rest, which may be long
+        transport = {"backend": transport["backend"]}  # the rest may be long, and no worker can fetch by it
     keep = policy.keep_staged or body.encoding == "delta"
     source = Source(
         transport, body.cast, prepared.refetchable, policy.staging, keep, body.encoding, body.base, before
@@ -97,25 +99,28 @@ def next_record(
 
 
 def check_against(base: DecisionRecord, body: UpdateWeights, before: Source | None = None) -> None:
-    """Refuses, before anybody is touched, what can't become the next version. `before`: of a delta, see Source."""
+    """Refuses an update that can't become the next version, before any worker is asked. `before`: for a delta, the
+    source of the version that it changes."""
     target, policy = body.target, body.policy
     if isinstance(target, LoraTarget):
         there = ", ".join(sorted(base.adapters)) or "none"
         if target.op == "load" and target.name in base.adapters:
             raise Conflict(
-                f"the adapter {target.name!r} is loaded already",
+                f"the adapter {target.name!r} is already loaded",
                 field="target.op",
                 fix="use op swap, or unload it",
             )
         if target.op != "load" and target.name not in base.adapters:
             raise NotFound(
-                f"there is no adapter {target.name!r}; there is {there}", field="target.name", fix="load it first"
+                f"there is no adapter {target.name!r}; loaded are: {there}",
+                field="target.name",
+                fix="load it first",
             )
     if before is not None:
         _check_delta(base, body, before)
     if policy.staging == "none" and not base.source.from_scratch:
         raise InvalidRequest(
-            "an unstaged update that fails has to bring the committed weights back, and those can't be fetched again",
+            "an unstaged update that fails must restore the committed weights, and these can't be fetched again",
             field="policy.staging",
             fix="use staging host, or publish from a source that stays",
         )
@@ -124,7 +129,7 @@ def check_against(base: DecisionRecord, body: UpdateWeights, before: Source | No
 def _check_delta(base: DecisionRecord, body: UpdateWeights, before: Source) -> None:
     if before is base.source and body.base != base.version.digest:
         raise NotAtBase(
-            f"the delta is of {body.base}, and {base.version.label} is committed, which is {base.version.digest}",
+            f"the delta changes {body.base}, but the committed version {base.version.label} is {base.version.digest}",
             field="base",
             base=base.version.digest,
             fix="encode against the committed version, or publish the full one",
@@ -139,9 +144,9 @@ def _check_delta(base: DecisionRecord, body: UpdateWeights, before: Source) -> N
 def evaluate_prepare(
     replies: Sequence[WorkerReply], counted: set[str], policy: UpdatePolicy, stated_digest: str | None
 ) -> Prepared:
-    """Whether the update may be decided, else the error that it ends with.
+    """Returns the prepared update if it may be decided, else raises the error that it ends with.
 
-    `counted`: whose failure matters."""
+    `counted`: the workers whose failure can fail the update."""
     ready = {reply.instance_id: reply for reply in replies if reply.ok}
     failed = [reply for reply in replies if not reply.ok]
     digests = Counter(reply.body["digest"] for reply in ready.values())
@@ -170,7 +175,8 @@ def evaluate_prepare(
 
 
 def evaluate_listening(replies: Sequence[WorkerReply]) -> Prepared:
-    """All of them listen: a sender to a group waits for each, so that nobody can be excluded."""
+    """Returns the prepared update if every worker listens. A sender waits for each rank of its group, so no worker can
+    be excluded."""
     failed = [reply for reply in replies if not reply.ok]
     if failed or not replies:
         raise prepare_error(failed, len(replies))
@@ -178,7 +184,8 @@ def evaluate_listening(replies: Sequence[WorkerReply]) -> Prepared:
 
 
 def is_lost(session: UpdateSession, policy: UpdatePolicy, seen: Surveyed) -> bool:
-    """Can nobody complete it any more? Of those that listened, too many are gone or have failed."""
+    """Reports whether the session can't be completed any more: too many of its listening workers have left or
+    failed."""
     failed = {
         reply.instance_id for reply in seen.reports if reply.ok and reply.body["failed"] == session.update_id
     }
@@ -195,9 +202,9 @@ def too_few(ready: int, policy: UpdatePolicy) -> UpdateAborted:
 
 
 def prepare_error(failed: Sequence[WorkerReply], asked: int, in_place: bool = False) -> PlaneError:
-    """The update's error, made from its workers' errors: the caller's fault is told as such. Not if it was written
-    over some worker's weights already (`in_place`): who is told of bad input may rely on it that nothing was touched.
-    """
+    """The update's error, made from the workers' errors. A mistake of the caller keeps its type, because the caller may
+    then rely on it that no worker was changed. `in_place`: an update that was already written over the weights of some
+    worker does not keep it."""
     errors = [reply.error for reply in failed if reply.error is not None]
     if not errors:
         return NoWorkers("no worker is left to prepare the update", retry_after_s=1.0)
@@ -207,7 +214,7 @@ def prepare_error(failed: Sequence[WorkerReply], asked: int, in_place: bool = Fa
         if mine and not touched and (kind is InvalidRequest or len(mine) == len(errors)):
             return type(mine[0])(mine[0].message, **mine[0].facts)
     told = [(reply.instance_id, reply.error) for reply in failed if reply.error is not None]
-    # Whose group has broken only tells that another one failed, whose own error says why.
+    # A worker whose group broke only reports that another worker failed. That one's error says why.
     who, why = next((one for one in told if one[1].facts.get("field") != "transport.group"), told[0])
     return UpdateAborted(
         f"{len(failed)} of {asked} workers could not prepare the update, so it was undone on all: {who}: {why.message}",
@@ -216,7 +223,7 @@ def prepare_error(failed: Sequence[WorkerReply], asked: int, in_place: bool = Fa
 
 
 def left_early(prepared: Members, ready: Members) -> UpdateAborted:
-    """Of those that had prepared the update, only `ready` are still there."""
+    """The error of an update of whose prepared workers only `ready` are still there."""
     left = sorted(prepared.keys() - ready.keys())
     replies = [WorkerReply(key, prepared[key], "ok") for key in sorted(ready)]
     replies += [left_reply(key, prepared[key], "it left before the update was complete") for key in left]
@@ -228,13 +235,14 @@ def left_early(prepared: Members, ready: Members) -> UpdateAborted:
 
 
 def still_there(ready: Members, now: Members) -> dict[str, str]:
-    """Of those that prepared, the ones that are still the same process."""
+    """The workers of `ready` that are still members, as the same process."""
     return {key: incarnation for key, incarnation in ready.items() if now.get(key) == incarnation}
 
 
 def serves(reply: WorkerReply, record: DecisionRecord) -> bool:
-    """By its `state`: does this worker compute with exactly the committed weights, and is nothing about them in the way
-    of a request? An operator may have closed it, and a trainer may have its KV memory."""
+    """Reports by a worker's `state` whether it computes with exactly the committed weights and may take requests.
+
+    It may be closed for reasons that have nothing to do with the weights, by an operator or a released KV memory."""
     version = reply.body.get("version")
     return bool(
         reply.ok
@@ -255,7 +263,7 @@ def is_enough(outcome: Outcome, policy: UpdatePolicy) -> bool:
 
 
 def _is_replaced(outcome: Outcome) -> bool:
-    """Does some worker serve a later version?"""
+    """Reports whether some worker serves a later version."""
     made = outcome.version
     return any(
         reply.ok
@@ -267,7 +275,8 @@ def _is_replaced(outcome: Outcome) -> bool:
 
 
 def enough(outcome: Outcome, policy: UpdatePolicy) -> Outcome:
-    """A version that is committed and hardly served is no success."""
+    """Returns the outcome if enough workers serve the version. Conflict: it is committed, and fewer than `min_ready`
+    workers serve it."""
     if is_enough(outcome, policy):
         return outcome
     if _is_replaced(outcome):
@@ -279,7 +288,7 @@ def enough(outcome: Outcome, policy: UpdatePolicy) -> Outcome:
             fix="read the state",
         )
     raise Conflict(
-        f"{outcome.version.label} is committed, but {_serving(outcome)} workers serve it: the others follow by "
+        f"{outcome.version.label} is committed, but {_serving(outcome)} workers serve it; the others follow by "
         "themselves",
         version=outcome.version.to_wire(),
         workers=[reply.to_wire() for reply in outcome.replies],
@@ -304,10 +313,10 @@ def outcome_of(
     told: Sequence[WorkerReply] = (),
     meant: Iterable[str] = (),
 ) -> Outcome:
-    """Who serves the version now, by the workers' `state`.
+    """The outcome by the workers' `state`: which of them serve the version now.
 
-    `told`: what they have answered on the way; a later answer tells more. `meant`: those that prepared it, some of
-    which may have left."""
+    `told`: their replies during the update; one that agrees with the state replaces it, because it has more details.
+    `meant`: the workers that prepared the update. Some of them may have left."""
     serving = {reply.instance_id for reply in states if serves(reply, record)}
     replies = {reply.instance_id: reply for reply in states}
     replies |= {reply.instance_id: reply for reply in told if reply.ok == (reply.instance_id in serving)}
@@ -321,13 +330,13 @@ def left_reply(instance_id: str, incarnation: str, why: str = "it left before th
 
 
 def one_model(reports: Sequence[WorkerReply]) -> str:
-    """The model that every worker was started with: a new run begins by it."""
+    """The digest of the model that every worker was started with, for a new run. Conflict: they differ."""
     silent = [reply for reply in reports if not reply.ok]
     digests = Counter(reply.body["model_digest"] for reply in reports if reply.ok)
     if silent or len(digests) != 1:
         raise Conflict(
-            f"a new run needs every worker's word that it has the same model; {len(silent)} are silent, the others "
-            "have " + (", ".join(f"{digest} ({count})" for digest, count in digests.items()) or "none"),
+            f"in a new run every worker must report the same model; {len(silent)} did not answer, the others have "
+            + (", ".join(f"{digest} ({count})" for digest, count in digests.items()) or "none"),
             workers=[reply.to_wire() for reply in reports],
             fix="start all workers with the new model, stop the others",
         )

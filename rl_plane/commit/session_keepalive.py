@@ -1,4 +1,4 @@
-"""Keeps a prepared update while one of its own calls waits for the lock: its trainer is not silent then."""
+"""Keeps a session alive while one of its own calls waits for the lock, because its trainer is not silent then."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import Bus, WrongSequence
 from rl_plane.bus.lock import HeldLock
 from rl_plane.bus.state_store import session_of
-from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable
 from rl_plane.membership.view import MembershipView
+from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.protocol.record import UpdateSession
 from rl_plane.protocol.subjects import SESSION, Bucket
 
 log = logging.getLogger("rl_plane.commit.session_keepalive")
 
 RENEWALS = 4
-"""In one idle time of the session: two may be lost before the session is."""
+"""Renewals in one idle time of the session. The session survives if two of them are lost."""
 
 
 @asynccontextmanager
 async def lock_with_keepalive(
-    client: RlClient, view: MembershipView, waiting: UpdateSession | None, wait_s: float, update_id: str = ""
+    calls: WorkerCalls, view: MembershipView, waiting: UpdateSession | None, wait_s: float, update_id: str = ""
 ) -> AsyncIterator[HeldLock]:
-    """The component's lock, for a call of the update that is `waiting` (None: of none). Who dies while it waits keeps
-    nobody out for longer than a silent trainer does."""
+    """Takes the component's lock for a call of the session `waiting` (None: there is none), and renews the session
+    meanwhile. If this process dies, the session expires as it does for a silent trainer."""
     renewals = []
     if waiting is not None:
-        work = _renewals(client.bus, view.subjects.state, waiting)
+        work = _renewals(calls.bus, view.subjects.state, waiting)
         renewals.append(asyncio.create_task(work, name=f"renewals of {waiting.update_id}"))
     try:
-        async with client.lock(view, wait_s, update_id=update_id) as held:
+        async with calls.lock(view, wait_s, update_id=update_id) as held:
             await end_tasks(renewals)
             yield held
     finally:
@@ -42,7 +42,8 @@ async def lock_with_keepalive(
 
 
 async def _renewals(bus: Bus, state: Bucket, session: UpdateSession) -> None:
-    """Writes the session anew, so that the server counts its silence from then on, until the update is over."""
+    """Writes the session again and again until the update has ended, so that the server counts its silence from
+    then."""
     while True:
         await asyncio.sleep(session.idle_s / RENEWALS)
         try:
@@ -50,9 +51,9 @@ async def _renewals(bus: Bus, state: Bucket, session: UpdateSession) -> None:
             there = session_of(entry)
             if entry is None or there is None or there.update_id != session.update_id:
                 return
-            # Without the lock: its holder writes over this at will, and this over nothing that was not read here.
+            # This write does not need the lock: the holder may replace it, and it replaces only the value read here.
             await bus.put(state, SESSION, there.encode(), last=entry.sequence, ttl_s=there.idle_s)
         except WrongSequence:
-            pass  # another call was faster
+            pass  # another call has written the session first
         except BusUnreachable as error:
             log.warning("could not renew the update %s: %s", session.update_id, error)

@@ -254,7 +254,7 @@ class Outcome:
     replies: Sequence[WorkerReply] = ()
     excluded: Sequence[str] = ()
     canary: Mapping[str, Any] | None = None
-    """What the numeric canary has shown over all workers. None: no worker scored anything."""
+    """The result of the numeric canary over all workers. None: no worker scored anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +271,7 @@ Result = Outcome | Prepared | PartReceived | UpdateSession
 
 @dataclass(frozen=True, slots=True)
 class UpdateCommand:
-    """What a caller asks a coordinator to do."""
+    """A command to a coordinator."""
 
     kind: Literal["update", "prepare", "receive_part", "label", "complete", "abort", "finish", "new_run"]
     """`finish` only finishes what a coordinator that died had decided."""

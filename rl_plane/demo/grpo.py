@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 CLIP = 0.2
-"""How far a token's probability may move from the rollout's before it stops being pushed: PPO's usual value."""
+"""The clip range of a token's probability ratio: PPO's usual value."""
 SPREAD_FLOOR = 1e-6
-"""A group whose rewards are all equal teaches nothing: its advantages are 0, not 0/0."""
+"""Makes the advantages of a group with equal rewards 0 instead of 0/0."""
 
 
 def group_advantages(rewards: Sequence[float]) -> list[float]:
-    """One group's rewards, less their mean, over their standard deviation."""
+    """The rewards of one group, less their mean, divided by their standard deviation."""
     mean = sum(rewards) / len(rewards)
     spread = (sum((value - mean) ** 2 for value in rewards) / len(rewards)) ** 0.5
     return [(value - mean) / (spread + SPREAD_FLOOR) for value in rewards]
@@ -21,8 +21,11 @@ def group_advantages(rewards: Sequence[float]) -> list[float]:
 def policy_loss(new: Any, old: Any, advantages: Any, mask: Any, clip: float = CLIP) -> Any:
     """The mean over tokens of -min(ratio * A, clipped ratio * A).
 
-    `new`, `old`: log-probabilities of the sampled tokens, [completions, tokens]; `old` is what the engines said
-    when they sampled. `advantages`: [completions]. `mask`: [completions, tokens], true for real tokens.
+    Args:
+        new, old: Log probabilities of the sampled tokens, [completions, tokens]. `old` are the engines'.
+        advantages: [completions].
+        mask: [completions, tokens], true for real tokens.
+        clip: See CLIP.
     """
     ratio = (new - old).exp()
     gain = advantages.unsqueeze(1)
@@ -33,7 +36,7 @@ def policy_loss(new: Any, old: Any, advantages: Any, mask: Any, clip: float = CL
 def completion_logprobs(model: Any, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> Any:
     """The log-softmax of the raw logits at each completion token; [completions, longest], 0 where padded.
 
-    Padding stands on the right, where a causal model's real tokens don't see it.
+    The padding is on the right, where it has no effect on the tokens before it.
     """
     import torch
 
@@ -49,7 +52,7 @@ def completion_logprobs(model: Any, prompts: Sequence[Sequence[int]], completion
 
 
 def padded(rows: Sequence[Sequence[float]]) -> Any:
-    """Ragged rows as a float tensor, 0 where a row has ended."""
+    """Rows of different lengths as a float tensor, with 0 after the end of each."""
     import torch
 
     width = max(len(row) for row in rows)

@@ -1,4 +1,4 @@
-"""The trainer's copy of the model: its optimiser step, and the checkpoints that the fleet takes."""
+"""The trainer's copy of the model: its optimiser step, and its checkpoints for the fleet."""
 
 from __future__ import annotations
 
@@ -16,22 +16,26 @@ from rl_plane.protocol.versions import TensorSpec, tensors_digest
 LEARNING_RATE = 2e-3
 """For the tiny model's width; the reward goes from 0.5 to above 0.9 within 40 steps, over every seed tried."""
 WIDTH_OF_RATE = 128
-"""The rate falls with the width of the model, or a wider one's outputs would move further per step."""
+"""The rate falls with the model's width, because the outputs of a wider model move further in one step."""
 MAX_GRAD_NORM = 1.0
 KEPT_CHECKPOINTS = 3
-"""The committed one, the one before, which a joining worker may still be reading, and a spare."""
+"""The committed checkpoint, the one before, which a joining worker may still read, and a spare."""
 
 PREFIX = "step_"
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
+    """The outcome of one optimiser step."""
+
     loss: float
     max_logprob_diff: float
-    """Between this copy's logprobs and the engines', over all tokens; nats."""
+    """The largest difference between this copy's logprobs and the engines', over all tokens, in nats."""
 
 
 class Policy:
+    """The model and its optimiser."""
+
     def __init__(self, model: Path, threads: int = 1) -> None:
         import torch
         from transformers import AutoModelForCausalLM
@@ -41,7 +45,7 @@ class Policy:
         torch.set_num_threads(threads)
         self._torch = torch
         self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, local_files_only=True)
-        self._model.eval()  # no dropout: the trainer's logprobs are to be the engines'
+        self._model.eval()  # without dropout, as the engines
         config = self._model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         rate = LEARNING_RATE * WIDTH_OF_RATE / config.hidden_size
@@ -54,7 +58,7 @@ class Policy:
         logprobs: Sequence[list[float]],
         advantages: Sequence[float],
     ) -> Lesson:
-        """One optimiser step. `logprobs` are the engines', made with the weights that this copy has now."""
+        """Takes one optimiser step. `logprobs` are the engines', with the weights that this copy has now."""
         mask = padded_mask(completions)
         old = padded(logprobs)
         new = completion_logprobs(self._model, prompts, completions)
@@ -69,7 +73,7 @@ class Policy:
         return Lesson(float(loss.detach()), diff)
 
     def canary(self) -> dict[str, Any]:
-        """The numeric canary of the weights that this copy has now: what an engine that serves them must compute."""
+        """The numeric canary of the present weights: the values that an engine with them must compute."""
         sequences = default_canary(self.vocab_size).sequences
         with self._torch.no_grad():
             starts, rests = [tokens[:1] for tokens in sequences], [tokens[1:] for tokens in sequences]
@@ -77,7 +81,7 @@ class Policy:
         return {"sequences": sequences, "expected": expected.tolist()}
 
     def save(self, path: Path) -> str:
-        """A checkpoint directory that appears whole or not at all; its digest."""
+        """Writes a checkpoint directory at once, by a rename, and returns its digest."""
         unfinished = path.with_name(f".{path.name}.writing")
         shutil.rmtree(unfinished, ignore_errors=True)
         self._model.save_pretrained(unfinished)
@@ -103,7 +107,7 @@ def checkpoint_digest(path: Path) -> str:
 
 
 def prune_checkpoints(root: Path, committed: Path | None, keep: int = KEPT_CHECKPOINTS) -> None:
-    """Removes all but the newest. The committed one stays whatever its age: a worker that joins loads it."""
+    """Removes all but the newest checkpoints and the committed one, which a joining worker loads."""
     found = sorted(root.glob(f"{PREFIX}*"), key=lambda path: int(path.name.removeprefix(PREFIX)))
     for path in found[:-keep]:
         if path != committed:

@@ -1,4 +1,4 @@
-"""The demo's report: numbers from a Story, a verdict on them, and the picture."""
+"""The demo's report: the numbers of a Story, the failures that they show, and the picture."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from rl_plane.demo.reward import REWARD_RANGE, REWARD_TEXT
 from rl_plane.demo.story import Story, mean
 
 MEAN_OVER = 5
-"""Steps at each end whose mean reward is compared: one step's noise is about 0.02."""
+"""The first and the last so many steps are compared by their mean reward: one step's noise is about 0.02."""
 MIN_RISE = 0.1
-"""A tenth of the reward's range is far more than that noise."""
+"""The least rise of the reward, as a share of its range. It is far more than that noise."""
 LOGPROB_TOLERANCE = 1e-3
-"""Nats. In float32 the engine and the trainer differ by rounding, some 1e-6; other weights, another mask or
-another position differ by far more than this."""
+"""Nats. In float32 the engine and the trainer differ by rounding, about 1e-6. Other weights, masks or positions differ
+by far more than this."""
 FLEET = 2
-"""Workers that must be there at the end."""
+"""The number of workers at the end."""
 
 
 def make_report(story: Story, trouble: str = "") -> dict[str, Any]:
-    """The whole of report.json; `ok` and `failures` are the verdict. `trouble`: what ended the run early."""
+    """The content of report.json, with `ok` and `failures`. `trouble`: the error that ended the run early."""
     rewards = [step.reward for step in story.steps]
     updates = [step.update_s for step in story.steps]
     last = story.steps[-1] if story.steps else None
@@ -58,12 +58,12 @@ def make_report(story: Story, trouble: str = "") -> dict[str, Any]:
         "learn_seconds": _spread([step.learn_s for step in story.steps]),
         "elapsed_seconds": story.elapsed_s,
     }
-    failures = [trouble] if trouble else judge(report)
+    failures = [trouble] if trouble else failures_of(report)
     return {"ok": not failures, "failures": failures, **report, "per_step": [s.to_wire() for s in story.steps]}
 
 
-def judge(report: dict[str, Any]) -> list[str]:
-    """Why the run is no success; empty when it is one."""
+def failures_of(report: dict[str, Any]) -> list[str]:
+    """The failures that the numbers show. A successful run has none."""
     failures = []
     if report["steps"] != report["planned_steps"] or report["steps"] < 2 * MEAN_OVER:
         failures.append(f"only {report['steps']} of {report['planned_steps']} steps were taken")
@@ -97,13 +97,13 @@ def judge(report: dict[str, Any]) -> list[str]:
         failures.append("no worker was killed")
     if not report["joined"]:
         failures.append("no new worker joined and served")
-    return failures + _judge_workers(report)
+    return failures + _failures_of_workers(report)
 
 
-def _judge_workers(report: dict[str, Any]) -> list[str]:
+def _failures_of_workers(report: dict[str, Any]) -> list[str]:
     workers, failures = report["workers"], []
     if len(workers) != FLEET:
-        failures.append(f"{len(workers)} workers are there at the end, not {FLEET}")
+        failures.append(f"{len(workers)} workers are in the fleet at the end, not {FLEET}")
     alive = {worker["instance_id"] for worker in workers}
     if not set(report["joined"]) <= alive:
         failures.append("the worker that joined is gone at the end")
@@ -119,10 +119,12 @@ def _judge_workers(report: dict[str, Any]) -> list[str]:
 
 
 def write_report(report: dict[str, Any], path: Path) -> None:
+    """Writes report.json."""
     path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
 
 
 def write_picture(report: dict[str, Any], path: Path) -> None:
+    """Writes the picture of the reward over the steps."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""What the demo's policy is paid for. One glance must be enough to see whether it learns."""
+"""The reward of the demo's policy. It is simple enough to see at a glance whether the policy learns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 REWARD_TEXT = "the share of a completion's token ids that are even"
 REWARD_RANGE = 1.0
-"""From 0, all odd, to 1, all even. A model that has not learnt anything gets about a half."""
+"""The reward goes from 0 (all odd) to 1 (all even). An untrained model gets about a half."""
 
 
 def reward(token_ids: Sequence[int]) -> float:

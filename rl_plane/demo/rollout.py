@@ -1,4 +1,4 @@
-"""Rolling out through `POST /v1/completions`: several requests at once, each a group of samples of one prompt."""
+"""Samples completions through `POST /v1/completions`: several requests at once, each for a group of one prompt."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_plane.demo.http_json import call_json
 from rl_plane.errors import DeadlineExceeded, PlaneError, Unavailable
+from rl_plane.fleet.http_client import call_json
 
 REQUEST_TIMEOUT_S = 30.0
-"""A request takes well under a second; one that hangs is repeated, and the run still ends in time."""
+"""A request takes well under a second. A hanging one is repeated early enough for the run to end in time."""
 ATTEMPTS = 6
-"""Two workers can die under a request before it is given up, with pauses for the fleet to notice in between."""
+"""A request survives the deaths of two workers, with pauses in which the fleet notices them."""
 FIRST_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
+    """One sampled completion."""
+
     prompt: list[int]
     token_ids: list[int]
     logprobs: list[float]
     """The engine's, one per token of `token_ids`."""
     spans: list[dict[str, Any]]
-    """Which weight version made which tokens, as the worker told."""
+    """The weight version of each span of tokens, as the worker reports it."""
     instance_id: str
 
     def made_by(self, version: dict[str, Any]) -> bool:
-        """Are all of its tokens, without a gap, labelled with this version?"""
+        """True if this version is the label of all tokens, without a gap."""
         at = 0
         for span in self.spans:
             same = (span.get("version"), *(span.get(key) for key in ("run", "sequence", "digest")))
@@ -42,19 +44,20 @@ class Completion:
 
 
 @dataclass(slots=True)
-class Rollout:
-    """`groups(prompts)` gives `group` completions of each prompt, in the prompts' order."""
+class GroupSampler:
+    """Samples groups of completions from a frontend."""
 
     url: str
-    """Of the generation API, without a path."""
+    """The address of the generation API, without a path."""
     model: str
     group: int
     max_tokens: int
-    post: Callable[[str, dict[str, Any], float], dict[str, Any]] = call_json
+    post: Callable[[str, dict[str, Any], str | None, float], dict[str, Any]] = call_json
     repeats: int = field(default=0, init=False)
-    """Requests that had to be asked again, over the whole run."""
+    """The number of requests that were repeated, over the whole run."""
 
     def groups(self, prompts: Sequence[list[int]], seed: int) -> list[list[Completion]]:
+        """`group` completions of each prompt, in the prompts' order."""
         first = seed * len(prompts)
         with ThreadPoolExecutor(len(prompts), thread_name_prefix="rollout") as pool:
             waiting = [
@@ -79,14 +82,14 @@ class Rollout:
             try:
                 return self._ask(prompt, body)
             except (Unavailable, DeadlineExceeded):
-                # A worker died after its first token: what it said is thrown away, and the fleet asked again.
+                # A worker has died after its first token. Its tokens are dropped, and the fleet is asked again.
                 self.repeats += 1
                 time.sleep(pause_s)
                 pause_s *= 2
         return self._ask(prompt, body)
 
     def _ask(self, prompt: list[int], body: dict[str, Any]) -> list[Completion]:
-        reply = self.post(f"{self.url}/v1/completions", body, REQUEST_TIMEOUT_S)
+        reply = self.post(f"{self.url}/v1/completions", body, None, REQUEST_TIMEOUT_S)
         made = [_completion(prompt, choice) for choice in reply["choices"]]
         if len(made) != self.group:
             raise PlaneError(f"asked for {self.group} completions, got {len(made)}")

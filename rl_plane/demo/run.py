@@ -1,17 +1,17 @@
-"""`rl-plane demo`: runs the fleet and the trainer, kills a worker, brings a new one, and judges what happened."""
+"""`rl-plane demo` runs a fleet and a trainer, kills a worker, starts a new one, and checks the outcome."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import importlib.util
 import math
-import queue
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,68 +22,62 @@ from rl_plane.demo.story import StepRecord, Story, WorkerEnd
 from rl_plane.demo.table import LiveTable
 from rl_plane.errors import DeadlineExceeded, InvalidRequest, PlaneError
 
+DEFAULT_OUT = "demo-out"
 DEFAULT_STEPS = 40
-"""The reward is above 0.9 of its range by then, from a half."""
+"""By then the reward has risen from a half to above 0.9 of its range."""
 DEADLINE_S = 225.0
 """The whole run takes a minute or two; with the stop and the picture it stays below four."""
 ENGINE_DEADLINE_S = 600.0
-"""Of the engines that take most of a minute to start: once at the beginning, once after the kill."""
+"""For engines that take most of a minute to start: at the beginning, and after the kill."""
 KILL_AT = 0.4
 WHOLE_FLEET_FROM = 0.75
-"""Shares of the steps: a worker is killed at the first; from the second on the trainer waits for the new one, so
-that it serves some steps even where processes start slowly."""
+"""Shares of the steps. At the first, a worker is killed. From the second on, the trainer waits for the new worker, so
+that it serves some steps even if processes start slowly."""
 KILL_PATIENCE = 3
-"""Steps in which the kill waits for a moment when the worker has requests in flight."""
+"""For how many steps the kill waits for a moment in which the worker has requests in flight."""
 BUSY_POLL_S = 0.01
 POLL_S = 0.1
 INTERRUPTED = 130
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-NEEDED = ("torch", "transformers", "safetensors", "blake3", "fastapi", "uvicorn", "matplotlib")
+NEEDED = ("torch", "transformers", "safetensors", "blake3", "starlette", "uvicorn", "matplotlib")
 
 
 class Demo:
-    def __init__(
-        self, fleet: DemoFleet, story: Story, table: LiveTable, deadline_s: float, check: Callable[[], None]
-    ) -> None:
-        self._fleet = fleet
-        self._story = story
-        self._table = table
+    """One run: takes in the trainer's events, and kills a worker in the middle."""
+
+    def __init__(self, fleet: DemoFleet, story: Story, table: LiveTable, deadline_s: float) -> None:
+        self._fleet, self._story, self._table = fleet, story, table
         self._deadline_s = deadline_s
-        self._give_up = time.monotonic() + deadline_s
-        self._check = check
         self._kill_step = max(1, round(KILL_AT * story.planned))
         self._phase: tuple[int, str] = (0, "")
         self._served: set[str] = set()
 
-    def run(self) -> None:
-        whole_fleet_from = math.ceil(WHOLE_FLEET_FROM * self._story.planned)
-        self._fleet.start(
-            FLEET,
-            [
-                *("--steps", str(self._story.planned), "--workers", str(FLEET)),
-                *("--whole-fleet-from", str(whole_fleet_from)),
-            ],
-        )
-        while self._follow():
-            self._check()
-            self._fleet.check()
-            if time.monotonic() > self._give_up:
-                raise DeadlineExceeded(
-                    f"step {self._phase[0]} ({self._phase[1] or 'waiting for the workers'}) was not done "
-                    f"{self._deadline_s:g} s after the start"
-                )
-            if self._kill_is_due():
-                self._kill()
-        self._story.workers = [_worker_end(row) for row in self._fleet.members()]
-
-    def _follow(self) -> bool:
-        """Takes in the trainer's next word, if there is one; False at its end."""
+    async def run(self) -> None:
+        """Ends after the trainer's last event. PlaneError if a process fails, or the deadline passes."""
         try:
-            event = self._fleet.events.get(timeout=BUSY_POLL_S if self._kill_is_due() else POLL_S)
-        except queue.Empty:
-            return True
-        if event is None:
-            raise PlaneError(self._fleet.trainer_words())
+            async with asyncio.timeout(self._deadline_s):
+                await self._steps()
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"step {self._phase[0]} ({self._phase[1] or 'waiting for the workers'}) was not done "
+                f"{self._deadline_s:g} s after the start"
+            ) from error
+        self._story.workers = [_worker_end(row) for row in await self._fleet.members()]
+
+    async def _steps(self) -> None:
+        whole_fleet_from = math.ceil(WHOLE_FLEET_FROM * self._story.planned)
+        arguments = ["--steps", str(self._story.planned), "--workers", str(FLEET)]
+        await self._fleet.start(FLEET, [*arguments, "--whole-fleet-from", str(whole_fleet_from)])
+        while True:
+            with contextlib.suppress(TimeoutError):
+                poll_s = BUSY_POLL_S if self._kill_is_due() else POLL_S
+                if not self._follow(await self._fleet.unless_failed(self._fleet.events.get(), poll_s)):
+                    return
+            if self._kill_is_due():
+                await self._kill()
+
+    def _follow(self, event: dict[str, Any]) -> bool:
+        """Takes in one event of the trainer. False: it was the last one."""
         kind = event.pop("event")
         if kind == "failed":
             raise PlaneError(f"the trainer: {event['reason']}")
@@ -105,9 +99,9 @@ class Demo:
         step, phase = self._phase
         return not self._story.killed and step >= self._kill_step and phase == "rolling out"
 
-    def _kill(self) -> None:
-        victim = next(iter(self._fleet.workers))
-        busy = self._fleet.in_flight(victim)
+    async def _kill(self) -> None:
+        victim = self._fleet.workers[0]
+        busy = await self._fleet.in_flight(victim)
         if busy == 0 and self._phase[0] < self._kill_step + KILL_PATIENCE:
             return
         self._fleet.kill_worker(victim)
@@ -128,29 +122,27 @@ class Interrupted(PlaneError):
     """Ctrl-C, SIGTERM or a closed terminal."""
 
 
-class Interrupts:
-    """Signals set a flag, and `check` raises where it is safe: an exception out of a handler could come in the
-    middle of a fork, where Python drops it."""
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C, SIGTERM or a closed terminal cancels the running task, and ends as Interrupted."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    heard: list[signal.Signals] = []
 
-    def __init__(self) -> None:
-        self._heard: signal.Signals | None = None
+    def hear(number: signal.Signals) -> None:
+        if not heard:  # a second signal must not stop the clearing up
+            heard.append(number)
+            task.cancel()
 
-    def check(self) -> None:
-        if self._heard is not None:
-            raise Interrupted(f"interrupted by {self._heard.name}")
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        heard = [number for number in ENDINGS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores one
-        before = {number: signal.signal(number, self._hear) for number in heard}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _hear(self, number: int, frame: object) -> None:
-        self._heard = signal.Signals(number)
+    for number in ENDINGS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores one
+            loop.add_signal_handler(number, hear, number)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not heard:
+            raise
+        raise Interrupted(f"interrupted by {heard[0].name}") from None
 
 
 def _check(args: argparse.Namespace) -> tuple[int, int, Path | None]:
@@ -174,7 +166,7 @@ def _check(args: argparse.Namespace) -> tuple[int, int, Path | None]:
 
 
 def _fresh(out: Path) -> Path:
-    """The folder for the logs; what an earlier run has left in `out` is gone, anything else stays."""
+    """The folder for the logs. Removes the files of an earlier run from `out`, and no others."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name in ("report.json", "reward.png"):
@@ -207,26 +199,19 @@ def _summary(report: dict[str, Any], out: Path) -> str:
 
 
 def main(args: argparse.Namespace) -> int:
-    """The exit code. Arguments that can't be are InvalidRequest; what fails later is told in one line."""
+    """The exit code. Wrong arguments are an InvalidRequest; a later failure is one line."""
     start = time.monotonic()
-    out = Path(args.out)
+    out = Path(args.out or DEFAULT_OUT)
     steps, seed, model = _check(args)
-    engine = getattr(args, "engine", None) or "hf"
+    engine = args.engine or "hf"
     logs = _fresh(out)
-    story, table, trouble = Story(steps), LiveTable(sys.stdout, steps), ""
+    story, trouble, code = Story(steps), "", 1
     _say(f"starting nats-server, a frontend, {FLEET} {engine} workers and a trainer; logs in {logs}")
-    interrupts, code = Interrupts(), 1
-    with interrupts.listening():
-        fleet = DemoFleet(logs, model, seed, interrupts.check, engine)
-        deadline_s = DEADLINE_S if engine == "hf" else ENGINE_DEADLINE_S
-        try:
-            Demo(fleet, story, table, deadline_s, interrupts.check).run()
-        except PlaneError as error:
-            trouble = error.message
-            code = INTERRUPTED if isinstance(error, Interrupted) else 1
-        finally:
-            table.end()
-            fleet.stop()
+    try:
+        asyncio.run(_run(story, logs, model, seed, engine))
+    except PlaneError as error:
+        trouble = error.message
+        code = INTERRUPTED if isinstance(error, Interrupted) else 1
     story.elapsed_s = time.monotonic() - start
     report = make_report(story, trouble)
     write_report(report, out / "report.json")
@@ -237,3 +222,14 @@ def main(args: argparse.Namespace) -> int:
         return 0
     print(f"rl-plane demo failed: {'; '.join(report['failures'])} (logs in {logs})", file=sys.stderr)
     return code
+
+
+async def _run(story: Story, logs: Path, model: Path | None, seed: int, engine: str) -> None:
+    table = LiveTable(sys.stdout, story.planned)
+    fleet = DemoFleet(logs, model, seed, engine)
+    try:
+        with interruptible():
+            await Demo(fleet, story, table, DEADLINE_S if engine == "hf" else ENGINE_DEADLINE_S).run()
+    finally:
+        table.end()
+        await fleet.stop()

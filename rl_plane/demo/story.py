@@ -1,4 +1,4 @@
-"""What happened in a run, step by step: the trainer writes it, the table and the report read it."""
+"""The record of a run, step by step. The trainer writes it; the table and the report read it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
+    """The numbers of one step."""
+
     step: int
     version: str
     """The label under which the step's completions were asked for."""
@@ -17,7 +19,7 @@ class StepRecord:
     """The mean over them."""
     completions: int
     mixed_version_completions: int
-    """Those not labelled, token by token, with the version that was committed."""
+    """Completions with a token that is not labelled with the committed version."""
     by_worker: Mapping[str, int]
     """instance_id → completions."""
     max_logprob_diff: float
@@ -27,11 +29,11 @@ class StepRecord:
     mismatch_kl: float | None
     """The mismatch of the same canary: see `rl_plane.commit.canary_rules.mismatch_kl`."""
     workers: int
-    """How many took the step's new weights."""
+    """The number of workers that took the step's new weights."""
     rollout_s: float
     learn_s: float
     update_s: float
-    """From the pause to the end of the resume."""
+    """Seconds of the whole update."""
     repeats: int
     """HTTP calls that had to be made again, since the start of the run."""
     committed: str
@@ -48,7 +50,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnd:
-    """A worker that is in the fleet when the run ends."""
+    """A worker that is in the fleet at the end of the run."""
 
     instance_id: str
     version: str | None
@@ -57,7 +59,7 @@ class WorkerEnd:
 
 @dataclass(slots=True)
 class Story:
-    """Grows while the demo runs."""
+    """The events of one run so far."""
 
     planned: int
     """Steps."""
@@ -65,7 +67,7 @@ class Story:
     killed: list[str] = field(default_factory=list)
     """Instance ids."""
     killed_at: int | None = None
-    """The step in whose rollout."""
+    """The step during whose rollout the worker was killed."""
     killed_in_flight: int = 0
     """Requests that ran on the killed worker when it died."""
     started: list[str] = field(default_factory=list)

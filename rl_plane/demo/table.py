@@ -1,4 +1,4 @@
-"""The live table: a line per step; on a terminal the step under way is shown too, in place."""
+"""The live table: a line for each step. A terminal also shows the running step, in place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LiveTable:
         self._line(text)
 
     def end(self) -> None:
-        """Leaves no half line behind."""
+        """Clears an unfinished line."""
         if self._in_place:
             self._out.write("\r\x1b[K")
             self._out.flush()

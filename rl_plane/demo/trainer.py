@@ -1,8 +1,8 @@
-"""The demo's trainer, a process of its own: `python -P -m rl_plane.demo.trainer`.
+"""The demo's trainer, which runs in a process of its own: `python -P -m rl_plane.demo.trainer`.
 
-Knows the fleet by two URLs only. It tells its parent what it does by JSON lines on stdout: `{"event": "phase",
-"step": n, "phase": …}`, `{"event": "step", …}` (a StepRecord), `{"event": "done"}`, `{"event": "failed",
-"reason": …}`.
+It knows the fleet by two URLs only. It prints its events as JSON lines: `{"ready": "trainer"}` at the start, then
+`{"event": "phase", "step": n, "phase": …}`, `{"event": "step", …}` (a StepRecord), `{"event": "done"}`, or
+`{"event": "failed", "reason": …}`.
 """
 
 from __future__ import annotations
@@ -16,36 +16,39 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from rl_plane.cli.output import say_ready
 from rl_plane.demo.grpo import group_advantages
-from rl_plane.demo.http_json import call_json
 from rl_plane.demo.policy import PREFIX, Policy, prune_checkpoints
 from rl_plane.demo.reward import reward
-from rl_plane.demo.rollout import Completion, Rollout
-from rl_plane.demo.steering import Steering
+from rl_plane.demo.rollout import Completion, GroupSampler
 from rl_plane.demo.story import StepRecord
+from rl_plane.demo.trainer_calls import Steering
 from rl_plane.errors import PlaneError
+from rl_plane.fleet.http_client import call_json
 
 PROMPTS = 8
-"""Requests at once, so that every worker has some."""
+"""The number of requests at once: every worker has some."""
 GROUP = 8
 MAX_TOKENS = 32
 PROMPT_TOKENS = (4, 12)
 """Shortest and longest prompt."""
+CALL_TIMEOUT_S = 10.0
 READY_TIMEOUT_S = 240.0
 """Loading torch and a model on two busy cores takes about 15 s per worker; vLLM and SGLang do so three times."""
 
 
 def emit(event: str, **facts: Any) -> None:
+    """Prints one event for the parent process."""
     print(json.dumps({"event": event, **facts}), flush=True)
 
 
 def make_prompts(rng: random.Random, vocab: int) -> list[list[int]]:
-    """Any tokens do: the reward asks nothing of the prompt."""
+    """Prompts of random tokens: the reward depends on the completion only."""
     return [[rng.randrange(vocab) for _ in range(rng.randint(*PROMPT_TOKENS))] for _ in range(PROMPTS)]
 
 
 def rolled_out(groups: list[list[Completion]], version: dict[str, Any]) -> dict[str, Any]:
-    """What a step's completions say about the fleet."""
+    """The part of a StepRecord that the completions give."""
     flat = [one for group in groups for one in group]
     return {
         "version": version["label"],
@@ -57,11 +60,12 @@ def rolled_out(groups: list[list[Completion]], version: dict[str, Any]) -> dict[
 
 
 def train(args: argparse.Namespace) -> None:
+    """Trains for `args.steps` steps, and emits an event for each phase and step."""
     policy = Policy(args.model)
     fleet = Steering(args.rl_url)
     fleet.wait_ready(args.workers, READY_TIMEOUT_S)
-    name = call_json(f"{args.http_url}/v1/models")["data"][0]["id"]
-    rollout = Rollout(args.http_url, name, GROUP, MAX_TOKENS)
+    name = call_json(f"{args.http_url}/v1/models", None, None, CALL_TIMEOUT_S)["data"][0]["id"]
+    rollout = GroupSampler(args.http_url, name, GROUP, MAX_TOKENS)
     rng = random.Random(args.seed)
     version, committed = fleet.version(), None
     for step in range(1, args.steps + 1):
@@ -127,6 +131,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    say_ready(True, "trainer", "")
     try:
         train(parse(argv))
     except PlaneError as error:

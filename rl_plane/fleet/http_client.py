@@ -1,4 +1,4 @@
-"""The facade over HTTP, with nothing but the standard library."""
+"""Calls a frontend over HTTP, with the standard library only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import quote, urlencode, urlsplit
 
 from rl_plane.errors import (
     DeadlineExceeded,
@@ -23,13 +23,13 @@ from rl_plane.errors import (
 from rl_plane.protocol.fleet_ops import FLEET_OPS
 
 MAX_REPLY_BYTES = 64 << 20
-"""A state of 10,000 workers has 10 MB."""
+"""The state of 10,000 workers has 10 MB."""
 
 _BY_STATUS: dict[int, type[PlaneError]] = {400: InvalidRequest, 401: Unauthorized, 404: NotFound, 503: Unavailable}
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect would take the key to another host."""
+    """Refuses redirects, which would take the key to another host."""
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -41,9 +41,19 @@ _OPENER = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler(
 def call_facade(
     url: str, key: str | None, op: str, body: Mapping[str, Any], timeout_s: float, request_id: str = ""
 ) -> dict[str, Any]:
-    """The reply, or the facade's error as it raised it. `timeout_s` bounds each read; the caller bounds all.
+    """Carries out an op of the fleet through a frontend.
 
-    For `enable` and `disable`, `workers` names one."""
+    Args:
+        url: The frontend's address, with or without `/v1/rl`.
+        key: Its admin key. None: it has none.
+        op: A name in `FLEET_OPS`. For `enable` and `disable`, `workers` names one worker.
+        body: The op's fields.
+        timeout_s: Seconds for each read of the answer. The caller bounds the whole call.
+        request_id: Makes an update idempotent.
+
+    Raises:
+        PlaneError: as the frontend raised it.
+    """
     spec = FLEET_OPS[op]
     base = url.rstrip("/").removesuffix("/v1/rl")
     path = spec.path
@@ -51,22 +61,31 @@ def call_facade(
         (instance_id,) = body["workers"]
         path = path.replace("{id}", quote(instance_id, safe=""))
     address = f"{base}/v1/rl/{path}"
-    headers = {"Accept": "application/json"}
-    data = None
     if spec.method == "GET":
         query = {name: ",".join(value) if isinstance(value, list) else value for name, value in body.items()}
-        address += f"?{urlencode(query)}" if query else ""
+        reply = call_json(f"{address}?{urlencode(query)}" if query else address, None, key, timeout_s)
     else:
-        data = json.dumps(body, allow_nan=False).encode()
-        headers["Content-Type"] = "application/json"
+        reply = call_json(address, body, key, timeout_s, request_id)
+    if not isinstance(reply.get("workers"), list):
+        raise PlaneError(f"{base} answers, but is no frontend of rl-plane", fix="check the address (--url)")
+    return reply
+
+
+def call_json(
+    address: str, body: Mapping[str, Any] | None, key: str | None, timeout_s: float, request_id: str = ""
+) -> dict[str, Any]:
+    """One JSON object from a frontend: POST with a body, else GET. The other arguments are those of `call_facade`."""
+    base = "{0.scheme}://{0.netloc}".format(urlsplit(address))
+    data = None if body is None else json.dumps(body, allow_nan=False).encode()
+    headers = {"Accept": "application/json", "Content-Type": "application/json"}
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
     if request_id:
         headers["Idempotency-Key"] = request_id
-    request = urllib.request.Request(address, data=data, headers=headers, method=spec.method)
     try:
+        request = urllib.request.Request(address, data, headers)
         with _OPENER.open(request, timeout=timeout_s) as reply:
-            return _reply(base, reply.read(MAX_REPLY_BYTES + 1))
+            return _object(base, reply.read(MAX_REPLY_BYTES + 1))
     except urllib.error.HTTPError as error:
         with error:
             raise _error(base, error.code, error.read(MAX_REPLY_BYTES)) from error
@@ -75,18 +94,18 @@ def call_facade(
         if isinstance(reason, (TimeoutError, socket.timeout)):
             raise DeadlineExceeded(f"{base} did not answer within {timeout_s:g} s") from error
         raise Unavailable(
-            f"no facade answers at {base}: {reason or type(reason).__name__}",
+            f"no frontend answers at {base}: {reason or type(reason).__name__}",
             fix="start one (`rl-plane up`), or set --url / RL_PLANE_URL",
         ) from error
 
 
-def _reply(base: str, data: bytes) -> dict[str, Any]:
+def _object(base: str, data: bytes) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except ValueError:
         value = None
-    if len(data) > MAX_REPLY_BYTES or not isinstance(value, dict) or not isinstance(value.get("workers"), list):
-        raise PlaneError(f"{base} answers, but not as the facade does", fix="is --url right?")
+    if len(data) > MAX_REPLY_BYTES or not isinstance(value, dict):
+        raise PlaneError(f"{base} answers, but is no frontend of rl-plane", fix="check the address (--url)")
     return value
 
 
@@ -101,4 +120,5 @@ def _error(base: str, status: int, data: bytes) -> PlaneError:
             lifted = {key: wire[key] for key in ("workers", "epoch", "fingerprint") if key in wire}
             return error_from_wire({**lifted, **inner})
     kind = _BY_STATUS.get(status, PlaneError)
-    return kind(f"{base} answers HTTP {status}, but not as the facade does", fix="is --url right?", status=status)
+    words = f"{base} answers HTTP {status}, but is no frontend of rl-plane"
+    return kind(words, fix="check the address (--url)", status=status)

@@ -1,7 +1,7 @@
-"""Who is in the fleet: the pure core. Events in, instructions out; no clock, no I/O.
+"""The members of the fleet: the pure core. Events in, instructions out; no clock, no I/O.
 
-The members bucket is the truth. A member's key has no TTL and is written only on join, leave and reap, so the
-stream's sequence is the membership epoch. `view.py` feeds this core and carries out what it says.
+The members bucket is the truth. A member's key has no TTL and is written only when a worker joins, leaves or is removed
+as dead, so the stream's sequence is the membership epoch. `view.py` feeds this core and carries out its instructions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Member:
 
     @property
     def stage(self) -> str | None:
-        """Of a stage before or after the model: why it skips what engines are asked. None: an engine."""
+        """The reason why a pipeline stage without the model skips the ops of engines. None: the worker has an
+        engine."""
         return self.info.get("stage")
 
     def to_record(self) -> bytes:
@@ -65,11 +66,11 @@ class Snapshot:
 
     epoch: int
     fingerprint: str
-    """Of `members`."""
+    """The `fingerprint` of `members`."""
     members: tuple[Member, ...]
-    """The engines: whoever is asked, counted and routed to."""
+    """The workers with an engine. Calls, counts and routes mean these."""
     stages: tuple[Member, ...] = ()
-    """Beside them, for no more than a row in each reply."""
+    """Workers without an engine. They only get a row in each reply."""
 
     def __iter__(self) -> Any:
         return iter(self.members)
@@ -91,7 +92,7 @@ class Resync:
 
 @dataclass(frozen=True, slots=True)
 class Purge:
-    """Compare-and-set purge of a dead member's key; losing the race is fine."""
+    """Delete a dead member's key, as a compare-and-set. If another process has written it first, nothing is to do."""
 
     instance_id: str
     revision: int
@@ -99,7 +100,8 @@ class Purge:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """`after` None: left or died. `before` None: joined. Both: it connected again, or is a new process."""
+    """A change of one member. `after` None: it left or died. `before` None: it joined. Both: it reconnected, or it is a
+    new process."""
 
     before: Member | None
     after: Member | None
@@ -117,8 +119,8 @@ class MembershipCore:
     _in_doubt: bool = False
 
     def reconnected(self) -> None:
-        """The feed was interrupted, and the store may have lost writes meanwhile: what follows in the feed says
-        nothing before the bucket was read again, however well it seems to follow."""
+        """Notes that the feed was interrupted. The store may have lost writes meanwhile, so the feed counts again only
+        when the bucket was read once more, even if its next sequence seems to fit."""
         self._in_doubt = True
 
     def snapshot(self) -> Snapshot:
@@ -130,7 +132,7 @@ class MembershipCore:
         return self._snapshot
 
     def feed(self, entry: Entry) -> list[Instruction]:
-        """A write to the bucket, in the order of its stream; gaps and repeats may come."""
+        """Takes a write to the bucket, in the order of its stream. There may be gaps and repeats."""
         if self._in_doubt:
             return [Resync()]
         if entry.sequence <= self.epoch:
@@ -142,7 +144,7 @@ class MembershipCore:
         return self._apply(entry)
 
     def snapshot_read(self, entries: list[Entry], last_sequence: int) -> list[Instruction]:
-        """The whole bucket, complete up to `last_sequence`."""
+        """Takes the whole bucket, complete up to `last_sequence`."""
         if last_sequence < self.epoch and not self._in_doubt:
             return []  # the feed has overtaken this read
         self._in_doubt = False
@@ -172,14 +174,14 @@ class MembershipCore:
         return [Changed(before, after)]
 
     def disconnected(self, server_id: str, client_id: int) -> list[Instruction]:
-        """The server's advisory: this connection is closed. Another connection of the same worker is not meant."""
+        """Takes the server's advisory that this connection is closed. A newer connection of the same worker stays."""
         instance_id = self._by_connection.get((server_id, client_id))
         if instance_id is None:
             return []
         return [Purge(instance_id, self.members[instance_id].revision)]
 
     def found_dead(self, instance_id: str, revision: int) -> list[Instruction]:
-        """Somebody has proof that the worker registered at `revision` is gone; a newer registration stands."""
+        """Takes a proof that the worker registered at `revision` is gone. A newer registration stays."""
         member = self.members.get(instance_id)
         if member is None or member.revision != revision:
             return []

@@ -1,6 +1,7 @@
-"""When does an unanswered probe mean death? The pure core of the sweep; time is passed in.
+"""Decides when an unanswered probe means death: the pure core of the sweep. Time is passed in.
 
-Where disconnect advisories reach us this is a backstop; on any other NATS server it is how deaths are found.
+If the NATS server sends disconnect advisories, the sweep finds only the deaths that they missed. With any other server
+the sweep finds every death.
 """
 
 from __future__ import annotations
@@ -11,20 +12,21 @@ from typing import Literal
 Outcome = Literal["answered", "no_responder", "silent"]
 
 SWEEP_S = 0.4
-"""Interval without advisories: a death is confirmed within three sweeps, so inside 2 s."""
+"""The interval without advisories. A death is confirmed within three sweeps, so within 2 s."""
 SWEEP_PER_MEMBER_S = 0.0005
-"""Large fleets are swept more slowly, or probing would take more than 5 % of a core."""
+"""Added to the interval for each member. Without it the probes of a large fleet would take more than 5 % of a core."""
 MAX_SWEEP_S = 1.0
 BACKSTOP_SWEEP_S = 2.0
-"""Interval with advisories: it only has to find what they missed."""
+"""The interval with advisories. The sweep then finds only the deaths that they missed."""
 PROBE_TIMEOUT_S = 0.3
-"""How long one sweep waits for answers; a later one still counts, when it comes."""
+"""The time for which one sweep waits for answers. A later answer still counts when it arrives."""
 CONFIRM_S = 0.25
-"""A fresh member's subscription reaches other nodes of a cluster later than its record: ask twice."""
+"""The time between two probes that confirm a death. A new member's subscription reaches other nodes of a cluster later
+than its record."""
 HUNG_AFTER_S = 5.0
-"""A worker's NATS loop never blocks, so this long a silence is a hang (found within 8 s with the sweep)."""
+"""A worker's NATS loop never blocks, so a silence of this length is a hang. With the sweep it is found within 8 s."""
 MIN_SILENT_PROBES = 3
-"""A prober that was itself stopped sees one silent sweep, not several."""
+"""Silent sweeps that make a hang. A prober that was itself stopped sees one, not several."""
 
 
 @dataclass(slots=True)
@@ -40,7 +42,7 @@ class ProbeCore:
     _watched: dict[str, _Watch] = field(default_factory=dict)
 
     def restart(self) -> None:
-        """The prober's own connection or loop stood still: what it did not hear in that time means nothing."""
+        """Forgets all silence so far, because the prober's own connection or loop was stopped."""
         self._watched.clear()
 
     def interval_s(self, members: int, advisories: bool) -> float:
@@ -55,7 +57,7 @@ class ProbeCore:
             del self._watched[gone]
 
     def probed(self, instance_id: str, revision: int, outcome: Outcome, now: float) -> bool:
-        """The outcome of one probe. True: the worker registered at `revision` is dead or hung."""
+        """Takes the outcome of one probe. True: the worker registered at `revision` is dead or hangs."""
         watch = self._watched.get(instance_id)
         if watch is None or watch.revision != revision:
             watch = self._watched[instance_id] = _Watch(revision, now)

@@ -1,4 +1,4 @@
-"""A live view of the fleet: the shell around the membership core, and the sweep that probes for the dead."""
+"""A live view of the fleet: the shell around the membership core, and the sweep that finds dead workers."""
 
 from __future__ import annotations
 
@@ -30,33 +30,35 @@ log = logging.getLogger("rl_plane.membership.view")
 
 RESYNC_RETRY_S = 0.1
 CANARY_TIMEOUT_S = 2.0
-"""An advisory takes milliseconds; a server that sends none is swept at the faster rate meanwhile."""
+"""An advisory takes milliseconds. Until this time is over, the sweep runs at its faster rate."""
 STALLED_FACTOR = 3.0
-"""A sweep that comes this many intervals late shows that this process stood still."""
+"""A sweep that is this many intervals late shows that this process was stopped."""
 REMEMBERED_DISCONNECTS = 4096
 EPOCH_KEY = MEMBER_PREFIX + "epoch"
-"""Of no worker: markers are written to it to raise the epoch."""
+"""A key that belongs to no worker. Markers on it raise the epoch."""
 MAX_RAISES = 100_000
-"""Writes that a store may have lost: more than a day of joins and leaves."""
+"""Writes that a store may have lost: the joins and leaves of more than a day."""
 
-PING = encode(Request("ping").to_wire())
+PING_REQUEST = Request("ping")
+PING = encode(PING_REQUEST.to_wire())
 
 Listener = Callable[[Changed], None]
 RecordListener = Callable[[DecisionRecord], None]
 
 
 class MembershipView:
-    """Start it, then `snapshot()` is the fleet as this process knows it, a fraction of a millisecond old."""
+    """A live copy of the members and of the decision record. `start` it; then `snapshot()` is the fleet, a fraction of
+    a millisecond old."""
 
     def __init__(self, bus: Bus, subjects: Subjects, gather: Gather) -> None:
         self.bus = bus
         self.subjects = subjects
         self.advisories = False
-        """Whether this server was seen to tell us of closed connections."""
+        """Whether this server sends advisories of closed connections."""
         self.record: DecisionRecord | None = None
-        """What the fleet has decided, as far as this process has heard: it never goes back."""
+        """The newest decision that this process has learnt. It never goes back."""
         self._record_sequence = 0
-        """Of the newest write that was heard of: it orders the writes of which neither was decided after the other."""
+        """The sequence of the newest known write. It orders writes of one decision."""
         self._gather = gather
         self._core = MembershipCore()
         self._probes = ProbeCore()
@@ -68,7 +70,7 @@ class MembershipView:
         self._canary: tuple[str, int] | None = None
         self._canary_seen = asyncio.Event()
         self._dead_connections: OrderedDict[tuple[str, int], float] = OrderedDict()
-        """Connection → monotonic seconds when the server told that it is closed."""
+        """Connection → monotonic seconds at which the server reported that it is closed."""
         self._connected_at = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -93,18 +95,19 @@ class MembershipView:
         return self._core.members.get(instance_id)
 
     def listen(self, listener: Listener) -> Callable[[], None]:
-        """Calls it with every change, from now on; the result ends that. It must not raise: others would miss it."""
+        """Registers a listener for every change. The result removes it. It must not raise, or other listeners would
+        miss the change."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
     def listen_record(self, listener: RecordListener) -> Callable[[], None]:
-        """Calls it with every record that this process learns, from now on; the result ends that."""
+        """Registers a listener for every record that this process learns. The result removes it."""
         self._record_listeners.append(listener)
         return lambda: self._record_listeners.remove(listener)
 
     def take_record(self, record: DecisionRecord, sequence: int) -> None:
-        """Learns a record from whoever tells; `sequence`: of its write in the state bucket. One that is older than
-        the known one is left: what was told may have been overtaken, and a store may have lost a write."""
+        """Learns a record from any source. `sequence`: the sequence of its write in the state bucket. A record that is
+        older than the known one is ignored: its message may be late, or a store may have lost a write."""
         known = self.record
         if known is not None and not newer(record, known):
             overtaken = sequence <= self._record_sequence
@@ -123,20 +126,22 @@ class MembershipView:
         record = record_of(entry)
         if entry is not None and record is not None:
             if self._record_sequence == known and entry.sequence <= known:
-                self._record_sequence = entry.sequence - 1  # no feed was faster: the leader's store is another one
+                self._record_sequence = (
+                    entry.sequence - 1
+                )  # no feed came between: the leader's store is another one
             self.take_record(record, entry.sequence)
         return entry
 
     async def keep_record(self) -> None:
-        """Learns the record that the leader has now, and writes one back that it has lost: a frontend that has seen a
-        decision is as good a witness as a worker."""
+        """Learns the record that the leader has now. Writes the known record back if the leader has lost it: a frontend
+        that knows a decision can restore it as a worker can."""
         entry = await self.read_record()
         mine = self.record
         if mine is not None and newer(mine, record_of(entry)):
             await restore(self.bus, self.subjects.state, mine, entry)
 
     async def wait_until(self, holds: Callable[[Snapshot], bool], timeout_s: float) -> bool:
-        """Whether it came to hold within the time-out."""
+        """Waits until a condition holds. Returns whether it did within the time-out."""
         if holds(self.snapshot()):
             return True
         with contextlib.suppress(TimeoutError):
@@ -147,25 +152,25 @@ class MembershipView:
         return holds(self.snapshot())
 
     async def barrier(self) -> Snapshot:
-        """A snapshot at least as new as the leader's bucket when this was called."""
+        """Returns a snapshot that is at least as new as the leader's bucket at the time of the call."""
         last = await self.bus.last_sequence(self.subjects.members)
-        # Expired markers can leave the last sequence below what a feed showed, never above what a resync shows.
+        # Expired markers can leave the last sequence below the feed's, but never above that of a resync.
         if self._core.epoch < last and not await self.wait_until(lambda now: now.epoch >= last, PROBE_TIMEOUT_S):
             await self._resync()
         return self.snapshot()
 
     def connection_died(self, identity: tuple[str, int]) -> bool:
-        """Did the server tell us that this connection is closed, so long ago that a living process has another one?"""
+        """Reports whether the server has closed this connection, so long ago that a living process has another one."""
         closed_at = self._dead_connections.get(identity)
         return closed_at is not None and time.monotonic() >= closed_at + RECONNECT_GRACE_S
 
     def found_dead(self, instance_id: str, revision: int) -> None:
-        """Somebody has proof: a 503 to the member registered at `revision`. Just after a connect it is none."""
+        """Removes a member after a 503 to its registration at `revision`. Just after a connect a 503 is no proof."""
         if not self._just_connected():
             self._carry_out(self._core.found_dead(instance_id, revision))
 
     def _just_connected(self) -> bool:
-        """The server may have just begun."""
+        """Reports whether this process has just connected. The server may have just started then."""
         return time.monotonic() < self._connected_at + RECONNECT_GRACE_S
 
     # ---- events in ----
@@ -198,7 +203,7 @@ class MembershipView:
         self._resync_wanted.set()
 
     async def _resync(self) -> None:
-        # The store may have been lost with the server.
+        # The store may be lost, together with the server.
         await self.bus.ensure_bucket(self.subjects.members)
         await self.bus.ensure_bucket(self.subjects.state)
         await self.read_record()
@@ -210,13 +215,14 @@ class MembershipView:
         self._carry_out(self._core.snapshot_read(entries, last))
 
     async def _raise_epoch(self, known: int) -> None:
-        """The store has lost writes that it had acknowledged. Epochs that were told must not come again for another
-        fleet, and whoever follows the feed must not take what comes for old: so the sequence is raised above them."""
+        """Raises the bucket's sequence above `known`, because the store has lost writes that it had acknowledged.
+        Otherwise a known epoch would return for another fleet, and followers of the feed would take new writes for old
+        ones."""
         members = self.subjects.members
-        log.warning("the members' store has gone back below epoch %d", known)
+        log.warning("the store of the members bucket has lost writes: it is below epoch %d", known)
         for _ in range(MAX_RAISES):
             entry = await self.bus.get(members, EPOCH_KEY)
-            with contextlib.suppress(WrongSequence):  # another one raises it too
+            with contextlib.suppress(WrongSequence):  # another process raises it too
                 if await self.bus.purge(members, EPOCH_KEY, entry.sequence if entry is not None else 0) > known:
                     return
 
@@ -240,9 +246,9 @@ class MembershipView:
             await self.bus.purge(self.subjects.members, MEMBER_PREFIX + instance_id, revision)
             log.info("worker %s is gone", instance_id)
         except WrongSequence:
-            pass  # another frontend was first, or the worker has registered again
+            pass  # another frontend has removed it, or the worker has registered again
         except BusUnreachable as error:
-            log.warning("could not remove worker %s, the sweep will: %s", instance_id, error)
+            log.warning("could not remove worker %s; the sweep tries again: %s", instance_id, error)
 
     def _spawn(self, work: object) -> None:
         task = asyncio.ensure_future(work)  # type: ignore[call-overload]
@@ -257,12 +263,12 @@ class MembershipView:
                 await self._resync()
             except Exception as error:
                 if not isinstance(error, PlaneError):
-                    log.exception("resync")  # it must go on all the same
+                    log.exception("resync")  # the loop must continue
                 self._resync_wanted.set()
                 await asyncio.sleep(RESYNC_RETRY_S)
 
     async def _sweeps(self) -> None:
-        """Asks every member for a bus round trip, for ever."""
+        """Probes every member again and again, each with one round trip on the bus."""
         due = time.monotonic()
         while True:
             interval = self._probes.interval_s(len(self._core.members), self.advisories)
@@ -280,7 +286,7 @@ class MembershipView:
                 except (PlaneError, nats.errors.Error) as error:
                     log.debug("sweep: %s", error)
                 except Exception:
-                    log.exception("sweep")  # it must go on all the same
+                    log.exception("sweep")  # the loop must continue
             due = time.monotonic()
 
     async def _sweep(self) -> None:
@@ -294,7 +300,7 @@ class MembershipView:
                 self._probes.probed(member.instance_id, member.revision, "answered", time.monotonic())
 
         scatter = await self._gather.scatter(targets, heard)
-        # A large or busy fleet answers late: what comes before the next sweep ends still counts.
+        # A large or busy fleet answers late. An answer before the end of the next sweep still counts.
         previous, self._last_sweep = self._last_sweep, scatter
         await scatter.wait(PROBE_TIMEOUT_S)
         if previous is not None:
@@ -307,7 +313,7 @@ class MembershipView:
                     self._carry_out(self._core.found_dead(member.instance_id, member.revision))
 
     async def _learn_advisories(self) -> None:
-        """Opens and closes a connection and looks whether the server tells of it."""
+        """Opens and closes a connection, to learn whether the server sends an advisory of it."""
         trip = asyncio.create_task(self._send_canary())
         try:
             await asyncio.shield(trip)
@@ -315,9 +321,9 @@ class MembershipView:
                 await self._canary_seen.wait()
             self.advisories = True
         except (nats.errors.Error, TimeoutError, OSError):
-            log.info("this NATS server sends us no disconnect advisories: members are probed instead")
+            log.info("this NATS server sends no disconnect advisories: members are probed instead")
         finally:
-            # Cancelled half-way, nats-py would leave the socket open.
+            # nats-py leaves the socket open if this is cancelled half-way.
             await asyncio.wait([trip], timeout=CANARY_TIMEOUT_S)
             trip.cancel()
 

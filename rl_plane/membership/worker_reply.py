@@ -1,4 +1,4 @@
-"""The answers of a fan-out: a row for each worker that was asked. No I/O."""
+"""The replies of a fan-out: one for each worker. No I/O."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rl_plane.protocol.envelope import Status
 
 @dataclass(frozen=True, slots=True)
 class WorkerReply:
-    """One worker's answer. An error row's `error` is a PlaneError: WorkerLost when it died or left,
-    DeadlineExceeded when it did not answer."""
+    """One worker's reply. `error` is WorkerLost if the worker died or left, and DeadlineExceeded if it did not
+    answer."""
 
     instance_id: str
     incarnation: str
@@ -47,11 +47,11 @@ class WorkerReply:
 
 
 def skipped_reply(stage: Member) -> WorkerReply:
-    """It is not asked: its registration says that it skips what engines are asked, and why. So one that hangs or dies
-    keeps nobody waiting."""
+    """The reply of a stage, which is made without asking it: its registration has the reason why it skips the ops of
+    engines. So a stage that hangs delays no call."""
     return WorkerReply(stage.instance_id, stage.incarnation, "skipped", {"reason": stage.stage})
 
 
 def engine_replies(reply: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a fleet's reply, without those of stages, which have done nothing."""
+    """The workers of a fleet's reply, without stages, which skip the op."""
     return [row for row in reply["workers"] if row.get("status") != "skipped"]

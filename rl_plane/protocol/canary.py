@@ -39,11 +39,11 @@ DEFAULT_SEQUENCE_TOKENS = 32
 they cost about as much as one token of decoding; on one core of a CPU about 14 times that (docs/benchmarks.md)."""
 
 LOGPROB_EPSILON = 1e-3
-"""How far above zero rounding may lift a log probability."""
+"""The largest value above zero that rounding may give to a log probability."""
 MIN_LOGPROB = -1e4
 """No working model makes a token less likely. The bound keeps each value short on the wire."""
 DECIMALS = 6
-"""Digits that a stored log probability keeps: a thousandth of the tightest tolerance is still exact."""
+"""The digits of a stored log probability. A thousandth of the tightest tolerance is still exact."""
 
 WITHIN_KIND_FLOAT32 = 0.01
 """The largest difference between two engines of one kind in float32. They run the same kernels on the same batch, so

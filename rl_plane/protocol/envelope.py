@@ -1,7 +1,7 @@
 """The envelope of every control message: msgpack, or JSON when the first byte is `{` or white space.
 
-Requests are made by RlClient, a frontend or any NATS client, and read by workers and by the fleet subject;
-replies the other way, in the format of the request.
+RlClient, a frontend or any NATS client sends a request to a worker or to the fleet subject. The reply has the format of
+the request.
 """
 
 from __future__ import annotations
@@ -19,37 +19,38 @@ from rl_plane.protocol.strict_json import parse_json_object
 PROTOCOL_VERSION = 1
 
 MAX_MESSAGE_BYTES = 1_000_000
-"""Below NATS's default max_payload (1 MiB) with room for headers: beyond it the server cuts the connection."""
+"""Below the default max_payload of NATS (1 MiB), with room for headers. The server closes a connection that sends
+more."""
 
 MAX_ID_CHARS = 128
 MAX_INTEGER = 1 << 53
-"""What JSON carries exactly in every language; sequences, epochs and Unix ms stay far below."""
+"""The largest integer that JSON carries exactly in every language. Sequences, epochs and Unix ms stay far below."""
 
 Format = Literal["msgpack", "json"]
 Status = Literal["ok", "error", "skipped"]
-"""`skipped`: a stage's; its body has the `reason`."""
+"""`skipped`: the worker is a stage, and the body has the `reason`."""
 
 _JSON_START = b"{ \t\r\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Only `op` is required on the wire."""
+    """A request. Only `op` is required on the wire."""
 
     op: str
     body: dict[str, Any] = field(default_factory=dict)
     id: str = ""
     epoch: int | None = None
-    """The membership epoch that the caller means; checked by whoever fans out."""
+    """The membership epoch that the caller means. The process that fans the request out checks it."""
     fingerprint: str | None = None
     targets: tuple[str, ...] | None = None
-    """Instance ids; None: all."""
+    """Instance ids. None: all."""
     fence: int | None = None
-    """The sequence of the sender's lock acquire; workers refuse lower ones than they have seen."""
+    """The sender's fence. Workers refuse a lower fence than the highest that they have seen."""
     incarnation: str | None = None
-    """The process that is meant; another one refuses."""
+    """The process that the request is for. Another process refuses it."""
     timeout_ms: int | None = None
-    """How long the sender waits; the receiver counts from the arrival. A duration, so that clocks need not agree."""
+    """The time for which the sender waits. The receiver counts from the arrival, so clocks need not agree."""
 
     def to_wire(self) -> dict[str, Any]:
         wire: dict[str, Any] = {"v": PROTOCOL_VERSION, "op": self.op, "body": self.body}
@@ -102,11 +103,11 @@ def encode(wire: dict[str, Any], form: Format = "msgpack") -> bytes:
 
 
 def encode_for_each(request: Request, incarnations: Iterable[str]) -> list[bytes]:
-    """The request to each of these processes. All but the incarnation is encoded once: an update's bodies are large,
-    and its fleet may be."""
+    """Encodes the request for each of these processes. Everything but the incarnation is encoded once, because an
+    update's body is large and the fleet may be too."""
     common = encode(request.to_wire())
     assert 0x80 <= common[0] < 0x8F, (
-        "a msgpack map of fewer than 15 fields: one more is one more in the first byte"
+        "a msgpack map with fewer than 15 fields has its length in the first byte, so one more field adds 1 to it"
     )
     head = bytes([common[0] + 1]) + common[1:] + msgpack.packb("incarnation")
     return [head + msgpack.packb(incarnation) for incarnation in incarnations]
@@ -117,7 +118,7 @@ def format_of(data: bytes) -> Format:
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """A map, or InvalidRequest naming what is wrong."""
+    """Decodes a map. InvalidRequest names what is wrong."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise InvalidRequest(f"the message has {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are read")
     if format_of(data) == "json":

@@ -1,6 +1,6 @@
 """One generation request and its reply, as they travel between a frontend and a worker.
 
-Made by the frontend from the OpenAI routes, read by the worker's engine; every engine means the same by them.
+The frontend builds the request from the OpenAI routes. Every engine gives its fields the same meaning.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.routed_experts import RoutedExperts
 
 MAX_PROMPT_TOKENS = 1 << 20
-"""More prompt tokens than any engine takes: a bound on the list before an engine checks its own."""
+"""More prompt tokens than any engine takes. It bounds the list before the engine checks its own limit."""
 MAX_PROMPT_LOGPROBS = 1 << 16
-"""Of one request: they go in one message, 14 bytes for each with its token."""
+"""Prompt logprobs of one request. They go in one message, with 14 bytes for each and its token."""
 
 MAX_BIASES = 1024
 MAX_ALLOWED_TOKENS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORDS_TOKENS = 1024
 MAX_STOPS_WITH_MIN_TOKENS = 96
-"""What vLLM's second model runner has room for, with some for the model's own; beyond it that engine ends itself."""
+"""The room in vLLM's second model runner, minus the model's own stop tokens. That engine exits if there are more."""
 
 MAX_TOP_LOGPROBS = 20
-"""What vLLM gives at most, unless told otherwise."""
+"""The default limit of vLLM."""
 MAX_TEMPERATURE = 2.0
-"""OpenAI's own bound, and vLLM's."""
+"""The bound of OpenAI and of vLLM."""
 MAX_REPETITION_PENALTY = 10.0
-"""Beyond it there is nothing left of a logit."""
+"""A larger penalty leaves nothing of a logit."""
 MAX_STOPS = 32
-"""Each is looked for in every new piece of text."""
+"""Stop strings of one request. Each one is searched in every new piece of text."""
 MAX_STOP_CHARS = 512
 
 MAX_SALT_CHARS = 1024
 
 MAX_STREAMS = 4096
-"""Requests in one worker, running and waiting: beyond it an engine only queues."""
+"""Requests in one worker, running and waiting. More would only queue in the engine."""
 TOGETHER = "+"
-"""Between fields of a request that an engine can't do together, as its member tells."""
+"""Joins the fields of a request that an engine does not support together, in the member's info."""
 UNKNOWN = "unknown"
-"""The label of tokens whose engine can't witness which weights make them."""
+"""The label of tokens from an engine that can't tell which weights make them."""
 CHARS_PER_TOKEN = 4
-"""Of a text whose tokens are not counted yet: right for English within a third, which is enough to weigh by."""
+"""Estimates the tokens of a text: right within a third for English, which is enough to balance load."""
 RESERVED = frozenset(
     {
         "add_generation_prompt",
@@ -65,7 +65,7 @@ RESERVED = frozenset(
         "truncation",
     }
 )
-"""Arguments of a tokenizer's own, which a request has no say in, and those that have fields of their own."""
+"""Arguments of a chat template that a request can't set: those of the tokenizer, and those with fields of their own."""
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIdText = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
@@ -75,18 +75,18 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 class Rendering(BaseModel):
-    """What a chat template is given besides the messages."""
+    """The arguments of a chat template beside the messages."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     tools: list[dict[str, Any]] | None = None
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
-    """The head of the next reply after the messages."""
+    """Whether the template begins the next reply after the messages."""
     continue_final_message: bool = False
-    """Leave the last message open."""
+    """Whether the last message stays open."""
     more: dict[str, Any] = Field(default_factory=dict)
-    """By the names that the template has for it."""
+    """Other arguments, by their names in the template."""
 
     @classmethod
     def of(
@@ -97,7 +97,7 @@ class Rendering(BaseModel):
         add_generation_prompt: bool | None,
         continue_final_message: bool | None,
     ) -> Rendering:
-        """As a body says it; InvalidRequest by its names."""
+        """Builds it from the fields of a request's body. InvalidRequest names a wrong field."""
         if add_generation_prompt and continue_final_message:
             raise InvalidRequest(
                 "continue_final_message leaves the last message open, add_generation_prompt begins another",
@@ -108,9 +108,9 @@ class Rendering(BaseModel):
         for name in more or {}:
             if name in RESERVED:
                 raise InvalidRequest(
-                    f"chat_template_kwargs.{name} is no argument of a template",
+                    f"chat_template_kwargs.{name} is not an argument that a request may set",
                     field=f"chat_template_kwargs.{name}",
-                    fix="leave it out: what can be said of it is a field of the request",
+                    fix="leave it out, or use the field of the request with this meaning",
                 )
         return cls(
             tools=tools or None,
@@ -133,14 +133,14 @@ def _check_tools(tools: list[dict[str, Any]]) -> None:
         ):
             if not right:
                 raise InvalidRequest(
-                    f"tools.{number}.{field} is not that of a function",
+                    f"tools.{number}.{field} does not fit a function",
                     field=f"tools.{number}.{field}",
                     fix="send {type: function, function: {name, description, parameters}}",
                 )
 
 
 class GenerateRequest(BaseModel):
-    """Exactly one of `prompt_token_ids`, `prompt` and `messages` is set."""
+    """A generation request. Exactly one of `prompt_token_ids`, `prompt` and `messages` is set."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -148,11 +148,11 @@ class GenerateRequest(BaseModel):
     prompt_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_PROMPT_TOKENS)
     prompt: str | None = None
     add_special_tokens: bool = True
-    """Of `prompt`: those that the tokenizer puts around a text."""
+    """For `prompt`: whether the tokenizer adds its special tokens."""
     adapter: str | None = None
-    """The LoRA adapter by whose weights to generate; None: the base model alone."""
+    """The LoRA adapter to generate with. None: the base model alone."""
     messages: list[dict[str, Any]] | None = None
-    """Chat messages, rendered by the model's chat template."""
+    """Chat messages. The model's chat template renders them."""
     rendering: Rendering = Field(default_factory=Rendering)
     max_tokens: int = Field(16, ge=1)
     temperature: float = Field(1.0, ge=0.0, le=MAX_TEMPERATURE)
@@ -161,57 +161,57 @@ class GenerateRequest(BaseModel):
     top_k: int = Field(0, ge=0)
     """0 means all tokens."""
     min_p: float = Field(0.0, ge=0.0, le=1.0)
-    """Tokens less likely than this times the likeliest one are not made, at the temperature."""
+    """Excludes tokens that are less likely than this share of the likeliest one, at the temperature."""
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    """Taken from a token's raw logit as often as it has been made."""
+    """Subtracted from a token's raw logit once for each time that the token was generated."""
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    """Taken from it once, if it has been made."""
+    """Subtracted from a token's raw logit once if the token was generated."""
     repetition_penalty: float = Field(1.0, gt=0.0, le=MAX_REPETITION_PENALTY)
-    """Divides the raw logit of a token that was made or is in the prompt, where that is above 0, and multiplies it
-    below."""
+    """Divides a positive raw logit, and multiplies a negative one, of each token that was generated or is in the
+    prompt."""
     seed: int | None = Field(None, ge=0, lt=1 << 63)
-    """Same seed, weights and prompt: same tokens, whatever else the engine is running."""
+    """The same seed, weights and prompt give the same tokens, whatever other requests the engine runs."""
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
-    """Generation ends after one of these; it is part of the tokens that come back."""
+    """Generation ends after one of these tokens. The token is part of the reply."""
     stop: list[StopString] = Field(default_factory=list, max_length=MAX_STOPS)
-    """Generation ends after the token that completes one of these in the text, and the text is cut before it. The
-    token is part of those that come back."""
+    """Generation ends after the token that completes one of these strings. The text is cut before the string, and the
+    token is part of the reply."""
     include_stop_str_in_output: bool = False
-    """Cut the text after it."""
+    """Cut the text after the stop string."""
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
-    """So many first tokens are none of `stop_token_ids`, and none that ends a text, `ignore_eos` or not. What they
-    complete of `stop` does not count."""
+    """The first tokens that may be neither one of `stop_token_ids` nor an end token, also with `ignore_eos`. A string
+    of `stop` that they complete does not count."""
     logit_bias: dict[TokenIdText, Bias] = Field(default_factory=dict, max_length=MAX_BIASES)
-    """Added to the raw logits of these tokens before one is chosen."""
+    """Added to the raw logits of these tokens before the choice."""
     allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_ALLOWED_TOKENS)
-    """No others are made. None: all."""
+    """The only tokens that may be generated. None: all."""
     bad_words_token_ids: list[Annotated[list[TokenId], Field(min_length=1)]] = Field(
         default_factory=list, max_length=MAX_BAD_WORDS
     )
-    """Sequences that are not made: where all but the last token of one have been, the last is not. The prompt's tokens
-    don't count."""
+    """Sequences that are not generated: after all but the last token of one, the last token is excluded. Tokens of the
+    prompt don't count."""
     truncate_prompt_tokens: int | None = Field(None, ge=1, le=MAX_PROMPT_TOKENS)
-    """Keep only so many tokens of the prompt, the last ones."""
+    """Keep only this many tokens of the prompt, the last ones."""
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
-    """Requests share prefixes in the engine's cache with those of the same salt only."""
+    """A request shares prefixes in the engine's cache only with requests of the same salt."""
     skip_special_tokens: bool = True
-    """Leave them out of the text."""
+    """Leave special tokens out of the text."""
     logprobs: bool = False
-    """The log-softmax of the raw logits at temperature 1, of exactly the tokens that come back, whatever kept others
-    from being chosen."""
+    """Return the logprob of each token: the log-softmax of the raw logits at temperature 1, whatever limits the choice
+    had."""
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
-    """With `logprobs`: of so many of the likeliest tokens, too, beside each that comes back."""
+    """With `logprobs`: return this many of the likeliest tokens too, beside each token."""
     prompt_logprobs: bool = False
-    """The same of the prompt's tokens, each given those before it."""
+    """Return the logprobs of the prompt's tokens, each given the tokens before it."""
     routed_experts: bool = False
-    """Which experts each token of the prompt and of the choice was sent to: `RoutedExperts`."""
+    """Return the experts that each token of the prompt and of the choice was sent to: `RoutedExperts`."""
     continued: int = Field(0, ge=0)
-    """So many tokens at the end of `prompt_token_ids` were made for this request before, by a worker that is lost: the
-    text goes on from theirs."""
+    """The number of tokens at the end of `prompt_token_ids` that a lost worker generated for this request. The text
+    continues after them."""
 
     def prompt_size(self) -> int:
-        """Tokens, guessed where the prompt is text."""
+        """The number of tokens. It is an estimate if the prompt is text."""
         if self.prompt_token_ids is not None:
             size = len(self.prompt_token_ids)
         elif self.prompt is not None:
@@ -223,15 +223,15 @@ class GenerateRequest(BaseModel):
     def check_prompt_logprobs(self, prompt: list[int]) -> None:
         if self.prompt_logprobs and len(prompt) > MAX_PROMPT_LOGPROBS:
             raise InvalidRequest(
-                f"the prompt has {len(prompt)} tokens; prompt logprobs come of at most {MAX_PROMPT_LOGPROBS}",
+                f"the prompt has {len(prompt)} tokens, and prompt logprobs are limited to {MAX_PROMPT_LOGPROBS}",
                 field="prompt_logprobs",
                 fix="leave it out, or send a shorter prompt",
             )
 
 
 def names_of(stream_id: str) -> tuple[str, str, str]:
-    """By which an abort may mean it: a frontend calls a request `<reply>-<choice>.<attempt>`, without the latter two
-    where there is but one."""
+    """The names by which an abort may mean a stream. A frontend calls it `<reply>-<choice>.<attempt>`, without choice
+    and attempt if there is only one."""
     attempt = stream_id.rpartition(".")
     choice = attempt[0] if attempt[0] and attempt[2].isdecimal() else stream_id
     reply = choice.rpartition("-")
@@ -246,7 +246,7 @@ def _text_size(content: Any) -> int:
 
 
 class AdapterSpan(BaseModel):
-    """The adapter that a span's tokens were made with."""
+    """The adapter that has generated a span's tokens."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -257,13 +257,13 @@ class AdapterSpan(BaseModel):
 
 
 class VersionSpan(BaseModel):
-    """Tokens `start` (inclusive) to `end` (exclusive) of a choice were made under this version of the base weights,
-    and of the adapter if the request named one."""
+    """The version of the base weights, and of the adapter if there is one, that has generated the tokens `start`
+    (inclusive) to `end` (exclusive) of a choice."""
 
     model_config = ConfigDict(frozen=True)
 
     version: str
-    """Its label; `unknown` without a sequence where the engine can't witness."""
+    """The label. It is `unknown`, without a sequence, if the engine can't tell the version."""
     sequence: int | None
     digest: str | None
     run: str | None
@@ -273,7 +273,7 @@ class VersionSpan(BaseModel):
 
 
 def unwitnessed(tokens: int) -> list[VersionSpan]:
-    """Of all tokens so far of an engine that can't tell which weights make them."""
+    """The span of all tokens so far, for an engine that can't tell which weights make them."""
     span = VersionSpan(version=UNKNOWN, sequence=None, digest=None, run=None, start=0, end=tokens)
     return [span] if tokens else []
 
@@ -288,26 +288,26 @@ class GenerateDelta(BaseModel):
 
     token_ids: list[int]
     logprobs: list[float] | None = None
-    """As long as `token_ids`, when asked for."""
+    """One for each of `token_ids`, if the request asks for them."""
     top_logprobs: list[list[tuple[int, float]]] | None = None
-    """Likewise: of each token, the likeliest in its place with their logprobs, the first first."""
+    """For each token the likeliest tokens at its place with their logprobs, the likeliest first, if requested."""
     text: str = ""
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
-    """With the finish_reason `stop`: the one of `stop` that the last token completed."""
+    """With the finish_reason `stop`: the stop string that the last token completed."""
     spans: list[VersionSpan] = Field(default_factory=list)
-    """Of all tokens so far: on the first delta with tokens, on one whose tokens begin another span, and on the last.
-    On the others it is empty: their tokens lengthen the last span."""
+    """The spans of all tokens so far. They are on the first delta with tokens, on a delta that begins another span, and
+    on the last delta. The tokens of other deltas lengthen the last span."""
     prompt_token_ids: list[int] | None = None
-    """On the first delta: the prompt as the engine saw it. A long one may come ahead of the tokens, alone."""
+    """On the first delta: the prompt as the engine has it. A long prompt may come alone, before the tokens."""
     prompt_logprobs: list[float | None] | None = None
-    """On the first delta, if that has tokens and they were asked for: one for each token of the prompt, None for the
-    first. By the weights of the first span."""
+    """On the first delta with tokens, if requested: one for each token of the prompt, None for the first. They are from
+    the weights of the first span."""
     routed_experts: RoutedExperts | None = None
-    """The next rows, when asked for: some of them may come ahead of their tokens, with none beside them. A choice that
-    an engine did not end may have none at all."""
+    """The next rows, if requested. Some rows may come before their tokens, in a delta without tokens. A choice that the
+    engine did not end may have no rows."""
 
     @property
     def is_ahead(self) -> bool:
-        """Nothing but rows of experts, or the prompt."""
+        """Reports whether the delta has only rows of experts, or the prompt."""
         return not self.token_ids and not self.text and self.finish_reason is None

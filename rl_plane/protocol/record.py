@@ -1,7 +1,7 @@
-"""What the fleet has decided: the record in the state bucket that every worker and frontend obeys.
+"""The decision record: the value in the state bucket that every worker and frontend obeys.
 
 The committed state is one version of the base weights and a map adapter → version. Each update makes one version,
-`made`, and so the next record; records are ordered by `newer`, whatever the store has kept of them.
+`made`, and so the next record. `newer` orders records, even if a store has lost some of them.
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ Staging = Literal["host", "none"]
 Encoding = Literal["full", "delta"]
 
 SERVING_LEASE_S = 5.0
-"""A worker or frontend admits requests only if it has confirmed the record with the leader in the last so many
-seconds. So long after a decision nobody serves the version before, whoever could not be told."""
+"""A worker or frontend admits requests only if it has confirmed the record with the leader in the last so many seconds.
+This long after a decision no process serves the version before, even if it did not receive the decision."""
 MAX_DELTAS = 32
-"""On one full version: so many, of 2 to 3 % each, are as much again for a worker that has to fetch them all."""
+"""Deltas on one full version. At 2 to 3 % each they add up to another full version, which a new worker must fetch."""
 LEASE_MARGIN_S = 1.0
-"""Two clocks that run at slightly different speeds, and a round trip."""
+"""Covers two clocks that run at slightly different speeds, and a round trip."""
 TAKEOVER_S = 3.0
-"""A frontend that runs takes an update over within this once the lock is free: it looks each second. Until then a
-worker that only other workers' scores can judge stays closed."""
+"""A frontend takes an unfinished update over within this time after the lock is free: it looks each second. Until then
+a worker stays closed if only other workers' scores can show that it passes the canary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a version's bytes can be fetched again."""
+    """The source from which a version's bytes can be fetched again."""
 
     transport: Mapping[str, Any] | None
-    """The request's transport object; None for sequence 0, which is each worker's own model."""
+    """The transport object of the request. None for sequence 0, which is each worker's own model."""
     cast: bool = False
     refetchable: bool = True
     staging: Staging = "host"
     keep_staged: bool = False
     encoding: Encoding = "full"
     base: str | None = None
-    """Of a delta: the digest of the version that it changes."""
+    """For a delta: the digest of the version that it changes."""
     before: Source | None = None
-    """Of a delta: that version's source."""
+    """For a delta: the source of that version."""
 
     @property
     def deltas(self) -> int:
-        """On top of a full version."""
+        """The number of deltas on top of a full version."""
         return 0 if self.before is None else 1 + self.before.deltas
 
     def chain(self, digest: str) -> list[tuple[str, Source]]:
-        """(digest, source) of the full version and of each that a delta has made of it, up to this one's."""
+        """The (digest, source) of the full version and of each delta on top of it, up to this one."""
         before = [] if self.before is None or self.base is None else self.before.chain(self.base)
         return [*before, (digest, self)]
 
     @property
     def from_scratch(self) -> bool:
-        """Can a worker that keeps nothing fetch it?"""
+        """Reports whether a worker without any copy can fetch the version."""
         return self.refetchable and (self.before is None or self.before.from_scratch)
 
     def to_wire(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter that belongs to the committed state."""
+    """A LoRA adapter in the committed state."""
 
     version: WeightVersion
     source: Source
@@ -94,7 +94,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A state of the weights: what a worker's engine holds, or what is committed."""
+    """A state of the weights: the one in a worker's engine, or the committed one."""
 
     version: WeightVersion
     """Of the base weights."""
@@ -112,40 +112,40 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class DecisionRecord:
-    """The committed state, and where the bytes can be fetched again by a worker that lacks them."""
+    """The committed state, and the sources from which a worker can fetch its bytes."""
 
     version: WeightVersion
     """Of the base weights."""
     source: Source
     update_id: str
-    """The request that made it; empty for sequence 0."""
+    """The id of the request that made it. Empty for sequence 0."""
     made: WeightVersion
-    """The version that this update made: `version`, an adapter's, or the mark of one that was unloaded."""
+    """The version that this update made: `version`, an adapter's version, or the mark of an unloaded adapter."""
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     run_number: int = 0
-    """How many runs there were before: a new one begins only by an explicit call."""
+    """The number of runs before this one. A new run begins only by an explicit call."""
     rolling_from: Held | None = None
-    """While a rolling update goes on: the state before, which may be served beside this one."""
+    """During a rolling update: the state before, which may be served too."""
     pause_mode: PauseMode = "keep"
     keep_pause: bool = False
-    """How a worker that has to swap by itself treats its running requests, as the update's policy says."""
+    """The policy's treatment of running requests, for a worker that swaps by itself."""
     canary: CanaryRecord | None = None
-    """What the base weights must compute. None: nothing scores them."""
+    """The scores that the base weights must reach. None: no worker scores them."""
     on_canary_failure: OnCanaryFailure = "exclude"
     fallback: DecisionRecord | None = None
-    """The record before, which comes back if every worker fails the canary. None: nothing can come back, or the version
-    is open."""
+    """The record before, which comes back if every worker fails the canary. None: the version is open, or there is no
+    record that can come back."""
     missed: Mapping[str, Any] | None = None
-    """What the canary has shown of the update's own version. This record brings the version before back."""
+    """The canary's result for the version of this update, which failed. This record brings the version before back."""
     open: bool = True
-    """May it be served already? False from the decision until every member and every frontend has learnt it, has left,
+    """Whether it may be served. False from the decision until every member and every frontend has learnt it, has left,
     or has lost its serving lease."""
     decided_at: float = field(default_factory=time.time)
-    """Unix seconds, for people; nothing is decided by it."""
+    """Unix seconds, for people. No decision depends on it."""
     fence: int = 0
-    """The fence of the coordinator that decided it; 0 for sequence 0."""
+    """The fence of the coordinator that decided it. 0 for sequence 0."""
     seal: int = field(default=0, compare=False)
-    """The fence of the newest coordinator that has taken the record up: see `seal.py`."""
+    """The fence of the newest coordinator that has taken the record up: see `bus/sealed_record.py`."""
     barred: int = field(default=0, compare=False)
     """No coordinator with this fence or a lower one can write the record any more."""
 
@@ -155,11 +155,11 @@ class DecisionRecord:
 
     @property
     def made_source(self) -> Source:
-        """Of the version that this update made."""
+        """The source of the version that this update made."""
         for adapter in self.adapters.values():
             if adapter.version == self.made:
                 return adapter.source
-        return self.source if self.version == self.made else Source(None)  # nothing brings an adapter that went
+        return self.source if self.version == self.made else Source(None)  # an unloaded adapter has no source
 
     @property
     def held(self) -> Held:
@@ -167,7 +167,7 @@ class DecisionRecord:
 
     @property
     def sources(self) -> list[Source]:
-        """All from which a worker that heals may fetch."""
+        """All sources from which a worker that heals may fetch."""
         found: list[Source] = []
         for source in (self.source, *(adapter.source for adapter in self.adapters.values())):
             before: Source | None = source
@@ -178,12 +178,12 @@ class DecisionRecord:
 
     @property
     def final(self) -> bool:
-        """Nothing more is to come of this update."""
+        """Reports whether the update has ended."""
         return self.open and self.rolling_from is None
 
     @property
     def restorable(self) -> bool:
-        """Can a worker that has lost these weights get them again?"""
+        """Reports whether a worker that has lost these weights can fetch them again."""
         sources = (self.source, *(adapter.source for adapter in self.adapters.values()))
         return all(source.from_scratch for source in sources)
 
@@ -191,7 +191,7 @@ class DecisionRecord:
         return replace(self, open=True, rolling_from=None, fallback=None)
 
     def to_wire(self) -> dict[str, Any]:
-        # Each worker makes one for each update: `asdict` takes twenty times as long.
+        # Each worker encodes one for each update, and `asdict` takes twenty times as long.
         return {
             "version": self.version.to_wire(),
             "source": self.source.to_wire(),
@@ -242,24 +242,24 @@ class DecisionRecord:
 
 
 def new_run() -> str:
-    """Sorts by its birth, to a millisecond."""
+    """A new run id. Run ids sort by their time of creation, to a millisecond."""
     return f"{int(time.time() * 1000):012x}-{secrets.token_hex(2)}"
 
 
 def first_record(digest: str, run_number: int = 0) -> DecisionRecord:
-    """Sequence 0 of a new run: each worker's own model."""
+    """The record of sequence 0 of a new run: each worker's own model."""
     version = WeightVersion(new_run(), 0, "initial", digest)
     return DecisionRecord(version, Source(None), "", version, run_number=run_number)
 
 
 def newer(one: DecisionRecord, other: DecisionRecord | None) -> bool:
-    """Reports whether `one` replaces `other`, wherever the two are found.
+    """Reports whether `one` replaces `other`.
 
-    A store may have lost writes that it had acknowledged, so the order comes from the records themselves. In one run
-    the higher seal is newer: the coordinator that wrote it had asked every worker for the newest record before.
+    A store may have lost writes that it had acknowledged, so the order follows from the records themselves. In one run
+    the record with the higher seal is newer, because its coordinator had asked every worker for the newest one before.
 
-    Two stores that were found empty can begin two runs under one number. Then the run with more versions counts, else
-    the older one."""
+    Two runs can have the same number if two stores were empty. Then the run with more versions counts, else the older
+    run."""
     if other is None:
         return True
     if one.run_number != other.run_number:
@@ -277,7 +277,7 @@ def version_wire(record: DecisionRecord | None) -> VersionReply | None:
 
 @dataclass(frozen=True, slots=True)
 class DesiredPause:
-    """Pause is desired state: a worker that joins a paused fleet starts paused."""
+    """The pause that the fleet must have. A worker that joins a paused fleet starts paused."""
 
     paused: bool
     mode: str = "keep"
@@ -292,25 +292,26 @@ class DesiredPause:
         return cls(**json.loads(data))
 
     def left_s(self, now: float) -> float:
-        """`now`: the NATS server's time."""
+        """The seconds that the pause lasts from `now` on, which is the NATS server's time."""
         return max(0.0, self.until - now) if self.paused else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class DesiredMemory:
-    """Released memory is desired state: a worker that starts anew while the fleet's is released releases its own before
-    it opens. It has no lease: a trainer has the memory, and nobody knows for how long."""
+    """The memory that the fleet must have released. A worker that starts meanwhile releases its own before it opens.
+
+    It has no lease, because a trainer uses the memory for an unknown time."""
 
     released: frozenset[str] = frozenset()
-    """Tags, of every worker that is not among `own`."""
+    """The tags that every worker must release, except those in `own`."""
     own: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """instance_id → tags, of workers that were asked by their ids."""
+    """instance_id → tags, for workers that a call named by their ids."""
 
     def of(self, instance_id: str) -> frozenset[str]:
         return self.own.get(instance_id, self.released)
 
     def after(self, op: str, tags: Iterable[str], workers: Iterable[str] | None) -> DesiredMemory:
-        """`op`: release_memory or resume_memory. `workers`: None is all."""
+        """The desired memory after an op. `op`: release_memory or resume_memory. `workers` None: all."""
 
         def then(before: frozenset[str]) -> frozenset[str]:
             return before | set(tags) if op == "release_memory" else before - set(tags)
@@ -333,21 +334,21 @@ class DesiredMemory:
 
 @dataclass(frozen=True, slots=True)
 class UpdateSession:
-    """An update that spans several calls: prepared everywhere, waiting for complete or abort."""
+    """An update that spans several calls. It is prepared on every worker, and waits for complete or abort."""
 
     update_id: str
     label: str
     body: Mapping[str, Any]
-    """The prepare call's UpdateWeights body."""
+    """The UpdateWeights body of the prepare call."""
     digest: str
-    """Empty: the workers listen, and tell it when they have received what the trainer pushes."""
+    """Empty: the workers listen, and report the digest when they have received what the trainer pushes."""
     refetchable: bool
     prepared: Mapping[str, str]
-    """instance_id → incarnation of those that hold it, or listen."""
+    """instance_id → incarnation of the workers that hold it, or listen."""
     idle_s: int
     """Seconds of silence after which the server removes the session: the TTL of its key, counted by the server."""
     parts: int = 0
-    """How many parts a fed update has received."""
+    """The number of parts that were received."""
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -367,11 +368,11 @@ class UpdateSession:
 
     @property
     def listening(self) -> bool:
-        """The workers listen for what the trainer pushes. Else they hold verified bytes."""
+        """Reports whether the workers listen for what the trainer pushes. Else they hold verified bytes."""
         return not self.digest
 
     @property
     def owner(self) -> str | None:
-        """Who goes on with it, where its body says so."""
+        """The dialect whose calls continue the update. None: the body names none."""
         owner: str | None = self.body.get("owner")
         return owner

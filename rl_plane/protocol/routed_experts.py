@@ -1,7 +1,7 @@
-"""Which experts of a mixture-of-experts model each token was sent to: for a trainer that sends it there again.
+"""The experts that each token of a mixture-of-experts model was sent to, for a trainer that repeats the routing.
 
-Of a choice with P prompt tokens and N made ones there are P + N - 1 rows, from the prompt's first token on: an engine
-sends the last made token nowhere.
+A choice with P prompt tokens and N generated tokens has P + N - 1 rows, from the prompt's first token on, because an
+engine does not send the last token through the model.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from pydantic import BaseModel, ConfigDict, Field
 from rl_plane.errors import EngineFailed
 
 NARROW_EXPERTS = 256
-"""So many ids fit into one byte; more take two."""
+"""The number of ids that fit into one byte. More experts take two bytes."""
 NPY_ALIGNMENT = 64
-"""Where numpy has the data of a `.npy` file begin."""
+"""The alignment of the data in a `.npy` file."""
 
 
 class RoutedExperts(BaseModel):
-    """Rows for tokens that follow each other: made by a worker, read by a frontend."""
+    """The rows of consecutive tokens. A worker creates them, a frontend reads them."""
 
     model_config = ConfigDict(frozen=True)
 
     layers: int = Field(ge=1)
-    """Of the model, those without experts included: their ids are 0."""
+    """The number of layers of the model. A layer without experts has the ids 0."""
     top_k: int = Field(ge=1)
-    """Experts of a token in a layer, in the router's order."""
+    """The number of experts of a token in a layer. They are in the router's order."""
     width: Literal[1, 2]
-    """Bytes of an id, unsigned, the low one first."""
+    """The bytes of an id: unsigned, little-endian."""
     data: bytes
     """[tokens, layers, top_k]"""
 
     @property
     def row(self) -> int:
-        """Bytes of a token's."""
+        """The bytes of one row."""
         return self.layers * self.top_k * self.width
 
     @property
@@ -44,24 +44,26 @@ class RoutedExperts(BaseModel):
         return len(self.data) // self.row
 
     def cut(self, start: int, end: int | None = None) -> RoutedExperts:
-        """Of the tokens from `start` up to `end`."""
+        """The rows of the tokens from `start` up to `end`."""
         stop = None if end is None else end * self.row
         return self.model_copy(update={"data": self.data[start * self.row : stop]})
 
     @classmethod
     def joined(cls, parts: Iterable[RoutedExperts | None]) -> RoutedExperts | None:
-        """In their order. None: there are no rows."""
+        """Joins the parts in their order. None: there are no rows."""
         found = [part for part in parts if part is not None]
         if not found:
             return None
         if len({(part.layers, part.top_k, part.width) for part in found}) > 1:
-            raise EngineFailed("the rows of routed experts are of two shapes: do all workers have the same model?")
+            raise EngineFailed(
+                "the rows of routed experts have two shapes: check that all workers have the same model"
+            )
         if len(found) == 1:
             return found[0]
         return found[0].model_copy(update={"data": b"".join(part.data for part in found)})
 
     def ids(self) -> bytes:
-        """As int32, the low byte first."""
+        """The ids as int32, little-endian."""
         wide = bytearray(len(self.data) // self.width * 4)
         for place in range(self.width):
             wide[place::4] = self.data[place :: self.width]
@@ -78,15 +80,15 @@ class RoutedExperts(BaseModel):
 
 
 def width_of(experts: int) -> Literal[1, 2]:
-    """Bytes of an id, where there are so many experts."""
+    """The bytes of an id in a model with this number of experts."""
     return 1 if experts <= NARROW_EXPERTS else 2
 
 
 def as_npy(found: RoutedExperts | None) -> str | None:
-    """As vLLM's routes have it: base64 of a `.npy`."""
+    """The form of vLLM's routes: base64 of a `.npy` file."""
     return None if found is None else b64encode(found.npy()).decode()
 
 
 def as_int32(found: RoutedExperts | None) -> str | None:
-    """As SGLang's have it: base64 of the ids alone."""
+    """The form of SGLang's routes: base64 of the ids alone."""
     return None if found is None else b64encode(found.ids()).decode()

@@ -1,6 +1,6 @@
-"""The serving lease: a worker admits requests, and a frontend routes them, only while it holds one. Pure.
+"""The serving lease: a worker admits requests, and a frontend routes them, only while it has one. Pure.
 
-docs/decisions/serving-lease.md says why.
+docs/decisions/serving-lease.md has the reasons.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ Connection = tuple[str, int]
 
 
 class ServingLease:
-    """Lasts SERVING_LEASE_S from the moment when its holder asked the leader for the record, on one connection."""
+    """A lease of SERVING_LEASE_S, from the moment at which its holder asked the leader for the record, on one
+    connection."""
 
     def __init__(self) -> None:
         self.until = 0.0
-        """In the seconds of the clock that `asked_at` and `now` are told by."""
+        """The end of the lease, by the clock of `asked_at` and `now`."""
         self._connection: Connection | None = None
-        """The connection on which the lease was confirmed: while it was down, anything may have been decided."""
+        """The connection on which the lease was confirmed. While it is down, the fleet may decide anything."""
 
     def confirm(self, asked_at: float, connection: Connection) -> bool:
-        """Notes that the leader has told the record after `asked_at`. False: a later question was answered before."""
+        """Notes that the leader has sent the record, for a question asked at `asked_at`. False: a later question was
+        answered before."""
         if asked_at + SERVING_LEASE_S <= self.until:
             return False
         self.until, self._connection = asked_at + SERVING_LEASE_S, connection

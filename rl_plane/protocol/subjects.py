@@ -16,14 +16,14 @@ DEFAULT_NAMESPACE = "demo"
 DEFAULT_COMPONENT = "engine"
 
 ADVISORY = "rlsys.disconnect"
-"""Where the server's disconnect advisories are imported into our account (see rl_plane/bus/nats.conf)."""
+"""The subject of the server's disconnect advisories in the plane's account (see rl_plane/bus/nats.conf)."""
 
 
 def check_name(field: str, value: str) -> str:
-    """A namespace or component: it becomes a subject token and a part of a bucket's name."""
+    """Checks the name of a namespace or component, which becomes a part of subjects and bucket names."""
     if not _NAME.fullmatch(value):
         raise InvalidRequest(
-            f"{field} is {value!r}: use 1 to 64 letters, digits, '_' or '-'",
+            f"{field} is {value!r}, which is not 1 to 64 letters, digits, '_' or '-'",
             field=field,
             fix="letters, digits, '_' and '-' only",
         )
@@ -63,7 +63,7 @@ class Subjects:
 
     @property
     def rl(self) -> str:
-        """Every worker, no queue group: each one answers."""
+        """The subject of every worker. It has no queue group, so each worker answers."""
         return f"{self.namespace}.{self.component}.rl"
 
     def rl_direct(self, instance_id: str) -> str:
@@ -73,17 +73,17 @@ class Subjects:
         return f"{self.namespace}.{self.component}.generate.{instance_id}"
 
     def frontend(self, frontend_id: str) -> str:
-        """Where a coordinator tells one frontend what the fleet has decided."""
+        """The subject on which a coordinator sends decisions to one frontend."""
         return f"{self.namespace}.{self.component}.frontend.{frontend_id}"
 
     @property
     def fleet(self) -> str:
-        """Served by the frontends as a queue group: the facade's twin for services on NATS."""
+        """The subject of the fleet's ops for services on NATS. The frontends serve it as a queue group."""
         return f"{self.namespace}.{self.component}.fleet"
 
     @property
     def status(self) -> str:
-        """Workers tell here, unasked, what changed in their `state`."""
+        """The subject on which workers report changes of their `state`."""
         return f"{self.namespace}.{self.component}.status"
 
     @property
@@ -103,19 +103,18 @@ class Subjects:
 
     @property
     def objects(self) -> str:
-        """The subjects of all stored objects."""
+        """The subject pattern of all stored objects."""
         return f"rlp.object.{self.namespace}.{self.component}.*"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """A version's weights in a stream of their own, all of it on one subject (see
-    rl_plane/transports/object_store/wire.py)."""
+    """The weights of a version in a stream of their own, on one subject (rl_plane/transports/object_store/wire.py)."""
 
     id: str
     stream: str
     subject: str
-    """Which component's it is can be told by this alone: another component may give the stream's name."""
+    """It identifies the component. The stream's name does not: two components can give the same one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,7 @@ class Bucket:
 
     name: str
     owner: str
-    """`<namespace>.<component>`: another component may give the same name."""
+    """`<namespace>.<component>`, because two components can give the same bucket name."""
 
     @property
     def stream(self) -> str:
@@ -145,13 +144,13 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A bucket key's newest message. `value` is None for a purge or an expiry marker."""
+    """The newest message of a bucket's key. `value` is None for a purge or an expiry marker."""
 
     key: str
     value: bytes | None
     sequence: int
     expired: bool = False
-    """The value is None because its TTL ran out, not because somebody purged it."""
+    """Whether the value is None because its TTL ran out, and not because of a purge."""
 
 
 MEMBER_PREFIX = "w."
@@ -163,20 +162,20 @@ PAUSE = "pause"
 MEMORY = "memory"
 SESSION = "session"
 OPENED = "opened"
-"""State bucket: the lock, the decision record, the desired pause, the memory that is to be released, an update that
-spans several calls, what a trainer that speaks to SGLang has opened and will close."""
+"""State bucket: the lock, the decision record, the desired pause, the desired memory, an update that spans several
+calls, and the sessions that a trainer has opened with SGLang's calls."""
 
 CANARY_HISTORY = "canary_history"
 """State bucket: the values of earlier versions for the numeric canary (`rl_plane.protocol.canary.CanaryHistory`)."""
 
 HISTORY_PREFIX = "history."
-"""State bucket: `history.<hash of the request id>`, an update and its outcome."""
+"""State bucket: `history.<hash of the request id>` is an update and its outcome."""
 
 FRONTEND_PREFIX = "frontend."
-"""State bucket: `frontend.<id>`, a frontend that delivers tokens; it expires when the frontend is gone."""
+"""State bucket: `frontend.<id>` is a frontend that delivers tokens. It expires when the frontend is gone."""
 
 KEPT_PREFIX = "kept."
-"""State bucket: `kept.<instance_id>`, where others may fetch the weights that a worker keeps in memory."""
+"""State bucket: `kept.<instance_id>` is the address of the weights that a worker keeps in memory for others."""
 
 ADMISSION_PREFIX = "admission."
-"""State bucket: `admission.<instance_id>`, what an operator disabled."""
+"""State bucket: `admission.<instance_id>` is a worker that an operator has disabled."""

@@ -1,4 +1,4 @@
-"""Deltas of one request that wait for a reader, made fewer."""
+"""Merges the queued token deltas of one request."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ T = TypeVar("T")
 
 
 def joined(batch: list[GenerateDelta]) -> list[GenerateDelta]:
-    """As few as possible, in their order. One with prompt logprobs stays alone: they alone may fill a message. What
-    other weights made begins another: who wants tokens of one version gets all of those."""
+    """Merges the deltas into as few as possible, in their order.
+
+    A delta with prompt logprobs stays alone, because they may fill a message. A delta of another version begins a new
+    one, so that a reader who wants one version gets all of its tokens."""
     if len(batch) == 1:
         return batch
     parts = [[batch[0]]]
@@ -32,10 +34,10 @@ def _begins_span(delta: GenerateDelta) -> bool:
 
 
 def merged(batch: list[GenerateDelta]) -> GenerateDelta:
-    """All as one: its spans are of all tokens so far, if any of theirs were."""
+    """Merges all deltas into one. It has spans of all tokens so far if one of the deltas has spans."""
     if len(batch) == 1:
         return batch[0]
-    # Rows that go ahead of their tokens bring nothing else.
+    # A delta with rows that arrive before their tokens has nothing else.
     with_logprobs = any(delta.logprobs is not None for delta in batch)
     with_tops = any(delta.top_logprobs is not None for delta in batch)
     spans: list[VersionSpan] = []

@@ -1,4 +1,4 @@
-"""The bodies of a weight update, as the fleet is told it and as each worker is."""
+"""The requests and replies of a weight update: the fleet's, and each worker's."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from rl_plane.protocol.validation import (
 from rl_plane.protocol.versions import DTYPE_BYTES, MAX_RANK, TensorSpec, VersionReply, checked_name
 
 PUSHED = frozenset({"gloo", "nccl"})
-"""Transports whose sender waits for its receivers: `prepare_weights_update` only makes them listen, and
-`complete_weights_update` waits for what they have received."""
+"""Transports whose sender waits for its receivers. `prepare_weights_update` makes the workers listen, and
+`complete_weights_update` waits until they have received the weights."""
 
 PART_TIMEOUT_S = 300.0
-"""Of one part of a fed update, unless it says otherwise: nobody waits so long for a trainer that has announced it."""
+"""The default time-out of one part: much longer than a trainer takes to send a part that it has announced."""
 MAX_PART_TIMEOUT_S = 3600.0
-"""As long as the most patient trainer (AReaL) waits for the answer. The fleet's lock is held meanwhile."""
+"""The longest time that a known trainer (AReaL) waits for the answer. The fleet's lock is held meanwhile."""
 MAX_PART_TENSORS = 1 << 18
 """Twice the tensors of the largest public checkpoints."""
 DEFAULT_PACKED_BYTES = 1 << 30
-"""As vLLM packs."""
+"""The bucket size of vLLM."""
 MAX_PART_BYTES = 1 << 40
 MAX_STEP = 1 << 53
-"""A number that every JSON reader keeps."""
+"""The largest integer that every JSON reader keeps exactly."""
 
 PART_DTYPES = {
     **{name: name for name in DTYPE_BYTES},
@@ -43,24 +43,25 @@ PART_DTYPES = {
     "int64": "I64", "long": "I64", "int32": "I32", "int": "I32", "int16": "I16", "short": "I16", "int8": "I8",
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-"""As trainers say them → as safetensors does."""
+"""A trainer's name of a dtype → the name in safetensors."""
 
 
 class BaseTarget(Body):
     kind: Literal["base"] = "base"
     adapters: Literal["keep", "drop"] = "keep"
-    """What becomes of the adapters that are loaded."""
+    """Whether the loaded adapters stay."""
 
 
 class LoraTarget(Body):
     kind: Literal["lora"]
     op: Literal["load", "swap", "unload"]
-    """`load`: a new name; `swap`: in place of the adapter of this name; `unload`: it goes (no transport)."""
+    """`load`: adds an adapter. `swap`: replaces the adapter with this name. `unload`: removes it (without a
+    transport)."""
     name: str = Field(min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
 
 
 class Transport(BaseModel):
-    """`backend` names a WeightTransport; its own fields stand beside it and are checked by it."""
+    """The transport of the weights. `backend` names it. It checks its own fields, which are beside `backend`."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
@@ -68,17 +69,30 @@ class Transport(BaseModel):
 
 
 class InitTransport(Transport):
-    """Sets up what outlives one update. Idempotent."""
+    """Sets up a transport for several updates. Idempotent."""
 
 
 class DestroyTransport(Body):
     backend: str = Field(min_length=1, max_length=64)
     group: str | None = Field(None, min_length=1, max_length=256, pattern=PRINTABLE)
-    """Of several that a trainer has formed by itself, only this one."""
+    """One group of several that a trainer has formed. None: all."""
 
 
-class Prepare(Body):
-    """Receive into staging and verify; generation goes on."""
+class DeltaChainEntry(Body):
+    """One version that a worker can fetch to rebuild the base of a delta."""
+
+    digest: str = Field(pattern=DIGEST)
+    transport: Transport | None
+    """The transport that brings the bytes. None: they are the model that the worker was started with."""
+    refetchable: bool = True
+    """Whether the bytes can still be fetched."""
+
+
+class ReceiveRequest(Body):
+    """The weights that a worker receives for one update.
+
+    The coordinator builds the request from the update, the worker checks it, and the same object goes to each rank's
+    process. A worker that heals itself builds one from the committed record."""
 
     update_id: str = Field(min_length=1, max_length=128)
     target: BaseTarget | LoraTarget = Field(default_factory=BaseTarget, discriminator="kind")
@@ -86,19 +100,67 @@ class Prepare(Body):
     """None only to unload an adapter."""
     encoding: Encoding = "full"
     base: str | None = Field(None, pattern=DIGEST)
-    """Of a delta: the version that it changes."""
-    before: Source | None = None
-    """Of a delta: where that one can be fetched, for a worker that does not keep it."""
+    """For a delta: the digest of the version that it changes."""
+    base_chain: tuple[DeltaChainEntry, ...] = ()
+    """For a delta: the versions from a full one up to `base`, for a worker that has no copy of `base`."""
     label: str = Field(min_length=1, max_length=LABEL_CHARS)
     digest: str | None = Field(None, pattern=DIGEST)
-    """What the trainer published; None: the first worker's is held against the others'."""
+    """The version's digest, as the trainer published it. None: the coordinator compares the workers' digests."""
     cast: bool = False
     staging: Literal["host", "none"] = "host"
     keep_staged: bool = False
     pause_mode: PauseMode = "keep"
-    """With staging `none`: how running requests are treated before the first byte."""
+    """With staging `none`: what happens to running requests before the first byte is written."""
     canary_file: bool = False
-    """Reads the `canary.json` beside the checkpoint: the update gives no canary."""
+    """Reads the `canary.json` beside the checkpoint, because the update gives no canary. Else it may be broken."""
+
+    @classmethod
+    def of_update(cls, update: UpdateWeights, update_id: str, label: str, base_source: Source | None) -> Self:
+        """Builds the request for every worker of an update. `base_source`: where the base of a delta comes from."""
+        return cls(
+            update_id=update_id,
+            target=update.target,
+            transport=update.transport,
+            encoding=update.encoding,
+            base=update.base,
+            base_chain=delta_chain(base_source, update.base),
+            label=label,
+            digest=update.digest,
+            cast=update.cast,
+            staging=update.policy.staging,
+            keep_staged=update.policy.keep_staged or update.encoding == "delta",
+            pause_mode=update.policy.pause_mode,
+            canary_file=update.policy.canary is None,
+        )
+
+    @property
+    def adapter(self) -> str | None:
+        """The name of the adapter. None: the request is for base weights."""
+        return self.target.name if self.target.kind == "lora" else None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the tensors go over the served weights, because the model does not fit in memory twice."""
+        return self.staging == "none" and self.adapter is None
+
+    @property
+    def keeps_copy(self) -> bool:
+        """Whether the staged tensors stay in host memory after the swap."""
+        return self.keep_staged and self.adapter is None
+
+    def with_own_model(self, model: Transport) -> Self:
+        """Fills in `model`, the worker's own, where an entry of the chain has no transport."""
+        if all(entry.transport is not None for entry in self.base_chain):
+            return self
+        chain = (
+            entry if entry.transport is not None else entry.model_copy(update={"transport": model})
+            for entry in self.base_chain
+        )
+        return self.model_copy(update={"base_chain": tuple(chain)})
+
+    def full_from(self, transport: Transport) -> Self:
+        """The same version, fetched whole from `transport`."""
+        return self.model_copy(update={"transport": transport, "encoding": "full", "base": None, "base_chain": ()})
 
     @model_validator(mode="after")
     def _whole_delta(self) -> Self:
@@ -106,8 +168,23 @@ class Prepare(Body):
         return self
 
 
+def delta_chain(source: Source | None, base: str | None) -> tuple[DeltaChainEntry, ...]:
+    """The versions from a full one up to `base`, with the transports in `source`."""
+    if source is None or base is None:
+        return ()
+    return tuple(
+        DeltaChainEntry(
+            digest=digest,
+            transport=Transport.model_validate(one.transport) if one.transport is not None else None,
+            refetchable=one.refetchable,
+        )
+        for digest, one in source.chain(base)
+    )
+
+
 class ListeningReply(TypedDict):
-    """The receivers listen, in every rank; `prepare_update` under the same id waits for what they receive."""
+    """The receivers of every rank listen. `prepare_update` under the same id waits until they have received
+    everything."""
 
     listening: Literal[True]
 
@@ -118,30 +195,31 @@ class PreparedReply(TypedDict):
     bytes: int
     refetchable: bool
     canary: NotRequired[dict[str, Any]]
-    """The `canary.json` beside the checkpoint, where there is one: see `rl_plane.protocol.canary.Canary`."""
+    """The `canary.json` beside the checkpoint, if there is one: see `rl_plane.protocol.canary.Canary`."""
     ranks: NotRequired[list[dict[str, Any]]]
-    """What each rank staged, `{rank, digest, tensors, bytes}`: on the wire the reply's `rank_results`."""
+    """The staged weights of each rank, `{rank, digest, tensors, bytes}`. On the wire they are the reply's
+    `rank_results`."""
 
 
 class Part(Body):
-    """Tensors of a fed update that the trainer broadcasts now, from rank 0 of its group, in this order."""
+    """Tensors that the trainer broadcasts now, from rank 0 of its group, in this order: a part of an update."""
 
     names: list[str] = Field(max_length=MAX_PART_TENSORS)
     dtypes: list[str]
-    """As torch calls them (`bfloat16`) or safetensors (`BF16`)."""
+    """Names of torch (`bfloat16`) or of safetensors (`BF16`)."""
     shapes: list[list[int]]
     layout: Literal["each", "flat", "packed"] = "each"
-    """`each`: a broadcast for each tensor. `flat`: one, of all their bytes one after another. `packed`: likewise, and a
-    new one after each that is larger than `bucket_bytes`."""
+    """`each`: one broadcast for each tensor. `flat`: one broadcast of all bytes. `packed`: several broadcasts; a new
+    one begins when one has more than `bucket_bytes`."""
     bucket_bytes: int = Field(DEFAULT_PACKED_BYTES, gt=0, le=MAX_PART_BYTES)
-    """Of layout `packed`."""
+    """For layout `packed`."""
     group: str | None = Field(None, min_length=1, max_length=256, pattern=PRINTABLE)
-    """In which they are broadcast; None: the one that the update was prepared with."""
+    """The group of the broadcasts. None: the group that the update was prepared with."""
     timeout_s: float = Field(PART_TIMEOUT_S, gt=0, le=MAX_PART_TIMEOUT_S)
-    """Until every rank has them."""
+    """Seconds until every rank must have the tensors."""
     check_only: bool = False
-    """Only hold them against the model, as all that is to come of this update; nothing is received. For a trainer that
-    knows it before it sends."""
+    """Receive nothing: only check that these tensors are all that the model needs. A trainer can so check before it
+    sends."""
 
     @property
     def specs(self) -> list[TensorSpec]:
@@ -161,22 +239,28 @@ class Part(Body):
                 )
         for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True):
             if not checked_name(name):
-                raise InvalidRequest(f"no tensor may be called {name[:100]!r}", field="names", fix="see the model")
+                raise InvalidRequest(
+                    f"{name[:100]!r} is not a name for a tensor", field="names", fix="use the names of the model"
+                )
             if dtype.removeprefix("torch.") not in PART_DTYPES:
                 raise InvalidRequest(
-                    f"{name} is said to be {dtype[:50]!r}",
+                    f"{name} has the unknown dtype {dtype[:50]!r}",
                     field="dtypes",
                     fix=f"one of {', '.join(sorted(PART_DTYPES))}",
                 )
             if len(shape) > MAX_RANK or not all(0 <= side < 1 << 40 for side in shape):
                 raise InvalidRequest(
-                    f"{name} can't have the shape {shape}", field="shapes", fix="its sides, none negative"
+                    f"{name} can't have the shape {shape}",
+                    field="shapes",
+                    fix="give its sides, none of them negative",
                 )
         if len(set(self.names)) != len(self.names):
             raise InvalidRequest("a name is given twice", field="names", fix="name each tensor once")
         if sum(spec.nbytes for spec in self.specs) > MAX_PART_BYTES:
             raise InvalidRequest(
-                f"they are more than {MAX_PART_BYTES} bytes", field="shapes", fix="are the shapes right?"
+                f"the part has more than {MAX_PART_BYTES} bytes",
+                field="shapes",
+                fix="check the shapes, or send several parts",
             )
         return self
 
@@ -184,30 +268,30 @@ class Part(Body):
 class ReceivePart(Part):
     update_id: str = Field(min_length=1, max_length=128)
     last: bool = False
-    """No more will come: what is missing is an error. With `check_only`: no more is asked about."""
+    """This is the last part, so a missing tensor is an error. With `check_only`: the last tensors to check."""
 
 
 class PartReply(TypedDict):
-    """Every rank has staged them."""
+    """Every rank has staged the part."""
 
     tensors: int
     bytes: int
     missing: int
-    """Tensors that the model needs and that have not come yet."""
+    """The number of tensors that the model needs and that have not arrived yet."""
 
 
 class FollowRecord(Body):
-    """What the fleet has decided. A record that is not open closes admission until it is; the answer says that the
+    """The decision of the fleet. A record that is not open closes admission until it is. The answer shows that the
     worker has learnt it."""
 
     record: DecisionRecord
     sequence: int = Field(ge=0)
-    """Of its write in the state bucket."""
+    """The sequence of the record's write in the state bucket."""
 
 
 class FollowedReply(TypedDict):
     sequence: int | None
-    """Of the newest record that is known here, which may be a newer one."""
+    """The sequence of the newest record that the worker knows, which may be a newer one."""
 
 
 class ReportRecord(Body):
@@ -215,17 +299,18 @@ class ReportRecord(Body):
 
 
 class RecordReport(TypedDict):
-    """What this worker knows to be committed: the truth to reconcile a store with that lost a write."""
+    """The newest record that this worker knows. A coordinator compares it with the store, which may have lost a
+    write."""
 
     record: dict[str, Any] | None
-    """The newest DecisionRecord that it has heard of."""
+    """The newest known DecisionRecord."""
     admitted: bool
     model_digest: str
-    """Of the model that it was started with."""
+    """The digest of the model that the worker was started with."""
     failed: str | None
-    """The update that it listened for, and can't receive any more."""
+    """The update for which the worker listened, and which it can't receive any more."""
     canary: NotRequired[CanaryLimits | None]
-    """What its engine can score. None: nothing."""
+    """The limits of the sequences that the engine can score. None: it can't score."""
 
 
 class CanaryLimits(TypedDict):
@@ -234,36 +319,36 @@ class CanaryLimits(TypedDict):
 
 
 class Commit(FollowRecord):
-    """The decision. Swap the staged weights in, or say NotPrepared."""
+    """The decision: swap the staged weights in. NotPrepared: nothing is staged for it."""
 
     update_id: str = Field(min_length=1, max_length=128)
     pause_s: float = Field(0.0, ge=0)
-    """So long the fleet is to stay paused, from now on; 0: it runs."""
+    """Seconds for which the fleet stays paused from now on. 0: it runs."""
 
 
 class CommittedReply(TypedDict):
     version: VersionReply
     cache_flushed: bool
     swap_s: float
-    """Seconds for which generation stood still."""
+    """Seconds for which generation was stopped."""
     canary: NotRequired[ScoresReply]
     """Absent: the record has no canary, the engine can't score, or its memory is released."""
     ranks: NotRequired[list[dict[str, Any]]]
-    """What each rank had staged, and has swapped in: see PreparedReply."""
+    """The weights that each rank has swapped in: see PreparedReply."""
 
 
 class ScoresReply(TypedDict):
-    """What the engine computes with the weights that it holds now, for the sequences of the record's canary."""
+    """The scores of the engine's present weights for the sequences of the record's canary."""
 
     kind: str
     """The engine kind: engines of one kind must agree closely."""
     vectors: list[list[float]]
-    """For each sequence the log probability of each token but the first, in nats. Empty: the engine could not say."""
+    """For each sequence the log probability of each token but the first, in nats. Empty: the engine failed to score."""
 
 
 class AbortUpdate(Body):
     update_id: str | None = Field(None, max_length=128)
-    """None: whatever is staged."""
+    """None: any staged update."""
 
 
 class AbortUpdateReply(TypedDict):
@@ -272,33 +357,36 @@ class AbortUpdateReply(TypedDict):
 
 class UpdatePolicy(Body):
     barrier: Literal["strict", "rolling"] = "strict"
-    """`strict`: two versions are never served at once. `rolling`: worker by worker, tokens labelled."""
+    """`strict`: two versions are never served at once. `rolling`: workers swap one after another, and tokens are
+    labelled."""
     staging: Literal["host", "none"] = "host"
-    """`none`, for a model that doesn't fit twice: it is written over the served weights, so each worker is closed from
-    the first byte to the commit, and a failure heals it to the committed version."""
+    """`none` is for a model that does not fit in memory twice: the tensors are written over the served weights. Each
+    worker is closed from the first byte to the commit, and after a failure it heals to the committed version."""
     keep_staged: bool = False
-    """Each rank keeps the base weights in host memory after the swap, until others come: one copy of the model, which
-    the next update's delta is applied to, and from which others may heal."""
+    """Each rank keeps a copy of the base weights in host memory until the next swap. The next delta is applied to this
+    copy, and other workers may heal from it."""
     pause_mode: PauseMode = Field("keep", json_schema_extra={"enum": [*PAUSE_WORDS]})
-    """As the mode of `pause`. `retract` is `keep` with `flush_cache`, `in_place` is `keep` without."""
+    """The mode of the pause during the swap, see `pause`. `retract` is `keep` with `flush_cache`, `in_place` is `keep`
+    without it."""
     on_prepare_failure: Literal["abort", "exclude"] = "abort"
     min_ready: int = Field(1, ge=1)
-    """With `exclude`: how many must have prepared."""
+    """With `exclude`: the number of workers that must have prepared."""
     keep_pause: bool = False
     """Leave the fleet paused after the commit."""
     flush_cache: bool = True
-    """False changes nothing: no new request may reuse KV of older weights. The reply's `cache_flushed` tells."""
+    """Has no effect: the cache is always flushed, because no new request may reuse KV of older weights. See the reply's
+    `cache_flushed`."""
     prepare_timeout_s: float = Field(300.0, gt=0, le=MAX_TIMEOUT_S)
     gate_timeout_s: float = Field(2.0, gt=0, le=MAX_TIMEOUT_S)
-    """To close and to open admission; a worker's NATS loop answers at once."""
+    """Seconds to close and to open admission. A worker's NATS loop answers at once."""
     commit_timeout_s: float = Field(60.0, gt=0, le=MAX_TIMEOUT_S)
     canary: PolicyCanary = None
     """The token sequences that every worker scores after the swap, before it serves the version. None: sequences that
     follow from the size of the vocabulary. `off`: no worker scores anything."""
     on_canary_failure: OnCanaryFailure = "rollback"
     """What happens if every worker fails the canary. `rollback`: the fleet returns to the version before. `exclude`: no
-    worker serves the version. `warn`: the workers serve it, and the answer says so. A worker that fails
-    while another passes is excluded."""
+    worker serves the version. `warn`: the workers serve it, and the answer says so. A worker that fails while
+    another one passes is excluded in every case."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -309,37 +397,38 @@ class UpdatePolicy(Body):
 class _Update(Body):
     target: BaseTarget | LoraTarget = Field(default_factory=BaseTarget, discriminator="kind")
     encoding: Encoding = "full"
-    """`delta`: only what has changed since `base`, as `rl_plane.weights.delta_codec` encodes it: a U8 tensor for each
-    that has. Then `digest` must be given: it is the full version's, and so is `base`."""
+    """`delta`: only the tensors that have changed since `base`, each encoded as a U8 tensor
+    (`rl_plane.weights.delta_codec`). A delta needs `base` and `digest`: the digests of the full versions before and
+    after it."""
     base: str | None = Field(None, pattern=DIGEST)
-    """Of a delta: the digest of the committed version, to which it is applied."""
+    """For a delta: the digest of the committed version, to which it is applied."""
     version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
-    """The trainer's word for it, such as `step_17`; None: the sequence number."""
+    """The trainer's label for the version, such as `step_17`. None: the sequence number."""
     step: int | None = Field(None, ge=0, le=MAX_STEP)
-    """The trainer's step, for the history (`GET /v1/rl/updates`), where the label does not say it."""
+    """The trainer's step, for the history (`GET /v1/rl/updates`)."""
     digest: str | None = Field(None, pattern=DIGEST)
     cast: bool = False
-    """Allow float tensors of another float dtype than the engine's."""
+    """Allow float tensors of another float dtype than the engine's. They are converted."""
     policy: UpdatePolicy = UpdatePolicy()
 
     @model_validator(mode="after")
     def _one_at_a_time(self) -> Self:
         if self.target.kind == "lora" and self.policy.staging == "none":
             raise InvalidRequest(
-                "an adapter is staged: it is small, and the base weights stay as they are",
+                "an adapter is always staged, because it is small",
                 field="policy.staging",
                 fix="use staging host",
             )
         if self.target.kind == "lora" and isinstance(self.policy.canary, Canary):
             raise InvalidRequest(
-                "a canary scores the base weights, which an adapter's update leaves as they are",
+                "a canary scores the base weights, which an adapter does not change",
                 field="policy.canary",
                 fix="leave it out",
             )
         _check_delta(self)
         if self.policy.staging == "none" and self.policy.keep_staged:
             raise InvalidRequest(
-                "what is not staged can't be kept",
+                "keep_staged needs staging",
                 field="policy.keep_staged",
                 fix="use staging host, or leave it out",
             )
@@ -353,17 +442,19 @@ class _Update(Body):
 
 
 def _check_delta(update: _Update) -> None:
-    """What a delta needs, and what it can't be together with."""
+    """Checks the fields that a delta needs, and those that exclude it."""
     _check_digests(update)
     if update.encoding == "full":
         return
     if update.target.kind == "lora":
         raise InvalidRequest(
-            "an adapter is sent whole: it is small", field="encoding", fix="leave encoding out, or send full"
+            "an adapter can't be a delta, because it is small",
+            field="encoding",
+            fix="leave encoding out, or send full",
         )
     if update.cast:
         raise InvalidRequest(
-            "a delta changes bits, which a cast would not keep",
+            "a delta changes single bits, which a cast would lose",
             field="cast",
             fix="leave it out, or send full weights",
         )
@@ -376,7 +467,7 @@ def _check_delta(update: _Update) -> None:
 
 
 def _check_in_parts(update: _Update) -> None:
-    """A trainer's own calls bring the tensors of a full checkpoint, into staging."""
+    """Checks that an update in parts is a full checkpoint of base weights, with staging."""
     wrong = {
         "target": update.target.kind != "base",
         "encoding": update.encoding != "full",
@@ -385,17 +476,19 @@ def _check_in_parts(update: _Update) -> None:
     for field, is_wrong in wrong.items():
         if is_wrong:
             raise InvalidRequest(
-                "an update whose tensors are announced part by part is a full one, of the base, and staged",
+                "an update in parts must bring all base weights into staging",
                 field=field,
                 fix="leave it out, or send a manifest",
             )
 
 
-def _check_digests(update: _Update | Prepare) -> None:
-    """A delta has both, anything else no `base`."""
+def _check_digests(update: _Update | ReceiveRequest) -> None:
+    """Checks that a delta has `base` and `digest`, and that a full version has no `base`."""
     if update.encoding == "full":
         if update.base is not None:
-            raise InvalidRequest("base is of a delta", field="base", fix="leave it out, or send encoding delta")
+            raise InvalidRequest(
+                "only a delta has a base", field="base", fix="leave it out, or send encoding delta"
+            )
         return
     for field in ("base", "digest"):
         if getattr(update, field) is None:
@@ -404,24 +497,24 @@ def _check_digests(update: _Update | Prepare) -> None:
 
 
 def check_source(target: BaseTarget | LoraTarget, transport: Transport | None, instead: str = "") -> None:
-    """Weights come by a transport; an adapter goes without one."""
+    """Checks that there is a transport, except to unload an adapter."""
     unload = isinstance(target, LoraTarget) and target.op == "unload"
     if transport is None and not unload:
         raise InvalidRequest(
             "transport: Field required", field="transport", fix=f"say where the weights are (transport){instead}"
         )
     if transport is not None and unload:
-        raise InvalidRequest("nothing is fetched to unload an adapter", field="transport", fix="leave it out")
+        raise InvalidRequest("an adapter is unloaded without a transport", field="transport", fix="leave it out")
 
 
 class UpdateWeights(_Update):
-    """One body for every update (seed of the shape: Dynamo PR 9131)."""
+    """The body of every update. Its shape follows Dynamo PR 9131."""
 
     transport: Transport | None = None
     """None only to unload an adapter."""
     owner: str | None = Field(None, min_length=1, max_length=64, pattern=PRINTABLE)
-    """Of a prepared update: by whose calls it goes on. A dialect's calls take only its own; feed, complete and abort
-    take any."""
+    """For a prepared update: the dialect whose calls continue it. The calls of one dialect don't continue the update of
+    another. receive_weights_part, complete and abort continue any update."""
 
     @model_validator(mode="after")
     def _source(self) -> Self:
@@ -436,27 +529,27 @@ class UpdateWeights(_Update):
 
     @property
     def in_parts(self) -> bool:
-        """Its tensors are announced part by part."""
+        """Reports whether the trainer announces the tensors part by part."""
         extra = self.transport.model_extra if self.transport is not None else None
         return self.pushed and bool((extra or {}).get("in_parts"))
 
 
 class Rollback(Body):
-    """A committed version of the history: exactly one of the two."""
+    """Names a committed version of the history, by exactly one of the two fields."""
 
     label: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
-    """The newest version that is called so."""
+    """The newest version with this label."""
     sequence: int | None = Field(None, ge=0)
 
 
 class UpdateCall(_Update):
-    """An update of the fleet: by a transport, or back to an earlier version."""
+    """An update of the fleet: to the weights of a transport, or back to an earlier version."""
 
     transport: Transport | None = None
-    """Where the weights are; this or `rollback`."""
+    """The transport of the weights. Give this or `rollback`."""
     rollback: Rollback | None = None
-    """Back to a committed version of the history (GET /v1/rl/updates), by its transport, digest and label; beside
-    it only `version` and `policy`."""
+    """Go back to a committed version of the history (GET /v1/rl/updates), with its transport, digest and label. Only
+    `version` and `policy` may be given too."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -467,7 +560,7 @@ class UpdateCall(_Update):
         if given:
             name = sorted(given)[0]
             raise InvalidRequest(
-                f"{name} and rollback are both given: the history says {name} of the version",
+                f"{name} and rollback are both given, but the history has the version's {name}",
                 field=name,
                 fix="leave one of the two out",
             )
@@ -480,4 +573,4 @@ class UpdateCall(_Update):
 
 class ListUpdates(Body):
     limit: int = Field(50, ge=1, le=256)
-    """The newest so many."""
+    """The number of updates, the newest first."""

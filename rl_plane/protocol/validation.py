@@ -1,4 +1,4 @@
-"""What every request's body is: a typed, closed one, and how a wrong one is told."""
+"""The base class of every request's body, and the errors of a wrong one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl_plane.errors import InvalidRequest
 
 MAX_LEASE_S = 86_400.0
 MAX_TIMEOUT_S = 86_400.0
-"""A day: beyond it a bound is a typing error."""
+"""A day. A larger bound is a typing error."""
 
 LABEL_CHARS = 200
 DIGEST = r"^blake3:[0-9a-f]{64}$"
@@ -18,7 +18,7 @@ PRINTABLE = r"^[^\x00-\x1f\x7f]*$"
 
 
 class Body(BaseModel):
-    """Unknown fields, NaN and infinities are refused."""
+    """A request's body. It refuses unknown fields, NaN and infinities."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -34,18 +34,19 @@ class Empty(Body):
 
 
 SGLANG_PAUSES = {"retract": True, "in_place": False}
-"""SGLang's own names of `keep` → is the prefix cache dropped? Only requests say them: a body that was checked has
-one of the three modes."""
+"""SGLang's own name for `keep` → whether the prefix cache is dropped. Only requests have these names: a checked body
+has one of the three modes."""
 
 PAUSE_WORDS = ("keep", "wait", "abort", *SGLANG_PAUSES)
 
 B = TypeVar("B", bound=Body)
+M = TypeVar("M", bound=BaseModel)
 
 
 def without_sglangs_names(
     body: Any, mode: str, cache: str, check: ModelWrapValidatorHandler[B], within: str = ""
 ) -> B:
-    """The checked body; a name of SGLang's in its field `mode` becomes `keep`, and sets its field `cache`."""
+    """Checks the body. A name of SGLang's in its field `mode` becomes `keep`, and sets its field `cache`."""
     word = body.get(mode) if isinstance(body, dict) else None
     if not isinstance(word, str) or word not in SGLANG_PAUSES:
         return check(body)
@@ -53,7 +54,7 @@ def without_sglangs_names(
     checked = check({cache: drops, **body, mode: "keep"})
     if getattr(checked, cache) != drops:
         raise InvalidRequest(
-            f"{mode} {word} is keep with {cache} {str(drops).lower()}, and {cache} says otherwise",
+            f"{mode} {word} means keep with {cache} {str(drops).lower()}, but {cache} is {str(not drops).lower()}",
             field=within + cache,
             fix="leave it out, or use keep",
         )
@@ -64,13 +65,21 @@ _EMPTY = Empty()
 
 
 def parse_body(model: type[BaseModel], body: dict[str, Any]) -> BaseModel:
-    """The typed body, or InvalidRequest naming the first wrong field."""
+    """Parses a body. InvalidRequest names the first wrong field."""
     if not body and model is Empty:
         return _EMPTY
     try:
         return model.model_validate(body)
     except ValidationError as error:
         raise invalid_from_pydantic(error) from error
+
+
+def same_values(model: type[M], checked: BaseModel) -> M:
+    """The values of a checked body as another model that shares its fields. Nothing is validated again."""
+    values = {name: getattr(checked, name) for name in model.model_fields if name in type(checked).model_fields}
+    if model.model_config.get("extra") == "allow":
+        values |= checked.model_extra or {}
+    return model.model_construct(_fields_set=checked.model_fields_set & values.keys(), **values)
 
 
 FIXES = {"extra_forbidden": "leave it out", "missing": "add it"}

@@ -1,4 +1,4 @@
-"""What a weight version is, and how a set of tensors gets its digest. No torch, no I/O."""
+"""Weight versions, and the digest of a set of tensors. No torch, no I/O."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ DTYPE_BYTES = {
 """Bytes per element of each dtype, by its safetensors name."""
 
 PARALLEL_HASH_BYTES = 1 << 20
-"""From this size on a tensor is hashed on all cores, for milliseconds; below, threads cost more than they save."""
+"""A tensor of at least this size is hashed on all cores. Below it threads cost more than they save."""
 
 MAX_NAME_CHARS = 512
 """Checkpoint names are dotted module paths; the longest known ones have some 120 characters."""
 
 MAX_RANK = 16
-"""No weight has more than 6 axes; a bound keeps a shape's product cheap to check."""
+"""No weight has more than 6 axes. The bound keeps the product of a shape cheap."""
 
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 
 
 def checked_name(name: str) -> bool:
-    """May a tensor have this name? White space would make the lines of a version's digest ambiguous."""
+    """Reports whether a tensor may have this name. White space would make the lines of a digest ambiguous."""
     return 0 < len(name) <= MAX_NAME_CHARS and name.isprintable() and " " not in name
 
 
@@ -42,7 +42,7 @@ class VersionReply(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
-    """Which weights. Equal versions have equal digests; `sequence` orders them within a `run`."""
+    """The identity of weights. Equal versions have equal digests, and `sequence` orders them within a `run`."""
 
     run: str
     sequence: int
@@ -74,14 +74,14 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class HostTensor:
-    """A tensor in host memory, described by plain values: no framework owns it."""
+    """A tensor in host memory, described by plain values without a framework."""
 
     spec: TensorSpec
     data: memoryview  # spec.nbytes raw little-endian bytes, row-major
     owned: bool = False
-    """Nobody else uses this memory: whoever takes the tensor may keep it. Else it is only lent."""
+    """Whether the receiver may keep the memory. False: it is lent, and its owner uses it again."""
     digest: str | None = None
-    """Of `data`, where it was made of the same memory just now, as `tensor_digest` makes it; None: not yet."""
+    """The `tensor_digest` of `data`, if it was computed from the same memory. None: not yet."""
 
 
 def tensor_digest(data: memoryview) -> str:
@@ -106,7 +106,8 @@ def tensors_digest(tensors: Iterable[tuple[str, TensorSpec, str]]) -> str:
 
 
 def config_line(raw: bytes) -> tuple[str, TensorSpec, str]:
-    """What an adapter's config adds to its version's digest (see `tensors_digest`): it says what the tensors mean."""
+    """The line that an adapter's config adds to its version's digest (`tensors_digest`), because the config is a part
+    of the adapter."""
     from blake3 import blake3
 
     return ADAPTER_CONFIG_NAME, TensorSpec("U8", (len(raw),)), str(blake3(raw).hexdigest())

@@ -1,6 +1,6 @@
-"""vLLM's `init_info` and `update_info`, as bodies of the fleet's ops. No I/O.
+"""Translates vLLM's `init_info` and `update_info` to bodies of the fleet's ops. No I/O.
 
-Used by the frontend's dialects, and by `rl_plane.publish.integrations.vllm_client`.
+The frontend's dialects and `rl_plane.publish.integrations.vllm_client` use it.
 """
 
 from __future__ import annotations
@@ -16,69 +16,70 @@ from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
 from rl_plane.protocol.validation import parse_body
 
 GROUP = "vllm"
-"""How a trainer's group is called: vLLM's clients form one, without a name."""
+"""The name of the trainer's group. vLLM's clients form one group and give it no name."""
 TORCH_BACKENDS = ("gloo", "nccl")
 PACKED_BYTES = 1 << 30
-"""vLLM's own default."""
+"""The default of vLLM."""
 MAX_PACKED_BYTES = 1 << 40
 ANOTHER_WAY = (
     "form a torch group (init_info.backend gloo or nccl), name a directory (weight_dir), or publish with "
     "rl_plane.publish"
 )
 
-P = TypeVar("P", bound="Part")
+P = TypeVar("P", bound="VllmBody")
 
 
-class Part(BaseModel):
-    """Of a body; what is not known is dropped, as vLLM's clients send what newer servers know."""
+class VllmBody(BaseModel):
+    """A part of a vLLM body. Unknown fields are dropped, because vLLM's clients send fields of newer servers."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-class InitInfo(Part):
+class InitInfo(VllmBody):
     """`init_info` of a trainer that broadcasts"""
 
     backend: str | None = None
     """`gloo` or `nccl`: the trainer's ranks form a torch process group with the fleet's. None: vLLM's own NCCL."""
     group_name: str | None = Field(None, min_length=1, max_length=200)
-    """As the trainer calls the group, by which the ranks find each other. None: `vllm`; of prime-rl, `prime-rl`."""
+    """The trainer's name for the group, by which the ranks find each other. None: `vllm`, or `prime-rl` for
+    prime-rl."""
     master_address: str | None = Field(None, min_length=1, max_length=255)
     master_port: int | None = Field(None, ge=1, le=65_535)
     rank_offset: int = Field(1, ge=1)
-    """The trainer's ranks, which come first."""
+    """The number of the trainer's ranks, which have the first numbers."""
     world_size: int = Field(ge=2)
-    """They, and every rank of the fleet."""
+    """The number of the trainer's ranks and the fleet's ranks together."""
     timeout_s: float | None = Field(None, gt=0)
-    """How long each `update_weights` may take until every rank has its tensors, at most an hour. None: as the receiving
-    side was started (a frontend's `--part-timeout-s`; 300)."""
+    """Seconds until every rank must have the tensors of one `update_weights`, at most an hour. None: the frontend's
+    `--part-timeout-s` (300)."""
     packed: bool = False
     packed_buffer_size_bytes: int = Field(PACKED_BYTES, gt=0, le=MAX_PACKED_BYTES)
     packed_num_buffers: int = Field(2, ge=1)
-    """How many a trainer has in flight says nothing of what comes."""
+    """The number of buffers that the trainer has in flight. It does not matter to a receiver."""
     nccl_unique_id_b64: str | None = None
     """Not supported."""
 
 
-class UpdateInfo(Part):
+class UpdateInfo(VllmBody):
     """`update_info`: tensors that the trainer broadcasts now, in this order"""
 
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
     packed: bool | None = None
-    """None: as the group was told."""
+    """None: the value of `init_info`."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """How a trainer's tensors come."""
+    """The way in which a trainer's tensors arrive."""
 
     backend: str
     group: str
     packed: bool
     bucket_bytes: int
     timeout_s: float
-    """Of each part."""
+    """The time-out of each part."""
 
     @property
     def transport(self) -> dict[str, Any]:
@@ -86,7 +87,7 @@ class Transfer:
 
     @classmethod
     def of(cls, info: InitInfo, group: str, timeout_s: float = PART_TIMEOUT_S) -> Transfer:
-        """`group`, `timeout_s`: where the trainer has given none."""
+        """Builds it from `init_info`. `group`, `timeout_s`: the values that the trainer has not given."""
         assert info.backend is not None
         return cls(
             info.backend,
@@ -98,7 +99,7 @@ class Transfer:
 
 
 def parse_part(model: type[P], given: Mapping[str, Any], part: str) -> P:
-    """`part`: the body's field that this is."""
+    """Parses one part of a body. `part`: its field in the body, for error messages."""
     known = {name: value for name, value in given.items() if name in model.model_fields}
     try:
         parsed = parse_body(model, known)
@@ -110,8 +111,8 @@ def parse_part(model: type[P], given: Mapping[str, Any], part: str) -> P:
 
 
 def check_init(info: InitInfo, devices: Mapping[str, str]) -> None:
-    """Refuses a rendezvous that no receiver takes part in, where its trainer would wait for ever. `devices`: of each
-    worker."""
+    """Refuses a group that the fleet's receivers can't join, because its trainer would wait forever. `devices`: worker
+    → its device."""
     if info.nccl_unique_id_b64 is not None:
         raise _unsupported("a group by nccl_unique_id_b64 is not supported here", "init_info.nccl_unique_id_b64")
     if info.backend is None:
@@ -132,7 +133,7 @@ def check_init(info: InitInfo, devices: Mapping[str, str]) -> None:
 
 
 def init_body(info: InitInfo, transfer: Transfer) -> dict[str, Any]:
-    """Of `init_transport`."""
+    """The body of `init_transport`."""
     return {
         "backend": transfer.backend,
         "form": "torch",
@@ -146,7 +147,7 @@ def init_body(info: InitInfo, transfer: Transfer) -> dict[str, Any]:
 
 
 def one_of_all(given: Any) -> dict[str, Any]:
-    """An `update_info` that is the same for every rank."""
+    """The `update_info` of every rank, which must be the same for all."""
     if isinstance(given, dict):
         return given
     if isinstance(given, list) and given and all(isinstance(one, dict) for one in given):
@@ -158,11 +159,13 @@ def one_of_all(given: Any) -> dict[str, Any]:
             )
         first: dict[str, Any] = given[0]
         return first
-    raise InvalidRequest("update_info is no object", field="update_info", fix="send names, dtype_names and shapes")
+    raise InvalidRequest(
+        "update_info is not an object", field="update_info", fix="send names, dtype_names and shapes"
+    )
 
 
 def check_entries(entries: Sequence[Any], ranks: int) -> None:
-    """Of an `update_info` that is a list: one for each rank of the fleet."""
+    """Checks that an `update_info` list has one entry for each rank of the fleet."""
     if len(entries) != ranks:
         raise InvalidRequest(
             f"update_info has {len(entries)} entries, and the fleet has {ranks} ranks",
@@ -174,12 +177,12 @@ def check_entries(entries: Sequence[Any], ranks: int) -> None:
 def parse_update(info: Mapping[str, Any]) -> UpdateInfo:
     for name in ("ipc_handles", "ipc_handles_pickled"):
         if name in info:
-            raise _unsupported(f"{name} come as a pickle, which is never opened here", f"update_info.{name}")
+            raise _unsupported(f"{name} are a pickle, and the plane opens no pickles", f"update_info.{name}")
     return parse_part(UpdateInfo, info, "update_info")
 
 
 def part_body(part: UpdateInfo, transfer: Transfer) -> dict[str, Any]:
-    """Of `receive_weights_part`."""
+    """The body of `receive_weights_part`."""
     packed = transfer.packed if part.packed is None else part.packed
     layout = {"layout": "packed", "bucket_bytes": transfer.bucket_bytes} if packed else {"layout": "each"}
     told = {"names": part.names, "dtypes": part.dtype_names, "shapes": part.shapes}
@@ -187,7 +190,7 @@ def part_body(part: UpdateInfo, transfer: Transfer) -> dict[str, Any]:
 
 
 def under_way(update_id: str) -> Conflict:
-    """Of a second `start_weight_update`, which vLLM refuses too: who began the first is to say what becomes of it."""
+    """The error of a second `start_weight_update`. vLLM refuses it too: the first one must be finished before."""
     return Conflict(
         "a weight update is under way: start_weight_update was called before",
         holder=update_id,
@@ -196,13 +199,13 @@ def under_way(update_id: str) -> Conflict:
 
 
 def begun_before(error: Locked, update_id: str | None) -> PlaneError:
-    """The same error, unless the caller's own update is what holds the fleet."""
+    """The error to answer with: the given one, unless the caller's own update locks the fleet."""
     if update_id is None or error.facts.get("holder") != update_id:
         return error
     return under_way(update_id)
 
 
-def unknown_of(model: type[Part], given: Iterable[str]) -> list[str]:
+def unknown_of(model: type[VllmBody], given: Iterable[str]) -> list[str]:
     return sorted(set(given) - model.model_fields.keys())
 
 

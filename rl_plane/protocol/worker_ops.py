@@ -1,7 +1,7 @@
-"""Every op: one typed request and one typed reply. The dispatcher, the HTTP facade, the CLI and the reference
-docs derive from this table.
+"""The table of the workers' ops: the typed request and reply of each, its time-out and its traits.
 
-The names and meanings follow Dynamo's RL integration (PR 9131) where it has them, then SGLang's and vLLM's.
+The dispatcher, the CLI and docs/reference.md derive from this table. Names and meanings follow Dynamo's RL integration
+(PR 9131) if it has them, else SGLang's and vLLM's.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from rl_plane.protocol.update_requests import (
     InitTransport,
     ListeningReply,
     PartReply,
-    Prepare,
     PreparedReply,
     ReceivePart,
+    ReceiveRequest,
     RecordReport,
     ReportRecord,
     Transport,
@@ -45,9 +45,9 @@ from rl_plane.protocol.validation import (
 from rl_plane.protocol.versions import VersionReply
 
 DEFAULT_PAUSE_LEASE_S = 600.0
-"""Longer than an update of a large model takes, short enough that a dead trainer costs one coffee break."""
+"""Longer than an update of a large model takes. A trainer that dies stops the fleet for at most this long."""
 
-# ---- what every worker tells ----
+# ---- what every worker reports ----
 
 
 class Version(BaseModel):
@@ -58,11 +58,11 @@ class Version(BaseModel):
 
 
 class AdmissionState(TypedDict):
-    """May the worker get generation requests?"""
+    """The admission of a worker: whether it may get generation requests."""
 
     open: bool
     reasons: list[str]
-    """Why not; empty when open."""
+    """The reasons why it is closed. Empty: it is open."""
 
 
 class PauseState(TypedDict):
@@ -73,15 +73,15 @@ class PauseState(TypedDict):
 
 
 class CanaryState(TypedDict):
-    """What the numeric canary has shown of the base weights that the engine holds."""
+    """The result of the numeric canary for the base weights in the engine."""
 
     passed: bool
     against: str
-    """What the values were compared with: `trainer`, `reference` (the values that this version had before), `fleet`
-    (the other workers' values), or `nothing`."""
+    """The other side of the comparison: `trainer`, `reference` (the values that this version had before), `fleet` (the
+    other workers' values), or `nothing`."""
     reason: str | None
-    """Why the worker failed: `trainer`, `reference`, `fleet`, `tie` or `unusable`. None: it passed. The worker's
-    admission has the sentence."""
+    """The reason of a failure: `trainer`, `reference`, `fleet`, `tie` or `unusable`. None: the worker passed. Its
+    admission has the details."""
     warning: str
     """Why the worker serves weights that every worker has failed with (`on_canary_failure: warn`). Empty: none has."""
     difference: float | None
@@ -104,25 +104,25 @@ class StateReply(TypedDict):
     applied_weight_version: str | None
     """The label of `version`."""
     sequence: int | None
-    """Of the committed state that the worker holds whole, adapters included; None: it holds none."""
+    """The sequence of the committed state that the worker has, adapters included. None: it does not have all of it."""
     adapters: dict[str, VersionReply]
-    """Adapter → the version that the engine holds of it."""
+    """Adapter → its version in the engine."""
     staged: VersionReply | None
-    """Prepared and verified, waiting for its decision (its sequence is 0 until then)."""
+    """The version that is prepared and verified, and waits for its decision. Its sequence is 0 until then."""
     canary: CanaryState | None
-    """None: these weights were not judged. The update had no canary, or the engine can't score."""
+    """None: these weights were not scored. The update had no canary, or the engine can't score."""
     kept: str | None
-    """The digest of the version that its ranks keep in host memory, which a delta may change (`policy.keep_staged`)."""
+    """The digest of the copy in host memory, to which a delta may be applied (`policy.keep_staged`)."""
     loras: list[str]
     running: int
     waiting: int
-    """Without a token yet."""
+    """The number of requests without a token yet."""
     running_tokens: int
-    """Prompts of the running requests, and what was made after them."""
+    """The tokens of the running requests: their prompts, and the generated tokens."""
     waiting_tokens: int
-    """Prompts that are still to be computed."""
+    """The prompt tokens of the waiting requests."""
     fence: int
-    """The highest seen."""
+    """The highest fence that the worker has seen."""
     draining: bool
 
 
@@ -132,18 +132,19 @@ class LivenessReply(TypedDict):
 
 
 MANIFEST_PAGE = 1000
-"""Tensors in one answer: with their names some 100 KB."""
+"""The number of tensors in one answer. With their names they take some 100 KB."""
 
 
 class Describe(Body):
     manifest_from: int | None = Field(None, ge=0)
-    """Tell the model's tensors too, from this one on: `manifest`, a page of 1000. Of one worker (`workers`)."""
+    """Reply with a page of 1000 of the model's tensors in `manifest`, from this number on. Name one worker
+    (`workers`)."""
 
 
 class TensorReply(TypedDict):
     name: str
     dtype: str
-    """As safetensors has it."""
+    """The dtype's name in safetensors."""
     shape: list[int]
 
 
@@ -156,37 +157,37 @@ class DescribeReply(TypedDict):
     device: str
     world_size: int
     tp_size: int
-    """Of its ranks, those of tensor parallelism."""
+    """The number of ranks of tensor parallelism."""
     pp_size: int
-    """And the stages of its pipeline."""
+    """The number of stages of pipeline parallelism."""
     vocab_size: int
     max_model_len: int
     transports: list[str]
     capabilities: dict[str, str]
-    """Op → why this engine can't do it."""
+    """Op → the reason why this engine does not support it."""
     deterministic: bool
-    """The same tokens whatever else is in the batch."""
+    """Whether the tokens of a request do not depend on the rest of the batch."""
     memory_saver: bool
-    """Memory can be released and resumed."""
+    """Whether memory can be released and resumed."""
     witnesses: bool
-    """Each token is labelled with the weights that made it; false: with `unknown`."""
+    """Whether each token is labelled with its weight version. False: the label is `unknown`."""
     max_adapters: int | None
-    """That may be loaded at once; None: as many as there is memory for."""
+    """The number of adapters that may be loaded at once. None: the memory is the limit."""
     max_lora_rank: int | None
     """None: any."""
     tensors: int
     tied: list[str]
-    """Names that a full checkpoint may also hold, because the model ties them to another; `tensors`, `weight_bytes` and
-    `manifest` are without them."""
+    """Names that a full checkpoint may have too, because the model ties them to other tensors. `tensors`,
+    `weight_bytes` and `manifest` do not count them."""
     weight_bytes: int
     version: VersionReply | None
     manifest: list[TensorReply] | None
-    """What a full checkpoint must hold, always in the same order; None: it was not asked for."""
+    """The tensors that a full checkpoint must have, always in the same order. None: not requested."""
 
 
 class PingReply(TypedDict):
     revision: int
-    """The sequence at which the worker believes it is registered."""
+    """The sequence of the worker's registration, as the worker knows it."""
 
 
 # ---- pause, cache, requests ----
@@ -194,12 +195,12 @@ class PingReply(TypedDict):
 
 class Pause(Body):
     mode: PauseMode = Field("keep", json_schema_extra={"enum": [*PAUSE_WORDS]})
-    """`keep` freezes requests between two tokens, `wait` lets them end first, `abort` ends them now. SGLang's names:
+    """`keep` stops requests between two tokens, `wait` lets them end first, `abort` ends them now. SGLang's names:
     `retract` is `keep` with `clear_cache`, `in_place` is `keep` without."""
     clear_cache: bool = False
-    """Drop the prefix cache too."""
+    """Drop the prefix cache as well."""
     lease_s: float = Field(DEFAULT_PAUSE_LEASE_S, gt=0, le=MAX_LEASE_S)
-    """The worker resumes by itself after so many seconds."""
+    """The worker resumes by itself after this many seconds."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -208,7 +209,7 @@ class Pause(Body):
 
 
 class DoneReply(TypedDict):
-    """Nothing to tell."""
+    """A reply without fields."""
 
 
 class PauseReply(TypedDict):
@@ -222,20 +223,20 @@ class FlushReply(TypedDict):
 
 class AbortRequests(Body):
     request_ids: list[str] | None = Field(None, max_length=10_000)
-    """The replies' ids, each with all its choices, or a choice's own (`<id>-<index>`). None: all."""
+    """The id of a reply, for all of its choices, or of one choice (`<id>-<index>`). None: all requests."""
 
 
 class AbortedReply(TypedDict):
     aborted: int
 
 
-# ---- weights: the rest is in update_bodies ----
+# ---- weights: update_requests.py has the rest ----
 
 
 class CheckWeights(Body):
     action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"
     closed: bool = False
-    """Out of routing meanwhile: reading all weights holds an engine up."""
+    """Close the worker meanwhile, because reading all weights delays its engine."""
 
 
 class CheckWeightsReply(TypedDict):
@@ -254,21 +255,21 @@ class MemoryReply(TypedDict):
 
 
 class Tokenize(Body):
-    """`prompt` or `messages`."""
+    """Text (`prompt`) or `messages` to tokenize."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = Field(None, min_length=1)
-    """Rendered by the model's chat template, as for generation."""
+    """Chat messages. The model's chat template renders them, as it does for generation."""
     add_special_tokens: bool | None = None
-    """Of the prompt: those that the tokenizer puts around a text. None: yes, as in generation."""
+    """For a prompt: whether the tokenizer adds its special tokens. None: yes, as in generation."""
     add_generation_prompt: bool | None = None
-    """The head of the next reply after the messages. None: yes, unless `continue_final_message`."""
+    """Whether the template begins the next reply after the messages. None: yes, unless `continue_final_message`."""
     continue_final_message: bool = False
-    """Leave the last message open."""
+    """Whether the last message stays open."""
     tools: list[dict[str, Any]] | None = None
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """What else the chat template reads."""
+    """Other arguments of the chat template."""
 
     @property
     def rendering(self) -> Rendering:
@@ -284,7 +285,7 @@ class Tokenize(Body):
     def _check(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest(
-                "one of prompt and messages is tokenized", field="prompt", fix="send one of the two"
+                "the body must have either prompt or messages", field="prompt", fix="send one of the two"
             )
         assert self.rendering, "this checks it"
         of_messages = {
@@ -298,7 +299,7 @@ class Tokenize(Body):
         for field, given in misplaced.items():
             if given:
                 what = "messages" if self.prompt is None else "a prompt"
-                raise InvalidRequest(f"{field} says nothing of {what}", field=field, fix="leave it out")
+                raise InvalidRequest(f"{field} has no meaning for {what}", field=field, fix="leave it out")
         return self
 
 
@@ -325,7 +326,7 @@ class SetAdmission(Body):
 
 class Drain(Body):
     timeout_s: float = Field(30.0, gt=0, le=MAX_TIMEOUT_S)
-    """How long running requests may take to end."""
+    """Seconds that running requests may take to end."""
 
 
 class DrainReply(TypedDict):
@@ -333,52 +334,102 @@ class DrainReply(TypedDict):
     aborted: int
 
 
+Pool = Literal["control", "tokenizer"]
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     name: str
     request: type[Body] | type[Transport]
     reply: type[Any]
-    """A TypedDict: a worker makes these by the thousand, and nobody has to check what we made ourselves."""
+    """A TypedDict: a worker makes thousands of them, and its own replies need no check."""
     changes: bool
-    """Needs a live fence and the target's incarnation."""
+    """Whether the op changes something. Then it needs a live fence and the target's incarnation."""
     timeout_s: float
-    """How long a caller waits for a worker unless it says otherwise."""
+    """The default time for which a caller waits for a worker."""
     doc: str = ""
+    of_stage: bool = False
+    """A pipeline stage, which has no engine of its own, answers it too."""
+    pool: Pool = "control"
+    """The places that the op takes in a worker. Ops that any client may send leave those of the control plane free."""
+    reply_follows: str | None = None
+    """The field of the request that makes the reply long."""
 
 
 QUICK_S = 1.0
-"""An answer from the worker's NATS loop, which never blocks."""
+"""The time-out of an op that the worker's NATS loop answers, which never blocks."""
 TOKENIZER_S = 10.0
-"""Of the longest text that a message carries."""
+"""The time-out for the longest text that fits in a message."""
 ENGINE_S = 30.0
-"""An op that the engine carries out between two steps."""
+"""The time-out of an op that the engine carries out between two steps."""
 
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
-        Op("ping", Empty, PingReply, False, QUICK_S, doc="The bus round trip; the engine is not asked."),
-        Op("liveness", Empty, LivenessReply, False, 5.0, doc="A real round trip through the engine."),
+        Op(
+            "ping",
+            Empty,
+            PingReply,
+            False,
+            QUICK_S,
+            doc="The bus round trip; the engine is not asked.",
+            of_stage=True,
+        ),
+        Op(
+            "liveness",
+            Empty,
+            LivenessReply,
+            False,
+            5.0,
+            doc="A real round trip through the engine.",
+            of_stage=True,
+        ),
         Op("describe", Describe, DescribeReply, False, QUICK_S, doc="What the engine is and can do."),
         Op("state", Empty, StateReply, False, QUICK_S, doc="Admission, pause, version, load."),
-        Op("report_record", ReportRecord, RecordReport, False, QUICK_S, doc="What it knows to be committed."),
-        Op("tokenize", Tokenize, TokenizeReply, False, TOKENIZER_S, doc="Text or messages to tokens."),
-        Op("detokenize", Detokenize, DetokenizeReply, False, TOKENIZER_S, doc="Tokens to text."),
+        Op(
+            "report_record",
+            ReportRecord,
+            RecordReport,
+            False,
+            QUICK_S,
+            doc="The newest decision record that the worker knows.",
+        ),
+        Op(
+            "tokenize",
+            Tokenize,
+            TokenizeReply,
+            False,
+            TOKENIZER_S,
+            doc="Text or messages to tokens.",
+            pool="tokenizer",
+            reply_follows="prompt",
+        ),
+        Op(
+            "detokenize",
+            Detokenize,
+            DetokenizeReply,
+            False,
+            TOKENIZER_S,
+            doc="Tokens to text.",
+            pool="tokenizer",
+            reply_follows="tokens",
+        ),
         Op("pause", Pause, PauseReply, True, ENGINE_S, doc="Stop generation, with a lease."),
-        Op("resume", Empty, PauseReply, True, ENGINE_S, doc="Go on."),
+        Op("resume", Empty, PauseReply, True, ENGINE_S, doc="Continue generation."),
         Op("flush_cache", Empty, FlushReply, True, ENGINE_S, doc="Drop the prefix cache."),
         Op("abort_requests", AbortRequests, AbortedReply, True, ENGINE_S, doc="End requests now."),
         Op("init_transport", InitTransport, DoneReply, True, 300.0, doc="Set up a weight transport."),
-        Op("destroy_transport", DestroyTransport, DoneReply, True, ENGINE_S, doc="Take it down."),
+        Op("destroy_transport", DestroyTransport, DoneReply, True, ENGINE_S, doc="Take a weight transport down."),
         Op(
             "receive_part",
             ReceivePart,
             PartReply,
             True,
             PART_TIMEOUT_S + ENGINE_S,
-            doc="Receive tensors that come now.",
+            doc="Receive tensors that the trainer sends now.",
         ),
-        Op("listen_update", Prepare, ListeningReply, True, 60.0, doc="Listen for weights that are pushed."),
-        Op("prepare_update", Prepare, PreparedReply, True, 300.0, doc="Stage and verify weights."),
+        Op("listen_update", ReceiveRequest, ListeningReply, True, 60.0, doc="Listen for weights that are pushed."),
+        Op("prepare_update", ReceiveRequest, PreparedReply, True, 300.0, doc="Stage and verify weights."),
         Op("follow_record", FollowRecord, FollowedReply, True, QUICK_S, doc="Learn a decision."),
         Op("commit_update", Commit, CommittedReply, True, 60.0, doc="Swap staged weights in."),
         Op("abort_update", AbortUpdate, AbortUpdateReply, True, ENGINE_S, doc="Drop staged weights."),

@@ -21,6 +21,7 @@ from rl_plane.errors import (
     PlaneError,
     StaleFence,
     Unavailable,
+    UpdateAborted,
 )
 from rl_plane.publish.publication import Publication
 from rl_plane.publish.send_plan import Way
@@ -338,7 +339,7 @@ class Attempt:
         try:
             return self._ask().result()
         except PlaneError as error:
-            if _failed_rows(error):
+            if _failed_rows(error) or isinstance(error, UpdateAborted):
                 raise
             raise failed from error
 

@@ -11,6 +11,7 @@ from rl_plane.client import RlClient
 from rl_plane.errors import DeadlineExceeded, InvalidRequest
 from rl_plane.fleet.fleet import Fleet
 from rl_plane.fleet.http_client import call_facade
+from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.sync import CallBounds, SyncRlClient
 
@@ -73,7 +74,7 @@ class BlockingFleet:
             )
         self._run = run
 
-    def _is_reached_by(self, client: RlClient) -> None:
+    def _is_reached_by(self, client: WorkerCalls) -> None:
         self.nats_url, self.namespace, self.component = client.bus.url, client.namespace, client.component
 
     def run(self, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:

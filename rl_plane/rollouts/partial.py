@@ -1,10 +1,11 @@
-"""Partial rollouts: enough completions now, the rest later from where they were stopped.
+"""Partial rollouts: gathers enough completions now, and continues the others later.
 
-A trainer that waits for its longest completion waits for all engines but one. `gather_enough` waits for so many, has
-the rest stopped, and gives their tokens back with what made them; the next call goes on from there, under whatever
-weights are served then. Tokens, logprobs and spans of all parts stand side by side, counted from the first token.
+A trainer that waits for its longest completion leaves all engines but one idle. `gather_enough` waits for enough
+completions, stops the others, and returns their tokens with the weights that made them. The next call continues them
+under the weights that are served then. Tokens, logprobs and spans of all parts stand side by side, counted from the
+first token.
 
-Whoever sends the requests is the caller's: any HTTP library will do.
+The caller sends the requests, with any HTTP library.
 """
 
 from __future__ import annotations
@@ -34,87 +35,89 @@ from rl_plane.rollouts.multi_turn import next_prompt
 log = logging.getLogger("rl_plane.rollouts.partial")
 
 STOP_S = 60.0
-"""For `stop` to be heard: an engine may take 30 s to pause, and another update or a restart of NATS come first."""
+"""Seconds for `stop` to take effect: an engine may take 30 s to pause, after another update or a restart of NATS."""
 MISTAKEN = frozenset({400, 401, 403, 404, 405, 413, 422, 501})
-"""Statuses that the same `stop` would be told again, however things stand by then."""
+"""Statuses that a repeated `stop` would get again."""
 STOPPED_S = 10.0
-"""After the rest were told to stop, until their tokens are here; who waits for a worker while the fleet is paused has
-none, and is cut off."""
+"""Seconds from `stop` until the tokens are here. A request that waits for a worker of the paused fleet has no tokens,
+and is cancelled then."""
 AT_ONCE = 1024
-"""Requests under way: a frontend takes 4096, and a trainer need not be alone."""
+"""Requests that run at once. A frontend takes 4096, and may serve other trainers too."""
 TRIES = 5
-"""Requests for one completion in one call that a worker may have begun: an update that aborts, a worker's death, and
-the end of a connection or of the client's patience each take one. What nobody has begun, since all are full, closed or
-on their way back, is sent again while there is time."""
+"""The number of times that one call sends a completion that a worker may have begun. An update that aborts, a worker's
+death, the end of a connection, and a time-out of the client each use one try. A request that no worker has begun,
+because all are full, closed or restarting, is sent again until the time is over."""
 BEGUN = (WorkerLost, WrongNumerics, Unlabelled, StaleWeights, Stalled)
-"""Errors of what a worker had begun, with tokens or without: one that ends its workers is not sent for ever."""
+"""Errors of a request that a worker had begun. They count as tries, so that a request that kills its workers is not
+sent for ever."""
 OF_NO_CONNECTION = (ConnectionRefusedError, socket.gaierror)
 NAMED_SO = ("ClientConnector", "ConnectError", "ConnectTimeout", "ConnectionTimeout", "NewConnection", "Pool")
-"""How libraries' names begin for what certainly reached nobody."""
+"""The beginnings of HTTP libraries' names for errors of a request that has reached no server."""
 RETRY_S = 1.0
-"""Where the error does not say when to come back."""
+"""Seconds until a retry, if the error does not say."""
 SEED_STEP = 1 << 32
-"""Times the tokens so far, what a seed is moved by: the next part is not to draw the numbers of the one before."""
+"""The seed moves by this for each token so far, so that the next part does not draw the same numbers again."""
 MAX_SEED = (1 << 63) - 1
 
 OWN = frozenset(
     {"prompt_token_ids", "max_tokens", "return_token_ids", "stream", "stream_options", "n", "prompt", "messages"}
 )
-"""Fields of a request that this module sets, or that it can't go on from."""
+"""Fields of a request that this module sets, or that it can't continue from."""
 OF_ONE_PROMPT = frozenset({"truncate_prompt_tokens", "prompt_logprobs", "return_prompt_logprobs"})
-"""Fields that would mean another thing where the prompt has a part of the completion."""
+"""Fields whose meaning changes when the prompt includes a part of the completion."""
 OF_ONE_PART = frozenset({"one_version"})
-"""Fields that a part could keep to, and the completion not: what is served then makes the next part."""
+"""Fields that hold for one part, but not for the completion: later weights make the next part."""
 _BY_STRING = "a string that begins in one part and ends in the next is not found; use stop_token_ids"
-_FROM_NONE = "the next part has the tokens so far in its prompt, and counts from none; use repetition_penalty"
+_FROM_NONE = "the next part counts from no tokens, because its prompt has those so far; use repetition_penalty"
 OF_WHAT_WAS_MADE = {"stop": _BY_STRING, "frequency_penalty": _FROM_NONE, "presence_penalty": _FROM_NONE}
-"""Fields that look at the tokens of a completion and not at its prompt, where they say anything, and why not."""
+"""Fields that depend on the completion's tokens but not on its prompt → why a rollout refuses them."""
 
 Call = Callable[[dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
-"""Posts a body to `/v1/completions`; the status and the reply, whatever the status is. What it raises as a connection
-breaks, or its patience ends, an OSError or an error of its HTTP library, is as a 503: the body is sent again, TRIES
-times at most, since a worker may have begun it; more often where there was no connection yet, or it raises Unavailable
-itself. Python's own other errors are the caller's mistakes, and end the rollout."""
+"""Posts a body to `/v1/completions`, and returns the status and the reply, whatever the status is.
+
+An OSError, or an error of the HTTP library, counts as a 503: the body is sent again, at most TRIES times, because a
+worker may have begun it. If no connection was made, or the call raises Unavailable, it is sent more often. Other errors
+of Python end the rollout: they are the caller's mistakes."""
 Stop = Callable[[], Awaitable[object]]
-"""Ends what runs on the engines, so that it comes back with its tokens so far: `pause` with mode `abort`, or
-`abort_requests`. Asked again if it raises, and cancelled after STOP_S."""
+"""Ends the requests on the engines, which then return their tokens so far: `pause` with mode `abort`, or
+`abort_requests`. It is called again if it raises, and cancelled after STOP_S."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One completion, as far as it has come. To begin one, give the prompt and how many tokens it may have."""
+    """One completion with its tokens so far. A new one needs the prompt and the largest number of tokens."""
 
     prompt_token_ids: Sequence[int]
     max_tokens: int
-    """Of all its parts together."""
+    """The largest number of tokens of all parts together."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What else the request says: temperature, model, stop_token_ids, …"""
+    """The request's other fields: temperature, model, stop_token_ids, …"""
     key: Any = None
-    """The caller's own: what this completion belongs to."""
+    """The caller's own mark, such as the group of this completion."""
     token_ids: Sequence[int] = ()
     logprobs: Sequence[float] = ()
     weight_versions: Sequence[Mapping[str, Any]] = ()
     """Spans of `token_ids`, over all parts."""
     instances: Sequence[Mapping[str, Any]] = ()
-    """Spans as well: the worker, `instance_id` and `incarnation`, that made them."""
+    """Spans of `token_ids` with the worker that made them: `instance_id` and `incarnation`."""
     finish_reason: str | None = None
-    """None: it can go on."""
+    """None: the completion can continue."""
     routed_experts: str | None = None
-    """If `options` ask for them, as the reply to the last part has them: of the prompt and all tokens so far, each by
-    the weights that part was made with. None: that part was stopped before an engine told."""
+    """The experts of the prompt and of all tokens so far, if `options` ask for them. The reply to the last part has
+    them, and its weights have chosen them. None: that part was stopped before an engine had reported them."""
 
     def __post_init__(self) -> None:
         barred = {
-            **dict.fromkeys(OWN, "a rollout sets it"),
-            **dict.fromkeys(OF_ONE_PROMPT, "a part's prompt is another one"),
-            **dict.fromkeys(OF_ONE_PART, "its parts may be of several versions, as weight_versions tells"),
+            **dict.fromkeys(OWN, "the rollout sets it"),
+            **dict.fromkeys(OF_ONE_PROMPT, "the prompt of a later part is longer"),
+            **dict.fromkeys(OF_ONE_PART, "parts may be of several versions; see weight_versions"),
             **{name: why for name, why in OF_WHAT_WAS_MADE.items() if self.options.get(name)},
         }
         in_nvext = (self.options.get("nvext") or {}).keys() - OWN
         for name in sorted({*self.options, *(f"nvext.{one}" for one in in_nvext)}):
             if (why := barred.get(name.removeprefix("nvext."))) is not None:
                 raise InvalidRequest(
-                    f"a rollout's options can't have {name}", field=name, fix=f"leave it out: {why}"
+                    f"options has {name}, which a rollout can't keep", field=name, fix=f"leave it out: {why}"
                 )
         if self.max_tokens < 1 or not self.prompt_token_ids:
             empty = "max_tokens" if self.prompt_token_ids else "prompt_token_ids"
@@ -124,7 +127,7 @@ class Rollout:
 
     @property
     def left(self) -> int:
-        """Tokens that it may still have."""
+        """The number of tokens that the completion may still get."""
         return self.max_tokens - len(self.token_ids)
 
     def body(self) -> dict[str, Any]:
@@ -143,7 +146,7 @@ class Rollout:
         return body
 
     def with_reply(self, status: int, reply: Mapping[str, Any]) -> tuple[Rollout, PlaneError | None]:
-        """With the tokens that came, and the error if that is what they came with."""
+        """This rollout with the tokens of a reply, and the reply's error."""
         if status != 200:
             error = error_from_wire(dict(reply["error"]))
             partial = error.facts.get("partial")
@@ -173,13 +176,13 @@ class Rollout:
             routed_experts=told.get("routed_experts"),
         )
         reason = told["finish_reason"]
-        if reason in (None, "abort", "error"):  # stopped, not ended
+        if reason in (None, "abort", "error"):  # the part was stopped; the completion has not ended
             reason = "length" if joined.left == 0 else None
         return replace(joined, finish_reason=reason)
 
 
 def _makers(told: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """A choice names its workers if there were several, and else the one; spans of its tokens."""
+    """The spans of a choice's tokens by worker. A choice lists them only if it had several workers."""
     one = {"instance_id": told["instance_id"], "incarnation": told["incarnation"]}
     alone = [{**one, "start": 0, "end": len(told["token_ids"])}] if told["token_ids"] else []
     makers: list[dict[str, Any]] = told.get("instances", alone)
@@ -189,7 +192,7 @@ def _makers(told: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 def _joined(
     spans: Sequence[Mapping[str, Any]], of_part: Sequence[Mapping[str, Any]], before: int
 ) -> list[Mapping[str, Any]]:
-    """With those of a part that begins after so many tokens."""
+    """The spans with those of the next part, which begins after `before` tokens."""
     joined = list(spans)
     for span in of_part:
         moved = {**span, "start": span["start"] + before, "end": span["end"] + before}
@@ -201,7 +204,7 @@ def _joined(
 
 
 def _same(span: Mapping[str, Any], following: Mapping[str, Any]) -> bool:
-    """Two spans that meet and were made by the same."""
+    """True if two spans meet and have the same maker."""
 
     def made_by(one: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in one.items() if key not in ("start", "end")}
@@ -210,12 +213,12 @@ def _same(span: Mapping[str, Any], following: Mapping[str, Any]) -> bool:
 
 
 def _is_of_the_connection(error: Exception) -> bool:
-    """Any HTTP library will do, so those that it names itself can't be listed; its parser's, of half a reply, too."""
+    """True for an OSError and for errors of any library, such as a parser's error of half a reply."""
     return isinstance(error, OSError) or type(error).__module__ != "builtins"
 
 
-def _reached_nobody(error: BaseException | None) -> bool:
-    """As its name tells, or that of the error that it was made from: libraries wrap each other's."""
+def _reached_no_server(error: BaseException | None) -> bool:
+    """True if the request has reached no server. Libraries wrap each other's errors, so the causes count too."""
     while error is not None:
         if isinstance(error, OF_NO_CONNECTION) or type(error).__name__.startswith(NAMED_SO):
             return True
@@ -224,14 +227,14 @@ def _reached_nobody(error: BaseException | None) -> bool:
 
 
 def _is_mistaken(error: Exception) -> bool:
-    """The caller's mistake, by its status as the plane and the HTTP libraries have it, or one of Python's own."""
+    """True for a mistake of the caller: a status in MISTAKEN, or one of Python's own errors."""
     of_http = getattr(error, "response", error)
-    told = {getattr(of_http, name, None) for name in ("http_status", "status_code", "status")}
-    return bool(told & MISTAKEN) or not _is_of_the_connection(error)
+    statuses = {getattr(of_http, name, None) for name in ("http_status", "status_code", "status")}
+    return bool(statuses & MISTAKEN) or not _is_of_the_connection(error)
 
 
 async def _stop(stop: Stop, left: set[asyncio.Task[None]]) -> None:
-    """Asks until it is done, or nothing of `left` runs. If it never is, those that have ended are still to be had."""
+    """Calls `stop` until it succeeds, no task of `left` runs, or STOP_S is over."""
     now = asyncio.get_running_loop().time
     give_up = now() + STOP_S
     while left and now() < give_up:
@@ -242,37 +245,52 @@ async def _stop(stop: Stop, left: set[asyncio.Task[None]]) -> None:
         except Exception as error:
             if _is_mistaken(error):
                 raise
-            log.warning("the rest may not have been stopped: %s: %s", type(error).__name__, error)
+            log.warning("requests may still run, because stop failed: %s: %s", type(error).__name__, error)
             retry_s = error.facts.get("retry_after_s", RETRY_S) if isinstance(error, PlaneError) else RETRY_S
         _, left = await asyncio.wait(left, timeout=min(retry_s, give_up - now()))
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Every rollout that was given is in one of these."""
+    """The rollouts of one call. Each is in one of the three lists."""
 
     finished: list[Rollout]
-    """In the order in which they ended; fewer than enough if the time ran out, or no more could come."""
+    """Complete rollouts, in the order in which they ended. They are fewer than `enough` if the time is over, or if too
+    many have failed."""
     parked: list[Rollout]
-    """To be given to the next call as they are. Some have no new tokens, if nobody took them all the while."""
+    """Stopped rollouts, for the next call. Some have no new tokens, because no worker had begun them."""
     failed: list[tuple[Rollout, Exception]]
-    """As far as they had come, and why they did not go on."""
+    """Failed rollouts with their tokens so far, and the error of each."""
 
 
 async def gather_enough(
     rollouts: Sequence[Rollout], call: Call, stop: Stop, *, enough: int, timeout_s: float
 ) -> Gathered:
-    """Runs all of them until `enough` have ended or the time is over; then `stop` ends the rest on the engines. What it
-    raises is logged, and it is asked again, for STOP_S. What has not come back STOPPED_S later is parked as it was.
+    """Runs all rollouts until `enough` have ended or the time is over, then stops the others.
 
-    Raised are InvalidRequest, and what `stop` would be told each time: Python's own errors, and those of a status in
-    MISTAKEN. The requests under way are then cut off."""
+    Args:
+        rollouts: New ones, or parked ones of the call before.
+        call: Posts one request.
+        stop: Ends the requests on the engines. If it raises, it is called again, for STOP_S.
+        enough: How many completions to wait for.
+        timeout_s: Seconds to wait for them.
+
+    Returns:
+        The finished, parked and failed rollouts. A request without an answer STOPPED_S after `stop` is parked.
+
+    Raises:
+        InvalidRequest: `enough` is out of range.
+        Exception: `stop` has made a mistake that would repeat: an error of Python's own, or a status in MISTAKEN. The
+            running requests are cancelled.
+    """
     if not 1 <= enough <= len(rollouts):
         raise InvalidRequest(
-            f"{enough} of {len(rollouts)} rollouts", field="enough", fix="1 to as many as there are"
+            f"enough is {enough}, of {len(rollouts)} rollouts",
+            field="enough",
+            fix="give 1 to the number of rollouts",
         )
     gathering = _Gathering(rollouts, call)
-    tasks = [asyncio.create_task(gathering.run(index)) for index in range(len(rollouts))]
+    tasks = [asyncio.create_task(gathering.finish(index)) for index in range(len(rollouts))]
     try:
         give_up = asyncio.get_running_loop().time() + timeout_s
         left: set[asyncio.Task[None]] = set(tasks)
@@ -293,6 +311,8 @@ async def gather_enough(
 
 
 class _Gathering:
+    """One call's rollouts while they run."""
+
     def __init__(self, rollouts: Sequence[Rollout], call: Call) -> None:
         self.finished: list[int] = []
         self.stopping = False
@@ -301,9 +321,10 @@ class _Gathering:
         self._call = call
         self._room = asyncio.Semaphore(AT_ONCE)
         self._warned: set[type[Exception]] = set()
-        """Kinds of errors: the next ones of a kind say the same."""
+        """Kinds of errors that were logged, each once."""
 
-    async def run(self, index: int) -> None:
+    async def finish(self, index: int) -> None:
+        """Runs one rollout to its end, to `stop`, or to a failure."""
         tries = 0
         error: PlaneError | None = None
         try:
@@ -314,22 +335,22 @@ class _Gathering:
                     if error is None or isinstance(error, BEGUN) or len(self._now[index].token_ids) > made:
                         tries += 1
                     if error is None:
-                        continue  # somebody else may have aborted it, such as an update
+                        continue  # another caller, such as an update, may have aborted it
                     if not isinstance(error, Unavailable):
                         raise error
                     if not self.stopping:
                         await asyncio.sleep(error.facts.get("retry_after_s", RETRY_S))
-        except Exception as failure:  # one that fails takes nobody's tokens with it
+        except Exception as failure:  # the other rollouts keep their tokens
             self._failed[index] = failure
             return
         if self._now[index].finish_reason is not None:
             self.finished.append(index)
         elif not self.stopping:
             last = "" if error is None else f": {error.message}"
-            self._failed[index] = Unavailable(f"it did not come to its end in {TRIES} tries{last}")
+            self._failed[index] = Unavailable(f"the completion did not end in {TRIES} tries{last}")
 
     async def _ask(self, index: int) -> PlaneError | None:
-        """For the next part; with what it ended, where that is an error."""
+        """Sends the request for the next part. Returns the error that it ended with."""
         try:
             status, reply = await self._call(self._now[index].body())
         except PlaneError as error:
@@ -339,11 +360,11 @@ class _Gathering:
                 raise
             words = f"{type(error).__name__}: {error}"
             if type(error) not in self._warned:
-                log.warning("a rollout is sent again: %s", words)
+                log.warning("a rollout's request is sent again: %s", words)
             self._warned.add(type(error))
-            return Unavailable(words) if _reached_nobody(error) else Stalled(words)
-        self._now[index], told = self._now[index].with_reply(status, reply)
-        return told
+            return Unavailable(words) if _reached_no_server(error) else Stalled(words)
+        self._now[index], failure = self._now[index].with_reply(status, reply)
+        return failure
 
     def result(self) -> Gathered:
         settled = {*self.finished, *self._failed}

@@ -34,13 +34,14 @@ class PackedDelivery:
         self.adapter_config: Mapping[str, Any] | None = _config(manifest.adapter_config)
         self.refetchable = refetchable
         self.cancelled: Cancelled = never
-        """Is it not wanted any more? Whoever waits for a bucket looks."""
+        """The argument of `tensors`. A `buckets` that waits for bytes asks it."""
         self._manifest = manifest
         self._buckets = buckets
         self._owned = owned
         self._close = close
 
-    def tensors(self) -> Iterator[tuple[str, HostTensor]]:
+    def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
+        self.cancelled = cancelled
         for number, bucket in enumerate(self._manifest.buckets):
             data = next(self._buckets, None)
             if data is None:

@@ -3,20 +3,22 @@
 A transport knows how bytes arrive and nothing of engines. Its receiving half runs in the process that holds
 the model, on a thread, and yields `(name, tensor)`. Life of one update: `open(request)` checks everything that
 can be checked without receiving and gives a Delivery; `delivery.specs` says what will come; iterating
-`delivery.tensors()` brings it, once; `delivery.close()` frees what it held, on every path, twice included.
+`delivery.tensors(cancelled)` brings it, once; `delivery.close()` frees what it held, on every path, twice included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.canary import Canary
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.reception import Cancelled
 from rl_plane.weights.rooted_files import listed
 
 
@@ -61,11 +63,22 @@ class Delivery(Protocol):
     refetchable: bool
     """May the same bytes be fetched again later (by a worker that heals)?"""
 
-    def tensors(self) -> Iterator[tuple[str, HostTensor]]:
-        """Yields each tensor once, in any order. A buffer that is not `owned` is valid until the next one is asked for.
-        Raises InvalidWeights when what arrives is not what `specs` said."""
+    def tensors(self, cancelled: Cancelled, /) -> Iterator[tuple[str, HostTensor]]:
+        """Yields each tensor once, in any order. A buffer that is not `owned` is valid until the caller asks for the
+        next one. Raises InvalidWeights when what arrives is not what `specs` said.
+
+        `cancelled()` becomes true, on another thread, when the update is aborted. A delivery that waits for bytes asks
+        it at least once a second, and raises EngineFailed. Between two tensors the receiver asks it."""
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class CanaryDelivery(Delivery, Protocol):
+    """A Delivery whose publisher may have stored a numeric canary beside the weights."""
+
+    canary: Canary | InvalidRequest | None
+    """What the publisher stored, or what is wrong with it. None: nothing."""
 
 
 @runtime_checkable
@@ -76,7 +89,7 @@ class FedDelivery(Delivery, Protocol):
     def expect(self, wanted: Mapping[str, TensorSpec], tied: Mapping[str, str], cast: bool) -> None:
         """What a full checkpoint must and may hold. Called once, before anything else."""
 
-    def feed(self, part: ReceivePart, cancelled: Callable[[], bool]) -> int:
+    def feed(self, part: ReceivePart, cancelled: Cancelled) -> int:
         """On another thread than `tensors`: receives these, and returns when all were taken, how many are still to
         come. What it raises, `tensors` raises too: the update is over."""
 
@@ -95,6 +108,14 @@ class WeightTransport(Protocol):
     def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> Delivery:
         """`request`: the `transport` object of the body, `backend` included. Read-only. `kind`: what it must be.
         InvalidRequest for its fields, InvalidWeights for what it finds there."""
+
+
+@runtime_checkable
+class GroupedTransport(WeightTransport, Protocol):
+    """A transport that can be in several groups at once, each under a name."""
+
+    def leave(self, group: str, /) -> None:
+        """Leaves this group only. Without such a group: nothing."""
 
 
 @runtime_checkable

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from frontend.server.http import MAX_BODY_BYTES
+from frontend.server.bodies import MAX_BODY_BYTES
 from rl_plane.errors import Locked
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.weights.safetensors_file import write_safetensors

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
 from examples.skyrl_client import FleetInferenceClient
-from frontend.completions.completion_routes import Generation
+from frontend.completions.service import Generation
 from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, Locked, Unsupported
 from rl_plane.publish.integrations.vllm_client import FleetWeightSyncClient
 from rl_plane.sync import SyncRlClient

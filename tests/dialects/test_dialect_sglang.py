@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from frontend.dialects import dialect_routes
 from frontend.dialects.sglang.open_sessions import Opened
 from frontend.facade.calls import FleetCalls
+from frontend.server import shared_routes
 from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.errors import BusUnreachable, Locked, Unavailable
 from rl_plane.fleet.fleet import Fleet
@@ -37,7 +37,7 @@ OVERTAKES_S = 1.0
 
 @pytest.fixture(autouse=True)
 def nothing_is_reported_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialect_routes, "_reported", set())
+    monkeypatch.setattr(shared_routes, "_reported", set())
 
 
 async def test_what_is_told_of_the_fleet_as_one_server(plane: Plane) -> None:
@@ -89,7 +89,7 @@ async def test_pause_and_what_goes_with_it(plane: Plane, caplog: pytest.LogCaptu
         caplog.clear()
         for _ in range(2):
             fine(await http.post("/continue_generation", json={"torch_empty_cache": False, "pigeon": 1}))
-        told_of = [record.getMessage() for record in caplog.records if record.name == dialect_routes.log.name]
+        told_of = [record.getMessage() for record in caplog.records if record.name == shared_routes.log.name]
         assert [("torch_empty_cache" in one, "pigeon" in one) for one in told_of] == [
             (False, True),
             (True, False),

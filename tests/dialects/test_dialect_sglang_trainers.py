@@ -652,7 +652,7 @@ async def _taken_at_the_last_bucket(replay: Replay, plane: Plane, client: RlClie
     # Nor by a NATS that is away then: a 503 would bring its tensors twice.
     fine(await replay.send("g", plane.model(1), first))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Updates, "fed_standing", _unreachable)
+        patch.setattr(Updates, "parts_standing", _unreachable)
         async with refused_before("complete_weights_update", Locked("taken", retry_after_s=1.0)):
             answer = await replay.send("g", plane.model(1), last, weight_version="one")
     assert refused(answer, 409)["cause"] == "locked"

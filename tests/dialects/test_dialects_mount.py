@@ -12,19 +12,19 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import click
 import httpx
 import pytest
-from fastapi import FastAPI
 
-from frontend.dialects.common import NOT_POSSIBLE, begun, served_version
-from frontend.dialects.dialect_routes import AllFields, Ask, Fields, add_route, close_routes, report, take
+from frontend.dialects.common.fleet_as_one import NOT_POSSIBLE, begun, dialect_error, served_version
 from frontend.dialects.sglang import groups as sglang_groups
 from frontend.dialects.sglang.groups import GroupFields, Groups
 from frontend.main import started
-from frontend.server.http import MAX_BODY_BYTES, MAX_NAMES_BYTES, make_app, parse_hashed
-from frontend.server.openapi import add_model
-from frontend.server.options import FrontendOptions
-from rl_plane.cli.settings import DIALECTS, BadSetting, for_child, resolve
+from frontend.server.api import Api, schema_of
+from frontend.server.bodies import MAX_BODY_BYTES, MAX_NAMES_BYTES, parse_hashed
+from frontend.server.options import DIALECTS, FrontendOptions
+from frontend.server.shared_routes import DialectRequest, Fields, NoFields, ParsedRequest, SharedRoutes, report
+from rl_plane.cli.settings import for_child
 from rl_plane.errors import (
     Conflict,
     EngineFailed,
@@ -37,6 +37,7 @@ from rl_plane.errors import (
     WorkerLost,
 )
 from tests.support.paths import ROOT
+from tests.support.settings import values_of
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -148,14 +149,13 @@ async def test_an_unknown_dialect_is_refused() -> None:
 
 
 def test_the_command_line_names_dialects() -> None:
-    assert resolve(["dialects"], {}, {})["dialects"] == DIALECTS == FrontendOptions().dialects
-    for given in ({"RL_PLANE_DIALECTS": "vllm,prime-rl"}, {"RL_PLANE_DIALECTS": "none"}):
-        (text,) = given.values()
-        assert resolve(["dialects"], {}, given)["dialects"] == tuple(text.split(","))
-        values = resolve(["dialects"], {}, given)
+    assert values_of(["dialects"])["dialects"] == DIALECTS == FrontendOptions().dialects
+    for text in ("vllm,prime-rl", "none"):
+        values = values_of(["dialects"], RL_PLANE_DIALECTS=text)
+        assert values["dialects"] == tuple(text.split(","))
         assert for_child(values, {})[0] == [f"--dialects={name}" for name in values["dialects"]]
-    with pytest.raises(BadSetting, match="tgi"):
-        resolve(["dialects"], {"dialects": ["tgi"]}, {})
+    with pytest.raises(click.BadParameter, match="tgi"):
+        values_of(["dialects"], ["--dialects=tgi"])
 
 
 # ---- the table of routes ----
@@ -166,30 +166,39 @@ class Numbers(Fields):
     tags: list[str] | None = None
 
 
+class Names(Fields):
+    names: list[str]
+    last: int
+
+
 @pytest.fixture
-def app() -> FastAPI:
-    return make_app("test", None, frozenset())
+def routes() -> SharedRoutes:
+    return SharedRoutes(dialect_error)
 
 
 @asynccontextmanager
-async def speaking(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app)
+async def speaking(routes: SharedRoutes) -> AsyncIterator[httpx.AsyncClient]:
+    api = Api("test")
+    routes.mount(api)
+    transport = httpx.ASGITransport(api.app())
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         yield client
-    await close_routes(app)
+    await routes.close()
 
 
-async def test_a_shared_path_is_told_apart_by_its_body(app: FastAPI) -> None:
+async def test_a_shared_path_is_told_apart_by_its_body(routes: SharedRoutes) -> None:
     def named(name: str) -> Any:
-        async def answer(ask: Ask) -> Any:
+        async def answer(request: DialectRequest) -> Any:
             return name
 
         return answer
 
-    add_route(app, ["POST"], "/x", named("rest"), summary="")
-    add_route(app, ["POST"], "/x", named("a"), summary="", claims=lambda ask: ask.has("a"))
-    add_route(app, ["GET", "POST"], "/y", named("b"), summary="", claims=lambda ask: ask.has("b"))
-    async with speaking(app) as http:
+    routes.add(["POST"], "/x", named("rest"), summary="", fields=NoFields)
+    routes.add(["POST"], "/x", named("a"), summary="", fields=NoFields, claims=lambda request: request.has("a"))
+    routes.add(
+        ["GET", "POST"], "/y", named("b"), summary="", fields=NoFields, claims=lambda request: request.has("b")
+    )
+    async with speaking(routes) as http:
         assert (await http.post("/x", json={"a": 1})).json() == "a"
         assert (await http.post("/x?a=1")).json() == "a"
         assert (await http.post("/x", json={"b": 1})).json() == "rest"
@@ -198,16 +207,16 @@ async def test_a_shared_path_is_told_apart_by_its_body(app: FastAPI) -> None:
         assert (await http.post("/y", json={})).status_code == 400
 
 
-async def test_bodies_are_read_as_clients_send_them(app: FastAPI) -> None:
-    async def numbers(ask: Ask) -> Any:
-        return take(Numbers, ask).model_dump()
+async def test_bodies_are_read_as_clients_send_them(routes: SharedRoutes) -> None:
+    async def numbers(request: ParsedRequest[Numbers]) -> Any:
+        return request.fields.model_dump()
 
-    async def nothing(ask: Ask) -> Any:
+    async def nothing(request: DialectRequest) -> Any:
         return None
 
-    add_route(app, ["GET", "POST"], "/numbers", numbers, summary="", fields=Numbers)
-    add_route(app, ["POST"], "/nothing", nothing, summary="")
-    async with speaking(app) as http:
+    routes.add(["GET", "POST"], "/numbers", numbers, summary="", fields=Numbers)
+    routes.add(["POST"], "/nothing", nothing, summary="", fields=NoFields)
+    async with speaking(routes) as http:
         for content in (b"", b"{}", b"null", b" null\n"):
             assert (await http.post("/numbers", content=content)).json() == {"number": 0, "tags": None}
         assert (await http.request("GET", "/numbers", json={"number": 3})).json()["number"] == 3
@@ -224,16 +233,16 @@ async def test_bodies_are_read_as_clients_send_them(app: FastAPI) -> None:
 
 
 async def test_an_unknown_field_is_told_of_once(
-    app: FastAPI, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    routes: SharedRoutes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("frontend.dialects.dialect_routes._reported", set())
+    monkeypatch.setattr("frontend.server.shared_routes._reported", set())
 
-    async def numbers(ask: Ask) -> Any:
-        return take(Numbers, ask).number
+    async def numbers(request: ParsedRequest[Numbers]) -> Any:
+        return request.fields.number
 
-    add_route(app, ["POST"], "/told", numbers, summary="", fields=Numbers)
+    routes.add(["POST"], "/told", numbers, summary="", fields=Numbers)
     caplog.set_level(logging.WARNING, "frontend.dialects")
-    async with speaking(app) as http:
+    async with speaking(routes) as http:
         for _ in range(3):
             assert (await http.post("/told", json={"number": 1, "colour": "red"})).json() == 1
     assert [record.getMessage() for record in caplog.records if record.name == "frontend.dialects"] == [
@@ -249,7 +258,7 @@ async def test_every_route_tells_of_a_field_that_it_does_not_know(
     plane: Plane, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever else it says to the request."""
-    monkeypatch.setattr("frontend.dialects.dialect_routes._reported", set())
+    monkeypatch.setattr("frontend.server.shared_routes._reported", set())
     caplog.set_level(logging.WARNING, "frontend.dialects")
     plane.spawn()
     async with facade(plane) as http:
@@ -285,26 +294,26 @@ def test_two_bodies_of_one_name_are_not_taken_for_each_other() -> None:
     class Same(Fields):
         one: int = 0
 
-    schema: dict[str, Any] = {"components": {"schemas": {}}}
-    add_model(schema, Same)
-    add_model(schema, Same)
+    schemas: dict[str, Any] = {}
+    schema_of(Same, schemas)
+    schema_of(Same, schemas)
     other = type("Same", (Fields,), {"__annotations__": {"other": int}, "__module__": __name__})
     with pytest.raises(ValueError, match="two models are called Same"):
-        add_model(schema, other)
-    assert list(schema["components"]["schemas"]["Same"]["properties"]) == ["one"]
+        schema_of(other, schemas)
+    assert list(schemas["Same"]["properties"]) == ["one"]
 
 
-async def test_equal_calls_under_way_share_one_answer(app: FastAPI) -> None:
+async def test_equal_calls_under_way_share_one_answer(routes: SharedRoutes) -> None:
     started_, let_go, runs = asyncio.Semaphore(0), asyncio.Event(), []
 
-    async def slow(ask: Ask) -> Any:
-        runs.append(ask.body)
+    async def slow(request: DialectRequest) -> Any:
+        runs.append(request.body)
         started_.release()
         await let_go.wait()
         return len(runs)
 
-    add_route(app, ["POST"], "/slow", slow, summary="", once=True)
-    async with speaking(app) as http:
+    routes.add(["POST"], "/slow", slow, summary="", fields=NoFields, once=True)
+    async with speaking(routes) as http:
         first = asyncio.create_task(http.post("/slow", json={"a": 1}))
         await started_.acquire()
         gone = asyncio.create_task(http.post("/slow", json={"a": 1}))
@@ -329,7 +338,9 @@ def test_an_equal_body_is_known_by_its_bytes() -> None:
         parse_hashed(b"[]")
 
 
-async def test_a_large_body_is_hashed_beside_the_loop(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_large_body_is_hashed_beside_the_loop(
+    routes: SharedRoutes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Equal ones are one call all the same."""
     threads, runs = [], []
     came, started_, let_go = asyncio.Semaphore(0), asyncio.Semaphore(0), asyncio.Event()
@@ -338,30 +349,29 @@ async def test_a_large_body_is_hashed_beside_the_loop(app: FastAPI, monkeypatch:
         threads.append(threading.current_thread())
         return parse_hashed(data)
 
-    def claims(ask: Ask) -> bool:
+    def claims(request: DialectRequest) -> bool:
         came.release()
         return True
 
-    async def slow(ask: Ask) -> Any:
-        runs.append(ask.body["last"])
+    async def slow(request: DialectRequest) -> Any:
+        runs.append(request.body["last"])
         started_.release()
         await let_go.wait()
         return len(runs)
 
-    monkeypatch.setattr("frontend.server.http.parse_hashed", parse)
-    add_route(
-        app,
+    monkeypatch.setattr("frontend.server.bodies.parse_hashed", parse)
+    routes.add(
         ["POST"],
         "/slow",
         slow,
         summary="",
-        fields=AllFields,
+        fields=Names,
         claims=claims,
         once=True,
         max_body_bytes=MAX_NAMES_BYTES,
     )
     names = ["x" * 1000] * (MAX_BODY_BYTES // 1000)
-    async with speaking(app) as http:
+    async with speaking(routes) as http:
         tasks = [asyncio.create_task(http.post("/slow", json={"names": names, "last": n})) for n in (1, 1, 2)]
         for each in (came, came, came, started_, started_):
             await each.acquire()
@@ -371,25 +381,25 @@ async def test_a_large_body_is_hashed_beside_the_loop(app: FastAPI, monkeypatch:
     assert threading.main_thread() not in threads
 
 
-async def test_a_part_that_is_done_is_not_done_again_while_its_update_goes_on(app: FastAPI) -> None:
+async def test_a_part_that_is_done_is_not_done_again_while_its_update_goes_on(routes: SharedRoutes) -> None:
     update: list[str | None] = ["one"]
     runs = []
 
-    async def part(ask: Ask) -> Any:
-        runs.append(ask.body)
-        if ask.has("wrong"):
+    async def part(request: DialectRequest) -> Any:
+        runs.append(request.body)
+        if request.has("wrong"):
             raise InvalidRequest("it can't be")
         return len(runs)
 
-    async def other(ask: Ask) -> Any:
+    async def other(request: DialectRequest) -> Any:
         return None
 
     async def standing() -> object:
         return update[0]
 
-    add_route(app, ["POST"], "/part", part, summary="", once=True, standing=standing)
-    add_route(app, ["GET", "POST"], "/other", other, summary="")
-    async with speaking(app) as http:
+    routes.add(["POST"], "/part", part, summary="", fields=NoFields, once=True, standing=standing)
+    routes.add(["GET", "POST"], "/other", other, summary="", fields=NoFields)
+    async with speaking(routes) as http:
 
         async def told(**body: Any) -> Any:
             return (await http.post("/part", json=body)).json()
@@ -492,9 +502,7 @@ def test_what_was_sent_is_not_sent_again_to_a_fleet_that_is_taken_or_gone(raised
 
 
 def test_reports_are_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(
-        "frontend.dialects.dialect_routes._reported", {("/full", str(each)) for each in range(1000)}
-    )
+    monkeypatch.setattr("frontend.server.shared_routes._reported", {("/full", str(each)) for each in range(1000)})
     report("/x", "y")
     assert not caplog.records
 
@@ -525,7 +533,10 @@ def rows_of(page: str, heading: str) -> list[list[str]]:
 
 
 def test_every_row_names_a_test_that_there_is() -> None:
-    rows = [*rows_of("dialects.md", "Conformance"), *rows_of("dialects-sglang.md", "Trainer by trainer")]
+    rows = [
+        *rows_of("conformance.md", "vLLM, TRL, SkyRL, prime-rl, Dynamo"),
+        *rows_of("conformance.md", "SGLang's trainers"),
+    ]
     for trainer, *_, named in rows:
         tests = named.split(", ")
         for test in tests:

@@ -1,7 +1,7 @@
-"""Every command in the docs runs, as written: each page's blocks in order, in a fresh folder with a fleet of its own.
+"""Runs every command in the docs: the blocks of each page in their order, in a new folder, with a fleet of its own.
 
-A fenced block's tags say how: `sh` and `python` are run to their end and must succeed; `sh background` is run until the
-page's end; `sh gpu` and `sh container` need what CI machines lack. Blocks without these languages are not commands.
+A fenced block's tags say how. `sh` and `python` run to their end and must succeed. `sh background` runs until the end
+of the page. `sh gpu` and `sh container` need what CI machines lack. Blocks of other languages are not commands.
 """
 
 from __future__ import annotations
@@ -35,10 +35,14 @@ RUN_ELSEWHERE = {
     "make demo": "tests/docs/test_demo_run.py runs it",
     ".venv/bin/rl-plane demo --engine vllm": "tests/docs/test_demo_run.py runs a short one",
     ".venv/bin/rl-plane demo --engine sglang": "tests/docs/test_demo_run.py runs a short one",
-    "make test": "whoever reads this runs it",
-    "make test-fast": "a part of make test",
+    "make test": "it is the run that this test is a part of",
+    "make test-fast": "it is a part of make test",
     "make setup": "make test begins with it",
     "make engines": "make test begins with it",
+    ".venv/bin/pip install ./examples/echo_engine": "tests/engines/test_third_party_engine.py installs it",
+    ".venv/bin/rl-plane worker --engine echo --model /tmp/echo-model": (
+        "tests/engines/test_third_party_engine.py runs it"
+    ),
     ".venv/bin/pip install ./examples/http_transport": "tests/transports/test_third_party_transport.py installs it",
     "make bench": "tests/docs/test_bench_quick.py runs a short one",
 }
@@ -158,8 +162,8 @@ def test_the_page_runs_as_written(page: Path, tmp_path: Path) -> None:
             each.__exit__(None, None, None)
 
 
-def test_what_is_not_run_is_known() -> None:
-    """A block that needs a GPU or containers is counted here, so that nothing slips out of the tests unseen."""
+def test_every_block_that_does_not_run_is_counted() -> None:
+    """Counts the blocks that need a GPU or containers, so that no other block is left out unseen."""
     left_out = {page.name: sum(bool(block.tags & NEEDS_MORE) for block in COMMANDS[page]) for page in PAGES}
     assert {name: count for name, count in left_out.items() if count} == {
         "benchmarks.md": 2,
@@ -174,25 +178,44 @@ def test_the_reference_is_up_to_date() -> None:
     assert fresh == (ROOT / "docs" / "reference.md").read_text(), "run: python docs/generate_reference.py"
 
 
-def test_every_row_of_the_engines_names_tests_of_each() -> None:
-    """A "yes" is what `describe` doesn't deny: what no engine ever denies is shown by tests alone."""
+def test_every_row_of_the_engines_has_tests_of_each() -> None:
+    """A "yes" in the table only says that `describe` denies nothing, so tests of every engine have to show it."""
     features = runpy.run_path(str(ROOT / "docs" / "generate_engines.py"))["FEATURES"]
     page = (ROOT / "docs" / "engines.md").read_text()
     for feature in features.values():
-        assert re.search(rf"^\| {re.escape(feature.words)} \|.*\| {feature.shown_by} \|$", page, re.MULTILINE)
+        assert re.search(rf"^\| {re.escape(feature.words)} \|", page, re.MULTILINE), feature.words
         run: set[str] = set()
         for module, name in (test.split("::") for test in feature.tests):
-            text = (ROOT / "tests" / f"{module}.py").read_text()
+            text = (ROOT / "tests" / "engines" / f"{module}.py").read_text()
             assert re.search(rf"^(async )?def {name}\(", text, re.MULTILINE), f"there is no {module}::{name}"
             run |= ENGINES_OF[module]
         assert run == {"hf", "sglang", "vllm"}, feature.words
 
 
-def test_links_lead_somewhere() -> None:
+def test_every_test_that_a_page_names_exists() -> None:
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            if "://" not in target:
-                assert (page.parent / target).exists(), f"{page}: {target}"
+        for file, words in set(re.findall(r"`(tests/[\w/]+\.py)(?: -k ([\w-]+))?`", page.read_text())):
+            assert (ROOT / file).exists(), f"{page.name}: there is no {file}"
+            # The names in the kill matrix are parameters, which it computes.
+            if words and not file.startswith("tests/kill/"):
+                assert words in (ROOT / file).read_text(), f"{page.name}: no test of {file} is called {words}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_has_a_target() -> None:
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", page.read_text()):
+            if "://" in target:
+                continue
+            linked = page.parent / target if target else page
+            assert linked.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(linked), f"{page.name}: {target}#{anchor}"
 
 
 def test_curl_is_here() -> None:

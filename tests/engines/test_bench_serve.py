@@ -28,7 +28,7 @@ parser = FlexibleArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
 """
-"""What `vllm bench serve` runs; the command itself needs parts of vLLM that are of no use here."""
+"""The function that `vllm bench serve` runs; the command itself needs parts of vLLM that are of no use here."""
 
 
 @pytest.mark.parametrize(

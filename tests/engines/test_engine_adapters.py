@@ -1,7 +1,7 @@
-"""What an EngineAdapter promises, held against real vLLM and real SGLang on a CPU, and a plain transformers model.
+"""The contract of an EngineAdapter, tested on real vLLM and real SGLang on a CPU, against a plain transformers model.
 
-Each engine is started once for all; `-k vllm` runs one of them. What they are peculiar in:
-tests/support/engine_kinds.py. With more ranks than one, and killed: tests/engines/test_two_ranks.py.
+Each engine starts once for all tests; `-k vllm` runs one of them. `tests/support/engine_kinds.py` has the differences
+of the two. `tests/engines/test_two_ranks.py` runs them with several ranks, and kills them.
 """
 
 from __future__ import annotations
@@ -59,9 +59,11 @@ from tests.support.engine_runs import (  # noqa: E402
     witnessed,
 )
 from tests.support.reference import logits_of, logprobs_of, penalized  # noqa: E402
-from worker.engines.base import EngineAdapter, EngineInfo, PauseMode  # noqa: E402
+from worker.engines.base import EngineInfo, PauseMode  # noqa: E402
+from worker.engines.capabilities import FullEngine, with_missing  # noqa: E402
 from worker.engines.common.finite_logits import NOT_FINITE  # noqa: E402
 from worker.receive.staging import adapter_digest, model_digest  # noqa: E402
+from worker.testing.engine_contract import CHECKS, Check, EngineUnderTest  # noqa: E402
 from worker.testing.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token  # noqa: E402
 from worker.testing.tiny_model import VOCAB_SIZE  # noqa: E402
 
@@ -72,7 +74,7 @@ ENDLESS = 2000
 
 
 EOS = (0,)
-"""Of the tiny models."""
+"""The eos tokens of the tiny models."""
 
 ADAPTERS = ("x", "y", "z")
 """Names that tests use."""
@@ -86,7 +88,7 @@ def scratch(models: Models) -> Iterator[Path]:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def shared(kind: Kind, models: Models) -> AsyncIterator[tuple[EngineAdapter, EngineInfo]]:
+async def shared(kind: Kind, models: Models) -> AsyncIterator[tuple[FullEngine, EngineInfo]]:
     engine = kind.build(kind.options(models.witness[1]))
     with pytest.MonkeyPatch.context() as patched:
         # Unix sockets have paths of 107 characters at most.
@@ -100,7 +102,7 @@ async def shared(kind: Kind, models: Models) -> AsyncIterator[tuple[EngineAdapte
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def engine(shared: tuple[EngineAdapter, EngineInfo], models: Models) -> AsyncIterator[EngineAdapter]:
+async def engine(shared: tuple[FullEngine, EngineInfo], models: Models) -> AsyncIterator[FullEngine]:
     """At witness 1, without adapters, running."""
     engine, _ = shared
     spans = (await run(engine, ask([3], max_tokens=1))).spans
@@ -115,7 +117,7 @@ async def engine(shared: tuple[EngineAdapter, EngineInfo], models: Models) -> As
 
 
 @pytest.fixture
-def info(shared: tuple[EngineAdapter, EngineInfo]) -> EngineInfo:
+def info(shared: tuple[FullEngine, EngineInfo]) -> EngineInfo:
     return shared[1]
 
 
@@ -123,10 +125,20 @@ def prompt_of(seed: int, length: int) -> list[int]:
     return [random.Random(f"{seed} {length}").randrange(3, VOCAB_SIZE) for _ in range(length)]
 
 
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+async def test_the_engine_keeps_the_contract(
+    check: Check, engine: FullEngine, info: EngineInfo, models: Models
+) -> None:
+    base, other = models.witness[1], models.witness[2]
+    known = with_missing(engine, info)
+    await check(EngineUnderTest(engine, known, base, other, adapter=models.adapters[1]))
+    engine.set_version(version(0, base))
+
+
 # what it is
 
 
-async def test_what_it_says_of_itself(kind: Kind, engine: EngineAdapter, info: EngineInfo) -> None:
+async def test_what_it_says_of_itself(kind: Kind, engine: FullEngine, info: EngineInfo) -> None:
     assert (info.engine, info.dtype, info.device, info.world_size) == (kind.name, "bfloat16", "cpu", 1)
     assert info.vocab_size == VOCAB_SIZE
     assert (info.max_model_len, info.max_adapters) == (kind.max_model_len, kind.places)
@@ -164,7 +176,7 @@ async def test_modes_for_gpus_are_refused_on_a_cpu(kind: Kind, models: Models) -
 async def test_modes_for_gpus_are_what_the_engine_is_built_with(
     kind: Kind, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As far as it can be told without a GPU; also where the environment or an argument says otherwise."""
+    """The modes win over the environment and other arguments, as far as a machine without a GPU can show."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
     given = dataclasses.replace(kind.options(models.tiny[1], **kind.no_modes), device="cuda")
     assert kind.modes(kind.build(given)) == (False, False)
@@ -177,7 +189,7 @@ async def test_modes_for_gpus_are_what_the_engine_is_built_with(
 
 
 async def test_greedy_tokens_are_those_of_a_plain_forward_before_and_after_swaps(
-    engine: EngineAdapter, models: Models
+    engine: FullEngine, models: Models
 ) -> None:
     prompts = [prompt_of(seed, 3 + 11 * seed) for seed in range(4)]
     made = []
@@ -237,7 +249,7 @@ async def test_stop_strings_cut_the_text_and_end_the_request(engine: Any) -> Non
     assert engine.load() == (0, 0)
 
 
-async def test_seeds_whatever_else_runs(engine: EngineAdapter, models: Models) -> None:
+async def test_seeds_whatever_else_runs(engine: FullEngine, models: Models) -> None:
     await update(engine, models.tiny[1], 5)
     prompt = prompt_of(1, 9)
 
@@ -260,7 +272,7 @@ async def test_seeds_whatever_else_runs(engine: EngineAdapter, models: Models) -
     assert is_of(await run(engine, ask(prompt, temperature=1.0, top_k=1, logprobs=True)), models.tiny[1])
 
 
-async def test_seeds_of_a_prompt_that_is_computed_in_parts(engine: EngineAdapter, models: Models) -> None:
+async def test_seeds_of_a_prompt_that_is_computed_in_parts(engine: FullEngine, models: Models) -> None:
     await update(engine, models.tiny[1], 6)
     seeded = ask(prompt_of(2, 2 * BATCH_TOKENS + 20), temperature=1.2, seed=11, max_tokens=30)
     in_parts = await run(engine, seeded)
@@ -268,7 +280,7 @@ async def test_seeds_of_a_prompt_that_is_computed_in_parts(engine: EngineAdapter
     assert (await run(engine, seeded.model_copy(update={"id": "again"}))).tokens == in_parts.tokens
 
 
-async def test_what_a_request_allows_and_bars(kind: Kind, engine: EngineAdapter, models: Models) -> None:
+async def test_what_a_request_allows_and_bars(kind: Kind, engine: FullEngine, models: Models) -> None:
     await update(engine, models.tiny[1], 7)
     prompt = prompt_of(3, 2 * BATCH_TOKENS)
     first, second = (await run(engine, ask(prompt, max_tokens=2))).tokens
@@ -319,7 +331,7 @@ async def test_what_a_request_allows_and_bars(kind: Kind, engine: EngineAdapter,
 
 
 async def test_an_abort_ends_a_request_that_is_tokenized_still(
-    engine: EngineAdapter, monkeypatch: pytest.MonkeyPatch
+    engine: FullEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = GenerateRequest(id="text", prompt="hello world", max_tokens=2, temperature=0.0)
     await ends_while_tokenized(engine, text, monkeypatch)
@@ -327,7 +339,7 @@ async def test_an_abort_ends_a_request_that_is_tokenized_still(
 
 
 async def test_a_prefix_is_shared_with_the_same_salt_alone(
-    kind: Kind, engine: EngineAdapter, models: Models, monkeypatch: pytest.MonkeyPatch
+    kind: Kind, engine: FullEngine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await update(engine, models.tiny[1], 7)
     cached, prompt = kind.cached_tokens(monkeypatch), prompt_of(3, 6 * BATCH_TOKENS)
@@ -340,7 +352,7 @@ async def test_a_prefix_is_shared_with_the_same_salt_alone(
 
 @pytest.mark.parametrize("penalties", [(1.5, 0.0, 1.0), (0.0, 1.5, 1.0), (0.0, 0.0, 1.7), (-0.2, 0.5, 1.3)])
 async def test_penalties(
-    kind: Kind, engine: EngineAdapter, models: Models, penalties: tuple[float, float, float]
+    kind: Kind, engine: FullEngine, models: Models, penalties: tuple[float, float, float]
 ) -> None:
     await update(engine, models.tiny[1], 7)
     prompt = prompt_of(3, 9)
@@ -359,7 +371,7 @@ async def test_penalties(
     assert result.logprobs == pytest.approx(raw, abs=LOGPROBS)
 
 
-async def test_the_likeliest_tokens(engine: EngineAdapter, models: Models) -> None:
+async def test_the_likeliest_tokens(engine: FullEngine, models: Models) -> None:
     await update(engine, models.tiny[1], 9)
     prompt = prompt_of(3, 9)
     for count in (1, 5):
@@ -377,7 +389,7 @@ async def test_the_likeliest_tokens(engine: EngineAdapter, models: Models) -> No
         assert result.logprobs == pytest.approx(raw, abs=LOGPROBS)
 
 
-async def test_the_least_likely_tokens(kind: Kind, engine: EngineAdapter, models: Models) -> None:
+async def test_the_least_likely_tokens(kind: Kind, engine: FullEngine, models: Models) -> None:
     await update(engine, models.tiny[1], 8)
     prompt = prompt_of(3, 9)
     request = ask(prompt, temperature=1.0, seed=3, min_p=0.5, max_tokens=40, logprobs=True)
@@ -391,7 +403,7 @@ async def test_the_least_likely_tokens(kind: Kind, engine: EngineAdapter, models
         assert float(row[token]) > float(row.max()) + math.log(0.5) - 2 * LOGPROBS
 
 
-async def test_bad_requests_do_not_reach_the_engine(engine: EngineAdapter, info: EngineInfo) -> None:
+async def test_bad_requests_do_not_reach_the_engine(engine: FullEngine, info: EngineInfo) -> None:
     length = info.max_model_len
     for field, request in (
         ("prompt_token_ids", ask([VOCAB_SIZE])),
@@ -432,13 +444,13 @@ async def test_bad_requests_do_not_reach_the_engine(engine: EngineAdapter, info:
         {"max_tokens": 1, "logprobs": True},
     ],
 )
-async def test_extremes_do_not_hurt_the_engine(engine: EngineAdapter, extreme: dict[str, Any]) -> None:
+async def test_extremes_do_not_hurt_the_engine(engine: FullEngine, extreme: dict[str, Any]) -> None:
     assert (await run(engine, ask([7], **extreme))).tokens
     assert (await run(engine, ask([3]))).tokens == witnessed(1, 3, 16)
 
 
-async def test_a_low_temperature_is_not_raised(engine: EngineAdapter) -> None:
-    """Of two tokens whose logits differ by 0.01, the lesser one is made so often."""
+async def test_a_low_temperature_is_not_raised(engine: FullEngine) -> None:
+    """Two tokens have logits that differ by 0.01: the lesser one must come as often as the temperature says."""
     first = await run(engine, ask([7], max_tokens=1, logprobs=True, top_logprobs=2))
     ((one, likely), (other, rare)) = (first.deltas[0].top_logprobs or [])[0]
     bias = {str(one): 50.0, str(other): 50.0 + likely - rare - 0.01}
@@ -450,13 +462,13 @@ async def test_a_low_temperature_is_not_raised(engine: EngineAdapter) -> None:
     assert made[other] / 400 == pytest.approx(1 / (1 + math.exp(0.01 / 0.005)), abs=0.07)  # at 0.01 it is 0.27
 
 
-async def test_more_requests_than_the_engine_takes_at_once(engine: EngineAdapter) -> None:
+async def test_more_requests_than_the_engine_takes_at_once(engine: FullEngine) -> None:
     runs = [Run(engine, ask([token], max_tokens=8)) for token in range(400)]
     for token, one in enumerate(runs):
         assert (await one.end()).tokens == witnessed(1, token, 8)
 
 
-async def test_aborting_and_leaving(engine: EngineAdapter) -> None:
+async def test_aborting_and_leaving(engine: FullEngine) -> None:
     runs = [Run(engine, ask([20], max_tokens=ENDLESS)) for _ in range(3)]
     for one in runs:
         await one.reach(3)
@@ -477,7 +489,7 @@ async def test_aborting_and_leaving(engine: EngineAdapter) -> None:
 # pause
 
 
-async def test_keep_freezes_and_goes_on(engine: EngineAdapter) -> None:
+async def test_keep_freezes_and_goes_on(engine: FullEngine) -> None:
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(10)
     await engine.pause("keep", False)
@@ -496,7 +508,7 @@ async def test_keep_freezes_and_goes_on(engine: EngineAdapter) -> None:
     assert (await late.end()).tokens == witnessed(1, 21, 16)
 
 
-async def test_wait_drains(engine: EngineAdapter) -> None:
+async def test_wait_drains(engine: FullEngine) -> None:
     one = Run(engine, ask([20], max_tokens=200))
     await one.reach(1)
     assert await engine.pause("wait", True) is True
@@ -510,7 +522,7 @@ async def test_wait_drains(engine: EngineAdapter) -> None:
 
 @pytest.mark.parametrize("meanwhile", ["nothing", "a flush", "new weights", "a reset", "a release of memory"])
 async def test_wait_drains_what_was_frozen(
-    kind: Kind, engine: EngineAdapter, models: Models, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+    kind: Kind, engine: FullEngine, models: Models, monkeypatch: pytest.MonkeyPatch, meanwhile: str
 ) -> None:
     """Also where it has lost its KV since. What came after `keep` is not drained."""
     monkeypatch.setattr(engine, *kind.refuses_memory)
@@ -544,8 +556,8 @@ async def test_wait_drains_what_was_frozen(
 
 
 @pytest.mark.parametrize("before", ["running", "frozen", "flushed"])
-async def test_a_wait_that_is_cancelled_leaves_it_as_it_was(engine: EngineAdapter, before: str) -> None:
-    """As its deadline does."""
+async def test_a_wait_that_is_cancelled_leaves_it_as_it_was(engine: FullEngine, before: str) -> None:
+    """The deadline of a pause cancels it."""
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(1)
     if before != "running":
@@ -561,7 +573,7 @@ async def test_a_wait_that_is_cancelled_leaves_it_as_it_was(engine: EngineAdapte
     assert (await one.end()).tokens == witnessed(1, 20, 300)
 
 
-async def waited_for(engine: EngineAdapter) -> tuple[Run, Run, asyncio.Task[bool]]:
+async def waited_for(engine: FullEngine) -> tuple[Run, Run, asyncio.Task[bool]]:
     """A request that was frozen and goes on, one that came while it was, and the `wait` for the first."""
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(1)
@@ -573,7 +585,7 @@ async def waited_for(engine: EngineAdapter) -> tuple[Run, Run, asyncio.Task[bool
 
 
 @pytest.mark.parametrize("then", ["abort", "keep", "wait"])
-async def test_a_pause_after_a_wait_that_was_cancelled(engine: EngineAdapter, then: PauseMode) -> None:
+async def test_a_pause_after_a_wait_that_was_cancelled(engine: FullEngine, then: PauseMode) -> None:
     """And that had to start again what it waits for."""
     one, late, waiting = await waited_for(engine)
     waiting.cancel()
@@ -592,8 +604,8 @@ async def test_a_pause_after_a_wait_that_was_cancelled(engine: EngineAdapter, th
     assert result.tokens == witnessed(1, 20, len(result.tokens) if then == "abort" else 300)
 
 
-async def test_a_resume_ends_a_wait(engine: EngineAdapter) -> None:
-    """Who waits is told when what ran before has ended."""
+async def test_a_resume_ends_a_wait(engine: FullEngine) -> None:
+    """The wait returns when the requests that ran before have ended."""
     one, late, waiting = await waited_for(engine)
     await engine.resume()
     assert (await late.end()).tokens == witnessed(1, 21, 16)
@@ -603,7 +615,7 @@ async def test_a_resume_ends_a_wait(engine: EngineAdapter) -> None:
     await engine.resume()
 
 
-async def _goes_on_from_frozen(engine: EngineAdapter, one: Run) -> None:
+async def _goes_on_from_frozen(engine: FullEngine, one: Run) -> None:
     """It stood still, with less than 300 tokens."""
     await engine.liveness()
     held = len(one.result.tokens)
@@ -612,9 +624,7 @@ async def _goes_on_from_frozen(engine: EngineAdapter, one: Run) -> None:
     await engine.resume()
 
 
-async def test_a_pause_that_fails_leaves_it_as_it_was(
-    engine: EngineAdapter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_pause_that_fails_leaves_it_as_it_was(engine: FullEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     async def no_flush() -> bool:
         raise EngineFailed("no flush")
 
@@ -633,7 +643,7 @@ async def test_a_pause_that_fails_leaves_it_as_it_was(
     assert (await one.end()).tokens == witnessed(1, 20, 300)
 
 
-async def test_abort_ends_all_at_once(engine: EngineAdapter) -> None:
+async def test_abort_ends_all_at_once(engine: FullEngine) -> None:
     one = Run(engine, ask([20], max_tokens=ENDLESS))
     await one.reach(5)
     assert await engine.pause("abort", True) is True
@@ -644,7 +654,7 @@ async def test_abort_ends_all_at_once(engine: EngineAdapter) -> None:
 
 
 async def test_frozen_requests_outlast_a_release_of_memory(
-    kind: Kind, engine: EngineAdapter, monkeypatch: pytest.MonkeyPatch
+    kind: Kind, engine: FullEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And make nothing before `resume`, also when all memory is back. Nothing is freed on a CPU."""
     monkeypatch.setattr(engine, *kind.refuses_memory)
@@ -666,7 +676,7 @@ async def test_frozen_requests_outlast_a_release_of_memory(
     assert (await late.end()).tokens == witnessed(1, 21, 16)
 
 
-async def test_a_frozen_request_can_be_aborted(engine: EngineAdapter) -> None:
+async def test_a_frozen_request_can_be_aborted(engine: FullEngine) -> None:
     one, other = (Run(engine, ask([20], max_tokens=300)) for _ in range(2))
     await one.reach(5)
     await other.reach(5)
@@ -677,7 +687,7 @@ async def test_a_frozen_request_can_be_aborted(engine: EngineAdapter) -> None:
     assert (await other.end()).tokens == witnessed(1, 20, 300)
 
 
-async def test_flushing(engine: EngineAdapter) -> None:
+async def test_flushing(engine: FullEngine) -> None:
     assert await engine.flush_cache() is True
     one = Run(engine, ask([20], max_tokens=ENDLESS))
     await one.reach(5)
@@ -693,7 +703,7 @@ async def test_flushing(engine: EngineAdapter) -> None:
 # weights
 
 
-async def test_a_swap_under_streams(engine: EngineAdapter, models: Models) -> None:
+async def test_a_swap_under_streams(engine: FullEngine, models: Models) -> None:
     runs = [Run(engine, ask([20 + number], max_tokens=300)) for number in range(3)]
     staging, _ = await receive(engine, reception(models.witness[2]))
     await runs[2].reach(20)
@@ -714,7 +724,7 @@ async def test_a_swap_under_streams(engine: EngineAdapter, models: Models) -> No
     assert (result.tokens, result.spans[0].sequence) == (witnessed(2, 9, 16), 1)
 
 
-async def test_no_request_uses_older_kv(engine: EngineAdapter, models: Models) -> None:
+async def test_no_request_uses_older_kv(engine: FullEngine, models: Models) -> None:
     """By logprobs: a stale prefix would move them by far more than the bound."""
     await update(engine, models.tiny[1], 1)
     prompt = prompt_of(5, 60)
@@ -751,7 +761,7 @@ async def fails(one: Run) -> list[int]:
 
 
 async def test_weights_that_are_no_numbers_fail_each_request_and_not_the_engine(
-    kind: Kind, engine: EngineAdapter, models: Models, scratch: Path
+    kind: Kind, engine: FullEngine, models: Models, scratch: Path
 ) -> None:
     asked: list[dict[str, Any]] = [
         {},
@@ -787,9 +797,9 @@ async def test_weights_that_are_no_numbers_fail_each_request_and_not_the_engine(
 
 
 async def test_a_request_ends_before_the_first_token_of_no_numbers_and_no_other_does(
-    engine: EngineAdapter, models: Models, scratch: Path
+    engine: FullEngine, models: Models, scratch: Path
 ) -> None:
-    """What such a token would be made after is told; it holds for weights that come meanwhile too."""
+    """The tokens before such a token are delivered. It holds for weights that come meanwhile, too."""
     chain = witnessed(1, 7, 200)
     token = chain[120]
     lone = changed(models.witness[1], scratch / "token", "model.embed_tokens.weight", token, math.nan)
@@ -819,7 +829,7 @@ async def test_a_request_ends_before_the_first_token_of_no_numbers_and_no_other_
     assert engine.load() == (0, 0)
 
 
-async def test_generation_goes_on_while_weights_are_received(engine: EngineAdapter, models: Models) -> None:
+async def test_generation_goes_on_while_weights_are_received(engine: FullEngine, models: Models) -> None:
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(5)
     for _ in range(3):
@@ -838,7 +848,7 @@ async def test_generation_goes_on_while_weights_are_received(engine: EngineAdapt
 
 
 async def test_bad_checkpoints_change_nothing(
-    engine: EngineAdapter, models: Models, scratch: Path, tmp_path: Path
+    engine: FullEngine, models: Models, scratch: Path, tmp_path: Path
 ) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -878,7 +888,7 @@ async def test_bad_checkpoints_change_nothing(
     assert (await run(engine, ask([9]))).tokens == witnessed(2, 9, 16)
 
 
-async def test_overwriting_in_place(engine: EngineAdapter, models: Models) -> None:
+async def test_overwriting_in_place(engine: FullEngine, models: Models) -> None:
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(10)
     with pytest.raises(EngineFailed, match="paused"):
@@ -893,13 +903,13 @@ async def test_overwriting_in_place(engine: EngineAdapter, models: Models) -> No
     assert (await run(engine, ask([9]))).tokens == witnessed(2, 9, 16)
 
 
-async def test_an_overwrite_that_fails_can_be_healed(engine: EngineAdapter, models: Models, scratch: Path) -> None:
+async def test_an_overwrite_that_fails_can_be_healed(engine: FullEngine, models: Models, scratch: Path) -> None:
     await engine.pause("keep", False)
     wrong = reception(models.witness[2], in_place=True, digest="blake3:" + "0" * 64)
     with pytest.raises(InvalidWeights, match="the bytes make"):
         await receive(engine, wrong)
     what = reception(models.witness[2], in_place=True)
-    await asyncio.to_thread(engine.open, what)
+    await asyncio.to_thread(engine.open, *what)
     with pytest.raises(EngineFailed, match="cancelled"):
         await asyncio.to_thread(engine.receive, what.staging, lambda: True)
     cut = shutil.copytree(models.witness[2], scratch / "cut")
@@ -920,7 +930,7 @@ async def test_an_overwrite_that_fails_can_be_healed(engine: EngineAdapter, mode
     assert (result.tokens, result.spans[0].sequence) == (witnessed(2, 9, 16), 1)
 
 
-async def test_checks_see_every_change(engine: EngineAdapter, models: Models, scratch: Path) -> None:
+async def test_checks_see_every_change(engine: FullEngine, models: Models, scratch: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     (before,) = await engine.check_weights("checksum")
@@ -955,7 +965,7 @@ async def test_checks_see_every_change(engine: EngineAdapter, models: Models, sc
 # adapters
 
 
-async def test_adapters_load_swap_and_unload(kind: Kind, engine: EngineAdapter, models: Models) -> None:
+async def test_adapters_load_swap_and_unload(kind: Kind, engine: FullEngine, models: Models) -> None:
     await update(engine, models.tiny[1], 1)
 
     async def says(name: str | None, seed: int = 1) -> Result:
@@ -1007,7 +1017,7 @@ async def test_adapters_load_swap_and_unload(kind: Kind, engine: EngineAdapter, 
     "target", ["q_proj", "k_proj", "up_proj", "layers.0.self_attn.v_proj", "layers.1.mlp.gate_proj"]
 )
 async def test_adapters_of_a_part_of_a_layer(
-    engine: EngineAdapter, models: Models, scratch: Path, target: str
+    engine: FullEngine, models: Models, scratch: Path, target: str
 ) -> None:
     """Engines have the query, the key and the value in one layer."""
     await update(engine, models.tiny[1], 1)
@@ -1018,7 +1028,7 @@ async def test_adapters_of_a_part_of_a_layer(
     assert not is_of(result, models.tiny[1])
 
 
-async def test_an_adapter_that_goes_ends_its_requests(engine: EngineAdapter, models: Models) -> None:
+async def test_an_adapter_that_goes_ends_its_requests(engine: FullEngine, models: Models) -> None:
     await load_adapter(engine, "x", models.adapters[1])
     mine = Run(engine, ask([20], adapter="x", max_tokens=ENDLESS))
     other = Run(engine, ask([20], max_tokens=300))
@@ -1029,7 +1039,7 @@ async def test_an_adapter_that_goes_ends_its_requests(engine: EngineAdapter, mod
     assert (await other.end()).tokens == witnessed(1, 20, 300)
 
 
-async def test_an_adapter_that_goes_ends_what_waits_for_it(engine: EngineAdapter, models: Models) -> None:
+async def test_an_adapter_that_goes_ends_what_waits_for_it(engine: FullEngine, models: Models) -> None:
     """In a pause: it was there when they came."""
     await load_adapter(engine, "x", models.adapters[1])
     await engine.pause("keep", False)
@@ -1043,9 +1053,7 @@ async def test_an_adapter_that_goes_ends_what_waits_for_it(engine: EngineAdapter
     assert (await other.end()).tokens == witnessed(1, 20, 16)
 
 
-async def test_a_reset_under_a_request_of_an_adapter_that_was_replaced(
-    engine: EngineAdapter, models: Models
-) -> None:
+async def test_a_reset_under_a_request_of_an_adapter_that_was_replaced(engine: FullEngine, models: Models) -> None:
     """vLLM drops the adapters with the weights, and would look for the files of the first one."""
     await load_adapter(engine, "x", models.adapters[1])
     one = Run(engine, ask([20], adapter="x", max_tokens=ENDLESS))
@@ -1058,9 +1066,7 @@ async def test_a_reset_under_a_request_of_an_adapter_that_was_replaced(
     assert (await one.end()).finish == "abort"
 
 
-async def test_an_adapter_that_is_replaced_goes_on_with_its_requests(
-    engine: EngineAdapter, models: Models
-) -> None:
+async def test_an_adapter_that_is_replaced_goes_on_with_its_requests(engine: FullEngine, models: Models) -> None:
     """Also in the middle of the tokens that were asked for, and with all that belongs to them."""
     await update(engine, models.tiny[1], 1)
     await load_adapter(engine, "x", models.adapters[1])
@@ -1098,7 +1104,7 @@ async def test_an_adapter_that_is_replaced_goes_on_with_its_requests(
 
 @pytest.mark.parametrize("then", ["unload", "wait"])
 async def test_what_follows_the_swap_of_an_adapter_in_one_pause(
-    engine: EngineAdapter, models: Models, then: str
+    engine: FullEngine, models: Models, then: str
 ) -> None:
     """Its requests are neither lost nor forgotten while they stand still."""
     await update(engine, models.tiny[1], 1)
@@ -1120,7 +1126,7 @@ async def test_what_follows_the_swap_of_an_adapter_in_one_pause(
 
 
 async def test_a_request_whose_adapter_could_not_be_replaced_goes_on(
-    kind: Kind, engine: EngineAdapter, models: Models, monkeypatch: pytest.MonkeyPatch
+    kind: Kind, engine: FullEngine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await update(engine, models.tiny[1], 1)
     await load_adapter(engine, "x", models.adapters[1])
@@ -1140,7 +1146,7 @@ async def test_a_request_whose_adapter_could_not_be_replaced_goes_on(
 
 
 async def test_a_request_on_its_way_when_its_adapter_goes(
-    kind: Kind, engine: EngineAdapter, models: Models, monkeypatch: pytest.MonkeyPatch
+    kind: Kind, engine: FullEngine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It must not reach the engine, which would look for the adapter's files, and die of it."""
     await load_adapter(engine, "x", models.adapters[1])
@@ -1163,7 +1169,7 @@ async def test_a_request_on_its_way_when_its_adapter_goes(
 
 @pytest.mark.parametrize("change", ["load", "swap", "unload"])
 async def test_a_change_of_an_adapter_that_fails_changes_nothing(
-    kind: Kind, engine: EngineAdapter, models: Models, monkeypatch: pytest.MonkeyPatch, change: Any
+    kind: Kind, engine: FullEngine, models: Models, monkeypatch: pytest.MonkeyPatch, change: Any
 ) -> None:
     await update(engine, models.tiny[1], 1)
     await load_adapter(engine, "x", models.adapters[1])
@@ -1189,7 +1195,7 @@ async def test_a_change_of_an_adapter_that_fails_changes_nothing(
     assert is_of(await run(engine, ask([9], adapter="x", logprobs=True)), models.tiny[1], models.adapters[2])
 
 
-async def test_adapters_that_do_not_fit(kind: Kind, engine: EngineAdapter, models: Models, scratch: Path) -> None:
+async def test_adapters_that_do_not_fit(kind: Kind, engine: FullEngine, models: Models, scratch: Path) -> None:
     large = make_tiny_adapter(models.witness[1], scratch / "large", seed=1, r=65)
     with pytest.raises(InvalidWeights, match="rank is 65"):
         await receive(engine, reception(large, kind="lora"))
@@ -1206,9 +1212,9 @@ async def test_adapters_that_do_not_fit(kind: Kind, engine: EngineAdapter, model
 
 
 async def test_bad_adapters_are_refused_and_touch_nothing(
-    kind: Kind, engine: EngineAdapter, models: Models, scratch: Path
+    kind: Kind, engine: FullEngine, models: Models, scratch: Path
 ) -> None:
-    """Of what can be told without the tensors' bytes, none is taken. The adapter that is there serves all the while."""
+    """An adapter that is wrong by its names and sizes alone is refused. The loaded adapter serves all the while."""
     await update(engine, models.tiny[1], 1)
     await load_adapter(engine, "x", models.adapters[1])
     good, files = models.adapters[2], set(kind.directory(engine).rglob("*"))
@@ -1230,7 +1236,7 @@ async def test_bad_adapters_are_refused_and_touch_nothing(
         refused = reception(bad.make(good, scratch / what), kind="lora")
         async with untouched():
             with pytest.raises(InvalidWeights) as caught:
-                await asyncio.to_thread(engine.open, refused)
+                await asyncio.to_thread(engine.open, *refused)
         bad.check(caught.value)
     other = shutil.copytree(good, scratch / "other bytes")
     write_manifest(other)
@@ -1253,7 +1259,7 @@ async def test_bad_adapters_are_refused_and_touch_nothing(
 # hangs and death
 
 
-async def test_a_hang_is_seen_and_passes(kind: Kind, engine: EngineAdapter) -> None:
+async def test_a_hang_is_seen_and_passes(kind: Kind, engine: FullEngine) -> None:
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(3)
     ranks = kind.rank_pids(engine)
@@ -1275,10 +1281,8 @@ async def test_a_hang_is_seen_and_passes(kind: Kind, engine: EngineAdapter) -> N
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-async def test_a_pause_that_a_hang_cuts_leaves_it_running(
-    kind: Kind, engine: EngineAdapter, mode: PauseMode
-) -> None:
-    """As the deadline of a pause does, where the engine goes on later."""
+async def test_a_pause_that_a_hang_cuts_leaves_it_running(kind: Kind, engine: FullEngine, mode: PauseMode) -> None:
+    """A hang cuts the pause at its deadline, and the engine continues later."""
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(3)
     ranks = kind.rank_pids(engine)
@@ -1331,7 +1335,7 @@ async def test_engines_that_begin_alike_draw_other_numbers(kind: Kind, models: M
     assert made[0] != made[1]
 
 
-async def test_closing_ends_streams_and_processes(kind: Kind, shared: tuple[EngineAdapter, EngineInfo]) -> None:
+async def test_closing_ends_streams_and_processes(kind: Kind, shared: tuple[FullEngine, EngineInfo]) -> None:
     """The last one: it closes the shared engine."""
     engine, _ = shared
     pids, directory = kind.pids(engine), kind.directory(engine)

@@ -17,7 +17,7 @@ peft = pytest.importorskip("peft")
 
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported  # noqa: E402
 from rl_plane.protocol.versions import HostTensor, WeightVersion  # noqa: E402
-from rl_plane.transports.reception import Reception, TensorStream  # noqa: E402
+from rl_plane.transports.reception import TensorStream  # noqa: E402
 from tests.support.hf_runs import (  # noqa: E402
     BOUND_S,
     NAMES_OF_STAGINGS,
@@ -35,6 +35,7 @@ from tests.support.hf_runs import (  # noqa: E402
     version,
     witnessed,
 )
+from tests.support.receive_requests import NamedRequest, files_request  # noqa: E402
 from worker.engines.base import EngineOptions  # noqa: E402
 from worker.engines.hf.adapter import HfEngine  # noqa: E402
 from worker.receive.staging import adapter_digest  # noqa: E402
@@ -110,13 +111,13 @@ async def start(root: Path) -> AsyncIterator[Start]:
         await engine.close()
 
 
-def reception(path: Path, **more: Any) -> Reception:
-    return Reception(next(NAMES_OF_STAGINGS), {"backend": "filesystem", "path": str(path)}, **more)
+def reception(path: Path, **more: Any) -> NamedRequest:
+    return files_request(next(NAMES_OF_STAGINGS), path, **more)
 
 
 async def staged_adapter(engine: HfEngine, path: Path, cast: bool = False) -> str:
     what = reception(path, kind="lora", cast=cast)
-    engine.open(what)
+    engine.open(*what)
     reply = await asyncio.to_thread(engine.receive, what.staging, lambda: False)
     assert reply["digest"] == adapter_digest(path)
     return what.staging
@@ -574,7 +575,7 @@ async def test_overwriting_in_place(start: Start, witnesses: dict[int, Path], ad
 
     def write() -> str:
         what = reception(witnesses[2], in_place=True)
-        engine.open(what)
+        engine.open(*what)
         return engine.receive(what.staging, lambda: False)["digest"]
 
     with pytest.raises(EngineFailed, match="paused"):

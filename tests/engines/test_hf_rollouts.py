@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 TOKENS = 1000
-"""Of a choice that is still running when its worker is killed: the slowest step is a millisecond."""
+"""The tokens of a choice that is still running when its worker is killed: the slowest step is a millisecond."""
 LOGPROB = 1e-3
 
 

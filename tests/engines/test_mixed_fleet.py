@@ -80,9 +80,9 @@ LONG_PROMPT = 700
 LONG = 400
 """Tokens of a stream that lives through something."""
 MOVES = 6
-"""How often one choice goes on elsewhere: each engine goes on after each other."""
+"""The number of times that one choice moves to another worker: each engine continues after each other."""
 ROUND_TRIPS = 10
-"""To each worker, in which an engine that runs makes tokens."""
+"""Round trips to each worker: a running engine makes tokens meanwhile."""
 
 
 async def settled(client: RlClient, mixed: Mixed) -> str:
@@ -218,7 +218,7 @@ async def begun(client: RlClient, mixed: Mixed, tokens: int | None = None, **req
 
 
 async def standing(client: RlClient, mixed: Mixed, streams: dict[str, Stream]) -> dict[str, int]:
-    """How many tokens each has, once none come any more; what was on its way at a pause has come."""
+    """The number of tokens of each stream, once no more come: tokens on their way at a pause have arrived."""
 
     def counts() -> dict[str, int]:
         return {engine: len(stream.tokens) for engine, stream in streams.items()}
@@ -347,7 +347,7 @@ async def test_a_choice_goes_on_at_any_other_engine(
         while await stream.more():
             texts.append(stream.last["text"])
             if len(stream.tokens) >= 20 * len(found) and len(found) <= MOVES:
-                found[-1].lost(stream.last["instance_id"])
+                found[-1].on_lost(stream.last["instance_id"])
     assert stream.error is None
     assert stream.tokens == witnessed(base, LONG)
     makers = [maker["instance_id"] for maker in stream.last["instances"]]

@@ -28,7 +28,8 @@ from tests.support.engine_runs import (
     update,
 )
 from tests.support.rank_faults import PLACES, Change, fault, faults_for_good, install
-from worker.engines.base import AdapterLost, EngineAdapter
+from worker.engines.base import AdapterLost
+from worker.engines.capabilities import FullEngine
 
 __all__ = ["kind", "models"]
 
@@ -45,7 +46,7 @@ RANKS = {"vllm": {"tensor_parallel_size": "2"}, "sglang": {"tp_size": "2"}}
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def shared(
     kind: Kind, models: Models, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[EngineAdapter]:
+) -> AsyncIterator[FullEngine]:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         pytest.skip("two ranks need two cores")
@@ -62,7 +63,7 @@ async def shared(
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def engine(shared: EngineAdapter, models: Models) -> AsyncIterator[EngineAdapter]:
+async def engine(shared: FullEngine, models: Models) -> AsyncIterator[FullEngine]:
     """With the adapter `x`, running."""
     await update(shared, models.tiny[1], 1)
     await load_adapter(shared, "x", models.adapters[1])
@@ -73,7 +74,7 @@ async def engine(shared: EngineAdapter, models: Models) -> AsyncIterator[EngineA
 
 
 async def _fails(
-    engine: EngineAdapter, change: Change, models: Models, why: str, *faults: dict[str, Any]
+    engine: FullEngine, change: Change, models: Models, why: str, *faults: dict[str, Any]
 ) -> EngineFailed:
     await engine.pause("keep", False)  # or what runs may end meanwhile
     staging, fresh = None, None
@@ -96,7 +97,7 @@ def _of_x(**more: Any) -> Any:
 @pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("change", ["swap", "unload"])
 async def test_what_fails_on_one_rank_is_undone_on_all(
-    kind: Kind, engine: EngineAdapter, models: Models, change: Change, done: bool, rank: int
+    kind: Kind, engine: FullEngine, models: Models, change: Change, done: bool, rank: int
 ) -> None:
     base, adapter = models.tiny[1], models.adapters[1]
     before = await run(engine, _of_x())
@@ -127,7 +128,7 @@ async def test_what_fails_on_one_rank_is_undone_on_all(
 
 @pytest.mark.parametrize("change", ["swap", "unload"])
 async def test_an_adapter_that_can_t_be_put_back_is_gone(
-    kind: Kind, engine: EngineAdapter, models: Models, change: Change
+    kind: Kind, engine: FullEngine, models: Models, change: Change
 ) -> None:
     base = models.tiny[1]
     plain, running = (Run(engine, ask([20], max_tokens=60, logprobs=True, adapter=name)) for name in (None, "x"))

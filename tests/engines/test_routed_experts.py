@@ -1,4 +1,4 @@
-"""Which experts each token was sent to: the engines' rows against those of plain transformers, on every route."""
+"""The rows of routed experts of the engines equal those of plain transformers, on every route."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest_asyncio
 
 pytest.importorskip("torch")
 
-from frontend.completions.openai_replies import Choice
-from frontend.routing.continuation import SoFar
+from frontend.completions.choice import Choice
+from frontend.routing.progress import GenerationProgress
 from rl_plane.errors import EngineFailed
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.routed_experts import RoutedExperts, as_int32, as_npy, width_of
@@ -26,7 +26,7 @@ from tests.support.frontend_process import ask, error_of, events_of, frontend
 from tests.support.moe import LAYERS, TOP_K, check_experts, make_moe_model
 from tests.support.streaming_client import Streaming, ready
 from worker.engines.vllm.streams import _routed
-from worker.generation import MAX_ROUTED_ALONE, MAX_ROUTED_BESIDE, _in_parts
+from worker.generation_service import MAX_ROUTED_ALONE, MAX_ROUTED_BESIDE, _in_parts
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -112,18 +112,21 @@ def test_rows_that_went_ahead_take_nothing_of_their_tokens_with_them() -> None:
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_another_worker_goes_on_where_the_rows_ended(ahead: int) -> None:
     """`ahead`: rows of tokens that were lost with their worker."""
-    so_far, choice = SoFar(GenerateRequest(id="x", prompt_token_ids=[5, 6, 7], max_tokens=9)), Choice(0)
-    so_far.rest()
+    progress, choice = (
+        GenerationProgress(GenerateRequest(id="x", prompt_token_ids=[5, 6, 7], max_tokens=9)),
+        Choice(0),
+    )
+    progress.rest()
     first = GenerateDelta(token_ids=[1, 2], prompt_token_ids=[5, 6, 7], routed_experts=rows_of(0, 4))
     lost = [GenerateDelta(token_ids=[], routed_experts=rows_of(90, ahead))] if ahead else []
     for delta in (first, *lost):
-        so_far.take(so_far.shifted(delta))
+        progress.take(progress.shifted(delta))
         choice.take(delta)
-    assert so_far.rest().prompt_token_ids == [5, 6, 7, 1, 2]
+    assert progress.rest().prompt_token_ids == [5, 6, 7, 1, 2]
     choice.take(accepted(2))
     for start, count, tokens in ((0, 3, []), (3, 2, [3]), (5, 1, [4])):
-        delta = so_far.shifted(GenerateDelta(token_ids=tokens, routed_experts=rows_of(start, count)))
-        so_far.take(delta)
+        delta = progress.shifted(GenerateDelta(token_ids=tokens, routed_experts=rows_of(start, count)))
+        progress.take(delta)
         choice.take(delta)
     assert choice.routed_experts == rows_of(0, 6)
 

@@ -108,8 +108,8 @@ async def nothing_wrong_came(fleet: MoeFleet, stream: Stream) -> None:
 async def test_wrong_weights_are_never_served(
     fleet: MoeFleet, client: RlClient, http: httpx.AsyncClient, engine: str, tensor: str, factor: float
 ) -> None:
-    """Where another worker gives the trainer's values, the wrong one is excluded and heals. Where no worker does, the
-    fleet returns to the version before."""
+    """If another worker gives the trainer's values, the wrong one is excluded and heals. If no worker does, the fleet
+    returns to the version before."""
     one, two = fleet.base(1), fleet.base(2)
     await client.run("update_weights", update_of(one, "one"))
     await client.run("init_transport", fault_of(fleet, engine, tensor, factor))

@@ -50,10 +50,11 @@ __all__ = ["client", "http"]
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
 DEATH_S = 4.0
-"""How soon a death must be noticed: before an engine that does not answer would be (DEFAULT_LIVENESS_TIMEOUT_S)."""
+"""Seconds until a death must be noticed: before an engine that does not answer would be
+(DEFAULT_LIVENESS_TIMEOUT_S)."""
 RANKS: dict[str, dict[str, Any]] = {"vllm": {"tensor_parallel_size": 2}, "sglang": {"tp_size": 2}}
 PROCESSES = {"vllm": "VLLM::Worker", "sglang": "sglang::scheduler"}
-"""So begin the names of those that have the model."""
+"""The begin of the names of the processes that have the model."""
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.engines(name)) for name in RANKS])
@@ -181,7 +182,7 @@ async def test_what_is_fed_call_by_call(mixed: Mixed, client: RlClient, http: ht
 async def test_an_adapter_that_one_rank_does_not_remove(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient, faults: str
 ) -> None:
-    """What is committed comes to hold, also where the first try could not be undone."""
+    """The committed version holds in the end, even if the first try could not be undone."""
     (engine,) = mixed.ids
     await client.run("update_weights", update_of(mixed.tiny(1), faults))
     await client.run("load_lora_adapter", {"lora_name": "a", "lora_path": str(mixed.adapter(1))})
@@ -297,7 +298,7 @@ async def test_one_rank_is_killed(mixed: Mixed, client: RlClient) -> None:
 
 
 async def test_one_rank_is_killed_while_its_engine_starts(mixed: Mixed) -> None:
-    """As by the kernel, for want of memory. All ends as it does later, and is worth starting again."""
+    """The kernel kills a rank for want of memory. The worker ends as it does later, and is worth a restart."""
     (engine,), directories = mixed.ids, set(mixed.plane.tmp.glob("rl-plane-*"))
     worker = mixed.plane.spawn(ready=False, engine=engine, model=mixed.first, **ARGUMENTS[engine], **RANKS[engine])
     family: list[psutil.Process] = []

@@ -32,7 +32,7 @@ TOKENS = 500
 PLACES = 768
 """Tokens that the cache has a place for: more than one request's, less than two's."""
 TOKEN_BYTES = 512
-"""Of the tiny models' KV: 2 layers, keys and values, 2 heads of 32 elements of bfloat16."""
+"""Bytes of the tiny models' KV per token: 2 layers, keys and values, 2 heads of 32 elements of bfloat16."""
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from rl_plane.client import RlClient
 from rl_plane.errors import (
     CanaryFailed,
     Conflict,
@@ -21,6 +20,7 @@ from rl_plane.errors import (
     WrongNumerics,
 )
 from rl_plane.fleet.fleet import Fleet
+from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.protocol.canary import default_canary
 from rl_plane.protocol.subjects import CANARY_HISTORY
 from tests.support.dying_coordinator import _Dies, ends_at
@@ -54,13 +54,13 @@ def canary_of(directory: Path) -> dict[str, Any]:
     return {"sequences": SEQUENCES, "expected": scores_of(directory)}
 
 
-async def state_of(client: RlClient, instance_id: str) -> dict[str, Any]:
+async def state_of(client: WorkerCalls, instance_id: str) -> dict[str, Any]:
     await client.list_workers()
     out = await client.call_all("state")
     return next(dict(row.body) for row in out.rows if row.instance_id == instance_id)
 
 
-async def until_closed_by_numerics(plane: Plane, client: RlClient, instance_id: str) -> None:
+async def until_closed_by_numerics(plane: Plane, client: WorkerCalls, instance_id: str) -> None:
     async def closed() -> bool:
         reasons = (await state_of(client, instance_id))["admission"]["reasons"]
         return any(reason.startswith("numerics: ") for reason in reasons)
@@ -68,7 +68,7 @@ async def until_closed_by_numerics(plane: Plane, client: RlClient, instance_id: 
     await plane.until(closed)
 
 
-async def until_serving(plane: Plane, client: RlClient, instance_id: str, label: str) -> None:
+async def until_serving(plane: Plane, client: WorkerCalls, instance_id: str, label: str) -> None:
     async def serving() -> bool:
         state = await state_of(client, instance_id)
         return bool(state["ready"]) and state["applied_weight_version"] == label

@@ -23,14 +23,15 @@ from rl_plane.bus.server import NatsServer
 from rl_plane.cli import main
 from rl_plane.cli.children import Printer
 from rl_plane.cli.serve import FRONTEND, WORKER
-from rl_plane.cli.settings import SETTINGS, resolve
-from rl_plane.cli.supervisor import MAX_PAUSE_S, Kept, Supervisor, exit_words, pause_before
+from rl_plane.cli.settings import SETTINGS
+from rl_plane.cli.supervisor import MAX_PAUSE_S, SupervisedProcess, Supervisor, exit_words, pause_before
 from rl_plane.cli.up import SETTINGS as UP_SETTINGS
 from rl_plane.cli.up import Up
+from tests.support.settings import values_of
 from worker import process
 from worker.engines.fake.adapter import make_fake_model
 from worker.exit_codes import COME_BACK, ENGINE_DEAD
-from worker.options import WorkerOptions
+from worker.worker_options import WorkerOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
@@ -203,7 +204,7 @@ def test_a_bad_file_of_engine_arguments_ends_it(start: Callable[..., Started], t
     assert up.marked() == set()
 
 
-def test_what_dies_comes_back(
+def test_what_dies_restart_helps(
     fleet: Callable[..., tuple[Started, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     up, ready = fleet("--workers", "2", "--restart")
@@ -277,22 +278,22 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("restart", [True, False])
-@pytest.mark.parametrize(("code", "comes_back"), [*((code, True) for code in COME_BACK), (1, False)])
+@pytest.mark.parametrize(("code", "restart_helps"), [*((code, True) for code in COME_BACK), (1, False)])
 async def test_an_engine_that_fails_at_the_first_start_is_started_again(
-    tmp_path: Path, code: int, comes_back: bool, restart: bool
+    tmp_path: Path, code: int, restart_helps: bool, restart: bool
 ) -> None:
     printer = Printer()
     supervisor = Supervisor(
         printer, lambda words, **facts: None, lambda name, line, fd: None, lambda restarts: 0.0
     )
     argv = [sys.executable, "-c", FIRST, str(tmp_path / "was here"), str(code)]
-    kept = Kept("worker-1", argv, dict(os.environ), restart=restart)
-    supervisor.keep(kept)
+    kept = SupervisedProcess("worker-1", argv, dict(os.environ), restart=restart)
+    supervisor.supervise(kept)
     over = [asyncio.create_task(event.wait()) for event in (kept.ready, supervisor.end)]
     try:
         await asyncio.wait(over, timeout=READY_S, return_when=asyncio.FIRST_COMPLETED)
-        assert kept.ready.is_set() is (comes_back and restart)
-        assert (supervisor.failed is None) is (comes_back and restart)
+        assert kept.ready.is_set() is (restart_helps and restart)
+        assert (supervisor.failed is None) is (restart_helps and restart)
     finally:
         for task in over:
             task.cancel()
@@ -303,13 +304,12 @@ async def test_an_engine_that_fails_at_the_first_start_is_started_again(
 def test_a_liveness_time_out_is_the_workers_as_the_frontends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = resolve(
-        UP_SETTINGS, {"liveness_timeout_s": "20", "model": str(make_fake_model(tmp_path / "m", 0))}, {}
-    )
+    model = make_fake_model(tmp_path / "m", 0)
+    values = values_of(UP_SETTINGS, [f"--model={model}", "--liveness-timeout-s=20"])
     up = Up(values | {"engines": ["fake"]})
     own = {**values, "engine": "fake", "instance_id": "0" * 16, "copies": 1}
-    argv = up._kept("worker-1", "worker", own, WORKER, False).argv
-    assert "--liveness-timeout-s=20.0" in up._kept("frontend", "frontend", values, FRONTEND, True).argv
+    argv = up._process("worker-1", "worker", own, WORKER, False).argv
+    assert "--liveness-timeout-s=20.0" in up._process("frontend", "frontend", values, FRONTEND, True).argv
     told: list[WorkerOptions] = []
 
     def run(options: WorkerOptions, ready: object) -> int:
@@ -338,7 +338,9 @@ sys.exit(run(sys.argv[2:]))
 """
 
 
-async def test_a_worker_whose_engine_dies_at_its_first_start_comes_back(nats: NatsServer, tmp_path: Path) -> None:
+async def test_a_worker_whose_engine_dies_at_its_first_start_restart_helps(
+    nats: NatsServer, tmp_path: Path
+) -> None:
     printer, died = Printer(), []
     supervisor = Supervisor(
         printer,
@@ -348,12 +350,14 @@ async def test_a_worker_whose_engine_dies_at_its_first_start_comes_back(nats: Na
     )
     argv = [sys.executable, "-P", "-c", FIRST_DIES, str(tmp_path / "was here"), "worker", "--engine", "fake"]
     argv += ["--model", str(make_fake_model(tmp_path / "model", 0)), "--nats-url", nats.url, "--json"]
-    supervisor.keep(Kept("worker-1", argv, dict(os.environ), restart=True))
-    over = [asyncio.create_task(event.wait()) for event in (supervisor.kept["worker-1"].ready, supervisor.end)]
+    supervisor.supervise(SupervisedProcess("worker-1", argv, dict(os.environ), restart=True))
+    over = [
+        asyncio.create_task(event.wait()) for event in (supervisor.processes["worker-1"].ready, supervisor.end)
+    ]
     try:
         await asyncio.wait(over, timeout=READY_S, return_when=asyncio.FIRST_COMPLETED)
         assert supervisor.failed is None
-        assert supervisor.kept["worker-1"].ready.is_set()
+        assert supervisor.processes["worker-1"].ready.is_set()
         assert died == [ENGINE_DEAD]
     finally:
         for task in over:

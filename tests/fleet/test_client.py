@@ -15,7 +15,6 @@ import pytest
 
 import rl_plane.bus.connection
 import rl_plane.bus.scatter
-import rl_plane.client
 from rl_plane.client import RlClient
 from rl_plane.errors import (
     BusUnreachable,
@@ -180,9 +179,9 @@ async def all_of(changes: AsyncIterator[Changed]) -> list[Changed]:
     return [change async for change in changes]
 
 
-async def read_once(client: RlClient, other: RlClient) -> AsyncIterator[Changed]:
+async def read_once(client: RlClient, other: RlClient, max_behind: int) -> AsyncIterator[Changed]:
     """A watcher that has read one change, and no more."""
-    slow = client.watch()
+    slow = client.watch(max_behind=max_behind)
     first = asyncio.ensure_future(anext(slow))
     await asyncio.sleep(0)
     await register(other)
@@ -190,10 +189,9 @@ async def read_once(client: RlClient, other: RlClient) -> AsyncIterator[Changed]
     return slow
 
 
-async def test_a_watcher_that_is_too_slow_ends_alone(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rl_plane.client, "WATCH_QUEUE", 2)
+async def test_a_watcher_that_is_too_slow_ends_alone(plane: Plane) -> None:
     client, other = await plane.client(), await plane.client()
-    slow = await read_once(client, other)
+    slow = await read_once(client, other, max_behind=2)
     for _ in range(4):
         await register(other)
     assert len(await client.list_workers()) == 5
@@ -202,11 +200,10 @@ async def test_a_watcher_that_is_too_slow_ends_alone(plane: Plane, monkeypatch: 
         await asyncio.wait_for(all_of(slow), 5)
 
 
-async def test_a_watcher_that_is_behind_holds_up_nobody(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_watcher_that_is_behind_holds_up_nobody(plane: Plane) -> None:
     """Who waits for a fleet of that size is told by the change that it misses."""
-    monkeypatch.setattr(rl_plane.client, "WATCH_QUEUE", 1)
     client, other = await plane.client(), await plane.client()
-    slow = await read_once(client, other)
+    slow = await read_once(client, other, max_behind=1)
     (view,) = client._views.values()
     later: list[Changed] = []
     view.listen(later.append)

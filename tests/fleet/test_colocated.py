@@ -21,7 +21,7 @@ from worker.testing.phase_hooks import VARIABLE
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rl_plane.client import RlClient
+    from rl_plane.membership.worker_calls import WorkerCalls
     from tests.conftest import Plane, Spawned
 
 PROMPT = [5, 6]
@@ -33,7 +33,7 @@ def made_by(directory: Path, count: int = 4) -> list[int]:
     return [fake_token(model_digest(directory), PROMPT, position) for position in range(count)]
 
 
-async def reasons(client: RlClient) -> dict[str, list[str]]:
+async def reasons(client: WorkerCalls) -> dict[str, list[str]]:
     return {key: one["admission"]["reasons"] for key, one in (await states(client)).items()}
 
 
@@ -243,7 +243,7 @@ async def test_a_worker_that_was_away_has_the_memory_that_the_fleet_has(plane: P
     await plane.until(lambda: all_serve(client, "initial"), 30)
 
 
-async def _serve(client: RlClient, ids: list[str]) -> bool:
+async def _serve(client: WorkerCalls, ids: list[str]) -> bool:
     return {key for key, one in (await reasons(client)).items() if not one} == {*ids}
 
 
@@ -270,7 +270,7 @@ async def pause(self, *given):
         raise EngineFailed("no pause")
     return await really(self, *given)
 async def release_memory(self, tags):
-    if not self._frozen:
+    if not self.gate.is_paused:
         raise EngineFailed("not paused")
     await release(self, tags)
 fake.FakeEngine.pause, fake.FakeEngine.release_memory = pause, release_memory

@@ -20,7 +20,7 @@ from rl_plane.errors import PlaneError
 from tests.conftest import START_S
 from tests.support.fleet_updates import update_of
 from worker import exit_codes
-from worker.reconcile.follower import RecordFollower
+from worker.reconcile.engine_changes import EngineChanges
 from worker.reconcile.worker_state import WorkerState
 from worker.runtime.engine_loop import EngineLoop
 from worker.runtime.engine_watch import DEFAULT_LIVENESS_TIMEOUT_S, MAX_BLOCKED_S, EngineWatch
@@ -107,11 +107,9 @@ async def test_a_pause_that_is_answered_ends_the_silence_before_it() -> None:
     watch, adapter = EngineWatch(60.0), AsyncMock()
     core: Any = SimpleNamespace(state=WorkerState("w", "1", digest="d"))
     nothing: Any = None
-    follower = RecordFollower(
-        nothing, nothing, core, adapter, EngineLoop(), watch, nothing, nothing, "", lambda: None
-    )
+    changes = EngineChanges(core, adapter, EngineLoop(), watch, nothing, lambda: None)
     assert not watch.silent(6.0)
-    await follower._freeze("keep", None)
+    await changes.freeze("keep", None)
     adapter.pause.assert_awaited_once_with("keep", False)
     with watch.blocking():
         assert not watch.silent(90.0)
@@ -335,11 +333,10 @@ async def test_a_worker_whose_own_part_fails_ends(plane: Plane) -> None:
 
 
 def _fake() -> tuple[Callable[[], object], dict[str, Any]]:
-    from worker.engines.fake.adapter import FakeEngine
+    from worker.engines.common.request_gate import RequestGate
 
-    engine = FakeEngine.__new__(FakeEngine)
-    engine._requests = {}
-    return engine.load, engine._requests
+    gate = RequestGate()
+    return gate.load, gate._requests
 
 
 def _vllm() -> tuple[Callable[[], object], dict[str, Any]]:

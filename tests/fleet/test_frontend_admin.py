@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,7 @@ def update_of(plane: Plane, seed: int, **more: Any) -> dict[str, Any]:
 # ---- who may ask ----
 
 
-async def test_only_health_is_open(rl: httpx.AsyncClient) -> None:
+async def test_only_health_and_the_docs_are_open(rl: httpx.AsyncClient) -> None:
     root = str(rl.base_url).removesuffix("/v1/rl/")
     async with httpx.AsyncClient(base_url=root) as stranger:
         response = await stranger.get("/v1/rl/health")
@@ -71,8 +72,6 @@ async def test_only_health_is_open(rl: httpx.AsyncClient) -> None:
             ("POST", "/v1/rl/pause"),
             ("GET", "/v1/rl/nothing"),
             ("GET", "/v1/rl/health/"),
-            ("GET", "/docs"),
-            ("GET", "/openapi.json"),
             ("GET", "/metrics"),
         ]:
             response = await stranger.request(method, path)
@@ -83,8 +82,14 @@ async def test_only_health_is_open(rl: httpx.AsyncClient) -> None:
             error_of(await stranger.get("/v1/rl/state", headers=header), 401)
         twice = [("Authorization", f"Bearer {KEY}"), ("Authorization", f"Bearer {KEY}")]
         error_of(await stranger.get("/v1/rl/state", headers=twice), 401)
-        for path in ("/docs", "/metrics"):
-            assert (await stranger.get(path, headers={"Authorization": f"bearer {KEY}"})).status_code == 200
+        assert (await stranger.get("/metrics", headers={"Authorization": f"bearer {KEY}"})).status_code == 200
+        # A browser can send no key for a page, and the page and the document say nothing of this fleet.
+        page = await stranger.get("/docs")
+        assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert not re.search(r"(?:src|href)=.?https?:", page.text), "the page loads nothing from the network"
+        document = (await stranger.get("/openapi.json")).json()
+        assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+        assert document["paths"]["/v1/rl/health"]["get"]["security"] == []
 
 
 async def test_a_listener_that_can_not_be_had_ends_the_start(plane: Plane, rl: httpx.AsyncClient) -> None:
@@ -107,6 +112,8 @@ async def test_the_docs_describe_every_op(rl: httpx.AsyncClient) -> None:
         assert operation["summary"] == op.doc
         assert {"workers", "epoch", "wait_s"} <= {one["name"] for one in operation["parameters"]}
         assert ("requestBody" in operation) == (op.method == "POST")
+        assert "steer" in operation["tags"]
+        assert operation["responses"]["200"]["content"]["application/json"]["schema"]
     known = schema["components"]["schemas"]
     text = json.dumps(schema)
     for part in text.split('"#/components/schemas/')[1:]:
@@ -198,7 +205,7 @@ async def _status_before_the_body(rl: httpx.AsyncClient, size: int, expect: str 
 async def test_a_body_that_does_not_come_is_not_waited_for(
     rl: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("frontend.server.http.BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("frontend.server.bodies.BODY_TIMEOUT_S", 0.1)
     assert await _status_before_the_body(rl, 10, expect="nothing") == 400
 
 
@@ -424,7 +431,7 @@ async def test_metrics_count_the_fleet(plane: Plane, rl: httpx.AsyncClient) -> N
 
     async def counted() -> bool:
         lines = (await rl.get(url)).text.splitlines()
-        return "rl_plane_workers 2" in lines and "rl_plane_workers_admitted 2" in lines
+        return "rl_plane_workers 2.0" in lines and "rl_plane_workers_admitted 2.0" in lines
 
     await plane.until(counted)
-    assert "rl_plane_committed_sequence 0" in (await rl.get(url)).text.splitlines()
+    assert "rl_plane_committed_sequence 0.0" in (await rl.get(url)).text.splitlines()

@@ -155,12 +155,12 @@ async def test_an_updates_canary_is_told_and_counted(plane: Plane, rl: httpx.Asy
         assert finished["excluded"] == [bad.instance_id]
     url = str(rl.base_url).removesuffix("/v1/rl/") + "/metrics"
     wanted = {
-        'rl_plane_canary_failures_total{reason="fleet"} 1',
-        'rl_plane_canary_failures_total{reason="trainer"} 0',
-        f"rl_plane_canary_difference {reply['canary']['difference']:g}",
-        f"rl_plane_canary_mismatch_kl {reply['canary']['mismatch_kl']:g}",
-        'rl_plane_workers_closed{reason="numerics"} 1',
-        'rl_plane_workers_closed{reason="disabled"} 0',
+        'rl_plane_canary_failures_total{reason="fleet"} 1.0',
+        'rl_plane_canary_failures_total{reason="trainer"} 0.0',
+        f"rl_plane_canary_difference {reply['canary']['difference']!r}",
+        f"rl_plane_canary_mismatch_kl {reply['canary']['mismatch_kl']!r}",
+        'rl_plane_workers_closed{reason="numerics"} 1.0',
+        'rl_plane_workers_closed{reason="disabled"} 0.0',
     }
 
     async def told() -> bool:
@@ -281,7 +281,7 @@ async def test_a_slow_listener_is_cut_with_a_last_event_and_delays_nobody(
     assert [await anext(slow), await anext(fast)] == [HELLO, HELLO]
     heard = []
     for number in range(4):
-        hub._tell("member", {"number": number})
+        hub._send("member", {"number": number})
         heard.append(parsed((await anext(fast)).decode()))
     assert [event and event[2]["number"] for event in heard] == [0, 1, 2, 3]
     left = [parsed(block.decode()) async for block in slow]

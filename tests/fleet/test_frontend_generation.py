@@ -297,6 +297,25 @@ process.lacking_fields = lambda _: {"of_a_later_version": "no", "seed+of_a_later
 """
 
 
+WITHOUT_LOGPROBS = """
+import worker.process as process
+process.lacking_fields = lambda _: {"logprobs": "this engine computes no log probabilities"}
+"""
+
+
+async def test_an_engine_without_logprobs_refuses_the_field_that_the_caller_sent(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    plane.spawn(patch=WITHOUT_LOGPROBS)
+    assert len((await ask(http, max_tokens=2))["choices"]) == 1
+    response = await http.post("/v1/completions", json={"prompt": "hi", "return_token_ids": True})
+    error = error_of(response, 501)
+    assert error["field"] == "return_token_ids"
+    assert error["message"].startswith("return_token_ids asks for log probabilities too: ")
+    response = await http.post("/v1/completions", json={"prompt": "hi", "return_token_ids": True, "logprobs": 1})
+    assert error_of(response, 501)["field"] == "logprobs"
+
+
 async def test_a_worker_may_lack_what_this_frontend_does_not_know(plane: Plane, http: httpx.AsyncClient) -> None:
     plane.spawn(patch=NEWER)
     assert len((await ask(http, seed=1, max_tokens=2))["choices"]) == 1
@@ -313,7 +332,11 @@ async def test_a_key_guards_it(plane: Plane) -> None:
         http.headers["Authorization"] = "Bearer k"
         await ask(http)
         paths = (await http.get("/openapi.json")).json()["paths"]
-        assert "requestBody" in paths["/v1/completions"]["post"]
+        operation = paths["/v1/completions"]["post"]
+        assert "requestBody" in operation
+        assert operation["tags"] == ["generate"]
+        reply = operation["responses"]["200"]["content"]["application/json"]["schema"]
+        assert reply == {"$ref": "#/components/schemas/CompletionReply"}
 
 
 # ---- bad input ----
@@ -715,7 +738,7 @@ async def test_sigterm_lets_what_is_under_way_end(plane: Plane) -> None:
             tokens = (await next_event(lines))["choices"][0]["token_ids"]
             process.send_signal(signal.SIGTERM)
             refused = await until_leaving(http)
-            assert error_of(refused, 503)["message"] == "this frontend was told to end"
+            assert error_of(refused, 503)["message"] == "this frontend is shutting down"
             assert refused.headers["retry-after"] == "1"
             assert (await http.get("/health")).status_code == 503
             while (event := await next_event(lines)) != "[DONE]":
@@ -736,7 +759,7 @@ async def test_what_has_not_ended_by_then_gives_its_tokens_so_far(plane: Plane) 
             lines = response.aiter_lines()
             tokens = (await next_event(lines))["choices"][0]["token_ids"]
             async with asyncio.timeout(ENDS_S):
-                while "rl_plane_generation_in_flight 4" not in (await http.get(metrics)).text:
+                while "rl_plane_generation_in_flight 4.0" not in (await http.get(metrics)).text:
                     pass
             process.send_signal(signal.SIGTERM)
             while "error" not in (event := await next_event(lines)):
@@ -860,7 +883,7 @@ async def test_a_frontend_that_hears_no_status_asks(plane: Plane, monkeypatch: p
 
 
 async def test_choices_under_way_are_bounded(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frontend.completions.completion_routes.MAX_IN_FLIGHT", 1)
+    monkeypatch.setattr("frontend.completions.service.MAX_IN_FLIGHT", 1)
     async with frontend(plane, admission_wait_s=60) as http:
         # Those that wait for a first worker are among them.
         two = {asyncio.create_task(http.post("/v1/completions", json={"prompt": "hi"})) for _ in range(2)}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from frontend.routing import committed
+from frontend.routing import span_check
 from frontend.routing.fleet_status import FleetStatus
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.record import DecisionRecord
@@ -174,7 +174,7 @@ async def _stored(stage: Stage, sequence: int) -> bool:
 
 
 async def test_a_worker_that_missed_an_update_is_cut_off(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(committed, "STALE_AFTER_S", 0.2)
+    monkeypatch.setattr(span_check, "STALE_AFTER_S", 0.2)
     go: asyncio.Queue[int] = asyncio.Queue()
 
     async def script(stream: Stream) -> None:

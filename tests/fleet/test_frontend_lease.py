@@ -95,8 +95,8 @@ async def test_who_delivers_tokens_is_listed_and_leaves_the_list(plane: Plane) -
         assert one.lease.holds()
         assert await listed(client) == [one.lease.frontend_id]
         assert not other.lease.holds()
-        assert "rl_plane_serving_lease 1" in one.metrics()
-        assert "rl_plane_serving_lease" not in other.metrics()
+        assert b"rl_plane_serving_lease 1.0" in one.metrics.text()
+        assert b"rl_plane_serving_lease" not in other.metrics.text()
     assert await listed(client) == []
 
 

@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from frontend.completions.completion_routes import Generation
-from frontend.completions.openai_replies import Choice
-from frontend.completions.plans import Plan
+from frontend.completions.call import GenerationCall
+from frontend.completions.choice import Choice
 from frontend.main import Frontend
-from frontend.routing import committed
+from frontend.routing import span_check
 from frontend.routing.committed import Committed
-from frontend.routing.continuation import SoFar
 from frontend.routing.demands import Demands
 from frontend.routing.engine_client import Event
 from frontend.routing.fleet_status import FleetStatus
+from frontend.routing.progress import GenerationProgress
 from frontend.routing.routing_lease import FrontendLease
 from rl_plane.commit.history import UpdateEntry, read_history
 from rl_plane.errors import BusUnreachable, DemandUnmet
@@ -474,7 +473,7 @@ async def test_a_full_fleet_is_told_at_once(
 
 
 async def test_a_full_worker_is_left_for_another_and_then_told(plane: Plane) -> None:
-    one = "import worker.generation as generation; generation.MAX_STREAMS = 1"
+    one = "import worker.generation_service as generation; generation.MAX_STREAMS = 1"
     plane.spawn_many(2, patch=one, token_delay_s=PACE_S)
     await ready(plane, 2)
     async with (
@@ -693,7 +692,7 @@ async def test_a_choice_with_tokens_keeps_what_a_label_was_that_came_again(plane
 async def test_a_choice_leaves_a_worker_that_missed_an_update(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(committed, "STALE_AFTER_S", 0.2)
+    monkeypatch.setattr(span_check, "STALE_AFTER_S", 0.2)
     told = asyncio.Event()
 
     async def behind(stream: Stream) -> None:
@@ -727,7 +726,7 @@ async def test_a_choice_without_a_token_leaves_a_worker_that_missed_an_update(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, migrate: bool, alone: bool
 ) -> None:
     """Nothing of it was delivered. Where nobody else is there, its caller is told why."""
-    monkeypatch.setattr(committed, "STALE_AFTER_S", 0.0)
+    monkeypatch.setattr(span_check, "STALE_AFTER_S", 0.0)
     go = asyncio.Event()
 
     async def behind(stream: Stream) -> None:
@@ -815,7 +814,7 @@ async def test_a_history_that_could_not_be_read_is_read_again_for_who_waits(
             raise BusUnreachable("nobody answers")
         return await read_history(*args)
 
-    monkeypatch.setattr(committed, "read_history", reading)
+    monkeypatch.setattr("frontend.routing.committed.read_history", reading)
     async with frontend(plane) as http:
         await ask(http)
         monkeypatch.setattr(FleetStatus, "wake", lambda status: None)
@@ -977,19 +976,19 @@ async def test_a_choice_that_is_cut_before_its_reader_had_its_tokens_has_its_pro
 ) -> None:
     """A slow reader: when it takes the first tokens, they are too old, and what follows was cut already."""
     taken: list[int] = []
-    generations: list[Generation] = []
+    calls: list[GenerationCall] = []
     decided, go = asyncio.Event(), asyncio.Event()
-    run, take = Generation._run, SoFar.take
+    run, take = GenerationCall._events, GenerationProgress.take
 
-    async def slowly(generation: Generation, plan: Plan) -> AsyncGenerator[tuple[int, Event], None]:
-        generations.append(generation)
-        async with aclosing(run(generation, plan)) as events:
+    async def slowly(call: GenerationCall) -> AsyncGenerator[tuple[int, Event], None]:
+        calls.append(call)
+        async with aclosing(run(call)) as events:
             async for event in events:
                 yield event
                 await go.wait()
 
-    def noted(so_far: SoFar, delta: GenerateDelta) -> None:
-        take(so_far, delta)
+    def noted(progress: GenerationProgress, delta: GenerateDelta) -> None:
+        take(progress, delta)
         taken.extend(delta.token_ids)
 
     async def script(stream: Stream) -> None:
@@ -997,17 +996,18 @@ async def test_a_choice_that_is_cut_before_its_reader_had_its_tokens_has_its_pro
         await decided.wait()
         await stream.send([2])
 
-    monkeypatch.setattr(Generation, "_run", slowly)
-    monkeypatch.setattr(SoFar, "take", noted)
+    monkeypatch.setattr(GenerationCall, "_events", slowly)
+    monkeypatch.setattr(GenerationProgress, "take", noted)
     async with staged(plane) as stage:
         worker = await stage.worker(script, record(1))
         await stage.decide(record(1))
         body = {"prompt": None, "prompt_token_ids": PROMPT, "n": 2, "on_stale": "cut", **demand}
         asking = asyncio.create_task(stage.ask(**body, stream=stream, logprobs=1))
         await plane.until(lambda: taken == [1, 1])
-        (generation,) = generations
+        (call,) = calls
+        generation = call._service
         await stage.decide(then)
-        await plane.until(lambda: generation._committed.sequence == 2)
+        await plane.until(lambda: generation.committed.sequence == 2)
         decided.set()
         async with asyncio.timeout(10):
             for _ in taken:
@@ -1022,7 +1022,7 @@ async def test_a_choice_that_is_cut_before_its_reader_had_its_tokens_has_its_pro
             assert (choice["finish_reason"], choice["cut"]["demand"]) == ("abort", next(iter(demand)))
             assert (choice["token_ids"], choice["weight_versions"]) == ([], [])
             assert choice["prompt_token_ids"] == PROMPT
-        assert generation._engines.moves["cut"] == len(choices)
+        assert generation.engines.moves["cut"] == len(choices)
 
 
 async def test_a_choice_that_keeps_its_demand_goes_on_across_an_update(

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from frontend.completions.openai_replies import Choice
-from frontend.routing import committed
+from frontend.completions.choice import Choice
+from frontend.routing import span_check
 from frontend.routing.committed import History
-from frontend.routing.continuation import SoFar
 from frontend.routing.fleet_status import FleetStatus, WorkerStatus
+from frontend.routing.progress import GenerationProgress
 from frontend.server import listeners
 from rl_plane.bus.token_stream import IncomingStream, StreamSender
 from rl_plane.protocol.generation import GenerateDelta
@@ -33,7 +33,7 @@ from tests.support.frontend_process import (
 from tests.support.scripted_worker import Stream
 from tests.support.staged_streams import staged
 from worker.engines.fake.adapter import fake_token
-from worker.generation import MAX_TOKENS
+from worker.generation_service import MAX_TOKENS
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -44,7 +44,7 @@ TOPS = 20
 FEW, OF_A_MESSAGE = 16, 32
 SHORT = f"""
 import rl_plane.bus.token_stream as streams
-import worker.generation as generation
+import worker.generation_service as generation
 streams.WINDOW = {FEW}
 generation.MAX_TOP_ROWS = {TOPS * OF_A_MESSAGE}
 """
@@ -54,7 +54,7 @@ SOCKET_BYTES = 1 << 15
 MANY = 40_000
 NARROW = """
 import rl_plane.bus.token_stream as streams
-import worker.generation as generation
+import worker.generation_service as generation
 streams.WINDOW = 16
 generation.StreamSender = lambda publish, most: streams.StreamSender(publish, most // 4)
 """
@@ -141,7 +141,7 @@ async def test_what_waited_for_one_that_stands_still_is_held_to_its_lag(
 ) -> None:
     """It was as demanded when it came from the worker; when the reader goes on it is not."""
     judged, taken = {0: 0, 1: 0}, 0
-    take, keep = Choice.take, SoFar.take
+    take, keep = Choice.take, GenerationProgress.take
 
     def counted(choice: Choice, event: Any) -> None:
         nonlocal taken
@@ -149,10 +149,10 @@ async def test_what_waited_for_one_that_stands_still_is_held_to_its_lag(
         take(choice, event)
         taken += len(choice.token_ids) - before
 
-    def kept(so_far: SoFar, delta: GenerateDelta) -> None:
-        keep(so_far, delta)
+    def kept(progress: GenerationProgress, delta: GenerateDelta) -> None:
+        keep(progress, delta)
         if delta.finish_reason is None:
-            judged[int(so_far.request.id[-1])] = len(so_far.made)
+            judged[int(progress.request.id[-1])] = len(progress.token_ids)
 
     async def script(stream: Stream) -> None:
         if stream.body["sequence"] == 2:
@@ -165,7 +165,7 @@ async def test_what_waited_for_one_that_stands_still_is_held_to_its_lag(
         await asyncio.Event().wait()
 
     monkeypatch.setattr(Choice, "take", counted)
-    monkeypatch.setattr(SoFar, "take", kept)
+    monkeypatch.setattr(GenerationProgress, "take", kept)
     body = {"prompt": "hi", "n": 2, "stream": True, "return_token_ids": True, "max_lag": 0, "on_stale": on_stale}
     async with staged(plane) as stage:
         worker = await stage.worker(script, record(1))
@@ -204,7 +204,7 @@ async def test_an_update_takes_nothing_from_one_that_stands_still(
 ) -> None:
     """What was made before it is delivered however late it is read. But of a worker that does not tell that it has gone
     on (`goes_on`), only what came in time. `kept`: an earlier update has left its label on some tokens."""
-    monkeypatch.setattr(committed, "STALE_AFTER_S", 0.0)
+    monkeypatch.setattr(span_check, "STALE_AFTER_S", 0.0)
     learnt: list[int] = []
     told: list[int | None] = []
     add, take = History.add, FleetStatus._take

@@ -15,17 +15,9 @@ from rl_plane.bus.lock import HeldLock
 from rl_plane.client import RlClient
 from rl_plane.commit import history
 from rl_plane.commit.coordinator import Coordinator
-from rl_plane.commit.history import (
-    Journal,
-    UpdateEntry,
-    evaluate_entry,
-    history_key,
-    read_history,
-    request_hash,
-    rollback_target,
-    source_of,
-    target_of,
-)
+from rl_plane.commit.history import UpdateEntry, evaluate_entry, history_key, read_history, request_hash
+from rl_plane.commit.journal import Journal
+from rl_plane.commit.past_versions import rollback_target, source_of, target_of
 from rl_plane.commit.steps import Event, Instruction, Write
 from rl_plane.errors import (
     BusUnreachable,
@@ -242,7 +234,8 @@ async def test_committed_and_aborted_updates_are_told_newest_first(plane: Plane)
     assert aborted["error"]["field"] == "transport.path"
     assert set(aborted["workers"]) == set(ids)
     assert {row["error"]["code"] for row in aborted["workers"].values()} == {"invalid_request"}
-    assert aborted["phases"].keys() == {"prepare_s"}
+    assert aborted["phases"].keys() == {"prepare_s", "other_s"}
+    assert sum(aborted["phases"].values()) == pytest.approx(aborted["ended_at"] - aborted["began_at"], abs=1e-6)
     assert (oldest["update_id"], oldest["outcome"]) == ("id-1", "committed")
     assert oldest["version"] == first["version"]
     assert oldest["digest"] == first["version"]["digest"]
@@ -653,7 +646,9 @@ async def test_an_update_of_two_calls_has_one_entry(plane: Plane) -> None:
     done = await two.run("complete_weights_update", {"update_id": "id-1"})
     newest, initial = await told(one)
     assert (newest["outcome"], newest["version"], newest["who"]) == ("committed", done["version"], one.owner)
-    assert newest["phases"].keys() == {"prepare_s", "gate_s", "commit_s", "open_s"}
+    assert newest["phases"].keys() == {"prepare_s", "receive_s", "gate_s", "commit_s", "open_s"}
+    assert newest["phases"] == done["phases"], "the answer counts the call that prepared, too"
+    assert sum(newest["phases"].values()) == pytest.approx(newest["ended_at"] - newest["began_at"], abs=1e-6)
     assert initial["label"] == "initial"
     again = await one.run("complete_weights_update", {"update_id": "id-1"})
     assert again["version"] == done["version"]

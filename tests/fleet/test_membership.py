@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import shutil
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import rl_plane.membership.probe
+from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.server import NatsServer
 from rl_plane.bus.token_stream import StreamReceiver
@@ -155,6 +156,62 @@ async def test_a_worker_that_waits_for_its_engine_registers_again_meanwhile(plan
         await bus.close()
 
 
+@asynccontextmanager
+async def unheard(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, on_superseded: Callable[[], None]
+) -> AsyncIterator[tuple[Bus, Registration]]:
+    """A worker's registration that hears no news of its record, and reads the record often."""
+
+    async def lost(self: Registration, message: object) -> None:
+        pass
+
+    async def registered() -> None:
+        pass
+
+    monkeypatch.setattr(Registration, "_heard", lost)
+    monkeypatch.setattr("worker.registration.CHECK_S", 0.05)
+    bus = await Bus.connect(plane.url)
+    members = Subjects(plane.namespace, plane.component).members
+    registration = Registration(bus, members, "a", "ia", {}, on_registered=registered, on_superseded=on_superseded)
+    await registration.start()
+    keeping = asyncio.create_task(registration.keep())
+    try:
+        yield bus, registration
+    finally:
+        await end_tasks([keeping])
+        await registration.leave()
+        await bus.close()
+
+
+async def test_a_worker_that_never_hears_that_it_was_taken_out_registers_again(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = Subjects(plane.namespace, plane.component).members
+    async with unheard(plane, monkeypatch, lambda: pytest.fail("superseded")) as (bus, registration):
+        first = registration.revision
+        await bus.purge(members, MEMBER_PREFIX + "a", first)
+
+        async def listed() -> bool:
+            entry = await bus.get(members, MEMBER_PREFIX + "a")
+            return entry is not None and entry.value is not None and entry.sequence > first
+
+        await plane.until(listed)
+
+
+async def test_a_worker_that_never_hears_of_another_process_with_its_id_ends(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members, superseded = Subjects(plane.namespace, plane.component).members, asyncio.Event()
+    async with unheard(plane, monkeypatch, superseded.set) as (bus, registration):
+        other = Member("a", "another", "SERVER", 7, 0, {}).to_record()
+        written = await bus.put(members, MEMBER_PREFIX + "a", other, last=registration.revision)
+        async with asyncio.timeout(EVENT_S):
+            await superseded.wait()
+        entry = await bus.get(members, MEMBER_PREFIX + "a")
+        assert entry is not None
+        assert entry.sequence == written, "it does not take the id back"
+
+
 async def test_a_join_is_seen_by_every_client(plane: Plane) -> None:
     one, two = await plane.client(), await plane.client()
     async with changes(one) as first, changes(two) as second:
@@ -269,7 +326,9 @@ FakeEngine.flush_cache = blocking
     await plain_plane.until(lambda: _is_open(client, busy.instance_id))
 
 
-async def test_a_server_that_is_killed_and_restarted_loses_nobody(own_nats: tuple[NatsServer, Plane]) -> None:
+async def test_a_server_that_is_killed_and_restarted_loses_nobody(
+    own_nats: tuple[NatsServer, Plane], caplog: pytest.LogCaptureFixture
+) -> None:
     server, plane = own_nats
     one, two = await plane.client(), await plane.client()
     workers = plane.spawn_many(3)
@@ -282,6 +341,8 @@ async def test_a_server_that_is_killed_and_restarted_loses_nobody(own_nats: tupl
     after = await agreed(plane, views, 3)
     assert after >= before + 3
     assert {member.incarnation for member in views[0].snapshot()} == incarnations
+    lost = [record for record in caplog.records if "the connection to NATS is lost" in record.getMessage()]
+    assert {record.levelname for record in lost} == {"WARNING"}
     await plane.until(lambda: _all_answer(one, 3))
     doomed = workers[0]
     doomed.kill()

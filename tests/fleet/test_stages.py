@@ -10,21 +10,22 @@ import pytest
 
 from rl_plane.bus.state_store import read_pause, read_record
 from rl_plane.cli.show import show
-from rl_plane.client import RlClient, select_members
+from rl_plane.client import RlClient
 from rl_plane.commit.rules import evaluate_prepare
 from rl_plane.errors import NoWorkers, PlaneError, Unsupported
-from rl_plane.fleet.fleet_replies import Call, check_engines, group_places
+from rl_plane.fleet.fleet_call import FleetCall, check_engines
+from rl_plane.fleet.fleet_replies import group_places
 from rl_plane.membership.core import Member, MembershipCore, Snapshot
+from rl_plane.membership.worker_calls import select_members
 from rl_plane.membership.worker_reply import WorkerReply, engine_replies, skipped_reply
 from rl_plane.protocol.fleet_ops import FLEET_OPS, Select
 from rl_plane.protocol.subjects import ADMISSION_PREFIX, Entry
 from rl_plane.protocol.update_requests import UpdatePolicy
-from rl_plane.protocol.validation import parse_body
+from rl_plane.protocol.validation import Empty, parse_body
 from rl_plane.protocol.worker_ops import OPS
 from rl_plane.publish import WeightPublisher
 from tests.support.dialect_facade import PROMPT, facade, fine
 from worker.engines.fake.adapter import STAGE, fake_token
-from worker.ops.dispatcher import OF_STAGES
 from worker.receive.staging import model_digest
 from worker.testing.phase_hooks import VARIABLE
 
@@ -93,11 +94,11 @@ def test_a_stage_has_no_place_in_a_group() -> None:
     assert places == {"world_size": 5, "rank_offsets": {ENGINE: 1, OTHER: 3}}
 
 
-def call_of(op: str, **select: Any) -> Call:
+def call_of(op: str, **select: Any) -> FleetCall[Empty]:
     view: Any = None
     parsed = parse_body(Select, select)
     assert isinstance(parsed, Select)
-    return Call(FLEET_OPS[op], parsed, {}, view, "", False, 0.0)
+    return FleetCall(FLEET_OPS[op], parsed, Empty(), view, "", False, 0.0)
 
 
 def test_what_only_stages_have_skipped_is_no_success() -> None:
@@ -170,7 +171,7 @@ async def test_a_stage_answers_that_it_skips_and_why(plane: Plane) -> None:
     asked = 0
     for op in OPS:
         answer = await ask(op, bodies.get(op, {}))
-        if op in OF_STAGES:
+        if OPS[op].of_stage:
             assert answer["status"] == "ok"
         elif answer["status"] != "error":  # an op whose body must say more
             assert (answer["status"], answer["body"]) == ("skipped", {"reason": STAGE})
@@ -193,7 +194,7 @@ async def test_an_engine_that_skips_has_failed(plane: Plane) -> None:
         await client.run("pause", {})
     (row,) = refusal.value.facts["workers"]
     assert (row["instance_id"], row["status"]) == (liar.instance_id, "error")
-    assert "an engine skips nothing" in row["error"]["message"]
+    assert "an engine answers 'skipped'" in row["error"]["message"]
 
 
 # ---- a mixed pipeline ----

@@ -20,6 +20,7 @@ import pytest
 from rl_plane._util.processes import die_with_parent
 from rl_plane.bus.server import NatsServer
 from rl_plane.errors import BusUnreachable, DeadlineExceeded, InvalidRequest, NotFound, NoWorkers, PlaneError
+from rl_plane.protocol.update_requests import UpdatePolicy
 from rl_plane.sync import CallBounds, SyncRlClient, call_bound_s
 from worker.engines.fake.adapter import make_fake_model
 
@@ -74,12 +75,47 @@ def test_a_trainers_loop(fleet: SyncRlClient, root: Path) -> None:
     for step in (1, 2):
         path = make_fake_model(root / f"step_{step}", seed=step)
         assert fleet.pause()["status"] == "ok"
-        body = {"transport": {"backend": "filesystem", "path": str(path)}, "version": f"step_{step}"}
-        assert fleet.update_weights(body)["version"]["label"] == f"step_{step}"
+        policy = UpdatePolicy(keep_pause=True)
+        reply = fleet.update_weights({"backend": "filesystem", "path": str(path)}, f"step_{step}", policy=policy)
+        assert reply["version"]["label"] == f"step_{step}"
+        assert fleet.state()["pause_state"] == "paused"
         fleet.resume()
         state = fleet.state(epoch=snapshot.epoch)
         assert (state["pause_state"], state["applied_weight_version"]) == ("running", f"step_{step}")
     assert [row["engine"] for row in fleet.workers()["workers"]] == ["fake"] * WORKERS
+
+
+def test_the_typed_ops(fleet: SyncRlClient, root: Path) -> None:
+    first = fleet.wait_for(WORKERS).members[0].instance_id
+    began = fleet.new_run(request_id="typed")
+    assert fleet.new_run(request_id="typed")["version"] == began["version"], "a repeated call has the first answer"
+    path = make_fake_model(root / "typed", seed=7)
+    made = fleet.update_weights({"backend": "filesystem", "path": str(path)}, "typed", step=7)
+    assert fleet.weight_version()["version"] == made["version"]
+    assert fleet.rollback(sequence=began["version"]["sequence"])["version"]["digest"] == began["version"]["digest"]
+    newest, before = fleet.updates(limit=2)["updates"]
+    assert (newest["rollback"]["sequence"], before["step"]) == (began["version"]["sequence"], 7)
+    with pytest.raises(NotFound):
+        fleet.rollback("never made")
+    fleet.disable([first])
+    assert not next(row for row in fleet.state()["workers"] if row["instance_id"] == first)["admission"]["open"]
+    fleet.enable([first])
+    assert fleet.ready(min_workers=WORKERS, wait_s=BOUND_S)["ready"] is True
+    assert len({row["ranks"][0]["checksum"] for row in fleet.check_weights()["workers"]}) == 1
+    assert fleet.describe(workers=[first], manifest_from=0)["workers"][0]["manifest"]
+    assert fleet.liveness()["alive"] is True
+    assert fleet.flush_cache()["status"] == "ok"
+    assert fleet.abort_requests()["waiting"] == 0
+
+
+def test_an_update_in_two_calls(fleet: SyncRlClient, root: Path) -> None:
+    fleet.wait_for(WORKERS)
+    transport = {"backend": "filesystem", "path": str(make_fake_model(root / "two", seed=8))}
+    prepared = fleet.prepare_weights_update(transport, "two")
+    assert fleet.complete_weights_update(prepared["update_id"])["version"]["label"] == "two"
+    again = fleet.prepare_weights_update(transport, "three")
+    assert fleet.abort_weights_update()["update_id"] == again["update_id"]
+    assert fleet.state()["applied_weight_version"] == "two"
 
 
 def test_single_ops(fleet: SyncRlClient) -> None:

@@ -144,7 +144,9 @@ async def test_a_message_that_may_wait_goes_with_the_next_or_by_itself(nats: Nat
 
 
 async def test_a_token_that_comes_at_once_takes_the_acceptance_with_it(plane: Plane) -> None:
-    worker = plane.spawn(patch="import worker.generation as generation; generation.ACCEPTED_WITHIN_S = 600")
+    worker = plane.spawn(
+        patch="import worker.generation_service as generation; generation.ACCEPTED_WITHIN_S = 600"
+    )
     client = await plane.client()
     came: list[Any] = []
     all_here = asyncio.Event()

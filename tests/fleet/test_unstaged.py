@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rl_plane.client import RlClient
 from rl_plane.errors import (
     InvalidRequest,
     InvalidWeights,
@@ -17,6 +16,7 @@ from rl_plane.errors import (
     Unsupported,
     UpdateAborted,
 )
+from rl_plane.membership.worker_calls import WorkerCalls
 from tests.support.adapter_updates import load
 from tests.support.faults import Stream, Told, generate, spawn_faulty
 from tests.support.fleet_updates import all_serve, coordinator_that_dies, states, update_of, while_preparing
@@ -55,7 +55,7 @@ def only_ever_open_at(told: Told, *labels: str) -> None:
     assert held <= set(labels), held
 
 
-async def until_all_serve(plane: Plane, client: RlClient, label: str) -> None:
+async def until_all_serve(plane: Plane, client: WorkerCalls, label: str) -> None:
     await plane.until(lambda: all_serve(client, label), HEAL_S)
 
 
@@ -301,7 +301,7 @@ async def test_a_worker_that_is_killed_in_the_middle_heals(plane: Plane) -> None
     await until_all_serve(plane, client, "initial")
     only_ever_open_at(told, "initial")
     assert set(await states(client)) == {again.instance_id, other.instance_id}
-    assert (await client.run("update_weights", unstaged(plane, 2)))["excluded"] == []
+    assert (await fleet.run("update_weights", unstaged(plane, 2)))["excluded"] == []
 
 
 @pytest.mark.parametrize(

@@ -584,7 +584,7 @@ FROZEN_WHEN_LABELLED = """
 import worker.engines.fake.adapter as fake
 really = fake.FakeEngine.set_version
 def set_version(self, version):
-    if version.sequence and not self._frozen:
+    if version.sequence and not self.gate.is_paused:
         Path({folder!r}, "ran").touch()
     really(self, version)
 fake.FakeEngine.set_version = set_version

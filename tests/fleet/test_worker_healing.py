@@ -62,9 +62,9 @@ async def test_a_worker_that_heard_of_the_record_before_it_asked_serves_as_soon_
     """Of two that start on an empty store at once, one fixes sequence 0 and the other hears of it."""
     wait = f"""
 import asyncio
-import worker.reconcile.follower as follower
+import worker.reconcile.record_watch as record_watch
 from worker.runtime.registration import Registration
-follower.CONFIRM_S = 60
+record_watch.CONFIRM_S = 60
 registered = Registration.start
 async def start(self):
     await registered(self)
@@ -128,7 +128,7 @@ async def test_a_worker_whose_model_changed_while_it_started_is_not_taken_for_wh
     late = plane.spawn(model=latest, patch=patch, ready=False)
     await plane.until(lambda: late.process.poll() is not None, 30)
     assert late.process.returncode == MODEL_CHANGED
-    assert "were replaced or written to while the engine loaded them" in late.log.read_text()
+    assert "changed while the engine loaded them" in late.log.read_text()
     assert (await client.view()).member(late.instance_id) is None
 
 

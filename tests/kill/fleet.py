@@ -144,7 +144,7 @@ class RealFleet(KeptFleet):
         os.kill(pid, signal.SIGKILL)
 
     def _child(self, name: str) -> Child:
-        child = self._supervisor.kept[name].child
+        child = self._supervisor.processes[name].running
         assert child is not None
         return child
 

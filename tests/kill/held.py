@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_plane._util.tasks import never
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
+from rl_plane.transports.reception import Cancelled
 from rl_plane.weights.checkpoint import Kind, open_published
 from worker.testing.phase_hooks import MAX_HOLD_S, POLL_S, VARIABLE
 
@@ -35,8 +37,8 @@ class HeldTransport(FilesystemTransport):
 
 
 class HeldDelivery(FilesystemDelivery):
-    def tensors(self) -> Iterator[tuple[str, HostTensor]]:
-        for number, tensor in enumerate(super().tensors()):
+    def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
+        for number, tensor in enumerate(super().tensors(cancelled)):
             yield tensor
             if number == 0:
                 _hold(Path(os.environ[VARIABLE]), os.environ["RL_PLANE_INSTANCE_ID"])

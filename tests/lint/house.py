@@ -22,8 +22,8 @@ OPENING = re.compile(rf"(?:{'|'.join(FORBIDDEN)})\b(?!-)", re.IGNORECASE)
 PRODUCT = ("rl_plane/", "worker/", "frontend/")
 
 ROLES = {
-    "__init__", "__main__", "adapter", "args", "base", "config", "fleet", "holder", "main", "plugin", "processes",
-    "receiver", "sender", "streams", "wire",
+    "__init__", "__main__", "adapter", "args", "base", "config", "cpu_build", "fleet", "holder", "logits", "main",
+    "plugin", "processes", "receiver", "scorer", "seeds", "sender", "streams", "wire",
 }  # fmt: skip
 """A transport, an engine and a dialect are a folder each, whose files have these names: the folder tells them apart."""
 

@@ -144,7 +144,7 @@ async def test_options_of_the_transports_own(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ([], "arguments are required: DIR"),
+        ([], "Missing argument 'DIR'"),
         (["/nowhere"], "not there"),
         (["MODEL", "--transport", "filesystem"], "--root DIR"),
         (["MODEL", "--adapter", "a"], "leave --adapter out"),
@@ -177,7 +177,7 @@ def test_no_facade_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.Captur
     assert main.run(["publish", str(model), "--url", "http://127.0.0.1:9", "--root", str(tmp_path / "root")]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert "no facade answers" in err
+    assert "no frontend answers" in err
     assert not (tmp_path / "root").exists()
 
 

@@ -446,6 +446,24 @@ async def test_a_reason_whose_answer_was_lost_is_asked_for_again(
     await asyncio.to_thread(publisher.close)
 
 
+async def test_an_abort_by_an_operator_reaches_the_trainer(plane: Plane) -> None:
+    pytest.importorskip("torch")
+    plane.spawn_many(2)
+    loop, fleet = asyncio.get_running_loop(), await plane.fleet()
+    operator = await plane.client("operator")
+
+    def abort() -> None:
+        asyncio.run_coroutine_threadsafe(operator.run("abort_weights_update", {}), loop).result(BOUND_S)
+
+    source = Meanwhile(plane.model(1), abort, after=2)
+    publisher = WeightPublisher(source, fleet, transport="gloo", workers=2, bucket_bytes=256)
+    with pytest.raises(UpdateAborted, match=r"abort_weights_update, by \S+, aborted the update") as caught:
+        await publisher.publish_async("one")
+    assert operator.owner in caught.value.message
+    assert await served(plane) == {("initial", model_digest(plane.model(0)), 0)}
+    await asyncio.to_thread(publisher.close)
+
+
 async def test_nobody_serves_what_a_progress_callback_refused(plane: Plane) -> None:
     plane.spawn()
 

@@ -1,5 +1,5 @@
-"""`python -m tests.sim [--seeds N] [--first SEED] [--jobs N] [--without GUARD] [--cluster]`: a failure prints the
-trace, the seed, the invariant, and the one command that repeats it."""
+"""`python -m tests.sim [--seeds N] [--first SEED] [--jobs N] [--without GUARD] [--cluster] [--partitions]`: a failure
+prints the trace, the seed, the invariant, and the one command that repeats it."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def main() -> int:
         "--without", choices=[*GUARDS, *FIXES], help="switch a guard or a fix off: then a violation must be found"
     )
     parser.add_argument("--cluster", action="store_true", help="with what the protocol does not claim to bear")
+    parser.add_argument("--partitions", action="store_true", help="in every run, not in some")
     parser.add_argument("--trace", action="store_true", help="print what happened in each seed")
     parser.add_argument("--go-on", action="store_true", help="after a failure too, with one line for each")
     parser.add_argument("--transitions", action="store_true", help="list those that were reached, with seeds")
@@ -46,9 +47,9 @@ def main() -> int:
         return run(arguments)
 
 
-def _results(first: int, seeds: int, jobs: int, cluster: bool) -> Iterator[Result]:
+def _results(first: int, seeds: int, jobs: int, cluster: bool, partitions: bool) -> Iterator[Result]:
     """In the order of the seeds, so that the first failure is the same for any number of processes."""
-    one = partial(run_seed, cluster=cluster)
+    one = partial(run_seed, cluster=cluster, partitions=partitions)
     adapters()
     gc.freeze()  # what is here now is not looked at after each seed
     if jobs == 1 or seeds == 1:
@@ -64,7 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
     reached: Counter[str] = Counter()
     guard = f" --without {arguments.without}" if arguments.without else ""
     guard += " --cluster" if arguments.cluster else ""
-    for result in _results(arguments.first, arguments.seeds, arguments.jobs, arguments.cluster):
+    guard += " --partitions" if arguments.partitions else ""
+    for result in _results(
+        arguments.first, arguments.seeds, arguments.jobs, arguments.cluster, arguments.partitions
+    ):
         served, committed, refused = served + result.served, committed + result.committed, refused + result.refused
         migrated += result.migrated
         reached.update(result.reached)

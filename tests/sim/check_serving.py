@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rl_plane.protocol.canary import CanaryRecord
 from rl_plane.protocol.generation import VersionSpan
 from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S
 from rl_plane.protocol.versions import WeightVersion
@@ -113,7 +114,12 @@ class ServingChecks:
         `on_canary_failure: warn`, and at least half of the workers that scored it miscomputed; or its coordinator
         died, and each worker opened by itself, with nothing to be compared with."""
         told = self._checks.canaries.get((base.run, base.sequence), [])
-        canary = next((one for at, one in reversed(told) if at <= start), None)
+        before = next((one for at, one in reversed(told) if at <= start), None)
+        since = [one for at, one in told if at > start]  # the request may have waited until one of these
+        return any(self._leaves_open(base, one) for one in (before, *since))
+
+    @staticmethod
+    def _leaves_open(base: WeightVersion, canary: CanaryRecord | None) -> bool:
         if canary is None:
             return True  # it was switched off
         if canary.expected is not None:

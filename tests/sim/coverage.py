@@ -1,4 +1,5 @@
-"""Which transitions of the two machines a run has taken, by name; and the list of all that there are."""
+"""Which transitions of the two machines a run has taken, by name, and before which of them a partition has cut messages
+of their process; and the list of all that there are."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from unittest import mock
 from rl_plane.commit.machine import UpdateMachine
 from rl_plane.commit.steps import End, Failed
 from rl_plane.errors import PlaneError
-from worker.reconcile import worker_core
+from tests.sim.virtual_loop import PROCESS
+from worker.reconcile.instructions import Fetch, Swap, Wait
 from worker.reconcile.worker_core import WorkerCore
 
 
@@ -31,11 +33,22 @@ def _watchers(reached: set[str]) -> list[tuple[Any, str, Any]]:
     ]
 
 
+def _note_cut(reached: set[str], what: str) -> None:
+    """Has a partition cut messages of the process that runs now, since this was last asked in it?"""
+    process = PROCESS.get()
+    if process is not None and process.cut_messages > process.noted_cuts:
+        process.noted_cuts = process.cut_messages
+        reached.add(f"cut: {what}")
+
+
 def _watched_step(step: Any, reached: set[str]) -> Any:
     def watched(self: UpdateMachine, event: Any, now: float, elapsed_s: float) -> Any:
         before = self.phase
         instruction = step(self, event, now, elapsed_s)
+        if (process := PROCESS.get()) is not None:
+            process.on_phase(instruction.phase)
         if event is not None:  # else it begins
+            _note_cut(reached, f"coordinator, {before}")
             what = "fails" if isinstance(event, Failed) else "goes well"
             after: str = instruction.phase
             if isinstance(instruction, End):
@@ -49,7 +62,10 @@ def _watched_step(step: Any, reached: set[str]) -> Any:
 def _watched(method: Any, name: str, reached: set[str]) -> Any:
     def watched(self: WorkerCore, *args: Any, **more: Any) -> Any:
         result = method(self, *args, **more)
-        reached.add(f"worker: {_NAMES[name](self, args, result)}")
+        what = f"worker: {_NAMES[name](self, args, result)}"
+        reached.add(what)
+        if what in CUT_AT:
+            _note_cut(reached, CUT_AT[what])
         return result
 
     return watched
@@ -63,9 +79,9 @@ def _instruction(self: WorkerCore, result: Any, now: float) -> str:
     match result:
         case None:
             return "all done"
-        case worker_core.Swap(name=name) | worker_core.Fetch(name=name):
+        case Swap(name=name) | Fetch(name=name):
             return f"{type(result).__name__} {'an adapter' if name is not None else 'the base'}"
-        case worker_core.Wait(until=until):
+        case Wait(until=until):
             return _wait(self, until)
         case _:
             return type(result).__name__
@@ -103,6 +119,18 @@ _NAMES: dict[str, Any] = {
     "swap_failed": lambda self, args, result: "swap failed",
     "enabled": lambda self, args, result: "enabled",
 }
+
+CUT_AT = {
+    "worker: the leader said → lease": "worker, before it renews its lease",
+    "worker: by itself → Fetch the base": "worker, before it heals",
+    "worker: by itself → Swap the base": "worker, before it heals",
+    "worker: commit → Swap the base": "worker, before it commits",
+    "worker: asks after its coordinator → holds the lock": "worker, before it asks after its coordinator",
+    "worker: asks after its coordinator → is gone": "worker, before it asks after its coordinator",
+}
+"""Transition of a worker → what a partition before it is called."""
+CUT_PHASES = ("begin", "prepare", "receive", "session", "decide", "gate", "commit", "roll", "open")
+"""The phases of a coordinator at whose beginning the simulation cuts it off from others."""
 
 TRANSITIONS: dict[str, bool] = {
     "coordinator: abort fails → error": True,
@@ -224,6 +252,10 @@ TRANSITIONS: dict[str, bool] = {
     "coordinator: watch goes well → open": True,
     "coordinator: watch goes well → recheck": True,
     "coordinator: watch goes well → watch": True,
+    **{f"cut: {what}": True for what in CUT_AT.values()},
+    **{f"cut: coordinator, {phase}": True for phase in CUT_PHASES},
+    **{f"cut: coordinator, {phase}": True for phase in ("survey", "clear", "abort", "resolve", "pause")},
+    **{f"cut: coordinator, {phase}": True for phase in ("recheck", "leases", "watch")},
     "worker: asks after its coordinator → alone": True,
     "worker: asks after its coordinator → holds the lock": False,
     "worker: asks after its coordinator → is gone": False,
@@ -232,7 +264,7 @@ TRANSITIONS: dict[str, bool] = {
     "worker: by itself → Fetch the base": False,
     "worker: by itself → Read": True,
     "worker: by itself → Relabel": False,
-    "worker: by itself → Score": False,
+    "worker: by itself → ScoreCanary": False,
     "worker: by itself → Swap an adapter": True,
     "worker: by itself → Swap the base": False,
     "worker: by itself → Unload": True,

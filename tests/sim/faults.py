@@ -65,6 +65,11 @@ FOCUSED = 0.25
 CLUSTER: dict[Kind, float] = {"change_leader": 1.5, "keep_old_leader": 1.5}
 """What only a cluster does, which the protocol does not claim to bear: `--cluster` has them in every run."""
 
+PARTITION: dict[Kind, float] = {"partition": 3.0}
+PARTITIONED = 0.3
+"""In how many runs two groups of processes are cut from each other now and then. A chance of its own draws them: the
+other runs are what they would be without."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
@@ -84,7 +89,7 @@ class Scenario:
     """Do its trainers say what their weights compute?"""
 
     @classmethod
-    def drawn(cls, rng: random.Random, cluster: bool = False) -> Scenario:
+    def drawn(cls, rng: random.Random, cluster: bool = False, partitioned: bool = False) -> Scenario:
         quiet = rng.random() < 0.05
         faults = [kind for kind in FAULTS if not quiet and rng.random() < RARE.get(kind, 0.5)]
         faults += CLUSTER if cluster else ()
@@ -92,6 +97,7 @@ class Scenario:
         if rng.random() < FOCUSED:
             faults = [*rng.sample([*FAULTS], 2), *(["contend"] if rng.random() < 0.6 else [])]
             calls = [*rng.sample(KINDS, 1), *(["pause"] if rng.random() < 0.5 else [])]
+        faults += PARTITION if partitioned else ()
         return cls(
             workers=rng.choice([1, 2, 2, 3, 3, 3, 4]),
             frontends=rng.choice([1, 2, 2, 3]),
@@ -113,7 +119,9 @@ class Scenario:
 class Faults(NatsFaults):
     def __init__(self, world: World, scenario: Scenario) -> None:
         super().__init__(world)
-        weights = {**FAULTS, **CLUSTER}
+        if CLUSTER.keys() <= scenario.faults:
+            self._ways = (*self._ways, "refused")
+        weights = {**FAULTS, **CLUSTER, **PARTITION}
         self._kinds = [kind for kind in weights if kind in scenario.faults]
         self._weights = [weights[kind] for kind in self._kinds]
         self._new_ids = (f"{number:016x}" for number in itertools.count(scenario.workers + 1))
@@ -133,6 +141,7 @@ class Faults(NatsFaults):
         server.old_leader = None
         if server.holding is not None:
             server.holding.release()
+        server.heal()
         world.loop.slow_thread_share = 0.0
         world.sources.gone.clear()
         world.sources.written()
@@ -252,7 +261,7 @@ class Faults(NatsFaults):
             process, _, engine = world.rng.choice(list(world.workers.values()))
             seconds = world.rng.choice([1.0, 4.0, 9.0, 30.0])
             world.say(f"the engine of {process.name} hangs for {seconds} s")
-            process.disturbed_at = world.loop.now + seconds
+            process.disturb(seconds)
             engine.hung_until = world.loop.now + seconds
 
     def _fail_swap(self) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 from rl_plane.protocol.subjects import LOCK, RECORD
+from tests.sim.coverage import CUT_PHASES
 from tests.sim.holding import DECISION, Holding
+from tests.sim.partition import Partition, Way
+from tests.sim.process import Process
 from tests.sim.sim_client import SimBus
 from tests.sim.sim_nats import OldLeader
 from tests.sim.world import Coordinator, World
@@ -15,11 +19,17 @@ HOLDER_TRIES = 600
 """For three seconds somebody may come to take the lock."""
 
 
+WAYS: tuple[Way, ...] = ("lost", "lost", "late")
+"""What becomes of the messages that a partition cuts. `--cluster` has `refused` too: the plane takes a 503 for the
+proof that a process is dead, which it is only where there is one server."""
+
+
 class NatsFaults:
     def __init__(self, world: World) -> None:
         self._world = world
         self._over = False
         """Nothing fails any more."""
+        self._ways = WAYS
 
     def _kill_nats(self, losing: str = "") -> None:
         world, server, rng = self._world, self._world.server, self._world.rng
@@ -99,18 +109,19 @@ class NatsFaults:
         """A write of the lock's holder is held back for as long as another call needs to take the lock; its connection
         may break just before."""
         self._world.say("the next holder of the lock is in for it")
-        self._when_held(HOLDER_TRIES)
+        self._when_held(self._hold_back, HOLDER_TRIES)
 
-    def _when_held(self, tries: int) -> None:
+    def _when_held(self, do: Callable[[Coordinator, SimBus], None], tries: int) -> None:
+        """Does it to the next holder of the lock."""
         world, server = self._world, self._world.server
         found = server.value(world.subjects.state, LOCK)
         client_id = json.loads(found.value)["client_id"] if found is not None and found.value else None
         buses = ((one, bus) for one in world.alive() for bus in one.process.buses)
         holder = next((each for each in buses if each[1].conn.client_id == client_id), None)
         if holder is not None and server.holding is None and not self._over:
-            self._hold_back(*holder)
+            do(*holder)
         elif tries and not self._over:
-            server.later(HOLDER_LOOK_S, self._when_held, tries - 1)
+            server.later(HOLDER_LOOK_S, self._when_held, do, tries - 1)
 
     def _hold_back(self, holder: Coordinator, bus: SimBus) -> None:
         world, server, rng = self._world, self._world.server, self._world.rng
@@ -132,6 +143,65 @@ class NatsFaults:
         if breaks < 0.7:
             world.say(f"cut {holder.process.name} off, which has the lock")
             holder.process.cut_off(bus)
+
+    # ---- partitions ----
+
+    def _partition(self) -> None:
+        """Two groups of processes don't reach each other for a while: any two groups, or the lock's next holder and
+        some others, from a chosen phase of an update on."""
+        if self._world.rng.random() < 0.6:
+            self._when_held(self._part_holder, HOLDER_TRIES)
+        else:
+            processes = self._world.processes()
+            self._world.rng.shuffle(processes)
+            cut = self._world.rng.randint(1, max(1, len(processes) - 1))
+            self._part(processes[:cut][:2], processes[cut:])
+
+    def _part_holder(self, holder: Coordinator, bus: SimBus) -> None:
+        """Once its call enters a chosen phase."""
+        world, rng = self._world, self._world.rng
+        chosen = rng.choice(CUT_PHASES)
+
+        def entered(phase: str) -> None:
+            if phase != chosen:
+                return
+            holder.process.on_phase = lambda phase: None
+            workers = [process for process in world.started.values() if process.alive]
+            others = [process for process in world.processes() if process is not holder.process]
+            among = workers if workers and rng.random() < 0.7 else others
+            if among:
+                self._part([holder.process], rng.sample(among, rng.randint(1, len(among))))
+
+        holder.process.on_phase = entered
+
+    def _part(self, first: list[Process], second: list[Process]) -> None:
+        """The buckets lie on a third server, or beside one of the groups."""
+        world, server, rng = self._world, self._world.server, self._world.rng
+        sides: list[list[Process | None]] = [[*first], [*second]]
+        if rng.random() < 0.4:
+            rng.choice(sides).append(None)
+        way = rng.choice(self._ways)
+        directions = [(0, 1), (1, 0)]
+        if way != "refused":
+            directions = rng.choice([directions, directions[:1], directions[1:]])
+        seconds = rng.choice([0.3, 1.5, 4.0, 12.0]) * rng.uniform(0.5, 1.5)
+        if server.partition is not None or self._over or not all(sides):
+            return
+        names = [", ".join(one.name if one is not None else "the buckets" for one in side) for side in sides]
+        arrow = "and" if len(directions) == 2 else "to" if directions == [(0, 1)] else "from"
+        world.say(f"cut for {seconds:.2f} s: {names[0]} {arrow} {names[1]}, {way}")
+        partition = server.partition = Partition(sides, directions, way)
+        for process in partition.processes:
+            process.disturb(seconds)
+
+        def heal() -> None:
+            if server.partition is partition:
+                world.say("the cut has healed")
+                server.heal()
+                for process in partition.processes:
+                    process.disturb()
+
+        server.later(seconds, heal)
 
     # ---- a cluster ----
 

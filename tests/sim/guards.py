@@ -49,7 +49,7 @@ def _no_changes(*args: Any, **more: Any) -> list[Any]:
     return []
 
 
-def _undecided(self: Any, record: Any) -> Any:
+def _undecided(record: Any) -> Any:
     """A step of the machine that yields nothing: the record is not written."""
     return Written(record, 1)
     yield
@@ -93,7 +93,11 @@ GUARDS: dict[str, dict[str, Any]] = {
     # A worker is admitted only with the committed digest.
     "digest": {"worker.reconcile.worker_core.WorkerCore._changes": _no_changes},
     # A version is committed only by its record.
-    "decision": {"rl_plane.commit.machine.UpdateMachine._decide": _undecided},
+    "decision": {
+        "rl_plane.commit.machine.decide": _undecided,
+        "rl_plane.commit.sessions.decide": _undecided,
+        "rl_plane.commit.commands.decide": _undecided,
+    },
     # The record is written only under the lock, by its newest holder, and workers obey nobody else.
     "fence": {
         "rl_plane.bus.lock.HeldLock.put": _unguarded_put,
@@ -106,7 +110,7 @@ GUARDS: dict[str, dict[str, Any]] = {
     # A coordinator writes the record only in the place of what it has left itself. Seed 510 shows what happens else.
     "seal": {"rl_plane.bus.sealed_record.SealedRecord.write": _write_again},
     # A worker bars a coordinator that is gone from the record before it drops what that one has staged. Seed 41.
-    "bar": {"worker.reconcile.follower.RecordFollower._is_barred": _live},
+    "bar": {"worker.reconcile.coordinator_watch.CoordinatorWatch._is_barred": _live},
     # A holder knows its own lock from any other's.
     "nonce": {"rl_plane.bus.lock._nonce": _one_nonce},
     # A worker serves weights only if its engine computes with them what it should.
@@ -120,10 +124,14 @@ GUARDS: dict[str, dict[str, Any]] = {
         "worker.reconcile.worker_state.WorkerState.check_lease": _accepts,
         "frontend.routing.fleet_status.WorkerStatus.open": True,
         "rl_plane.protocol.serving_lease.ServingLease.holds": _yes,
-        "frontend.routing.committed.Labels.take": _accepts,
+        "frontend.routing.span_check.SpanCheck.take": _accepts,
     },
     # A pinned update is of the fleet that it names.
-    "epoch": {"rl_plane.client.check_pin": _accepts, "rl_plane.fleet.fleet.check_pin": _accepts},
+    "epoch": {
+        "rl_plane.membership.worker_calls.check_pin": _accepts,
+        "rl_plane.fleet.fleet_call.check_pin": _accepts,
+        "rl_plane.fleet.fleet.check_pin": _accepts,
+    },
     # An op is done by the process that it names.
     "incarnation": {"worker.reconcile.worker_state.WorkerState.check_changing": _accepts},
 }
@@ -141,7 +149,8 @@ FIXES: dict[str, dict[str, Any]] = {
     "checked-overwrite": {"worker.receive.weight_receiver.check_overwrite": _accepts},
     "fitting-first": {"worker.reconcile.worker_core.WorkerCore._missing": _first_change},
     "frontend-witness": {"rl_plane.membership.view.MembershipView.keep_record": _read_only},
-    "finisher": {"frontend.facade.recovery.Finisher._finish": _nothing},
+    "own-record": {"worker.runtime.registration.Registration.keep": _nothing},
+    "finisher": {"frontend.facade.update_recovery.UpdateRecovery._complete": _nothing},
 }
 
 

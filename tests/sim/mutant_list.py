@@ -19,6 +19,7 @@ NUMERICS = "tests/unit/worker/test_worker_numerics.py::test_"
 SHELL = "tests/unit/commit/test_coordinator_shell.py::test_"
 WATCH = "tests/fleet/test_lock_watch.py::test_"
 OPS = "tests/fleet/test_worker_ops.py::test_"
+MEMBERSHIP = "tests/fleet/test_membership.py::test_"
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ MUTANTS = [
     ),
     Mutant(
         "lock: a call that decides nothing bars nobody",
-        "rl_plane/client.py",
+        "rl_plane/membership/worker_calls.py",
         "            if held.taken:\n",
         "            if False:\n",
         SEAL + "a_call_that_decides_nothing_bars_the_holder_from_which_it_has_taken_the_lock",
@@ -265,7 +266,7 @@ MUTANTS = [
     Mutant(
         "lock: a renewal whose answer was lost costs it",
         "rl_plane/bus/lock.py",
-        "await self._look()  # our own renewal, whose answer was lost, counts",
+        "await self._look()  # this process's own renewal counts, also if its answer was lost",
         "raise self.stale()",
         LOCK + "what_follows_a_renewal_whose_answer_was_lost_counts_it",
     ),
@@ -893,24 +894,24 @@ MUTANTS = [
         "        self.digest = self.version = self.sequence = self.scores = None\n",
         STATE + "lost_weights_are_no_version_and_close",
     ),
-    # ---- worker/reconcile/follower.py ----
+    # ---- worker/reconcile/coordinator_watch.py ----
     Mutant(
         "follower: drops without barring",
-        "worker/reconcile/follower.py",
+        "worker/reconcile/coordinator_watch.py",
         "await self._is_barred(given_up.fence)",
         "given_up",
         ATTACK + "a_decision_that_arrives_after_the_workers_gave_up_is_refused[False]",
     ),
     Mutant(
         "follower: bars over a record that it has not read",
-        "worker/reconcile/follower.py",
-        "        if entry is None or record_of(entry) != self._core.record:\n            await self._read()\n            return False\n",
+        "worker/reconcile/coordinator_watch.py",
+        "        if entry is None or record_of(entry) != self._core.record:\n            await self._record.read()\n            return False\n",
         "        assert entry is not None\n",
         ATTACK + "a_decision_that_comes_while_a_worker_is_about_to_give_up_keeps_what_is_staged",
     ),
     Mutant(
         "follower: drops what was asked for again",
-        "worker/reconcile/follower.py",
+        "worker/reconcile/coordinator_watch.py",
         "            if given_up == self._core.given_up(waiting_for):\n",
         "            if True:\n",
         ATTACK + "who_asks_for_an_update_again_does_not_lose_it_with_the_coordinator_before",
@@ -1068,22 +1069,22 @@ MUTANTS = [
     ),
     Mutant(
         "follower: a turn of a former coordinator",
-        "worker/reconcile/follower.py",
+        "worker/reconcile/engine_changes.py",
         "        async with self.changing:\n            self._state.check_fence(fence)\n",
         "        async with self.changing:\n",
-        "tests/unit/worker/test_follower_turns.py::test_a_coordinator_that_was_replaced_while_it_waited_has_no_turn",
+        "tests/unit/worker/test_engine_changes.py::test_a_coordinator_that_was_replaced_while_it_waited_has_no_turn",
     ),
     Mutant(
         "follower: bars the next coordinator",
-        "worker/reconcile/follower.py",
+        "worker/reconcile/coordinator_watch.py",
         "        if self._core.record is not before:\n",
         "        if False:\n",
         ATTACK + "a_worker_that_looks_for_the_coordinator_before_does_not_bar_the_next_one",
     ),
     Mutant(
         "follower: an abort without a look at the record",
-        "worker/reconcile/follower.py",
-        "        await self._read()\n        self._state.check_fence(fence)\n        self._core.check_undecided(update_id)\n",
+        "worker/reconcile/coordinator_calls.py",
+        "        await self._record.read()\n        self._state.check_fence(fence)\n        self._core.check_undecided(update_id)\n",
         "        self._state.check_fence(fence)\n        self._core.check_undecided(update_id)\n",
         None,
         second_line="A coordinator aborts only what it has found undecided under its own seal.",
@@ -1101,6 +1102,21 @@ MUTANTS = [
         "        self.state.confirm_lease(asked_at, connection)\n",
         "        self.state.confirm_lease(now, connection)\n",
         CORE + "the_lease_is_confirmed_by_a_leader_that_knows_as_much",
+    ),
+    # ---- worker/runtime/registration.py ----
+    Mutant(
+        "registration: a worker that never hears that it was taken out",
+        "worker/runtime/registration.py",
+        "                await self.register(revision)\n",
+        "                pass\n",
+        MEMBERSHIP + "a_worker_that_never_hears_that_it_was_taken_out_registers_again",
+    ),
+    Mutant(
+        "registration: a worker that never hears of the other one with its id",
+        "worker/runtime/registration.py",
+        "            if entry is not None and self._is_another(entry):\n                self._superseded()\n                return\n            if entry is None",
+        "            if entry is None",
+        MEMBERSHIP + "a_worker_that_never_hears_of_another_process_with_its_id_ends",
     ),
     # ---- rl_plane/protocol/serving_lease.py ----
     Mutant(
@@ -1157,8 +1173,8 @@ MUTANTS = [
     # ---- frontend/routing/committed.py ----
     Mutant(
         "labels: what was replaced long ago",
-        "frontend/routing/committed.py",
-        "        if self._last.is_stale(arrived) and self._may_make(span):\n",
+        "frontend/routing/span_check.py",
+        "        if _is_stale(self._last, arrived) and self._may_make(span):\n",
         "        if False:\n",
         LABELS + "a_stream_that_stays_on_what_was_replaced_is_cut",
         short=True,
@@ -1193,7 +1209,7 @@ MUTANTS = [
     ),
     Mutant(
         "labels: another adapter",
-        "frontend/routing/committed.py",
+        "frontend/routing/span_check.py",
         "        if any((span.adapter.name if span.adapter else None) != self._adapter for span in spans):\n",
         "        if False:\n",
         LABELS + "tokens_are_of_the_adapter_that_was_asked_for",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextvars import copy_context
 from typing import Any
 
@@ -26,9 +26,15 @@ class Process:
         self.buses: list[SimBus] = []
         self.stood_still_s = 0.0
         self.disturbed_at = 0.0
-        """When it, its engine, its connection or its source was last tampered with."""
+        """When it, its engine, its connection or its source was last tampered with, or until when that lasts."""
         self.plane = ""
         """What becomes of bytes that it wants to receive: `fails`, `hangs`; empty: they come."""
+        self.cut_messages = 0
+        """How many of its messages partitions have cut."""
+        self.on_phase: Callable[[str], None] = lambda phase: None
+        """Called with the phase that a coordinator of this process enters, before it asks anything in it."""
+        self.noted_cuts = 0
+        """How many of these the coverage has noted."""
         self.miscomputed = False
         """Has its engine computed something else than its weights say?"""
         self._thaw_at = 0.0
@@ -43,8 +49,9 @@ class Process:
         """Was it ever tampered with?"""
         return self.disturbed_at > 0.0
 
-    def disturb(self) -> None:
-        self.disturbed_at = self._loop.now
+    def disturb(self, seconds: float = 0.0) -> None:
+        """Something is done to it now, and lasts so long."""
+        self.disturbed_at = max(self.disturbed_at, self._loop.now + seconds)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         return self._loop.create_task(work, context=self._context.copy())
@@ -64,7 +71,7 @@ class Process:
     def freeze(self, seconds: float, *, clock_too: bool = False) -> None:
         """SIGSTOP, then SIGCONT: it goes on where it was, late. `clock_too`: its machine is paused, and does not count
         this time."""
-        self.disturbed_at = self._loop.now
+        self.disturb()
         self.stood_still_s += seconds
         self._thaw_at = max(self._thaw_at, self._loop.now + seconds)
         if not self.frozen:
@@ -79,7 +86,7 @@ class Process:
                 self.cut_off(bus)
 
     def cut_off(self, bus: SimBus) -> None:
-        self.disturbed_at = self._loop.now
+        self.disturb()
         if bus.conn.is_connected:
             self._server.disconnect(bus.conn, for_good=False)
 
@@ -91,7 +98,7 @@ class Process:
 
     def thaw(self) -> None:
         if self.frozen:
-            self.disturbed_at = self._loop.now
+            self.disturb()
             self.frozen = False
             if self._clock_stopped_at is not None:
                 self.clock.stood_s += self._loop.now - self._clock_stopped_at

@@ -99,8 +99,9 @@ def opened_as(engine: FakeEngine, staging: str) -> tuple[Any, Any] | None:
     opened = engine.receiver._opened.get(staging)
     if opened is None:
         return None
-    reception, delivery = opened
-    return engine.receiver._transport(reception.transport), delivery
+    request, delivery = opened
+    assert request.transport is not None
+    return engine.receiver._transport(request.transport.backend), delivery
 
 
 def watch_staging(worker: Worker, told: Callable[[str], None]) -> None:
@@ -109,8 +110,8 @@ def watch_staging(worker: Worker, told: Callable[[str], None]) -> None:
     tell = updates._tell
 
     def watched(staging: Any) -> None:
-        if staging is not None and staging.wanted.fence is not None:
-            told(staging.wanted.update_id)
+        if staging is not None and staging.fence is not None:
+            told(staging.request.update_id)
         tell(staging)
 
     updates._tell = watched

@@ -162,9 +162,9 @@ class SimBus(Bus):
             except (WrongSequence, BusUnreachable) as error:
                 result = error
             if server.rng.random() >= server.lost_answers:
-                server.later(server.delay(), answered, result, conn.client_id)
+                server.answer(conn, answered, result, of_bucket=on_disk)
 
-        conn.send(lambda: server.arrive_from(conn, arrive))
+        conn.send(lambda: server.arrive_from(conn, arrive, for_bucket=on_disk))
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return await answer

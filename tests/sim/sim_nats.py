@@ -14,14 +14,18 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_plane.errors import BusUnreachable
 from rl_plane.protocol.subjects import ADVISORY, Bucket
 from tests.sim.holding import Holding
+from tests.sim.partition import Partition
 from tests.sim.sim_client import RECONNECT_S, SimConn, SimMsg, Subscription
 from tests.sim.sim_store import Key, SimStore, Stream
 from tests.sim.virtual_loop import VirtualLoop
+
+if TYPE_CHECKING:
+    from tests.sim.process import Process
 
 DELAY_S = (0.0001, 0.003)
 SLOW_S = (0.05, 0.6)
@@ -32,6 +36,10 @@ LATE_S = (0.0, 6.0)
 """How much later the second copy of a request comes."""
 PING_S = (4.0, 6.0)
 """How long a server and its clients wait for the answers to their PINGs."""
+
+
+def _process(conn: SimConn | None) -> Process | None:
+    return conn.process if conn is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,7 @@ class SimServer(SimStore):
         self.holding: Holding | None = None
         """Messages to the server that are held back now."""
         self.old_leader: OldLeader | None = None
+        self.partition: Partition | None = None
         self._exact: dict[str, list[Subscription]] = {}
         self._patterns: list[Subscription] = []
         self._free_at: dict[tuple[int, int], float] = {}
@@ -120,9 +129,13 @@ class SimServer(SimStore):
         data: bytes,
         reply: str = "",
         headers: dict[str, str] | None = None,
+        beside: SimConn | None = None,
     ) -> None:
+        """`beside`: of a message of the servers' own, the client whose server sends it. None: the one with the
+        buckets."""
         if not self.up:
             return
+        beside = source or beside
         tokens = subject.split(".")
         head = tokens[0]
         found = list(self._exact.get(subject, ()))
@@ -130,19 +143,19 @@ class SimServer(SimStore):
         queues: dict[str, list[Subscription]] = {}
         chosen = []
         for subscription in sorted(found, key=lambda each: each.number) if len(found) > 1 else found:
-            if subscription.conn.is_connected:
+            if subscription.conn.is_connected and not self._is_refused(beside, subscription.conn):
                 if subscription.queue:
                     queues.setdefault(subscription.queue, []).append(subscription)
                 else:
                     chosen.append(subscription)
         chosen += [self.rng.choice(members) for members in queues.values()]
         if not chosen and reply:
-            self.publish(None, reply, b"", headers={"Status": "503"})
+            self.publish(None, reply, b"", headers={"Status": "503"}, beside=beside)
         for subscription in chosen:
             message = SimMsg(subject, reply, data, headers)
-            self._deliver(source, subscription, message)
+            self._send(beside, source, subscription, message)
             if reply and self.duplicates and self.rng.random() < self.duplicates:
-                self.later(self.rng.uniform(*LATE_S), self._deliver, source, subscription, message)
+                self.later(self.rng.uniform(*LATE_S), self._send, beside, source, subscription, message)
 
     def _travel(self, source: int, to: int, arrive: Callable[[], None]) -> None:
         pair = (source, to)
@@ -150,8 +163,40 @@ class SimServer(SimStore):
         self._free_at[pair] = at
         self.at(at, arrive)
 
-    def arrive_from(self, conn: SimConn, arrive: Callable[[], None]) -> None:
-        """A client's message for the server itself: JetStream's. In flight it dies with the connection."""
+    def _is_refused(self, source: SimConn | None, to: SimConn) -> bool:
+        """Does the server of `source` know that it can't reach the server of `to`?"""
+        partition = self.partition
+        return (
+            partition is not None and partition.way == "refused" and partition.cuts(_process(source), to.process)
+        )
+
+    def _pass(self, source: Process | None, to: Process | None, send: Callable[[], None]) -> None:
+        """Sends a message, unless a partition cuts it. None: the server with the buckets."""
+        if self.partition is not None and self.partition.cuts(source, to):
+            self.partition.take(source, to, send)
+        else:
+            send()
+
+    def heal(self) -> None:
+        if (partition := self.partition) is not None:
+            self.partition = None
+            partition.heal()
+
+    def answer(self, conn: SimConn, answered: Callable[..., None], result: Any, *, of_bucket: bool) -> None:
+        """JetStream's answer; or a PONG, which comes from the client's own server."""
+
+        def send() -> None:
+            self.later(self.delay(), answered, result, client_id)
+
+        client_id = conn.client_id
+        if of_bucket:
+            self._pass(None, conn.process, send)
+        else:
+            send()
+
+    def arrive_from(self, conn: SimConn, arrive: Callable[[], None], *, for_bucket: bool = True) -> None:
+        """A client's message for the server itself: JetStream's, or a PING for its own one. In flight it dies with the
+        connection."""
         client_id, restarts = conn.client_id, self.restarts
         in_its_buffer = self.still  # which it reads to the end, whatever has become of the client
 
@@ -159,10 +204,22 @@ class SimServer(SimStore):
             if self.restarts == restarts and (in_its_buffer or conn.client_id == client_id):
                 arrive()
 
+        def send() -> None:
+            if for_bucket:
+                self._pass(conn.process, None, lambda: self._travel(client_id, 0, arrived))
+            else:
+                self._travel(client_id, 0, arrived)
+
         if self.holding is not None and self.holding.takes(conn):
-            self.holding.add(lambda: self._travel(client_id, 0, arrived))
+            self.holding.add(send)
         else:
-            self._travel(client_id, 0, arrived)
+            send()
+
+    def _send(
+        self, beside: SimConn | None, source: SimConn | None, subscription: Subscription, message: SimMsg
+    ) -> None:
+        to = subscription.conn.process
+        self._pass(_process(beside), to, lambda: self._deliver(source, subscription, message))
 
     def _deliver(self, source: SimConn | None, subscription: Subscription, message: SimMsg) -> None:
         conn, client_id = subscription.conn, subscription.conn.client_id
@@ -186,7 +243,7 @@ class SimServer(SimStore):
                     subscription.task.cancel()
         if was_connected and self.up:
             event = {"server": {"id": self.id}, "client": {"id": conn.client_id}}
-            self.publish(None, ADVISORY, json.dumps(event).encode())
+            self.publish(None, ADVISORY, json.dumps(event).encode(), beside=conn)
         if not for_good:
             self.later(self.rng.uniform(*RECONNECT_S), self.reconnect, conn)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -25,7 +24,7 @@ from tests.sim.run import _simulated, adapters, deltas, models
 from tests.sim.sessions import CANARY, PHASES
 from tests.sim.world import Coordinator, World
 from worker.receive.staging import model_digest
-from worker.reconcile.worker_core import Receiving
+from worker.reconcile.instructions import CoordinatedUpdate
 
 UP_S = 3.0
 """Virtual seconds until the fleet has started."""
@@ -287,11 +286,11 @@ def test_who_asks_for_an_update_again_does_not_lose_it_with_the_coordinator_befo
                 _, worker = next(world.live_workers())
                 staging = worker._updates.staged
                 assert staging is not None
-                await worker._updates.prepare(replace(staging.wanted, fence=fence + 100))
+                await worker._updates.prepare(staging.request, fence + 100)
                 asked.append(product.instance_id(worker))
             return barred
 
-        with mock.patch("worker.reconcile.follower.bar", asked_again):
+        with mock.patch("worker.reconcile.coordinator_watch.bar", asked_again):
             await until(lambda: asked)
             await asyncio.sleep(0.1)  # the worker looks again after half a second
             assert staged(world) == [late.update_id]
@@ -322,7 +321,7 @@ def test_a_worker_that_looks_for_the_coordinator_before_does_not_bar_the_next_on
                 await late.on_its_way.wait()
             return await read_session(bus, bucket)
 
-        with mock.patch("worker.reconcile.follower.read_session", meanwhile):
+        with mock.patch("worker.reconcile.coordinator_watch.read_session", meanwhile):
             await late.on_its_way.wait()
             await asyncio.sleep(0.1)  # the worker goes on, and looks again after half a second
             late.arrives.set()
@@ -352,7 +351,7 @@ def test_a_decision_that_comes_while_a_worker_is_about_to_give_up_keeps_what_is_
             if subscription.conn is not bus.conn or message.subject != world.subjects.state.feed(RECORD):
                 deliver(source, subscription, message)
 
-        def giving_up(waiting_for: str | None) -> Receiving | None:
+        def giving_up(waiting_for: str | None) -> CoordinatedUpdate | None:
             looked.extend(["it gives up"] if (found := given_up(waiting_for)) is not None else [])
             return found
 

@@ -202,7 +202,11 @@ class Trainers(Sessions):
     async def tidy_up(self, by: Coordinator) -> None:
         """An operator undoes whatever was left: from here on every worker should serve."""
         world = self.world
-        await call(world, by, "abort_weights_update", {})
+        for _ in range(5):
+            await call(world, by, "abort_weights_update", {})
+            if not world.session_waits():
+                break
+            await asyncio.sleep(2.0)  # NATS stands still perhaps
         if members := world.members():
             await self._surely(by, "enable", {"workers": members})
         await self._surely(by, "resume_memory", {})

@@ -226,7 +226,7 @@ class SoakFleet(KeptFleet):
         for name in self.frontends:
             metrics = (await self._http.get(f"{self.url(name, 'rl_url')}/metrics")).text
             found += [f"{name}: {line}" for line in metrics.splitlines() if line.startswith(_IN_FLIGHT)][:1]
-        return [one for one in found if not one.endswith(" 0")] if state.status == 200 else [str(state)]
+        return [one for one in found if not one.endswith(" 0.0")] if state.status == 200 else [str(state)]
 
 
 _IN_FLIGHT = "rl_plane_generation_in_flight "

@@ -1,4 +1,4 @@
-"""Adapters that a trainer may publish by mistake, and what whoever loads one must be told."""
+"""Bad adapters that a trainer may publish by mistake, and the error that each must give."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Tensors = dict[str, torch.Tensor]
 @dataclass(frozen=True)
 class Bad:
     spoil: Callable[[Path], None]
-    """What makes a good adapter's directory so."""
+    """Turns a good adapter's directory into this one."""
     field: str
     says: str
     """In the message."""
@@ -43,7 +43,7 @@ class Bad:
 
 
 def _cut(size: int) -> Callable[[Path], None]:
-    """What a copy that was broken off leaves: `size` bytes, or with a negative one so many less than there were."""
+    """Cuts the file to `size` bytes, or by so many if it is negative, as a broken copy would."""
 
     def spoil(path: Path) -> None:
         file = path / ADAPTER_NAME
@@ -72,7 +72,7 @@ def _without(key: str) -> Callable[[str], str]:
 
 
 DTYPES = (torch.float32, torch.float16)
-"""That an update may allow for a model in bfloat16."""
+"""Types that an update may allow for a model in bfloat16."""
 
 
 def in_dtype(dtype: torch.dtype) -> Callable[[Path], None]:

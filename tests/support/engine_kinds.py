@@ -14,16 +14,17 @@ import psutil
 import pytest
 
 from rl_plane.errors import EngineFailed
-from worker.engines.base import EngineFactory, EngineOptions
+from worker.engines.base import EngineOptions
+from worker.engines.capabilities import FullEngine
 from worker.engines.sglang import adapter as sglang
-from worker.engines.sglang.streams import Stream
+from worker.engines.sglang.streams import SglangStream
 from worker.engines.vllm import adapter as vllm
 from worker.engines.vllm import processes as vllm_process
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a test puts in a place of the engine's, and the error that comes of it."""
+    """A failure that a test builds into the engine, and the error that follows."""
 
     owner: Any
     name: str
@@ -37,33 +38,34 @@ BATCH_TOKENS = 64
 """A longer prompt is computed in parts."""
 
 Failures = dict[Literal["load", "swap", "unload"], list[Failure]]
-"""Of the changes of an adapter: `load` beside `x`, which is there already; `swap` and `unload` of `x`."""
+"""The failures of each change of an adapter: `load` beside `x`, which is there already; `swap` and `unload` of `x`."""
 
 
 @dataclass(frozen=True)
 class Kind:
     name: str
-    build: EngineFactory
+    build: Callable[[EngineOptions], FullEngine]
     arguments: dict[str, str]
     bad_arguments: dict[str, str]
     processes: str
-    """So begin the names of its processes."""
+    """The begin of the names of its processes."""
     ranks: str
-    """So begin those of the ones that have the model."""
+    """The begin of the names of the processes that have the model."""
     max_model_len: int
     adapts_head: bool
     """Takes an adapter of `lm_head`."""
     lacks: frozenset[str]
     """Fields of a request that it refuses."""
     places: int | None
-    """How many adapters it takes. None: more than a test loads."""
+    """The number of adapters that it takes. None: more than a test loads."""
     slow_submission: Callable[[Any, pytest.MonkeyPatch, asyncio.Event, asyncio.Event], None]
     """(engine, …, waits, go): from now on requests wait for `go` on their way into the engine."""
     failures: Callable[[Any], Failures]
     no_modes: dict[str, str]
     """Arguments that speak against both modes for GPUs."""
     cached_tokens: Callable[[pytest.MonkeyPatch], list[int]]
-    """Grows by each request that ends: the tokens of its prompt that the engine found in its cache."""
+    """Returns a list that grows with each request that ends: the tokens of its prompt that the engine found in its
+    cache."""
     modes: Callable[[Any], tuple[bool, bool]]
     """engine, not started → is it built to be deterministic, and to release memory?"""
     refuses_memory: tuple[str, Callable[..., None]]
@@ -85,7 +87,7 @@ class Kind:
         return found
 
     def children(self) -> set[int]:
-        """Of this process."""
+        """The engine's processes that this process has started."""
         every = psutil.Process().children(recursive=True)
         return {child.pid for child in every if child.name().startswith(self.processes)}
 
@@ -207,14 +209,14 @@ def _cached_by_vllm(patch: pytest.MonkeyPatch) -> list[int]:
 
 
 def _cached_by_sglang(patch: pytest.MonkeyPatch) -> list[int]:
-    found, take = [], Stream.take
+    found, take = [], SglangStream.take
 
-    def seen(self: Stream, out: dict[str, Any], *more: Any) -> bool:
+    def seen(self: SglangStream, out: dict[str, Any], *more: Any) -> bool:
         if out["meta_info"]["finish_reason"] is not None:
             found.append(out["meta_info"]["cached_tokens"])
         return take(self, out, *more)
 
-    patch.setattr(Stream, "take", seen)
+    patch.setattr(SglangStream, "take", seen)
     return found
 
 

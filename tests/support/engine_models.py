@@ -28,7 +28,7 @@ class Models:
     tiny: dict[int, Path]
     witness: dict[int, Path]
     adapters: dict[int, Path]
-    """Of ranks and scalings of their own."""
+    """Adapters with different ranks and scalings."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What tests of an EngineAdapter share: requests under way, and updates through its own receivers."""
+"""Helpers of tests of an EngineAdapter: running requests, and updates through its own receivers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import pytest
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, VersionSpan
 from rl_plane.protocol.update_requests import PreparedReply
 from rl_plane.protocol.versions import WeightVersion
-from rl_plane.transports.reception import Reception
+from tests.support.receive_requests import NamedRequest, files_request
 from worker.engines.base import EngineAdapter, PauseMode
+from worker.engines.capabilities import CanLoadAdapters, require
 from worker.receive.staging import adapter_digest, model_digest
 from worker.testing.tiny_model import witness_next_token
 
@@ -93,12 +94,12 @@ def adapter_version(sequence: int, path: Path) -> WeightVersion:
     return WeightVersion("run", sequence, f"lora_{sequence}", adapter_digest(path))
 
 
-def reception(path: Path, **more: Any) -> Reception:
-    return Reception(next(_names), {"backend": "filesystem", "path": str(path)}, **more)
+def reception(path: Path, **more: Any) -> NamedRequest:
+    return files_request(next(_names), path, **more)
 
 
-async def receive(engine: EngineAdapter, what: Reception) -> tuple[str, PreparedReply]:
-    await asyncio.to_thread(engine.open, what)
+async def receive(engine: EngineAdapter, what: NamedRequest) -> tuple[str, PreparedReply]:
+    await asyncio.to_thread(engine.open, *what)
     return what.staging, await asyncio.to_thread(engine.receive, what.staging, lambda: False)
 
 
@@ -115,14 +116,14 @@ async def load_adapter(engine: EngineAdapter, name: str, path: Path, sequence: i
     assert reply["digest"] == adapter_digest(path)
     await engine.pause("keep", False)
     try:
-        await engine.swap_adapter(name, staging, adapter_version(sequence, path))
+        await require(engine, CanLoadAdapters).swap_adapter(name, staging, adapter_version(sequence, path))
     finally:
         await engine.resume()
 
 
 async def unload_adapter(engine: EngineAdapter, name: str) -> None:
     await engine.pause("keep", False)
-    await engine.swap_adapter(name, None, None)
+    await require(engine, CanLoadAdapters).swap_adapter(name, None, None)
     await engine.resume()
 
 

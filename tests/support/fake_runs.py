@@ -11,7 +11,7 @@ from typing import Any
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.update_requests import PreparedReply
 from rl_plane.protocol.versions import WeightVersion
-from rl_plane.transports.reception import Reception
+from tests.support.receive_requests import NamedRequest, files_request
 from worker.engines.base import EngineOptions
 from worker.engines.fake.adapter import (
     FakeEngine,
@@ -38,8 +38,8 @@ async def started(model: Path, **extra: str) -> FakeEngine:
 NAMES = (f"staging-{number}" for number in itertools.count())
 
 
-def reception(directory: Path, **more: Any) -> Reception:
-    return Reception(next(NAMES), {"backend": "filesystem", "path": str(directory)}, **more)
+def reception(directory: Path, **more: Any) -> NamedRequest:
+    return files_request(next(NAMES), directory, **more)
 
 
 def stage(engine: FakeEngine, directory: Path, cancelled: Callable[[], bool] = lambda: False) -> str:
@@ -47,9 +47,9 @@ def stage(engine: FakeEngine, directory: Path, cancelled: Callable[[], bool] = l
 
 
 def receive(
-    engine: FakeEngine, what: Reception, cancelled: Callable[[], bool] = lambda: False
+    engine: FakeEngine, what: NamedRequest, cancelled: Callable[[], bool] = lambda: False
 ) -> tuple[str, PreparedReply]:
-    engine.open(what)
+    engine.open(*what)
     return what.staging, engine.receive(what.staging, cancelled)
 
 

@@ -15,6 +15,7 @@ from nats.aio.msg import Msg
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.token_stream import StreamReceiver
 from rl_plane.client import RlClient
+from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.protocol.record import DecisionRecord
 from rl_plane.protocol.subjects import RECORD, Bucket
 
@@ -68,7 +69,7 @@ class Told:
     """Who was admitted, after each event."""
 
     @classmethod
-    async def follow(cls, client: RlClient) -> Told:
+    async def follow(cls, client: WorkerCalls) -> Told:
         """From now on, beginning with the states as they are."""
         told = cls()
 
@@ -103,7 +104,7 @@ class Stream:
     """A request to one worker, past any frontend."""
 
     def __init__(
-        self, client: RlClient, instance_id: str, prompt: list[int], max_tokens: int, **request: Any
+        self, client: WorkerCalls, instance_id: str, prompt: list[int], max_tokens: int, **request: Any
     ) -> None:
         self.tokens: list[int] = []
         self.spans: list[dict[str, Any]] = []

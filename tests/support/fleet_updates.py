@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane.bus.token_stream import StreamReceiver
-from rl_plane.client import RlClient
 from rl_plane.fleet.fleet import Fleet
+from rl_plane.membership.worker_calls import WorkerCalls
 from tests.conftest import Plane
 
 
@@ -25,13 +25,13 @@ def update_of(directory: Path, version: str | None = None, **policy: Any) -> dic
     return body
 
 
-async def states(client: RlClient) -> dict[str, dict[str, Any]]:
+async def states(client: WorkerCalls) -> dict[str, dict[str, Any]]:
     await client.list_workers()  # as new as the leader's: a process that has just joined is in it
     out = await client.call_all("state")
     return {row.instance_id: dict(row.body) for row in out.rows if row.status == "ok"}
 
 
-async def all_serve(client: RlClient, label: str) -> bool:
+async def all_serve(client: WorkerCalls, label: str) -> bool:
     found = await states(client)
     return bool(found) and all(
         state["admission"]["open"] and state["applied_weight_version"] == label for state in found.values()
@@ -39,7 +39,7 @@ async def all_serve(client: RlClient, label: str) -> bool:
 
 
 async def generated(
-    client: RlClient, instance_id: str, prompt: list[int], max_tokens: int, **more: Any
+    client: WorkerCalls, instance_id: str, prompt: list[int], max_tokens: int, **more: Any
 ) -> list[int]:
     receiver = StreamReceiver(client.bus)
     await receiver.start()
@@ -56,7 +56,7 @@ async def generated(
     return tokens
 
 
-async def _locked(client: RlClient) -> bool:
+async def _locked(client: WorkerCalls) -> bool:
     entry = await client.bus.get(client.subjects().state, "lock")
     return entry is not None and entry.value is not None
 
@@ -78,6 +78,7 @@ async def while_preparing(plane: Plane, fleet: Fleet, body: dict[str, Any]) -> a
 _COORDINATOR = """
 import asyncio, json, os, signal, sys
 from rl_plane.client import RlClient
+from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.fleet.fleet import Fleet
 url, namespace, die_at, body = sys.argv[1:]
 
@@ -106,5 +107,5 @@ async def coordinator_that_dies(plane: Plane, body: dict[str, Any], at: str) -> 
         assert await process.wait() == -signal.SIGKILL
 
 
-async def paused(client: RlClient) -> list[bool]:
+async def paused(client: WorkerCalls) -> list[bool]:
     return [state["pause"]["paused"] for state in (await states(client)).values()]

@@ -13,6 +13,7 @@ import pytest_asyncio
 from frontend.main import started
 from frontend.server.options import FrontendOptions
 from rl_plane.client import RlClient
+from rl_plane.membership.worker_calls import WorkerCalls
 from tests.conftest import Plane
 from worker.engines.fake.adapter import fake_token
 
@@ -72,7 +73,7 @@ async def next_event(lines: AsyncIterator[str]) -> Any:
     return None
 
 
-async def state_of(client: RlClient, instance_id: str) -> dict[str, Any]:
+async def state_of(client: WorkerCalls, instance_id: str) -> dict[str, Any]:
     return dict((await client.call(instance_id, "state")).body)
 
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl_plane.client import RlClient
+from rl_plane.membership.worker_calls import WorkerCalls
 from tests.conftest import Plane
 
 
-async def state_of(client: RlClient, instance_id: str) -> dict[str, Any]:
+async def state_of(client: WorkerCalls, instance_id: str) -> dict[str, Any]:
     return dict((await client.call(instance_id, "state")).body)
 
 
-async def checksum_of(client: RlClient, instance_id: str) -> str:
+async def checksum_of(client: WorkerCalls, instance_id: str) -> str:
     row = await client.call(instance_id, "check_weights", {"action": "checksum"})
     return str(row.body["ranks"][0]["checksum"])
 
 
-async def until_open(plane: Plane, client: RlClient, instance_id: str, label: str, bound_s: float = 30.0) -> None:
+async def until_open(
+    plane: Plane, client: WorkerCalls, instance_id: str, label: str, bound_s: float = 30.0
+) -> None:
     async def at_it() -> bool:
         state = await state_of(client, instance_id)
         return bool(state["admission"]["open"]) and state["applied_weight_version"] == label
@@ -25,7 +27,7 @@ async def until_open(plane: Plane, client: RlClient, instance_id: str, label: st
     await plane.until(at_it, bound_s)
 
 
-async def until_behind(plane: Plane, client: RlClient, instance_id: str) -> str:
+async def until_behind(plane: Plane, client: WorkerCalls, instance_id: str) -> str:
     """Why the worker is not at the committed version, as its state tells."""
 
     async def told() -> str:

@@ -41,7 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="session")
 def plain(models: Models) -> Any:
-    """The same weights in a module that no engine has touched."""
+    """A plain transformers module with the same weights."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(models.tiny, dtype="auto", local_files_only=True).eval()
@@ -140,7 +140,7 @@ NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def checkpoint(path: Path, dtype: Any = None) -> Iterator[tuple[str, HostTensor]]:
-    """What a transport delivers: read-only memory, in any order."""
+    """Yields a checkpoint's tensors as a transport delivers them: read-only memory, in any order."""
     from safetensors.torch import load_file
 
     for name, tensor in sorted(load_file(path / "model.safetensors").items(), reverse=True):
@@ -155,7 +155,7 @@ NAMES_OF_STAGINGS = (f"staging-{number}" for number in itertools.count())
 def hold(engine: HfEngine, tensors: TensorStream, cast: bool = False) -> str:
     """In staging without a transport."""
     name = next(NAMES_OF_STAGINGS)
-    engine._receiving()._staged[name] = engine._held().stage(tensors, cast, lambda: False)
+    engine.receiver._staged[name] = engine._held().stage(tensors, cast, lambda: False)
     return name
 
 
@@ -172,7 +172,7 @@ def witnessed(seed: int, token: int, count: int) -> list[int]:
 
 
 def plain_prompt_logprobs(plain: Any, prompt: list[int]) -> list[float]:
-    """Of all tokens but the first."""
+    """The logprobs of all tokens but the first."""
     return plain_logprobs(plain, prompt[:1], prompt[1:])
 
 
@@ -185,7 +185,7 @@ def given_prompt_logprobs(result: Result) -> list[float]:
 
 
 def freeze_after(engine: HfEngine, steps: int) -> asyncio.Event:
-    """As a pause that comes between these steps and the next; set once it has."""
+    """Pauses the engine after this number of steps. The event is set then."""
     loop, frozen, events = engine._running(), asyncio.Event(), asyncio.get_running_loop()
     step, left = loop._step, steps
 

@@ -156,13 +156,13 @@ async def holding(
 ) -> tuple[asyncio.Task[dict[str, Any]], dict[str, Any]]:
     """An update that has come to where its trainer holds, and what the trainer said there."""
     transport = (await trainer.says("transport"))["transport"]
-    update = asyncio.create_task(client.update_weights(body_of(transport, version, **policy)))
+    update = asyncio.create_task(client.run("update_weights", body_of(transport, version, **policy)))
     return update, await trainer.says("at")
 
 
 async def published(client: RlClient, trainer: Trainer, body: dict[str, Any]) -> dict[str, Any]:
     transport = (await trainer.says("transport"))["transport"]
-    reply = await client.update_weights({**body, "transport": transport})
+    reply = await client.run("update_weights", {**body, "transport": transport})
     assert (await trainer.says("ended"))["ended"] is None
     assert reply["excluded"] == []
     return reply

@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 from rl_plane.bus.server import NatsServer
 from rl_plane.cli.children import Printer
-from rl_plane.cli.supervisor import FIRST_PAUSE_S, Kept, Supervisor
+from rl_plane.cli.supervisor import FIRST_PAUSE_S, SupervisedProcess, Supervisor
 from rl_plane.cli.up import python
-from rl_plane.demo.processes import child_environment
+from rl_plane.demo.fleet import child_environment
 from tests.support.zygote import fork_rl_plane
 
 START_S = 240.0
@@ -56,7 +56,7 @@ class KeptFleet:
             self.nats = NatsServer(port=port, store=self.tmp / "store")
             return self.nats
 
-        self._supervisor.keep_nats(self.nats, again)
+        self._supervisor.supervise_nats(self.nats, again)
 
     def keep_frontend(self, name: str) -> None:
         kept = self._keep(name, "frontend", "--rl-port", "0", "--http-port", "0")
@@ -66,12 +66,12 @@ class KeptFleet:
         """Its engine's processes too have its id in their environment."""
         self._keep(instance_id, "worker", "--drain-s", "1", *flags, RL_PLANE_INSTANCE_ID=instance_id)
 
-    def _keep(self, name: str, what: str, *flags: str, **environment: str) -> Kept:
-        kept = Kept(name, self._argv(what, *flags), self._environment | environment, restart=True)
-        self._supervisor.keep(kept)
+    def _keep(self, name: str, what: str, *flags: str, **environment: str) -> SupervisedProcess:
+        kept = SupervisedProcess(name, self._argv(what, *flags), self._environment | environment, restart=True)
+        self._supervisor.supervise(kept)
         return kept
 
-    def _keep_ports(self, kept: Kept) -> None:
+    def _keep_ports(self, kept: SupervisedProcess) -> None:
         """As `up` does: the next process takes the ports that the first one found."""
         ports = [str(urlsplit(kept.facts[url]).port) for url in ("rl_url", "http_url")]
         kept.argv = self._argv("frontend", "--rl-port", ports[0], "--http-port", ports[1])
@@ -84,10 +84,10 @@ class KeptFleet:
         """Once everybody is; Slow names who is not."""
         try:
             async with asyncio.timeout(START_S):
-                for kept in self._supervisor.kept.values():
+                for kept in self._supervisor.processes.values():
                     await kept.ready.wait()
         except TimeoutError:
-            slow = [kept.name for kept in self._supervisor.kept.values() if not kept.ready.is_set()]
+            slow = [kept.name for kept in self._supervisor.processes.values() if not kept.ready.is_set()]
             raise Slow(f"{', '.join(slow)} did not start within {START_S:g} s") from None
 
     async def close(self) -> None:
@@ -102,13 +102,13 @@ class KeptFleet:
     @property
     def names(self) -> list[str]:
         """Of the plane's own."""
-        return list(self._supervisor.kept)
+        return list(self._supervisor.processes)
 
     def pid(self, name: str) -> int:
-        return self.nats.process.pid if name == "nats" else int(self._supervisor.kept[name].facts["pid"])
+        return self.nats.process.pid if name == "nats" else int(self._supervisor.processes[name].facts["pid"])
 
     def url(self, name: str, which: str = "http_url") -> str:
-        return str(self._supervisor.kept[name].facts[which]).rstrip("/")
+        return str(self._supervisor.processes[name].facts[which]).rstrip("/")
 
     def back(self, name: str) -> None:
         """Called when a process that had ended is ready again."""

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 TIE = 0.05
-"""Of logits that an engine's rounding may take for equal; those of two experts are mostly more than 1 apart."""
+"""The largest gap of router logits that an engine's rounding may take for equal. Two experts are mostly more than 1
+apart."""
 
 MOE_TOLERANCE = 0.01
 """The largest difference between a logprob of an engine in bfloat16 and `float32_logprobs`. The largest difference that

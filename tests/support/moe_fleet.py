@@ -31,7 +31,7 @@ PROMPT = list(range(3, 11))
 TOKENS = 12
 
 SEQUENCES = [list(range(first, first + 32)) for first in (30, 130, 230)]
-"""Of the canary. They reach all experts."""
+"""The canary's sequences. They reach all experts."""
 
 ATTENTION = ("q_proj", "v_proj", "o_proj")
 

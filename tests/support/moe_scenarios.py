@@ -16,7 +16,7 @@ from tests.support.moe_fleet import HEAL_S, MoeFleet, canary_of, proven
 
 
 async def checksums(client: RlClient) -> dict[str, list[str]]:
-    """Those of the ranks of each worker."""
+    """The checksums of the ranks of each worker."""
     rows = (await client.run("check_weights", {"action": "checksum"}))["workers"]
     return {row["instance_id"]: [rank["checksum"] for rank in row["ranks"]] for row in rows}
 

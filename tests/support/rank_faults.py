@@ -18,7 +18,7 @@ from rl_plane.errors import EngineFailed
 from rl_plane.transports.receiver_base import Places
 
 Change = Literal["swap", "unload"]
-"""Of an adapter."""
+"""A change of an adapter."""
 
 _SGLANG = "sglang.srt.lora.lora_manager:LoRAManager"
 _VLLM = "vllm.lora.model_manager:LRUCacheLoRAModelManager"
@@ -26,9 +26,9 @@ PLACES: dict[str, dict[Change, str]] = {
     "vllm": {"swap": f"{_VLLM}.add_adapter", "unload": f"{_VLLM}.remove_adapter"},
     "sglang": {"swap": f"{_SGLANG}.unload_lora_adapter", "unload": f"{_SGLANG}.unload_lora_adapter"},
 }
-"""Where an engine does it, in each rank, and not in its steps."""
+"""The function of each engine that makes the change, in each rank and not in its steps."""
 PUTS_BACK = {"vllm": f"{_VLLM}.add_adapter", "sglang": f"{_SGLANG}.unload_lora_adapter"}
-"""And undoes it."""
+"""The function that undoes the change."""
 
 _METADATA = "Metadata-Version: 2.1\nName: rank-faults\nVersion: 0\n"
 _ENTRY_POINTS = "[rl_plane.transports]\nfaults = tests.support.rank_faults:Faults\n"

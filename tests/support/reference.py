@@ -1,4 +1,4 @@
-"""What plain transformers says, without any engine: the truth that engines are compared with."""
+"""The results of plain transformers, without any engine: the truth that engines are compared with."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rl_plane._util.tasks import never
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.transports.filesystem.receiver import FilesystemTransport
@@ -51,7 +52,7 @@ def sharded(directory: Path, weight_map: dict[str, Any] | None = None, **shards:
 
 def read(delivery: Delivery) -> Tensors:
     try:
-        return {name: (tensor.spec, bytes(tensor.data)) for name, tensor in delivery.tensors()}
+        return {name: (tensor.spec, bytes(tensor.data)) for name, tensor in delivery.tensors(never)}
     finally:
         delivery.close()
 

@@ -11,8 +11,8 @@ import logging
 import sys
 from pathlib import Path
 
-from worker.options import WorkerOptions
 from worker.process import run
+from worker.worker_options import WorkerOptions
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)

@@ -52,6 +52,7 @@ from worker.receive.weight_receiver import load_transports
 
 if TYPE_CHECKING:
     from rl_plane.client import RlClient
+    from rl_plane.membership.worker_calls import WorkerCalls
     from tests.conftest import Plane
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -363,7 +364,7 @@ async def test_a_trainer_that_stands_still(plane: Plane) -> None:
     assert await all_serve(client, "two")
 
 
-async def _serve(client: RlClient, ids: set[str], label: str) -> bool:
+async def _serve(client: WorkerCalls, ids: set[str], label: str) -> bool:
     return {*(await states(client))} == ids and await all_serve(client, label)
 
 
@@ -393,8 +394,8 @@ async def test_an_abort_ends_it_on_every_side(plane: Plane) -> None:
 FORMING_BOUND_S = 90.0
 """Far more than it takes to import torch and to wait for two seconds; far less than without an end."""
 FORMING_ENDS_SOON = """
-from rl_plane import torch_group
-from worker.transports import group
+from rl_plane.transports.group import torch_group
+from rl_plane.transports.group import receiver as group
 torch_group.FORM_MARGIN_S = 1.0
 group.Group = lambda place, join_s: torch_group.Group(place, min(join_s, place.timeout_s))
 """

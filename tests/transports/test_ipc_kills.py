@@ -114,7 +114,7 @@ class Bench:
     async def all_take_the_next(self) -> None:
         trainer, model = self.publish()
         transport = (await trainer.says("transport"))["transport"]
-        reply = await self.client.update_weights({"transport": transport, "version": model.name})
+        reply = await self.client.run("update_weights", {"transport": transport, "version": model.name})
         assert reply["excluded"] == []
         assert (await trainer.says("ended"))["ended"] is None
         self.serving = model

@@ -442,8 +442,7 @@ def test_who_waits_notices_that_it_is_not_wanted_any_more(pool: ThreadPoolExecut
     with sender_of(1) as (_, transport):
         delivery = IpcTransport(Places()).open(transport, "base")
         cancelled = threading.Event()
-        delivery.cancelled = cancelled.is_set
-        taking = pool.submit(list, delivery.tensors())
+        taking = pool.submit(list, delivery.tensors(cancelled.is_set))
         cancelled.set()
         with pytest.raises(EngineFailed, match="cancelled"):
             taking.result(BOUND_S)
@@ -483,7 +482,7 @@ async def test_a_fleet_takes_one_update_after_another(plane: Plane, trainer_of: 
         trainer = trainer_of(model_of(plane, seed), 4, bucket_bytes=BUCKET_BYTES)
         said = await trainer.says("transport")
         assert said["buckets"] == 6
-        reply = await client.update_weights(body_of(said["transport"], f"step_{seed}"))
+        reply = await client.run("update_weights", body_of(said["transport"], f"step_{seed}"))
         assert (await trainer.says("ended"))["ended"] is None
         assert reply["version"]["digest"] == model_digest(model_of(plane, seed))
         assert reply["excluded"] == []
@@ -492,7 +491,7 @@ async def test_a_fleet_takes_one_update_after_another(plane: Plane, trainer_of: 
     adapter = make_fake_adapter(plane.tmp / "adapter", 1, model_of(plane, 0))
     trainer = trainer_of(adapter, 4, kind="lora", bucket_bytes=BUCKET_BYTES)
     body = body_of((await trainer.says("transport"))["transport"], "tone")
-    reply = await client.update_weights({**body, "target": {"kind": "lora", "op": "load", "name": "a"}})
+    reply = await client.run("update_weights", {**body, "target": {"kind": "lora", "op": "load", "name": "a"}})
     assert (await trainer.says("ended"))["ended"] is None
     assert reply["version"]["digest"] == adapter_digest(adapter)
     for state in (await states(client)).values():
@@ -511,12 +510,14 @@ async def test_weights_that_do_not_fit_or_are_not_the_stated_ones_change_nothing
         (trainer_of(make_fake_adapter(plane.tmp / "adapter", 1, model_of(plane, 0)), 1, kind="lora"), "adapter"),
     ):
         with pytest.raises(InvalidWeights, match=match):
-            await client.update_weights(body_of((await trainer.says("transport"))["transport"], "one"))
+            await client.run("update_weights", body_of((await trainer.says("transport"))["transport"], "one"))
         ended = (await trainer.says("ended"))["ended"]
         assert ended is None or ended["code"] == "unavailable"
         await serves(client, worker.instance_id, model_of(plane, 0))
     with pytest.raises(InvalidRequest, match="no trainer listens"):
-        await client.update_weights(body_of({"backend": "ipc", "socket": "rl-plane-ipc-" + "0" * 32}, "one"))
+        await client.run(
+            "update_weights", body_of({"backend": "ipc", "socket": "rl-plane-ipc-" + "0" * 32}, "one")
+        )
     await plane.until(lambda: nothing_left(plane))
 
 
@@ -531,7 +532,7 @@ async def test_an_update_that_is_given_up_in_the_middle(plane: Plane, trainer_of
         lambda: nothing_left(plane), BOUND_S
     )  # far less than a receiver waits for a trainer that lives
     trainer = trainer_of(model_of(plane, 2), 1, bucket_bytes=BUCKET_BYTES)
-    await client.update_weights(body_of((await trainer.says("transport"))["transport"], "two"))
+    await client.run("update_weights", body_of((await trainer.says("transport"))["transport"], "two"))
     await plane.until(lambda: nothing_left(plane))
     await serves(client, worker.instance_id, model_of(plane, 2))
     silent.go_on()
@@ -542,11 +543,11 @@ async def test_a_late_worker_waits_for_the_next_update(plane: Plane, trainer_of:
     client = await plane.client()
     first = await asyncio.to_thread(plane.spawn, model=model_of(plane, 0))
     trainer = trainer_of(model_of(plane, 1), 1, bucket_bytes=BUCKET_BYTES)
-    await client.update_weights(body_of((await trainer.says("transport"))["transport"], "one"))
+    await client.run("update_weights", body_of((await trainer.says("transport"))["transport"], "one"))
     late = await asyncio.to_thread(plane.spawn, model=model_of(plane, 0))
     assert "source_gone" in await until_behind(plane, client, late.instance_id)
     trainer = trainer_of(model_of(plane, 2), 2, bucket_bytes=BUCKET_BYTES)
-    await client.update_weights(body_of((await trainer.says("transport"))["transport"], "two"))
+    await client.run("update_weights", body_of((await trainer.says("transport"))["transport"], "two"))
     await plane.until(lambda: all_serve(client, "two"))
     for one in (first, late):
         await serves(client, one.instance_id, model_of(plane, 2))
@@ -566,10 +567,10 @@ async def test_over_the_served_weights(plane: Plane, trainer_of: Callable[..., T
     await serves(client, worker.instance_id, model_of(plane, 0))
     trainer = trainer_of(model_of(plane, 1), 1, bucket_bytes=BUCKET_BYTES)
     transport = (await trainer.says("transport"))["transport"]
-    await client.update_weights(body_of(transport, "one", staging="none"))
+    await client.run("update_weights", body_of(transport, "one", staging="none"))
     await serves(client, worker.instance_id, model_of(plane, 1))
     with pytest.raises(InvalidRequest, match="fetched again"):  # the next one could not bring this one back
-        await client.update_weights(body_of(transport, "two", staging="none"))
+        await client.run("update_weights", body_of(transport, "two", staging="none"))
 
 
 # ---- real models ----

@@ -94,14 +94,14 @@ async def test_base_and_adapter_reach_a_fleet_and_those_that_come_later(
     first = plane.spawn(model=model)
     client = await plane.client()
     trainer = publisher(plane, bucket_bytes=1 << 18)
-    done = await client.update_weights(update_of(await trainer.publish(new), "one"))
+    done = await client.run("update_weights", update_of(await trainer.publish(new), "one"))
     assert done["version"]["digest"] == model_digest(new)
     body = {
         "target": {"kind": "lora", "op": "load", "name": "a"},
         "transport": await trainer.publish(adapter, "lora"),
         "version": "adapter",
     }
-    assert (await client.update_weights(body))["version"]["digest"] == adapter_digest(adapter)
+    assert (await client.run("update_weights", body))["version"]["digest"] == adapter_digest(adapter)
     trainer.kill()  # what it has published stays
     first.kill()
     late = await asyncio.to_thread(plane.spawn, model=model)
@@ -121,14 +121,14 @@ async def test_an_object_that_was_removed_is_gone_until_an_update_brings_another
     client = await plane.client()
     trainer = publisher(plane)
     transport = await trainer.publish(plane.model(1))
-    await client.update_weights(update_of(transport, "one"))
+    await client.run("update_weights", update_of(transport, "one"))
     await trainer.step("remove", transport["object"])
     late = await asyncio.to_thread(plane.spawn)
     assert "source_gone" in await until_behind(plane, client, late.instance_id)
     with pytest.raises(InvalidWeights, match="source_gone") as caught:
-        await client.update_weights(update_of(transport, "again"))
+        await client.run("update_weights", update_of(transport, "again"))
     assert caught.value.facts["field"] == "transport.object"
-    await client.update_weights(update_of(await trainer.publish(plane.model(2)), "two"))
+    await client.run("update_weights", update_of(await trainer.publish(plane.model(2)), "two"))
     await plane.until(lambda: all_serve(client, "two"), HEAL_S)
 
 
@@ -138,7 +138,7 @@ async def test_a_publisher_that_dies_half_way_leaves_no_version(plane: Plane, pu
     trainer = publisher(plane, bucket_bytes=1024)
     half = await trainer.step("open", "base", str(plane.model(1)))
     await trainer.step("send")
-    update = asyncio.create_task(client.update_weights(update_of(half, "half")))
+    update = asyncio.create_task(client.run("update_weights", update_of(half, "half")))
     trainer.kill()
     with pytest.raises(UpdateAborted, match="its publisher has sent no more"):
         await update
@@ -151,7 +151,7 @@ async def test_a_publisher_that_dies_half_way_leaves_no_version(plane: Plane, pu
     assert stored(plane).keys() == {half["object"], first["object"]}
     second = await publisher(plane, abandoned_s=0).publish(plane.model(1))
     assert stored(plane).keys() == {first["object"], second["object"]}
-    await client.update_weights(update_of(second, "whole"))
+    await client.run("update_weights", update_of(second, "whole"))
     assert await all_serve(client, "whole")
 
 
@@ -161,9 +161,9 @@ async def test_the_newest_and_the_committed_stay(plane: Plane, publisher: MakePu
     trainer = publisher(plane, keep=1)
     adapter = make_fake_adapter(plane.tmp / "weights" / "adapter", 1, plane.model())
     base, lora = await trainer.publish(plane.model(1)), await trainer.publish(adapter, "lora")
-    await client.update_weights(update_of(base, "one"))
+    await client.run("update_weights", update_of(base, "one"))
     target = {"kind": "lora", "op": "load", "name": "a"}
-    await client.update_weights({"target": target, **update_of(lora, "adapter")})
+    await client.run("update_weights", {"target": target, **update_of(lora, "adapter")})
     others = [(await trainer.publish(plane.model(2)))["object"] for _ in range(3)]
     assert stored(plane).keys() == {base["object"], lora["object"], *others[1:]}
     for info in stored(plane).values():
@@ -195,12 +195,11 @@ async def test_an_aborted_update_ends_in_the_middle_of_a_bucket(
     version = await trainer.step("open", "base", str(plane.model(1, tensors=4, nbytes=4 << 20)))
     await trainer.step("send")
     delivery = transport.open(version, "base")
-    arriving = delivery.tensors()
+    cancelled = threading.Event()
+    arriving = delivery.tensors(cancelled.is_set)
     next(arriving)
     if still == "server":
         stop_process(server.process.pid)
-    cancelled = threading.Event()
-    delivery.cancelled = cancelled.is_set
     waiting = asyncio.create_task(asyncio.to_thread(next, arriving))
     cancelled.set()
     try:
@@ -233,7 +232,7 @@ async def test_a_version_is_received_while_it_is_written(plane: Plane, publisher
     trainer = publisher(plane, bucket_bytes=1024)
     transport = await trainer.step("open", "base", str(plane.model(1)))
     await trainer.step("send")
-    update = asyncio.create_task(client.update_weights(update_of(transport, "one")))
+    update = asyncio.create_task(client.run("update_weights", update_of(transport, "one")))
     await trainer.step("send")
     digest = await trainer.step("finish")
     assert (await update)["version"]["digest"] == digest == model_digest(plane.model(1))
@@ -255,10 +254,10 @@ async def test_digests_that_the_bytes_do_not_have_are_refused(plane: Plane) -> N
         sender.finish(digests)
         if words:
             with pytest.raises(InvalidWeights, match=words) as caught:
-                await client.update_weights(update_of(transport, "wrong"))
+                await client.run("update_weights", update_of(transport, "wrong"))
             assert caught.value.facts["tensor"] == "layers.2.weight"
         else:  # none are stated: the worker's own count
-            done = await client.update_weights(update_of(transport, "right"))
+            done = await client.run("update_weights", update_of(transport, "right"))
             assert done["version"]["digest"] == model_digest(plane.model(1))
     sender.close()
     checkpoint.close()

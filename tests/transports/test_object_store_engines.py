@@ -34,9 +34,11 @@ async def test_base_and_adapter(plane: Plane, publisher: MakePublisher) -> None:
     trainer = publisher(plane, bucket_bytes=BUCKET_BYTES)
     target = {"kind": "lora", "op": "load", "name": "a"}
     async with frontend(plane, admission_wait_s=HEAL_S) as http:
-        await client.update_weights({"transport": await trainer.publish(witnesses.base(2)), "version": "two"})
+        await client.run(
+            "update_weights", {"transport": await trainer.publish(witnesses.base(2)), "version": "two"}
+        )
         transport = await trainer.publish(witnesses.adapter(3), "lora")
-        await client.update_weights({"target": target, "transport": transport, "version": "a3"})
+        await client.run("update_weights", {"target": target, "transport": transport, "version": "a3"})
         await proven(http, ids, 2, a=3)
         trainer.kill()
         late = await asyncio.to_thread(witnesses.spawn, 1)

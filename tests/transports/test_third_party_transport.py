@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.packages import install
 from tests.support.paths import ROOT
 
 pytest.importorskip("torch")
 
+from rl_plane._util.tasks import never
 from rl_plane.errors import InvalidWeights
 from rl_plane.protocol.versions import HostTensor, TensorSpec, tensor_digest, tensors_digest
+from rl_plane.transports.reception import Cancelled
 from tests.support.frontend_process import frontend
 from tests.support.hf_fleet import proven
 from worker.receive.staging import DigestingStream
@@ -31,21 +34,8 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PACKAGE = ROOT / "examples" / "http_transport"
-INSTALL_S = 120.0
 START_S = 150.0
 PUBLISH_S = 120.0
-
-
-def install(package: Path, into: Path) -> None:
-    """As `pip install DIR` does, but in a place of its own."""
-    copy = into / "source"  # setuptools builds in the tree that it is given
-    copy.mkdir(parents=True)
-    for one in package.iterdir():
-        if one.is_file():
-            (copy / one.name).write_bytes(one.read_bytes())
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-    pip += ["--disable-pip-version-check", "--target", str(into / "site"), str(copy)]
-    subprocess.run(pip, check=True, capture_output=True, text=True, timeout=INSTALL_S)
 
 
 def publish(plane: Plane, directory: Path, *more: str) -> subprocess.CompletedProcess[str]:
@@ -67,7 +57,7 @@ class Lying:
         self.specs: Mapping[str, TensorSpec] = {"weight": TensorSpec("U8", (9,))}
         self.published = tensor_digest(memoryview(b"published"))
 
-    def tensors(self) -> Iterator[tuple[str, HostTensor]]:
+    def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
         yield "weight", HostTensor(self.specs["weight"], memoryview(b"something"), digest=self.published)
 
     def close(self) -> None:

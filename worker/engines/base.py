@@ -1,70 +1,76 @@
-"""The seam between the worker and its engine: the contract of an EngineAdapter.
+"""The contract between the worker and its engine: `EngineAdapter`, and what it says of itself.
 
-Life: `build(options)` makes the adapter without starting anything; `start()` builds the engine; after it
-`generate` works; `close()` ends the engine and every process and thread that it made, and may be called at
-any time, twice included. All coroutines run on the engine loop, which is not the loop that serves NATS; a
-call that blocks for more than a few milliseconds goes to a thread of the adapter's.
+To write an engine, read docs/engine-of-your-own.md: subclass `WeightsInProcess` or `WeightsInRanks`, which implement
+the receiving of weights, and the protocols of `worker.engines.capabilities` that the engine can do.
 
-The worker calls the changing methods (pause, resume, swap, flush, score, …) one at a time. `generate`, `abort` and
-`liveness` may run at any moment, those included. A method raises a PlaneError: `Unsupported` with the reason
-for what this engine or build can't do, `InvalidRequest` for bad input (the engine then serves on as before),
-`EngineFailed` when the engine itself fails.
+Threads: every coroutine runs on one event loop, the engine loop. It is not the loop that serves NATS. A method that
+blocks for more than a few milliseconds moves that work to a thread of its own. The docstrings name the methods that the
+worker calls on a thread.
+
+Concurrency: the worker calls the methods that change something (`pause`, `resume`, `swap`, `flush_cache`, `score`, …)
+one at a time. `generate`, `abort`, `liveness` and `load` may run at any moment, during those calls too.
+
+Errors: a method raises a `PlaneError`.
+    Unsupported     this engine or build can't do it; the message says why
+    InvalidRequest  the input is wrong; the engine serves on as before
+    EngineFailed    the engine failed
+    EngineDied      a process of the engine ended: the worker exits
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
-from rl_plane.protocol.update_requests import PreparedReply
+from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
-from rl_plane.protocol.worker_ops import Tokenize
 from rl_plane.transports.receiver_base import Places
-from rl_plane.transports.reception import Cancelled, Reception
+from rl_plane.transports.reception import Cancelled
 
 LACKING = "do without, or name workers that can: describe tells what each lacks"
-"""The fix of what one engine can't do."""
+"""The fix of an op that one engine can't do."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 PauseMode = Literal["keep", "wait", "abort"]
-CheckAction = Literal["checksum", "snapshot", "compare", "reset_tensors"]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What `rl-plane worker` knows when it builds an adapter."""
+    """The settings of `rl-plane worker` that concern its engine."""
 
     model: Path
     """A Hugging Face model directory."""
     dtype: str | None = None
-    """`float32`, `bfloat16` or `float16`; None: as the checkpoint says."""
+    """`float32`, `bfloat16` or `float16`. None: the checkpoint's dtype."""
     device: str = "auto"
-    """`cpu`, `cuda`, `cuda:1`, …; `auto`: a GPU when there is one. What the engine can't have is an InvalidRequest."""
+    """`cpu`, `cuda`, `cuda:1`, …; `auto` takes a GPU if there is one. A device that the engine can't use is an
+    InvalidRequest (`field="device"`)."""
     extra: Mapping[str, str] = field(default_factory=dict)
-    """`--engine-arg key=value` and `--engine-args-file`, as typed, keys with `_`. An unknown key is an InvalidRequest
-    of the field `engine_arg.<key>`, and so is a value that the key can't have: from `build`, where it can be told."""
+    """`--engine-arg key=value` and `--engine-args-file`: the text that the user typed, keys with `_`. An unknown key or
+    a bad value is an InvalidRequest of the field `engine_arg.<key>`. `build` raises it where it can, else `start`."""
     weight_roots: tuple[Path, ...] = ()
     """The only directories, besides the model's, that weights are read from."""
     nats_url: str = DEFAULT_NATS_URL
-    """By which weights may come too."""
+    """The NATS server of the fleet: a transport may bring weights through it."""
     namespace: str = DEFAULT_NAMESPACE
     component: str = DEFAULT_COMPONENT
     deterministic: bool = False
-    """The same tokens whatever else is in the batch."""
+    """`--deterministic`: a request makes the same tokens whatever else is in the batch."""
     memory_saver: bool = False
-    """Memory can be released and resumed."""
+    """`--enable-memory-saver`: memory can be released and resumed."""
 
     @property
     def places(self) -> Places:
         return Places((*self.weight_roots, self.model), self.nats_url, self.namespace, self.component)
 
     def check_model(self) -> None:
-        """For an engine of models of transformers'."""
+        """Raises InvalidRequest if the model is no Hugging Face model, or the dtype none of `DTYPES`."""
         if self.dtype is not None and self.dtype not in DTYPES:
             raise InvalidRequest(f"unknown dtype {self.dtype}", field="dtype", fix=f"one of {', '.join(DTYPES)}")
         if not (self.model / "config.json").is_file():
@@ -73,7 +79,7 @@ class EngineOptions:
             )
 
     def refuse_modes(self, why: str, fix: str) -> None:
-        """For an engine, or a build of it, that has neither of the two."""
+        """Raises InvalidRequest if `deterministic` or `memory_saver` is set: this engine or build has neither."""
         for name, given in (("deterministic", self.deterministic), ("enable_memory_saver", self.memory_saver)):
             if given:
                 raise InvalidRequest(why, field=name, fix=fix)
@@ -81,45 +87,49 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the engine is, fixed once it has started."""
+    """Facts about a started engine. They don't change while it runs."""
 
     engine: str
     engine_version: str
     model: str
-    """The name that requests use: the model directory's last part, unless configured."""
+    """The name that requests use: the last part of the model directory, unless configured otherwise."""
     dtype: str
     device: str
     world_size: int
-    """Ranks of tensor parallelism × pipeline parallelism."""
+    """The number of ranks: `tp_size` × `pp_size`."""
     vocab_size: int
+    """Token ids are below this number."""
     max_model_len: int
-    """Prompt and new tokens together."""
+    """The largest number of tokens of one request, prompt and new tokens together."""
     capabilities: Mapping[str, str]
-    """Op → why not: the ops (or `op:variant`) that this engine can't do, each with the reason."""
+    """Op → why the engine can't do it. Keys are ops (`score`), variants of ops (`prepare_update:lora`), and fields of a
+    generation request (`generate:seed`, or `generate:a+b` for two fields that exclude each other). The worker adds the
+    ops of the capability protocols that the adapter does not implement."""
     transports: tuple[str, ...]
-    """What its receivers can receive by."""
+    """The backends by which the engine's receivers can receive weights."""
     deterministic: bool = False
     memory_saver: bool = False
     witnesses: bool = True
-    """False: it can't tell which weights make its tokens. The spans of its deltas are not looked at; its tokens are
-    delivered as of `unknown` weights, to requests that demand nothing of them."""
+    """False: the engine can't tell which weights make its tokens. The worker then ignores the spans of its deltas,
+    labels its tokens `unknown`, and serves only requests that demand no version."""
     max_adapters: int | None = None
-    """That may be loaded at once. None: as many as there is memory for."""
+    """The number of adapters that may be loaded at once. None: as many as memory allows."""
     max_lora_rank: int | None = None
-    """None: any."""
+    """The largest rank of an adapter. None: any rank."""
     tp_size: int = 1
-    """Of `world_size`, those of tensor parallelism."""
+    """Ranks of tensor parallelism."""
     pp_size: int = 1
-    """And the stages of its pipeline."""
+    """Stages of pipeline parallelism."""
     stage: str | None = None
-    """Why this is no engine but a stage before or after the model: it has no weights and generates nothing. Its worker
-    calls `start`, `liveness` and `close` only, and skips all else with these words; it has no rank and no vote, takes
-    no update and no request. Never for what serves the model. None: an engine."""
+    """None for an engine. For a stage before or after the model, the reason that callers read: it has no weights and
+    generates nothing. The worker calls only `start`, `liveness` and `close` of it, and skips every op with this reason.
+    It has no rank and no vote, and takes no update and no request. Never set it for an engine that serves the model."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """Names that a checkpoint may also hold → the tensor of `weight_spec` to which the model ties each."""
+    """Names that a checkpoint may also hold → the tensor of `weight_spec` that the model ties each to."""
 
     def check_place(self, adapter: str, loaded: Collection[str]) -> None:
-        """For this adapter, beside those that are loaded."""
+        """Raises InvalidRequest if `adapter` would be one more than `max_adapters`. `loaded`: the adapters in the
+        engine."""
         if self.max_adapters is not None and adapter not in loaded and len(loaded) >= self.max_adapters:
             raise InvalidRequest(
                 f"{len(loaded)} adapters are loaded, more have no place here",
@@ -129,152 +139,152 @@ class EngineInfo:
 
 
 class AdapterLost(EngineFailed):
-    """A change of an adapter failed, and could not be undone: the one that was there is gone, and its requests have
-    ended."""
+    """A change of an adapter failed and could not be undone: the old adapter is gone, and its requests have ended."""
 
     @classmethod
     def of(cls, name: str, error: BaseException, undoing: PlaneError) -> AdapterLost:
         return cls(f"{error}; the adapter {name} could not be put back: {undoing.message}", **undoing.facts)
 
 
-class EngineAdapter(Protocol):
-    async def start(self) -> EngineInfo: ...
+class EngineAdapter(ABC):
+    """The worker's handle of one engine.
 
-    async def close(self) -> None: ...
+    Life: `build(options)` makes the adapter and starts nothing. `start` builds the engine. `close` ends the engine.
+    """
 
+    @abstractmethod
+    async def start(self) -> EngineInfo:
+        """Builds the engine; `generate` works when it returns. If it raises, it has closed what it had started."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Ends the engine and every process and thread that it made. Running requests end with an error. The worker may
+        call it at any time, also before `start`, during a call, and twice."""
+
+    @abstractmethod
     async def liveness(self) -> None:
-        """A real round trip through the engine, also while it is paused; the caller bounds it."""
+        """Makes a real round trip through the engine, also while it is paused. The caller bounds it and cancels it.
+        Raises EngineFailed if the engine is not running."""
 
     # generation
 
+    @abstractmethod
     def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
-        """Validates first (InvalidRequest before any token), then yields until a delta has a finish_reason.
+        """Generates for one request, until a delta has a `finish_reason`.
 
-        Closing the iterator aborts the request in the engine. While paused, requests wait.
-        Prompt logprobs and first token are of the same weights: a prefill that asked for them and is cut by a change
-        of weights begins anew.
-        The tokens of a delta are all of the same weights: a request may want those of one version only.
-        Spans are made of the versions given to `swap`, `set_version` and their like for adapters. An adapter that is
-        not loaded is an InvalidRequest (`field="model"`).
+        - Raises InvalidRequest before the first token for a request that the engine can't serve: token ids outside the
+          vocabulary, too many tokens, an id that is running already, an adapter that is not loaded (`field="model"`).
+        - Closing the iterator aborts the request in the engine.
+        - While the engine is paused, requests wait.
+        - The first delta has `prompt_token_ids`.
+        - All tokens of one delta are of the same weights. Spans name the versions that `swap`, `set_version`,
+          `swap_adapter` and `set_adapter_version` gave.
+        - Prompt logprobs are of the same weights as the first token: if the weights change during such a prefill, the
+          engine computes the prefill again.
         """
 
+    @abstractmethod
     async def abort(self, request_ids: list[str] | None) -> int:
-        """Ends these requests (None: all) with finish_reason `abort` and their tokens so far; how many."""
+        """Ends these requests (None: all) with finish_reason `abort` and the tokens that they have so far. Returns how
+        many requests it ended; unknown ids count as none."""
 
+    @abstractmethod
     async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
-        """`keep`: requests freeze between two tokens, and go on at `resume`. `wait`: returns when the running
-        requests have ended; requests that arrive meanwhile wait. `abort`: ends them all (see `abort`).
-        With `clear_cache` the prefix cache is dropped too; True if it was. Idempotent.
-        One that is cancelled or raises leaves the engine as it was, running or paused; requests that `abort` has ended
-        have ended."""
+        """Stops generation. Idempotent. Returns True if it dropped the prefix cache, which `clear_cache` asks for.
 
+        - `keep`: requests freeze between two tokens and continue at `resume`.
+        - `wait`: returns when the running requests have ended. Requests that arrive meanwhile wait for `resume`.
+        - `abort`: ends all requests, as `abort(None)` does.
+
+        If it raises or is cancelled, the engine is as it was before, running or paused. Requests that mode `abort` has
+        ended stay ended. A later `pause` or `resume` ends a `wait` with an error.
+        """
+
+    @abstractmethod
     async def resume(self) -> None:
-        """Idempotent. Not called while memory is released."""
+        """Continues generation. Idempotent. The worker does not call it while memory is released."""
 
+    @abstractmethod
     async def flush_cache(self) -> bool:
-        """Drops the prefix cache; True only if it happened."""
+        """Drops the prefix cache. Returns True only if that happened."""
 
+    @abstractmethod
     def load(self) -> tuple[int, int]:
-        """(running, waiting) requests, without asking the engine. Called on another thread than the rest."""
+        """Returns (running, waiting) requests without asking the engine. The worker calls it on any thread."""
 
-    async def tokenize(self, body: Tokenize) -> list[int]:
-        """As `generate` makes a prompt's tokens. InvalidRequest for messages that the chat template refuses."""
+    # weights
 
-    async def detokenize(self, token_ids: list[int]) -> str:
-        """With special tokens. InvalidRequest (`field="tokens"`) for one outside the vocabulary."""
+    @abstractmethod
+    async def swap(self, staging: str, version: WeightVersion) -> bool:
+        """Replaces all base weights at once, between two steps, by those staged under this name. Labels the tokens that
+        follow with `version`.
 
-    # weights: what is received is staged beside the model, in every rank, under the reception's name
+        The engine is paused, and stays paused. Running requests continue after `resume`, with the KV that they have or
+        with KV computed again, as the engine can. After weights of no version it is always computed again. No new
+        request may reuse KV of the old weights: returns True if the prefix cache was flushed for that, False only where
+        that is not needed, and raises EngineFailed where it was needed and did not work. The staged weights are used
+        up, also when this raises."""
 
+    @abstractmethod
+    def set_version(self, version: WeightVersion) -> None:
+        """Labels the base weights that the engine holds already: after `start`, or when equal bytes get another
+        label."""
+
+    # Receiving weights: `WeightsInProcess` and `WeightsInRanks` implement all of it. Received weights are staged in
+    # host memory beside the model, in every rank, under the name `staging`, which is never used twice.
+
+    @abstractmethod
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         """Every tensor that a full checkpoint must hold, by its checkpoint name."""
 
-    def open(self, reception: Reception) -> None:
-        """In every rank: opens what the reception describes, and checks what can be without its bytes. Touches
-        nothing. InvalidRequest or InvalidWeights. Blocks, on a thread of the worker's."""
+    @abstractmethod
+    def open(self, staging: str, request: ReceiveRequest, limits: CanaryLimits | None = None) -> None:
+        """Opens the delivery in every rank and checks everything that needs none of its bytes. Touches nothing.
 
+        `staging`: a name that was not used before. `limits`: what a `canary.json` has to fit. Raises InvalidRequest or
+        InvalidWeights. Blocks; the worker calls it on a thread."""
+
+    @abstractmethod
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
-        """Brings what was opened under this name into staging, complete and verified, while generation goes on. Ends
-        early with an EngineFailed when `cancelled()`. InvalidWeights for what does not fit. When it raises, nothing
-        stays staged or open. Where ranks receive in processes of their own, the reply has what each of them staged
-        (`ranks`). Blocks, on a thread of the worker's.
+        """Receives what `open` opened under this name, complete and verified, while generation continues.
 
-        With `in_place` it is written over the served weights as it comes. The engine is paused; when this raises, its
-        weights are of no version. They are labelled by a `set_version` that follows."""
+        Ends early with an EngineFailed when `cancelled()` is true. Raises InvalidWeights for weights that don't fit.
+        When it raises, nothing stays staged or open. An engine with rank processes reports what each staged as `ranks`.
+        Blocks; the worker calls it on a thread.
 
+        With `in_place` the tensors overwrite the served weights as they arrive. The engine is paused. When this raises,
+        its weights are of no version; when it returns, `set_version` follows."""
+
+    @abstractmethod
     def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
-        """In every rank: of what is being received under this name, these tensors come now (`ops.ReceivePart`). Returns
-        when all are staged, how many are missing yet; when it raises, that receive ends. Blocks, on a thread of the
-        worker's."""
+        """Announces tensors that a running `receive` gets now, as `ReceivePart` describes them. Returns when every rank
+        has staged them: how many tensors are still missing. When it raises, that `receive` ends too. Blocks; the worker
+        calls it on a thread."""
 
-    def kept(self) -> str | None:
-        """The digest of the version that every rank keeps in host memory (`Reception.keep`); None: there is none, or
-        not the same in all. Blocks, on a thread of the worker's."""
+    @abstractmethod
+    def cached_digest(self) -> str | None:
+        """The digest of the version of which every rank keeps a copy in host memory (`ReceiveRequest.keeps_copy`). None
+        if there is none, or if ranks differ. Blocks; the worker calls it on a thread."""
 
+    @abstractmethod
     async def discard(self, staging: str) -> None:
-        """Frees what is opened or staged under this name; nothing there is no error."""
+        """Frees what is opened or staged under this name. A name that is not in use is no error."""
 
-    async def swap(self, staging: str, version: WeightVersion) -> bool:
-        """Replaces all weights at once, between two steps, and labels what follows with `version`. The engine
-        is paused (`keep` or emptied); it stays so. Running requests go on with the KV that they have, or
-        with one made anew, as the engine can; after weights of no version always with one made anew. No new request
-        reuses KV made before; True if the prefix cache was flushed for that, False only where it need not be:
-        EngineFailed where it could not. The staging is used up, also when this raises."""
-
+    @abstractmethod
     def offer(self) -> dict[str, Any] | None:
-        """Where others may fetch the base weights that are kept here beside the model, `{digest, transport}`, until
-        others come; None: none are kept, or by no transport that can. Blocks, on a thread of the worker's."""
+        """Offers the kept copy to other workers. Returns where they fetch it, `{digest, transport}`, or None if there
+        is no kept copy or no transport that can offer it. Blocks; the worker calls it on a thread."""
 
-    def set_version(self, version: WeightVersion) -> None:
-        """Labels the weights that the engine holds already (sequence 0, or a relabel of equal bytes)."""
-
+    @abstractmethod
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Sets a transport up in every rank: one row for each, `{rank, …}`. Blocks, on a thread of the worker's."""
+        """Sets a transport up in every rank. Returns a row per rank, `{rank, …}`. Blocks; the worker calls it on a
+        thread."""
 
+    @abstractmethod
     def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
-        """Likewise. `group`: of several of this backend, only this one."""
-
-    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
-        """The logprob of each token after the first of each sequence, given the tokens before it: the natural-log
-        softmax of the raw logits, by the weights that the engine holds now. All sequences go through the model
-        together. `adapter` None scores the base model, whatever adapters are loaded.
-
-        Works while the engine is paused in any mode, which it then stays, and while it runs. Requests in flight make no
-        token meanwhile. They may lose their KV, which they compute anew when they go on. No KV that was computed before
-        is used, and no later request finds KV that a score has left behind.
-
-        -inf is told as `scoring.LOGPROB_FLOOR`, and so is what is lower: every score is a finite number. EngineFailed
-        where a logprob is NaN. InvalidRequest for sequences outside the bounds of `scoring`, for ids outside the
-        vocabulary, and for an adapter that is not loaded (`field="adapter"`). Unavailable while memory is released: ask
-        again after `resume_memory`. Unsupported, with the reason that `capabilities` has under `score`, where this
-        engine can't."""
-
-    # adapters (LoRA); where the engine has none, `capabilities` has `prepare_update:lora` and these raise Unsupported
-
-    async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
-        """Loads an adapter, or puts it in the place of the one of this name; `staging` None takes it away. All or
-        nothing: when this raises, the adapter of this name is as it was on every rank, or it is an AdapterLost. The
-        engine is paused. A running request of an adapter that is taken away ends with finish_reason `abort`; one of an
-        adapter that is replaced goes on by the new one. True if the prefix cache was flushed, False only where it need
-        not be. The staging is used up, also when this raises."""
-
-    def set_adapter_version(self, name: str, version: WeightVersion) -> None: ...
-
-    async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
-        """One row per rank. `checksum`: `{rank, checksum}`, sensitive to every byte of every parameter.
-        `snapshot` keeps a copy; `compare`: `{rank, match, mismatches: [name]}` against it;
-        `reset_tensors` overwrites the weights with noise (the worker then closes admission); what runs goes on, its
-        tokens without a label."""
-
-    async def release_memory(self, tags: list[str]) -> None:
-        """`weights`, `kv_cache`, or both; idempotent. The engine is paused, and stays so until all memory is back:
-        frozen requests go on at the `resume` after it, by KV that is computed anew.
-        While the KV cache alone is released, weights and adapters are swapped, checked and flushed as ever.
-        InvalidRequest or Unsupported: nothing was released. One that was cancelled or failed otherwise may be asked
-        again, as may `resume_memory`: then it does what is left to do."""
-
-    async def resume_memory(self, tags: list[str]) -> None:
-        """Idempotent. The weights that come back are taken for lost."""
+        """Takes a transport down in every rank; with `group`, only that group of it. Returns a row per rank. Blocks;
+        the worker calls it on a thread."""
 
 
 EngineFactory = Callable[[EngineOptions], EngineAdapter]
-"""What an entry point of the group `rl_plane.engines` names."""
+"""The function that an entry point of the group `rl_plane.engines` names."""

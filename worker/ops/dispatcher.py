@@ -1,18 +1,17 @@
-"""The op dispatcher: bytes in, one typed op, bytes out. It runs on the NATS loop and never blocks it."""
+"""Turns each message into one typed op, and its outcome into the answer. Runs on the NATS loop and never blocks it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import nats.errors
 from nats.aio.msg import Msg
 from pydantic import BaseModel
 
-from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import Bus
 from rl_plane.errors import (
     DeadlineExceeded,
@@ -21,9 +20,8 @@ from rl_plane.errors import (
     PayloadTooLarge,
     PlaneError,
     StaleFence,
-    Unavailable,
 )
-from rl_plane.membership.view import PING
+from rl_plane.membership.view import PING, PING_REQUEST
 from rl_plane.protocol.envelope import (
     MAX_MESSAGE_BYTES,
     Format,
@@ -37,91 +35,70 @@ from rl_plane.protocol.envelope import (
 )
 from rl_plane.protocol.subjects import Subjects
 from rl_plane.protocol.validation import parse_body
-from rl_plane.protocol.worker_ops import OPS, Op, op_named
+from rl_plane.protocol.worker_ops import OPS, Op, Pool, op_named
+from worker.ops.handler import ByRank, Handler
+from worker.ops.op_pool import OpPool, Outcome
 from worker.reconcile.lock_watch import LockWatch
 from worker.reconcile.worker_state import WorkerState
-from worker.testing.phase_hooks import with_holds
 
 log = logging.getLogger("worker.ops.dispatcher")
 
 MAX_OPS = 256
-"""Ops under way in one worker; a control plane that has more is broken, and is told so."""
-
-OF_STAGES = ("ping", "liveness")
-"""The ops that a stage does not skip."""
-
+"""Ops under way in one worker. A control plane never has so many at the same time; the caller gets Unavailable."""
 MAX_TOKENIZING = 64
-"""Of those below, which anybody may ask for, a megabyte each: they leave MAX_OPS to the control plane."""
-AT_ONCE = 8
-"""Of these; the others wait, until their deadline."""
-
-TOKENIZING = {"tokenize": "prompt", "detokenize": "tokens"}
-"""Op → the field that its reply's length comes from."""
+"""Ops of the tokenizer pool. Any client may send them, each with a megabyte; MAX_OPS stays for the control plane."""
+TOKENIZING_AT_ONCE = 8
+"""The tokenizer's threads gain nothing from more. The others wait, until their deadline."""
 
 UNREAD = Request("")
-"""What an error is an answer to when the request itself can't be read."""
-
-
-class ByRank(dict[str, Any]):
-    """A handler's outcome that the ranks of its engine answer for too."""
-
-    def __init__(self, body: Mapping[str, Any], ranks: list[dict[str, Any]]) -> None:
-        super().__init__(body)
-        self.ranks = ranks
-
-
-class Handler(Protocol):
-    def __call__(self, body: Any, fence: int, /) -> Mapping[str, Any] | Awaitable[Mapping[str, Any]]: ...
+"""Stands in for a request that can't be read, in the answer to it."""
 
 
 class Dispatcher:
-    """`handlers`: op → handler, plain for what is answered at once, a coroutine function for the rest. `stage`: why
-    this is none of an engine (`EngineInfo.stage`)."""
+    """Checks each message, calls the op's handler, and answers.
+
+    `handlers` has one handler for each op. `stage`: why this worker has no engine of its own (`EngineInfo.stage`); it
+    then answers only the ops that a stage has.
+    """
 
     def __init__(
-        self,
-        state: WorkerState,
-        lock: LockWatch,
-        handlers: Mapping[str, Handler],
-        revision: Callable[[], int],
-        stage: str | None = None,
+        self, state: WorkerState, lock: LockWatch, handlers: Mapping[str, Handler], stage: str | None = None
     ) -> None:
-        assert handlers.keys() | {"ping"} == OPS.keys()
+        assert handlers.keys() == OPS.keys()
         self._state = state
         self._lock = lock
-        self._handlers = with_holds(handlers, state.instance_id)
-        self._revision = revision
+        self._handlers = handlers
         self._stage = stage
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._tokenizing: set[asyncio.Task[None]] = set()
-        self._tokenizers = asyncio.Semaphore(AT_ONCE)
+        self._pools: dict[Pool, OpPool] = {
+            "control": OpPool("ops", MAX_OPS),
+            "tokenizer": OpPool("ops that tokenize", MAX_TOKENIZING, TOKENIZING_AT_ONCE),
+        }
 
     async def listen(self, bus: Bus, subjects: Subjects) -> None:
-        async def everybody(message: Msg) -> None:
+        async def to_fleet(message: Msg) -> None:
             await self._message(bus, message, direct=False)
 
-        async def me(message: Msg) -> None:
+        async def to_this_worker(message: Msg) -> None:
             await self._message(bus, message, direct=True)
 
-        await bus.subscribe(subjects.rl, everybody)
-        await bus.subscribe(subjects.rl_direct(self._state.instance_id), me)
+        await bus.subscribe(subjects.rl, to_fleet)
+        await bus.subscribe(subjects.rl_direct(self._state.instance_id), to_this_worker)
 
     async def stop(self) -> None:
-        await end_tasks(self._tasks | self._tokenizing)
+        for pool in self._pools.values():
+            await pool.stop()
 
     async def _message(self, bus: Bus, message: Msg, direct: bool) -> None:
         start = time.monotonic()
         form = format_of(message.data)
         request = UNREAD
         try:
-            if message.data == PING:
-                await self._answer(bus, message, self._reply(request, start, {"revision": self._revision()}), form)
-                return
-            request = request_from_wire(decode(message.data))
+            # Every prober of the fleet sends these very bytes, so they are not parsed.
+            request = PING_REQUEST if message.data == PING else request_from_wire(decode(message.data))
             if not self._is_meant(request, direct):
                 return
             op = op_named(request.op)
-            skips = self._stage is not None and op.name not in OF_STAGES
+            skips = self._stage is not None and not op.of_stage
             if op.changes and not skips:
                 self._state.check_changing(request)
             body = parse_body(op.request, request.body)
@@ -129,25 +106,15 @@ class Dispatcher:
                 skipped = self._reply(request, start, {"reason": self._stage}, "skipped")
                 await self._answer(bus, message, skipped, form)
                 return
-            if op.name == "ping":
-                await self._answer(bus, message, self._reply(request, start, {"revision": self._revision()}), form)
-                return
             outcome = self._change(request, body) if op.changes else self._handlers[op.name](body, 0)
             if isinstance(outcome, Mapping):
                 await self._answer(bus, message, self._reply(request, start, outcome), form)
                 return
-            apart = op.name in TOKENIZING
-            tasks, most = (self._tokenizing, MAX_TOKENIZING) if apart else (self._tasks, MAX_OPS)
-            if len(tasks) >= most:
-                if isinstance(outcome, Coroutine):
-                    outcome.close()
-                what = "ops that tokenize" if apart else "ops"
-                raise Unavailable(f"{most} {what} are under way in this worker", retry_after_s=1.0)
-            if apart:
-                outcome = self._in_turn(outcome)
-            task = asyncio.create_task(self._finish(bus, message, request, op, outcome, start, form))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+
+            async def finish(outcome: Outcome) -> None:
+                await self._finish(bus, message, request, op, outcome, start, form)
+
+            self._pools[op.pool].start(outcome, finish)
         except PlaneError as error:
             await self._answer(bus, message, self._failed(request, start, error), form)
         except Exception as error:
@@ -155,15 +122,7 @@ class Dispatcher:
             failure = EngineFailed(f"{type(error).__name__}: {error}")
             await self._answer(bus, message, self._failed(request, start, failure), form)
 
-    async def _in_turn(self, outcome: Awaitable[Mapping[str, Any]]) -> Mapping[str, Any]:
-        try:
-            async with self._tokenizers:
-                return await outcome
-        finally:
-            if isinstance(outcome, Coroutine):
-                outcome.close()  # of one that has not had its turn
-
-    def _change(self, request: Request, body: BaseModel) -> Mapping[str, Any] | Awaitable[Mapping[str, Any]]:
+    def _change(self, request: Request, body: BaseModel) -> Mapping[str, Any] | Outcome:
         assert request.fence is not None, "check_changing"
         if self._lock.is_holders(request.fence):
             return self._handlers[request.op](body, request.fence)
@@ -172,7 +131,7 @@ class Dispatcher:
     async def _change_if_live(self, request: Request, body: BaseModel, fence: int) -> Mapping[str, Any]:
         if not await self._lock.is_live(fence):
             self._state.check_fence(fence)
-            raise StaleFence(f"nobody holds the fence {fence}", fence=self._state.fence)
+            raise StaleFence(f"no coordinator holds the fence {fence}", fence=self._state.fence)
         outcome = self._handlers[request.op](body, fence)
         return outcome if isinstance(outcome, Mapping) else await outcome
 
@@ -193,12 +152,12 @@ class Dispatcher:
         message: Msg,
         request: Request,
         op: Op,
-        outcome: Awaitable[Mapping[str, Any]],
+        outcome: Outcome,
         start: float,
         form: Format,
     ) -> None:
         try:
-            # The worker's own bound, for a caller that gave none or is gone.
+            # A caller may give no deadline, or die.
             async with asyncio.timeout(self._bound_s(request, op)):
                 reply = self._reply(request, start, await outcome)
         except PlaneError as error:
@@ -216,7 +175,7 @@ class Dispatcher:
 
     def _reply(self, request: Request, start: float, body: Mapping[str, Any], status: Status = "ok") -> Reply:
         return Reply(
-            request.op or "ping",
+            request.op,
             request.id,
             status,
             body,
@@ -255,7 +214,8 @@ class Dispatcher:
             pass  # the caller times out, or asks again after its own reconnect
 
 
-def _too_long(op: str, message: str) -> PlaneError:
-    if op in TOKENIZING:
-        return PayloadTooLarge(message, field=TOKENIZING[op], fix="send it in parts")
+def _too_long(name: str, message: str) -> PlaneError:
+    op = OPS.get(name)
+    if op is not None and op.reply_follows is not None:
+        return PayloadTooLarge(message, field=op.reply_follows, fix="send it in parts")
     return EngineFailed(message)

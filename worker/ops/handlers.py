@@ -1,4 +1,4 @@
-"""What each op does in a worker. The dispatcher has checked fence, incarnation, deadline and body."""
+"""Carries out each op. The dispatcher has checked its fence, incarnation and body, and bounds it by its deadline."""
 
 from __future__ import annotations
 
@@ -13,17 +13,24 @@ from rl_plane.errors import Conflict, EngineFailed
 from rl_plane.protocol import update_requests, validation, worker_ops
 from rl_plane.protocol.versions import TensorSpec, VersionReply
 from worker.engines.base import EngineAdapter, EngineInfo
-from worker.ops.dispatcher import ByRank, Handler
+from worker.engines.capabilities import CanCheckWeights, CanTokenize, require
+from worker.ops.handler import ByRank, Handler
+from worker.reconcile.coordinator_calls import CoordinatorCalls
+from worker.reconcile.engine_changes import EngineChanges
 from worker.reconcile.engine_memory import EngineMemory
-from worker.reconcile.follower import RecordFollower
-from worker.reconcile.staged_updates import Staging, WeightUpdates
+from worker.reconcile.record_watch import RecordWatch
+from worker.reconcile.staged_updates import StagedUpdate, WeightUpdates
 from worker.reconcile.worker_core import WorkerCore
 from worker.runtime.engine_loop import EngineLoop
 
 
 class OpHandlers:
-    """`liveness_timeout_s`: how long a round trip through the engine may take. `drain(timeout_s)` closes admission and
-    waits for the running requests; `tell` publishes what changed."""
+    """Has one handler for each op.
+
+    `liveness_timeout_s`: how long a round trip through the engine may take. `drain(timeout_s)` closes admission and
+    waits for the running requests. `tell` publishes the worker's state. `named` finds the requests that ids name.
+    `revision`: the sequence at which the worker is registered.
+    """
 
     def __init__(
         self,
@@ -32,7 +39,9 @@ class OpHandlers:
         engine: EngineLoop,
         info: EngineInfo,
         updates: WeightUpdates,
-        follower: RecordFollower,
+        record: RecordWatch,
+        changes: EngineChanges,
+        calls: CoordinatorCalls,
         memory: EngineMemory,
         *,
         member_info: dict[str, Any],
@@ -40,6 +49,7 @@ class OpHandlers:
         drain: Callable[[float], Awaitable[bool]],
         tell: Callable[[], None],
         named: Callable[[Iterable[str]], list[str]],
+        revision: Callable[[], int],
     ) -> None:
         self.engine_alive = True
         self._core = core
@@ -48,16 +58,20 @@ class OpHandlers:
         self._engine = engine
         self._info = info
         self._updates = updates
-        self._follower = follower
+        self._record = record
+        self._changes = changes
+        self._calls = calls
         self._memory = memory
         self._member_info = member_info
         self._liveness_timeout_s = liveness_timeout_s
         self._drain = drain
         self._tell = tell
         self._named = named
+        self._revision = revision
 
     def table(self) -> dict[str, Handler]:
         return {
+            "ping": self._ping,
             "liveness": self._liveness,
             "report_record": self._report_record,
             "describe": self._describe,
@@ -85,7 +99,7 @@ class OpHandlers:
         }
 
     async def round_trip(self) -> float:
-        """Seconds through the engine and back; EngineFailed when it is dead or takes too long."""
+        """Returns the seconds of a round trip through the engine. EngineFailed: the engine is dead, or too slow."""
         start = time.monotonic()
         try:
             async with asyncio.timeout(self._liveness_timeout_s):
@@ -95,6 +109,9 @@ class OpHandlers:
         return time.monotonic() - start
 
     # ---- reading ----
+
+    def _ping(self, body: validation.Empty, fence: int) -> worker_ops.PingReply:
+        return worker_ops.PingReply(revision=self._revision())
 
     async def _liveness(self, body: validation.Empty, fence: int) -> worker_ops.LivenessReply:
         return worker_ops.LivenessReply(alive=True, round_trip_s=await self.round_trip())
@@ -117,7 +134,7 @@ class OpHandlers:
             adapters={name: version.to_wire() for name, version in state.adapters.items()},
             staged=_staged_version(staged),
             canary=_canary_state(self._core.numerics.verdict),
-            kept=self._updates.kept,
+            kept=self._updates.cached_digest,
             loras=sorted(state.adapters),
             running=running,
             waiting=waiting,
@@ -170,29 +187,30 @@ class OpHandlers:
         )
 
     async def _tokenize(self, body: worker_ops.Tokenize, fence: int) -> worker_ops.TokenizeReply:
-        tokens = await self._engine.run(self._adapter.tokenize(body))
+        tokens = await self._engine.run(require(self._adapter, CanTokenize).tokenize(body))
         return worker_ops.TokenizeReply(tokens=tokens, max_model_len=self._info.max_model_len)
 
     async def _detokenize(self, body: worker_ops.Detokenize, fence: int) -> worker_ops.DetokenizeReply:
-        return worker_ops.DetokenizeReply(prompt=await self._engine.run(self._adapter.detokenize(body.tokens)))
+        text = await self._engine.run(require(self._adapter, CanTokenize).detokenize(body.tokens))
+        return worker_ops.DetokenizeReply(prompt=text)
 
     # ---- pause, cache, requests ----
 
     async def _pause(self, body: worker_ops.Pause, fence: int) -> worker_ops.PauseReply:
-        async with self._follower.turn(fence):
-            flushed = await self._follower.pause(body.mode, body.clear_cache)
+        async with self._changes.turn(fence):
+            flushed = await self._changes.pause(body.mode, body.clear_cache)
             self._state.pause(body.mode, time.monotonic(), body.lease_s)
         self._tell()
         return worker_ops.PauseReply(pause_state="paused", cache_flushed=flushed)
 
     async def _resume(self, body: validation.Empty, fence: int) -> worker_ops.PauseReply:
-        async with self._follower.turn(fence):
-            await self._follower.resume()
+        async with self._changes.turn(fence):
+            await self._changes.resume()
         self._tell()
         return worker_ops.PauseReply(pause_state="running", cache_flushed=False)
 
     async def _flush_cache(self, body: validation.Empty, fence: int) -> worker_ops.FlushReply:
-        async with self._follower.turn(fence):
+        async with self._changes.turn(fence):
             if not await self._engine.run(self._adapter.flush_cache()):
                 raise Conflict("the engine refused to flush its cache", fix="pause first, then flush")
         return worker_ops.FlushReply(flushed=True)
@@ -206,7 +224,7 @@ class OpHandlers:
     async def _init_transport(self, body: update_requests.InitTransport, fence: int) -> ByRank:
         self._updates.check_backend(body.backend)
         config = body.model_dump()
-        offsets = config.pop("rank_offsets", None)  # a group's: one message tells each worker its own
+        offsets = config.pop("rank_offsets", None)  # for a group: one message has the offset of each worker
         if offsets is not None:
             config["rank_offset"] = offsets.get(self._state.instance_id)
         return ByRank(worker_ops.DoneReply(), await asyncio.to_thread(self._adapter.init_transport, config))
@@ -216,13 +234,13 @@ class OpHandlers:
         ranks = await asyncio.to_thread(self._adapter.destroy_transport, body.backend, body.group)
         return ByRank(worker_ops.DoneReply(), ranks)
 
-    async def _prepare(self, body: update_requests.Prepare, fence: int) -> Mapping[str, Any]:
+    async def _prepare(self, body: update_requests.ReceiveRequest, fence: int) -> Mapping[str, Any]:
         self._state.check_weights_here()
-        return _by_rank(await self._follower.prepare(body, fence))
+        return _by_rank(await self._calls.prepare(body, fence))
 
-    async def _listen(self, body: update_requests.Prepare, fence: int) -> update_requests.ListeningReply:
+    async def _listen(self, body: update_requests.ReceiveRequest, fence: int) -> update_requests.ListeningReply:
         self._state.check_weights_here()
-        return await self._follower.arm(body, fence)
+        return await self._calls.listen(body, fence)
 
     async def _feed(self, body: update_requests.ReceivePart, fence: int) -> update_requests.PartReply:
         self._state.check_fence(fence)
@@ -232,32 +250,33 @@ class OpHandlers:
         )
 
     def _follow_record(self, body: update_requests.FollowRecord, fence: int) -> update_requests.FollowedReply:
-        self._follower.learn(body.record, body.sequence)
+        self._record.learn(body.record, body.sequence)
         known = self._core.record
         return update_requests.FollowedReply(sequence=known.sequence if known is not None else None)
 
     async def _commit(self, body: update_requests.Commit, fence: int) -> Mapping[str, Any]:
-        return _by_rank(await self._follower.commit(body, fence))
+        return _by_rank(await self._calls.commit(body, fence))
 
     async def _abort_update(
         self, body: update_requests.AbortUpdate, fence: int
     ) -> update_requests.AbortUpdateReply:
-        return update_requests.AbortUpdateReply(discarded=await self._follower.abort(body.update_id, fence))
+        return update_requests.AbortUpdateReply(discarded=await self._calls.abort(body.update_id, fence))
 
     async def _update_weights(self, body: update_requests.UpdateWeights, fence: int) -> Mapping[str, Any]:
         self._state.check_weights_here()
-        return _by_rank(await self._follower.take_alone(body, fence))
+        return _by_rank(await self._calls.take_alone(body, fence))
 
     async def _check_weights(self, body: worker_ops.CheckWeights, fence: int) -> ByRank:
         self._state.check_weights_here()
-        async with self._follower.turn(fence, blocks=True):
+        checks = require(self._adapter, CanCheckWeights)
+        async with self._changes.turn(fence, blocks=True):
             if body.action == "reset_tensors":
                 await self._memory.weights_are_gone("reset_tensors overwrote the weights")
             if body.closed:
                 self._state.close("checking")
                 self._tell()
             try:
-                ranks = await self._engine.run(self._adapter.check_weights(body.action))
+                ranks = await self._engine.run(checks.check_weights(body.action))
             finally:
                 self._state.open("checking")
                 self._tell()
@@ -266,12 +285,12 @@ class OpHandlers:
     # ---- memory ----
 
     async def _release_memory(self, body: worker_ops.MemoryTags, fence: int) -> worker_ops.MemoryReply:
-        async with self._follower.turn(fence, blocks=True):
+        async with self._changes.turn(fence, blocks=True):
             await self._memory.release(body.tags)
         return worker_ops.MemoryReply(tags=sorted(self._state.released))
 
     async def _resume_memory(self, body: worker_ops.MemoryTags, fence: int) -> worker_ops.MemoryReply:
-        async with self._follower.turn(fence, blocks=True):
+        async with self._changes.turn(fence, blocks=True):
             await self._memory.resume(body.tags)
         return worker_ops.MemoryReply(tags=sorted(self._state.released))
 
@@ -281,8 +300,8 @@ class OpHandlers:
         if body.open:
             self._state.open("disabled")
             self._state.open("draining")
-            self._core.enabled()  # forces a try to heal
-            self._follower.look()
+            self._core.enabled()  # heals at once, without the wait between two tries
+            self._changes.look()
         else:
             self._state.close("disabled")
         self._tell()
@@ -295,16 +314,16 @@ class OpHandlers:
 
 
 def _by_rank(reply: update_requests.PreparedReply | update_requests.CommittedReply) -> Mapping[str, Any]:
-    """What the ranks tell, where there are any beside the worker's process, goes beside the body."""
+    """Moves the results of the ranks, if the engine has rank processes, out of the body."""
     body: dict[str, Any] = {**reply}
     ranks = body.pop("ranks", None)
     return body if ranks is None else ByRank(body, ranks)
 
 
-def _staged_version(staged: Staging | None) -> VersionReply | None:
+def _staged_version(staged: StagedUpdate | None) -> VersionReply | None:
     if staged is None:
         return None
-    return VersionReply(run="", sequence=0, label=staged.wanted.label, digest=staged.reply["digest"])
+    return VersionReply(run="", sequence=0, label=staged.request.label, digest=staged.reply["digest"])
 
 
 def _canary_state(verdict: Verdict | None) -> worker_ops.CanaryState | None:
@@ -322,7 +341,7 @@ def _canary_state(verdict: Verdict | None) -> worker_ops.CanaryState | None:
 
 
 class EngineHung(EngineFailed):
-    """It may still come back; a dead one does not."""
+    """The engine does not answer in time. It may answer again; a dead engine does not."""
 
 
 def _page(spec: Mapping[str, TensorSpec], start: int) -> list[worker_ops.TensorReply]:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rl_plane.errors import EngineFailed, NotAtBase
+from rl_plane.protocol.update_requests import DeltaChainEntry
 from rl_plane.protocol.versions import DTYPE_BYTES, HostTensor, TensorSpec
 from rl_plane.transports.receiver_base import Delivery
-from rl_plane.transports.reception import Cancelled, KeepableStaged, Link, Staged
+from rl_plane.transports.reception import Cancelled, KeepableStaged, Staged
 from rl_plane.weights import delta_codec
 from rl_plane.weights.delta_codec import Delta
 from worker.receive.staging import DigestingStream
@@ -18,7 +19,7 @@ Changes = Mapping[str, Delta]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptCopy:
     """A version in host memory, beside the model: exactly what was published, tensor by tensor."""
 
     digest: str
@@ -27,7 +28,7 @@ class Kept:
     staged: KeepableStaged
     """The same memory, as the engine's swap takes it."""
 
-    def change(self, changes: Changes, digest: str, cancelled: Cancelled) -> Kept:
+    def change(self, changes: Changes, digest: str, cancelled: Cancelled) -> KeptCopy:
         """Applies them in place: from now on this is another version. Cancelled: none of them, and EngineFailed. What
         else is raised leaves it of no version."""
         done: dict[str, Delta] = {}
@@ -45,14 +46,14 @@ class Kept:
             one.apply(self.tensors[name].data)
 
 
-def as_kept(digest: str, staged: Staged, specs: Mapping[str, TensorSpec]) -> Kept | None:
+def as_kept(digest: str, staged: Staged, specs: Mapping[str, TensorSpec]) -> KeptCopy | None:
     """What was staged of a version of these tensors. None: it is not exactly that, because it was cast, or because the
     model ties some; or the engine stages in another form."""
     if not isinstance(staged, KeepableStaged):
         return None
     tensors = staged.host_tensors()
     same = {name: tensor.spec for name, tensor in tensors.items()} == dict(specs)
-    return Kept(digest, tensors, staged) if same else None
+    return KeptCopy(digest, tensors, staged) if same else None
 
 
 def taken_changes(delivery: Delivery, tensors: Mapping[str, TensorSpec], cancelled: Cancelled) -> Changes:
@@ -69,7 +70,9 @@ def taken_changes(delivery: Delivery, tensors: Mapping[str, TensorSpec], cancell
         delivery.close()
 
 
-def missing_links(kept: Kept | None, before: Sequence[Link], base: str) -> tuple[Kept | None, Sequence[Link]]:
+def missing_links(
+    kept: KeptCopy | None, before: Sequence[DeltaChainEntry], base: str
+) -> tuple[KeptCopy | None, Sequence[DeltaChainEntry]]:
     """(what can be built on, the versions to fetch from there on until `base`). None: from the full version, the first
     of them. NotAtBase when one can't be fetched."""
     start, links = None, before

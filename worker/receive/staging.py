@@ -1,6 +1,6 @@
-"""Receiving weights into an engine: the half of prepare that knows neither the engine nor the transport.
+"""Checks and hashes weights on their way from a transport to an engine. Knows neither of the two.
 
-All of it runs on the calling thread, never on a loop: it reads, hashes and copies.
+Everything here reads, hashes and copies, so it runs on a thread and never on a loop.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from rl_plane.weights.checkpoint import Kind, open_checkpoint
 log = logging.getLogger("worker.receive.staging")
 
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
-"""What `cast` converts between. Not the 8-bit floats: those mean nothing without their scales."""
+"""The dtypes that `cast` converts between. 8-bit floats are not among them: they mean nothing without their scales."""
 
 SHOWN = 5
-"""Tensors that a message lists of each kind before it only counts."""
+"""A message names so many tensors of each kind, and counts the others."""
 
 SHOWN_CHARS = 200
-"""Of a name in a message."""
+"""A message shows so much of a tensor's name."""
 
 
 BASE_FIX = "publish a full checkpoint of the model that this engine runs"
@@ -51,11 +51,11 @@ def check_specs(
     cast: bool,
     fix: str = BASE_FIX,
 ) -> None:
-    """InvalidWeights unless `offered` is what a model needs; for this, no byte of the weights is read.
+    """InvalidWeights unless `offered` has the tensors that a model needs. Reads no byte of the weights.
 
-    Names that are `tied` to another may be missing; one that `wanted` has too must still fit, and each must be as the
-    one that it is tied to. Facts: `missing`, `unexpected`, `wrong_shape`, `wrong_dtype`, `tied`, each `{count, names}`
-    with the first few.
+    A name that is `tied` to another may be missing. If it is there, it must fit `wanted`, if `wanted` has it, and equal
+    the tensor to which it is tied. The error's facts are `missing`, `unexpected`, `wrong_shape`, `wrong_dtype` and
+    `tied`, each `{count, names}` with the first few names.
     """
     missing = sorted(name for name in wanted if name not in offered and name not in tied)
     unexpected = sorted(name for name in offered if name not in wanted and name not in tied)
@@ -99,8 +99,9 @@ def _check_ties(
     field: str | None = None,
     fix: str = TIE_FIX,
 ) -> None:
-    """InvalidWeights where both of a pair are there, and differ (in their specs, or in their digests): the model has
-    one tensor for them, so one of the two would be of the version and never served. `field` None: the first name."""
+    """InvalidWeights if both tensors of a pair are there and their specs or digests differ.
+
+    The model has one tensor for the pair, so it would serve only one of the two. `field` None: the first such name."""
     broken = sorted(name for name, to in tied.items() if name in of and to in of and of[name] != of[to])
     if broken:
         first = broken[0]
@@ -117,14 +118,14 @@ _cast_told: set[tuple[str, str]] = set()
 
 
 def _tell_of_cast(dtypes: set[tuple[str, str]]) -> None:
-    """Once in a process: a trainer that sends so does it with each update."""
+    """Logs each pair of dtypes once per process, because a trainer sends the same dtypes with each update."""
     for given, own in sorted(dtypes - _cast_told):
         _cast_told.add((given, own))
-        log.info("weights that come as %s are cast to the model's %s, as their update allows", given, own)
+        log.info("the update allows a cast: weights come as %s, and the model has %s", given, own)
 
 
 def not_fitting(error: InvalidWeights) -> bool:
-    """Has the model other tensors? Else the bytes were wrong."""
+    """Returns whether the model has other tensors. If not, the bytes were wrong."""
     return bool(error.facts.keys() & {"missing", "unexpected", "wrong_shape", "wrong_dtype", "tied"})
 
 
@@ -143,10 +144,10 @@ def _fact(names: list[str]) -> dict[str, object] | None:
 
 
 class DigestingStream:
-    """A delivery's tensors, each checked and hashed before it is passed on. Iterated once.
+    """Yields a delivery's tensors, after it has checked and hashed each of them. Can be iterated once.
 
-    The last step, after all tensors, compares the digest of the whole and raises InvalidWeights instead of ending:
-    an engine that reads the stream to its end never finishes staging wrong weights.
+    After the last tensor it compares the digest of the whole, and raises InvalidWeights instead of ending. So an engine
+    that reads the stream to its end never finishes staging wrong weights.
     """
 
     def __init__(
@@ -157,9 +158,9 @@ class DigestingStream:
         expected_digest: str | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`tied`: names of tensors whose bytes must be those of another, if both come."""
+        """`tied`: names of tensors that must have the bytes of another tensor, if both come."""
         self.digest: str | None = None
-        """The version's digest, once everything has arrived and was right."""
+        """The version's digest, once everything has arrived and is right."""
         self._delivery = delivery
         self._tied = tied or {}
         self._expected = expected_digest
@@ -171,26 +172,25 @@ class DigestingStream:
         return self._stream
 
     def check_stated(self) -> None:
-        """InvalidWeights if the delivery says of itself that it is another version, or none that the model can serve;
-        no byte is taken for this."""
+        """InvalidWeights if the delivery states another digest, or one that the model can't serve. Reads no byte."""
         self._compare(self._delivery.digest, self._expected, "the delivery states")
         _check_ties(self._tied, self._delivery.tensor_digests or {})
 
     def finish(self) -> str:
-        """The digest, for whoever consumed the stream; EngineFailed if it was not consumed whole."""
-        if next(self._stream, None) is not None:  # an engine may have counted, and not asked for the end
+        """Returns the digest after the engine has read the stream. EngineFailed if it did not read all of it."""
+        if next(self._stream, None) is not None:  # an engine may count the tensors, and not ask for the end
             taken, total = len(self._digests) - 1, len(self._delivery.specs)
             raise EngineFailed(f"the engine took {taken} of {total} tensors, and did not ask for the rest")
         if self.digest is None:
-            raise EngineFailed("the engine went on although the weights failed on their way")
+            raise EngineFailed("the engine continued although the weights failed on their way")
         return self.digest
 
     def _run(self) -> Iterator[tuple[str, HostTensor]]:
         specs, stated = self._delivery.specs, self._delivery.tensor_digests
-        # It hashes what it reads, on its own threads; any other, also one that somebody derives of it, is not believed.
+        # Only the product's own delivery of files hashes what it reads. Any other class, also a derived one, does not.
         hashed = type(self._delivery) is FilesystemDelivery
         self.check_stated()
-        for name, tensor in self._delivery.tensors():
+        for name, tensor in self._delivery.tensors(self._cancelled):
             if self._cancelled():
                 raise EngineFailed("staging was cancelled")
             self._check(name, tensor, specs)
@@ -252,12 +252,11 @@ def receive(
     expected_digest: str | None,
     cancelled: Callable[[], bool],
 ) -> tuple[Staged, str]:
-    """Checks, stages and verifies a delivery, on the calling thread; (what was staged, the version's digest).
+    """Checks, stages and verifies a delivery. Returns the staged weights and the version's digest.
 
-    Closes the delivery on every path. When it raises, nothing is staged: wrong weights make the stream raise
-    inside `holder.stage`, which then frees what it had, as on any error of its own. The one exception is a
-    holder that returned without asking for the stream's end; its Staged is host memory by contract, and goes
-    with its last reference, here.
+    Closes the delivery on every path. When it raises, nothing is staged: wrong weights make the stream raise inside
+    `holder.stage`, which then frees its memory. If a holder returns without asking for the stream's end, this frees the
+    staged weights with their last reference.
     """
     try:
         tied = holder.tied_tensors()
@@ -276,11 +275,11 @@ def receive_adapter(
     expected_digest: str | None,
     cancelled: Callable[[], bool],
 ) -> tuple[Staged, str]:
-    """As `receive`, of a LoRA adapter. Its version's digest covers its config too: see `config_line`."""
+    """Does the same as `receive` for a LoRA adapter, whose digest also covers its config: see `config_line`."""
     try:
         check_specs(_adapter_spec(holder, delivery), {}, delivery.specs, cast, ADAPTER_FIX)
         config = delivery.adapter_config
-        assert config is not None, "it has a spec"
+        assert config is not None, "an adapter's spec follows from its config"
         stream = DigestingStream(delivery, expected_digest=expected_digest, cancelled=cancelled)
         return _finished(holder.stage_adapter(config, stream, cast, cancelled), stream)
     finally:
@@ -291,12 +290,12 @@ def _finished(staged: Staged, stream: DigestingStream) -> tuple[Staged, str]:
     try:
         return staged, stream.finish()
     except BaseException:
-        del staged  # or the traceback would keep the weights as long as the error is kept
+        del staged  # the traceback would hold the weights for as long as the error lives
         raise
 
 
 def check_changes(wanted: Mapping[str, TensorSpec], offered: Mapping[str, TensorSpec]) -> None:
-    """InvalidWeights unless `offered` can be deltas of a model's tensors, by what is known without their bytes."""
+    """InvalidWeights unless `offered` can be deltas of the `wanted` tensors. Reads no byte."""
     unknown = sorted(name for name in offered if name not in wanted)
     wrong = sorted(
         name for name, spec in offered.items() if name in wanted and not _may_be_delta(spec, wanted[name])
@@ -319,7 +318,7 @@ def _may_be_delta(spec: TensorSpec, of: TensorSpec) -> bool:
 
 
 def digest_of(tensors: Mapping[str, HostTensor], cancelled: Callable[[], bool]) -> str:
-    """Of the version that these bytes are."""
+    """Returns the digest of the version that has these bytes."""
     lines = []
     for name, tensor in tensors.items():
         if cancelled():
@@ -329,8 +328,8 @@ def digest_of(tensors: Mapping[str, HostTensor], cancelled: Callable[[], bool]) 
 
 
 def check_staged(holder: WeightHolder, delivery: Delivery, kind: Kind, *, cast: bool) -> None:
-    """What `receive` checks before it takes a byte: who pushes is told before it sends one. Closes the delivery when
-    it raises."""
+    """Checks what `receive` checks before it takes a byte, so that a trainer hears of it before it pushes. Closes the
+    delivery when it raises."""
     try:
         if kind == "base":
             check_specs(holder.weight_spec(), holder.tied_tensors(), delivery.specs, cast)
@@ -350,7 +349,7 @@ def _adapter_spec(holder: WeightHolder, delivery: Delivery) -> Mapping[str, Tens
 
 
 def check_overwrite(holder: WeightHolder, delivery: Delivery, *, cast: bool, expected_digest: str | None) -> None:
-    """What `overwrite` checks before it asks the engine to do anything. Closes the delivery when it raises."""
+    """Checks what `overwrite` checks before it uses the engine. Closes the delivery when it raises."""
     try:
         tied = holder.tied_tensors()
         check_specs(holder.weight_spec(), tied, delivery.specs, cast)
@@ -368,11 +367,10 @@ def overwrite(
     expected_digest: str | None,
     cancelled: Callable[[], bool],
 ) -> str:
-    """Checks a delivery and writes it over the served weights, on the calling thread; the version's digest.
+    """Checks a delivery and writes it over the served weights. Returns the version's digest.
 
-    Closes the delivery on every path. What can be checked without the bytes is checked before the engine is asked
-    to do anything. After that, whatever is raised, the engine's weights are of no version: a digest that turns out
-    wrong at the end is an InvalidWeights too.
+    Closes the delivery on every path. Checks that need no byte come before the first use of the engine. After that, any
+    error leaves the engine with weights of no version; a wrong digest, found at the end, is InvalidWeights too.
     """
     try:
         tied = holder.tied_tensors()
@@ -388,9 +386,11 @@ def overwrite(
 def model_digest(
     directory: Path, roots: Iterable[Path] | None = None, tied: Mapping[str, str] | None = None
 ) -> str:
-    """The version digest of a model directory's safetensors files, in bounded memory. Their bytes are read, a
-    manifest is not believed. `roots`: refuse files outside; None: the directory is the operator's own choice. `tied`:
-    what the engine that has loaded it ties; InvalidWeights if it serves something else than the digest says."""
+    """Returns the version digest of a model directory's safetensors files. Reads their bytes, in bounded memory, even
+    if there is a manifest.
+
+    `roots`: refuses files outside of them; None: the directory is the operator's own choice. `tied`: the ties of the
+    engine that has loaded the directory; InvalidWeights if the engine serves other weights than the digest says."""
     checkpoint = open_checkpoint(directory, None if roots is None else list(roots), field="model")
     try:
         _check_ties(tied or {}, checkpoint.specs, "model", OWN_TIE_FIX)
@@ -402,7 +402,7 @@ def model_digest(
 
 
 def adapter_digest(directory: Path) -> str:
-    """The version digest of a PEFT adapter directory, its config included."""
+    """Returns the version digest of a PEFT adapter directory, which covers its config."""
     checkpoint = open_checkpoint(directory, field="directory", kind="lora")
     try:
         return checkpoint.digest()

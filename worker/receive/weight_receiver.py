@@ -12,15 +12,26 @@ from typing import Any
 
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase, PlaneError, Unsupported
 from rl_plane.protocol.canary import CANARY_NAME, Canary, check_vocabulary
-from rl_plane.protocol.update_requests import PreparedReply, ReceivePart
-from rl_plane.transports.filesystem.receiver import FilesystemDelivery
-from rl_plane.transports.group.receiver import GroupTransport
-from rl_plane.transports.group.streamed_delivery import GroupFedDelivery
-from rl_plane.transports.packed_delivery import PackedDelivery
-from rl_plane.transports.receiver_base import Delivery, FedDelivery, OfferingTransport, Places, WeightTransport
-from rl_plane.transports.reception import Cancelled, Link, Reception, Staged, WeightHolder
+from rl_plane.protocol.update_requests import (
+    CanaryLimits,
+    DeltaChainEntry,
+    PreparedReply,
+    ReceivePart,
+    ReceiveRequest,
+    Transport,
+)
+from rl_plane.transports.receiver_base import (
+    CanaryDelivery,
+    Delivery,
+    FedDelivery,
+    GroupedTransport,
+    OfferingTransport,
+    Places,
+    WeightTransport,
+)
+from rl_plane.transports.reception import Cancelled, Staged, WeightHolder
 from rl_plane.weights.checkpoint import Kind
-from worker.receive.kept_copy import Changes, Kept, as_kept, missing_links, taken_changes
+from worker.receive.kept_copy import Changes, KeptCopy, as_kept, missing_links, taken_changes
 from worker.receive.staging import (
     check_changes,
     check_overwrite,
@@ -66,25 +77,25 @@ class Receiver:
     def __init__(self, holder: WeightHolder, transports: Mapping[str, WeightTransport]) -> None:
         self.holder = holder
         self._transports = transports
-        self._opened: dict[str, tuple[Reception, Delivery]] = {}
+        self._opened: dict[str, tuple[ReceiveRequest, Delivery]] = {}
         self._fed: dict[str, FedDelivery] = {}
         """Those that are opened, or received now."""
         self._staged: dict[str, Staged] = {}
-        self._to_keep: dict[str, Kept] = {}
-        self._undo: dict[str, tuple[Kept, Changes]] = {}
+        self._to_keep: dict[str, KeptCopy] = {}
+        self._undo: dict[str, tuple[KeptCopy, Changes]] = {}
         """What was kept before a delta was applied to it, for `discard`."""
-        self._kept: Kept | None = None
+        self._kept: KeptCopy | None = None
         self._place: dict[str, Any] | None = None
         self._offering = threading.Lock()
 
     @property
-    def kept(self) -> Kept | None:
+    def kept(self) -> KeptCopy | None:
         """What an update with `keep`, or a delta, has left here. It goes when other base weights are received; None
         also while they, or a delta's, wait for `take`."""
         return self._kept
 
     @kept.setter
-    def kept(self, kept: Kept | None) -> None:
+    def kept(self, kept: KeptCopy | None) -> None:
         with self._offering:
             if self._place is not None and kept is not self._kept:
                 self._place = None
@@ -109,58 +120,59 @@ class Receiver:
         return tuple(sorted(self._transports))
 
     @property
-    def kept_digest(self) -> str | None:
+    def cached_digest(self) -> str | None:
         return self.kept.digest if self.kept is not None else None
 
-    def open(self, reception: Reception) -> None:
-        """Opens the delivery, and checks what can be checked without its bytes. `receive` or `discard` closes it."""
-        if reception.kind == "base":
+    def open(self, staging: str, request: ReceiveRequest, limits: CanaryLimits | None = None) -> None:
+        """Opens the delivery, and checks everything that needs no byte of it. `receive` or `discard` closes it.
+        `staging`: a name that this engine has not used before. `limits`: what a `canary.json` has to fit."""
+        if request.adapter is None:
             for left in [*self._to_keep, *self._undo]:  # by a receive that ended after it was given up
                 self.discard(left)
-        delivery = self._open(reception.transport, reception.kind)
-        _check_canary(reception, delivery)
+        assert request.transport is not None, "an unload receives nothing"
+        delivery = self._open(request.transport, _kind(request))
+        _check_canary(request, delivery, limits)
         if isinstance(delivery, FedDelivery):
-            delivery.expect(self.holder.weight_spec(), self.holder.tied_tensors(), reception.cast)
-            self._fed = {reception.staging: delivery}
-        if reception.base is not None:
-            self._check_delta(reception, reception.base, delivery)
-        elif reception.in_place:
-            check_overwrite(self.holder, delivery, cast=reception.cast, expected_digest=reception.digest)
+            delivery.expect(self.holder.weight_spec(), self.holder.tied_tensors(), request.cast)
+            self._fed = {staging: delivery}
+        if request.base is not None:
+            self._check_delta(request, request.base, delivery)
+        elif request.in_place:
+            check_overwrite(self.holder, delivery, cast=request.cast, expected_digest=request.digest)
         else:
-            check_staged(self.holder, delivery, reception.kind, cast=reception.cast)
-        self._opened[reception.staging] = (reception, delivery)
+            check_staged(self.holder, delivery, _kind(request), cast=request.cast)
+        self._opened[staging] = (request, delivery)
 
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
         """What was opened, into staging or over the served weights. When it raises, nothing is staged."""
         opened = self._opened.pop(staging, None)
         if opened is None:
             raise EngineFailed(f"nothing is open as {staging!r}")
-        reception, delivery = opened
-        _heed(delivery, cancelled)
+        request, delivery = opened
         refetchable = delivery.refetchable
         how: dict[str, Any] = {
-            "cast": reception.cast,
-            "expected_digest": reception.digest,
+            "cast": request.cast,
+            "expected_digest": request.digest,
             "cancelled": cancelled,
         }
-        if reception.kind == "lora":
+        if request.adapter is not None:
             self._staged[staging], digest = receive_adapter(self.holder, delivery, **how)
-        elif reception.base is not None:
-            digest = self._receive_delta(reception, reception.base, delivery, cancelled)
+        elif request.base is not None:
+            digest = self._receive_delta(staging, request, request.base, delivery, cancelled)
         else:
             self.kept = None  # before its like comes: there is room for one
-            if reception.in_place:
+            if request.in_place:
                 digest = overwrite(self.holder, delivery, **how)
             else:
                 staged, digest = receive(self.holder, delivery, **how)
                 self._staged[staging] = staged
-                kept = as_kept(digest, staged, delivery.specs) if reception.keep else None
+                kept = as_kept(digest, staged, delivery.specs) if request.keeps_copy else None
                 if kept is not None:
                     self._to_keep[staging] = kept
         self._fed.pop(staging, None)
         size = sum(spec.nbytes for spec in delivery.specs.values())  # of a fed one it is known only now
         reply = PreparedReply(digest=digest, tensors=len(delivery.specs), bytes=size, refetchable=refetchable)
-        if isinstance(delivery, FilesystemDelivery) and isinstance(delivery.canary, Canary):
+        if isinstance(delivery, CanaryDelivery) and isinstance(delivery.canary, Canary):
             reply["canary"] = delivery.canary.model_dump()
         return reply
 
@@ -200,31 +212,33 @@ class Receiver:
 
     # ---- deltas ----
 
-    def _check_delta(self, reception: Reception, base: str, delivery: Delivery) -> None:
+    def _check_delta(self, request: ReceiveRequest, base: str, delivery: Delivery) -> None:
         """Closes the delivery when it raises."""
         try:
             check_changes(self.holder.weight_spec(), delivery.specs)
-            if not self._is_there(reception):
-                missing_links(self.kept, reception.before, base)
+            if not self._is_there(request):
+                missing_links(self.kept, request.base_chain, base)
         except BaseException:
             delivery.close()
             raise
 
-    def _is_there(self, reception: Reception) -> bool:
+    def _is_there(self, request: ReceiveRequest) -> bool:
         """What it makes is kept already: the swap did not end well, say."""
-        return self.kept is not None and self.kept.digest == reception.digest
+        return self.kept is not None and self.kept.digest == request.digest
 
-    def _receive_delta(self, reception: Reception, base: str, delivery: Delivery, cancelled: Cancelled) -> str:
+    def _receive_delta(
+        self, staging: str, request: ReceiveRequest, base: str, delivery: Delivery, cancelled: Cancelled
+    ) -> str:
         """Changes what is kept in place; the full version's digest."""
-        wanted = reception.digest
+        wanted = request.digest
         assert wanted is not None, "an update by delta names it"
         changes: Changes = taken_changes(delivery, self.holder.weight_spec(), cancelled)
-        if self._is_there(reception):
+        if self._is_there(request):
             changes = {}
             before = self.kept
             assert before is not None
         else:
-            before = self._at_base(reception, base, cancelled)
+            before = self._at_base(request, base, cancelled)
         known, self.kept = self.kept, None
         try:
             after = before.change(changes, wanted, cancelled)
@@ -247,11 +261,11 @@ class Receiver:
                 digest=digest,
                 expected_digest=wanted,
             )
-        self._staged[reception.staging], self._to_keep[reception.staging] = after.staged, after
-        self._undo[reception.staging] = (before, changes)
+        self._staged[staging], self._to_keep[staging] = after.staged, after
+        self._undo[staging] = (before, changes)
         return digest
 
-    def _blame(self, known: Kept | None, cancelled: Cancelled) -> None:
+    def _blame(self, known: KeptCopy | None, cancelled: Cancelled) -> None:
         """The delta or what it was applied to? NotAtBase where what was kept is not what it was: then that goes."""
         if known is None:
             return
@@ -263,9 +277,9 @@ class Receiver:
             )
         self.kept = known
 
-    def _at_base(self, reception: Reception, base: str, cancelled: Cancelled) -> Kept:
+    def _at_base(self, request: ReceiveRequest, base: str, cancelled: Cancelled) -> KeptCopy:
         """What is kept, brought up to the version that the delta changes."""
-        kept, links = missing_links(self.kept, reception.before, base)
+        kept, links = missing_links(self.kept, request.base_chain, base)
         if not links:
             assert kept is not None
             return kept
@@ -284,11 +298,11 @@ class Receiver:
         assert kept is not None
         return kept
 
-    def _follow(self, kept: Kept | None, link: Link, cancelled: Cancelled) -> Kept:
+    def _follow(self, kept: KeptCopy | None, link: DeltaChainEntry, cancelled: Cancelled) -> KeptCopy:
         """Fetches the next version on the way: the full one first. A delta's digest is not looked at, since that of
         the last one tells of all."""
+        assert link.transport is not None, "the worker has filled in its own model"
         delivery = self._open(link.transport, "base")
-        _heed(delivery, cancelled)
         if kept is not None:
             try:
                 check_changes(self.holder.weight_spec(), delivery.specs)
@@ -311,45 +325,43 @@ class Receiver:
 
     # ---- transports ----
 
-    def _open(self, transport: Mapping[str, Any], kind: Kind) -> Delivery:
-        return self._transport(transport).open(transport, kind)
+    def _open(self, transport: Transport, kind: Kind) -> Delivery:
+        return self._transport(transport.backend).open(transport.model_dump(), kind)
 
     def init_transport(self, config: Mapping[str, Any]) -> None:
-        self._transport(config).init(config)
+        self._transport(config["backend"]).init(config)
 
     def destroy_transport(self, backend: str, group: str | None = None) -> None:
-        transport = self._transport({"backend": backend})
+        transport = self._transport(backend)
         if group is None:
             transport.destroy()
-        elif isinstance(transport, GroupTransport):
+        elif isinstance(transport, GroupedTransport):
             transport.leave(group)
         else:
             raise InvalidRequest(f"{backend} has no groups", field="group", fix="leave it out")
 
-    def _transport(self, config: Mapping[str, Any]) -> WeightTransport:
-        return self._transports[config["backend"]]
+    def _transport(self, backend: str) -> WeightTransport:
+        return self._transports[backend]
 
 
-def _check_canary(reception: Reception, delivery: Delivery) -> None:
+def _kind(request: ReceiveRequest) -> Kind:
+    return "base" if request.adapter is None else "lora"
+
+
+def _check_canary(request: ReceiveRequest, delivery: Delivery, limits: CanaryLimits | None) -> None:
     """InvalidRequest for a `canary.json` that is broken, or that the engine can't score. Closes the delivery when it
-    raises. An update that gives a canary of its own, or none, does not read the file."""
-    if not isinstance(delivery, FilesystemDelivery) or delivery.canary is None:
+    raises. An update that gives its own canary, or `off`, does not look at the file."""
+    if not isinstance(delivery, CanaryDelivery) or delivery.canary is None:
         return
-    if not reception.canary_file:
+    if not request.canary_file:
         delivery.canary = None
         return
     try:
         if isinstance(delivery.canary, InvalidRequest):
             raise delivery.canary
-        if reception.vocab_size is None:
+        if limits is None:
             return
-        check_vocabulary(delivery.canary, reception.vocab_size, reception.max_model_len, CANARY_NAME)
+        check_vocabulary(delivery.canary, limits["vocab_size"], limits["max_model_len"], CANARY_NAME)
     except BaseException:
         delivery.close()
         raise
-
-
-def _heed(delivery: Delivery, cancelled: Cancelled) -> None:
-    """One that waits for what is sent looks itself."""
-    if isinstance(delivery, PackedDelivery | GroupFedDelivery):
-        delivery.cancelled = cancelled

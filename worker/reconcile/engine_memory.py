@@ -1,4 +1,4 @@
-"""An engine's memory, released and taken back: by a coordinator, or as the fleet's is when this worker comes anew."""
+"""Releases an engine's memory and takes it back: for a coordinator, or to match the fleet when the worker joins."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from rl_plane.errors import InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.record import DesiredMemory
 from worker.engines.base import LACKING, EngineAdapter, EngineInfo
-from worker.reconcile.follower import RecordFollower
+from worker.engines.capabilities import CanReleaseMemory, require
+from worker.reconcile.engine_changes import EngineChanges
 from worker.reconcile.staged_updates import WeightUpdates
 from worker.reconcile.worker_core import WorkerCore
 from worker.runtime.engine_loop import EngineLoop
@@ -18,13 +19,13 @@ from worker.runtime.engine_loop import EngineLoop
 log = logging.getLogger("worker.reconcile.engine_memory")
 
 LAST_REQUESTS_S = 1.0
-"""Requests whose last token has gone out leave the engine within a step: a trainer that has all its replies and
-releases memory at once is not to be refused for them."""
+"""A request leaves the engine within one step after its last token. A trainer that has all its replies may release
+memory at once, so the release waits this long for such requests."""
 LOOK_S = 0.01
 
 
 class EngineMemory:
-    """Its callers have their turn to change the engine. `tell` publishes what changed."""
+    """Releases and resumes memory. The caller holds the lock of EngineChanges. `tell` publishes the worker's state."""
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class EngineMemory:
         engine: EngineLoop,
         info: EngineInfo,
         updates: WeightUpdates,
-        follower: RecordFollower,
+        changes: EngineChanges,
         tell: Callable[[], None],
     ) -> None:
         self._core = core
@@ -42,11 +43,11 @@ class EngineMemory:
         self._engine = engine
         self._info = info
         self._updates = updates
-        self._follower = follower
+        self._changes = changes
         self._tell = tell
 
     async def release(self, tags: Sequence[str]) -> None:
-        """The engine is frozen meanwhile: whatever reaches it yet waits until all memory is back."""
+        """Freezes the engine, then releases memory. A request that still reaches the engine waits for all memory."""
         self._refuse_incapable("release_memory")
         state = self._state
         before = set(state.released)
@@ -56,25 +57,24 @@ class EngineMemory:
         try:
             await self._engine.run(self._free(tags, froze))
         except (InvalidRequest, Unsupported):
-            state.take_back(state.released - before)  # it serves on; after any other error nobody knows
+            state.take_back(state.released - before)  # nothing is released; any other error leaves that open
             raise
         finally:
             self._tell()
 
     async def _free(self, tags: Sequence[str], froze: bool) -> None:
-        """`froze`: it runs until now."""
+        """`froze`: the engine runs until now."""
         if froze:
             give_up = time.monotonic() + LAST_REQUESTS_S
             while any(self._adapter.load()) and time.monotonic() < give_up:  # noqa: ASYNC110 - no event tells of the last
                 await asyncio.sleep(LOOK_S)
             if any(self._adapter.load()):
                 raise InvalidRequest("requests are running", field="tags", fix="pause first, then release memory")
-        if (
-            self._state.pause_mode is None
-        ):  # also where it should stand still already: an earlier try may have failed
+        # An earlier release may have failed, so a frozen engine is paused too.
+        if self._state.pause_mode is None:
             await self._adapter.pause("keep", False)
         try:
-            await self._adapter.release_memory(list(tags))
+            await require(self._adapter, CanReleaseMemory).release_memory(list(tags))
         except (InvalidRequest, Unsupported):
             if froze:
                 await self._adapter.resume()
@@ -83,29 +83,30 @@ class EngineMemory:
     async def resume(self, tags: Sequence[str]) -> None:
         state = self._state
         if not state.released:
-            return  # also where the engine can't, and joined a fleet whose memory was released
-        await self._engine.run(self._adapter.resume_memory(list(tags)))
+            return  # also for an engine that can't release memory, in a fleet that has released it
+        await self._engine.run(require(self._adapter, CanReleaseMemory).resume_memory(list(tags)))
         if "weights" in state.released & set(tags):
             await self.weights_are_gone("the weights were released")  # a deep sleep discards them
         if state.released <= set(tags) and state.digest is not None and state.pause_mode is None:
-            await self._engine.run(self._adapter.resume())  # first: cut or failed, it is asked for again
+            # Before the state changes: if this fails, the caller asks again.
+            await self._engine.run(self._adapter.resume())
         self._core.took_back(tags, time.monotonic())
-        await self._follower.score_wanted()
-        self._follower.look()
+        await self._changes.score_wanted()
+        self._changes.look()
         self._tell()
 
     async def weights_are_gone(self, reason: str) -> None:
         self._state.lose_weights(reason)
         coming, staged = self._updates.receiving, self._core.staged
-        if coming is not None and coming.in_place:
-            await self._updates.drop(coming.update_id)  # it outlived its caller, who had the turn
+        if coming is not None and coming.request.in_place:
+            await self._updates.drop(coming.update_id)  # the receive has outlived its caller
         if staged is not None and staged.in_place:
-            await self._updates.drop(staged.update_id)  # it was among them
-        self._follower.look()
+            await self._updates.drop(staged.update_id)  # it was in the engine's weights
+        self._changes.look()
         self._tell()
 
     async def follow(self, desired: DesiredMemory) -> None:
-        """Does as the fleet has done while this worker was away. A call is told why it failed; here the log is."""
+        """Releases or resumes what the fleet did while this worker was away. A failure goes to the log."""
         wanted = desired.of(self._state.instance_id)
         try:
             if missing := self._state.released - wanted:
@@ -114,7 +115,7 @@ class EngineMemory:
                 await self.release(_in_order(left))
         except PlaneError as error:
             log.error(
-                "%s has not the memory that the fleet has (released: %s): %s",
+                "%s could not release or resume memory like the fleet (released there: %s): %s",
                 self._state.instance_id,
                 ", ".join(sorted(wanted)) or "none",
                 error,
@@ -126,5 +127,5 @@ class EngineMemory:
 
 
 def _in_order(tags: Collection[str]) -> list[str]:
-    """Weights first."""
+    """Puts weights first."""
     return sorted(tags, reverse=True)

@@ -1,4 +1,4 @@
-"""Follows the component's lock, so that a worker knows whose fence is live."""
+"""Follows the component's lock, so that a worker knows which fence is live."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from worker.reconcile.worker_state import WorkerState
 
 
 class LockWatch:
-    """Raises the fence in the worker's state with every news of the lock."""
+    """Raises the fence in the worker's state with each write to the lock."""
 
     def __init__(self, bus: Bus, bucket: Bucket, state: WorkerState) -> None:
         self._held = False
         self._asked_on: tuple[str, int] | None = None
-        """The connection on which the leader was asked: what was said before it, or while there was none, is missed."""
+        """The connection on which the leader was last asked. A worker misses the writes between two connections."""
         self._sequence = 0
         self._bus = bus
         self._bucket = bucket
@@ -30,11 +30,11 @@ class LockWatch:
         await self._ask()
 
     def is_holders(self, fence: int) -> bool:
-        """Is it the fence of the lock's holder, by the news so far?"""
+        """Returns whether this is the fence of the lock's holder, by what this worker has heard."""
         return self._held and self._asked_on == self._bus.identity and fence == self._state.fence
 
     async def is_live(self, fence: int) -> bool:
-        """The same; a coordinator may be here before the news of its lock."""
+        """Returns the same, but asks the leader first if in doubt: an op may arrive before the news of its lock."""
         if not self.is_holders(fence):
             await self._ask()
         return self.is_holders(fence)
@@ -49,7 +49,7 @@ class LockWatch:
         self._asked_on = connection
 
     async def _raise_fence(self) -> None:
-        """Nothing happens where only the lock's marker has expired: the bucket has its sequence still."""
+        """Raises the bucket's sequence if the store has lost it. An expired marker alone changes nothing."""
         await raise_sequence(self._bus, self._bucket, self._sequence)
 
     async def _heard(self, message: Msg) -> None:

@@ -1,7 +1,7 @@
-"""What one worker makes of the numeric canary: may it serve the weights that it has just swapped in? Pure.
+"""Decides by the numeric canary whether a worker may serve the weights that it has swapped in. Pure.
 
-Tokens of running requests wait from a swap until its verdict (`flow`). A worker that fails is closed with the reason
-`numerics`, its running requests continue elsewhere, and it fetches the weights again a few times.
+Tokens of running requests wait from a swap until its verdict (`flow`). A worker that fails closes with the reason
+`numerics`, its running requests continue on other workers, and it fetches the weights again a few times.
 """
 
 from __future__ import annotations
@@ -15,25 +15,27 @@ from rl_plane.protocol.record import DecisionRecord
 from worker.reconcile.worker_state import Scores, WorkerState
 
 HEAL_TRIES = 3
-"""Swaps in a row that compute something else: then the engine does it each time, and the next decision is awaited."""
+"""After so many swaps in a row that fail, the engine would fail each time. The worker waits for the next decision."""
 NOT_SCORED = "the weights were not scored yet"
 
 Flow = Literal["open", "held", "cut"]
 
 
 class Numerics:
-    """`kind`: the engine's kind (`rl_plane.protocol.canary.engine_kind`). None: it can't score, and every version
+    """The verdict on the weights of one worker, and whether tokens made with them may go out.
+
+    `kind`: the engine's kind (`rl_plane.protocol.canary.engine_kind`). None: it can't score, and every version
     passes."""
 
     def __init__(self, state: WorkerState, kind: str | None) -> None:
         self.kind = kind
         self.flow: Flow = "open"
-        """`held`: tokens of running requests wait for the verdict. `cut`: these requests continue elsewhere."""
+        """`held`: tokens of running requests wait for the verdict. `cut`: these requests continue on other workers."""
         self.verdict: Verdict | None = None
-        """On the weights that are held now. None: there is none yet."""
+        """The verdict on the weights that the engine holds now. None: there is none yet."""
         self.cuts = 0
-        """How many times every running request was ended for good. A request that began before the last of them
-        delivers nothing any more: its reader may be slow, so tokens that must not go out may still wait for it."""
+        """Counts how often all running requests were ended. A request that began before the last time delivers no more:
+        its reader may be slow, so tokens that must not go out may still wait for it."""
         self.failed: Scores | None = None
         """What the weights of this decision gave when they last failed. They may be dropped, and fetched again, while
         a coordinator still asks for the scores."""
@@ -41,7 +43,7 @@ class Numerics:
         self._tries = 0
 
     def wanted(self, record: DecisionRecord | None) -> CanaryRecord | None:
-        """The canary that the engine has to score now. None: there is nothing to score."""
+        """Returns the canary that the engine has to score now. None: there is nothing to score."""
         state = self._state
         if record is None or self.kind is None or record.canary is None or state.released:
             return None
@@ -50,7 +52,7 @@ class Numerics:
         return record.canary
 
     def new_decision(self, record: DecisionRecord) -> None:
-        """Weights that were not judged before this decision will never be: tokens made with them do not go out."""
+        """Takes a new decision. Weights without a verdict get none any more, so tokens made with them do not go out."""
         self._tries = 0
         self.failed = None
         if self.have_run and record.version.digest != self._state.digest:
@@ -58,12 +60,12 @@ class Numerics:
 
     @property
     def have_run(self) -> bool:
-        """May running requests have computed with weights that did not pass? While memory is released, no request
-        computes."""
+        """Whether running requests may have computed with weights that did not pass. No request computes while
+        memory is released."""
         return self.flow == "cut" or (self.flow == "held" and not self._state.released)
 
     def swapped(self, record: DecisionRecord | None) -> None:
-        """Other base weights are here."""
+        """Notes that other base weights are here."""
         if self.have_run:
             self.cuts += 1
         awaited = record is not None and record.canary is not None and self.kind is not None
@@ -71,20 +73,20 @@ class Numerics:
         self.verdict = None
 
     def needs_others(self, record: DecisionRecord) -> bool:
-        """Does the record lack anything to compare this worker with?"""
+        """Returns whether the record has nothing to compare this worker's scores with."""
         if record.canary is None or self.kind is None or self._state.released:
             return False
         return self.verdict is None or (self.verdict.passed and self.verdict.against == "nothing")
 
     def judge(self, record: DecisionRecord, final: bool) -> None:
-        """`final`: no other worker's scores are awaited any more."""
+        """Sets verdict, admission and flow. `final`: the worker waits for no other worker's scores."""
         state, canary = self._state, record.canary
         if canary is None or self.kind is None:
             state.open("numerics")
             self.flow = "cut" if self.flow == "cut" else "open"
             return
         if state.digest != record.version.digest:
-            return  # what failed stays closed until other weights are here
+            return  # a worker that failed stays closed until other weights are here
         if not self._is_scored(canary):
             if state.released:
                 state.open("numerics")
@@ -116,7 +118,7 @@ class Numerics:
         return None
 
     def take_heal(self) -> bool:
-        """Should these weights be fetched again? Each call counts as one try."""
+        """Returns whether to fetch these weights again. Each True counts as one try."""
         verdict = self.verdict
         if verdict is None or verdict.passed or verdict.reason == "tie" or self._tries >= HEAL_TRIES:
             return False
@@ -127,12 +129,12 @@ class Numerics:
         self._tries = 0
 
     def delivers(self, began: int) -> bool:
-        """May a token go out now? False: not yet. WrongNumerics: never, its request continues elsewhere. `began`:
-        `cuts` when the request began."""
+        """Returns whether a token may go out now. WrongNumerics: never: its request continues on another worker.
+        `began`: the value of `cuts` when the request began."""
         lost = self.flow == "held" and self._state.digest is None
         if self.flow == "cut" or lost or began != self.cuts:
             raise WrongNumerics(
-                f"worker {self._state.instance_id} computes something else with its new weights than it should",
+                f"worker {self._state.instance_id} has failed the canary with its new weights",
                 retry_after_s=1.0,
                 fix="send it again; if error.partial has tokens, after those (migrate: true does so)",
             )

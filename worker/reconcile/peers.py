@@ -1,6 +1,6 @@
-"""Weights from other workers: what this one keeps is offered to them, and theirs are taken when a source is gone.
+"""Offers this worker's copy of the weights to other workers, and takes theirs when the recorded source is gone.
 
-Where they are stands in the state bucket, not in the members' records: those change when the fleet does.
+The state bucket has the offers. The members' records do not, because each change of those changes the fleet's epoch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from worker.engines.base import EngineAdapter
 log = logging.getLogger("worker.reconcile.peers")
 
 TRIED = 3
-"""Peers that are asked in turn. One that can't be reached costs ten seconds, and later there is another try."""
+"""A worker asks so many peers, one after another. A peer that can't be reached costs ten seconds."""
 OFFERS = 1024
-"""That stay written: those of workers that died are the oldest."""
+"""So many offers stay in the bucket. Dead workers have the oldest."""
 
 
 class Peers:
+    """One worker's offer, and its access to the offers of others."""
+
     def __init__(self, bus: Bus, subjects: Subjects, adapter: EngineAdapter, transports: Collection[str]) -> None:
         self._bus = bus
         self._state = subjects.state
@@ -36,7 +38,7 @@ class Peers:
         self._task: asyncio.Task[None] | None = None
 
     def offer(self) -> None:
-        """What the engine keeps by now; in the background. Again: nothing."""
+        """Writes in the background where other workers can fetch the engine's copy, if that has changed."""
         self._task = asyncio.create_task(self._offer())
 
     async def _offer(self) -> None:
@@ -46,14 +48,14 @@ class Peers:
                 self._offered = place
                 await self._bus.put(self._state, self._key, json.dumps(place).encode())
                 await self._bus.keep_newest(self._state, KEPT_PREFIX + ">", OFFERS)
-                log.info("%s offers its weights to others", self._bus.name)
+                log.info("%s offers its weights to other workers", self._bus.name)
         except PlaneError as error:
-            log.warning("%s can't offer its weights to others: %s", self._bus.name, error)
+            log.warning("%s can't offer its weights to other workers: %s", self._bus.name, error)
         except Exception:
-            log.exception("%s can't offer its weights to others", self._bus.name)
+            log.exception("%s can't offer its weights to other workers", self._bus.name)
 
     async def bring(self, digest: str, take: Callable[[Mapping[str, Any]], Awaitable[object]]) -> bool:
-        """Has `take(transport)` taken weights of this digest from another worker?"""
+        """Calls `take(transport)` for peers that offer this digest. Returns whether one call succeeded."""
         entries = await self._bus.list_keys(self._state, KEPT_PREFIX + ">")
         found = [json.loads(entry.value) for entry in entries if entry.value and entry.key != self._key]
         here = [

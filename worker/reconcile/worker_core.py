@@ -1,185 +1,105 @@
-"""Which weights should be here: the worker's side of an update. Pure: events in, instructions out; time is passed in.
+"""Decides which weights a worker should hold, and what it does next. Pure: the caller passes events and the time in.
 
-What the worker does by itself follows from its state, whatever happened before: `next` compares what the engine holds
-with what the fleet has committed, and says the one thing to do now.
+A worker's own actions follow from its state alone, whatever happened before. `next` compares what the engine holds
+with what the fleet has committed, and returns the one thing to do now:
 
-    holds it all ──→ Relabel, Drop what is left staged, open
-    something differs ──→ it is staged:  Wait for the coordinator's commit, then Swap
-                          an adapter too many:  Unload
-                          else:  Fetch it from the recorded source; on failure Wait, longer each time
+    everything is here ──→ Relabel, ScoreCanary, Drop what is left in staging, open
+    something differs ──→ the change is staged:  Wait for the coordinator's commit, then Swap
+                          an adapter is too many:  Unload
+                          otherwise:  Fetch it from the recorded source; after a failure Wait, longer each time
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rl_plane.errors import Conflict, NotPrepared, PlaneError
-from rl_plane.protocol.canary import CanaryRecord
 from rl_plane.protocol.record import (
     LEASE_MARGIN_S,
     SERVING_LEASE_S,
     TAKEOVER_S,
     DecisionRecord,
     Held,
-    PauseMode,
     Source,
     first_record,
     newer,
 )
 from rl_plane.protocol.versions import WeightVersion
+from worker.reconcile.instructions import (
+    CoordinatedUpdate,
+    Drop,
+    Fetch,
+    Instruction,
+    Read,
+    Relabel,
+    Restore,
+    ScoreCanary,
+    StagedVersion,
+    Swap,
+    Unload,
+    Wait,
+)
 from worker.reconcile.numerics import Numerics
 from worker.reconcile.worker_state import Scores, WorkerState
 
 HEAL_RETRY_S = 1.0
 MAX_HEAL_RETRY_S = 30.0
-"""A source that is gone for a minute is found again within half of one."""
+"""A worker finds a source that was away for a minute at most half a minute after it is back."""
 COMMIT_GRACE_S = 4.0
-"""After the decision a worker that is prepared waits this long for its commit before it swaps by itself."""
+"""A prepared worker waits this long for its commit after the decision, before it swaps by itself."""
 GATE_S = SERVING_LEASE_S + LEASE_MARGIN_S
-"""So long after a decision nobody can serve the version before: a gate that nobody lifted ends."""
+"""A gate that no coordinator lifts lasts this long. After that no worker can serve the version before."""
 SOURCE_GONE = "source_gone: the committed weights can't be fetched again; an update brings new ones"
 OTHER_MODEL_FIX = "start it with the fleet's model, or begin a new run (`rl-plane new-run`)"
-
-# ---- instructions ----
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """The record, from the leader. → `leader_said`"""
-
-
-@dataclass(frozen=True, slots=True)
-class Restore:
-    """Write this record over the leader's, if that is still the one that was read. → Read again"""
-
-    record: DecisionRecord
-
-
-@dataclass(frozen=True, slots=True)
-class Relabel:
-    """The bytes are here already: nothing moves but the labels. → `relabelled`"""
-
-    record: DecisionRecord
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Nobody will swap this in any more. → `is_staged`"""
-
-    update_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Swap:
-    """What is staged under `update_id` becomes the base weights, or the adapter `name`. → `swapped` or `swap_failed`"""
-
-    update_id: str
-    name: str | None
-    version: WeightVersion
-    pause_mode: PauseMode
-
-
-@dataclass(frozen=True, slots=True)
-class Unload:
-    """→ `swapped` or `swap_failed`"""
-
-    name: str
-    pause_mode: PauseMode
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Brings a committed version into staging, from its recorded source or from a worker that keeps it.
-    → `is_staged` or `fetch_failed`"""
-
-    update_id: str
-    name: str | None
-    version: WeightVersion
-    source: Source
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """Score these sequences by the weights that are here. → `scored`, or `fetch_failed`"""
-
-    canary: CanaryRecord
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """For the next event, or until then (monotonic seconds)."""
-
-    until: float | None = None
-
-
-Instruction = Read | Relabel | Drop | Swap | Unload | Fetch | Score | Wait
-
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """Complete and verified, beside the served weights (`in_place`: over them)."""
-
-    update_id: str
-    name: str | None
-    """The adapter's; None: base weights."""
-    digest: str
-    fence: int | None
-    """Its coordinator's; None: this worker fetched it, to heal."""
-    in_place: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Receiving:
-    """On its way into staging, for a coordinator."""
-
-    update_id: str
-    fence: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A difference between what is held and what is committed."""
+    """One difference between what the engine holds and what is committed."""
 
     name: str | None
     version: WeightVersion | None
-    """None: the adapter goes."""
+    """None: the adapter is to be unloaded."""
     source: Source | None
 
 
 class WorkerCore:
+    """Knows the committed record, what is staged, and what the engine holds. `engine_kind`: None if it can't score."""
+
     def __init__(self, state: WorkerState, model_digest: str, engine_kind: str | None = None) -> None:
-        """`engine_kind`: None for an engine that can't score."""
         self.state = state
         self.numerics = Numerics(state, engine_kind)
         self.record: DecisionRecord | None = None
-        self.staged: Staged | None = None
-        self.receiving: Receiving | None = None
+        self.staged: StagedVersion | None = None
+        self.receiving: CoordinatedUpdate | None = None
         self.in_place = False
-        """The model does not fit twice, as the last update that touched it said."""
+        """The last update of base weights said that the model does not fit in memory twice."""
         self.model_digest = model_digest
         self._written = 0
         """The record's sequence in the bucket."""
         self._learnt_at = 0.0
-        """When this worker first heard of the record's version."""
+        """The time at which this worker first heard of the record's version."""
         self._alone = False
-        """The coordinator that rolls it out is gone."""
+        """The coordinator of the rolling update is gone."""
         self._unjudged = False
-        """No coordinator is left to compare this worker's scores with those of others."""
+        """No coordinator will compare this worker's scores with the other workers' scores."""
         self._free_since: float | None = None
-        """When the lock was first seen free. None: a coordinator holds it, or has sealed the record since."""
+        """The time at which the lock was seen free. None: a coordinator holds it, or has sealed the record since."""
         self._is_late = False
-        """The gate was not lifted in time."""
+        """No coordinator lifted the gate in time."""
         self._next_try = 0.0
         self._retry_s = HEAL_RETRY_S
         self._unsure: set[str] = set()
-        """Adapters of which nobody has heard how their last change ended."""
+        """Adapters whose last change was cut off, so that the engine may or may not hold them."""
 
     # ---- events: the record ----
 
     def learnt(self, record: DecisionRecord, written: int, now: float) -> bool:
-        """A decision is known: from now on only its weights are served. Whether it was news. What was read may be
-        older than what was heard, and a store may have lost what it acknowledged."""
+        """Takes a record: from now on the worker serves only its weights. Returns whether the record was news.
+
+        A record that is read may be older than one that was heard. A store may have lost a write that it
+        acknowledged."""
         mine = self.record
         if mine is not None and (newer(mine, record) or (not newer(record, mine) and written <= self._written)):
             return False
@@ -202,21 +122,23 @@ class WorkerCore:
         connection: tuple[str, int],
         now: float,
     ) -> Restore | None:
-        """The leader's record, and so the serving lease, unless the leader has lost what this worker knows: then it
-        is written back. The first worker of all fixes sequence 0 by its own model."""
+        """Takes the record of the store's leader, which confirms the serving lease.
+
+        Returns Restore if the leader has lost the record that this worker knows. On an empty store, the first worker
+        fixes sequence 0 by its own model."""
         if record is None:
             return Restore(self.record or first_record(self.model_digest))
         if self.record is not None and newer(self.record, record):
             return Restore(self.record)
         if self.record != record:
-            self._written = min(self._written, written - 1)  # the leader's word counts, also after a lost store
+            self._written = min(self._written, written - 1)  # the leader decides, also after it has lost its store
         self.learnt(record, written, now)
         self._written = max(self._written, written)
         self.state.confirm_lease(asked_at, connection)
         return None
 
     def _judge(self, now: float) -> None:
-        """Admission, by what is held and what is committed."""
+        """Opens or closes the worker, by what the engine holds and what is committed."""
         record, state = self.record, self.state
         assert record is not None
         final = self._is_final(now)
@@ -231,16 +153,16 @@ class WorkerCore:
             state.close("behind", state.closed.get("behind", ""))
 
     def _is_final(self, now: float) -> bool:
-        """Is no verdict or gate of a coordinator awaited any more?"""
+        """Returns whether the worker waits neither for a verdict nor for the end of a gate."""
         record = self.record
         assert record is not None
         self._is_late = now >= self._learnt_at + GATE_S
         return record.open or (self._is_late and not self._awaits_verdict())
 
     def ticked(self, now: float, busy: bool = False) -> bool:
-        """Returns whether there is something new to do: weights that failed the canary are dropped, and fetched again.
+        """Notes that time has passed. Returns True if it drops weights that failed the canary, to fetch them again.
 
-        `busy`: a coordinator changes the engine now. Its commit still has to tell what these weights scored."""
+        `busy`: a coordinator changes the engine now, and its commit still has to report the scores of these weights."""
         record, state = self.record, self.state
         if record is None:
             return False
@@ -259,17 +181,17 @@ class WorkerCore:
     # ---- events: the coordinator ----
 
     def depends_on_coordinator(self) -> bool:
-        """Is something here that only its coordinator would end?"""
+        """Returns whether this worker waits for something that only a coordinator can end."""
         return self._coordinated() is not None or self._on_the_old() or (self._is_late and self._awaits_verdict())
 
     def _awaits_verdict(self) -> bool:
-        """Only the other workers' scores can tell whether these weights compute what they should, and a coordinator
-        still collects them."""
+        """Returns whether only the other workers' scores can judge these weights, and a coordinator still collects
+        them."""
         record = self.record
         return record is not None and not record.open and not self._unjudged and self.numerics.needs_others(record)
 
     def coordinator_holds(self, fence: int, held: bool, now: float) -> bool:
-        """By the leader's lock: does the coordinator of what is here hold it still?"""
+        """Takes the state of the lock. Returns whether the coordinator of what is here still holds it."""
         self._alone = self._on_the_old() and not held
         if held:
             self._free_since = None
@@ -279,23 +201,23 @@ class WorkerCore:
         here = self._coordinated()
         return held and (here is None or fence <= here.fence)
 
-    def given_up(self, waiting_for: str | None) -> Receiving | None:
-        """The update that a coordinator has left here and that is to be dropped, once the record bars the coordinator.
+    def given_up(self, waiting_for: str | None) -> CoordinatedUpdate | None:
+        """Returns the update that a coordinator has left here. The worker drops it once the record bars that fence.
 
         `waiting_for`: the update of the session, which waits for another call."""
         here = self._coordinated()
         decided = here is not None and self.record is not None and self.record.update_id == here.update_id
         return None if here is None or decided or waiting_for == here.update_id else here
 
-    def _coordinated(self) -> Receiving | None:
-        """What a coordinator has begun here: staged, or still received."""
+    def _coordinated(self) -> CoordinatedUpdate | None:
+        """Returns the update that a coordinator has begun here: staged, or still being received."""
         staged = self.staged
         if staged is None or staged.fence is None:
             return self.receiving
-        return Receiving(staged.update_id, staged.fence)
+        return CoordinatedUpdate(staged.update_id, staged.fence)
 
     def check_undecided(self, update_id: str | None) -> None:
-        """What the record names is decided, whatever its coordinator has heard of it."""
+        """Conflict if the record names this update: it is decided, even if its coordinator does not know."""
         staged = self.staged
         if staged is None or self.record is None or staged.update_id != self.record.update_id:
             return
@@ -305,27 +227,27 @@ class WorkerCore:
     # ---- events: staging and swapping ----
 
     def overwriting(self) -> None:
-        """The first byte is about to be written over the served weights."""
+        """Notes that the next byte goes over the served weights."""
         self.in_place = True
         self.state.lose_weights("an update is written over the served weights")
 
     def overwrite_failed(self) -> None:
         self.state.lose_weights("an update that was written over the served weights did not end")
 
-    def is_staged(self, staged: Staged | None) -> None:
-        """None: nothing is any more."""
+    def is_staged(self, staged: StagedVersion | None) -> None:
+        """Takes what is in staging now. None: nothing."""
         self.staged = staged
         if staged is not None and staged.name is None:
             self.in_place = staged.in_place
 
     def does_not_fit(self, fetch: Fetch, why: str) -> str:
-        """Why a committed version could not be fetched: this model has other tensors."""
+        """Returns why a committed version could not be fetched: this worker's model has other tensors."""
         if fetch.name is not None:
             return why
         return f"{why}; this worker's model has the digest {self.model_digest}: {OTHER_MODEL_FIX}"
 
     def fetch_failed(self, why: str, now: float) -> None:
-        """Bounded retries with growing pauses; a new decision or an operator's `enable` comes at once."""
+        """Delays the next try, longer each time. A new decision or an operator's `enable` ends the delay at once."""
         if self._missing() is not None:  # a commit may have been faster
             self.state.close("behind", why)
         self._wait_longer(now)
@@ -342,7 +264,7 @@ class WorkerCore:
         self._next_try, self._retry_s = 0.0, HEAL_RETRY_S
 
     def swapping(self, swap: Swap | Unload) -> None:
-        """From here until `swapped` the engine holds weights of no version."""
+        """Notes that the engine holds weights of no version, until `swapped`."""
         if isinstance(swap, Swap):
             self.staged = None
         if swap.name is None:
@@ -369,7 +291,7 @@ class WorkerCore:
     def swap_failed(
         self, swap: Swap | Unload, why: str, now: float, lost: bool = False, cut: bool = False
     ) -> None:
-        """`lost`: the adapter that was there is gone. `cut`: it was called off, so that it may be either way."""
+        """`lost`: the adapter that was there is gone. `cut`: the call was cancelled, and the swap may have happened."""
         if swap.name is None:
             self.state.lose_weights(why)
         elif lost:
@@ -389,7 +311,7 @@ class WorkerCore:
             self._judge(now)
 
     def took_back(self, tags: Iterable[str], now: float) -> None:
-        """Memory is there again. What was swapped in meanwhile is still to be scored."""
+        """Notes that memory is back. Weights that were swapped in meanwhile still need their scores."""
         self.state.take_back(tags)
         if self.record is not None:
             self._judge(now)
@@ -407,7 +329,7 @@ class WorkerCore:
     # ---- what to do ----
 
     def next(self, now: float) -> Instruction:
-        """The one thing that this worker should do by itself now."""
+        """Returns the one thing that this worker should do by itself now."""
         record = self.record
         if record is None:
             return Read()
@@ -416,7 +338,7 @@ class WorkerCore:
             if not self._is_whole():
                 return Relabel(record)
             if (canary := self.numerics.wanted(record)) is not None:
-                return Score(canary) if now >= self._next_try else Wait(self._next_try)
+                return ScoreCanary(canary) if now >= self._next_try else Wait(self._next_try)
             return Drop(staged.update_id) if staged is not None and self._is_left(staged) else Wait()
         if self._may_serve_the_old():
             return Wait()
@@ -428,18 +350,17 @@ class WorkerCore:
             return Unload(change.name, record.pause_mode) if now >= self._next_try else Wait(self._next_try)
         if self._fits(staged, change, record):
             assert staged is not None
-            # A coordinator is about to say so of what it has staged.
+            # For what a coordinator has staged, its commit should come first.
             begin = 0.0 if staged.fence is None else self._learnt_at + COMMIT_GRACE_S
             wait_until = max(begin, self._next_try)
             if now < wait_until:
                 return Wait(wait_until)
             return Swap(staged.update_id, change.name, change.version, record.pause_mode)
         if staged is not None and self._is_left(staged):
-            return Drop(staged.update_id)  # staging holds one at a time
+            return Drop(staged.update_id)  # staging has room for one
         if self.state.released:
-            return (
-                Wait()
-            )  # who brought the weights back alone is about to send new ones, and nobody is served before
+            # A trainer that has resumed only the weights is about to send new ones. The worker is closed until then.
+            return Wait()
         if now < self._next_try:
             return Wait(self._next_try)
         return self._fetch(change, now)
@@ -457,15 +378,16 @@ class WorkerCore:
             why = SOURCE_GONE
         elif self.staged is not None:
             self.state.close("behind", f"waiting for the update {self.staged.update_id}, which is being prepared")
-            return Wait(now + HEAL_RETRY_S)  # no failure: nothing is tried less often for it
+            return Wait(now + HEAL_RETRY_S)  # not a failure: the wait does not grow
         else:
             return Fetch(f"heal-{change.version.sequence}", change.name, change.version, source)
         self.fetch_failed(why, now)
         return Wait(self._next_try)
 
     def commit_step(self, record: DecisionRecord) -> Swap | Unload | Relabel | None:
-        """What a coordinator's commit has to do next; None: all is done. NotPrepared: it is not here. Conflict: there
-        is no memory to swap it into."""
+        """Returns the next step of a coordinator's commit. None: all is done.
+
+        NotPrepared: the update is not staged here. Conflict: another update was committed, or memory is released."""
         mine = self.record
         if mine is None or mine.update_id != record.update_id:
             raise Conflict(f"another update was committed since: {mine and mine.made.label}")
@@ -483,13 +405,13 @@ class WorkerCore:
         assert staged is not None
         return Swap(staged.update_id, change.name, change.version, record.pause_mode)
 
-    def _is_left(self, staged: Staged) -> bool:
-        """Fetched to heal, or of the decided update: if it doesn't fit, no coordinator comes for it any more."""
+    def _is_left(self, staged: StagedVersion) -> bool:
+        """Returns whether no coordinator will swap this in: the worker fetched it to heal, or its update is decided."""
         return staged.fence is None or (self.record is not None and staged.update_id == self.record.update_id)
 
     @staticmethod
-    def _fits(staged: Staged | None, change: _Change, record: DecisionRecord) -> bool:
-        """Is this what was staged under the record's update, or fetched to heal?"""
+    def _fits(staged: StagedVersion | None, change: _Change, record: DecisionRecord) -> bool:
+        """Returns whether what is staged is this change: of the record's update, or fetched to heal."""
         return (
             staged is not None
             and change.version is not None
@@ -502,22 +424,24 @@ class WorkerCore:
         return Held(version, dict(self.state.adapters)) if version is not None else None
 
     def _is_whole(self) -> bool:
-        """Exactly the committed state is here, labels included."""
+        """Returns whether the engine holds exactly the committed state, labels included."""
         record = self.record
         return record is not None and self._held() == record.held and self.state.sequence == record.sequence
 
     def _on_the_old(self) -> bool:
-        """A rolling update goes on, and the state before it is here."""
+        """Returns whether a rolling update is under way, and the engine holds the state before it."""
         old = self.record.rolling_from if self.record is not None else None
         return old is not None and self.state.sequence is not None and self._held() == old
 
     def _may_serve_the_old(self) -> bool:
-        """Its turn comes, as long as somebody rolls."""
+        """Returns whether a coordinator will still roll this worker, which serves the version before until then."""
         return self._on_the_old() and not self._alone
 
     def _missing(self) -> _Change | None:
-        """The first difference between what is held and what is committed. Adapters that go, go first: they were never
-        committed with a new base. Then comes what is staged, since anything else would need its place."""
+        """Returns the first difference between what the engine holds and what is committed.
+
+        Adapters are unloaded first, because they were never committed with a new base. Next comes what is staged,
+        because any other change needs its place in staging."""
         record = self.record
         assert record is not None
         changes = self._changes(record)
@@ -540,8 +464,3 @@ class WorkerCore:
 
 def why(error: BaseException) -> str:
     return error.message if isinstance(error, PlaneError) else f"{type(error).__name__}: {error}"
-
-
-def target_name(target: Mapping[str, object]) -> str | None:
-    """The adapter that an update's target names; None: the base weights."""
-    return str(target["name"]) if target["kind"] == "lora" else None

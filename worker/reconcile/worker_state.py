@@ -1,6 +1,6 @@
-"""What one worker knows of itself: fence, admission, pause, version. Pure; time is passed in.
+"""The state of one worker: fence, admission, pause, version, memory. Pure: the caller passes the time in.
 
-Admission is not stored but follows from the reasons against it, so nothing can open a worker while one stands.
+The worker is open if there is no reason against it. So nothing can open a worker while one reason is left.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ from rl_plane.protocol.worker_ops import AdmissionState, PauseState
 
 Reason = Literal[
     "starting",  # the record has not been read yet
-    "behind",  # its weights are not the committed ones: it is fetching them, or `detail` says why it can't
-    "updating",  # a decision is made that not everybody may know yet
-    "disabled",  # an operator took it out
+    "behind",  # its weights are not the committed ones: it fetches them, or `detail` says why it can't
+    "updating",  # a decision is made that some processes may not know yet
+    "disabled",  # an operator closed it
     "draining",  # an operator lets its requests end
     "leaving",  # its process ends
     "memory",  # memory was released
-    "numerics",  # its weights compute something else than they should, or nobody has looked yet
-    "checking",  # all of its weights are read, and requests would wait for that
+    "numerics",  # its weights failed the canary, or were not scored yet
+    "checking",  # an op reads all of its weights, and requests would wait for that
     "engine",  # the engine does not answer
 ]
 
 
 @dataclass(slots=True)
 class TokenLoad:
-    """Of the requests that this worker has: what frontends weigh it by."""
+    """Counts the tokens of this worker's requests. Frontends choose a worker by them."""
 
     running: int = 0
-    """Prompts, and what was made after them."""
+    """Tokens of the running requests: their prompts, and what the engine has made."""
     waiting: int = 0
-    """Prompts that are still to be computed."""
+    """Prompt tokens that the engine has still to compute."""
 
 
 class TokenShare:
-    """One request's part of it, from its arrival to `gone`."""
+    """Counts one request into a TokenLoad, from its arrival to `gone`."""
 
     __slots__ = ("_begun", "_load", "_tokens")
 
     def __init__(self, load: TokenLoad, prompt: int) -> None:
-        """`prompt`: its tokens, or a guess at them."""
+        """`prompt`: the number of its tokens, or an estimate."""
         self._load = load
         self._tokens = prompt
         self._begun = False
         load.waiting += prompt
 
     def made(self, tokens: int, prompt: int | None) -> None:
-        """`prompt`: its tokens, where they are told."""
+        """Counts tokens that the engine has made. `prompt`: the number of prompt tokens, if the engine reports it."""
         if not self._begun:
             self._begun = True
             self._load.waiting -= self._tokens
@@ -63,7 +63,7 @@ class TokenShare:
         self._load.running += tokens
 
     def gone(self) -> None:
-        """May come twice."""
+        """Ends the count. A second call does nothing."""
         if self._begun:
             self._load.running -= self._tokens
         else:
@@ -73,47 +73,49 @@ class TokenShare:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What the engine computes with the base weights that it holds."""
+    """The canary's scores by the base weights that the engine holds."""
 
     sequences: Sequences
     vectors: list[list[float]]
-    """The vectors that the engine gave. Empty: it gave none, and `error` says why."""
+    """One vector per sequence. Empty: the engine gave none, and `error` says why."""
     error: str = ""
 
 
 @dataclass(slots=True)
 class WorkerState:
+    """The facts that admission, pause and version follow from."""
+
     instance_id: str
     incarnation: str
     fence: int = 0
     digest: str | None = None
-    """Of the weights that the engine holds; None: of no known ones."""
+    """The digest of the base weights that the engine holds. None: unknown."""
     version: WeightVersion | None = None
-    """The committed version that they are; None: not known to be one."""
+    """The committed version with this digest. None: no committed version is known to have it."""
     scores: Scores | None = None
-    """None: these weights were not scored yet."""
+    """The canary's scores. None: these weights were not scored yet."""
     adapters: dict[str, WeightVersion] = field(default_factory=dict)
     """The LoRA adapters that the engine holds."""
     sequence: int | None = None
-    """Of the committed state that is held whole, adapters included; None: of none."""
+    """The sequence of the committed state that the engine holds whole, adapters included. None: there is none."""
     since: float = 0.0
-    """Monotonic seconds when admission, pause or version last changed."""
+    """Monotonic seconds at which admission, pause or version last changed."""
     closed: dict[Reason, str] = field(default_factory=lambda: {"starting": ""})
-    """Reason → detail."""
+    """The reasons why the worker is closed. Reason → detail."""
     pause_mode: str | None = None
-    """None: running."""
+    """The mode in which generation is paused. None: it runs."""
     pause_until: float = 0.0
-    """Monotonic seconds at which the lease ends."""
+    """Monotonic seconds at which the pause's lease ends."""
     lease: ServingLease = field(default_factory=ServingLease)
-    """Requests are admitted while it holds; by monotonic seconds."""
+    """The worker admits requests while this lease holds. In monotonic seconds."""
     released: set[str] = field(default_factory=set)
-    """Memory tags that are released: without the weights' nothing is received, without all nothing generates."""
+    """The released memory tags. Without `weights` no update can be received. Without any tag nothing generates."""
     tokens: TokenLoad = field(default_factory=TokenLoad)
 
-    # ---- who may change it ----
+    # ---- fence and incarnation ----
 
     def check_changing(self, request: Request) -> None:
-        """A changing op carries a fence and names this very process."""
+        """Refuses a changing op that has no fence or incarnation, or names another process."""
         if request.fence is None or request.incarnation is None:
             raise FenceRequired(
                 f"{request.op} changes a worker, so it needs a fence and an incarnation",
@@ -122,12 +124,13 @@ class WorkerState:
             )
         if request.incarnation != self.incarnation:
             raise WrongIncarnation(
-                f"{self.instance_id} is another process than the one that was meant", incarnation=self.incarnation
+                f"{self.instance_id} is a new process since the caller read its incarnation",
+                incarnation=self.incarnation,
             )
 
     def check_fence(self, fence: int) -> None:
-        """Again at the moment of the change: another coordinator may have taken over while it waited. Its fence is
-        higher."""
+        """Refuses a coordinator that was replaced while its op waited: the new one has a higher fence. Called just
+        before the engine changes."""
         if fence != self.fence:
             raise StaleFence(
                 f"the fence {fence} is not {self.fence}: another coordinator has taken over",
@@ -137,7 +140,7 @@ class WorkerState:
     # ---- admission ----
 
     def close(self, reason: Reason, detail: str = "") -> bool:
-        """Whether that changed anything."""
+        """Adds a reason against admission. Returns whether that changed anything."""
         if self.closed.get(reason) == detail:
             return False
         self.closed[reason] = detail
@@ -151,17 +154,17 @@ class WorkerState:
         return AdmissionState(open=not reasons, reasons=reasons)
 
     def confirm_lease(self, asked_at: float, connection: tuple[str, int]) -> None:
-        """The leader was asked at `asked_at`, and its record is the newest that is known here."""
+        """Extends the lease: the leader was asked at `asked_at`, and has the newest record that this worker knows."""
         self.lease.confirm(asked_at, connection)
 
     def check_lease(self, now: float, connection: tuple[str, int]) -> None:
         if not self.lease.holds(now, connection):
             raise NotAdmitted(
-                f"worker {self.instance_id} has not confirmed the committed version lately", retry_after_s=1.0
+                f"worker {self.instance_id} has not confirmed the committed version in time", retry_after_s=1.0
             )
 
     def check_admitted(self, sequence: int | None, incarnation: str | None) -> None:
-        """May a generation request enter? `sequence`: the committed one that its frontend knows."""
+        """NotAdmitted unless a generation request may enter. `sequence`: the committed one that its frontend knows."""
         if self.closed:
             raise NotAdmitted(
                 f"worker {self.instance_id} is closed: {', '.join(self.admission()['reasons'])}", retry_after_s=1.0
@@ -180,7 +183,7 @@ class WorkerState:
         self.pause_mode, self.pause_until = mode, now + lease_s
 
     def keep_paused(self, mode: str, now: float, lease_s: float) -> None:
-        """Paused for so long at least, and if it was paused before, in that mode; 0: it stays as it is."""
+        """Pauses for at least so long. A pause that is there keeps its mode. 0: nothing changes."""
         if lease_s:
             self.pause_mode = self.pause_mode or mode
             self.pause_until = max(self.pause_until, now + lease_s)
@@ -200,7 +203,7 @@ class WorkerState:
 
     @property
     def may_run(self) -> bool:
-        """Weights of a version and all memory are here. Else the engine stays frozen, whether it is paused or not."""
+        """Whether the weights of a version and all memory are here. If not, the engine stays frozen."""
         return self.digest is not None and not self.released
 
     def release(self, tags: Iterable[str]) -> None:
@@ -215,7 +218,7 @@ class WorkerState:
             self.open("memory")
 
     def check_weights_here(self) -> None:
-        """Weights can be written. The KV cache may be released still, as it is for trainers that share the GPU."""
+        """Conflict if the weights' memory is released. The KV cache's may be: trainers that share the GPU need it."""
         if "weights" in self.released:
             raise Conflict(
                 f"memory is released ({', '.join(sorted(self.released))})",
@@ -226,13 +229,13 @@ class WorkerState:
     # ---- version ----
 
     def hold(self, version: WeightVersion) -> None:
-        """Weights that were just swapped in, or those that are here under a new label."""
+        """Notes the base weights that were swapped in, or a new label for those that are here."""
         if version.digest != self.digest:
             self.scores = None
         self.digest, self.version = version.digest, version
 
     def lose_weights(self, why: str) -> None:
-        """Nobody serves before weights are there again, verified."""
+        """Closes the worker until verified weights are here again."""
         self.digest = self.version = self.sequence = self.scores = None
         self.close("behind", why)
 

@@ -1,7 +1,7 @@
 """Runs an adapter's coroutines on the engine loop for callers on the NATS loop.
 
-Two loops in two threads: the engine's may be late (it builds, swaps and samples), the one that serves NATS never
-is, or the server's PINGs go unanswered and a busy worker looks dead.
+There are two loops in two threads. The engine's loop may be late, because the engine builds, swaps and samples on it.
+The loop that serves NATS must never be late, or it misses the server's PINGs and a busy worker looks dead.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ T = TypeVar("T")
 log = logging.getLogger("worker.runtime.engine_loop")
 
 UNDO_S = 5.0
-"""How long cancelled work may take to undo what it has begun: a round trip through the engine takes less, and one that
-hangs must not hold its caller much beyond the deadline."""
+"""The time that cancelled work may take to undo what it has begun. A round trip through the engine takes less. A hung
+engine must not hold its caller much beyond the deadline."""
 
 
 class EngineLoop:
-    """Made on the engine loop; used from another one."""
+    """Runs work on the engine loop. It is created there, and called from another loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._ferries: dict[asyncio.AbstractEventLoop, _Ferry] = {}
 
     async def run(self, work: Coroutine[Any, Any, T], *, to_its_end: bool = False) -> T:
-        """Cancelling the caller cancels the work (but for `to_its_end`), and lets go when that has ended: until then it
-        is the caller's turn still, and whoever comes next finds the engine as the work has left it."""
+        """Runs `work` on the engine loop and returns its result.
+
+        Cancelling the caller cancels `work` (not with `to_its_end`) and waits until it has stopped. So the next caller
+        never overlaps it."""
         here, ended = asyncio.get_running_loop(), asyncio.Event()
         begun: list[asyncio.Task[T]] = []
 
@@ -40,7 +42,7 @@ class EngineLoop:
 
         def tell(task: asyncio.Task[T]) -> None:
             if not task.cancelled():
-                task.exception()  # it may be that nobody waits for it any more
+                task.exception()  # marks the error as retrieved: the caller may be gone
             with contextlib.suppress(RuntimeError):  # the caller's loop is closed
                 here.call_soon_threadsafe(ended.set)
 
@@ -54,13 +56,15 @@ class EngineLoop:
                 async with asyncio.timeout(UNDO_S):
                     await ended.wait()
             except TimeoutError:
-                log.warning("%s has no caller any more, and does not end", getattr(work, "__qualname__", work))
+                log.warning("%s does not end after its caller was cancelled", getattr(work, "__qualname__", work))
             raise
         return begun[0].result()
 
     async def stream(self, source: AsyncIterator[T]) -> AsyncIterator[list[T]]:
-        """The source's items in batches: all that came since the last one was taken, so that a slow reader gets
-        fewer, larger ones. A request's own length bounds what can pile up. Leaving closes the source."""
+        """Yields the source's items in batches: everything that has come since the last batch. So a slow reader gets
+        fewer and larger batches. The request's length bounds how much can pile up.
+
+        Leaving the iterator closes the source."""
         here = asyncio.get_running_loop()
         ferry = self._ferries.setdefault(here, _Ferry(self._loop, here))
         items: asyncio.Queue[T | BaseException | None] = asyncio.Queue()
@@ -99,8 +103,9 @@ class EngineLoop:
 
 
 class _Ferry:
-    """Takes what many streams make in one turn of the engine loop to their readers' loop at once: to wake a thread is a
-    system call, and the two threads would take turns at the interpreter for each token."""
+    """Carries the items that all streams make in one turn of the engine loop to the readers' loop in one call.
+
+    To wake a thread is a system call, and the two threads would switch at the interpreter for each token."""
 
     def __init__(self, engine: asyncio.AbstractEventLoop, readers: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
@@ -108,7 +113,7 @@ class _Ferry:
         self._load: list[tuple[asyncio.Queue[Any], Any]] = []
 
     def put(self, queue: asyncio.Queue[Any], item: Any) -> None:
-        """On the engine loop."""
+        """Adds an item for a reader. Called on the engine loop."""
         if not self._load:
             self._engine.call_soon(self._cross)
         self._load.append((queue, item))

@@ -1,4 +1,4 @@
-"""When has an engine hung for good? Pure; time is passed in."""
+"""Decides when an engine hangs. Pure: the caller passes the time in."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 DEFAULT_LIVENESS_TIMEOUT_S = 5.0
-"""A round trip waits for one step; the slowest step that we know takes less than this."""
+"""A round trip waits for one step of the engine. The slowest step that we know takes less than this."""
 DEFAULT_ENGINE_HANG_S = 60.0
-"""The slowest step that we know takes seconds; a healing restart takes less than a trainer's patience."""
+"""The slowest step that we know takes seconds, and a restart heals the worker before a trainer gives up."""
 MAX_BLOCKED_S = 1800.0
-"""A load of a large checkpoint, say, may block the engine so long before that is a hang too."""
+"""The time that an op may block the engine before that is a hang too. Loading a large checkpoint takes minutes."""
 
 
 @dataclass(slots=True)
 class EngineWatch:
-    """Told of each round trip that was tried, and of what blocks the engine: silence in that is counted apart."""
+    """Counts the engine's silence, apart for times in which an op blocks it. The caller reports each round trip."""
 
     hang_s: float = DEFAULT_ENGINE_HANG_S
     _free_s: float = 0.0
     _blocked_s: float = 0.0
     _blocks: bool = False
-    """Something that blocks is under way."""
+    """An op that blocks the engine is under way."""
     _cut: bool = False
-    """Something was given up by its caller, and may go on in the engine until that answers."""
+    """The caller gave such an op up, and it may continue in the engine until the engine answers."""
     _blocked: bool = False
-    """Something was, since the last round trip."""
+    """Such an op was under way since the last round trip."""
 
     @contextmanager
     def blocking(self) -> Iterator[None]:
-        """Around what a sound engine may be silent in: one at a time. One that was silent before has no such excuse:
-        whatever waits for it now waits for what may be a hang."""
+        """Marks an op during which a sound engine may be silent. Only one at a time.
+
+        If the engine was silent before, the mark has no effect: the op may wait for an engine that hangs."""
         if self._free_s or self._blocked_s:
             yield
             return
@@ -46,11 +47,12 @@ class EngineWatch:
             self._blocks = False
 
     def answered(self) -> None:
+        """Notes that the engine has answered."""
         self._free_s = self._blocked_s = 0.0
         self._blocked, self._cut = self._blocks, False
 
     def silent(self, seconds: float) -> bool:
-        """So long nothing came back; whether that makes it a hang."""
+        """Notes so many seconds without an answer. Returns whether the engine hangs."""
         if self._blocked or self._cut:
             self._blocked_s += seconds
         else:

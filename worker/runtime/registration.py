@@ -1,4 +1,4 @@
-"""A worker's place in the membership: its record in the members bucket, kept there for as long as it lives."""
+"""Keeps a worker's record in the members bucket for as long as the worker lives."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ log = logging.getLogger("worker.runtime.registration")
 
 RETRY_S = 0.05
 MAX_RETRY_S = 1.0
-"""A server that restarts is back within seconds; asking it 20 times a second at first costs nothing."""
+"""A server that restarts is back within seconds. At first, 20 tries a second cost nothing."""
+
+CHECK_S = 10.0
+"""The interval at which a worker reads its own record. If the news of its removal is lost, the worker is missing for so
+long at most. One read is one request to the server; the serving lease takes six in that time."""
 
 
 class Registration:
-    """`register` writes the record and keeps it: after a reconnect, and when somebody took us for dead.
+    """Writes the record at the start, after a reconnect, and after a prober took this worker for dead.
 
-    `on_registered` is awaited after it was written anew, one at a time; once for all that were written before its
-    turn came. `on_superseded` is called when another process has taken our instance id: there can be only one."""
+    `on_registered` is awaited after each write, one call at a time; several writes may share one call.
+    `on_superseded` is called when another process has taken the instance id: only one process may have it."""
 
     def __init__(
         self,
@@ -40,7 +44,7 @@ class Registration:
         on_superseded: Callable[[], None],
     ) -> None:
         self.revision = 0
-        """The sequence of our record; 0 before it is written."""
+        """The sequence of this worker's record. 0: it is not written yet."""
         self._bus = bus
         self._members = members
         self._key = MEMBER_PREFIX + instance_id
@@ -52,31 +56,52 @@ class Registration:
         self._registering = asyncio.Lock()
         self._following = asyncio.Lock()
         self._to_follow = False
-        """The record was written, and `on_registered` not awaited since."""
+        """The record was written, and `on_registered` was not awaited since."""
         self._leaving = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Subscribe everything else first: once this returns, requests may come."""
+        """Joins. The caller subscribes everything else first, because requests come from now on."""
         await self._bus.ensure_bucket(self._members)
         await self._bus.subscribe(self._members.feed(self._key), self._heard)
         await self._bus.flush()
         self._bus.on_reconnect(self._register_soon)
         await self.register()
 
+    async def keep(self) -> None:
+        """Reads the record every CHECK_S. The news that the record was removed, or that another process has the
+        instance id, may be lost on its way while every connection stays: the servers of a cluster lose sight of each
+        other."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            revision = self.revision
+            try:
+                entry = await self._bus.get(self._members, self._key)
+            except BusUnreachable as error:
+                log.debug("checking the registration: %s", error)
+                continue
+            if self._leaving:
+                return
+            if entry is not None and self._is_another(entry):
+                self._superseded()
+                return
+            if entry is None or entry.value is None:
+                log.warning("this worker's record was removed, and the news of it was lost: registering again")
+                await self.register(revision)
+
     async def register(self, lost: int | None = None) -> None:
-        """Writes the record for the connection as it is now; keeps trying until NATS takes it. `lost`: it was taken
-        out at this sequence, and need not be written if it has been since."""
+        """Writes the record for the present connection, until NATS takes it. `lost`: the sequence at which the record
+        was removed; nothing is written if that has been repaired since."""
         async with self._registering:
             if lost is None or lost >= self.revision:
                 await self._write()
-        # Only after the record is there: what was called meanwhile asked those that were listed. And not under that
-        # lock: it may take as long as the weights are written over, and the record must come back meanwhile.
+        # After the write, because calls before it did not reach this worker. And not under that lock: this may take
+        # as long as an update in place, and the record must come back meanwhile.
         await self._follow()
 
     async def _write(self) -> None:
         wait_s = RETRY_S
-        while not self._leaving:  # its answer may be lost, so each step may be done twice
+        while not self._leaving:  # an answer may be lost, so each step can be repeated
             with contextlib.suppress(WrongSequence):
                 try:
                     entry = await self._bus.get(self._members, self._key)
@@ -123,14 +148,14 @@ class Registration:
         if self._leaving or not self.revision or sequence <= self.revision:
             return
         if is_marker(headers):
-            log.warning("taken for dead at sequence %d: registering again", sequence)
+            log.warning("a prober took this worker for dead at sequence %d: registering again", sequence)
             await self._register_soon(sequence)
             return
         if self._is_another(Entry(self._key, message.data, sequence)):
             self._superseded()
 
     def _is_another(self, entry: Entry) -> bool:
-        """A record that is older than ours is one of before, which a store that went back still has."""
+        """Returns whether the record is another process's. An older record comes from a store that has lost writes."""
         newer = entry.sequence > self.revision
         return newer and entry.value is not None and Member.from_entry(entry).incarnation != self._incarnation
 
@@ -140,7 +165,7 @@ class Registration:
         self._on_superseded()
 
     async def leave(self) -> None:
-        """Takes the record out, unless it is not ours any more."""
+        """Removes the record, unless another process has it."""
         self._leaving = True
         if self.revision:
             with contextlib.suppress(WrongSequence, BusUnreachable):

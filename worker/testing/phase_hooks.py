@@ -1,9 +1,11 @@
-"""A test hook: holds a changing op open at a phase boundary, so that a kill can meet it there. Off unless
-`RL_PLANE_TEST_HOLD_DIR` names a directory; then a file `<point>` in it, or `<point>.<instance_id>`, holds. One that is
-not empty holds the ops of the update alone whose id it has.
+"""A test hook that holds a changing op at a phase boundary, so that a test can kill a process there.
 
-Points are `<op>.before` (the handler has not begun) and `<op>.after` (it is done, the answer not sent). `follow_record`
-is called `gate` with a record that is not open yet, `open` with one that is.
+The hook is off unless `RL_PLANE_TEST_HOLD_DIR` names a directory. A file `<point>` or `<point>.<instance_id>` in it
+holds the ops that reach the point, while the file exists. If the file has a text, it holds only the update with that
+id.
+
+The points are `<op>.before` (the handler has not begun) and `<op>.after` (it is done, but the answer is not sent). The
+op `follow_record` is called `gate` if its record is not open yet, and `open` if it is.
 """
 
 from __future__ import annotations
@@ -14,23 +16,21 @@ import os
 import time
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl_plane.protocol.worker_ops import OPS
-
-if TYPE_CHECKING:
-    from worker.ops.dispatcher import Handler
+from worker.ops.handler import Handler
 
 log = logging.getLogger("worker.testing.phase_hooks")
 
 VARIABLE = "RL_PLANE_TEST_HOLD_DIR"
 POLL_S = 0.01
 MAX_HOLD_S = 60.0
-"""A test that forgot its file, or died, holds nobody for ever."""
+"""An op waits no longer than this: a test may die and leave its file."""
 
 
 def with_holds(handlers: Mapping[str, Handler], instance_id: str) -> Mapping[str, Handler]:
-    """The handlers themselves, or, under test, ones that can be held."""
+    """Returns the handlers unchanged, or, in a test, handlers that can be held."""
     directory = os.environ.get(VARIABLE)
     if not directory:
         return handlers
@@ -79,6 +79,6 @@ async def _hold(directory: Path, point: str, instance_id: str, update_id: str) -
     give_up = time.monotonic() + MAX_HOLD_S
     while any(_holds(file, update_id) for file in files):
         if time.monotonic() > give_up:
-            log.warning("%s was held at %s for too long", instance_id, point)
+            log.warning("%s gives up its wait at %s", instance_id, point)
             return
         await asyncio.sleep(POLL_S)

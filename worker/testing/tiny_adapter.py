@@ -1,8 +1,7 @@
-"""Small PEFT LoRA adapters of the models of `worker.testing.tiny_model`, made locally from a seed; every byte follows
-from it.
+"""Makes small PEFT LoRA adapters for the models of `worker.testing.tiny_model`. Every byte follows from the seed.
 
 `make_tiny_adapter` has random weights. `make_witness_adapter` has weights under which the greedy next token is a known
-permutation, another one for each seed, whatever the witness model under it: the tokens alone tell the adapter.
+permutation, different for each seed, on top of any witness model. So the tokens show which adapter made them.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from typing import Any
 from worker.testing.tiny_model import VOCAB_SIZE, permutation
 
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
-"""Of a tiny adapter: in the attention and in the MLP."""
+"""The modules of a tiny adapter: in the attention and in the MLP."""
 
 _STD = 0.1
-"""Of a tiny adapter's weights: enough to change most greedy tokens."""
+"""The standard deviation of a tiny adapter's weights: enough to change most greedy tokens."""
 
 _WITNESS_GAIN = 30.0
-"""Of a witness adapter's rows, ten times those of the base: its greedy token leads by more than 90 nats."""
+"""The scale of a witness adapter's rows, ten times the base's: its greedy token leads by more than 90 nats."""
 
 
 def make_tiny_adapter(
     model: Path, path: Path, seed: int, r: int = 4, targets: tuple[str, ...] = TARGETS, std: float = _STD
 ) -> Path:
-    """Writes a random adapter of a model directory, in the model's dtype, to `path`; gives `path` back. `targets`:
-    names of modules, or what they end with."""
+    """Writes a random adapter for a model directory to `path`, in the model's dtype, and returns `path`. `targets`:
+    names of modules, or their endings."""
     import torch
 
     weights = _weights(Path(model))
@@ -48,14 +47,14 @@ def make_tiny_adapter(
 
 
 def make_witness_adapter(model: Path, path: Path, seed: int) -> Path:
-    """Writes an adapter of a witness model's directory that says `witness_adapter_next_token(seed, token)` after
-    every token, on top of any witness model of the same shape."""
+    """Writes an adapter whose greedy token after each `token` is `witness_adapter_next_token(seed, token)`, on top of
+    any witness model of the same shape."""
     import torch
 
     weights = _weights(Path(model))
     rows = weights["model.embed_tokens.weight"].float()
     r = rows.shape[1] // 2
-    # The output layer sees the input row of the last token, with a little noise: half of its numbers tell it.
+    # The output layer sees the input row of the last token, with a little noise. Half of its numbers identify it.
     seen = torch.nn.functional.normalize(rows[:, :r])
     b = torch.empty_like(seen)
     b[torch.tensor(permutation(f"adapter {seed}", len(seen)))] = _WITNESS_GAIN * seen
@@ -64,7 +63,7 @@ def make_witness_adapter(model: Path, path: Path, seed: int) -> Path:
 
 
 def witness_adapter_next_token(seed: int, token: int, vocab_size: int = VOCAB_SIZE) -> int:
-    """The greedy next token under the witness adapter of `seed`, whatever came before `token`."""
+    """Returns the greedy next token after `token` under the witness adapter of `seed`."""
     return permutation(f"adapter {seed}", vocab_size)[token]
 
 

@@ -1,7 +1,7 @@
-"""Small Qwen3 checkpoints, made locally from a seed: no download, and every byte follows from the arguments.
+"""Makes small Qwen3 checkpoints locally, without a download. Every byte follows from the arguments.
 
 `make_tiny_model` has random weights. `make_witness_model` has weights whose greedy next token is a known
-permutation of the vocabulary, another one for each seed: the tokens alone tell which weights made them.
+permutation of the vocabulary, different for each seed. So the tokens show which weights made them.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ _SHAPE = {
 _RECIPE_FILE = "recipe.json"
 
 _LAYER_GAIN = 0.2
-"""Standard deviation of a layer's matrices times sqrt(fan in): a witness's layers move its logits by a few
+"""The standard deviation of a layer's matrices times sqrt(fan in). The layers of a witness move its logits by a few
 percent of the gap between the first token and the second."""
 _HEAD_GAIN = 3.0
-"""Scale of a witness's output rows. Its greedy token leads by more than 10 nats."""
+"""The scale of a witness's output rows. Its greedy token leads by more than 10 nats."""
 
 
 def make_tiny_model(path: Path, seed: int, dtype: str = "float32", **shape: int) -> Path:
-    """Writes a random checkpoint to `path`, or leaves the one that is there already; gives `path` back.
+    """Writes a random checkpoint to `path`, unless the same one is there already. Returns `path`.
 
-    `shape` overrides fields of the Qwen3Config (`hidden_size=…`); `dtype` is torch's name for it.
-    A directory that holds anything else is a FileExistsError.
+    `shape` overrides fields of the Qwen3Config (`hidden_size=…`). `dtype` is torch's name of the dtype.
+    FileExistsError if the directory has anything else.
     """
     return _make("tiny", path, seed, dtype, shape, lambda model: None)
 
 
 def make_witness_model(path: Path, seed: int, dtype: str = "float32", **shape: int) -> Path:
-    """As `make_tiny_model`, with weights that say `witness_next_token(seed, token)` after every token."""
+    """Writes a checkpoint whose greedy token after each `token` is `witness_next_token(seed, token)`."""
     return _make("witness", path, seed, dtype, shape, lambda model: _witness_weights(model, seed))
 
 
 def witness_next_token(seed: int, token: int, vocab_size: int = VOCAB_SIZE) -> int:
-    """The greedy next token of the witness model of `seed`, whatever came before `token`."""
+    """Returns the greedy next token after `token` of the witness model of `seed`."""
     return permutation(f"witness {seed}", vocab_size)[token]
 
 
 @lru_cache(maxsize=64)
 def permutation(seed: str, vocab_size: int) -> list[int]:
-    """One cycle through all tokens but eos, which follows itself: no output repeats early, or ends by eos."""
+    """Returns one cycle through all tokens but eos, which follows itself. So no output repeats early or ends by eos."""
     order = [token for token in range(vocab_size) if token != EOS_TOKEN_ID]
     random.Random(seed).shuffle(order)
     following = [EOS_TOKEN_ID] * vocab_size
@@ -88,14 +88,14 @@ def _make(
         try:
             made.rename(path)
         except OSError:
-            # Another process was faster, or something else is there.
+            # Another process may have made the same model first.
             if not _holds(path, recipe):
-                raise FileExistsError(f"{path} is not empty and holds no {recipe}") from None
+                raise FileExistsError(f"{path} is not empty, and does not have the model {recipe}") from None
     return path
 
 
 def _holds(path: Path, recipe: dict[str, Any]) -> bool:
-    """The recipe is written into the scratch directory, so that where it is the checkpoint is complete."""
+    """Returns whether `path` has the complete checkpoint: the recipe comes with the renamed scratch directory."""
     try:
         return bool(json.loads((path / _RECIPE_FILE).read_text()) == recipe)
     except (OSError, ValueError):
@@ -124,8 +124,8 @@ def _write(path: Path, recipe: dict[str, Any], shape_weights: Callable[[Any], No
 
 
 def _witness_weights(model: Any, seed: int) -> None:
-    """Output row `next(t)` points along input row `t`; the layers, all random, only add a little noise to it.
-    All witnesses of a shape have the same input rows, so that an adapter which reads them fits each."""
+    """Sets the weights of a witness: output row `next(t)` points along input row `t`, and the random layers add
+    a little noise. All witnesses of one shape have the same input rows, so one adapter fits each of them."""
     import torch
 
     for name, weight in model.named_parameters():
@@ -141,7 +141,7 @@ def _witness_weights(model: Any, seed: int) -> None:
 
 
 def _tokenizer() -> Any:
-    """Byte-level BPE: the special tokens, every byte, then merges of two frequent letters up to 512 tokens."""
+    """Makes a byte-level BPE: the special tokens, every byte, then merges of two frequent letters up to 512 tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI
 from pydantic import Field
 
-from frontend.dialects import DialectPlane
-from frontend.dialects.common import begun, unretried
-from frontend.dialects.dialect_routes import Ask, Fields, add_route, report, take
-from frontend.dialects.steering import not_there
+from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.fleet_as_one import begun, unretried
+from frontend.dialects.common.pause_and_adapters import absent_path, held_adapters
+from frontend.server.shared_routes import Fields, ParsedRequest, SharedRoutes, report
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
 
@@ -33,47 +32,38 @@ class UnloadFields(Fields):
     lora_id: str | None = None
 
 
-def mount_adapters(app: FastAPI, plane: DialectPlane) -> None:
-    async def load(ask: Ask) -> Any:
-        fields = take(LoadFields, ask)
+def mount_adapters(routes: SharedRoutes, context: DialectContext) -> None:
+    @routes.post("/load_lora_adapter", LoadFields, "Load or replace an adapter on the whole fleet.", once=True)
+    async def load(request: ParsedRequest[LoadFields]) -> Any:
+        fields = request.fields
         if fields.pinned:
-            report(ask.path, "pinned", "a loaded adapter stays")
+            report(request.path, "pinned", "a loaded adapter stays")
         if fields.lora_id is not None:
-            report(ask.path, "lora_id", BY_NAME)
+            report(request.path, "lora_id", BY_NAME)
         with begun():
             body = {"lora_name": fields.lora_name, "lora_path": fields.lora_path}
             try:
-                # A 400, as SGLang's own refusals; and prime-rl's clients post here too.
-                await unretried(plane.calls.run("load_lora_adapter", body, ask.request_id))
+                # SGLang's own refusals are 400s too, and prime-rl's clients post here.
+                await unretried(context.calls.run("load_lora_adapter", body, request.request_id))
             except InvalidRequest as error:
-                raise not_there(error) from error
-        return await loaded(plane)
+                raise absent_path(error) from error
+        return await loaded_reply(context)
 
-    async def unload(ask: Ask) -> Any:
-        fields = take(UnloadFields, ask)
-        if fields.lora_id is not None:
-            report(ask.path, "lora_id", BY_NAME)
-        if fields.lora_name not in await held_adapters(plane):
-            raise InvalidRequest(
-                f"LoRA adapter {fields.lora_name!r} is not loaded", field="lora_name", fix="load it first"
-            )
+    # prime-rl's clients read the status alone.
+    @routes.post("/unload_lora_adapter", UnloadFields, "Unload an adapter.", once=True)
+    async def unload(request: ParsedRequest[UnloadFields]) -> Any:
+        name = request.fields.lora_name
+        if request.fields.lora_id is not None:
+            report(request.path, "lora_id", BY_NAME)
+        if name not in await held_adapters(context):
+            raise InvalidRequest(f"LoRA adapter {name!r} is not loaded", field="lora_name", fix="load it first")
         with begun():
-            await plane.calls.run("unload_lora_adapter", {"lora_name": fields.lora_name}, ask.request_id)
-        return await loaded(plane)
-
-    # prime-rl's clients look at the status alone.
-    load_words, words = "Load an adapter, or replace it, on the whole fleet.", "Unload an adapter."
-    add_route(app, ["POST"], "/load_lora_adapter", load, summary=load_words, fields=LoadFields, once=True)
-    add_route(app, ["POST"], "/unload_lora_adapter", unload, summary=words, fields=UnloadFields, once=True)
+            await context.calls.run("unload_lora_adapter", {"lora_name": name}, request.request_id)
+        return await loaded_reply(context)
 
 
-async def loaded(plane: DialectPlane) -> dict[str, Any]:
-    """What a change of adapters answers."""
-    adapters = await held_adapters(plane)
+async def loaded_reply(context: DialectContext) -> dict[str, Any]:
+    """The reply to a change of adapters."""
+    adapters = await held_adapters(context)
     names = {name: one["label"] for name, one in sorted(adapters.items())}
     return {"success": True, "error_message": None, "loaded_adapters": names, "status": "ok"}
-
-
-async def held_adapters(plane: DialectPlane) -> dict[str, Any]:
-    held: dict[str, Any] = (await plane.calls.run("weight_version", {}))["adapters"]
-    return held

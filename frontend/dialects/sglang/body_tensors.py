@@ -1,6 +1,5 @@
-"""Tensors from the body of a request, as safetensors: held here until their update is whole, then stored once in
-NATS for each rank of the fleet to fetch. `sglang_session` says when an update is whole.
-"""
+"""Holds tensors from the bodies of requests until their update is whole, then stores them once in NATS, where each rank
+of the fleet fetches them. `sglang_session` says when an update is whole."""
 
 from __future__ import annotations
 
@@ -15,9 +14,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from frontend.dialects import DialectPlane
-from frontend.dialects.common import NOT_POSSIBLE, begun, rows_of_all
-from frontend.dialects.dialect_routes import SHOWN
+from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.fleet_as_one import NOT_POSSIBLE, SHOWN, begun, rows_of_all
 from rl_plane.errors import InvalidRequest, InvalidWeights, Locked, PayloadTooLarge, Unsupported
 from rl_plane.membership.worker_reply import engine_replies
 from rl_plane.protocol.versions import HostTensor
@@ -34,9 +32,9 @@ ANOTHER_WAY = (
     '(load_format "safetensors")'
 )
 MAX_HELD_BYTES = 1 << 30
-"""Of an update that is not whole yet, in this frontend's memory."""
+"""The largest update that this frontend holds in memory until it is whole."""
 IDLE_S = 120.0
-"""After so much silence a trainer has left what it had begun to send."""
+"""An update is dropped after this much silence of its trainer."""
 BUCKET_BYTES = 32 << 20
 FIELD = "serialized_named_tensors"
 _LENGTH = struct.Struct("<Q")
@@ -45,7 +43,7 @@ Tensors = Mapping[str, HostTensor]
 
 
 def read_tensors(payloads: Sequence[str]) -> Tensors:
-    """Of one file, however often it is given (a client sends one for each rank)."""
+    """The tensors of one file. A client sends the same file once for each rank."""
     if any(one != payloads[0] for one in payloads):
         raise Unsupported(
             "each element is of one rank of one engine, and all ranks of this fleet receive the same",
@@ -73,8 +71,8 @@ def read_tensors(payloads: Sequence[str]) -> Tensors:
 class Store:
     """Puts tensors into the fleet's object store."""
 
-    def __init__(self, plane: DialectPlane) -> None:
-        client = plane.calls.fleet.client
+    def __init__(self, context: DialectContext) -> None:
+        client = context.calls.fleet.client
         self._where = (client.bus.url, client.namespace, client.component)
 
     async def put(
@@ -99,24 +97,25 @@ class Store:
 
 
 class HeldTensors:
-    """Those of an update that is not whole yet."""
+    """The tensors of an update that is not whole yet."""
 
-    def __init__(self, plane: DialectPlane, store: Store) -> None:
+    def __init__(self, context: DialectContext, store: Store) -> None:
         self.turn = asyncio.Lock()
-        """Calls that come at once: each is answered by what it has made of the update, and a commit that has not begun
-        puts back what it took before another call adds to it. As long as a commit, which has its own bounds."""
-        self._plane = plane
+        """Orders concurrent calls. The answer to each says what it has made of the update, and a commit that has not
+        begun puts its tensors back before another call adds more. It is held as long as a commit, which has its own
+        bounds."""
+        self._context = context
         self._store = store
         self._tensors: dict[str, HostTensor] = {}
         self._number = 0
         self.update_id = ""
-        """Of what is held, or was: the history has it once it is committed."""
+        """The id of the update that is held, or was held last. The history has it once it is committed."""
         self._policy: dict[str, Any] = {}
         self._label: str | None = None
         self._wanted = 0
-        """How many tensors are the model's, as it was last asked; without those that it ties to others."""
+        """The number of the model's tensors, without those that it ties to others, as of the last `ask_model`."""
         self._tied: frozenset[str] = frozenset()
-        """The names of these. They are not waited for; who has tied them compares them."""
+        """The tied names. The update does not wait for them; the workers compare them."""
         self._at = 0.0
 
     def __len__(self) -> int:
@@ -124,14 +123,14 @@ class HeldTensors:
 
     @property
     def number(self) -> int:
-        """Another one for each update, and for the time between two."""
-        self._look()
+        """A number that differs for each update, and for the time between two updates."""
+        self._drop_if_idle()
         return self._number
 
     def add(self, tensors: Tensors, policy: dict[str, Any], label: str | None) -> None:
-        """`label` of the update, as the newest call has it (None: as before). `policy`: what one call asks for, another
-        does not take back."""
-        self._look()
+        """Adds the tensors of one call. `label`: None keeps the label of an earlier call. `policy`: adds to the policy
+        of earlier calls."""
+        self._drop_if_idle()
         size = sum(one.data.nbytes for one in (*self._tensors.values(), *tensors.values()))
         if size > MAX_HELD_BYTES:
             self.drop()
@@ -149,11 +148,11 @@ class HeldTensors:
             self._policy = {}
         self._tensors.update(tensors)
         self._policy, self._at = {**self._policy, **policy}, time.monotonic()
-        asyncio.get_running_loop().call_later(IDLE_S + 1.0, self._look)
+        asyncio.get_running_loop().call_later(IDLE_S + 1.0, self._drop_if_idle)
         self._label = label or self._label
 
     def take_back(self, tensors: Tensors) -> None:
-        """The newest call's, which is to come again."""
+        """Removes the tensors of the newest call, which the client sends again."""
         self._tensors = {name: one for name, one in self._tensors.items() if name not in tensors}
 
     def name(self, label: str) -> None:
@@ -163,7 +162,7 @@ class HeldTensors:
         self._number += bool(self._tensors)
         self._tensors, self._policy, self._label = {}, {}, None
 
-    def _look(self) -> None:
+    def _drop_if_idle(self) -> None:
         if self._tensors and time.monotonic() - self._at > IDLE_S:
             log.warning(
                 "an update is dropped: for %g s nothing came, and only %s", time.monotonic() - self._at, self.told
@@ -172,20 +171,20 @@ class HeldTensors:
 
     @property
     def told(self) -> str:
-        """How much there is of it, and the last of it, from where its trainer should have gone on."""
+        """How many tensors are held, and which came last: the trainer should have continued after it."""
         of_all = f" of the model's {self._wanted}" if self._wanted else ""
         last = repr(next(reversed(self._tensors), None))
         return f"{self._needed}{of_all} tensors are held, the last of them {last[:200]}"
 
     @property
     def _needed(self) -> int:
-        """How many of the model's are held."""
+        """The number of the model's tensors that are held, without tied ones."""
         return len(self._tensors.keys() - self._tied)
 
     async def ask_model(self) -> frozenset[str]:
-        """What the model needs, for `is_whole`; gives the names that no worker does, as they are tied to others. Of all
-        workers, else an error: one that is silent may need what the others do not."""
-        rows = await rows_of_all(self._plane, "describe")
+        """Asks all workers which tensors the model needs, for `is_whole`. Returns the names that no worker needs,
+        because the model ties them to others. Raises if a worker is silent: it may need what the others do not."""
+        rows = await rows_of_all(self._context, "describe")
         self._wanted = max((int(row.get("tensors", 0)) for row in rows), default=0)
         tied = [frozenset(row.get("tied", ())) for row in rows]
         self._tied = frozenset.intersection(*tied) if tied else frozenset()
@@ -193,24 +192,24 @@ class HeldTensors:
 
     @property
     def is_whole(self) -> bool:
-        """Nothing of what the model needed when it was last asked is missing."""
+        """Whether all tensors are here that the model needed at the last `ask_model`."""
         return self._needed >= self._wanted
 
     async def missing(self) -> list[str]:
-        """The first few names that are the model's and are not held."""
-        rows = engine_replies(await self._plane.calls.run("describe", {}))
+        """The first few names of the model that are not held."""
+        rows = engine_replies(await self._context.calls.run("describe", {}))
         largest = sorted(rows, key=lambda row: int(row.get("tensors", 0)))[-1:]
         found: list[str] = []
         for start in range(0, self._wanted, MANIFEST_PAGE) if largest else ():
             asked = {"workers": [largest[0]["instance_id"]], "manifest_from": start}
-            (row,) = (await self._plane.calls.run("describe", asked))["workers"]
+            (row,) = (await self._context.calls.run("describe", asked))["workers"]
             found += [one["name"] for one in row.get("manifest") or () if one["name"] not in self._tensors]
             if len(found) >= SHOWN:
                 break
         return found[:SHOWN]
 
     async def commit(self) -> dict[str, Any]:
-        """In its `turn`."""
+        """Stores the tensors and commits the update. Call it while holding `turn`."""
         tensors, policy, label, number = dict(self._tensors), self._policy, self._label, self._number
         self.drop()
         with begun((Locked, *NOT_POSSIBLE)):
@@ -221,7 +220,7 @@ class HeldTensors:
                 **({} if label is None else {"version": label}),
             }
             try:
-                return await self._plane.calls.run("update_weights", body, self.update_id)
-            except Locked:  # it has not begun: who asks once more commits it
+                return await self._context.calls.run("update_weights", body, self.update_id)
+            except Locked:  # the update has not begun, and a repeated call commits it
                 self._tensors, self._policy, self._label, self._number = tensors, policy, label, number
                 raise

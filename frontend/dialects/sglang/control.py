@@ -1,4 +1,4 @@
-"""SGLang's pause and continue, cache, requests, memory and checker."""
+"""SGLang's routes for pause and continue, cache, requests, memory and checks."""
 
 from __future__ import annotations
 
@@ -7,20 +7,26 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from fastapi import FastAPI
 from pydantic import Field
 
-from frontend.dialects import DialectPlane
-from frontend.dialects.common import MEMORY, checksum_each, joined, let_go, skipped, tell_paused
-from frontend.dialects.dialect_routes import Ask, Fields, add_route, report, take
+from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.fleet_as_one import (
+    MEMORY,
+    checksum_each,
+    joined,
+    resume_fleet,
+    skipped,
+    tell_paused,
+)
 from frontend.dialects.sglang.body_tensors import IDLE_S, HeldTensors
 from frontend.dialects.sglang.sglang_session import Updates
+from frontend.server.shared_routes import Fields, ParsedRequest, SharedRoutes, report
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError
 from rl_plane.membership.worker_reply import engine_replies
 
 FLUSH_AGAIN_S = 0.2
 MAX_FLUSH_S = 300.0
-"""`timeout` of a flush: beyond it a client has gone."""
+"""The longest `timeout` of a flush. After that a client has disconnected."""
 
 FLUSHED = {"success": True, "message": "Cache flushed."}
 ABORTED = {"success": True, "message": "Requests aborted."}
@@ -32,7 +38,7 @@ class SglangPauseFields(Fields):
     """`/pause_generation`"""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
-    """`abort` ends running requests; `retract` has them computed anew afterwards; `in_place` freezes them."""
+    """`abort` ends running requests. `retract` computes them again afterwards. `in_place` freezes them."""
 
 
 class ContinueFields(Fields):
@@ -45,7 +51,7 @@ class SglangAbortFields(Fields):
     """`/abort_request`"""
 
     rid: str | list[str] | None = None
-    """As the caller chose it (`rid`, `X-Request-Id`) for a request to this frontend, or as its reply has it."""
+    """The id that the caller of this frontend chose (`rid`, `X-Request-Id`), or the id of the reply."""
     abort_all: bool = False
 
 
@@ -53,14 +59,14 @@ class FlushFields(Fields):
     """`/flush_cache`"""
 
     timeout: float = Field(0.0, ge=0, le=MAX_FLUSH_S)
-    """Seconds to wait until the engines can."""
+    """Seconds to wait until the engines can drop their caches."""
 
 
 class MemoryFields(Fields):
     """`/release_memory_occupation` and `/resume_memory_occupation`"""
 
     tags: list[Literal["kv_cache", "weights", "cuda_graph"]] | None = None
-    """None: all. `cuda_graph` says nothing: an engine's graphs go and come with its weights."""
+    """None: all. `cuda_graph` has no effect: an engine releases its graphs with its weights."""
 
 
 class SglangCheckerFields(Fields):
@@ -72,114 +78,97 @@ class SglangCheckerFields(Fields):
     selector: Literal["target", "draft", "all"] = "all"
 
 
-def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
-    async def pause(ask: Ask) -> Any:
-        await plane.calls.run("pause", {"mode": take(SglangPauseFields, ask).mode}, ask.request_id)
-        await updates.pause()
-        return {**PAUSED, **skipped(plane)}
+def mount_control(routes: SharedRoutes, context: DialectContext, updates: Updates) -> None:
+    _mount_pause(routes, context, updates)
 
-    async def go_on(ask: Ask) -> Any:
-        """What was sent while the fleet was paused is committed first: nobody generates by a part of it."""
-        if not take(ContinueFields, ask).torch_empty_cache:
-            report(ask.path, "torch_empty_cache", "engines keep their allocators' memory as they do")
-        try:
-            committed = await updates.commit_open()
-        except PlaneError as error:
-            if await updates.is_open():
-                await tell_paused(plane, error)
-                raise
-            # It has ended, and nothing of it is left anywhere: that is no reason to stand still.
-            try:
-                await let_go(plane)
-            except PlaneError:
-                await tell_paused(plane, error)
-                raise error from None
-            told = f"{error.message}; generation goes on by the committed version"
-            raise type(error)(told, **error.facts) from error
-        await let_go(plane, ask.request_id)
-        if committed is None:
-            return {**CONTINUED, **skipped(plane)}
-        version = {"weight_version": committed["version"]["label"], "excluded": committed["excluded"]}
-        return {**CONTINUED, **version, **skipped(plane)}
-
-    async def abort(ask: Ask) -> Any:
-        fields = take(SglangAbortFields, ask)
-        ids = [fields.rid] if isinstance(fields.rid, str) else fields.rid or []
-        if fields.abort_all:
-            await plane.calls.run("abort_requests", {}, ask.request_id)
+    @routes.post("/abort_request", SglangAbortFields, "End one request, or all.")
+    async def abort(request: ParsedRequest[SglangAbortFields]) -> Any:
+        rid = request.fields.rid
+        ids = [rid] if isinstance(rid, str) else rid or []
+        if request.fields.abort_all:
+            await context.calls.run("abort_requests", {}, request.request_id)
         elif any(ids):
-            named = plane.generation.caller_ids.made_of(one for one in ids if one)
-            await plane.calls.run("abort_requests", {"request_ids": named}, ask.request_id)
+            named = context.generation.caller_ids.made_of(one for one in ids if one)
+            await context.calls.run("abort_requests", {"request_ids": named}, request.request_id)
         return ABORTED
 
-    async def flush(ask: Ask) -> Any:
-        fields = take(FlushFields, ask)
-        # verl flushes after its last bucket: without a word it would take the update for done.
+    @routes.any("/flush_cache", FlushFields, "Drop the prefix caches.")
+    async def flush(request: ParsedRequest[FlushFields]) -> Any:
+        # verl flushes after its last bucket, and takes a success for a complete update.
         if await updates.is_open() and not await updates.opened.in_pause():
-            await (_refuse_to_flush(updates.held) if updates.held else _refuse_to_flush_fed())
-        return await _flush(plane, fields.timeout)
+            await (_refuse_to_flush(updates.held) if updates.held else _refuse_to_flush_parts())
+        return await _flush(context, request.fields.timeout)
 
-    async def release(ask: Ask) -> Any:
-        await _memory(plane, "release_memory", ask)
+    @routes.any("/release_memory_occupation", MemoryFields, "Release memory.")
+    async def release(request: ParsedRequest[MemoryFields]) -> Any:
+        await _memory(context, "release_memory", request)
 
-    async def resume(ask: Ask) -> Any:
-        await _memory(plane, "resume_memory", ask)
+    @routes.any("/resume_memory_occupation", MemoryFields, "Take memory again.")
+    async def resume(request: ParsedRequest[MemoryFields]) -> Any:
+        await _memory(context, "resume_memory", request)
 
-    async def check(ask: Ask) -> Any:
-        fields = take(SglangCheckerFields, ask)
+    @routes.any("/weights_checker", SglangCheckerFields, "Check the weights.", once=True)
+    async def check(request: ParsedRequest[SglangCheckerFields]) -> Any:
+        fields = request.fields
         if fields.selector == "draft" or fields.skip_tensor_list:
             field = "selector" if fields.selector == "draft" else "skip_tensor_list"
             raise InvalidRequest("all weights of the model are checked", field=field, fix="leave it out")
         if fields.allow_quant_error:
-            report(ask.path, "allow_quant_error", "weights are compared bit by bit")
-        return await _check(plane, fields.action)
-
-    add_route(app, ["POST"], "/pause_generation", pause, summary="Stop generation.", fields=SglangPauseFields)
-    add_route(
-        app,
-        ["POST"],
-        "/continue_generation",
-        go_on,
-        summary="Commit what was sent meanwhile, and go on.",
-        fields=ContinueFields,
-        once=True,
-    )
-    add_route(app, ["POST"], "/abort_request", abort, summary="End one request, or all.", fields=SglangAbortFields)
-    add_route(app, ["GET", "POST"], "/flush_cache", flush, summary="Drop the prefix caches.", fields=FlushFields)
-    for path, handler, summary in (
-        ("/release_memory_occupation", release, "Give memory back."),
-        ("/resume_memory_occupation", resume, "Take it again."),
-    ):
-        add_route(app, ["GET", "POST"], path, handler, summary=summary, fields=MemoryFields)
-    add_route(
-        app,
-        ["GET", "POST"],
-        "/weights_checker",
-        check,
-        summary="Check the weights.",
-        fields=SglangCheckerFields,
-        once=True,
-    )
+            report(request.path, "allow_quant_error", "weights are compared bit by bit")
+        return await _check(context, fields.action)
 
 
-async def _memory(plane: DialectPlane, op: str, ask: Ask) -> None:
-    asked: Sequence[str] = take(MemoryFields, ask).tags or MEMORY
+def _mount_pause(routes: SharedRoutes, context: DialectContext, updates: Updates) -> None:
+    @routes.post("/pause_generation", SglangPauseFields, "Stop generation.")
+    async def pause(request: ParsedRequest[SglangPauseFields]) -> Any:
+        await context.calls.run("pause", {"mode": request.fields.mode}, request.request_id)
+        await updates.pause()
+        return {**PAUSED, **skipped(context)}
+
+    @routes.post("/continue_generation", ContinueFields, "Commit what was sent meanwhile, and resume.", once=True)
+    async def resume(request: ParsedRequest[ContinueFields]) -> Any:
+        """Commits the update that was sent during the pause before any worker generates."""
+        if not request.fields.torch_empty_cache:
+            report(request.path, "torch_empty_cache", "engines keep their allocators' memory as they do")
+        try:
+            committed = await updates.commit_open()
+        except PlaneError as error:
+            if await updates.is_open():
+                await tell_paused(context, error)
+                raise
+            # The update has ended, and no worker has a part of it. So the fleet need not stay paused.
+            try:
+                await resume_fleet(context)
+            except PlaneError:
+                await tell_paused(context, error)
+                raise error from None
+            told = f"{error.message}; generation continues by the committed version"
+            raise type(error)(told, **error.facts) from error
+        await resume_fleet(context, request.request_id)
+        if committed is None:
+            return {**CONTINUED, **skipped(context)}
+        version = {"weight_version": committed["version"]["label"], "excluded": committed["excluded"]}
+        return {**CONTINUED, **version, **skipped(context)}
+
+
+async def _memory(context: DialectContext, op: str, request: ParsedRequest[MemoryFields]) -> None:
+    asked: Sequence[str] = request.fields.tags or MEMORY
     if "cuda_graph" in asked:
-        report(ask.path, "tags.cuda_graph", "an engine's graphs go and come with its weights")
+        report(request.path, "tags.cuda_graph", "an engine's graphs go and come with its weights")
     tags = [tag for tag in MEMORY if tag in asked]
     if tags:
-        await plane.calls.run(op, {"tags": tags}, ask.request_id)
+        await context.calls.run(op, {"tags": tags}, request.request_id)
 
 
-async def _flush(plane: DialectPlane, timeout_s: float) -> dict[str, Any]:
+async def _flush(context: DialectContext, timeout_s: float) -> dict[str, Any]:
     give_up = time.monotonic() + timeout_s
     while True:
         try:
-            await plane.calls.run("flush_cache", {})
+            await context.calls.run("flush_cache", {})
             return FLUSHED
         except Conflict as error:
             if time.monotonic() >= give_up:
-                # SGLang's status for it, by which clients ask again.
+                # Clients retry on this status of SGLang's.
                 raise InvalidRequest(f"Flush cache failed. {error.message}", **error.facts) from error
         await asyncio.sleep(FLUSH_AGAIN_S)
 
@@ -188,30 +177,30 @@ async def _refuse_to_flush(held: HeldTensors) -> None:
     await held.ask_model()
     if held.is_whole:
         raise InvalidRequest(
-            f"Flush cache failed. The update is whole, but not committed, as nobody has ended it: {held.told}",
-            fix=f"end_weight_update commits it; what is held is dropped after {IDLE_S:g} s of silence",
+            f"Flush cache failed. The update is whole, but its trainer has not ended it: {held.told}",
+            fix=f"end_weight_update commits it; the update is dropped after {IDLE_S:g} s of silence",
         )
     missing = await held.missing()
     raise InvalidRequest(
         f"Flush cache failed. The update is not whole, so it is not committed: {held.told}; "
         f"missing: {', '.join(missing)}",
         missing=missing,
-        fix=f"send the rest; what is held is dropped after {IDLE_S:g} s of silence",
+        fix=f"send the rest; the update is dropped after {IDLE_S:g} s of silence",
     )
 
 
-async def _refuse_to_flush_fed() -> None:
+async def _refuse_to_flush_parts() -> None:
     raise InvalidRequest(
-        "Flush cache failed. The update is not committed: tensors are missing, or nobody has ended it",
-        fix="send the rest; where all is here, end_weight_update commits it",
+        "Flush cache failed. The update is not committed: tensors are missing, or its trainer has not ended it",
+        fix="send the rest; if all tensors are here, end_weight_update commits it",
     )
 
 
-async def _check(plane: DialectPlane, action: str) -> Any:
+async def _check(context: DialectContext, action: str) -> Any:
     if action == "checksum":
-        rows = await checksum_each(plane)
+        rows = await checksum_each(context)
     else:
-        rows = engine_replies(await plane.calls.run("check_weights", {"action": action}))
+        rows = engine_replies(await context.calls.run("check_weights", {"action": action}))
     ranks = [{"instance_id": row["instance_id"], **rank} for row in rows for rank in row["ranks"]]
     differing = [rank["instance_id"] for rank in ranks if rank.get("match") is False]
     if differing:

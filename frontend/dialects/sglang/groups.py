@@ -7,12 +7,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
-from fastapi import FastAPI
 from pydantic import Field
 
-from frontend.dialects import DialectPlane
-from frontend.dialects.common import begun, check_world, joined, members, world_size
-from frontend.dialects.dialect_routes import Ask, Fields, add_route, take
+from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.fleet_as_one import begun, check_world, joined, members, world_size
+from frontend.server.shared_routes import Fields, ParsedRequest, SharedRoutes
 from rl_plane.errors import InvalidRequest, Locked, PlaneError, Unsupported
 from rl_plane.fleet.fleet import FORM_WAIT_S
 from rl_plane.protocol.validation import PRINTABLE
@@ -20,10 +19,11 @@ from rl_plane.protocol.validation import PRINTABLE
 DEFAULT_GROUP = "weight_update_group"
 MAX_GROUP_CHARS = 256
 MAX_KNOWN = 256
-"""Groups whose backend is remembered; more were formed by a client that makes names up."""
+"""The number of groups whose backend is remembered. Only a client that makes up names forms more."""
 
 TURN_WAIT_S = 2 * FORM_WAIT_S
-"""For the groups that are formed before: so long does one take at most, which waits for the fleet's lock first."""
+"""How long a call waits for the groups before it. One group takes this long at most, with the wait for the fleet's
+lock."""
 
 
 class GroupFields(Fields):
@@ -32,9 +32,9 @@ class GroupFields(Fields):
     master_address: str = Field(min_length=1, max_length=255, pattern=PRINTABLE)
     master_port: int = Field(ge=1, le=65_535)
     rank_offset: int = Field(ge=1)
-    """Where the fleet's ranks begin: each worker gets its own offset."""
+    """The first rank of the fleet. Each worker gets its own offset from it."""
     world_size: int = Field(ge=2)
-    """`rank_offset` and every rank of the fleet."""
+    """`rank_offset` plus the number of ranks of the fleet."""
     group_name: str = Field(DEFAULT_GROUP, min_length=1, max_length=MAX_GROUP_CHARS, pattern=PRINTABLE)
     backend: Literal["nccl", "gloo"] = "nccl"
 
@@ -46,14 +46,14 @@ class GroupName(Fields):
 
 
 class _Line:
-    """Calls that form groups, one after another, as they came: they are formed by the same ranks, and each has its
-    whole time."""
+    """The calls that form groups, one after another in the order of their arrival. The same ranks form all of them, and
+    each call has its whole time."""
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
         self.failure: PlaneError | None = None
-        """Of the first that failed: its trainer has most likely died, and those who stand here are its other calls.
-        Each would wait as long, and then take the workers out of routing anew."""
+        """The error of the first call that failed. Its trainer has most likely died, and the waiting calls are its too.
+        Each of them would wait as long, and then take the workers out of routing again."""
 
     @asynccontextmanager
     async def in_turn(self) -> AsyncIterator[None]:
@@ -75,23 +75,23 @@ class _Line:
 
 
 class Groups:
-    """Which backend a trainer's groups have."""
+    """The groups that were formed with this frontend, and their backends."""
 
-    def __init__(self, plane: DialectPlane) -> None:
-        self._plane = plane
+    def __init__(self, context: DialectContext) -> None:
+        self._context = context
         self._backends: dict[str, str] = {}
         self._line = _Line()
 
     async def backend_of(self, name: str) -> str:
-        """Of one that was formed by way of another frontend: what every worker has."""
+        """The backend of a group. If another frontend formed it, the backend that every worker has."""
         if name in self._backends:
             return self._backends[name]
-        rows = await members(self._plane)
+        rows = await members(self._context)
         return "nccl" if rows and all("nccl" in row["transports"] for row in rows) else "gloo"
 
     async def check(self, fields: GroupFields) -> None:
-        """Before anything is dropped for it."""
-        check_world(fields.world_size, fields.rank_offset, await world_size(self._plane))
+        """Checks the size of a group before anything is dropped for it."""
+        check_world(fields.world_size, fields.rank_offset, await world_size(self._context))
 
     async def form(self, fields: GroupFields, request_id: str) -> dict[str, Any]:
         body = {
@@ -102,17 +102,17 @@ class Groups:
             "master_port": fields.master_port,
             "world_size": fields.world_size,
             "rank_offset": fields.rank_offset,
-            "timeout_s": self._plane.part_timeout_s,
+            "timeout_s": self._context.part_timeout_s,
         }
         line = self._line
         async with line.in_turn():
             try:
                 with begun():
-                    reply = await self._plane.calls.run("init_transport", body, request_id)
+                    reply = await self._context.calls.run("init_transport", body, request_id)
             except (InvalidRequest, Unsupported):
-                raise  # this call's own
+                raise  # the error of this call alone
             except PlaneError as error:
-                line.failure, self._line = error, _Line()  # who comes from here on is tried
+                line.failure, self._line = error, _Line()  # later calls try again
                 raise
         while len(self._backends) >= MAX_KNOWN:
             del self._backends[next(iter(self._backends))]
@@ -127,41 +127,24 @@ class Groups:
                 field="group_name",
                 fix="ask the frontend that formed it; or init_weights_update_group, which forms it anew",
             )
-        reply = await self._plane.calls.run("destroy_transport", {"backend": backend, "group": name}, request_id)
+        reply = await self._context.calls.run("destroy_transport", {"backend": backend, "group": name}, request_id)
         del self._backends[name]
         return reply
 
 
-def mount_groups(app: FastAPI, groups: Groups, begins_anew: Callable[[], Awaitable[None]]) -> None:
-    """`begins_anew`: before a group is formed. What its trainer has left half sent is dropped."""
+def mount_groups(routes: SharedRoutes, groups: Groups, begins_anew: Callable[[], Awaitable[None]]) -> None:
+    """`begins_anew`: called before a group is formed, to drop what its trainer has left half sent."""
 
-    async def init(ask: Ask) -> Any:
-        fields = take(GroupFields, ask)
-        await groups.check(fields)
+    @routes.post(
+        "/init_weights_update_group", GroupFields, "Form a torch group of the trainer and every rank.", once=True
+    )
+    async def init(request: ParsedRequest[GroupFields]) -> Any:
+        await groups.check(request.fields)
         await begins_anew()
-        reply = await groups.form(fields, ask.request_id)
+        reply = await groups.form(request.fields, request.request_id)
         return {"success": True, "message": joined(reply, "Succeeded to initialize custom process group.")}
 
-    async def destroy(ask: Ask) -> Any:
-        fields = take(GroupName, ask)
-        reply = await groups.leave(fields.group_name, ask.request_id)
+    @routes.post("/destroy_weights_update_group", GroupName, "Leave the group.", once=True)
+    async def destroy(request: ParsedRequest[GroupName]) -> Any:
+        reply = await groups.leave(request.fields.group_name, request.request_id)
         return {"success": True, "message": joined(reply, "Succeeded to destroy custom process group.")}
-
-    add_route(
-        app,
-        ["POST"],
-        "/init_weights_update_group",
-        init,
-        summary="Form a torch group of the trainer and every rank.",
-        fields=GroupFields,
-        once=True,
-    )
-    add_route(
-        app,
-        ["POST"],
-        "/destroy_weights_update_group",
-        destroy,
-        summary="Leave it.",
-        fields=GroupName,
-        once=True,
-    )

@@ -1,4 +1,4 @@
-"""What SGLang's clients read of a server: of the fleet as one."""
+"""The routes by which SGLang's clients read a server. The fleet answers as one server."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import FastAPI
 from pydantic import Field
 
-from frontend.dialects import DialectPlane
-from frontend.dialects.common import members, rows_of_all, same_of_all, served_version, skipped
-from frontend.dialects.dialect_routes import Ask, Fields, NoFields, add_route, take
+from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.fleet_as_one import members, rows_of_all, same_of_all, served_version, skipped
+from frontend.server.shared_routes import Fields, NoFields, ParsedRequest, SharedRoutes
 from rl_plane.errors import Conflict, InvalidRequest
 
 SGLANG = "0.5.23"
-"""The version whose routes these are."""
+"""The version of SGLang whose routes these are."""
 
 
 class LoadsFields(Fields):
     """`/v1/loads`"""
 
     include: str | None = None
-    """Sections; there is `core` only."""
+    """Sections. Only `core` exists."""
     dp_rank: int | None = Field(None, ge=0)
-    """Only the load of this worker, by its place in the list."""
+    """Return only the load of this worker, by its place in the list."""
     format: str | None = None
-    """`json` only."""
+    """Only `json`."""
 
 
 class RegisterFields(Fields):
@@ -36,42 +35,59 @@ class RegisterFields(Fields):
     worker_type: str = "regular"
 
 
-def mount_info(app: FastAPI, plane: DialectPlane) -> None:
-    async def server_info(ask: Ask) -> Any:
-        return await _server_info(plane)
+def mount_info(routes: SharedRoutes, context: DialectContext) -> None:
+    # vLLM's clients ask at the same path for a format.
+    @routes.get(
+        "/server_info",
+        NoFields,
+        "The fleet as one SGLang server.",
+        claims=lambda raw: not raw.has("config_format"),
+    )
+    @routes.get("/get_server_info", NoFields, "The fleet as one SGLang server.")
+    async def server_info(request: ParsedRequest[NoFields]) -> Any:
+        return await _server_info(context)
 
-    async def model_info(ask: Ask) -> Any:
-        rows = await members(plane)
+    @routes.any("/model_info", NoFields, "The model, and the version that is served.")
+    @routes.any("/get_model_info", NoFields, "The model, and the version that is served.")
+    async def model_info(request: ParsedRequest[NoFields]) -> Any:
+        rows = await members(context)
         return {
             "model_path": same_of_all(rows, "model_path"),
             "served_model_name": same_of_all(rows, "model"),
             "tokenizer_path": same_of_all(rows, "model_path"),
             "is_generation": True,
             "preferred_sampling_params": None,
-            "weight_version": (await served_version(plane))["label"],
+            "weight_version": (await served_version(context))["label"],
             "has_image_understanding": False,
             "has_audio_understanding": False,
-            **skipped(plane),
+            **skipped(context),
         }
 
-    async def weight_version(ask: Ask) -> Any:
-        return {"weight_version": (await served_version(plane))["label"]}
+    @routes.get("/get_weight_version", NoFields, "The label of the version that is served.")
+    async def weight_version(request: ParsedRequest[NoFields]) -> Any:
+        return {"weight_version": (await served_version(context))["label"]}
 
-    async def health_generate(ask: Ask) -> Any:
-        """A real round trip through each engine."""
-        await plane.calls.run("liveness", {})
+    @routes.get("/health_generate", NoFields, "Each engine answers a real round trip, or 503.")
+    async def health_generate(request: ParsedRequest[NoFields]) -> Any:
+        await context.calls.run("liveness", {})
         return {"status": "ok"}
 
-    async def loads(ask: Ask) -> Any:
-        return await _loads(plane, take(LoadsFields, ask))
+    @routes.get("/v1/loads", LoadsFields, "The workers' loads.")
+    async def loads(request: ParsedRequest[LoadsFields]) -> Any:
+        return await _loads(context, request.fields)
 
-    async def workers(ask: Ask) -> Any:
-        rows = await members(plane)
+    _mount_router(routes, context)
+
+
+def _mount_router(routes: SharedRoutes, context: DialectContext) -> None:
+    @routes.get("/workers", NoFields, "This server, as a router lists one.")
+    async def workers(request: ParsedRequest[NoFields]) -> Any:
+        rows = await members(context)
         load = sum(int(row["running"]) + int(row["waiting"]) for row in rows)
-        model = plane.generation.list_models()["data"]
+        model = context.generation.list_models()["data"]
         one = {
-            "id": ask.base_url,
-            "url": ask.base_url,
+            "id": request.base_url,
+            "url": request.base_url,
             "model_id": model[0]["id"] if model else None,
             "worker_type": "regular",
             "is_healthy": bool(rows) and all(row["engine_alive"] for row in rows),
@@ -80,39 +96,20 @@ def mount_info(app: FastAPI, plane: DialectPlane) -> None:
         }
         return {"workers": [one], "total": 1, "stats": {"prefill_count": 0, "decode_count": 0, "regular_count": 1}}
 
-    async def register(ask: Ask) -> Any:
-        fields = take(RegisterFields, ask)
-        if fields.url.rstrip("/") != ask.base_url or fields.worker_type != "regular":
+    @routes.post("/workers", RegisterFields, "Registers this server, and no other.")
+    async def register(request: ParsedRequest[RegisterFields]) -> Any:
+        fields = request.fields
+        if fields.url.rstrip("/") != request.base_url or fields.worker_type != "regular":
             raise InvalidRequest(
                 f"{fields.url[:200]} ({fields.worker_type[:64]}) can't be registered: workers join by NATS",
                 field="url",
                 fix="start `rl-plane worker` beside the engine",
             )
-        return {"status": "accepted", "worker_id": ask.base_url, "url": ask.base_url}
-
-    for path in ("/server_info", "/get_server_info"):
-        add_route(
-            app,
-            ["GET"],
-            path,
-            server_info,
-            summary="The fleet as one SGLang server.",
-            # vLLM's clients ask at the same path for a format.
-            claims=(lambda ask: not ask.has("config_format")) if path == "/server_info" else None,
-        )
-    for path in ("/model_info", "/get_model_info"):
-        add_route(app, ["GET", "POST"], path, model_info, summary="The model, and the version that is served.")
-    add_route(app, ["GET"], "/get_weight_version", weight_version, summary="The label of what is served.")
-    add_route(app, ["GET"], "/health_generate", health_generate, summary="Each engine answers, or 503.")
-    add_route(app, ["GET"], "/v1/loads", loads, summary="The workers' loads.", fields=LoadsFields)
-    add_route(app, ["GET"], "/workers", workers, summary="This server, as a router lists one.", fields=NoFields)
-    add_route(
-        app, ["POST"], "/workers", register, summary="Registers this server; no other.", fields=RegisterFields
-    )
+        return {"status": "accepted", "worker_id": request.base_url, "url": request.base_url}
 
 
-async def _server_info(plane: DialectPlane) -> dict[str, Any]:
-    rows = await rows_of_all(plane, "describe")
+async def _server_info(context: DialectContext) -> dict[str, Any]:
+    rows = await rows_of_all(context, "describe")
     return {
         "num_gpus": sum(int(row["world_size"]) for row in rows),
         "tp_size": same_of_all(rows, "tp_size"),
@@ -127,17 +124,17 @@ async def _server_info(plane: DialectPlane) -> dict[str, Any]:
         "served_model_name": same_of_all(rows, "model"),
         "dtype": same_of_all(rows, "dtype"),
         "context_length": min(int(row["max_model_len"]) for row in rows),
-        "weight_version": (await served_version(plane))["label"],
+        "weight_version": (await served_version(context))["label"],
         "version": SGLANG,
         "internal_states": [],
         "engines": {row["instance_id"]: f"{row['engine']} {row['engine_version']}" for row in rows},
     }
 
 
-async def _loads(plane: DialectPlane, fields: LoadsFields) -> dict[str, Any]:
+async def _loads(context: DialectContext, fields: LoadsFields) -> dict[str, Any]:
     if fields.format not in (None, "json"):
-        raise InvalidRequest("loads are told as JSON here", field="format", fix="json; GET /metrics has gauges")
-    rows = await members(plane)
+        raise InvalidRequest("loads are JSON here", field="format", fix="json; GET /metrics has gauges")
+    rows = await members(context)
     loads = [
         {
             "dp_rank": number,

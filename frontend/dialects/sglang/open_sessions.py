@@ -1,14 +1,14 @@
-"""What a trainer has opened by SGLang's calls, and will close: an entry of the fleet's state, so that any frontend
-knows it. It ends by its trainer's silence; a pause, also by anybody else's pause or resume. Which update has parts here
-is kept until that one is committed, or the next is opened: an end must not call a lost one nothing.
-"""
+"""Stores what a trainer has opened by SGLang's calls and will close, as an entry of the fleet's state that every
+frontend reads. The entry ends when its trainer is silent. A pause also ends with any other pause or resume. The id of
+the update that has taken parts stays until that update is committed or the next one is opened, so that an end can
+report that the update is lost."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
 
-from frontend.dialects import DialectPlane
+from frontend.dialects.common.context import DialectContext
 from rl_plane.bus.state_store import read_pause
 from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.protocol.subjects import OPENED
@@ -17,28 +17,28 @@ from rl_plane.protocol.subjects import OPENED
 @dataclass(frozen=True, slots=True)
 class _Entry:
     begun_until: float = 0.0
-    """Unix seconds of the NATS server until which the trainer may be silent after `begin_weight_update`. 0: it has not
-    begun, or it has ended."""
+    """Until when the trainer may be silent after `begin_weight_update`, in Unix seconds of the NATS server. 0: the
+    trainer has not begun, or has ended."""
     pause: str = ""
-    """The desired pause that `pause_generation` made, as it is written; at another one, the fleet's pause is not its.
-    (Its end makes it one of its kind; its sequence would not: a call that fails to replace it writes it anew.)"""
+    """The desired pause that `pause_generation` has written. If the fleet's pause differs, it is another caller's. (The
+    end of a pause makes it unique. Its sequence would not: a call that fails to replace the pause writes it again.)"""
     sent: str = ""
-    """The update that has taken parts, as long as nobody has seen its commit. It outlasts the update itself: who ends
-    it then is told that it is lost, as often as asked."""
+    """The update that has taken parts and whose commit no frontend has seen. It stays after the update itself has
+    ended, so that each end reports the loss."""
 
 
 class Opened:
-    """Both may be open at once."""
+    """What a trainer has opened: an update that was begun, a pause, or both."""
 
-    def __init__(self, plane: DialectPlane) -> None:
-        self._bus = plane.calls.fleet.client.bus
-        self._state = plane.view.subjects.state
+    def __init__(self, context: DialectContext) -> None:
+        self._bus = context.calls.fleet.client.bus
+        self._state = context.view.subjects.state
 
     async def begin(self) -> None:
         await self._write(replace(await self._read(), begun_until=await self._now() + SESSION_IDLE_S, sent=""))
 
     async def pause(self, *, anew: bool) -> None:
-        """The fleet was paused just now. `anew`: for an update of which nothing has come yet."""
+        """The fleet was paused just now. `anew`: for an update of which no part has come yet."""
         pause = (await read_pause(self._bus, self._state)).encode().decode()
         entry = replace(await self._read(), pause=pause)
         await self._write(replace(entry, sent="") if anew else entry)
@@ -47,8 +47,8 @@ class Opened:
         return (await self._read()).begun_until > await self._now()
 
     async def takes_more(self, update_id: str, *, was_begun: bool = False) -> bool:
-        """A part of it has come: will more come, or an end? What was begun waits for it anew. `was_begun`: when the
-        part was announced; its trainer was not silent since, however long that took."""
+        """A part of the update has come. Whether more parts, or an end, will follow. Extends the time of an update that
+        was begun. `was_begun`: it was begun when the part was announced, and its trainer was not silent since."""
         entry = await self._read()
         begun = entry.begun_until > (0.0 if was_begun else await self._now())
         until = await self._now() + SESSION_IDLE_S if begun else entry.begun_until
@@ -58,21 +58,22 @@ class Opened:
         return begun or await self._in_pause(entry)
 
     async def sent(self) -> str:
-        """The update that has taken parts, and may be lost by now; empty: none, since the last was committed or the
-        next was opened."""
+        """The update that has taken parts, and may be lost by now. Empty: there is none since the last commit or
+        opening."""
         return (await self._read()).sent
 
     async def is_open(self) -> bool:
-        """Will an end come, of one or the other?"""
+        """Whether an end will follow, of the update or of the pause."""
         entry = await self._read()
         return entry.begun_until > await self._now() or await self._in_pause(entry)
 
     async def in_pause(self) -> bool:
-        """Will `continue_generation` come?"""
+        """Whether `continue_generation` will follow."""
         return await self._in_pause(await self._read())
 
     async def end(self, *, committed: bool = True) -> None:
-        """What was begun is over. (A pause ends with the fleet's own.) Not `committed`: what was sent is lost."""
+        """Ends what was begun. A pause ends with the fleet's own. Not `committed`: the parts that were sent are
+        lost."""
         entry = await self._read()
         over = replace(entry, begun_until=0.0, sent="" if committed else entry.sent)
         if over != entry:
@@ -85,7 +86,7 @@ class Opened:
         return now.encode().decode() == entry.pause and now.left_s(await self._now()) > 0
 
     async def _now(self) -> float:
-        """By the server's clock: the next call may come by another frontend."""
+        """The server's clock, because the next call may reach another frontend."""
         return await self._bus.server_time(self._state)
 
     async def _read(self) -> _Entry:

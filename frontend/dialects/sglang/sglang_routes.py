@@ -5,9 +5,7 @@ When parts of an update are committed: `sglang_session`.
 
 from __future__ import annotations
 
-from fastapi import FastAPI
-
-from frontend.dialects import DialectPlane
+from frontend.dialects.common.context import DialectContext
 from frontend.dialects.sglang.adapters import mount_adapters
 from frontend.dialects.sglang.body_tensors import HeldTensors, Store
 from frontend.dialects.sglang.control import mount_control
@@ -16,15 +14,16 @@ from frontend.dialects.sglang.info import mount_info
 from frontend.dialects.sglang.sglang_session import Updates
 from frontend.dialects.sglang.tensor_routes import mount_tensors
 from frontend.dialects.sglang.update_routes import mount_updates
+from frontend.server.shared_routes import SharedRoutes
 
 
-def mount(app: FastAPI, plane: DialectPlane) -> None:
-    groups = Groups(plane)
-    store = Store(plane)
-    updates = Updates(plane, groups, HeldTensors(plane, store))
-    mount_info(app, plane)
-    mount_control(app, plane, updates)
-    mount_groups(app, groups, updates.drop)
-    mount_updates(app, plane, updates)
-    mount_tensors(app, plane, updates, store)
-    mount_adapters(app, plane)
+def mount(routes: SharedRoutes, context: DialectContext) -> None:
+    groups = Groups(context)
+    store = Store(context)
+    updates = Updates(context, groups, HeldTensors(context, store))
+    mount_info(routes, context)
+    mount_control(routes, context, updates)
+    mount_groups(routes, groups, updates.drop)
+    mount_updates(routes, context, updates)
+    mount_tensors(routes, context, updates, store)
+    mount_adapters(routes, context)

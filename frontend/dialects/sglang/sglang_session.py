@@ -1,14 +1,16 @@
 """SGLang's weight updates, as transactions of the fleet.
 
-Trainers send an update as many calls, and SGLang writes each call's tensors over the served ones as they come. Here
-they are staged until the update is whole, and then committed on every worker or on none:
+Trainers send an update as many calls. SGLang writes the tensors of each call over the served ones at once. Here the
+fleet stages them until the update is whole, and commits them on every worker or on none:
 
-- between `begin_weight_update` and `end_weight_update`: by `end_weight_update`;
-- while the fleet is paused by `pause_generation`: by `continue_generation`;
-- else: by the call with which no tensor is missing any more.
+| the trainer sends | commits |
+|---|---|
+| between `begin_weight_update` and `end_weight_update` | `end_weight_update` |
+| while the fleet is paused by `pause_generation` | `continue_generation` |
+| otherwise | the call that brings the last missing tensor |
 
-What was staged is the fleet's own session, and what was opened an entry of its state (`sglang_opened`), so any frontend
-can go on with it, and it ends by itself when its trainer is silent.
+The staged tensors belong to the fleet's own session, and `open_sessions` stores what was opened. So any frontend can
+continue the update, and it ends by itself when its trainer is silent.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from frontend.dialects import DialectPlane
-from frontend.dialects.common import NOT_POSSIBLE, begun, check_label, last_begun, served_version
-from frontend.dialects.dialect_routes import Fields
+from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.fleet_as_one import NOT_POSSIBLE, begun, check_label, last_begun, served_version
 from frontend.dialects.sglang.body_tensors import HeldTensors
 from frontend.dialects.sglang.groups import DEFAULT_GROUP, MAX_GROUP_CHARS, Groups
 from frontend.dialects.sglang.open_sessions import Opened
+from frontend.server.shared_routes import Fields
 from rl_plane.bus.lock import POLL_S, read_holder
 from rl_plane.bus.state_store import read_session
 from rl_plane.commit.sessions import SESSION_IDLE_S
@@ -36,18 +38,18 @@ from rl_plane.protocol.update_requests import MAX_PART_TENSORS
 from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
 
 OWNER = "sglang"
-"""Of the fleet's session."""
+"""The owner of the fleet's session."""
 
 
 class Update(Fields):
-    """What every update may say"""
+    """The fields of every update"""
 
     abort_all_requests: bool = False
-    """End running requests instead of freezing them while the weights change. Of an update in several calls: if any
-    says so."""
+    """End running requests instead of freezing them while the weights change. In an update of several calls, one call
+    that asks for it suffices."""
     weight_version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
     flush_cache: bool = True
-    """False changes nothing: no new request may reuse KV of older weights."""
+    """False has no effect: no new request may reuse KV of older weights."""
     torch_empty_cache: bool = False
 
     @property
@@ -64,7 +66,7 @@ class DistributedFields(Update):
     shapes: list[list[int]]
     group_name: str = Field(DEFAULT_GROUP, min_length=1, max_length=MAX_GROUP_CHARS, pattern=PRINTABLE)
     load_format: str | None = None
-    """None: a broadcast for each tensor. `flattened_bucket`: one for all."""
+    """None: one broadcast for each tensor. `flattened_bucket`: one broadcast for all."""
     selector: Literal["target", "draft", "all"] = "all"
 
 
@@ -88,48 +90,48 @@ class _Receiving(NamedTuple):
     group: str
     task: asyncio.Task[dict[str, Any]]
     label: str | None = None
-    """Given while the ranks listened, when nobody could have the fleet to note it."""
+    """A label that came while the ranks listened. The fleet was locked then, and could not store it."""
 
 
 class Updates:
     """The trainer's update, in the fleet's session."""
 
-    def __init__(self, plane: DialectPlane, groups: Groups, held: HeldTensors) -> None:
+    def __init__(self, context: DialectContext, groups: Groups, held: HeldTensors) -> None:
         self.held = held
-        """What came in bodies."""
-        self.opened = Opened(plane)
-        self._plane = plane
+        """The tensors that came in bodies."""
+        self.opened = Opened(context)
+        self._context = context
         self._groups = groups
         self._open_until = 0.0
-        """Monotonic: so long what was begun or sent by way of this frontend is an update, unless it ends before."""
+        """Until when an update counts as open that was begun or sent with this frontend; monotonic seconds."""
         self._preparing = asyncio.Lock()
         self._announced = ("", 0)
-        """The update that a part came for last, and how many have come for it here: while `_preparing`."""
+        """The update of the last part, and the number of its parts so far. Protected by `_preparing`."""
         self._receiving: _Receiving | None = None
-        """Of the two-phase form: the last one, which may be completed again when its answer was lost."""
+        """The last update in two phases. A client that lost the answer completes it again."""
 
     @property
     def under_way(self) -> bool:
-        """As far as this frontend knows by itself; the fleet's session says more."""
+        """Whether this frontend knows of an open update. The fleet's session may know of another one."""
         receiving = self._receiving is not None and not self._receiving.task.done()
         return receiving or len(self.held) > 0 or time.monotonic() < self._open_until
 
     async def session(self) -> UpdateSession | None:
-        """The update that is fed by SGLang's calls; another dialect's is for its own to end."""
-        session = await read_session(self._plane.calls.fleet.client.bus, self._plane.view.subjects.state)
+        """The session of an update by SGLang's calls. None: there is none, or another dialect owns it."""
+        session = await read_session(self._context.calls.fleet.client.bus, self._context.view.subjects.state)
         if session is None or session.owner != OWNER:
             return None
         return session
 
-    async def fed_standing(self) -> str | None:
-        """Of what is broadcast: its next update may be announced by the same bodies."""
+    async def parts_standing(self) -> str | None:
+        """The id of the update that a broadcast belongs to. The next update may announce the same bodies."""
         session = await self.session()
         return session.update_id if session is not None else None
 
     # ---- parts ----
 
     async def take_part(self, fields: DistributedFields, digest: str) -> dict[str, Any]:
-        """The reply of the part, or of the commit. `digest`: of the call's body."""
+        """The reply to the part, or to the commit. `digest`: the hash of the call's body."""
         async with self._preparing:  # two stages of a trainer's pipeline may begin at once
             session = await self.session()
             was_begun = await self.opened.is_begun()
@@ -145,15 +147,15 @@ class Updates:
             "shapes": fields.shapes,
             "layout": "each" if fields.load_format is None else "flat",
             "group": fields.group_name,
-            "timeout_s": self._plane.part_timeout_s,
+            "timeout_s": self._context.part_timeout_s,
             **({} if fields.weight_version is None else {"version": fields.weight_version}),
             **({"pause_mode": "abort"} if fields.abort_all_requests else {}),
         }
-        self._open_until = 0.0  # unless it comes
+        self._open_until = 0.0  # until the part has come
         with begun(NOT_POSSIBLE):
-            reply = await self._plane.calls.run("receive_weights_part", part, digest=digest)
+            reply = await self._context.calls.run("receive_weights_part", part, digest=digest)
         self._open_until = time.monotonic() + SESSION_IDLE_S
-        # In any case: each part is a sign of life.
+        # Call it after each part, because it extends the time of the update.
         if await self.waits_for_more(update_id, was_begun=was_begun):
             return reply
         if session is None and reply["missing"]:
@@ -163,9 +165,9 @@ class Updates:
         try:
             return await self.commit(update_id)
         except PlaneError as error:
-            with contextlib.suppress(PlaneError):  # the first error is the one that counts
-                if await self.fed_standing() == update_id:  # this very call would bring its tensors twice
-                    error.facts["fix"] = "all of it is here: end_weight_update commits it"
+            with contextlib.suppress(PlaneError):  # the commit's error matters more
+                if await self.parts_standing() == update_id:  # repeating this call would send its tensors twice
+                    error.facts["fix"] = "all tensors are here: end_weight_update commits them"
             raise
 
     async def _prepare(self, group: str, fields: Update) -> str:
@@ -177,38 +179,40 @@ class Updates:
             **({} if fields.weight_version is None else {"version": fields.weight_version}),
         }
         with begun():
-            reply = await self._plane.calls.run("prepare_weights_update", body)
+            reply = await self._context.calls.run("prepare_weights_update", body)
         return str(reply["update_id"])
 
     async def _close_if_tied(self, update_id: str, names: list[str]) -> None:
-        """All of it is tied to other tensors, and came before them, or behind the commit: it begins no update, and
-        nobody is to wait for more of it, unless another part was announced meanwhile. Every rank has what was sent, so
-        its groups stay."""
-        with contextlib.suppress(PlaneError):  # it ends by its silence then
-            fed = await self.session()
+        """Drops an update whose tensors are all tied to others. They came before their update, or after its commit, so
+        no more of it will follow, unless another part was announced meanwhile. Every rank has received what was sent,
+        so the groups stay."""
+        with contextlib.suppress(PlaneError):  # silence ends it otherwise
+            session = await self.session()
             if not set(names) <= await self.held.ask_model():
                 return
-            async with self._preparing:  # who announces a part now begins an update of its own
-                if self._announced == (update_id, 1) and not await self._is_fed_elsewhere(update_id, fed):
-                    await self._plane.calls.run("abort_weights_update", {"update_id": update_id})
+            async with self._preparing:  # a part that is announced later begins an update of its own
+                if self._announced == (update_id, 1) and not await self._is_continued_elsewhere(
+                    update_id, session
+                ):
+                    await self._context.calls.run("abort_weights_update", {"update_id": update_id})
                     await self.opened.end()
 
-    async def _is_fed_elsewhere(self, update_id: str, before: UpdateSession | None) -> bool:
-        """By way of another frontend: now, or since it was as `before`."""
-        bus, state = self._plane.calls.fleet.client.bus, self._plane.view.subjects.state
+    async def _is_continued_elsewhere(self, update_id: str, before: UpdateSession | None) -> bool:
+        """Whether another frontend has received parts since the session was as `before`."""
+        bus, state = self._context.calls.fleet.client.bus, self._context.view.subjects.state
         holder = await read_holder(bus, state)
         return (holder is not None and holder.get("update_id") == update_id) or await self.session() != before
 
     async def waits_for_more(self, update_id: str, *, was_begun: bool = False) -> bool:
-        """After a part of it: until the trainer ends it, or lets the fleet go on. A pause of somebody else's says
-        nothing of this update: nobody would commit it."""
+        """Whether the trainer will end the update, or resume the fleet, after a part. A pause of another caller does
+        not count: no call would commit the update then."""
         with begun(NOT_POSSIBLE):
             return await self.opened.takes_more(update_id, was_begun=was_begun)
 
     # ---- commits ----
 
     async def commit_open(self) -> dict[str, Any] | None:
-        """None: nothing was sent. What was, and is lost, is an error as often as it is asked for."""
+        """Commits the open update. None: nothing was sent. An update that is lost is an error, at each call."""
         try:
             async with self.held.turn:
                 reply = await self.commit_held() if self.held else None
@@ -217,7 +221,7 @@ class Updates:
             if reply is None and (sent := await self.opened.sent()):
                 reply = await self._commit_sent(sent)
         except PlaneError:
-            with contextlib.suppress(PlaneError):  # the first error is the one that counts
+            with contextlib.suppress(PlaneError):  # the commit's error matters more
                 if not await self.is_open():
                     await self.opened.end(committed=False)
             raise
@@ -226,13 +230,13 @@ class Updates:
         return reply
 
     async def commit_held(self) -> dict[str, Any]:
-        """In its `turn`."""
+        """Commits the held tensors. Call it while holding `held.turn`."""
         reply = await self.held.commit()
         await self.note_commit()
         return reply
 
     async def _commit_sent(self, update_id: str) -> dict[str, Any]:
-        """Of what was sent and does not wait here: somebody has committed it, or the answer was lost; else it is."""
+        """Commits an update that was sent and does not wait here. It may be committed already, or lost."""
         try:
             return await self.commit(update_id)
         except UpdateAborted as error:
@@ -244,27 +248,27 @@ class Updates:
             ) from error
 
     async def note_commit(self) -> None:
-        """Newer weights are committed, whether or not this is heard: what was begun runs out by itself, and what was
-        sent before them and is lost is no matter any more."""
+        """Newer weights are committed, so earlier parts that are lost no longer matter. A failure is ignored: what was
+        begun expires by itself."""
         with contextlib.suppress(PlaneError):
             await self.opened.end()
 
     async def is_open(self) -> bool:
-        """Is something still to be committed?"""
+        """Whether an update still waits for its commit."""
         return len(self.held) > 0 or await self.session() is not None
 
     async def commit(self, update_id: str, label: str | None = None) -> dict[str, Any]:
-        """Asked again, the same answer. `label`: None is the one that it has."""
+        """Commits an update. A repeated call gets the same answer. `label`: None keeps the label that it has."""
         self._open_until = 0.0
         body = {"update_id": update_id, **({} if label is None else {"version": label})}
         with begun(NOT_POSSIBLE):
-            reply = await self._plane.calls.run("complete_weights_update", body)
+            reply = await self._context.calls.run("complete_weights_update", body)
         await self.note_commit()
         check_label(reply, label)
         return reply
 
     async def pause(self) -> None:
-        """The fleet was paused just now, for an update to come; or for one that is sent already."""
+        """The fleet was paused just now, for an update that follows or is sent already."""
         await self.opened.pause(anew=not await self.is_open())
 
     async def begin(self) -> None:
@@ -274,15 +278,16 @@ class Updates:
         self._open_until = time.monotonic() + SESSION_IDLE_S
 
     async def drop(self) -> None:
-        """A trainer that forms a group begins anew: what one before it has left half sent is dropped. Locked: what it
-        had sent is still on its way, and would take the new groups with it when it fails."""
+        """Drops what a trainer before has left half sent, because a trainer that forms a group begins anew.
+
+        Raises Locked if its tensors are still on their way. They would take the new groups with them when they fail."""
         self._receiving, self._open_until = None, 0.0
         self.held.drop()
         await self.opened.end(committed=False)
         give_up = time.monotonic() + FORM_WAIT_S
         while (session := await self.session()) is not None:
             try:
-                await self._plane.calls.run("abort_weights_update", {"update_id": session.update_id})
+                await self._context.calls.run("abort_weights_update", {"update_id": session.update_id})
                 return
             except Locked:
                 if time.monotonic() > give_up:
@@ -290,10 +295,10 @@ class Updates:
             except BusUnreachable:
                 raise
             except PlaneError:
-                return  # nothing is left of it
+                return  # the update has ended already
 
     async def name(self, label: str) -> None:
-        """The update that is sent now; else the one that is served, as it can."""
+        """Labels the update that is sent now. Without one, commits the served weights again under the new label."""
         if self.held:
             self.held.name(label)
             return
@@ -301,27 +306,27 @@ class Updates:
         if session is not None:
             receiving = self._receiving
             if receiving is not None and receiving.update_id == session.update_id:
-                listening = not receiving.task.done()  # for a trainer that may send when it has named it
+                listening = not receiving.task.done()  # a trainer may send only after it has named the update
                 self._receiving = receiving._replace(label=label if listening else None)
                 if listening:
                     return
             named = {"update_id": session.update_id, "version": label}
-            await self._plane.calls.run("label_weights_update", named)
+            await self._context.calls.run("label_weights_update", named)
             return
         if sent := await self.opened.sent():
-            await self._commit_sent(sent)  # a lost one's name is not for what is served
-        served = await served_version(self._plane)
+            await self._commit_sent(sent)  # the label of a lost update is not for the served version
+        served = await served_version(self._context)
         if served["label"] == label:
             return
-        # The same weights once more, under another name: they are fetched again from where they came.
+        # Workers fetch the same weights again from their source, under another label.
         body = {"rollback": {"sequence": served["sequence"]}, "version": label}
         with begun():
-            await self._plane.calls.run("update_weights", body)
+            await self._context.calls.run("update_weights", body)
 
     # ---- two phases ----
 
     async def listen(self, fields: PrepareFields, digest: str) -> None:
-        """`digest`: of the call's body."""
+        """Prepares an update, and listens for all its buckets. `digest`: the hash of the call's body."""
         if fields.num_buckets != len(fields.buckets):
             raise InvalidRequest(
                 f"num_buckets is {fields.num_buckets}, and {len(fields.buckets)} are described",
@@ -329,7 +334,7 @@ class Updates:
                 fix="describe each bucket",
             )
         before = self._receiving
-        if before is not None and (not before.task.done() or await self.fed_standing() == before.update_id):
+        if before is not None and (not before.task.done() or await self.parts_standing() == before.update_id):
             raise Conflict("an update is received already", fix="complete_weights_update first")
         self._receiving = None
         update_id = await self._prepare(fields.group_name, Update())
@@ -341,34 +346,34 @@ class Updates:
             "update_id": update_id,
             **dict(zip(("names", "dtypes", "shapes"), every, strict=True)),
             "group": fields.group_name,
-            "timeout_s": self._plane.part_timeout_s,
+            "timeout_s": self._context.part_timeout_s,
         }
         with begun():
-            # Who is told "ready" sends at once: what does not fit is told before.
-            await self._plane.calls.run("receive_weights_part", {**part, "check_only": True}, digest=digest)
+            # The trainer sends as soon as the answer is "ready", so what does not fit must fail before.
+            await self._context.calls.run("receive_weights_part", {**part, "check_only": True}, digest=digest)
         try:
             with begun():
                 await self.opened.takes_more(
                     update_id
-                )  # before the feed, which is given up for nothing but itself
-                call = self._plane.calls.run("receive_weights_part", part, digest=digest)
+                )  # before the call that receives, which nothing else may end
+                call = self._context.calls.run("receive_weights_part", part, digest=digest)
                 task = asyncio.create_task(call, name="two-phase update")
                 task.add_done_callback(
                     lambda done: None if done.cancelled() else done.exception()
-                )  # who completes is told
-                await self._is_heard(update_id, task)
+                )  # `complete` raises it
+                await self._wait_until_listening(update_id, task)
         except PlaneError:
-            with contextlib.suppress(PlaneError):  # nobody will send it
-                await self._plane.calls.run("abort_weights_update", {"update_id": update_id})
+            with contextlib.suppress(PlaneError):  # the trainer will not send it
+                await self._context.calls.run("abort_weights_update", {"update_id": update_id})
             raise
         self._receiving = _Receiving(update_id, fields.num_buckets, fields.group_name, task)
 
-    async def _is_heard(self, update_id: str, task: asyncio.Task[dict[str, Any]]) -> None:
-        """Until the fleet is held for these tensors: another change of it may come first. The feed's own bounds end
-        the wait."""
-        bus, state = self._plane.calls.fleet.client.bus, self._plane.view.subjects.state
+    async def _wait_until_listening(self, update_id: str, task: asyncio.Task[dict[str, Any]]) -> None:
+        """Waits until the fleet is locked for these tensors: another change may come first. The bounds of the call that
+        receives end the wait."""
+        bus, state = self._context.calls.fleet.client.bus, self._context.view.subjects.state
         while not task.done():
-            with contextlib.suppress(BusUnreachable):  # the feed goes on; given up here, it would be nobody's
+            with contextlib.suppress(BusUnreachable):  # the call continues, and must not be left without an owner
                 holder = await read_holder(bus, state)
                 if holder is not None and holder.get("update_id") == update_id:
                     return
@@ -376,7 +381,7 @@ class Updates:
         task.result()
 
     async def complete(self, label: str | None, group: str | None) -> tuple[int, dict[str, Any]]:
-        """`group`: None is the one that was prepared. Asked again, the same answer."""
+        """Commits the received update. A repeated call gets the same answer. `group`: None means the prepared group."""
         receiving = self._receiving
         if receiving is None or not await self._is_last(receiving):
             raise Conflict("no update is prepared", fix="prepare_weights_update first")
@@ -390,13 +395,13 @@ class Updates:
             with begun(NOT_POSSIBLE):
                 await asyncio.shield(receiving.task)
         except PlaneError:
-            self._receiving = None  # it is over
+            self._receiving = None  # the update has ended
             raise
         if label is not None:
-            receiving = self._receiving = receiving._replace(label=None)  # also when it is asked again
+            receiving = self._receiving = receiving._replace(label=None)  # a repeated call too
         return receiving.buckets, await self.commit(receiving.update_id, label or receiving.label)
 
     async def _is_last(self, receiving: _Receiving) -> bool:
-        """Another one may have been prepared since, by way of another frontend."""
-        last = await self.fed_standing() or await last_begun(self._plane)
+        """Whether no later update was prepared, with another frontend."""
+        last = await self.parts_standing() or await last_begun(self._context)
         return last == receiving.update_id

@@ -1,8 +1,8 @@
-"""SGLang's tensors in the body of a request, without a pickle: safetensors in base64, put into NATS for the workers.
+"""Routes that take tensors in the body of a request, as safetensors in base64, and put them into NATS for the workers.
 
-SGLang sends a pickle for each rank of one engine, which is never opened here. `load_format: "safetensors"` and one
-element, `serialized_named_tensors: [base64 of a safetensors file]`, is what this takes instead. An update may be
-several such calls: `sglang_held` has their tensors until it is whole.
+SGLang sends a pickle for each rank of one engine, which is never opened here. These routes take one element instead:
+`load_format: "safetensors"` and `serialized_named_tensors: [base64 of a safetensors file]`. An update may be several
+such calls; `body_tensors` holds their tensors until the update is whole.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Literal
 
-from fastapi import FastAPI
 from pydantic import Field
 
-from frontend.dialects import DialectPlane
-from frontend.dialects.common import begun, joined
-from frontend.dialects.dialect_routes import Ask, Fields, add_route, report, take
-from frontend.dialects.sglang.adapters import BY_NAME, held_adapters, loaded
+from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.fleet_as_one import begun, joined
+from frontend.dialects.common.pause_and_adapters import held_adapters
+from frontend.dialects.sglang.adapters import BY_NAME, loaded_reply
 from frontend.dialects.sglang.body_tensors import ANOTHER_WAY, FIELD, Store, read_tensors
 from frontend.dialects.sglang.sglang_session import Update, Updates
 from frontend.dialects.sglang.update_routes import refuse_draft, report_unused
+from frontend.server.shared_routes import Fields, ParsedRequest, SharedRoutes, report
 from rl_plane.bus.state_store import read_record
 from rl_plane.errors import Conflict, Locked, Unsupported
 from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
 
 MAX_BODY_BYTES = 256 << 20
-"""Of such a request: 192 MB of weights. What is larger goes by a transport that no frontend stands in."""
+"""The largest request: 192 MB of weights. Larger weights need a transport without a frontend between."""
 FORMAT = "safetensors"
 
 
@@ -53,32 +53,37 @@ class AdapterFields(Fields):
     expected_checksums: dict[str, str] | None = None
 
 
-def mount_tensors(app: FastAPI, plane: DialectPlane, updates: Updates, store: Store) -> None:
+def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Updates, store: Store) -> None:
     held = updates.held
 
     async def standing() -> tuple[int, str | None, bool]:
-        """What was sent stands in the body itself. So the call that has committed may come again as well, as long as
-        nothing else was committed since, and nothing opened that it could be a part of."""
+        """Names the update of a call. The body itself has the tensors, so the call that has committed may be repeated
+        too, while nothing else was committed since, and nothing was opened that it could be a part of."""
         if held:
             return held.number, None, False
-        record = await read_record(plane.calls.fleet.client.bus, plane.view.subjects.state)
+        record = await read_record(context.calls.fleet.client.bus, context.view.subjects.state)
         return held.number, record.update_id if record is not None else None, await updates.opened.is_open()
 
-    async def from_tensor(ask: Ask) -> Any:
-        fields = take(TensorFields, ask)
+    @routes.post(
+        "/update_weights_from_tensor",
+        TensorFields,
+        "New weights in the body, as safetensors.",
+        once=True,
+        standing=standing,
+        max_body_bytes=MAX_BODY_BYTES,
+    )
+    async def from_tensor(request: ParsedRequest[TensorFields]) -> Any:
+        fields = request.fields
         refuse_draft(fields.selector)
         _check_format(fields.load_format)
-        report_unused(ask, fields)
+        report_unused(request, fields)
         tensors = await asyncio.to_thread(read_tensors, fields.serialized_named_tensors)
         only_tied = tensors.keys() <= await held.ask_model()
         async with held.turn:
             if only_tied and not held and not await updates.opened.is_open():
-                # Before the update, or behind its commit: nobody can tell which.
-                return {
-                    "success": True,
-                    "message": f"{len(tensors)} tensors come with others, to which the model ties them; they were not "
-                    "compared",
-                }
+                # They come before the update, or after its commit. Nothing says which.
+                told = f"{len(tensors)} tensors come with others, to which the model ties them; they were not compared"
+                return {"success": True, "message": told}
             if await updates.session() is not None:
                 raise Conflict(
                     "an update is received by broadcasts already", field=FIELD, fix="send one in one way"
@@ -88,14 +93,21 @@ def mount_tensors(app: FastAPI, plane: DialectPlane, updates: Updates, store: St
                 return {"success": True, "message": f"{len(tensors)} tensors are held, {len(held)} of this update"}
             try:
                 reply = await updates.commit_held()
-            except Locked:  # it has not begun: this call may come again
+            except Locked:  # the update has not begun, and the client sends this call again
                 held.take_back(tensors)
                 raise
         told = joined(reply, "Succeeded to update parameter online.")
         return {"success": True, "message": told, "weight_version": reply["version"]["label"]}
 
-    async def adapter(ask: Ask) -> Any:
-        fields = take(AdapterFields, ask)
+    @routes.post(
+        "/load_lora_adapter_from_tensors",
+        AdapterFields,
+        "An adapter in the body, as safetensors.",
+        once=True,
+        max_body_bytes=MAX_BODY_BYTES,
+    )
+    async def adapter(request: ParsedRequest[AdapterFields]) -> Any:
+        fields = request.fields
         _check_format(fields.load_format)
         if fields.added_tokens_config:
             raise Unsupported(
@@ -107,36 +119,15 @@ def mount_tensors(app: FastAPI, plane: DialectPlane, updates: Updates, store: St
             ("expected_checksums", "every tensor's own digest is compared"),
         ):
             if getattr(fields, name):
-                report(ask.path, name, why)
+                report(request.path, name, why)
         tensors = await asyncio.to_thread(read_tensors, fields.serialized_named_tensors)
-        op = "swap" if fields.lora_name in await held_adapters(plane) else "load"
+        op = "swap" if fields.lora_name in await held_adapters(context) else "load"
         with begun():
             transport = await store.put(tensors, f"lora-{fields.lora_name}"[:100], fields.config_dict)
             target = {"kind": "lora", "op": op, "name": fields.lora_name}
-            await plane.calls.run("update_weights", {"target": target, "transport": transport}, ask.request_id)
-        return await loaded(plane)
-
-    add_route(
-        app,
-        ["POST"],
-        "/update_weights_from_tensor",
-        from_tensor,
-        summary="New weights in the body, as safetensors.",
-        fields=TensorFields,
-        once=True,
-        standing=standing,
-        max_body_bytes=MAX_BODY_BYTES,
-    )
-    add_route(
-        app,
-        ["POST"],
-        "/load_lora_adapter_from_tensors",
-        adapter,
-        summary="An adapter in the body, as safetensors.",
-        fields=AdapterFields,
-        once=True,
-        max_body_bytes=MAX_BODY_BYTES,
-    )
+            body = {"target": target, "transport": transport}
+            await context.calls.run("update_weights", body, request.request_id)
+        return await loaded_reply(context)
 
 
 def _check_format(load_format: str | None) -> None:

@@ -1,18 +1,17 @@
-"""SGLang's routes for weight updates. When parts of an update are committed: `sglang_session`."""
+"""SGLang's routes for weight updates. `sglang_session` says when the parts of an update are committed."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from fastapi import FastAPI
 from pydantic import Field
 
-from frontend.dialects import DialectPlane
-from frontend.dialects.common import begun, joined
-from frontend.dialects.dialect_routes import Ask, Fields, add_route, has_route, report, take
+from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.fleet_as_one import begun, joined
 from frontend.dialects.sglang.body_tensors import ANOTHER_WAY
 from frontend.dialects.sglang.sglang_session import DistributedFields, PrepareFields, Update, Updates
-from frontend.server.http import MAX_BODY_BYTES, MAX_NAMES_BYTES
+from frontend.server.bodies import MAX_NAMES_BYTES
+from frontend.server.shared_routes import DialectRequest, Fields, ParsedRequest, SharedRoutes, report
 from rl_plane.errors import InvalidRequest, Locked, PlaneError, Unsupported
 from rl_plane.protocol.update_requests import MAX_STEP
 from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
@@ -31,7 +30,7 @@ class DiskFields(Update):
     """Leave the fleet paused."""
     recapture_cuda_graph: bool = False
     token_step: int = Field(0, ge=0, le=MAX_STEP)
-    """The trainer's step: the history keeps it, and it is the version's label where `weight_version` is not given."""
+    """The trainer's step. The history has it, and it is the version's label if `weight_version` is not given."""
     manifest: dict[str, Any] | None = None
 
 
@@ -65,15 +64,23 @@ class CompleteFields(Fields):
     """`/complete_weights_update`, of SGLang-Omni"""
 
     group_name: str | None = None
-    """None: the one that was prepared; another one is refused."""
+    """None: the group that was prepared. Any other group is refused."""
     flush_cache: bool = False
-    """False changes nothing: no new request may reuse KV of older weights."""
+    """False has no effect: no new request may reuse KV of older weights."""
     weight_version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
 
 
-def mount_updates(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
-    async def from_distributed(ask: Ask) -> Any:
-        fields = take(DistributedFields, ask)
+def mount_updates(routes: SharedRoutes, context: DialectContext, updates: Updates) -> None:
+    @routes.post(
+        "/update_weights_from_distributed",
+        DistributedFields,
+        "Tensors that are broadcast now.",
+        once=True,
+        standing=updates.parts_standing,
+        max_body_bytes=MAX_NAMES_BYTES,
+    )
+    async def from_distributed(request: ParsedRequest[DistributedFields]) -> Any:
+        fields = request.fields
         refuse_draft(fields.selector)
         if fields.load_format not in (None, "flattened_bucket"):
             raise Unsupported(
@@ -81,112 +88,92 @@ def mount_updates(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
                 field="load_format",
                 fix="leave it out, or flattened_bucket",
             )
-        report_unused(ask, fields)
-        reply = await updates.take_part(fields, ask.digest)
+        report_unused(request, fields)
+        reply = await updates.take_part(fields, request.digest)
         if "version" in reply:
             told = joined(reply, "Succeeded to update parameter online.")
             return {"success": True, "message": told, "weight_version": reply["version"]["label"]}
         told = joined(reply, f"{reply['tensors']} tensors are staged, {reply['missing']} are missing")
         return {"success": True, "message": told}
 
-    async def from_disk(ask: Ask) -> Any:
-        reply = await _from_disk(plane, take(DiskFields, ask), ask)
+    @routes.post("/update_weights_from_disk", DiskFields, "New weights from a directory.", once=True)
+    async def from_disk(request: ParsedRequest[DiskFields]) -> Any:
+        reply = await _from_disk(context, request)
         await updates.note_commit()
         return reply
 
-    async def from_ipc(ask: Ask) -> Any:
-        take(IpcFields, ask)
+    @routes.post("/begin_weight_update", BeginFields, "Begin an update of several calls.", once=True)
+    async def begin(request: ParsedRequest[BeginFields]) -> Any:
+        refuse_draft(request.fields.selector)
+        await updates.begin()
+        return {"success": True, "message": "the update is open"}
+
+    @routes.post("/end_weight_update", Fields, "Commit the update, everywhere or nowhere.", once=True)
+    async def end(request: ParsedRequest[Fields]) -> Any:
+        reply = await updates.commit_open()
+        if reply is None:
+            return {"success": True, "message": "nothing was sent since the last commit, so nothing has changed"}
+        label = reply["version"]["label"]
+        return {"success": True, "message": joined(reply, "committed"), "weight_version": label}
+
+    def is_sglang(raw: DialectRequest) -> bool:
+        """vLLM's clients send the same request. It is theirs unless something says SGLang."""
+        return raw.has("abort_all_requests") or updates.under_way
+
+    @routes.post(
+        "/update_weight_version",
+        SglangVersionFields,
+        "Label the update that is sent now, or the version that is served.",
+        claims=is_sglang if routes.has("POST", "/update_weight_version") else None,
+    )
+    async def rename(request: ParsedRequest[SglangVersionFields]) -> Any:
+        label = request.fields.new_version
+        if request.fields.abort_all_requests:
+            await context.calls.run("abort_requests", {})
+        await updates.name(label)
+        return {"success": True, "message": f"Weight version updated to {label}", "new_version": label}
+
+    _mount_two_phases(routes, updates)
+    _mount_refused(routes)
+
+
+def _mount_two_phases(routes: SharedRoutes, updates: Updates) -> None:
+    @routes.post(
+        "/prepare_weights_update",
+        PrepareFields,
+        "Listen for all buckets of a group.",
+        once=True,
+        max_body_bytes=MAX_NAMES_BYTES,
+    )
+    async def prepare(request: ParsedRequest[PrepareFields]) -> Any:
+        await updates.listen(request.fields, request.digest)
+        return {"status": "ready", "message": ""}
+
+    @routes.post("/complete_weights_update", CompleteFields, "Commit what the buckets brought.", once=True)
+    async def complete(request: ParsedRequest[CompleteFields]) -> Any:
+        fields = request.fields
+        if "flush_cache" in fields.model_fields_set and not fields.flush_cache:
+            report(request.path, "flush_cache", KEEPS_NO_CACHE)
+        count, reply = await updates.complete(fields.weight_version, fields.group_name)
+        return {"success": True, "num_buckets_received": count, "message": joined(reply, "committed")}
+
+
+def _mount_refused(routes: SharedRoutes) -> None:
+    @routes.post("/update_weights_from_ipc", IpcFields, "Refused: it would need a pickle.", once=True)
+    async def from_ipc(request: ParsedRequest[IpcFields]) -> Any:
         raise Unsupported(
             "checkpoint-engine's ZMQ handles lead to CUDA memory by a pickle, which is never opened here",
             field="zmq_handles",
             fix=ANOTHER_WAY,
         )
 
-    async def by_name(ask: Ask) -> Any:
-        take(ByNameFields, ask)
+    @routes.any("/get_weights_by_name", ByNameFields, "Refused: engines hold weights fused and sharded.")
+    async def by_name(request: ParsedRequest[ByNameFields]) -> Any:
         raise Unsupported(
-            "engines hold weights fused and sharded, each in its own way: no one value can be told for the fleet",
+            "engines hold weights fused and sharded, each in its own way, so the fleet has no one value of a tensor",
             field="name",
             fix="weights_checker compares them",
         )
-
-    async def begin(ask: Ask) -> Any:
-        refuse_draft(take(BeginFields, ask).selector)
-        await updates.begin()
-        return {"success": True, "message": "the update is open"}
-
-    async def end(ask: Ask) -> Any:
-        reply = await updates.commit_open()
-        if reply is None:
-            return {"success": True, "message": "nothing was sent since the last commit, so nothing has changed"}
-        return {
-            "success": True,
-            "message": joined(reply, "committed"),
-            "weight_version": reply["version"]["label"],
-        }
-
-    async def rename(ask: Ask) -> Any:
-        fields = take(SglangVersionFields, ask)
-        if fields.abort_all_requests:
-            await plane.calls.run("abort_requests", {})
-        await updates.name(fields.new_version)
-        told = f"Weight version updated to {fields.new_version}"
-        return {"success": True, "message": told, "new_version": fields.new_version}
-
-    def is_ours(ask: Ask) -> bool:
-        """vLLM's clients send the same; theirs is all that says nothing of SGLang."""
-        return ask.has("abort_all_requests") or updates.under_way
-
-    async def prepare(ask: Ask) -> Any:
-        await updates.listen(take(PrepareFields, ask), ask.digest)
-        return {"status": "ready", "message": ""}
-
-    async def complete(ask: Ask) -> Any:
-        fields = take(CompleteFields, ask)
-        if "flush_cache" in fields.model_fields_set and not fields.flush_cache:
-            report(ask.path, "flush_cache", KEEPS_NO_CACHE)
-        count, reply = await updates.complete(fields.weight_version, fields.group_name)
-        return {"success": True, "num_buckets_received": count, "message": joined(reply, "committed")}
-
-    routes: tuple[tuple[str, Any, str, type[Fields]], ...] = (
-        (
-            "/update_weights_from_distributed",
-            from_distributed,
-            "Tensors that are broadcast now.",
-            DistributedFields,
-        ),
-        ("/update_weights_from_disk", from_disk, "New weights from a directory.", DiskFields),
-        ("/update_weights_from_ipc", from_ipc, "Refused: it would need a pickle.", IpcFields),
-        ("/begin_weight_update", begin, "Begin an update of several calls.", BeginFields),
-        ("/end_weight_update", end, "Commit it, everywhere or nowhere.", Fields),
-        ("/prepare_weights_update", prepare, "Listen for all buckets of a group.", PrepareFields),
-        ("/complete_weights_update", complete, "Commit what they brought.", CompleteFields),
-    )
-    for path, handler, summary, fields in routes:
-        standing = updates.fed_standing if handler is from_distributed else None
-        add_route(
-            app,
-            ["POST"],
-            path,
-            handler,
-            summary=summary,
-            fields=fields,
-            once=True,
-            standing=standing,
-            max_body_bytes=MAX_NAMES_BYTES if fields in (DistributedFields, PrepareFields) else MAX_BODY_BYTES,
-        )
-    add_route(
-        app, ["GET", "POST"], "/get_weights_by_name", by_name, summary="Refused, by name.", fields=ByNameFields
-    )
-    add_route(
-        app,
-        ["POST"],
-        "/update_weight_version",
-        rename,
-        summary="Name what is sent now, or what is served.",
-        fields=SglangVersionFields,
-        claims=is_ours if has_route(app, "POST", "/update_weight_version") else None,
-    )
 
 
 def refuse_draft(selector: str) -> None:
@@ -194,30 +181,31 @@ def refuse_draft(selector: str) -> None:
         raise Unsupported("there is no draft model here", field="selector", fix="target, or all")
 
 
-def report_unused(ask: Ask, fields: Update) -> None:
+def report_unused(request: DialectRequest, fields: Update) -> None:
     if not fields.flush_cache:
-        report(ask.path, "flush_cache", KEEPS_NO_CACHE)
+        report(request.path, "flush_cache", KEEPS_NO_CACHE)
     if fields.torch_empty_cache:
-        report(ask.path, "torch_empty_cache", "engines keep their allocators' memory as they do")
+        report(request.path, "torch_empty_cache", "engines keep their allocators' memory as they do")
 
 
-async def _from_disk(plane: DialectPlane, fields: DiskFields, ask: Ask) -> dict[str, Any]:
+async def _from_disk(context: DialectContext, request: ParsedRequest[DiskFields]) -> dict[str, Any]:
+    fields = request.fields
     if fields.load_format not in DISK_FORMATS:
         raise Unsupported(
             f"load_format {str(fields.load_format)[:64]!r} is not known here",
             field="load_format",
             fix="safetensors",
         )
-    report_unused(ask, fields)
+    report_unused(request, fields)
     for name, why in (
         ("is_async", "weights are always staged beside generation"),
         ("recapture_cuda_graph", "an engine's graphs stay valid"),
         ("manifest", "names and shapes are checked against the model"),
     ):
         if getattr(fields, name):
-            report(ask.path, name, why)
+            report(request.path, name, why)
     label = fields.weight_version or (f"step_{fields.token_step}" if fields.token_step else None)
-    rows = (await plane.calls.run("state", {}))["workers"]
+    rows = (await context.calls.run("state", {}))["workers"]
     running = sum(int(row.get("running", 0)) + int(row.get("waiting", 0)) for row in rows)
     body = {
         "transport": {"backend": "filesystem", "path": fields.model_path},
@@ -227,7 +215,7 @@ async def _from_disk(plane: DialectPlane, fields: DiskFields, ask: Ask) -> dict[
     }
     try:
         with begun():
-            reply = await plane.calls.run("update_weights", body, ask.request_id)
+            reply = await context.calls.run("update_weights", body, request.request_id)
     except (Locked, InvalidRequest):
         raise
     except PlaneError as error:

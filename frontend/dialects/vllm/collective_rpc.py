@@ -1,18 +1,15 @@
-"""`/collective_rpc` for the few methods by which SkyRL updates weights; vLLM's own calls any method of a worker."""
+"""`/collective_rpc` for the methods by which SkyRL updates weights. vLLM's own route calls any method of a worker."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from fastapi import FastAPI
-from pydantic import Field
-
-from frontend.dialects import DialectPlane
-from frontend.dialects.common import world_size
-from frontend.dialects.dialect_routes import Ask, Fields, add_route, report, take
-from frontend.dialects.transaction import Transactions
-from frontend.server.http import MAX_NAMES_BYTES
+from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.fleet_as_one import world_size
+from frontend.dialects.common.rpc import RpcFields
+from frontend.dialects.common.transaction import Transactions
+from frontend.server.bodies import MAX_NAMES_BYTES
+from frontend.server.shared_routes import ParsedRequest, SharedRoutes
 from rl_plane.errors import InvalidRequest, Unsupported
 
 METHODS = {
@@ -21,29 +18,19 @@ METHODS = {
     "update_weights_ipc": ("update_info",),
     "skyrl_finish_weight_update": (),
 }
-"""Method → the arguments that are read, in their order."""
+"""Method → the arguments that it reads, in their order."""
 
 
-class RpcFields(Fields):  # type: ignore[no-redef]  # mypy's model of __init__ has a kwargs of its own
-    method: str = Field(min_length=1, max_length=200)
-    """One of SkyRL's: `skyrl_start_weight_update`, `update_weights_nccl`, `skyrl_finish_weight_update`; or prime-rl's
-    `update_weights_from_path`."""
-    args: list[Any] = Field(default_factory=list, max_length=8)
-    named: dict[str, Any] = Field(default_factory=dict, alias="kwargs")
-    timeout: float | None = None
-    """Not read: each phase has its own."""
-
-    def report_unused(self, path: str, unused: Iterable[str]) -> None:
-        """`unused`: of `kwargs`."""
-        if self.timeout is not None:
-            report(path, "timeout", "each phase of an update has its own")
-        for name in unused:
-            report(path, f"kwargs.{name}")
-
-
-def mount_rpc(app: FastAPI, plane: DialectPlane, transactions: Transactions) -> None:
-    async def rpc(ask: Ask) -> Any:
-        fields = take(RpcFields, ask)
+def mount_rpc(routes: SharedRoutes, context: DialectContext, transactions: Transactions) -> None:
+    @routes.post(
+        "/collective_rpc",
+        RpcFields,
+        "SkyRL's update, step by step.",
+        once=True,
+        max_body_bytes=MAX_NAMES_BYTES,
+    )
+    async def rpc(request: ParsedRequest[RpcFields]) -> Any:
+        fields = request.fields
         known = METHODS.get(fields.method)
         if known is None:
             raise Unsupported(
@@ -52,25 +39,14 @@ def mount_rpc(app: FastAPI, plane: DialectPlane, transactions: Transactions) -> 
                 fix=f"one of {', '.join(METHODS)}; or a route of its own",
             )
         given = {**dict(zip(known, fields.args, strict=False)), **fields.named}
-        fields.report_unused(ask.path, given.keys() - set(known))
+        fields.report_unused(request.path, given.keys() - set(known))
         for name in set(known) - given.keys():
             raise InvalidRequest(f"{fields.method} needs {name}", field=f"kwargs.{name}", fix="add it")
-        ranks = await world_size(plane)
+        ranks = await world_size(context)
         if fields.method == "skyrl_start_weight_update":
-            await transactions.start(ask.request_id)
+            await transactions.start(request.request_id)
         elif fields.method == "skyrl_finish_weight_update":
             await transactions.finish(None)
         else:
-            await transactions.update(given["update_info"], ask)
+            await transactions.update(given["update_info"], request)
         return {"results": [None] * ranks}
-
-    add_route(
-        app,
-        ["POST"],
-        "/collective_rpc",
-        rpc,
-        summary="SkyRL's update, step by step.",
-        fields=RpcFields,
-        once=True,
-        max_body_bytes=MAX_NAMES_BYTES,
-    )

@@ -1,28 +1,30 @@
-"""vLLM 0.32's routes for reinforcement learning, which its server has in development mode only."""
+"""vLLM 0.32's routes for reinforcement learning. vLLM's own server has them in development mode only."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
-from fastapi import FastAPI
 from pydantic import Field
 
-from frontend.dialects import DialectPlane
-from frontend.dialects.common import (
+from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.fleet_as_one import (
     MEMORY,
     checksum_each,
-    let_go,
+    failure,
     members,
+    resume_fleet,
+    rows_of_all,
     same_of_all,
     served_version,
     tell_paused,
     world_size,
 )
-from frontend.dialects.dialect_routes import Ask, Fields, NoFields, add_route, failure, take
-from frontend.dialects.steering import mount_adapters, mount_pause
-from frontend.dialects.transaction import Transactions
+from frontend.dialects.common.pause_and_adapters import mount_adapters, mount_pause
+from frontend.dialects.common.transaction import Transactions
 from frontend.dialects.vllm.collective_rpc import mount_rpc
-from frontend.server.http import MAX_NAMES_BYTES
+from frontend.server.bodies import MAX_NAMES_BYTES
+from frontend.server.shared_routes import Fields, NoFields, ParsedRequest, SharedRoutes
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unavailable, Unsupported
 from rl_plane.membership.worker_reply import engine_replies
 from rl_plane.protocol.record import PauseMode
@@ -30,14 +32,14 @@ from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
 from rl_plane.protocol.vllm_bodies import GROUP
 
 LARGEST_RANK = 512
-"""That vLLM itself can be started for: told where no engine of the fleet has a bound."""
+"""The largest LoRA rank that vLLM itself takes. The reply has it where no engine of the fleet has a bound."""
 MANY_ADAPTERS = 512
-"""Likewise of how many may be loaded: a number, since clients compare it."""
+"""The number of adapters in a reply where no engine has a bound. Clients compare it, so it must be a number."""
 
 
 class AbortFields(Fields):
     request_ids: list[str] | None = Field(None, max_length=10_000)
-    """As replies have them, or as callers of this frontend chose them (`request_id`, `X-Request-Id`); none: all."""
+    """The ids of replies, or those that callers of this frontend chose (`request_id`, `X-Request-Id`). None: all."""
 
 
 class InitFields(Fields):
@@ -47,7 +49,7 @@ class InitFields(Fields):
 
 class UpdateFields(Fields):
     update_info: dict[str, Any] | list[dict[str, Any]]
-    """`{names, dtype_names, shapes}` of what is broadcast now, or `{weight_dir}`."""
+    """`{names, dtype_names, shapes}` of the tensors that are broadcast now, or `{weight_dir}`."""
 
 
 class FinishFields(Fields):
@@ -62,12 +64,12 @@ class VersionFields(Fields):
 class CheckerFields(Fields):
     action: Literal["checksum", "reset", "compare"]
     baseline: dict[str, str] | None = None
-    """Of an earlier checksum."""
+    """The reply of an earlier checksum."""
 
 
 class SizeFields(Fields):
     include_dp: bool = True
-    """A worker's ranks are all of its ranks, either way."""
+    """No effect: all ranks of a worker count."""
 
 
 class CacheFields(Fields):
@@ -77,60 +79,57 @@ class CacheFields(Fields):
 
 class SleepFields(Fields):
     level: int = Field(1, ge=0, le=2)
-    """0 only pauses. Beyond that memory is released, and the weights must be verified or sent anew, at 1 as at 2."""
+    """0 only pauses. 1 and 2 release the memory, and the weights must be verified or sent again."""
     mode: PauseMode = "abort"
 
 
 class WakeFields(Fields):
     tags: list[Literal["weights", "kv_cache", "scheduling"]] | None = None
-    """`scheduling`: vLLM's word for going on after level 0. Here that comes with the last of the memory."""
+    """`scheduling` resumes after level 0 in vLLM. Here the fleet resumes when all memory is back."""
 
 
 class InfoFields(Fields):
     config_format: Literal["text", "json"] = "text"
 
 
-def mount(app: FastAPI, plane: DialectPlane) -> None:
-    mount_pause(app, plane)
-    mount_adapters(app, plane)
-    _mount_reading(app, plane)
-    _mount_engine(app, plane)
-    transactions = Transactions(plane, GROUP)
-    _mount_transfer(app, plane, transactions)
-    mount_rpc(app, plane, transactions)
+def mount(routes: SharedRoutes, context: DialectContext) -> None:
+    mount_pause(routes, context)
+    mount_adapters(routes, context)
+    _mount_reading(routes, context)
+    _mount_engine(routes, context)
+    _mount_memory(routes, context)
+    transactions = Transactions(context, GROUP)
+    _mount_transfer(routes, context, transactions)
+    mount_rpc(routes, context, transactions)
 
 
-def _mount_reading(app: FastAPI, plane: DialectPlane) -> None:
-    async def is_paused(ask: Ask) -> Any:
-        return {"is_paused": await _unanimous(plane, "paused", lambda row: row["pause_state"] == "paused")}
+def _mount_reading(routes: SharedRoutes, context: DialectContext) -> None:
+    @routes.get("/is_paused", NoFields, "Whether the fleet is paused.")
+    async def is_paused(request: ParsedRequest[NoFields]) -> Any:
+        return {"is_paused": await _unanimous(context, "paused", lambda row: row["pause_state"] == "paused")}
 
-    async def is_sleeping(ask: Ask) -> Any:
-        return {"is_sleeping": await _unanimous(plane, "asleep", _asleep)}
+    @routes.get("/is_sleeping", NoFields, "Whether the fleet's memory is released.")
+    async def is_sleeping(request: ParsedRequest[NoFields]) -> Any:
+        return {"is_sleeping": await _unanimous(context, "asleep", _is_asleep)}
 
-    async def weight_info(ask: Ask) -> Any:
-        return {"weight_version": (await served_version(plane))["label"]}
+    @routes.get("/weight_info", NoFields, "The label of the one version that is served.")
+    async def weight_info(request: ParsedRequest[NoFields]) -> Any:
+        return {"weight_version": (await served_version(context))["label"]}
 
-    async def get_world_size(ask: Ask) -> Any:
-        take(SizeFields, ask)
-        return {"world_size": await world_size(plane)}
+    @routes.get("/get_world_size", SizeFields, "The number of ranks of all workers.")
+    async def get_world_size(request: ParsedRequest[SizeFields]) -> Any:
+        return {"world_size": await world_size(context)}
 
-    async def server_info(ask: Ask) -> Any:
-        fields = take(InfoFields, ask)
-        config = await _config(plane)
-        shown = config if fields.config_format == "json" else str(config)
+    @routes.get("/server_info", InfoFields, "The fleet as one vLLM server.")
+    async def server_info(request: ParsedRequest[InfoFields]) -> Any:
+        config = await _config(context)
+        shown = config if request.fields.config_format == "json" else str(config)
         return {"vllm_config": shown, "vllm_env": {}, "system_env": {}}
 
-    add_route(app, ["GET"], "/is_paused", is_paused, summary="Is the fleet paused?")
-    add_route(app, ["GET"], "/is_sleeping", is_sleeping, summary="Is its memory released?")
-    add_route(app, ["GET"], "/weight_info", weight_info, summary="The label of the one version that is served.")
-    add_route(app, ["GET"], "/get_world_size", get_world_size, summary="Ranks of all workers.", fields=SizeFields)
-    add_route(
-        app, ["GET"], "/server_info", server_info, summary="The fleet as one vLLM server.", fields=InfoFields
-    )
 
-
-async def _unanimous(plane: DialectPlane, what: str, holds: Any) -> bool:
-    rows = await members(plane)
+async def _unanimous(context: DialectContext, what: str, holds: Callable[[dict[str, Any]], bool]) -> bool:
+    """Whether `holds` is true of every worker. Unavailable names the workers where it is true of some."""
+    rows = await members(context)
     those = [row["instance_id"] for row in rows if holds(row)]
     if those and len(those) < len(rows):
         others = [row["instance_id"] for row in rows if row["instance_id"] not in those]
@@ -140,19 +139,16 @@ async def _unanimous(plane: DialectPlane, what: str, holds: Any) -> bool:
     return bool(those)
 
 
-def _asleep(row: dict[str, Any]) -> bool:
+def _is_asleep(row: dict[str, Any]) -> bool:
     return any(reason.partition(":")[0] == "memory" for reason in row["admission"]["reasons"])
 
 
-async def _config(plane: DialectPlane) -> dict[str, Any]:
-    """What clients read of a `VllmConfig`: one engine with the ranks of all workers."""
-    rows = engine_replies(await plane.calls.run("describe", {}))
-    silent = [row["instance_id"] for row in rows if row["status"] != "ok"]
-    if silent:
-        raise Unavailable(f"{', '.join(silent[:8])} did not answer", workers=rows, retry_after_s=1.0)
+async def _config(context: DialectContext) -> dict[str, Any]:
+    """The parts of a `VllmConfig` that clients read: one engine with the ranks of all workers."""
+    rows = await rows_of_all(context, "describe")
     ranks = sum(int(row["world_size"]) for row in rows)
     shared = set.intersection(*(set(row["transports"]) for row in rows))
-    models = plane.generation.list_models()["data"]
+    models = context.generation.list_models()["data"]
     return {
         "model_config": {
             "model": models[0]["id"] if models else None,
@@ -171,7 +167,7 @@ async def _config(plane: DialectPlane) -> dict[str, Any]:
 
 
 def _lora_config(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """What every worker can take; None as of a server without LoRA, unless all have it."""
+    """The adapters that every worker takes. None, as of a server without LoRA, unless all workers take some."""
     if any("prepare_update:lora" in row["capabilities"] for row in rows):
         return None
 
@@ -189,125 +185,130 @@ def _lora_config(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     }
 
 
-def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
-    async def abort_requests(ask: Ask) -> Any:
-        fields = take(AbortFields, ask)
-        body = (
-            {"request_ids": plane.generation.caller_ids.made_of(fields.request_ids)} if fields.request_ids else {}
-        )
-        reply = await plane.calls.run("abort_requests", body, ask.request_id)
+def _mount_engine(routes: SharedRoutes, context: DialectContext) -> None:
+    @routes.post("/abort_requests", AbortFields, "End requests now.")
+    async def abort_requests(request: ParsedRequest[AbortFields]) -> Any:
+        ids = request.fields.request_ids
+        body = {"request_ids": context.generation.caller_ids.made_of(ids)} if ids else {}
+        reply = await context.calls.run("abort_requests", body, request.request_id)
         count = sum(int(row["aborted"]) for row in engine_replies(reply))
         return {"status": "aborted", "aborted": count + reply["waiting"]}
 
-    async def reset_prefix_cache(ask: Ask) -> Any:
-        fields = take(CacheFields, ask)
+    @routes.post("/reset_prefix_cache", CacheFields, "Drop the prefix caches.")
+    async def reset_prefix_cache(request: ParsedRequest[CacheFields]) -> Any:
         for name in ("reset_running_requests", "reset_external"):
-            if getattr(fields, name):
+            if getattr(request.fields, name):
                 raise Unsupported(f"{name} is not supported here", field=name, fix="leave it out; pause first")
         try:
-            await plane.calls.run("flush_cache", {}, ask.request_id)
+            await context.calls.run("flush_cache", {}, request.request_id)
         except Conflict as error:
             codes = {row["error"]["code"] for row in error.facts.get("workers") or () if row.get("error")}
             if codes != {Conflict.code}:
                 raise
-            return {"success": False, "message": failure(error)}  # engines with requests refuse; vLLM says it so
+            return {"success": False, "message": failure(error)}  # vLLM's answer where engines have requests
         return {"success": True}
 
-    async def weight_checker(ask: Ask) -> Any:
-        fields = take(CheckerFields, ask)
-        if fields.action == "reset":
-            await plane.calls.run("check_weights", {"action": "reset_tensors"}, ask.request_id)
+    @routes.post("/weight_checker", CheckerFields, "Checksums by rank.")
+    async def weight_checker(request: ParsedRequest[CheckerFields]) -> Any:
+        action, known = request.fields.action, request.fields.baseline
+        if action == "reset":
+            await context.calls.run("check_weights", {"action": "reset_tensors"}, request.request_id)
             return {"status": "reset"}
-        if fields.action == "compare" and fields.baseline is None:
+        if action == "compare" and known is None:
             raise InvalidRequest("compare needs a baseline", field="baseline", fix="send an earlier checksum's")
         found = {
             f"{row['instance_id']}.rank{rank['rank']}": str(rank["checksum"])
-            for row in await checksum_each(plane)
+            for row in await checksum_each(context)
             for rank in row["ranks"]
         }
-        if fields.action == "checksum":
+        if known is None or action == "checksum":
             return {"checksums": found}
-        assert fields.baseline is not None
-        known = fields.baseline
         differ = sorted(key for key in found.keys() | known.keys() if found.get(key) != known.get(key))
         return {"match": not differ, "mismatches": differ}
 
-    async def sleep(ask: Ask) -> Any:
-        fields = take(SleepFields, ask)
+
+def _mount_memory(routes: SharedRoutes, context: DialectContext) -> None:
+    @routes.post("/sleep", SleepFields, "Pause, and release memory.")
+    async def sleep(request: ParsedRequest[SleepFields]) -> Any:
+        fields = request.fields
         if fields.level > 0:
-            await plane.calls.fleet.check_memory("release_memory")  # before anybody is paused for it
-        await plane.calls.run("pause", {"mode": fields.mode}, ask.request_id)
+            await context.calls.fleet.check_memory("release_memory")  # before any worker is paused for it
+        await context.calls.run("pause", {"mode": fields.mode}, request.request_id)
         if fields.level > 0:
             try:
-                await plane.calls.run("release_memory", {"tags": list(MEMORY)}, ask.request_id)
+                await context.calls.run("release_memory", {"tags": list(MEMORY)}, request.request_id)
             except PlaneError as error:
-                await tell_paused(plane, error)
+                await tell_paused(context, error)
                 raise
         return {"status": "sleeping", "level": min(fields.level, 1)}
 
-    async def wake_up(ask: Ask) -> Any:
-        fields = take(WakeFields, ask)
-        tags = [tag for tag in MEMORY if tag in (fields.tags or MEMORY)]
-        awake = await _take_back(plane, tags, ask.request_id)
+    @routes.post("/wake_up", WakeFields, "Take memory again, and resume.")
+    async def wake_up(request: ParsedRequest[WakeFields]) -> Any:
+        asked = request.fields.tags
+        tags = [tag for tag in MEMORY if tag in (asked or MEMORY)]
+        awake = await _take_back(context, tags, request.request_id)
         if awake:
-            await let_go(plane)
-        return {"status": "awake" if awake else "sleeping", "tags": fields.tags}
-
-    add_route(app, ["POST"], "/abort_requests", abort_requests, summary="End requests now.", fields=AbortFields)
-    add_route(
-        app,
-        ["POST"],
-        "/reset_prefix_cache",
-        reset_prefix_cache,
-        summary="Drop the prefix caches.",
-        fields=CacheFields,
-    )
-    add_route(app, ["POST"], "/weight_checker", weight_checker, summary="Checksums by rank.", fields=CheckerFields)
-    add_route(app, ["POST"], "/sleep", sleep, summary="Pause, and release memory.", fields=SleepFields)
-    add_route(app, ["POST"], "/wake_up", wake_up, summary="Take memory again, and go on.", fields=WakeFields)
+            await resume_fleet(context)
+        return {"status": "awake" if awake else "sleeping", "tags": asked}
 
 
-async def _take_back(plane: DialectPlane, tags: list[str], request_id: str) -> bool:
-    """Is all memory there then?"""
+async def _take_back(context: DialectContext, tags: list[str], request_id: str) -> bool:
+    """Takes this memory again. Whether all memory is there then."""
     if not tags:
-        return not any(_asleep(row) for row in await members(plane))
+        return not any(_is_asleep(row) for row in await members(context))
     try:
-        reply = await plane.calls.run("resume_memory", {"tags": tags}, request_id)
+        reply = await context.calls.run("resume_memory", {"tags": tags}, request_id)
     except Unsupported:
-        return True  # no engine here can, so none has released any
+        return True  # no engine here can release memory
     return not any(row["tags"] for row in engine_replies(reply))
 
 
-def _mount_transfer(app: FastAPI, plane: DialectPlane, transactions: Transactions) -> None:
-    async def init(ask: Ask) -> Any:
-        await transactions.init(take(InitFields, ask).init_info, ask.path)
+def _mount_transfer(routes: SharedRoutes, context: DialectContext, transactions: Transactions) -> None:
+    @routes.post(
+        "/init_weight_transfer_engine", InitFields, "Form a group of the trainer and every rank.", once=True
+    )
+    async def init(request: ParsedRequest[InitFields]) -> Any:
+        await transactions.init(request.fields.init_info, request.path)
         return {"message": "Weight transfer initialized"}
 
-    async def shut_down(ask: Ask) -> Any:
+    @routes.post("/shutdown_weight_transfer_engine", NoFields, "Leave the group.", once=True)
+    async def shut_down(request: ParsedRequest[NoFields]) -> Any:
         await transactions.shut_down()
         return {"message": "Weight transfer shut down"}
 
-    async def start(ask: Ask) -> Any:
-        take(NoFields, ask)
-        await transactions.start(ask.request_id)
+    @routes.post("/start_weight_update", NoFields, "Begin an update of the whole fleet.", once=True)
+    async def start(request: ParsedRequest[NoFields]) -> Any:
+        await transactions.start(request.request_id)
         return {"message": "Weight update started"}
 
-    async def start_draft(ask: Ask) -> Any:
+    @routes.post("/start_draft_weight_update", NoFields, "Refused: there is no draft model.", once=True)
+    async def start_draft(request: ParsedRequest[NoFields]) -> Any:
         raise Unsupported("there is no draft model here", field="path", fix="start_weight_update")
 
-    async def update(ask: Ask) -> Any:
-        await transactions.update(take(UpdateFields, ask).update_info, ask)
+    @routes.post(
+        "/update_weights",
+        UpdateFields,
+        "Tensors that are broadcast now.",
+        # With weight_dir, null or not, it is the request of prime-rl's broadcaster.
+        claims=lambda raw: raw.has("update_info") and not raw.has("weight_dir"),
+        once=True,
+        standing=transactions.standing,
+        max_body_bytes=MAX_NAMES_BYTES,
+    )
+    async def update(request: ParsedRequest[UpdateFields]) -> Any:
+        await transactions.update(request.fields.update_info, request)
         return {"message": "Weights updated"}
 
-    async def finish(ask: Ask) -> Any:
-        reply = await transactions.finish(take(FinishFields, ask).weight_version)
-        told = {name: reply[name] for name in ("version", "excluded")}
-        return {"message": "Weight update finished", **told}
+    @routes.post("/finish_weight_update", FinishFields, "Commit the update, everywhere or nowhere.", once=True)
+    async def finish(request: ParsedRequest[FinishFields]) -> Any:
+        reply = await transactions.finish(request.fields.weight_version)
+        return {"message": "Weight update finished", "version": reply["version"], "excluded": reply["excluded"]}
 
-    async def update_version(ask: Ask) -> Any:
-        label = take(VersionFields, ask).new_version
+    @routes.post("/update_weight_version", VersionFields, "Label the update under way.")
+    async def update_version(request: ParsedRequest[VersionFields]) -> Any:
+        label = request.fields.new_version
         if not await transactions.name_next(label):
-            served = (await served_version(plane))["label"]
+            served = (await served_version(context))["label"]
             if served != label:
                 raise Conflict(
                     f"the fleet serves {served!r}; a version keeps the label that it was committed under",
@@ -315,33 +316,3 @@ def _mount_transfer(app: FastAPI, plane: DialectPlane, transactions: Transaction
                     fix="name it in finish_weight_update, or between start and finish",
                 )
         return {"success": True, "new_version": label}
-
-    for path, handler, summary, fields in (
-        ("/init_weight_transfer_engine", init, "Form a group of the trainer and every rank.", InitFields),
-        ("/shutdown_weight_transfer_engine", shut_down, "Leave it.", NoFields),
-        ("/start_weight_update", start, "Begin an update of the whole fleet.", NoFields),
-        ("/start_draft_weight_update", start_draft, "Refused: there is no draft model.", NoFields),
-        ("/finish_weight_update", finish, "Commit it, everywhere or nowhere.", FinishFields),
-    ):
-        add_route(app, ["POST"], path, handler, summary=summary, fields=fields, once=True)
-    add_route(
-        app,
-        ["POST"],
-        "/update_weights",
-        update,
-        summary="Tensors that are broadcast now.",
-        fields=UpdateFields,
-        # With weight_dir, null or not, it is what prime-rl's broadcaster sends.
-        claims=lambda ask: ask.has("update_info") and not ask.has("weight_dir"),
-        once=True,
-        standing=transactions.standing,
-        max_body_bytes=MAX_NAMES_BYTES,
-    )
-    add_route(
-        app,
-        ["POST"],
-        "/update_weight_version",
-        update_version,
-        summary="Name the update that is under way.",
-        fields=VersionFields,
-    )

@@ -22,9 +22,9 @@ from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
 from rl_plane.protocol.vllm_bodies import (
     GROUP,
     InitInfo,
-    Part,
     Transfer,
     UpdateInfo,
+    VllmBody,
     begun_before,
     check_entries,
     check_init,
@@ -115,7 +115,7 @@ class FleetWeightSyncClient:
         self._fleet.run("complete_weights_update", {**self._meant(), **label})
         self._update_id = None
 
-    def _tell_unknown(self, where: str, model: type[Part], given: Iterable[str]) -> None:
+    def _tell_unknown(self, where: str, model: type[VllmBody], given: Iterable[str]) -> None:
         """Of each field once."""
         for name in unknown_of(model, given):
             if (field := f"{where}.{name}") not in self._told:

@@ -10,9 +10,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_plane._util.tasks import never
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.receiver_base import Places
+from rl_plane.transports.reception import Cancelled
 from rl_plane.weights.checkpoint import Checkpoint, Kind, open_published
 from rl_plane.weights.rooted_files import listed, shown_roots
 
@@ -39,7 +41,8 @@ class FilesystemDelivery:
         self._checkpoint = checkpoint
         self._taken = False
 
-    def tensors(self) -> Iterator[tuple[str, HostTensor]]:
+    def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
+        """Ignores `cancelled`: the next tensor of a local file comes without a wait."""
         if self._taken:
             raise RuntimeError("a delivery is read once: open another")
         self._taken = True

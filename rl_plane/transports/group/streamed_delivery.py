@@ -66,7 +66,7 @@ class GroupFedDelivery:
         self._specs: dict[str, TensorSpec] = {}
         self.specs: Mapping[str, TensorSpec] = self._specs
         self.cancelled: Cancelled = never
-        """Is it not wanted any more? Whoever waits looks."""
+        """The argument of `tensors`."""
         self.ended = False
         self._whole = False
         self._asked_only = False
@@ -172,7 +172,8 @@ class GroupFedDelivery:
 
     # ---- on the receiver's ----
 
-    def tensors(self) -> Iterator[tuple[str, HostTensor]]:
+    def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
+        self.cancelled = cancelled
         try:
             while True:
                 coming = self._next()

@@ -194,8 +194,8 @@ class IpcDelivery(PackedDelivery):
         self._source = source
         self._bucket = self._tensor = memoryview(b"")
 
-    def tensors(self) -> Iterator[tuple[str, HostTensor]]:
-        for name, tensor in super().tensors():
+    def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
+        for name, tensor in super().tensors(cancelled):
             self._tensor = tensor.data
             yield name, tensor
 

@@ -7,7 +7,7 @@ import pytest
 
 from rl_plane.protocol.generation import GenerateDelta, VersionSpan
 from rl_plane.protocol.token_batching import merged
-from worker.generation import MAX_PROMPT_BESIDE, MAX_TEXT, MAX_TOKENS, MAX_TOP_ROWS, _in_parts
+from worker.generation_service import MAX_PROMPT_BESIDE, MAX_TEXT, MAX_TOKENS, MAX_TOP_ROWS, _in_parts
 
 
 def span(start: int, end: int) -> VersionSpan:

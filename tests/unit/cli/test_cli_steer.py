@@ -91,7 +91,7 @@ def test_pause_and_resume(facade: Facade, capsys: pytest.CaptureFixture[str]) ->
     assert main.run(["pause", "--mode", "abort", "--clear-cache", "--lease-s", "60"]) == 0
     assert facade.asked[0]["method"] == "POST"
     assert facade.asked[0]["body"] == {"mode": "abort", "clear_cache": True, "lease_s": 60.0}
-    assert capsys.readouterr().out == "paused 2 workers in 0.250 s (abort); by itself the fleet resumes in 60 s\n"
+    assert capsys.readouterr().out == "paused 2 workers in 0.250 s (abort); the fleet resumes by itself in 60 s\n"
     assert main.run(["resume"]) == 0
     assert facade.asked[1]["path"] == "/v1/rl/resume"
     assert facade.asked[1]["body"] == {}
@@ -224,7 +224,7 @@ def test_a_canary_comes_from_a_file_or_is_off(facade: Facade, tmp_path: Path) ->
         (b'{"sequences": [[1, 2]], "expected": [[0.5]]}', "canary.expected.0.0: "),
         (b'{"sequences": [[1, 2]], "tolerance": 0}', "canary.tolerance: "),
         (b" " * 100_001, "has more than 100,000 bytes"),
-        (None, "name an existing file, or give `off`"),
+        (None, "name an existing file, or `off`"),
     ],
 )
 def test_a_wrong_canary_file_is_refused_before_anything_is_sent(
@@ -285,9 +285,9 @@ def test_an_adapter_is_loaded_unless_said_otherwise(facade: Facade) -> None:
         (["--adapter", "a"], "PATH"),
         (["x", "--adapter", "a", "--adapter-op", "unload"], "PATH"),
         (["x", "--adapter-op", "swap"], "--adapter NAME"),
-        (["x", "--adapter", "a", "--adapter-op", "eat"], "load, swap, unload"),
-        (["x", "--barrier", "none"], "strict, rolling"),
-        (["x", "--staging", "disk"], "host, none"),
+        (["x", "--adapter", "a", "--adapter-op", "eat"], "'load', 'swap', 'unload'"),
+        (["x", "--barrier", "none"], "'strict', 'rolling'"),
+        (["x", "--staging", "disk"], "'host', 'none'"),
     ],
 )
 def test_an_update_that_is_not_sent(
@@ -365,10 +365,17 @@ def test_an_error_without_a_fix_gets_one(
     facade: Facade, capsys: pytest.CaptureFixture[str], code: str, status: int, words: str
 ) -> None:
     facade.answers({"status": "error", "error": {"code": code, "message": "it is so."}}, status)
-    assert main.run(["state"]) == 1
+    assert main.run(["resume"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("rl-plane: error: it is so; fix: ")
     assert words in err
+
+
+@pytest.mark.parametrize("code", ["bus_unreachable", "deadline_exceeded", "conflict"])
+def test_the_fix_of_state_is_not_state(facade: Facade, capsys: pytest.CaptureFixture[str], code: str) -> None:
+    facade.answers({"status": "error", "error": {"code": code, "message": "it is so"}}, 503)
+    assert main.run(["state"]) == 1
+    assert "rl-plane state" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -380,7 +387,7 @@ def test_something_else_answers(
 ) -> None:
     facade.status, facade.reply = status, reply
     assert main.run(["state"]) == 1
-    assert "is --url right?" in capsys.readouterr().err
+    assert "check the address (--url)" in capsys.readouterr().err
 
 
 def test_a_redirect_does_not_take_the_key_along(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
@@ -398,7 +405,7 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
         free.bind(("127.0.0.1", 0))
         assert main.run(["state", "--url", f"http://127.0.0.1:{free.getsockname()[1]}"]) == 1
     err = capsys.readouterr().err
-    assert "no facade answers at http://127.0.0.1:" in err
+    assert "no frontend answers at http://127.0.0.1:" in err
     assert "fix: start one (`rl-plane up`)" in err
 
 

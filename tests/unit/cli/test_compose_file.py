@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from rl_plane.bus.server import CONFIG
-from rl_plane.cli.flags import Command
-from rl_plane.cli.main import build_parser
 from rl_plane.cli.settings import ENV_PREFIX, SETTINGS
 from tests.support.paths import ROOT
+from tests.support.settings import command_values
 
 yaml: Any = pytest.importorskip("yaml")
 
@@ -50,14 +49,14 @@ def smoke_script() -> ModuleType:
     return module
 
 
-def command_of(service: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Command:
+def command_of(service: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What our CLI makes of the service: its command line and its environment."""
     for setting in SETTINGS.values():
         monkeypatch.delenv(setting.variable, raising=False)
     for name, value in service["environment"].items():
         if name != "RL_PLANE_WEIGHT_ROOTS":  # must exist, and is there only in the container
             monkeypatch.setenv(name, re.sub(r"^\$\{.*\}$", "secret", value))
-    return Command(build_parser().parse_args(service["command"]))
+    return command_values(service["command"])
 
 
 def test_only_the_frontend_is_published_and_on_loopback_only(services: dict[str, Any]) -> None:
@@ -117,7 +116,7 @@ def test_the_fleet_checks_its_health_and_comes_back(services: dict[str, Any]) ->
 def test_the_frontend_serves_the_published_ports(
     services: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = command_of(services["frontend"], monkeypatch).values
+    values = command_of(services["frontend"], monkeypatch)
     assert (values["host"], values["http_port"], values["rl_port"]) == ("0.0.0.0", 8000, 8002)
     assert (values["admin_key"], values["api_key"], values["insecure"]) == ("secret", "secret", False)
     assert values["nats_url"] == "nats://nats:4222"
@@ -127,7 +126,7 @@ def test_the_frontend_serves_the_published_ports(
 def test_the_workers_run_hf_and_read_published_weights(
     services: dict[str, Any], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    values = command_of(services[name], monkeypatch).values
+    values = command_of(services[name], monkeypatch)
     assert (values["engine"], values["model"]) == ("hf", None)
     assert values["nats_url"] == "nats://nats:4222"
     environment = services[name]["environment"]

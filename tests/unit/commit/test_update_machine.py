@@ -276,7 +276,7 @@ def test_a_whole_update() -> None:
         "transport": FILES,
         "encoding": "full",
         "base": None,
-        "before": None,
+        "base_chain": (),
         "label": "new",
         "digest": None,
         "cast": False,
@@ -479,7 +479,7 @@ def test_a_delta_brings_along_where_its_base_comes_from() -> None:
     assert driver.outcome().version.digest == NEW
     prepare = driver.one(SendOp, "prepare").body
     assert (prepare["encoding"], prepare["base"], prepare["keep_staged"]) == ("delta", OLD.digest, True)
-    assert prepare["before"] == FULL.source.to_wire()
+    assert prepare["base_chain"] == ({"digest": OLD.digest, "transport": None, "refetchable": True},)
     decided = driver.one(Write, "decide").record
     assert decided.source == Source(FILES, keep_staged=True, encoding="delta", base=OLD.digest, before=FULL.source)
     assert [digest for digest, _ in decided.source.chain(NEW)] == [OLD.digest, NEW]
@@ -509,7 +509,8 @@ def test_back_to_a_version_that_was_a_delta() -> None:
     other = {**DELTA, "base": "blake3:" + "7" * 64}
     driver = Driver(replace(update(**other), before=before), R1_OPEN)
     driver.outcome()
-    assert driver.one(SendOp, "prepare").body["before"] == before.to_wire()
+    entry = {"digest": other["base"], "transport": before.transport, "refetchable": True}
+    assert driver.one(SendOp, "prepare").body["base_chain"] == (entry,)
     assert driver.one(Write, "decide").record.source.before == before
 
 

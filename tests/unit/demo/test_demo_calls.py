@@ -1,21 +1,16 @@
-"""How the demo's trainer speaks to the fleet: what it repeats, refuses, and counts as well labelled."""
+"""The calls of the demo's trainer: what it repeats, refuses, and counts as well labelled."""
 
 from __future__ import annotations
 
-import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rl_plane.demo import rollout as rollout_module
-from rl_plane.demo import steering as steering_module
-from rl_plane.demo.http_json import call_json
-from rl_plane.demo.rollout import Completion, Rollout
-from rl_plane.demo.steering import Published, Steering
+from rl_plane.demo import trainer_calls as steering_module
+from rl_plane.demo.rollout import Completion, GroupSampler
+from rl_plane.demo.trainer_calls import Published, Steering
 from rl_plane.errors import (
     Conflict,
     DeadlineExceeded,
@@ -70,14 +65,22 @@ def test_a_completion_is_of_a_version_only_if_each_token_says_so() -> None:
 
 
 class Server:
-    """Answers `post` with what it is told, in order; exceptions are raised. The last answer repeats."""
+    """Gives the answers in order, and raises those that are exceptions. The last answer repeats."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
         self.calls: list[tuple[str, Any, str]] = []
 
-    def __call__(self, url: str, body: Any = None, timeout_s: float = 0.0, key: str = "") -> dict[str, Any]:
-        self.calls.append((url, body, key))
+    def post(self, url: str, body: Any, key: str | None, timeout_s: float) -> dict[str, Any]:
+        return self.answer(url, body, "")
+
+    def call(
+        self, url: str, key: str | None, op: str, body: Any, timeout_s: float, request_id: str
+    ) -> dict[str, Any]:
+        return self.answer(f"{url}/v1/rl/{op}", body, request_id)
+
+    def answer(self, url: str, body: Any, request_id: str) -> dict[str, Any]:
+        self.calls.append((url, body, request_id))
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -94,8 +97,8 @@ def reply(choices: int = 2, tokens: int = 3, logprobs: int = 3) -> dict[str, Any
     return {"choices": [choice] * choices}
 
 
-def roll(server: Server, prompts: int = 1) -> tuple[Rollout, list[list[Completion]]]:
-    rollout = Rollout("http://h", "m", group=2, max_tokens=3, post=server)
+def roll(server: Server, prompts: int = 1) -> tuple[GroupSampler, list[list[Completion]]]:
+    rollout = GroupSampler("http://h", "m", group=2, max_tokens=3, post=server.post)
     return rollout, rollout.groups([[1, 2]] * prompts, seed=7)
 
 
@@ -143,14 +146,13 @@ COMMITTED = {
 CANARY = {"sequences": [[1, 2]], "expected": [[-0.5]]}
 
 
-def test_publishing_is_pause_update_resume() -> None:
-    server = Server({}, COMMITTED, {})
-    published = Steering("http://h", server).publish(Path("/w/step_2"), "step_2", "blake3:22", CANARY)
+def test_publishing_is_one_update() -> None:
+    server = Server(COMMITTED)
+    published = Steering("http://h", server.call).publish(Path("/w/step_2"), "step_2", "blake3:22", CANARY)
     assert published == Published(VERSION, 1, 2e-6, 1e-12)
-    assert [url for url, _, _ in server.calls] == [
-        f"http://h/v1/rl/{op}" for op in ("pause", "update_weights", "resume")
-    ]
-    assert server.calls[1][1] == {
+    [(url, body, _)] = server.calls
+    assert url == "http://h/v1/rl/update_weights"
+    assert body == {
         "transport": {"backend": "filesystem", "path": "/w/step_2"},
         "version": "step_2",
         "digest": "blake3:22",
@@ -159,78 +161,28 @@ def test_publishing_is_pause_update_resume() -> None:
 
 
 def test_an_update_that_was_undone_is_tried_anew_and_a_lost_answer_is_asked_for() -> None:
-    server = Server({}, Unavailable("reset"), Conflict("aborted"), COMMITTED, {})
-    steering = Steering("http://h", server)
+    server = Server(Unavailable("reset"), Conflict("aborted"), COMMITTED)
+    steering = Steering("http://h", server.call)
     steering.publish(Path("/w/step_2"), "step_2", "blake3:22", CANARY)
-    keys = [key for url, _, key in server.calls if url.endswith("update_weights")]
+    keys = [key for _, _, key in server.calls]
     assert keys[0] == keys[1] != keys[2]
     assert steering.repeats == 2
 
 
 def test_a_failed_update_raises() -> None:
     with pytest.raises(InvalidRequest):
-        Steering("http://h", Server({}, InvalidRequest("shape"))).publish(
+        Steering("http://h", Server(InvalidRequest("shape")).call).publish(
             Path("/w"), "step_2", "blake3:22", CANARY
         )
-    stuck = Server({}, Conflict("aborted"))
+    stuck = Server(Conflict("aborted"))
     with pytest.raises(Conflict):
-        Steering("http://h", stuck).publish(Path("/w"), "step_2", "blake3:22", CANARY)
-    assert len(stuck.calls) == 1 + steering_module.ATTEMPTS
+        Steering("http://h", stuck.call).publish(Path("/w"), "step_2", "blake3:22", CANARY)
+    assert len(stuck.calls) == steering_module.ATTEMPTS
     with pytest.raises(PlaneError, match="is committed"):
-        Steering("http://h", Server({}, COMMITTED, {})).publish(Path("/w"), "step_3", "blake3:33", CANARY)
+        Steering("http://h", Server(COMMITTED).call).publish(Path("/w"), "step_3", "blake3:33", CANARY)
 
 
 def test_waiting_for_workers_is_bounded() -> None:
-    Steering("http://h", Server(NoWorkers("none"), {})).wait_ready(2, 5.0)
+    Steering("http://h", Server(NoWorkers("none"), {}).call).wait_ready(2, 5.0)
     with pytest.raises(DeadlineExceeded, match="2 workers were not ready"):
-        Steering("http://h", Server(NoWorkers("none"))).wait_ready(2, 0.0)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        error = {"error": {"code": "worker_lost", "message": "it died", "token_ids": [1, 2]}}
-        status, data = {
-            "/ok": (200, b'{"a": 1}'),
-            "/list": (200, b"[1]"),
-            "/text": (200, b"hello"),
-            "/lost": (503, json.dumps(error).encode()),
-            "/plain": (404, b"nothing here"),
-        }[self.path]
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(data)
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps({"got": json.loads(body), "key": self.headers["Idempotency-Key"]}).encode())
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), _Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
-def test_json_over_http(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    assert call_json(f"{url}/ok") == {"a": 1}
-    assert call_json(f"{url}/x", {"b": 2}, 5.0, "k") == {"got": {"b": 2}, "key": "k"}
-    with pytest.raises(WorkerLost, match="lost: HTTP 503: it died") as caught:
-        call_json(f"{url}/lost")
-    assert caught.value.facts["token_ids"] == [1, 2]
-    with pytest.raises(PlaneError, match="HTTP 404: nothing here"):
-        call_json(f"{url}/plain")
-    for path in ("list", "text"):
-        with pytest.raises(Unavailable):
-            call_json(f"{url}/{path}")
-    with pytest.raises(Unavailable):
-        call_json("http://127.0.0.1:9/nobody")
+        Steering("http://h", Server(NoWorkers("none")).call).wait_ready(2, 0.0)

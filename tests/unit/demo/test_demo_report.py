@@ -151,7 +151,7 @@ def newcomer_gone(story: Story) -> None:
         (behind, "worker c ended at step_19"),
         (other_bytes, "worker c ended at step_20 blake3:"),
         (unknown_version, "worker a ended at None"),
-        (one_left, "1 workers are there at the end"),
+        (one_left, "1 workers are in the fleet at the end"),
         (ghost, "the killed worker is still listed"),
         (newcomer_gone, "the worker that joined is gone"),
     ],

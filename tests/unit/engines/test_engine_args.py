@@ -70,15 +70,15 @@ def test_the_command_line_wins_and_comes_last(written: Callable[[str], Path]) ->
 @pytest.mark.parametrize(
     ("text", "key", "words"),
     [
-        ("", "", "no map"),
-        ("- tp_size: 2", "", "no map"),
-        ("tp_size=2", "", "no map"),
+        ("", "", "not a map"),
+        ("- tp_size: 2", "", "not a map"),
+        ("tp_size=2", "", "not a map"),
         ("tp_size: [", "", "not YAML"),
         ("tp_size: 1\n---\ntp_size: 2", "", "not YAML"),
         ("when: 2026-13-41", "", "not YAML"),
         ("a: &a [*a]", "", "not YAML"),
         ("a: !!python/object/apply:os.getpid []", "", "not YAML"),
-        ("2: 3", "", "2 is no name"),
+        ("2: 3", "", "2 is not the name"),
         ("tp_size: 1\ntp-size: 2", "tp_size", "twice"),
         ("tp_size: 1\ntp_size: 1", "tp_size", "twice"),
         ("tp_size:", "tp_size", "no value"),
@@ -224,7 +224,7 @@ def test_sglangs_arguments(written: Callable[[str], Path]) -> None:
 
 
 class _Told(Exception):
-    """What an engine would be built with."""
+    """Carries the arguments that an engine would be built with."""
 
     def __init__(self, **keywords: Any) -> None:
         self.keywords = keywords
@@ -275,7 +275,7 @@ def _told_to_sglang(monkeypatch: pytest.MonkeyPatch, model: Path, arguments: dic
 def test_what_the_worker_sets_itself_is_refused_or_gives_way(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str, told: Callable[..., dict[str, Any]]
 ) -> None:
-    arguments = importlib.import_module(f"worker.engines.{engine}_args")
+    arguments = importlib.import_module(f"worker.engines.{engine}.args")
     given = told(monkeypatch, tmp_path, {})
     ours = {key: "theirs" for key in given if key not in arguments.OURS}
     assert given.keys() - ours.keys(), "some are refused"
@@ -288,7 +288,7 @@ def test_a_worker_says_what_is_wrong_with_its_file(written: Callable[[str], Path
     file = written("vocab-size: many")
     for given, words, code in (
         (file, f"{file}: vocab_size is 'many'; fix: give a whole number", 1),
-        (tmp_path / "gone.yaml", "gone.yaml'; fix: name an existing file", 2),
+        (tmp_path / "gone.yaml", "gone.yaml': name an existing file", 2),
     ):
         command = ["worker", "--engine", "fake", "--model", str(model), "--engine-args-file", str(given)]
         done = subprocess.run(

@@ -175,7 +175,7 @@ async def test_adapter_swaps_that_are_refused_change_nothing(base: Path, loras: 
 
 
 class SlowOffer(FilesystemTransport):
-    """As one that registers the memory of a large model."""
+    """A transport whose offer takes long, as the registration of a large model's memory does."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(Places((root,)))
@@ -204,7 +204,7 @@ async def test_an_adapter_is_swapped_while_what_is_kept_is_being_offered(
     try:
         await engine.swap_adapter("x", adapter, adapter_version(1, loras[0]))
         assert not offering.done(), "it is still being offered"
-        assert engine.kept() == model_digest(new)
+        assert engine.cached_digest() == model_digest(new)
     finally:
         slow.go_on.set()
     assert await offering == {"digest": model_digest(new), "transport": {"backend": "filesystem"}}

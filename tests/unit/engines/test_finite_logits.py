@@ -1,5 +1,5 @@
-"""Which logits make no tokens, without an engine. With each: tests/engines/test_engine_adapters.py,
-test_mixed_fleet.py."""
+"""Logits that make no tokens, without an engine. `tests/engines/test_engine_adapters.py` and `test_mixed_fleet.py` test
+them on each engine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_prompt_needs_a_logprob_for_each_token_but_the_first(value: float | No
 
 
 def test_what_sglang_sends_from_then_on_says_so() -> None:
-    """As its ranks of a pipeline hand it on, to the reply that the adapter reads."""
+    """The ranks of a pipeline pass the mark on, up to the reply that the adapter reads."""
     good, bad, unfinished = requests = [SimpleNamespace() for _ in range(3)]
     observer = Observer()
     logits = torch.tensor([[1.0, 2.0], [math.nan, 2.0], [math.nan, 2.0]])

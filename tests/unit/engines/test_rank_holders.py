@@ -1,4 +1,4 @@
-"""What holds a rank's weights in the engines' processes, with stand-ins for the engines and for a GPU."""
+"""The holders of a rank's weights in the engines' processes, with stand-ins for the engines and for a GPU."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Model(torch.nn.Linear):  # type: ignore[misc]
 
 
 class Runner:
-    """Of either engine."""
+    """A model runner that stands in for either engine's."""
 
     def __init__(self, device: torch.device) -> None:
         self.model, self.device, self.weight_updater = Model(), device, self

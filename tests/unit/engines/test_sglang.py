@@ -1,4 +1,5 @@
-"""What is peculiar in the `sglang` engine, without SGLang. All else: tests/engines/test_engine_adapters.py."""
+"""The parts of the `sglang` engine that vLLM has not, without SGLang. `tests/engines/test_engine_adapters.py` tests the
+rest."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from tests.support.engine_runs import ask
 from worker.engines.base import EngineOptions
 from worker.engines.common.spans import Label
 from worker.engines.sglang import adapter
-from worker.engines.sglang.streams import Experts, Feeder, Stream
+from worker.engines.sglang.streams import Experts, Feeder, SglangStream
 
 
 async def test_what_an_abort_repeats_is_not_taken_again() -> None:
-    stream = Stream(ask([1], logprobs=True), [1], frozenset(), Experts(1, 1, 1))
+    stream = SglangStream(ask([1], logprobs=True), [1], frozenset(), Experts(1, 1, 1))
 
     def out(ids: list[int], count: int, finish: Any = None) -> dict[str, Any]:
         meta = {"completion_tokens": count, "finish_reason": finish}
@@ -62,7 +63,7 @@ class Process:
         self._asked: set[asyncio.Task[Any]] = set()
 
     async def ask(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Who gives up leaves it to its end."""
+        """A caller that gives up leaves the work to its end."""
         task = asyncio.ensure_future(work)
         self._asked.add(task)
         task.add_done_callback(self._asked.discard)
@@ -93,7 +94,7 @@ class Process:
 
 @pytest.fixture
 async def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """That says it can release memory."""
+    """An engine that says that it can release memory."""
     (tmp_path / "config.json").write_text("{}")
     names = ("PauseGenerationReqInput", "ReleaseMemoryOccupationReqInput", "ResumeMemoryOccupationReqInput")
     bodies = SimpleNamespace(**dict.fromkeys(names, SimpleNamespace))
@@ -172,7 +173,7 @@ class Manager:
     def __init__(self) -> None:
         self.asked: list[Any] = []
         self.outs: defaultdict[int, asyncio.Queue[dict[str, Any]]] = defaultdict(asyncio.Queue)
-        """Of each request, in their order."""
+        """The outputs of each request, in their order."""
         self.open = 0
 
     async def generate_request(self, asked: Any) -> AsyncGenerator[dict[str, Any], None]:

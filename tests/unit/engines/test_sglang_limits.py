@@ -1,4 +1,4 @@
-"""What SGLang is asked before it starts with a model, and before it loads weights."""
+"""The checks of a model before SGLang starts with it, and before SGLang loads weights."""
 
 from __future__ import annotations
 

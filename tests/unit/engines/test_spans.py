@@ -1,4 +1,4 @@
-"""When a delta tells its spans, from an engine to a reader of joined deltas."""
+"""Spans: when a delta reports them, from an engine to a reader of joined deltas."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from rl_plane.protocol.token_batching import merged
 from rl_plane.protocol.versions import WeightVersion
 from tests.support.engine_runs import ask
 from worker.engines.common.spans import Label, SpanLog
-from worker.engines.sglang.streams import Experts
-from worker.engines.sglang.streams import Stream as SglangStream
-from worker.engines.vllm.streams import Piece as VllmPiece
+from worker.engines.sglang.streams import Experts, SglangStream
+from worker.engines.vllm.streams import VllmPiece
 
 
 def version(sequence: int) -> WeightVersion:
@@ -36,7 +35,7 @@ def shown(spans: list[VersionSpan]) -> list[tuple[int | None, int | None, int, i
 
 
 def told(*labels: Label) -> list[list[tuple[int | None, int | None, int, int]]]:
-    """Of one delta per token, then of a last one without any."""
+    """The spans of one delta per token, then of a last one without tokens."""
     log, found = SpanLog(), []
     for label in labels:
         log.add(label)
@@ -82,7 +81,7 @@ def test_tokens_of_unknown_weights_are_in_no_span(unknown: Label) -> None:
 
 
 def received(deltas: list[GenerateDelta]) -> list[VersionSpan]:
-    """What a reader knows after these, by the rule of `GenerateDelta.spans`."""
+    """The spans that a reader knows after these deltas, by the rule of `GenerateDelta.spans`."""
     spans: list[VersionSpan] = []
     for delta in deltas:
         if delta.spans:
@@ -133,9 +132,9 @@ async def test_hf_gives_what_two_weights_made_in_two_pieces() -> None:
         pytest.importorskip("worker.engines.hf.adapter"),
         pytest.importorskip("worker.engines.hf.streams"),
     )
-    stream = streams.Stream("x", ask([1]), [1], frozenset())
+    stream = streams.HfStream("x", ask([1]), [1], frozenset())
     for tokens, label in (([5], BASE), ([6], BASE), ([7], NEXT), ([8], NEXT)):
-        stream.pieces.put_nowait(streams.Piece(tokens, [0.0], [label]))
+        stream.pieces.put_nowait(streams.HfPiece(tokens, [0.0], [label]))
     stream.pieces.put_nowait(EngineFailed("dead"))
     found = [await engine.next_piece(stream) for _ in range(2)]
     assert [(piece.token_ids, set(piece.labels)) for piece, _ in found] == [([5, 6], {BASE}), ([7, 8], {NEXT})]

@@ -1,4 +1,4 @@
-"""What engines that are given token ids do with a tokenizer, without an engine."""
+"""Prompts and text of engines that take token ids, without an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is peculiar in the `vllm` engine, with a stand-in for vLLM. All else: tests/engines/test_engine_adapters.py."""
+"""The parts of the `vllm` engine that SGLang has not, with a stand-in for vLLM. `tests/engines/test_engine_adapters.py`
+tests the rest."""
 
 from __future__ import annotations
 

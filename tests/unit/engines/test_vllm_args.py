@@ -1,4 +1,4 @@
-"""What vLLM is started with, as far as it can be told without vLLM."""
+"""The arguments that vLLM starts with, as far as a test without vLLM can see them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_cpu_gets_a_bound_for_its_cache(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_each_worker_draws_by_a_seed_of_its_own() -> None:
-    """Those that said the same would make the same samples of one prompt."""
+    """Workers with one seed would make the same samples of one prompt."""
     seeds = [completed({}, on_cpu)["seed"] for on_cpu in (True, True, False, False)]
     assert len({*seeds}) == len(seeds)
     assert all(0 <= seed < 1 << 32 for seed in seeds)  # as NumPy takes them

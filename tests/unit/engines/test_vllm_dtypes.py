@@ -1,4 +1,4 @@
-"""What a load of vLLM's tells of the types of its parameters, with a stand-in for the model and its files."""
+"""The types of parameters that a load of vLLM shows, with a stand-in for the model and its files."""
 
 from __future__ import annotations
 

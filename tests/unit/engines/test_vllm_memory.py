@@ -11,7 +11,7 @@ import pytest
 
 from rl_plane.errors import EngineFailed
 from tests.support.vllm_stand_in import standing_in
-from worker.engines.vllm.sleep_levels import SLEEP_LEVEL, Call, ReleasedMemory
+from worker.engines.vllm.sleep_levels import SLEEP_LEVEL, ReleasedMemory, SleepCall
 
 Step = tuple[str, tuple[str, ...]]
 TAGS = (("weights",), ("kv_cache",), ("weights", "kv_cache"))
@@ -19,8 +19,8 @@ STEPS: tuple[Step, ...] = tuple(itertools.product(("release", "resume"), TAGS))
 
 
 class StandIn:
-    """As vLLM 0.32 keeps its tags; there a warning is all that some of these refusals leave. Once a call has failed, it
-    may leave out what is asked for again."""
+    """Keeps tags as vLLM 0.32 does, which only warns in some cases where this refuses. After a failed call it may
+    ignore the repeated one."""
 
     def __init__(self, fails_at: int | None = None, done: bool = False) -> None:
         """The call of this number fails: after it has done what it was asked for, or before."""
@@ -30,7 +30,7 @@ class StandIn:
         self._done = done
         self._calls = 0
 
-    def make(self, call: Call) -> None:
+    def make(self, call: SleepCall) -> None:
         fails = self._calls == self.fails_at
         self._calls += 1
         if self._done or not fails:
@@ -55,7 +55,7 @@ class StandIn:
 
 
 def taken(steps: Sequence[Step], vllm: StandIn) -> set[str]:
-    """What is released, once all of these have been asked for; the one that fails twice."""
+    """The tags that are released after all these calls. The call that fails is made twice."""
     memory, released = ReleasedMemory(), set[str]()
     for op, tags in steps:
         for _ in range(2):

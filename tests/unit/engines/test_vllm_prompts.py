@@ -1,4 +1,4 @@
-"""Whose output layer scores which token of a prompt. vLLM itself is not needed."""
+"""The output layer's adapter of each token of a prompt that is scored, without vLLM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from worker.engines.vllm.patches.prompt_logprobs import _ByToken  # noqa: E402
+from worker.engines.vllm.prompt_logprobs import _ByToken  # noqa: E402
 
 TOKENS, HIDDEN, RANK, VOCABULARY = 12, 8, 2, 16
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from frontend.routing.committed import MAX_HISTORY, STALE_AFTER_S, History, Labels, key_of
+from frontend.routing.committed import MAX_HISTORY, History, key_of
 from frontend.routing.fleet_status import FleetStatus, WorkerStatus
+from frontend.routing.span_check import STALE_AFTER_S, SpanCheck
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.scatter import Gather
 from rl_plane.errors import StaleWeights, Unlabelled
@@ -171,7 +172,7 @@ def delta(tokens: int, *spans: VersionSpan, end: bool = False) -> GenerateDelta:
 
 def test_labels_are_checked_as_they_come() -> None:
     known = history(record(1))
-    labels = Labels(known, None, known.count)
+    labels = SpanCheck(known, None, known.count)
     labels.take(delta(0), 1.0)
     labels.take(delta(2, span(1, 0, 2)), 1.0)
     labels.take(delta(3), 1.0)
@@ -183,7 +184,7 @@ def test_labels_are_checked_as_they_come() -> None:
 
 def test_a_request_may_end_before_its_first_token() -> None:
     known = history(record(1))
-    Labels(known, None, known.count).take(delta(0, end=True), 0.0)
+    SpanCheck(known, None, known.count).take(delta(0, end=True), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +203,7 @@ def test_a_request_may_end_before_its_first_token() -> None:
 )
 def test_an_unlabelled_delta_is_not_delivered(first: GenerateDelta | None, then: GenerateDelta) -> None:
     known = history(record(1), record(1, a=3), record(4, a=3))
-    labels = Labels(known, None, 1)
+    labels = SpanCheck(known, None, 1)
     if first is not None:
         labels.take(first, 0.0)
     with pytest.raises(Unlabelled):
@@ -211,12 +212,12 @@ def test_an_unlabelled_delta_is_not_delivered(first: GenerateDelta | None, then:
 
 def test_what_an_engine_cant_witness_is_said_by_its_worker() -> None:
     known = history(record(1))
-    labels = Labels(known, "a", known.count, witnesses=False)
+    labels = SpanCheck(known, "a", known.count, witnesses=False)
     labels.take(delta(0), 0.0)
     labels.take(delta(2, *unwitnessed(2)), 0.0)
     labels.take(delta(3), 0.0)
     labels.take(delta(1, *unwitnessed(6), end=True), 0.0)
-    Labels(known, None, known.count, witnesses=False).take(delta(0, end=True), 0.0)
+    SpanCheck(known, None, known.count, witnesses=False).take(delta(0, end=True), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -232,15 +233,15 @@ def test_what_an_engine_cant_witness_is_said_by_its_worker() -> None:
 def test_nothing_is_taken_for_unknown_in_silence(witnesses: bool, then: GenerateDelta) -> None:
     known = history(record(1))
     with pytest.raises(Unlabelled):
-        Labels(known, None, known.count, witnesses=witnesses).take(then, 0.0)
+        SpanCheck(known, None, known.count, witnesses=witnesses).take(then, 0.0)
 
 
 def test_tokens_are_of_the_adapter_that_was_asked_for() -> None:
     known = history(record(1, a=2, b=3))
-    Labels(known, "a", 1).take(delta(1, span(1, 0, 1, a=2)), 0.0)
+    SpanCheck(known, "a", 1).take(delta(1, span(1, 0, 1, a=2)), 0.0)
     for wrong in (span(1, 0, 1), span(1, 0, 1, b=3)):
         with pytest.raises(Unlabelled):
-            Labels(known, "a", 1).take(delta(1, wrong), 0.0)
+            SpanCheck(known, "a", 1).take(delta(1, wrong), 0.0)
 
 
 # ---- workers that missed an update ----
@@ -248,7 +249,7 @@ def test_tokens_are_of_the_adapter_that_was_asked_for() -> None:
 
 def test_a_stream_that_stays_on_what_was_replaced_is_cut() -> None:
     known = history(record(1))
-    labels = Labels(known, None, 1)
+    labels = SpanCheck(known, None, 1)
     labels.take(delta(1, span(1, 0, 1)), 0.0)
     known.add(replace(record(2), open=False), 10.0)
     labels.take(delta(1), 100.0)  # not final: an update may take its time
@@ -263,7 +264,7 @@ def test_a_stream_that_stays_on_what_was_replaced_is_cut() -> None:
 
 def test_a_stream_that_takes_the_update_goes_on() -> None:
     known = history(record(1))
-    labels = Labels(known, None, 1)
+    labels = SpanCheck(known, None, 1)
     labels.take(delta(1, span(1, 0, 1)), 0.0)
     known.add(record(2), 10.0)
     labels.take(delta(2, span(1, 0, 2), span(2, 2, 3)), 100.0)
@@ -273,7 +274,7 @@ def test_a_stream_that_takes_the_update_goes_on() -> None:
 
 def test_updates_in_quick_succession_do_not_keep_a_stale_stream_alive() -> None:
     known = history(record(1))
-    labels = Labels(known, None, 1)
+    labels = SpanCheck(known, None, 1)
     labels.take(delta(1, span(1, 0, 1)), 0.0)
     for sequence in range(2, 10):
         known.add(record(sequence), float(sequence))
@@ -285,14 +286,14 @@ def test_updates_in_quick_succession_do_not_keep_a_stale_stream_alive() -> None:
 def test_what_a_worker_made_before_it_went_on_is_delivered_however_late_it_comes() -> None:
     holds = 1
     known = history(record(1))
-    labels = Labels(known, None, 1, lambda span: span.sequence == holds)
+    labels = SpanCheck(known, None, 1, lambda span: span.sequence == holds)
     labels.take(delta(1, span(1, 0, 1)), 0.0)
     known.add(record(2), 10.0)
     known.add(record(3), 20.0)
     with pytest.raises(StaleWeights):
         labels.take(delta(1), 100.0)
     holds = 3
-    kept = Labels(known, None, 1, lambda span: span.sequence == holds)
+    kept = SpanCheck(known, None, 1, lambda span: span.sequence == holds)
     kept.take(delta(2, span(1, 0, 2)), 100.0)
     kept.take(delta(2, span(1, 0, 2), span(2, 2, 4)), 100.0)
     kept.take(delta(1), 100.0)
@@ -330,16 +331,16 @@ async def test_what_a_worker_has_left_it_does_not_make_again() -> None:
         wire = {**held.held.to_wire(), "admission": admission, "running": 0, "waiting": 0}
         known._take("w", WorkerStatus.from_wire(wire, "i", 0.0))
         assert known.may_make(one, span(1, 0, 4)) == (held == record(1))
-    await known._reconnected()
+    await known._on_reconnect()
     assert not known.may_make(one, span(1, 0, 4))
     assert known.may_make(other, span(1, 0, 4))
-    known._member_changed(Changed(one, None))
+    known._on_member_change(Changed(one, None))
     assert known.may_make(one, span(1, 0, 4))
 
 
 def test_an_adapters_update_is_nothing_to_the_base() -> None:
     known = history(record(1, a=2))
-    base, adapter = Labels(known, None, 1), Labels(known, "a", 1)
+    base, adapter = SpanCheck(known, None, 1), SpanCheck(known, "a", 1)
     base.take(delta(1, span(1, 0, 1)), 0.0)
     adapter.take(delta(1, span(1, 0, 1, a=2)), 0.0)
     known.add(record(1, a=3), 1.0)
@@ -350,7 +351,7 @@ def test_an_adapters_update_is_nothing_to_the_base() -> None:
 
 def test_both_states_of_a_rolling_update_are_good_until_it_ends() -> None:
     known = history(record(1))
-    labels = Labels(known, None, 1)
+    labels = SpanCheck(known, None, 1)
     labels.take(delta(1, span(1, 0, 1)), 0.0)
     known.add(rolling(record(2), record(1)), 1.0)
     labels.take(delta(1), 100.0)

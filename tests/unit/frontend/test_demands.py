@@ -10,7 +10,6 @@ import pytest
 from frontend.completions.openai_bodies import CompletionBody, NvExt
 from frontend.completions.plans import plan_completion
 from frontend.routing.committed import MAX_LABELS, LabelsOfRun
-from frontend.routing.continuation import SoFar, seed_after
 from frontend.routing.demands import (
     NO_DEMANDS,
     Demands,
@@ -21,6 +20,7 @@ from frontend.routing.demands import (
     point_of,
     point_of_span,
 )
+from frontend.routing.progress import GenerationProgress, seed_after
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, VersionSpan, unwitnessed
 from tests.support.committed_records import record, span, version
@@ -194,11 +194,11 @@ def test_the_next_worker_is_asked_for_the_rest() -> None:
         adapter="a",
         cache_salt="s",
     )
-    so_far = SoFar(asked)
-    assert so_far.rest() is asked
-    so_far.take(so_far.shifted(delta([1, 2], span(4, 0, 2), prompt_token_ids=[7, 7])))
-    so_far.take(so_far.shifted(delta([3])))
-    rest = so_far.rest()
+    progress = GenerationProgress(asked)
+    assert progress.rest() is asked
+    progress.take(progress.shifted(delta([1, 2], span(4, 0, 2), prompt_token_ids=[7, 7])))
+    progress.take(progress.shifted(delta([3])))
+    rest = progress.rest()
     changed = {name for name in GenerateRequest.model_fields if getattr(rest, name) != getattr(asked, name)}
     assert changed == {
         "messages",
@@ -215,48 +215,48 @@ def test_the_next_worker_is_asked_for_the_rest() -> None:
     assert rest.seed == seed_after(3, 3) != seed_after(3, 4)
     assert 0 <= seed_after((1 << 63) - 1, 9) < 1 << 63
     assert GenerateRequest.model_validate(rest.model_dump()) == rest
-    so_far.take(so_far.shifted(delta([4, 5], span(4, 0, 2))))
-    assert so_far.rest().prompt_token_ids == [7, 7, 1, 2, 3, 4, 5]
-    assert so_far.rest().min_tokens == 0
+    progress.take(progress.shifted(delta([4, 5], span(4, 0, 2))))
+    assert progress.rest().prompt_token_ids == [7, 7, 1, 2, 3, 4, 5]
+    assert progress.rest().min_tokens == 0
 
 
 def test_a_worker_with_little_room_is_asked_for_fewer_tokens() -> None:
-    so_far = SoFar(GenerateRequest(id="r", prompt_token_ids=[7], max_tokens=10))
-    assert so_far.rest(4).max_tokens == 4
-    so_far.take(so_far.shifted(delta([1, 2, 3, 4], span(4, 0, 4), prompt_token_ids=[7])))
-    assert so_far.full
-    assert so_far.rest().max_tokens == 6  # another one may have more
-    assert not so_far.full
-    assert so_far.rest(5).max_tokens == 1
+    progress = GenerationProgress(GenerateRequest(id="r", prompt_token_ids=[7], max_tokens=10))
+    assert progress.rest(4).max_tokens == 4
+    progress.take(progress.shifted(delta([1, 2, 3, 4], span(4, 0, 4), prompt_token_ids=[7])))
+    assert progress.full
+    assert progress.rest().max_tokens == 6  # another one may have more
+    assert not progress.full
+    assert progress.rest(5).max_tokens == 1
 
 
 def test_spans_of_the_next_worker_go_on_where_the_last_one_ended() -> None:
-    so_far = SoFar(GenerateRequest(id="r", prompt_token_ids=[7], max_tokens=20))
-    so_far.rest()
+    progress = GenerationProgress(GenerateRequest(id="r", prompt_token_ids=[7], max_tokens=20))
+    progress.rest()
     for one in (delta([1], span(4, 0, 1), prompt_token_ids=[7]), delta([2])):
-        so_far.take(so_far.shifted(one))
-    so_far.rest()
-    same = so_far.shifted(delta([3], span(4, 0, 1), prompt_token_ids=[7, 1, 2]))
+        progress.take(progress.shifted(one))
+    progress.rest()
+    same = progress.shifted(delta([3], span(4, 0, 1), prompt_token_ids=[7, 1, 2]))
     assert same.spans == [span(4, 0, 3)]
     assert same.prompt_token_ids is None
-    so_far.take(same)
-    so_far.take(so_far.shifted(delta([4])))
-    assert so_far.shifted(delta([5])).spans == []
-    so_far.take(so_far.shifted(delta([5], span(4, 0, 2), span(5, 2, 3))))
-    assert so_far.labelled() == [span(4, 0, 4), span(5, 4, 5)]
-    so_far.rest()
-    last = so_far.shifted(delta([6], span(6, 0, 1), finish_reason="length"))
+    progress.take(same)
+    progress.take(progress.shifted(delta([4])))
+    assert progress.shifted(delta([5])).spans == []
+    progress.take(progress.shifted(delta([5], span(4, 0, 2), span(5, 2, 3))))
+    assert progress.labelled() == [span(4, 0, 4), span(5, 4, 5)]
+    progress.rest()
+    last = progress.shifted(delta([6], span(6, 0, 1), finish_reason="length"))
     assert last.spans == [span(4, 0, 4), span(5, 4, 5), span(6, 5, 6)]
-    assert so_far.shifted(delta([], finish_reason="abort")).spans == [span(4, 0, 4), span(5, 4, 5)]
-    assert so_far.end("abort").spans == [span(4, 0, 4), span(5, 4, 5)]
-    assert (so_far.fresh, so_far.full) == (0, False)
+    assert progress.shifted(delta([], finish_reason="abort")).spans == [span(4, 0, 4), span(5, 4, 5)]
+    assert progress.end("abort").spans == [span(4, 0, 4), span(5, 4, 5)]
+    assert (progress.fresh, progress.full) == (0, False)
 
 
 def test_what_a_lost_worker_said_before_a_token_is_void() -> None:
-    so_far = SoFar(GenerateRequest(id="r", prompt_token_ids=[7], max_tokens=1))
-    so_far.rest()
-    so_far.take(delta([], prompt_token_ids=[9]))
-    assert so_far.rest() is so_far.request
-    assert (so_far.prompt, so_far.can_move) == (None, False)
-    so_far.take(delta([1], span(4, 0, 1), prompt_token_ids=[7]))
-    assert (so_far.can_move, so_far.full) == (True, True)
+    progress = GenerationProgress(GenerateRequest(id="r", prompt_token_ids=[7], max_tokens=1))
+    progress.rest()
+    progress.take(delta([], prompt_token_ids=[9]))
+    assert progress.rest() is progress.request
+    assert (progress.prompt_token_ids, progress.can_move) == (None, False)
+    progress.take(delta([1], span(4, 0, 1), prompt_token_ids=[7]))
+    assert (progress.can_move, progress.full) == (True, True)

@@ -10,20 +10,20 @@ from typing import Any, get_args
 import pytest
 
 from frontend.completions.caller_ids import CallerIds
+from frontend.completions.choice import Choice
 from frontend.completions.native_bodies import plan_vllm
 from frontend.completions.openai_bodies import REFUSED, ChatBody, CompletionBody
-from frontend.completions.openai_replies import Choice, Chunks, openai_error, whole
+from frontend.completions.openai_replies import Chunks, openai_error, whole
 from frontend.completions.plans import DEFAULT_CHAT_TOKENS, Plan, plan_chat, plan_completion
 from frontend.completions.tokens import parse_tokenize
 from frontend.facade.calls import MAX_IN_FLIGHT, FleetCalls
-from frontend.facade.canary_counts import CanaryCounts
 from frontend.facade.nats_service import call_body
 from frontend.routing.attempts import Accepted
 from frontend.routing.fleet_status import CLOSED_REASONS
-from frontend.server.http import error_body, error_response, to_json
+from frontend.server.bodies import list_fields, merge_query
 from frontend.server.listeners import bind, url_of
-from frontend.server.metrics import frontend_metrics, metric
-from frontend.server.query import list_fields, merge_query
+from frontend.server.metrics import FrontendMetrics, Snapshot
+from frontend.server.replies import error_body, error_response, to_json
 from rl_plane.errors import (
     EngineDied,
     InvalidRequest,
@@ -842,59 +842,70 @@ def test_chat_chunks_begin_with_the_role_and_end_with_the_versions() -> None:
     assert "prompt_token_ids" not in last
 
 
-@pytest.mark.parametrize(("lease", "told"), [(True, "1"), (False, "0"), (None, None)])
-def test_the_metrics_tell_of_the_lease(lease: bool | None, told: str | None) -> None:
+def _snapshot(**more: Any) -> Snapshot:
     counts: dict[str, Any] = {"outcomes": {}, "picks": {"load": 3}, "moves": {}, "closed": {}}
-    text = frontend_metrics(
-        canaries=CanaryCounts(), workers=2, admitted=1, epoch=3, sequence=None, in_flight=0, lease=lease, **counts
-    )
-    assert "rl_plane_committed_sequence" not in text
-    assert 'rl_plane_generation_picks_total{by="load"} 3' in text
-    lines = [line for line in text.splitlines() if line.startswith("rl_plane_serving_lease ")]
-    assert lines == ([f"rl_plane_serving_lease {told}"] if told else [])
+    facts = {"workers": 2, "admitted": 1, "epoch": 3, "sequence": None, "in_flight": 0, "lease": None}
+    return Snapshot(**{**facts, **counts, **more})
 
 
-def test_the_metrics_tell_of_the_canary() -> None:
-    canaries = CanaryCounts()
+def _lines(metrics: FrontendMetrics) -> list[str]:
+    return metrics.text().decode().splitlines()
+
+
+@pytest.mark.parametrize(("lease", "told"), [(True, "1.0"), (False, "0.0"), (None, None)])
+def test_the_metrics_show_the_lease(lease: bool | None, told: str | None) -> None:
+    lines = _lines(FrontendMetrics(lambda: _snapshot(lease=lease)))
+    assert not any("rl_plane_committed_sequence" in line for line in lines)
+    assert 'rl_plane_generation_picks_total{by="load"} 3.0' in lines
+    found = [line for line in lines if line.startswith("rl_plane_serving_lease ")]
+    assert found == ([f"rl_plane_serving_lease {told}"] if told else [])
+
+
+def test_the_metrics_keep_every_digit() -> None:
+    epoch, count = 1_795_477_252_162, 1_234_567
+    lines = _lines(FrontendMetrics(lambda: _snapshot(epoch=epoch, outcomes={"ok": count})))
+    values = {line.split(" ")[0]: float(line.split(" ")[1]) for line in lines if not line.startswith("#")}
+    assert values["rl_plane_membership_epoch"] == epoch
+    assert values['rl_plane_generation_requests_total{outcome="ok"}'] == count
+    assert "# TYPE rl_plane_generation_requests_total counter" in lines
+    assert "# HELP rl_plane_workers Workers in the fleet." in lines
+
+
+def test_the_metrics_show_the_canary() -> None:
+    metrics = FrontendMetrics(lambda: _snapshot(closed={"numerics": 1}))
 
     def told() -> list[str]:
-        text = frontend_metrics(
-            workers=2,
-            admitted=1,
-            closed={"numerics": 1},
-            canaries=canaries,
-            epoch=3,
-            sequence=1,
-            in_flight=0,
-            lease=None,
-            outcomes={},
-            picks={},
-            moves={},
-        )
         words = ("rl_plane_canary", "rl_plane_workers_closed")
-        return [line for line in text.splitlines() if line.startswith(words) and not line.endswith(" 0")]
+        return [line for line in _lines(metrics) if line.startswith(words) and not line.endswith(" 0.0")]
 
-    assert told() == ['rl_plane_workers_closed{reason="numerics"} 1']
-    canaries.take({"difference": 0.5, "mismatch_kl": 1.25e-8, "reasons": {"trainer": 2, "x": 7}})
-    canaries.take({"difference": 0.25, "mismatch_kl": 1e-8, "reasons": {"trainer": 1, "tie": 2}})
+    assert told() == ['rl_plane_workers_closed{reason="numerics"} 1.0']
+    metrics.on_canary({"difference": 0.5, "mismatch_kl": 1.25e-8, "reasons": {"trainer": 2, "x": 7}})
+    metrics.on_canary({"difference": 0.25, "mismatch_kl": 1e-8, "reasons": {"trainer": 1, "tie": 2}})
     assert told() == [
-        'rl_plane_workers_closed{reason="numerics"} 1',
-        'rl_plane_canary_failures_total{reason="tie"} 2',
-        'rl_plane_canary_failures_total{reason="trainer"} 3',
+        'rl_plane_workers_closed{reason="numerics"} 1.0',
+        'rl_plane_canary_failures_total{reason="tie"} 2.0',
+        'rl_plane_canary_failures_total{reason="trainer"} 3.0',
         "rl_plane_canary_difference 0.25",
         "rl_plane_canary_mismatch_kl 1e-08",
     ]
-    canaries.take({"scored": 1, "failed": 0})
+    metrics.on_canary({"scored": 1, "failed": 0})
     assert not any("difference" in line or "mismatch" in line for line in told())
+
+
+def test_the_metrics_have_histograms_of_phases_and_first_tokens() -> None:
+    metrics = FrontendMetrics(_snapshot)
+    metrics.on_committed({"receive_s": 0.2, "gate_s": 0.002})
+    metrics.on_committed({"receive_s": 20.0})
+    metrics.on_first_token(0.05)
+    lines = _lines(metrics)
+    assert 'rl_plane_update_phase_seconds_bucket{le="0.3",phase="receive"} 1.0' in lines
+    assert 'rl_plane_update_phase_seconds_count{phase="receive"} 2.0' in lines
+    assert 'rl_plane_update_phase_seconds_sum{phase="gate"} 0.002' in lines
+    assert "rl_plane_generation_first_token_seconds_count 1.0" in lines
 
 
 def test_the_metrics_know_every_reason_that_closes_a_worker() -> None:
     assert set(CLOSED_REASONS) == set(get_args(Reason))
-
-
-def test_metrics_are_prometheus_text() -> None:
-    text = metric("a_total", "counter", "Words.", [({"outcome": 'o"k\n'}, 2), ({}, 0.5)])
-    assert text == '# HELP a_total Words.\n# TYPE a_total counter\na_total{outcome="o\\"k\\n"} 2\na_total 0.5\n'
 
 
 # ---- listeners ----

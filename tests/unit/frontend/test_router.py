@@ -16,13 +16,13 @@ from frontend.routing.router import (
     NO_WITNESS,
     REQUEST_TOKENS,
     SESSION_SLACK,
+    Affinity,
     Load,
     Router,
-    Wish,
     lacks_of,
     refused_by,
 )
-from frontend.routing.worker_selector import Aim
+from frontend.routing.worker_selector import WorkerRequirements
 from rl_plane.protocol.generation import GenerateRequest
 
 ABC = ("a", "b", "c")
@@ -31,7 +31,7 @@ ABC = ("a", "b", "c")
 def router(**running: int) -> Router:
     made = Router()
     for instance_id, count in running.items():
-        made.told(instance_id, Load(running=count))
+        made.on_report(instance_id, Load(running=count))
     return made
 
 
@@ -43,10 +43,10 @@ def test_the_least_loaded_worker_gets_the_request() -> None:
     assert one.pick(ABC) == "b"
     assert one.pick(("a", "c")) == "a"
     assert one.pick(()) is None
-    turns = [one.started("b"), one.started("b")]
+    turns = [one.on_start("b"), one.on_start("b")]
     assert one.pick(ABC) == "a"
     for turn in turns:
-        one.ended(turn)
+        one.on_end(turn)
     assert one.pick(ABC) == "b"
     assert one.in_flight() == one.in_flight("b") == 0
     assert one.picks["load"] == 4
@@ -54,12 +54,12 @@ def test_the_least_loaded_worker_gets_the_request() -> None:
 
 def test_tokens_weigh_and_what_waits_weighs_twice() -> None:
     one = Router()
-    one.told("a", Load(running=2, running_tokens=10 * REQUEST_TOKENS))
-    one.told("b", Load(running=3))
+    one.on_report("a", Load(running=2, running_tokens=10 * REQUEST_TOKENS))
+    one.on_report("b", Load(running=3))
     assert one.pick(("a", "b")) == "b"
-    one.told("b", Load(running=3, waiting=5))
+    one.on_report("b", Load(running=3, waiting=5))
     assert one.pick(("a", "b")) == "a"
-    one.told("b", Load(running=2, waiting_tokens=11 * REQUEST_TOKENS))
+    one.on_report("b", Load(running=2, waiting_tokens=11 * REQUEST_TOKENS))
     assert one.pick(("a", "b")) == "a"
 
 
@@ -69,9 +69,9 @@ def test_equals_take_turns() -> None:
         chosen = one.pick(ABC)
         assert chosen is not None
         turns.append(chosen)
-        one.ended(one.started(chosen))
+        one.on_end(one.on_start(chosen))
     assert turns == ["a", "b", "c"] * 2
-    one.forget("b")
+    one.on_leave("b")
     assert one.pick(ABC) == "b"
 
 
@@ -80,26 +80,26 @@ def test_many_at_once_are_spread() -> None:
     for _ in range(30):
         chosen = one.pick(ABC)
         assert chosen is not None
-        open_.append(one.started(chosen, tokens=7))
+        open_.append(one.on_start(chosen, tokens=7))
     assert [one.in_flight(key) for key in "abc"] == [10, 10, 10]
-    one.forget("a")
-    one.ended(next(turn for turn in open_ if turn.instance_id == "a"))  # it ends after its worker left
+    one.on_leave("a")
+    one.on_end(next(turn for turn in open_ if turn.instance_id == "a"))  # it ends after its worker left
     assert one.in_flight("a") == 9
 
 
 def test_a_report_has_our_own_requests_in_it_and_they_count_once() -> None:
     one = Router()
-    turn = one.started("a", tokens=100)
-    one.grew(turn, 20)
+    turn = one.on_start("a", tokens=100)
+    one.on_tokens(turn, 20)
     assert one.weight("a") == 120 + REQUEST_TOKENS
-    one.told("a", Load(running=3, running_tokens=420))
+    one.on_report("a", Load(running=3, running_tokens=420))
     assert one.weight("a") == 420 + 3 * REQUEST_TOKENS
-    one.grew(turn, 5)
+    one.on_tokens(turn, 5)
     assert one.weight("a") == 425 + 3 * REQUEST_TOKENS
-    one.ended(turn)
+    one.on_end(turn)
     assert one.weight("a") == 300 + 2 * REQUEST_TOKENS  # of other frontends
     assert one.requests("a") == 2
-    one.told("a", Load())
+    one.on_report("a", Load())
     assert one.weight("a") == one.requests("a") == 0
 
 
@@ -110,12 +110,12 @@ def test_several_frontends_share_a_fleet_by_what_workers_report() -> None:
         mine = frontends[round_ % 3]
         chosen = mine.pick(fleet)
         assert chosen is not None
-        mine.started(chosen)
+        mine.on_start(chosen)
         fleet[chosen] = Load(waiting=fleet[chosen].waiting + 1)
         if round_ % 4 == 3:  # a report every few requests
             for one in frontends:
                 for key, load in fleet.items():
-                    one.told(key, load)
+                    one.on_report(key, load)
     counts = [load.requests for load in fleet.values()]
     assert max(counts) - min(counts) <= 3, counts
 
@@ -125,64 +125,64 @@ def test_weights_never_drift() -> None:
     for _ in range(3000):
         action = rng.randrange(4)
         if action == 0:
-            open_.append(one.started(rng.choice(ABC), rng.randrange(5000)))
+            open_.append(one.on_start(rng.choice(ABC), rng.randrange(5000)))
         elif action == 1 and open_:
-            one.grew(rng.choice(open_), rng.randrange(50))
+            one.on_tokens(rng.choice(open_), rng.randrange(50))
         elif action == 2 and open_:
-            one.ended(open_.pop(rng.randrange(len(open_))))
+            one.on_end(open_.pop(rng.randrange(len(open_))))
         else:
-            one.told(rng.choice(ABC), Load(rng.randrange(9), rng.randrange(9), rng.randrange(9999)))
+            one.on_report(rng.choice(ABC), Load(rng.randrange(9), rng.randrange(9), rng.randrange(9999)))
         for key in ABC:
             mine = [turn for turn in open_ if turn.instance_id == key]
             assert one.in_flight(key) == len(mine)
             assert one.weight(key) >= sum(turn.weight for turn in mine)
     for turn in open_:
-        one.ended(turn)
+        one.on_end(turn)
     assert one.in_flight() == 0
     for key in ABC:
-        one.told(key, Load())
+        one.on_report(key, Load())
         assert one.weight(key) == 0
 
 
 def test_a_worker_with_all_that_it_takes_gets_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "MAX_STREAMS", 3)
     one = router(a=2, b=3)
-    assert one.pick(("a", "b"), Wish(session="s")) == "a"
-    one.started("a", wish=Wish(session="s"))
-    assert one.pick(("a", "b"), Wish(session="s")) is None
+    assert one.pick(("a", "b"), Affinity(session="s")) == "a"
+    one.on_start("a", affinity=Affinity(session="s"))
+    assert one.pick(("a", "b"), Affinity(session="s")) is None
 
 
 # ---- sessions ----
 
 
 def test_a_session_stays_while_its_worker_is_there_and_not_much_busier() -> None:
-    one, wish = router(a=5, b=4), Wish(session="s")
-    assert one.pick(("a", "b"), wish) == "b"
-    one.ended(one.started("b", wish=wish))
-    one.told("b", Load(running=9))
-    assert one.pick(("a", "b"), wish) == "b"
-    assert one.pick(("a", "b"), Wish(session="other")) == "a"
+    one, affinity = router(a=5, b=4), Affinity(session="s")
+    assert one.pick(("a", "b"), affinity) == "b"
+    one.on_end(one.on_start("b", affinity=affinity))
+    one.on_report("b", Load(running=9))
+    assert one.pick(("a", "b"), affinity) == "b"
+    assert one.pick(("a", "b"), Affinity(session="other")) == "a"
     assert one.picks["session"] == 1
-    one.told("b", Load(running=2 * 5 + SESSION_SLACK // REQUEST_TOKENS + 1))
-    assert one.pick(("a", "b"), wish) == "a", "overloaded"
-    one.told("b", Load())
-    assert one.pick(("a",), wish) == "a", "closed or gone"
+    one.on_report("b", Load(running=2 * 5 + SESSION_SLACK // REQUEST_TOKENS + 1))
+    assert one.pick(("a", "b"), affinity) == "a", "overloaded"
+    one.on_report("b", Load())
+    assert one.pick(("a",), affinity) == "a", "closed or gone"
 
 
 def test_a_session_that_has_left_stays_where_it_went() -> None:
-    one, wish = router(a=0, b=0), Wish(session="s")
-    one.ended(one.started("a", wish=wish))
-    assert one.pick(("b",), wish) == "b"
-    one.ended(one.started("b", wish=wish))
-    assert one.pick(("a", "b"), wish) == "b"
+    one, affinity = router(a=0, b=0), Affinity(session="s")
+    one.on_end(one.on_start("a", affinity=affinity))
+    assert one.pick(("b",), affinity) == "b"
+    one.on_end(one.on_start("b", affinity=affinity))
+    assert one.pick(("a", "b"), affinity) == "b"
 
 
 def test_sessions_are_bounded_and_the_latest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "MAX_SESSIONS", 2)
     one = router(a=0, b=1)
     for session in ("1", "2", "1", "3"):
-        one.ended(one.started("b", wish=Wish(session=session)))
-    picked = {session: one.pick(("a", "b"), Wish(session=session)) for session in "123"}
+        one.on_end(one.on_start("b", affinity=Affinity(session=session)))
+    picked = {session: one.pick(("a", "b"), Affinity(session=session)) for session in "123"}
     assert picked == {"1": "b", "2": "a", "3": "b"}
 
 
@@ -201,46 +201,46 @@ def of(ids: list[int], **more: str) -> Beginnings:
 
 def test_a_prompt_goes_where_most_of_it_was_computed() -> None:
     one, prompt = router(a=4, b=4), tokens(1, 1000)
-    one.ended(one.started("b", wish=Wish(beginnings=of(prompt))))
-    one.ended(one.started("a"))
-    assert one.pick(("a", "b"), Wish(beginnings=of(tokens(2, 1000)))) == "b", "its turn is longest ago"
-    one.ended(one.started("b"))
-    longer = Wish(beginnings=of([*prompt, *tokens(3, 800)]))
+    one.on_end(one.on_start("b", affinity=Affinity(beginnings=of(prompt))))
+    one.on_end(one.on_start("a"))
+    assert one.pick(("a", "b"), Affinity(beginnings=of(tokens(2, 1000)))) == "b", "its turn is longest ago"
+    one.on_end(one.on_start("b"))
+    longer = Affinity(beginnings=of([*prompt, *tokens(3, 800)]))
     assert one.pick(("a", "b"), longer) == "b"
     assert one.picks["prefix"] == 1
-    one.told("b", Load(running=7))
+    one.on_report("b", Load(running=7))
     assert one.pick(("a", "b"), longer) == "a", "what it saves is not worth the wait"
-    one.told("b", Load(running=5))
+    one.on_report("b", Load(running=5))
     assert one.pick(("a", "b"), longer) == "b"
     assert one.pick(("a",), longer) == "a"
 
 
 def test_samples_of_one_prompt_on_an_idle_fleet_are_spread() -> None:
-    one, wish = Router(), Wish(beginnings=of(tokens(1, 500)))
+    one, affinity = Router(), Affinity(beginnings=of(tokens(1, 500)))
     for _ in range(9):
-        chosen = one.pick(ABC, wish)
+        chosen = one.pick(ABC, affinity)
         assert chosen is not None
-        one.started(chosen, 500, wish)
+        one.on_start(chosen, 500, affinity)
     assert [one.in_flight(key) for key in ABC] == [3, 3, 3]
 
 
 def test_new_weights_empty_a_prefix_cache() -> None:
-    one, wish = router(a=1, b=0), Wish(beginnings=of(tokens(1, 500)))
-    one.told("a", Load(), "1")
-    one.ended(one.started("a", wish=wish))
-    one.ended(one.started("b"))
-    one.told("a", Load(), "1")
-    one.pick(("a", "b"), wish)
+    one, affinity = router(a=1, b=0), Affinity(beginnings=of(tokens(1, 500)))
+    one.on_report("a", Load(), "1")
+    one.on_end(one.on_start("a", affinity=affinity))
+    one.on_end(one.on_start("b"))
+    one.on_report("a", Load(), "1")
+    one.pick(("a", "b"), affinity)
     assert one.picks["prefix"] == 1
-    one.told("a", Load(), "2")
-    one.pick(("a", "b"), wish)
+    one.on_report("a", Load(), "2")
+    one.pick(("a", "b"), affinity)
     assert one.picks["prefix"] == 1
-    one.ended(one.started("a", wish=wish))
-    one.pick(("a", "b"), wish)
+    one.on_end(one.on_start("a", affinity=affinity))
+    one.pick(("a", "b"), affinity)
     assert one.picks["prefix"] == 2
-    one.forget("a")
-    one.told("a", Load(), "2")  # another process of this name
-    one.pick(("a", "b"), wish)
+    one.on_leave("a")
+    one.on_report("a", Load(), "2")  # another process of this name
+    one.pick(("a", "b"), affinity)
     assert one.picks["prefix"] == 2
 
 
@@ -315,9 +315,9 @@ def test_the_field_that_an_engine_lacks_is_named() -> None:
 def test_an_engine_that_cant_witness_keeps_no_demand(demand: dict[str, Any]) -> None:
     request = GenerateRequest(id="r", prompt_token_ids=[5], seed=1)
     lacks, (field,) = lacks_of({"lacks": {"min_p": "no"}, "witnesses": False}), demand
-    given = Aim(request, demands=Demands(**demand, on_stale="cut", migrate=True)).given(lacks)
+    given = WorkerRequirements(request, demands=Demands(**demand, on_stale="cut", migrate=True)).given(lacks)
     assert refused_by(lacks, given) == (field, NO_WITNESS)
-    assert refused_by(lacks, Aim(request, demands=Demands(migrate=True)).given(lacks)) is None
+    assert refused_by(lacks, WorkerRequirements(request, demands=Demands(migrate=True)).given(lacks)) is None
     assert refused_by(lacks, {"min_p"}) == ("min_p", "no")
     for info in ({}, {"lacks": None}, {"witnesses": True}):
         assert refused_by(lacks_of(info), given) is None

@@ -518,7 +518,7 @@ def test_warn_keeps_the_values_of_before_where_only_the_trainers_are_missed() ->
 def test_warn_serves_even_a_tie_and_judges_no_worker_by_it() -> None:
     settled = settle(RECORD, scores(a=(HF, RIGHT), b=(HF, off(FAR))), "warn")
     assert (settled.action, settled.excluded) == ("open", [])
-    assert "nothing tells" in settled.warning
+    assert "nothing shows" in settled.warning
     assert settled.record == replace(RECORD, overruled=settled.warning)
 
 

@@ -76,7 +76,7 @@ def test_an_adapters_own_modes_are_three() -> None:
     """What is prepared on a worker comes from the plane, which has no other names."""
     with pytest.raises(InvalidRequest, match="pause_mode"):
         validation.parse_body(
-            update_requests.Prepare, {**SOURCE, "update_id": "u", "label": "l", "pause_mode": "retract"}
+            update_requests.ReceiveRequest, {**SOURCE, "update_id": "u", "label": "l", "pause_mode": "retract"}
         )
 
 
@@ -85,7 +85,7 @@ async def test_a_fleet_pauses_by_sglangs_names(plane: Plane) -> None:
     worker = plane.spawn()
 
     for mode, flushed in (("retract", True), ("in_place", False)):
-        reply = await client.pause(mode=mode)
+        reply = await client.run("pause", {"mode": mode})
         assert reply["workers"][0]["cache_flushed"] is flushed
         assert await mode_now(client) == "keep"
         await client.resume()
@@ -99,7 +99,7 @@ async def test_a_fleet_pauses_by_sglangs_names(plane: Plane) -> None:
 async def test_an_update_flushes_whichever_name_it_has(plane: Plane, word: str) -> None:
     client = await plane.client()
     plane.spawn()
-    reply = await client.update_weights(update_of(plane.model(1), "one", pause_mode=word, keep_pause=True))
+    reply = await client.run("update_weights", update_of(plane.model(1), "one", pause_mode=word, keep_pause=True))
     assert [row["cache_flushed"] for row in reply["workers"]] == [True]
     assert await mode_now(client) == "keep"
 

@@ -48,5 +48,5 @@ def test_what_is_built_goes_on_and_nothing_else_does() -> None:
 def test_the_error_says_where() -> None:
     with pytest.raises(InvalidRequest, match="its token 2 is 7, and was 3"):
         check_next_prompt([1, 2], [3], [1, 2, 7, 4])
-    with pytest.raises(InvalidRequest, match="it has 3 tokens, and the turn before it 3"):
+    with pytest.raises(InvalidRequest, match="it has 3 tokens, and the turn before has 3"):
         check_next_prompt([1, 2], [3], [1, 2, 3])

@@ -144,7 +144,7 @@ def test_each_worker_has_its_place_behind_the_trainers() -> None:
 def test_what_is_fed_is_a_full_checkpoint(wrong: dict[str, Any]) -> None:
     fed = {"transport": {"backend": "gloo", "group": "g", "in_parts": True}}
     assert UpdateWeights.model_validate(fed).in_parts
-    with pytest.raises(InvalidRequest, match="full one"):
+    with pytest.raises(InvalidRequest, match="all base weights"):
         UpdateWeights.model_validate({**fed, **wrong})
 
 

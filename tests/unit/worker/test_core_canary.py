@@ -12,7 +12,8 @@ from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import CanaryRecord
 from rl_plane.protocol.record import TAKEOVER_S, DecisionRecord, Source
 from rl_plane.protocol.versions import WeightVersion
-from worker.reconcile.worker_core import GATE_S, Fetch, Score, Staged, Swap, WorkerCore
+from worker.reconcile.instructions import Fetch, ScoreCanary, StagedVersion, Swap
+from worker.reconcile.worker_core import GATE_S, WorkerCore
 from worker.reconcile.worker_state import Scores, WorkerState
 
 KIND = "fake-1/float32/cpu/tp1"
@@ -41,12 +42,12 @@ def swapped(record: DecisionRecord, at: float) -> WorkerCore:
     core.learnt(FIRST, 1, 0.0)
     core.relabelled(FIRST)
     core.learnt(record, 2, at)
-    core.is_staged(Staged("u1", None, "d1", 7))
+    core.is_staged(StagedVersion("u1", None, "d1", 7))
     swap = core.commit_step(record)
     assert isinstance(swap, Swap)
     core.swapping(swap)
     core.swapped(swap, at)
-    assert core.next(at) == Score(record.canary) if record.canary else True
+    assert core.next(at) == ScoreCanary(record.canary) if record.canary else True
     return core
 
 

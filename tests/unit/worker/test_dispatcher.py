@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
 from rl_plane.protocol.worker_ops import OPS
-from worker.ops.dispatcher import AT_ONCE, MAX_TOKENIZING, Dispatcher
+from worker.ops.dispatcher import MAX_TOKENIZING, TOKENIZING_AT_ONCE, Dispatcher
 from worker.reconcile.worker_state import WorkerState
 
 BOUND_S = 5.0
@@ -32,7 +32,7 @@ class Asked:
 
         async def later(body: Any, fence: int) -> Mapping[str, Any]:
             self.at_work += 1
-            if self.at_work == AT_ONCE:
+            if self.at_work == TOKENIZING_AT_ONCE:
                 self.full.set()
             await self.go.wait()
             if isinstance(reply, PlaneError):
@@ -42,9 +42,9 @@ class Asked:
         async def at_once(body: Any, fence: int) -> Mapping[str, Any]:
             return {}
 
-        handlers = {op: at_once for op in OPS if op != "ping"} | {"tokenize": later, "detokenize": later}
+        handlers = dict.fromkeys(OPS, at_once) | {"tokenize": later, "detokenize": later}
         lock: Any = None
-        self.dispatcher = Dispatcher(WorkerState("0" * 16, "me"), lock, handlers, lambda: 1)
+        self.dispatcher = Dispatcher(WorkerState("0" * 16, "me"), lock, handlers)
 
     async def publish(self, subject: str, data: bytes) -> None:
         self.answers.put_nowait(json.loads(data))
@@ -68,7 +68,7 @@ async def test_those_who_tokenize_leave_room_for_the_rest() -> None:
     assert (error["code"], error["retry_after_s"]) == ("unavailable", 1.0)
     await asked.ask("liveness")
     assert (await asked.answer())["status"] == "ok"
-    assert asked.at_work == AT_ONCE
+    assert asked.at_work == TOKENIZING_AT_ONCE
     asked.go.set()
     for _ in range(MAX_TOKENIZING):
         assert (await asked.answer())["body"]["tokens"] == [1]
@@ -80,14 +80,14 @@ async def test_those_who_tokenize_leave_room_for_the_rest() -> None:
 
 async def test_who_waits_to_tokenize_waits_for_as_long_as_its_caller() -> None:
     asked = Asked({"tokens": [1], "max_model_len": 8})
-    for _ in range(AT_ONCE):
+    for _ in range(TOKENIZING_AT_ONCE):
         await asked.ask("tokenize", prompt="a")
     async with asyncio.timeout(BOUND_S):
         await asked.full.wait()
     await asked.ask("tokenize", timeout_ms=0, prompt="a")
     assert (await asked.answer())["error"]["code"] == "deadline_exceeded"
     asked.go.set()
-    for _ in range(AT_ONCE):
+    for _ in range(TOKENIZING_AT_ONCE):
         assert (await asked.answer())["status"] == "ok"
     await asked.dispatcher.stop()
 

@@ -14,14 +14,22 @@ import torch
 
 from rl_plane._util.tasks import never
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase
-from rl_plane.protocol.update_requests import PreparedReply, UpdateWeights
+from rl_plane.protocol.update_requests import (
+    CanaryLimits,
+    DeltaChainEntry,
+    PreparedReply,
+    ReceiveRequest,
+    Transport,
+    UpdateWeights,
+)
 from rl_plane.protocol.validation import parse_body
-from rl_plane.protocol.versions import HostTensor, TensorSpec
-from rl_plane.transports.reception import Link, Reception, Staged, TensorStream
+from rl_plane.protocol.versions import HostTensor, TensorSpec, tensors_digest
+from rl_plane.transports.reception import Staged, TensorStream
+from tests.support.receive_requests import NamedRequest, named_request
 from tests.support.small_versions import Road, Tensors, raw, same, spec_of, step, weights
 from worker.engines.common.torch_weights import StagedTensors, host_copies
 from worker.receive.weight_receiver import Receiver
-from worker.reconcile.staged_updates import Wanted, WeightUpdates
+from worker.reconcile.staged_updates import WeightUpdates
 
 
 class Holder:
@@ -58,11 +66,11 @@ class Worker:
         spec = {name: spec_of(tensor) for name, tensor in weights().items()}
         self.receiver = Receiver(Holder(spec, tied), {"road": self.road})
 
-    def reception(self, path: str, **more: Any) -> Reception:
-        return Reception(path, **{"transport": {"backend": "road", "path": path}, "keep": True, **more})
+    def reception(self, path: str, **more: Any) -> NamedRequest:
+        return named_request(path, **{"transport": {"backend": "road", "path": path}, "keep": True, **more})
 
     def stage(self, path: str, **more: Any) -> str:
-        self.receiver.open(self.reception(path, **more))
+        self.receiver.open(*self.reception(path, **more))
         return self.receiver.receive(path, never)["digest"]
 
     def swap(self, path: str) -> Tensors:
@@ -134,11 +142,12 @@ class Chain:
     def delta(self, number: int, **more: Any) -> dict[str, Any]:
         before = [self.link(0), *(self.link(each) for each in range(1, number))]
         base, digest = self.digests[number - 1], self.digests[number]
-        return {"base": base, "digest": digest, "before": before, **more}
+        return {"base": base, "digest": digest, "base_chain": before, **more}
 
-    def link(self, number: int, refetchable: bool = True) -> Link:
+    def link(self, number: int, refetchable: bool = True) -> DeltaChainEntry:
         path = f"d{number}" if number else "v0"
-        return Link(self.digests[number], {"backend": "road", "path": path}, refetchable)
+        transport = Transport.model_validate({"backend": "road", "path": path})
+        return DeltaChainEntry(digest=self.digests[number], transport=transport, refetchable=refetchable)
 
 
 def test_a_delta_changes_what_is_kept() -> None:
@@ -207,7 +216,7 @@ def test_a_delta_that_is_cancelled_leaves_what_was_kept(after: int) -> None:
     worker.stage("v0")
     worker.swap("v0")
     looks = itertools.count()
-    worker.receiver.open(worker.reception("d1", **chain.delta(1)))
+    worker.receiver.open(*worker.reception("d1", **chain.delta(1)))
     with pytest.raises(EngineFailed, match="cancelled"):
         worker.receiver.receive("d1", lambda: next(looks) >= after)
     assert worker.receiver.kept is not None
@@ -296,7 +305,7 @@ class Engine:
     def __init__(self) -> None:
         self.called: list[str] = []
 
-    def open(self, reception: Reception) -> None:
+    def open(self, staging: str, request: ReceiveRequest, limits: CanaryLimits | None) -> None:
         self.called.append("open")
 
     def receive(self, staging: str, cancelled: Callable[[], bool]) -> PreparedReply:
@@ -305,7 +314,7 @@ class Engine:
             raise EngineFailed("staging was cancelled")
         return PreparedReply(digest="d", tensors=1, bytes=1, refetchable=True)
 
-    def kept(self) -> None:
+    def cached_digest(self) -> None:
         return None
 
     async def discard(self, staging: str) -> None:
@@ -320,14 +329,15 @@ async def test_a_delta_waits_until_no_swap_reads_what_it_changes() -> None:
     info: Any = SimpleNamespace(transports=("road",), vocab_size=512, max_model_len=512)
     updates = WeightUpdates(engine, info, engine, lambda staging: None, lambda: None)
     road = {"backend": "road"}
-    await updates.prepare(Wanted("full", road, keep=True))
+    await updates.prepare(named_request("full", road, keep=True).request)
     assert updates.take("full") is not None
-    given_up = asyncio.create_task(updates.prepare(Wanted("given up", road, base="b", digest="d", fence=1)))
+    digests: dict[str, Any] = {"base": tensors_digest([]), "digest": tensors_digest([])}
+    given_up = asyncio.create_task(updates.prepare(named_request("given up", road, **digests).request, 1))
     await asyncio.to_thread(wait_for, lambda: engine.called[-1] == "open")
     assert await updates.drop("given up")
     with pytest.raises(EngineFailed, match="cancelled"):
         await given_up
-    delta_ = asyncio.create_task(updates.prepare(Wanted("delta", road, base="b", digest="d", fence=2)))
+    delta_ = asyncio.create_task(updates.prepare(named_request("delta", road, **digests).request, 2))
     await asyncio.to_thread(wait_for, lambda: engine.called[-1] == "open")
     updates.exchanged()
     await delta_
@@ -347,15 +357,18 @@ def test_a_base_that_can_not_be_had_is_told_before_a_byte_comes() -> None:
     gone = [chain.link(0), chain.link(1, refetchable=False)]
     for before in ([], gone):
         with pytest.raises(NotAtBase, match="source_gone"):
-            worker.receiver.open(worker.reception("d2", **{**chain.delta(2), "before": before}))
+            worker.receiver.open(*worker.reception("d2", **{**chain.delta(2), "base_chain": before}))
     worker.stage("v0")
     worker.swap("v0")
     with pytest.raises(NotAtBase, match=f"keeps {chain.digests[0]}"):
-        worker.receiver.open(worker.reception("d2", **{**chain.delta(2), "before": gone}))
+        worker.receiver.open(*worker.reception("d2", **{**chain.delta(2), "base_chain": gone}))
     tied = {**chain.versions[0], "tied": chain.versions[0]["b"]}
-    link = Link(worker.road.put("v0", tied), {"backend": "road", "path": "v0"}, True)
+    link = DeltaChainEntry(
+        digest=worker.road.put("v0", tied),
+        transport=Transport.model_validate({"backend": "road", "path": "v0"}),
+    )
     with pytest.raises(NotAtBase, match="differs from what was published"):
-        worker.stage("d1", base=link.digest, digest=chain.digests[1], before=[link])
+        worker.stage("d1", base=link.digest, digest=chain.digests[1], base_chain=[link])
 
 
 def test_what_is_not_staged_can_not_be_kept() -> None:

@@ -22,7 +22,8 @@ import worker.receive.rank_agents.agent_messages as wire
 from rl_plane._util.tasks import never
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, PlaneError
 from rl_plane.transports.receiver_base import Places
-from rl_plane.transports.reception import Cancelled, Reception
+from rl_plane.transports.reception import Cancelled
+from tests.support.receive_requests import NamedRequest, files_request
 from worker.engines.base import EngineOptions
 from worker.engines.fake.adapter import FakeEngine, make_fake_model
 from worker.receive.rank_agents.agent_client import AgentClient
@@ -75,8 +76,8 @@ def ranks(serve: Serve, engines: list[FakeEngine]) -> Ranks:
     return found
 
 
-def reception(path: Path, name: str = "s", **more: Any) -> Reception:
-    return Reception(name, {"backend": "filesystem", "path": str(path)}, **more)
+def reception(path: Path, name: str = "s", **more: Any) -> NamedRequest:
+    return files_request(name, path, **more)
 
 
 def staged(engine: FakeEngine) -> list[str]:
@@ -87,7 +88,7 @@ def test_every_rank_receives(ranks: Ranks, engines: list[FakeEngine], tmp_path: 
     new = make_fake_model(tmp_path / "new", 1)
     assert ranks.weight_spec() == engines[0].weight_spec()
     assert "filesystem" in ranks.transports
-    ranks.open(reception(new, digest=model_digest(new)))
+    ranks.open(*reception(new, digest=model_digest(new)))
     reply = ranks.receive("s", never)
     told = {"digest": model_digest(new), "tensors": 4, "bytes": 4096}
     assert reply == {**told, "refetchable": True, "ranks": [{"rank": 0, **told}, {"rank": 1, **told}]}
@@ -104,7 +105,7 @@ def test_what_the_first_rank_keeps_is_there_for_others(
     from rl_plane.transports.nixl.receiver import NixlTransport
 
     new = make_fake_model(tmp_path / "new", 1)
-    ranks.open(reception(new, digest=model_digest(new), keep=True))
+    ranks.open(*reception(new, digest=model_digest(new), keep=True))
     ranks.receive("s", never)
     assert ranks.offer() is None, "it is not swapped in"
     for engine in engines:
@@ -119,7 +120,7 @@ def test_what_the_first_rank_keeps_is_there_for_others(
     stream = DigestingStream(delivery, expected_digest=model_digest(new))
     assert len(list(stream)) == 4
     delivery.close()
-    ranks.open(reception(new, "t"))
+    ranks.open(*reception(new, "t"))
     ranks.receive("t", never)
     assert ranks.offer() is None
     with pytest.raises(InvalidRequest, match="source_gone"):
@@ -129,7 +130,7 @@ def test_what_the_first_rank_keeps_is_there_for_others(
 def test_what_is_not_open_is_not_received(ranks: Ranks, engines: list[FakeEngine], tmp_path: Path) -> None:
     with pytest.raises(EngineFailed, match="nothing is open"):
         ranks.receive("s", never)
-    ranks.open(reception(make_fake_model(tmp_path / "new", 1)))
+    ranks.open(*reception(make_fake_model(tmp_path / "new", 1)))
     ranks.discard("s")
     with pytest.raises(EngineFailed, match="nothing is open"):
         ranks.receive("s", never)
@@ -137,17 +138,17 @@ def test_what_is_not_open_is_not_received(ranks: Ranks, engines: list[FakeEngine
 
 def test_an_error_keeps_its_type_and_facts(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        ranks.open(reception(tmp_path / "absent"))
+        ranks.open(*reception(tmp_path / "absent"))
     assert caught.value.facts["field"] == "transport.path"
     other = make_fake_model(tmp_path / "other", 1, tensors=5)
     with pytest.raises(InvalidWeights) as weights:
-        ranks.open(reception(other))
+        ranks.open(*reception(other))
     assert weights.value.facts["unexpected"]["count"] == 1
 
 
 def test_what_one_rank_refuses_none_keeps(ranks: Ranks, engines: list[FakeEngine], tmp_path: Path) -> None:
     engines[1].fail_stage = True
-    ranks.open(reception(make_fake_model(tmp_path / "new", 1)))
+    ranks.open(*reception(make_fake_model(tmp_path / "new", 1)))
     with pytest.raises(EngineFailed, match="fail_stage"):
         ranks.receive("s", never)
     assert [staged(engine) for engine in engines] == [[], []]
@@ -158,8 +159,8 @@ def test_ranks_that_received_different_weights(
 ) -> None:
     new, other = make_fake_model(tmp_path / "new", 1), make_fake_model(tmp_path / "other", 2)
     real = engines[1].receiver.open
-    monkeypatch.setattr(engines[1].receiver, "open", lambda _: real(reception(other)))
-    ranks.open(reception(new))
+    monkeypatch.setattr(engines[1].receiver, "open", lambda *_: real(*reception(other)))
+    ranks.open(*reception(new))
     with pytest.raises(EngineFailed, match="different weights"):
         ranks.receive("s", never)
     assert [staged(engine) for engine in engines] == [[], []]

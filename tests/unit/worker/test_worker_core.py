@@ -11,26 +11,20 @@ import pytest
 from rl_plane.errors import Conflict, NotAdmitted, NotPrepared
 from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S, Adapter, DecisionRecord, Source, first_record
 from rl_plane.protocol.versions import WeightVersion
-from worker.reconcile.worker_core import (
-    COMMIT_GRACE_S,
-    GATE_S,
-    HEAL_RETRY_S,
-    MAX_HEAL_RETRY_S,
+from worker.reconcile.instructions import (
+    CoordinatedUpdate,
     Drop,
     Fetch,
     Instruction,
     Read,
-    Receiving,
     Relabel,
     Restore,
-    Staged,
+    StagedVersion,
     Swap,
     Unload,
     Wait,
-    WorkerCore,
-    target_name,
-    why,
 )
+from worker.reconcile.worker_core import COMMIT_GRACE_S, GATE_S, HEAL_RETRY_S, MAX_HEAL_RETRY_S, WorkerCore, why
 from worker.reconcile.worker_state import WorkerState
 
 RUN, MODEL = "run-1", "d0"
@@ -142,7 +136,7 @@ def hold(core: WorkerCore, now: float) -> None:
 def act(core: WorkerCore, did: Instruction, now: float) -> bool:
     match did:
         case Fetch(update_id, name, made):
-            core.is_staged(Staged(update_id, name, made.digest, None))
+            core.is_staged(StagedVersion(update_id, name, made.digest, None))
         case Drop():
             core.is_staged(None)
         case Relabel(record):
@@ -167,7 +161,7 @@ def gone(core: WorkerCore, fence: int, held: bool, waiting_for: str | None) -> s
 def stage(core: WorkerCore, record: DecisionRecord, fence: int = 5) -> None:
     """Its coordinator has prepared it here."""
     name = next((name for name, one in record.adapters.items() if one.version == record.made), None)
-    core.is_staged(Staged(record.update_id, name, record.made.digest, fence))
+    core.is_staged(StagedVersion(record.update_id, name, record.made.digest, fence))
 
 
 # ---- the start ----
@@ -210,7 +204,7 @@ def test_a_joiner_of_a_later_version_fetches_it_from_its_source() -> None:
     assert reasons(core).keys() == {"starting", "behind"}
     fetch = core.next(0.0)
     assert fetch == Fetch("heal-1", None, R1.version, R1.source)
-    core.is_staged(Staged("heal-1", None, "d1", None))
+    core.is_staged(StagedVersion("heal-1", None, "d1", None))
     swap = core.next(0.0)
     assert swap == Swap("heal-1", None, R1.version, "keep"), "nobody else will tell it to"
     assert isinstance(swap, Swap)
@@ -247,7 +241,7 @@ def test_a_gate_that_nobody_lifts_ends_when_no_lease_can_be_left() -> None:
     assert GATE_S >= SERVING_LEASE_S + LEASE_MARGIN_S
     core = serving()
     core.learnt(R1, 2, 10.0)
-    core.is_staged(Staged("heal-1", None, "d1", None))
+    core.is_staged(StagedVersion("heal-1", None, "d1", None))
     hold(core, 10.0)
     core.ticked(10.0 + GATE_S - 0.01)
     assert reasons(core).keys() == {"updating"}
@@ -261,7 +255,7 @@ def test_the_gate_is_not_lengthened_by_what_is_told_again() -> None:
     core = serving()
     core.learnt(R1, 2, 10.0)
     core.leader_said(R1, 5, 14.0, LINE, 14.0)
-    core.is_staged(Staged("heal-1", None, "d1", None))
+    core.is_staged(StagedVersion("heal-1", None, "d1", None))
     hold(core, 14.0)
     core.ticked(10.0 + GATE_S)
     assert reasons(core) == {}
@@ -296,17 +290,17 @@ def test_what_a_commit_is_answered() -> None:
     with pytest.raises(NotPrepared) as caught:
         core.commit_step(R1)
     assert "staged" not in caught.value.facts
-    core.is_staged(Staged("other", None, "d9", 5))
+    core.is_staged(StagedVersion("other", None, "d9", 5))
     with pytest.raises(NotPrepared) as caught:
         core.commit_step(R1)
     assert caught.value.facts["staged"] == "other"
-    core.is_staged(Staged("other", None, "d1", 5))
+    core.is_staged(StagedVersion("other", None, "d1", 5))
     with pytest.raises(NotPrepared):
         core.commit_step(R1)  # the right bytes, and another coordinator's
-    core.is_staged(Staged("heal-0", None, "d0", None))
+    core.is_staged(StagedVersion("heal-0", None, "d0", None))
     with pytest.raises(NotPrepared):
         core.commit_step(R1)  # fetched to heal, and other bytes
-    core.is_staged(Staged("heal-1", None, "d1", None))
+    core.is_staged(StagedVersion("heal-1", None, "d1", None))
     assert core.commit_step(R1) == Swap("heal-1", None, R1.version, "keep")
     hold(core, 0.0)
     assert core.commit_step(R1) is None
@@ -403,7 +397,7 @@ def test_what_can_not_be_fetched_again_waits_for_the_next_update() -> None:
 def test_another_update_that_is_being_prepared_is_waited_for_and_no_longer() -> None:
     core = serving()
     core.learnt(R1.opened(), 2, 0.0)
-    core.is_staged(Staged("u9", None, "d9", 5))
+    core.is_staged(StagedVersion("u9", None, "d9", 5))
     for now in (0.0, 100.0, 200.0, 300.0, 400.0):
         assert core.next(now) == Wait(now + HEAL_RETRY_S)
         assert "u9" in reasons(core)["behind"]
@@ -470,14 +464,14 @@ def test_what_was_decided_while_the_kv_cache_is_released_is_swapped_in_without_i
 @pytest.mark.parametrize("fence", [5, None])
 def test_what_nobody_will_swap_in_any_more_is_dropped(fence: int | None) -> None:
     core = serving(R0, R1)
-    core.is_staged(Staged("u1" if fence else "heal-1", None, "d1", fence))
+    core.is_staged(StagedVersion("u1" if fence else "heal-1", None, "d1", fence))
     assert core.next(0.0) == Drop("u1" if fence else "heal-1")
-    core.is_staged(Staged("u9", None, "d9", 5))
+    core.is_staged(StagedVersion("u9", None, "d9", 5))
     assert core.next(0.0) == Wait(), "undecided: its coordinator's to say"
 
 
-@pytest.mark.parametrize("left", [Staged("heal-2", None, "d9", None), Staged("u2", "b", "d9", 5)])
-def test_what_is_left_staged_does_not_keep_a_worker_from_healing(left: Staged) -> None:
+@pytest.mark.parametrize("left", [StagedVersion("heal-2", None, "d9", None), StagedVersion("u2", "b", "d9", 5)])
+def test_what_is_left_staged_does_not_keep_a_worker_from_healing(left: StagedVersion) -> None:
     """Fetched for a version that is not the committed one any more, or brought by a late copy of a prepare."""
     core = serving(R0, R1)
     core.learnt(R2.opened(), 3, 0.0)
@@ -626,7 +620,7 @@ def test_a_worker_takes_no_requests_while_an_adapter_is_swapped() -> None:
 def test_a_swap_that_fails_leaves_no_base_weights() -> None:
     core = serving()
     core.learnt(R1.opened(), 2, 0.0)
-    core.is_staged(Staged("heal-1", None, "d1", None))
+    core.is_staged(StagedVersion("heal-1", None, "d1", None))
     swap = core.next(0.0)
     assert isinstance(swap, Swap)
     core.swapping(swap)
@@ -711,14 +705,14 @@ def test_what_is_overwritten_is_of_no_version_until_the_commit() -> None:
     core.overwriting()
     assert core.state.digest is None
     assert reasons(core).keys() == {"behind"}
-    core.is_staged(Staged("u1", None, "d1", 5, in_place=True))
+    core.is_staged(StagedVersion("u1", None, "d1", 5, in_place=True))
     core.learnt(R1.opened(), 2, 0.0)
     swap = core.commit_step(R1)
     assert swap == Swap("u1", None, R1.version, "keep")
     act(core, swap, 0.0)
     assert (reasons(core), core.state.sequence) == ({}, 1)
     assert core.in_place, "what heals it has no room beside it either"
-    core.is_staged(Staged("u2", None, "d2", 5))
+    core.is_staged(StagedVersion("u2", None, "d2", 5))
     assert not core.in_place
 
 
@@ -729,7 +723,7 @@ def test_an_aborted_overwriting_is_healed_in_place() -> None:
     assert reasons(core).keys() == {"behind"}
     assert core.next(0.0) == Fetch("heal-0", None, R0.version, R0.source)
     assert core.in_place
-    core.is_staged(Staged("u1", None, "d1", 5, in_place=True))
+    core.is_staged(StagedVersion("u1", None, "d1", 5, in_place=True))
     assert gone(core, 5, False, None) == "u1"
     core.is_staged(None)
     hold(core, 100.0)
@@ -802,7 +796,7 @@ def test_the_seal_of_the_next_coordinator_changes_nothing_but_who_may_write() ->
     core = serving()
     core.learnt(R1, 2, 10.0)
     assert core.learnt(replace(R1, seal=7), 3, 14.0)
-    core.is_staged(Staged("heal-1", None, "d1", None))
+    core.is_staged(StagedVersion("heal-1", None, "d1", None))
     hold(core, 14.0)
     core.ticked(10.0 + GATE_S)
     assert reasons(core) == {}, "the gate is as old as the decision"
@@ -830,7 +824,7 @@ def test_of_two_runs_that_nobody_asked_for_the_further_counts_else_the_elder_and
 def test_what_is_staged_is_given_up_with_its_coordinator() -> None:
     core = serving()
     assert not core.depends_on_coordinator()
-    core.is_staged(Staged("u1", None, "d1", 5))
+    core.is_staged(StagedVersion("u1", None, "d1", 5))
     assert core.depends_on_coordinator()
     assert gone(core, 5, True, None) is None, "it lives"
     assert gone(core, 5, False, "u1") is None, "it waits for another call"
@@ -840,17 +834,17 @@ def test_what_is_staged_is_given_up_with_its_coordinator() -> None:
     assert gone(core, 9, True, "u2") == "u1"
     core.learnt(R1, 2, 0.0)
     assert gone(core, 9, False, None) is None, "decided"
-    core.is_staged(Staged("heal-1", None, "d1", None))
+    core.is_staged(StagedVersion("heal-1", None, "d1", None))
     assert not core.depends_on_coordinator()
     assert gone(core, 9, False, None) is None, "its own"
 
 
 def test_who_is_barred_is_the_coordinator_that_asked_last() -> None:
     core = serving()
-    core.is_staged(Staged("u1", None, "d1", 5))
-    assert core.given_up(None) == Receiving("u1", 5)
-    core.is_staged(Staged("u1", None, "d1", 8))
-    assert core.given_up(None) == Receiving("u1", 8)
+    core.is_staged(StagedVersion("u1", None, "d1", 5))
+    assert core.given_up(None) == CoordinatedUpdate("u1", 5)
+    core.is_staged(StagedVersion("u1", None, "d1", 8))
+    assert core.given_up(None) == CoordinatedUpdate("u1", 8)
     assert core.coordinator_holds(8, True, 0.0)
     assert core.coordinator_holds(7, True, 0.0), "news of the lock may be late"
     assert not core.coordinator_holds(8, False, 0.0)
@@ -859,7 +853,7 @@ def test_who_is_barred_is_the_coordinator_that_asked_last() -> None:
 
 def test_what_is_received_is_given_up_with_its_coordinator() -> None:
     core = serving()
-    core.receiving = Receiving("u1", 5)
+    core.receiving = CoordinatedUpdate("u1", 5)
     assert core.depends_on_coordinator()
     assert gone(core, 5, True, None) is None, "it lives"
     assert gone(core, 5, False, "u1") is None, "it waits for another call"
@@ -870,7 +864,7 @@ def test_what_is_received_is_given_up_with_its_coordinator() -> None:
 def test_what_is_decided_is_not_aborted() -> None:
     core = serving()
     core.check_undecided(None)
-    core.is_staged(Staged("u1", None, "d1", 5))
+    core.is_staged(StagedVersion("u1", None, "d1", 5))
     core.check_undecided(None)
     core.check_undecided("u1")
     core.learnt(R1, 2, 0.0)
@@ -883,8 +877,6 @@ def test_what_is_decided_is_not_aborted() -> None:
 def test_small_words() -> None:
     assert why(Conflict("so")) == "so"
     assert why(ValueError("so")) == "ValueError: so"
-    assert target_name({"kind": "base"}) is None
-    assert target_name({"kind": "lora", "name": "a"}) == "a"
 
 
 # ---- any order ----

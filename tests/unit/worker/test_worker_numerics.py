@@ -10,8 +10,9 @@ from rl_plane.errors import WrongNumerics
 from rl_plane.protocol.canary import CanaryRecord, Vectors, engine_kind
 from rl_plane.protocol.record import TAKEOVER_S, DecisionRecord, Source
 from rl_plane.protocol.versions import WeightVersion
+from worker.reconcile.instructions import Fetch, Relabel, ScoreCanary, StagedVersion, Swap, Wait
 from worker.reconcile.numerics import HEAL_TRIES, NOT_SCORED
-from worker.reconcile.worker_core import GATE_S, Fetch, Relabel, Score, Staged, Swap, Wait, WorkerCore
+from worker.reconcile.worker_core import GATE_S, WorkerCore
 from worker.reconcile.worker_state import Scores, WorkerState
 
 KIND = engine_kind("hf", "5.0", "float32", "cpu", 1)
@@ -45,7 +46,7 @@ def serving(kind: str | None = KIND) -> WorkerCore:
 
 def swapped(core: WorkerCore, decided: DecisionRecord, now: float = 0.0) -> None:
     """Its coordinator has had the version staged, and commits it."""
-    core.is_staged(Staged(decided.update_id, None, decided.version.digest, 5))
+    core.is_staged(StagedVersion(decided.update_id, None, decided.version.digest, 5))
     core.learnt(decided, decided.sequence + 10, now)
     swap = core.commit_step(decided)
     assert isinstance(swap, Swap)
@@ -66,7 +67,7 @@ def test_after_a_swap_it_scores_before_a_token_goes_out() -> None:
     swapped(core, record(1))
     assert closed(core) == {"updating", "numerics"}
     assert core.state.closed["numerics"] == NOT_SCORED
-    assert core.next(0.0) == Score(TRAINED)
+    assert core.next(0.0) == ScoreCanary(TRAINED)
     assert not core.numerics.delivers(0)
     scored(core, RIGHT)
     assert closed(core) == {"updating"}
@@ -145,7 +146,7 @@ def test_a_request_that_ran_on_weights_that_failed_delivers_nothing_after_they_h
     now = wait.until
     fetch = core.next(now)
     assert isinstance(fetch, Fetch)
-    core.is_staged(Staged(fetch.update_id, None, "d1", None))
+    core.is_staged(StagedVersion(fetch.update_id, None, "d1", None))
     swap = core.next(now)
     assert isinstance(swap, Swap)
     core.swapping(swap)
@@ -188,7 +189,7 @@ def test_weights_that_compute_something_else_are_fetched_again_a_few_times() -> 
         now = wait.until
         fetch = core.next(now)
         assert isinstance(fetch, Fetch)
-        core.is_staged(Staged(fetch.update_id, None, "d1", None))
+        core.is_staged(StagedVersion(fetch.update_id, None, "d1", None))
         swap = core.next(now)
         assert isinstance(swap, Swap)
         core.swapping(swap)
@@ -248,7 +249,7 @@ def test_released_memory_is_not_scored() -> None:
     assert "numerics" not in closed(core)
     core.took_back(["kv_cache"], 0.0)
     assert core.state.closed["numerics"] == NOT_SCORED
-    assert core.next(0.0) == Score(TRAINED)
+    assert core.next(0.0) == ScoreCanary(TRAINED)
 
 
 def test_what_other_sequences_gave_says_nothing() -> None:
@@ -276,7 +277,7 @@ def test_a_worker_that_fetches_failed_weights_again_still_reports_what_they_gave
     assert found is not None
     assert found.vectors == [list(vector) for vector in WRONG]
     assert core.numerics.scores_for(record(1, replace(TRAINED, sequences=((4, 5, 6),)))) is None
-    core.is_staged(Staged("heal-1", None, decided.version.digest, None))
+    core.is_staged(StagedVersion("heal-1", None, decided.version.digest, None))
     swap = core.commit_step(decided)
     assert isinstance(swap, Swap)
     core.swapping(swap)

@@ -1,6 +1,6 @@
-"""What a checkpoint of a model must hold, for engines that keep its tensors in a form of their own.
+"""Lists the tensors that a checkpoint of a model must hold, for engines that keep their tensors in a form of their own.
 
-An engine has loaded the model's own directory: what that holds is what it can load.
+An engine has loaded the model's own directory, so it can load the tensors of that directory.
 """
 
 from __future__ import annotations
@@ -15,30 +15,32 @@ from rl_plane.protocol.versions import TensorSpec
 from rl_plane.weights.checkpoint import open_checkpoint
 
 _ENGINE_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-"""What an engine converts to its own dtype as it loads."""
+"""Types that an engine converts to its own dtype as it loads."""
 
 _HEAD = "lm_head.weight"
-"""What an engine leaves out of a checkpoint if the model's config says `tie_word_embeddings`."""
+"""The tensor that an engine leaves out of a checkpoint if the model's config says `tie_word_embeddings`."""
 
 _EMBEDDINGS = {"embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "embeddings"}
-"""What it serves in its place, as models call it."""
+"""The names that models use for the input embedding, which then serves as the head."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSpec:
+    """The tensors of a checkpoint, as an engine takes them."""
+
     tensors: dict[str, TensorSpec]
-    """Every tensor that must be there, by its checkpoint name. Its type is accepted as it is: the model's dtype, or
-    another one that the engine keeps the tensor in."""
+    """Every tensor that must be there, by its checkpoint name. Its type is taken unchanged: the model's dtype, or
+    another type in which the engine keeps the tensor."""
     tied: dict[str, str]
-    """Names that may also be there → the tensor to which the model ties each."""
+    """Names that may also be there → the tensor that the model ties each to."""
     own: dict[str, str]
-    """Names → the type in which the engine keeps the tensor, where that differs from its type in `tensors`. `cast`
-    converts to this type."""
+    """Names → the type in which the engine keeps the tensor, if it differs from the type in `tensors`. `cast` converts
+    to this type."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearModules:
-    """By their names in the checkpoint."""
+    """The modules of a model, by their names in the checkpoint."""
 
     shapes: dict[str, tuple[int, int]]  # (inputs, outputs)
     others: frozenset[str]
@@ -55,9 +57,9 @@ def saved_specs(model: Path) -> dict[str, TensorSpec]:
 
 
 def checkpoint_spec(model: Path, dtype: str, engine: Mapping[str, str]) -> CheckpointSpec:
-    """What the engine takes after it has loaded the directory `model`. `dtype`: the model's, by its safetensors name.
-    `engine`: the engine's own tensors, by their names in the engine, with the type of each. A model may keep some of
-    its tensors in another type than its dtype, such as the bias of a router in float32."""
+    """The tensors that the engine takes after it has loaded the directory `model`. `dtype`: the model's dtype, by its
+    safetensors name. `engine`: the type of each of the engine's own tensors, by its name in the engine. A model may
+    keep some tensors in another type than its dtype, such as the bias of a router in float32."""
     from transformers import AutoConfig
 
     specs = saved_specs(model)
@@ -72,8 +74,8 @@ def checkpoint_spec(model: Path, dtype: str, engine: Mapping[str, str]) -> Check
             continue
         kept = taken = spec.dtype
         if name in floats:
-            # The engine may have renamed or joined it. Of a directory that is saved in the model's dtype, a tensor of
-            # another type is meant to be so.
+            # The engine may have renamed or joined the tensor. If the directory is saved in the model's dtype, a tensor
+            # of another type is so on purpose.
             kept = engine.get(name, spec.dtype if as_saved else dtype)
             taken = dtype if spec.dtype == dtype else kept
         tensors[name] = TensorSpec(taken, spec.shape)
@@ -83,8 +85,9 @@ def checkpoint_spec(model: Path, dtype: str, engine: Mapping[str, str]) -> Check
 
 
 def _ties(names: Collection[str]) -> dict[str, str]:
-    """The head → the input embedding (empty: nothing is called as one). Of several the outermost, since a layer that
-    predicts more tokens may have its own; the head may also be beside it, in a part of the model."""
+    """Maps the head to the input embedding (empty: no tensor has a name of one). If there are several embeddings, the
+    outermost counts, since a layer that predicts more tokens may have its own. The head may also be beside it, in a
+    part of the model."""
     found = [name for name in names if name.removesuffix(".weight").rpartition(".")[2] in _EMBEDDINGS]
     embedding = min(found, key=lambda name: (name.count("."), name), default="")
     around = list(itertools.accumulate(embedding.split(".")[:-2], lambda outer, inner: f"{outer}.{inner}"))
@@ -93,7 +96,7 @@ def _ties(names: Collection[str]) -> dict[str, str]:
 
 
 def linear_modules(model: Path) -> LinearModules:
-    """Of the model as transformers builds it, by whose names adapters are saved; without its weights."""
+    """The modules of the model as transformers builds it, without its weights: adapters use these names."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,7 +1,7 @@
-"""What a PEFT LoRA config (`adapter_config.json`) asks for, and which tensors an adapter of it must hold. No torch.
+"""Reads a PEFT LoRA config (`adapter_config.json`): what it asks for, and which tensors an adapter must hold. No torch.
 
-Only plain LoRA is taken: anything that would change the tokens and is not supported here is refused, also where
-another PEFT would know it. A key that only tells how the adapter was trained is ignored.
+It takes plain LoRA only. It refuses every setting that would change the tokens and is not supported here, even if PEFT
+knows it. It ignores keys that only describe how the adapter was trained.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from rl_plane.errors import InvalidWeights
 from rl_plane.protocol.versions import TensorSpec
 
 MAX_RANK = 1 << 16
-"""More than any model is wide: a bound on what shapes are made of."""
+"""More than the width of any model: a bound on the sizes of shapes."""
 
 MAX_ALPHA = 1e6
 """More than any use, and far from overflow."""
 
 SWITCH_ON = "start it with --engine-arg max_lora_rank=16 (or the rank that your adapters have)"
 NO_LORA = f"its LoRA is off: {SWITCH_ON}"
-"""Why an engine takes no adapter that could."""
+"""The reason of an engine that could take adapters and was started without."""
 
 _PREFIX = "base_model.model."
 _READ = frozenset({"peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "init_lora_weights", "bias"})
@@ -32,14 +32,17 @@ _IGNORED = frozenset(
         "qalora_group_size", "revision", "task_type",
     }
 )  # fmt: skip
-"""They tell of training or of where the adapter came from, or mean something only beside a key that is refused."""
+"""Keys about the training or the origin of the adapter, and keys that mean something only beside a key that is
+refused."""
 
 _NEUTRAL_INIT = (None, True, False, "gaussian", "orthogonal", "eva")
-"""Those that leave the base weights alone: with the others the adapter belongs to changed ones."""
+"""Initialisations that leave the base weights alone. An adapter with any other one belongs to changed base weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
+    """The settings of a plain LoRA adapter."""
+
     r: int
     alpha: float
     rslora: bool
@@ -52,6 +55,7 @@ class LoraConfig:
 
 
 def parse_lora(config: Mapping[str, Any]) -> LoraConfig:
+    """Reads the config. Raises InvalidWeights for a config that is not plain LoRA."""
     if config.get("peft_type") != "LORA":
         raise _refuse(
             "peft_type", f"is {_shown(config.get('peft_type'))}", "publish a LoRA adapter (peft_type LORA)"
@@ -86,7 +90,7 @@ def parse_lora(config: Mapping[str, Any]) -> LoraConfig:
 def target_modules(
     lora: LoraConfig, linear: Mapping[str, tuple[int, int]], others: frozenset[str] = frozenset()
 ) -> list[str]:
-    """The modules that PEFT would adapt. `linear`: name → (inputs, outputs); `others`: modules of other kinds."""
+    """The modules that PEFT would adapt. `linear`: name → (inputs, outputs). `others`: modules of other kinds."""
 
     def matched(name: str) -> bool:
         parts = name.split(".")
@@ -108,14 +112,14 @@ def target_modules(
 
 
 def tensor_names(module: str) -> tuple[str, str]:
-    """An adapted module's A and B in `adapter_model.safetensors`."""
+    """The names of a module's A and B in `adapter_model.safetensors`."""
     return f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
 
 
 def lora_spec(
     lora: LoraConfig, modules: list[str], linear: Mapping[str, tuple[int, int]], dtypes: Mapping[str, str]
 ) -> dict[str, TensorSpec]:
-    """Of every tensor. `dtypes`: of each module's weight."""
+    """The spec of every tensor of the adapter. `dtypes`: module → the dtype of its weight."""
     spec = {}
     for module in modules:
         inputs, outputs = linear[module]

@@ -1,5 +1,7 @@
-"""Watches the processes of an engine, children and grandchildren alike, and ends them. Linux: by process descriptors,
-which no new process of the same number can be mistaken for."""
+"""Watches and ends the processes of an engine, children and grandchildren alike.
+
+Linux only: it holds process descriptors, so a new process of the same number is never mistaken for an old one.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ from rl_plane.errors import EngineDied, InvalidRequest
 T = TypeVar("T")
 
 LOOK_S = 0.05
-"""How often it is looked, while an engine is built, what it has started and what of that was killed."""
+"""Seconds between two looks at the processes that an engine starts while it is built, and at killed ones."""
 
 SHOWS_S = 1.0
-"""A process that ends closes its files before its end can be seen: so long that may take on a busy machine."""
+"""Seconds that a process may take to end after it has closed its files, on a busy machine."""
 
 
 def descendants() -> list[int]:
@@ -33,8 +35,8 @@ def descendants() -> list[int]:
 
 
 def engine_processes(before: Iterable[int]) -> dict[int, str]:
-    """The descendants of this process that were not there `before`, id → name, without the one that multiprocessing
-    keeps for all."""
+    """The descendants of this process that are not in `before`, id → name. The resource tracker of multiprocessing is
+    not among them."""
     known, found = set(before), {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -44,15 +46,16 @@ def engine_processes(before: Iterable[int]) -> dict[int, str]:
 
 
 def killed(processes: Iterable[BaseProcess], within_s: float = 0.0) -> BaseProcess | None:
-    """One that was, by SIGKILL as the kernel and operators do it, of those that have ended when the first one has. What
-    any other signal ends would end so again: its own fault, or it was told to."""
+    """Returns a process that SIGKILL ended, as the kernel and operators use it. It looks at the processes that have
+    ended when the first one has. Any other signal is the process's own fault, or was asked for, and the process would
+    end so again."""
     watched: dict[int, BaseProcess] = {}
     for process in processes:
-        with contextlib.suppress(ValueError):  # whoever started it has closed it
+        with contextlib.suppress(ValueError):  # its owner has closed it
             watched[process.sentinel] = process
     ended = multiprocessing.connection.wait(watched, within_s) if watched else []
     for process in [one for sentinel, one in watched.items() if sentinel in ended]:
-        with contextlib.suppress(ValueError):  # or closes it now
+        with contextlib.suppress(ValueError):  # its owner closes it now
             process.join(SHOWS_S)
             if process.exitcode == -signal.SIGKILL:
                 return process
@@ -60,7 +63,7 @@ def killed(processes: Iterable[BaseProcess], within_s: float = 0.0) -> BaseProce
 
 
 async def or_death(work: Awaitable[T], dead: asyncio.Future[NoReturn]) -> T:
-    """What `work` comes to; where it fails because the engine dies, an EngineDied."""
+    """Returns what `work` returns. If `work` fails because the engine dies, raises EngineDied."""
     try:
         return await work
     except InvalidRequest:
@@ -73,15 +76,18 @@ async def or_death(work: Awaitable[T], dead: asyncio.Future[NoReturn]) -> T:
 
 
 class StartWatch:
-    """Around the building of an engine, which holds up the loop. When one of the processes that multiprocessing starts
-    here meanwhile is killed, a thread kills the others, for which the building would wait, and what is raised is an
-    EngineDied. One that ends by itself has told why: that is for the engine to tell."""
+    """Surrounds the building of an engine, which blocks the loop.
+
+    If a process that multiprocessing starts meanwhile is killed, a thread kills the others, for which the building
+    would wait, and the context raises EngineDied. A process that ends by itself is left to the engine, which reports
+    why.
+    """
 
     def __init__(self) -> None:
         self._others = set(multiprocessing.active_children())
         self._started: set[BaseProcess] = set()
         self._died: BaseProcess | None = None
-        """The first that was killed."""
+        """The first process that was killed."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look_on, name="start-watch", daemon=True)
 
@@ -110,8 +116,8 @@ class StartWatch:
 
 
 class ProcessWatch:
-    """`on_death(pid)` is called on the running loop when the first of the `vital` ones ends, once: those whose names
-    begin so. The others, a compiler's helpers say, may end when they like."""
+    """Calls `on_death(pid)` on the running loop, once, when the first vital process ends: one whose name begins with
+    `vital`. Other processes, such as a compiler's helpers, may end at any time."""
 
     def __init__(self, processes: Mapping[int, str], vital: str, on_death: Callable[[int], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -135,7 +141,7 @@ class ProcessWatch:
             self._on_death(pid)
 
     def stop(self) -> None:
-        """No death is told of any more."""
+        """Stops the calls of `on_death`."""
         if self._watching:
             self._watching = False
             for descriptor in self._descriptors.values():
@@ -149,7 +155,7 @@ class ProcessWatch:
                 continue
 
     def wait(self, timeout_s: float) -> None:
-        """Until all have ended; blocks. Those that don't in time are left."""
+        """Waits until all processes have ended, at most `timeout_s` seconds. Blocks."""
         poller = select.poll()
         left = set(self._descriptors.values())
         for descriptor in left:

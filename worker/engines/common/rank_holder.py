@@ -1,4 +1,4 @@
-"""The weights of one rank, inside an engine's own process: what the engines with such processes have in common."""
+"""The weights of one rank, inside an engine's own process: the part that vLLM and SGLang share."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from worker.engines.common.torch_weights import NAME_OF_DTYPE, StagedTensors, ho
 
 
 class RankHolder(ABC):
-    """A WeightHolder but for `stage_adapter`. `stage` and its like run on the agent's threads; `swap` on the engine's
-    own, between two steps."""
+    """A WeightHolder without `stage_adapter`. `stage` and `overwrite` run on the agent's threads; `swap` runs on the
+    engine's own thread, between two steps."""
 
     def __init__(
         self, model: Path, dtype: torch.dtype, device: torch.device, dtypes: Mapping[str, torch.dtype]
     ) -> None:
-        """`device`: where this rank has its part of the model. `dtypes`: the types of the engine's own tensors, by the
-        names that the engine or the checkpoint gives them."""
+        """`device`: where this rank has its part of the model. `dtypes`: the types of the engine's own tensors, by
+        their names in the engine or the checkpoint."""
         self._device = device
         self._model_directory = model
         self._dtype = NAME_OF_DTYPE[dtype]
@@ -35,16 +35,16 @@ class RankHolder(ABC):
         self._spec = checkpoint_spec(model, self._dtype, types)
         self._linear: LinearModules | None = None
         self._lock = threading.Lock()
-        """Held by whoever writes the weights."""
+        """Held while weights are written."""
 
     @abstractmethod
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Within `_writing`. What raises in the middle leaves weights of no version, into which others can be
-        loaded."""
+        """Loads tensors into the model; runs within `_writing`. If it raises in the middle, the weights are of no
+        version, and other weights can be loaded over them."""
 
     @abstractmethod
     def _max_rank(self) -> int:
-        """Of an adapter. Unsupported where LoRA is off."""
+        """The largest rank of an adapter. Raises Unsupported if LoRA is off."""
 
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         return self._spec.tensors
@@ -56,7 +56,7 @@ class RankHolder(ABC):
         return StagedTensors(dict(self._copies(tensors, cast, cancelled)))
 
     def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
-        """Beside the engine's thread, which makes no step while it is paused."""
+        """Runs beside the engine's thread, which makes no step while the engine is paused."""
         self._write(self._copies(tensors, cast, cancelled))
 
     def swap(self, staged: StagedTensors) -> None:
@@ -68,8 +68,9 @@ class RankHolder(ABC):
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """The engine's steps have CUDA streams of their own, which wait for nobody: none is running when this begins,
-        and all is written when it ends. An agent's thread is on the first GPU, whatever its rank, until it is told."""
+        """Surrounds a write. The engine's steps have CUDA streams of their own, which do not wait for copies: no step
+        runs when this begins, and all is written when it ends. It also selects the rank's own GPU, since an agent's
+        thread starts on the first one."""
         on_gpu = self._device.type == "cuda"
         with self._lock, torch.no_grad(), torch.cuda.device(self._device) if on_gpu else nullcontext():
             try:
@@ -91,7 +92,7 @@ class RankHolder(ABC):
         return self._adapter(config)[2]
 
     def _adapter(self, config: Mapping[str, Any]) -> tuple[LoraConfig, list[str], dict[str, TensorSpec]]:
-        """What it asks for, the modules that it changes, and the tensors that it must have."""
+        """Returns what the config asks for, the modules that it changes, and the tensors that it must have."""
         most = self._max_rank()
         lora = parse_lora(config)
         if lora.r > most:
@@ -112,4 +113,4 @@ class RankHolder(ABC):
 
     @abstractmethod
     def _check_targets(self, lora: LoraConfig, modules: list[str]) -> None:
-        """InvalidWeights where the engine has no LoRA for one of them."""
+        """Raises InvalidWeights if the engine has no LoRA for one of the modules."""

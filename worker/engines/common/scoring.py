@@ -1,5 +1,5 @@
-"""Scores are the logprobs of given token sequences under the weights that an engine holds. Every engine checks what it
-is given, and what it computed, by the functions here."""
+"""Scores: the logprobs of given token sequences under the weights that an engine holds. Every engine checks its input
+and output here."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MAX_SEQUENCES = 32
 """A paused fleet waits for all of them: a canary has a few."""
 
 LOGPROB_FLOOR = -10_000.0
-"""The lowest score, in place of -inf and of all that is lower: JSON has no -inf. A logprob of finite logits that a
-usable model computes is far above it."""
+"""The lowest score. It replaces -inf, which JSON does not have, and everything below. Logprobs of a usable model are
+far above it."""
 
 NOT_A_NUMBER = "the engine computes NaN: a token's logprob is not a number"
 
 
 def check_sequences(sequences: Sequence[Sequence[int]], vocab_size: int, max_model_len: int) -> list[list[int]]:
-    """The sequences as lists. InvalidRequest for one that the engine can't score."""
+    """Returns the sequences as lists. Raises InvalidRequest for a sequence that the engine can't score."""
     if not 1 <= len(sequences) <= MAX_SEQUENCES:
         raise InvalidRequest(
             f"{len(sequences)} sequences are given", field="sequences", fix=f"give 1 to {MAX_SEQUENCES}"
@@ -45,15 +45,8 @@ def check_sequences(sequences: Sequence[Sequence[int]], vocab_size: int, max_mod
     return [list(sequence) for sequence in sequences]
 
 
-def check_adapter(adapter: str | None, loaded: Collection[str]) -> None:
-    if adapter is not None and adapter not in loaded:
-        raise InvalidRequest(
-            f"there is no adapter {adapter[:64]!r} here", field="adapter", fix="name one that is loaded"
-        )
-
-
 def check_memory(released: Collection[str]) -> None:
-    """`released`: the tags of memory that is not there."""
+    """Raises Unavailable if memory is released. `released`: the tags of the released memory."""
     if released:
         raise Unavailable(f"memory is released ({', '.join(sorted(released))}): score again after resume_memory")
 
@@ -61,8 +54,8 @@ def check_memory(released: Collection[str]) -> None:
 def in_batches(
     sequences: Sequence[list[int]], tokens: int, places: int = MAX_SEQUENCES
 ) -> Iterator[list[list[int]]]:
-    """The sequences in their order, at most `places` at a time. Padded to its longest sequence, a batch has at most so
-    many tokens, or it is one sequence."""
+    """Yields the sequences in their order, at most `places` at a time. Padded to its longest sequence, a batch has at
+    most `tokens` tokens, or it is one sequence."""
     batch: list[list[int]] = []
     longest = 0
     for sequence in sequences:
@@ -76,7 +69,7 @@ def in_batches(
 
 
 def checked_scores(scores: Sequence[Sequence[float]], sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-    """The scores as they are told: finite, and one for each token after the first of its sequence."""
+    """Returns the scores as the worker reports them: finite, and one for each token after the first of its sequence."""
     if [len(row) for row in scores] != [len(sequence) - 1 for sequence in sequences]:
         raise EngineFailed(f"the engine gave {[len(row) for row in scores]} scores")
     if any(math.isnan(value) for row in scores for value in row):

@@ -1,4 +1,4 @@
-"""Which weights made which tokens of a request, and when a delta has to say so."""
+"""Spans: which weights made which tokens of a request, and when a delta reports them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl_plane.protocol.versions import WeightVersion
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """The weights of one token. A version that is None is unknown: the token is then in no span."""
+    """The weights of one token. A version that is None is unknown: then the token is in no span."""
 
     base: WeightVersion | None
     adapter: str | None = None
@@ -22,12 +22,12 @@ class Label:
 
 
 class SpanLog:
-    """Of one request: `add` for each token, `tell` for each delta."""
+    """The labels of one request's tokens: `add` for each token, `tell` for each delta."""
 
     def __init__(self) -> None:
-        self._runs: list[tuple[Label, int]] = []  # (label, end); each starts where the last ended
+        self._runs: list[tuple[Label, int]] = []  # (label, end); each run starts where the one before ends
         self._count = 0
-        self._told = 0  # runs that a delta has told of
+        self._told = 0  # runs that a delta has reported
 
     def add(self, label: Label) -> None:
         self._count += 1
@@ -36,8 +36,8 @@ class SpanLog:
         self._runs.append((label, self._count))
 
     def tell(self, last: bool) -> list[VersionSpan]:
-        """All spans, or none where the new tokens only lengthen the last one. While tokens are of unknown weights
-        it is all of them each time: nothing may be taken to lengthen."""
+        """Returns all spans, or none if the new tokens only lengthen the last span. If the last tokens are of unknown
+        weights, it returns all spans each time: an empty list would lengthen a span that does not hold them."""
         if not last and len(self._runs) == self._told and (not self._runs or self._runs[-1][0].known):
             return []
         self._told = len(self._runs)
@@ -51,7 +51,7 @@ class SpanLog:
 
 def _span(label: Label, start: int, end: int) -> VersionSpan:
     base, adapter = label.base, label.adapter_version
-    assert base is not None, "of known labels only"
+    assert base is not None, "the caller checks that the label is known"
     return VersionSpan(
         version=base.label,
         sequence=base.sequence,

@@ -1,7 +1,7 @@
-"""Stop strings: by which token a request ends, and how much of the text is told. One rule for all engines.
+"""Stop strings: which token ends a request, and how much of the text a reader gets. All engines share this rule.
 
-The text is read character by character, however tokens cut it: the stop string that ends first ends the request; of
-two that end together, the longer one.
+The text is read character by character, however the tokens cut it. The stop string that ends first ends the request. If
+two end at the same character, the longer one counts.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from rl_plane.protocol.generation import MAX_STOP_CHARS, GenerateRequest
 from worker.engines.common.tokenizing import IncrementalText
 
 REMEMBERED_TOKENS = MAX_STOP_CHARS + 32
-"""Of a request that is continued: what may begin its longest stop string, and some context to decode it in."""
+"""Tokens of a continued request that are decoded again: the begin of its longest stop string may be among them, and
+some context to decode it in."""
 
 
 class StopStrings:
-    """Of one text. What may be the beginning of a stop string is held back."""
+    """Looks for the stop strings of one text, and holds back what may be the begin of one."""
 
     def __init__(self, stops: list[str], include: bool) -> None:
-        """`include`: the stop string is told too."""
+        """`include`: the reader gets the stop string too."""
         self.found: str | None = None
         self._stops = stops
         self._include = include
         self._held = ""
 
     def add(self, text: str, counts: bool = True) -> str:
-        """What of the text so far may be told now. `counts`: whether a stop string that ends in it is one."""
+        """Returns the part of the text so far that the reader may get now. `counts`: whether a stop string that ends in
+        `text` ends the request."""
         before, text = len(self._held), self._held + text
         if counts and (ends := list(self._ends(text, before))):
             _, start, self.found = min(ends)
@@ -45,56 +47,57 @@ class StopStrings:
                 yield start + len(stop), start, stop
 
     def rest(self) -> str:
-        """What is held back, at the end of the text."""
+        """Returns the remaining text at the end."""
         held, self._held = self._held, ""
         return held
 
 
 def _begun(text: str, stop: str) -> int:
-    """How many of the last characters of `text` are the first ones of `stop`, all of which are not there."""
+    """Returns how many of the last characters of `text` are the first ones of `stop`, without all of it."""
     longest = min(len(text), len(stop) - 1)
     return next((count for count in range(longest, 0, -1) if text.endswith(stop[:count])), 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """Of new tokens: how many are the request's, and their text."""
+class TextChunk:
+    """The part of new tokens that belongs to the request."""
 
     count: int
     text: str
     stop_string: str | None
-    """The request ends by this one, with the last of them."""
+    """The stop string that the last of these tokens completes. None: there is none."""
 
 
 class ReplyText:
-    """The text of a request's tokens as they come, up to the first of its stop strings."""
+    """The text of a request's tokens as they arrive, up to the first of its stop strings."""
 
     def __init__(self, tokenizer: Any, request: GenerateRequest, prompt: list[int]) -> None:
         self._text = IncrementalText(tokenizer, request.skip_special_tokens)
         self._stops = StopStrings(request.stop, request.include_stop_str_in_output) if request.stop else None
         self._uncounted = request.min_tokens
         if request.continued:
-            self._go_on_from(prompt[-min(request.continued, REMEMBERED_TOKENS) :])
+            self._continue_from(prompt[-min(request.continued, REMEMBERED_TOKENS) :])
 
-    def _go_on_from(self, made: list[int]) -> None:
-        """Their text was told by another worker, but for what may begin a stop string."""
+    def _continue_from(self, made: list[int]) -> None:
+        """Takes the tokens that another worker made. The reader has their text, except for what may be the begin of a
+        stop string."""
         text = self._text.add(made, last=False)
         if self._stops is not None:
             self._stops.add(text, counts=False)
 
-    def add(self, token_ids: list[int], last: bool) -> Told:
-        """`last`: they are the last that the engine makes."""
+    def add(self, token_ids: list[int], last: bool) -> TextChunk:
+        """`last`: the engine makes no more tokens."""
         if self._stops is None:
-            return Told(len(token_ids), self._text.add(token_ids, last), None)
+            return TextChunk(len(token_ids), self._text.add(token_ids, last), None)
         told = ""
         for place, token in enumerate(token_ids, 1):
             fresh = self._text.add([token], last and place == len(token_ids))
             told += self._stops.add(fresh, counts=self._uncounted <= 0)
             self._uncounted -= 1
             if self._stops.found is not None:
-                return Told(place, told, self._stops.found)
+                return TextChunk(place, told, self._stops.found)
         if last:
             if not token_ids:
                 told += self._stops.add(self._text.add([], last=True), counts=False)
             told += self._stops.rest()
-        return Told(len(token_ids), told, self._stops.found)
+        return TextChunk(len(token_ids), told, self._stops.found)

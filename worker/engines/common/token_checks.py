@@ -1,8 +1,8 @@
-"""What every engine checks of a request's tokens before it makes one."""
+"""Checks of a request's tokens that every engine makes before the first token."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from rl_plane.errors import InvalidRequest, Unsupported
@@ -17,13 +17,14 @@ def kept_of_prompt(request: GenerateRequest, prompt: list[int]) -> list[int]:
 
 
 def lacking_fields(capabilities: Mapping[str, str]) -> dict[str, str]:
-    """Fields of a request that an engine of these can't do (`generate:<field>`), or not together
-    (`generate:<field>+<field>`), each with the reason."""
+    """The fields of a request that an engine with these capabilities refuses: `field`, or `field+field` for two that
+    exclude each other, each with the reason."""
     named = ((name.partition(":"), reason) for name, reason in capabilities.items())
     return {field: reason for (op, _, field), reason in named if op == "generate" and field}
 
 
 def refuse_lacking(request: GenerateRequest, capabilities: Mapping[str, str]) -> None:
+    """Raises Unsupported if the request sets a field that the engine lacks."""
     for fields, reason in lacking_fields(capabilities).items():
         field, *others = fields.split(TOGETHER)
         if all(getattr(request, one) != _default(one) for one in (field, *others)):
@@ -33,8 +34,8 @@ def refuse_lacking(request: GenerateRequest, capabilities: Mapping[str, str]) ->
 
 
 def no_cut_rows(*outside: str) -> dict[str, str]:
-    """For an engine that tells of experts only when it ends a request itself. `outside`: fields by which, all together,
-    the adapter ends it."""
+    """The capabilities of an engine that reports routed experts only for a request that it ends itself. `outside`: the
+    fields by which, set together, the adapter ends the request."""
     reason = f"this engine tells no routed experts where {' with '.join(outside)} ends a choice"
     return {f"generate:{TOGETHER.join((*outside, 'routed_experts'))}": reason}
 
@@ -46,7 +47,8 @@ def _default(field: str) -> Any:
 def check_tokens(
     request: GenerateRequest, prompt: list[int], eos: frozenset[int], vocab_size: int, max_model_len: int
 ) -> None:
-    """`eos`: what ends a text."""
+    """Raises InvalidRequest if the prompt, the choice of tokens or the length does not fit the model. `eos`: the tokens
+    that end a text."""
     for field, ids in (
         ("prompt_token_ids", prompt),
         ("stop_token_ids", request.stop_token_ids),
@@ -63,9 +65,19 @@ def check_tokens(
             f"{len(prompt)} prompt tokens and {request.max_tokens} new ones: more than {max_model_len}",
             field="max_tokens",
             fix=f"at most {max_model_len} together",
-            prompt_tokens=len(prompt),  # by which a frontend shortens what the caller did not choose
+            prompt_tokens=len(prompt),  # a frontend shortens max_tokens by it, if the caller did not choose it
         )
     _check_choice(request, eos, vocab_size)
+
+
+def check_adapter(adapter: str | None, loaded: Collection[str], field: str) -> None:
+    """Raises InvalidRequest if the adapter is not loaded. `field`: the field of the request that names it."""
+    if adapter is not None and adapter not in loaded:
+        raise InvalidRequest(
+            f"there is no adapter {adapter[:64]!r} here",
+            field=field,
+            fix="name one that is loaded, or the base model" if field == "model" else "name one that is loaded",
+        )
 
 
 def check_vocabulary(field: str, ids: list[int], vocab_size: int) -> None:
@@ -76,7 +88,7 @@ def check_vocabulary(field: str, ids: list[int], vocab_size: int) -> None:
 
 
 def _check_choice(request: GenerateRequest, eos: frozenset[int], vocab_size: int) -> None:
-    """What may be made, and that there is always something."""
+    """Raises InvalidRequest if the request's limits contradict each other, or may leave no token to choose."""
     if request.min_tokens > request.max_tokens:
         raise InvalidRequest(
             f"min_tokens {request.min_tokens} is more than max_tokens {request.max_tokens}",
@@ -108,7 +120,7 @@ def _check_choice(request: GenerateRequest, eos: frozenset[int], vocab_size: int
 
 
 def _barred_together(words: list[list[int]]) -> Iterator[set[int]]:
-    """The largest sets of tokens that sequences bar at one time."""
+    """Yields the largest sets of tokens that bad words bar at one place."""
     for longest in ([], *(word[:-1] for word in words)):
-        # Of what was made last, if that is the longest: those whose own begin is the end of it.
+        # If the last tokens are `longest`: the words that begin with the end of it.
         yield {word[-1] for word in words if longest[len(longest) - len(word) + 1 :] == word[:-1]}

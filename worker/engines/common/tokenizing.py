@@ -1,9 +1,9 @@
-"""Tokens and text for engines that are given token ids: prompts in, text out, with a Hugging Face tokenizer."""
+"""Tokens and text for engines that take token ids: prompts in, text out, with a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -13,10 +13,11 @@ from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, Rendering
 from rl_plane.protocol.worker_ops import Tokenize
 from worker.engines.base import EngineInfo
+from worker.engines.capabilities import CanTokenize
 from worker.engines.common.token_checks import check_vocabulary, kept_of_prompt
 
 _aside = ThreadPoolExecutor(2, "tokenize")
-"""For the ops that only tokenize: the loop's own threads have swaps and prompts to serve."""
+"""Threads for the ops that only tokenize. The loop's own threads serve swaps and prompts."""
 
 
 def load_tokenizer(model: Path) -> Any:
@@ -26,9 +27,8 @@ def load_tokenizer(model: Path) -> Any:
 
 
 def eos_tokens(model: Path, tokenizer: Any) -> frozenset[int]:
-    """All that the model (the whole, and its part for text), its generation config and its tokenizer end a text with,
-    and that it can make: a tokenizer may have more tokens than its model. Its vocabulary is that of the part for text,
-    by which every engine makes its logits."""
+    """The tokens that end a text, as the model, its part for text, its generation config and its tokenizer name them. A
+    tokenizer may have more tokens than its model: only ids that the model can make are in the result."""
     from transformers import AutoConfig, GenerationConfig
 
     config = AutoConfig.from_pretrained(model, local_files_only=True)
@@ -63,7 +63,7 @@ async def _whole_prompt(tokenizer: Any, request: GenerateRequest) -> list[int]:
 
 
 async def _encoded(tokenizer: Any, text: str, add_special_tokens: bool, executor: Executor | None) -> list[int]:
-    """`executor`: None: the loop's own."""
+    """`executor`: None for the loop's own threads."""
     encode = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
     ids: list[int] = await asyncio.get_running_loop().run_in_executor(executor, encode)
     return ids
@@ -85,7 +85,7 @@ async def _rendered(
     )
     try:
         ids: list[int] = await asyncio.get_running_loop().run_in_executor(executor, render)
-    except Exception as error:  # a template is a program of the model's: it raises what it likes
+    except Exception as error:  # a template is a program of the model's, and raises any exception
         raise InvalidRequest(
             f"the chat template refuses these messages: {error}",
             field="messages",
@@ -95,28 +95,31 @@ async def _rendered(
 
 
 def nothing_made(request: GenerateRequest) -> GenerateDelta:
-    """Of a request that was aborted before an engine had it."""
+    """The only delta of a request that was aborted before the engine had it."""
     return GenerateDelta(token_ids=[], logprobs=[] if request.logprobs else None, finish_reason="abort")
 
 
-class Tokenizing(ABC):
+class Tokenizing(CanTokenize):
     """The half of an engine that turns text into tokens and back, without the model."""
 
     _tokenizer: Any
     _info: EngineInfo | None
 
     def __init__(self) -> None:
+        super().__init__()
         self._tokenized: dict[str, asyncio.Event] = {}
-        """Of requests whose prompt becomes tokens just now, by their id: set, one has been aborted."""
+        """Request id → an event, for requests whose prompt is being tokenized. A set event means that the request was
+        aborted."""
 
     @abstractmethod
     def _running(self) -> Any:
-        """EngineFailed where it is not."""
+        """Raises EngineFailed if the engine is not running."""
 
     async def _prompt_of(self, request: GenerateRequest) -> list[int] | None:
-        """None: it was aborted meanwhile. No engine knows the request yet, and many prompts may wait for a thread."""
+        """Returns the prompt's tokens, or None if the request was aborted meanwhile. The engine does not know the
+        request yet, and many prompts may wait for a thread."""
         if request.prompt_token_ids is not None:
-            return await prompt_tokens(self._tokenizer, request)  # which waits for nothing
+            return await prompt_tokens(self._tokenizer, request)  # does not wait
         if request.id in self._tokenized:
             raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
         aborted = self._tokenized[request.id] = asyncio.Event()
@@ -131,7 +134,7 @@ class Tokenizing(ABC):
             until.cancel()
 
     def _abort_tokenized(self, request_ids: list[str] | None) -> int:
-        """How many it was."""
+        """Aborts requests whose prompts are being tokenized. Returns how many."""
         names = list(self._tokenized) if request_ids is None else dict.fromkeys(request_ids)
         found = [one for name in names if (one := self._tokenized.get(name)) is not None and not one.is_set()]
         for one in found:
@@ -156,7 +159,7 @@ class Tokenizing(ABC):
 
 
 class IncrementalText:
-    """The text of tokens as they come; characters that more bytes may complete are held back until the last."""
+    """The text of tokens as they arrive. Characters that more bytes may complete are held back until the last token."""
 
     _WINDOW = 16  # tokens decoded anew each time: some context, for tokenizers whose tokens depend on it
 

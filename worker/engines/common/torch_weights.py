@@ -1,4 +1,5 @@
-"""A transformers model's weights under their checkpoint names: what must come, staging, swapping, checking."""
+"""The weights of a transformers model under their checkpoint names: which must come, staging, swapping and checking
+them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
 from rl_plane.protocol.versions import DTYPE_BYTES, HostTensor, TensorSpec
 from rl_plane.transports.reception import TensorStream
 from rl_plane.weights.read_ahead import host_memory
-from worker.engines.common.weight_checks import WeightChecks, write_noise
+from worker.engines.common.weight_checks import TensorChecks, write_noise
 
 NAME_OF_DTYPE = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -29,7 +30,7 @@ DTYPE_OF_NAME = {name: dtype for dtype, name in NAME_OF_DTYPE.items()}
 
 @dataclass(slots=True)
 class StagedTensors:
-    """By checkpoint name, in host memory, in the model's dtypes."""
+    """Staged weights by checkpoint name, in host memory, in the model's dtypes."""
 
     tensors: dict[str, torch.Tensor]
 
@@ -38,22 +39,24 @@ class StagedTensors:
 
 
 class ModelWeights:
+    """The live weights of a transformers model."""
+
     def __init__(self, model: Any, saved: Mapping[str, TensorSpec] = MappingProxyType({})) -> None:
         """`saved`: the tensors of the checkpoint that the model was loaded from."""
         self._model = model
-        # Taken once: adapters change the names of parameters, but not the parameters.
+        # Taken once: adapters change the names of parameters, and leave the parameters as they are.
         state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         targets = _checkpoint_views(model)
         ties = {_saved_name(model, name, targets): of for name, of in model.all_tied_weights_keys.items()}
         self._targets = {name: view for name, view in targets.items() if name not in ties}
-        # One tensor under both names: what the checkpoint calls the other one is where its memory is.
+        # One tensor has both names: its memory tells the checkpoint's name of the other one.
         at = {view.data_ptr(): name for name, view in self._targets.items()}
         self.tied: Mapping[str, str] = {
             name: at.get(targets[name].data_ptr(), of) for name, of in ties.items() if name in targets
         }
         own = {name: NAME_OF_DTYPE[view.dtype] for name, view in self._targets.items()}
         dtype = NAME_OF_DTYPE[model.dtype]
-        # A tensor that the checkpoint has in the model's dtype is taken so, whatever the model keeps it in.
+        # A tensor that the checkpoint has in the model's dtype is taken in it, whatever type the model keeps.
         as_saved = {name for name, spec in saved.items() if spec.dtype == dtype and own.get(name, dtype) != dtype}
         self.spec: Mapping[str, TensorSpec] = {
             name: TensorSpec(dtype if name in as_saved else own[name], tuple(view.shape))
@@ -61,27 +64,28 @@ class ModelWeights:
         }
         self._own = {name: own[name] for name in as_saved}
         self._lock = threading.Lock()
-        self.checks = WeightChecks(lambda: state, self._lock)
+        self.checks = TensorChecks(lambda: state, self._lock)
 
     def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> StagedTensors:
         return StagedTensors(dict(host_copies(tensors, self.spec, self.tied, cast, cancelled, self._own)))
 
     def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> None:
-        """As `stage` and `load`, one tensor after the other. When it raises, the weights are a mixture."""
+        """Loads tensors one after the other as they arrive. If it raises, the weights are a mixture."""
         with self._lock, torch.no_grad():
             for name, tensor in host_copies(tensors, self.spec, self.tied, cast, cancelled, self._own):
                 self._targets[name].copy_(tensor)
             self._settle()
 
     def load(self, staged: StagedTensors) -> None:
-        """In place, so that tied weights and views stay what they are. No step may be running."""
+        """Copies staged weights into the live ones, so that tied weights and views stay what they are. No step may
+        run."""
         with self._lock, torch.no_grad():
             for name, tensor in staged.tensors.items():
                 self._targets[name].copy_(tensor)
             self._settle()
 
     def reset(self) -> None:
-        """Noise over every floating point tensor. No step may be running."""
+        """Writes noise over every floating point tensor. No step may run."""
         with self._lock:
             write_noise(self._targets.items())
             self._settle()
@@ -100,15 +104,15 @@ def host_copies(
     cancelled: Callable[[], bool],
     own: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copies, in the dtypes of `wanted`, without those of `tied` names. A tensor that must be cast comes in the dtype
-    that `own` names for it, if it names one. InvalidWeights for what does not fit, and at the end for what is
-    missing."""
+    """Yields copies in the dtypes of `wanted`, without the tensors of `tied` names. A tensor that must be cast gets the
+    dtype that `own` has for its name, if it has one. Raises InvalidWeights for a tensor that does not fit, and at the
+    end for missing tensors."""
     left = set(wanted)
     for name, tensor in tensors:
         if cancelled():
             raise EngineFailed("staging was cancelled")
         if name in tied:
-            continue  # the same as the one that it is tied to: the model has one tensor for both
+            continue  # the model has one tensor for both names
         spec = wanted.get(name)
         if spec is None or spec.shape != tensor.spec.shape:
             raise InvalidWeights(
@@ -129,14 +133,14 @@ def host_copies(
 
 
 def _kept(tensor: HostTensor) -> torch.Tensor:
-    """In memory that stays: the tensor's own, or a copy."""
+    """The tensor in memory that stays valid: its own memory, or a copy."""
     spec = tensor.spec
     if not spec.nbytes:
         return torch.empty(spec.shape, dtype=DTYPE_OF_NAME[spec.dtype])
     kept = np.frombuffer(tensor.data, dtype=np.uint8)
     if not tensor.owned or kept.ctypes.data % DTYPE_BYTES[spec.dtype]:
-        # Through numpy, which takes read-only memory and lets other threads run meanwhile. Not what torch.empty gives:
-        # that takes longer to free than the swap takes to copy, and it is freed while the engine is paused.
+        # numpy takes read-only memory, and other threads run meanwhile. Memory of torch.empty would take longer to free
+        # than the swap takes to copy, and it is freed while the engine is paused.
         copied = np.frombuffer(host_memory(spec.nbytes), dtype=np.uint8)
         np.copyto(copied, kept)
         kept = copied
@@ -150,7 +154,7 @@ def _host_tensor(tensor: torch.Tensor) -> HostTensor:
 
 
 def _saved_name(model: Any, name: str, saved: Collection[str]) -> str:
-    """What the checkpoint calls a parameter of its own."""
+    """The checkpoint's name of one of the model's own parameters."""
     if name in saved:
         return name
     state = {key: tensor for key, tensor in model.state_dict().items() if key == name}
@@ -158,11 +162,11 @@ def _saved_name(model: Any, name: str, saved: Collection[str]) -> str:
 
 
 def _checkpoint_views(model: Any) -> dict[str, torch.Tensor]:
-    """Checkpoint name → the part of the live model that it fills.
+    """Maps each checkpoint name to the part of the live model that it fills.
 
-    Mostly the state dict itself. A model that fuses or renames (mixtures of experts) is asked to turn its state
-    back into checkpoint form: some of that comes as views of the live tensors, some as copies. For the latter,
-    the same is asked of tensors that hold their own element numbers, which then tell the view.
+    Most names are those of the state dict. A model that fuses or renames tensors (mixtures of experts) is asked to
+    convert its state back to checkpoint form: some tensors come back as views of the live ones, some as copies. For the
+    copies, the same conversion runs on tensors that hold their own element numbers, which tell the view.
     """
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     views = dict(revert_weight_conversion(model, dict(state)))

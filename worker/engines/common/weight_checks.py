@@ -12,12 +12,12 @@ import torch
 from rl_plane.errors import InvalidRequest
 
 NOISE_STD = 0.5
-"""Of the noise that `reset` writes: far from any trained or freshly made weights."""
+"""Standard deviation of the noise that `reset` writes: far from trained and from freshly made weights."""
 
 
-class WeightChecks:
-    """Of the live tensors of one rank, as `tensors()` gives them at each check: a load may put others in their place.
-    `lock`: held by whoever writes them, so that no check sees half of it."""
+class TensorChecks:
+    """Checks the live tensors of one rank. `tensors()` returns them anew at each check, since a load may replace them.
+    A writer holds `lock`, so that no check sees half of a write."""
 
     def __init__(self, tensors: Callable[[], Mapping[str, torch.Tensor]], lock: threading.Lock) -> None:
         self._tensors = tensors
@@ -25,7 +25,7 @@ class WeightChecks:
         self._snapshot: dict[str, torch.Tensor] | None = None
 
     def row(self, action: str) -> dict[str, Any]:
-        """Of a reply: what `check_weights` tells of a rank."""
+        """The row of a `check_weights` reply for this rank."""
         if action == "checksum":
             return {"checksum": self.checksum()}
         if action == "snapshot":
@@ -50,7 +50,7 @@ class WeightChecks:
             self._snapshot = {name: tensor.clone() for name, tensor in self._now()}
 
     def compare(self) -> list[str]:
-        """Names whose bytes differ from the snapshot's, or that one of the two lacks."""
+        """Names of tensors whose bytes differ from the snapshot's, or that exist on one side only."""
         with self._lock:
             kept = self._snapshot
             if kept is None:
@@ -67,14 +67,14 @@ class WeightChecks:
 
 
 def noise(name: str, shape: Sequence[int]) -> torch.Tensor:
-    """For the tensor of this name: the same in each rank that has it, as ranks that disagree would wait for each
-    other."""
+    """Noise for the tensor of this name. Every rank makes the same noise for one name: ranks that disagree would wait
+    for each other."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(shape, generator=generator) * NOISE_STD
 
 
 def write_noise(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Over every floating point tensor; the caller holds the lock, and no step may be running."""
+    """Writes noise over every floating point tensor. The caller holds the lock, and no step runs."""
     with torch.no_grad():
         for name, tensor in tensors:
             if tensor.is_floating_point():

@@ -1,13 +1,14 @@
-"""The `fake` engine: the whole contract of an EngineAdapter without a model, for tests and for scale.
+"""The `fake` engine: the whole contract of an engine without a model, for tests and for scale.
 
-It holds the bytes of any safetensors model directory, and makes tokens from their digest: which weights made a
-token can be told from the token itself (`fake_token`), whatever label the version carries. No torch; no thread or
-task of its own, so that a process may carry a thousand.
+It holds the bytes of any safetensors model directory, and makes tokens from their digest. The token itself tells which
+weights made it (`fake_token`), whatever label the version has. It needs no torch, thread or task of its own, so that
+one process may carry a thousand.
 
-A request's tokens are made when its reader asks for them, so a reader that stalls holds up a `pause` in mode
-`wait`. There is no end-of-sequence token: generation ends by `max_tokens` or `stop_token_ids`. What a request
-allows and bars is kept to (by `logit_bias` only the tokens with the highest are made); sampling parameters change
-nothing. With `cast`, bytes are kept as they came.
+- A request's next token is made when its reader asks for it, so a slow reader delays a `pause` in mode `wait`.
+- There is no end-of-sequence token: generation ends by `max_tokens`, `stop_token_ids` or `stop`.
+- It obeys what a request allows and bars. With `logit_bias`, it makes only the tokens with the highest bias. Sampling
+  parameters change nothing.
+- With `cast`, bytes stay as they arrived.
 """
 
 from __future__ import annotations
@@ -17,24 +18,30 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from blake3 import blake3
 
 from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted, Unsupported
-from rl_plane.protocol.generation import FinishReason, GenerateDelta, GenerateRequest, Rendering
-from rl_plane.protocol.update_requests import PreparedReply
+from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, Rendering
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
 from rl_plane.protocol.worker_ops import Tokenize
 from rl_plane.transports.receiver_base import WeightTransport
-from rl_plane.transports.reception import Cancelled, Reception
 from rl_plane.weights.checkpoint import Checkpoint, open_checkpoint
-from worker.engines.base import CheckAction, EngineInfo, EngineOptions, PauseMode
-from worker.engines.common.scoring import check_adapter, check_memory, check_sequences, checked_scores
+from worker.engines.base import EngineInfo, EngineOptions, PauseMode
+from worker.engines.capabilities import CheckAction, FullEngine
+from worker.engines.common.request_gate import GatedRequest, RequestGate
+from worker.engines.common.scoring import check_memory, check_sequences, checked_scores
 from worker.engines.common.spans import Label, SpanLog
 from worker.engines.common.stop_strings import StopStrings
-from worker.engines.common.token_checks import NO_EXPERTS, check_tokens, check_vocabulary, kept_of_prompt
+from worker.engines.common.token_checks import (
+    NO_EXPERTS,
+    check_adapter,
+    check_tokens,
+    check_vocabulary,
+    kept_of_prompt,
+)
+from worker.engines.common.weights_in_process import WeightsInProcess
 from worker.engines.fake.config import FakeConfig
 from worker.engines.fake.fake_model import (
     FIRST_TOKEN,
@@ -79,27 +86,12 @@ _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F
 _DTYPE_NAMES = {short: name for name, short in _DTYPES.items()}
 
 
-@dataclass(eq=False, slots=True)
-class _Running:
-    """One request in the engine."""
-
-    adapter: str | None
-    prompt: list[int]
-    prompt_hash: bytes
-    admitted: bool = False
-    """Has it left the queue? Waiting ones stay in it while the engine is paused."""
-    ended: FinishReason | None = None
-    """Set from outside: the reader's next delta is the last."""
-    made: int = 0
-    spans: SpanLog = field(default_factory=SpanLog)
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-class FakeEngine:
-    """An EngineAdapter. `fail_stage`, `fail_swap`, `fail_overwrite`, `miscompute` and `hang_liveness` may be set
-    while it runs. `transports`: instead of those that are installed."""
+class FakeEngine(WeightsInProcess, FullEngine):
+    """Tests may set `fail_stage`, `fail_swap`, `fail_overwrite`, `miscompute` and `hang_liveness` while it runs.
+    `transports` replaces the installed ones."""
 
     def __init__(self, options: EngineOptions, transports: Mapping[str, WeightTransport] | None = None) -> None:
+        super().__init__()
         self.config = FakeConfig.parse(options.extra)
         if options.dtype is not None and options.dtype not in _DTYPES:
             raise InvalidRequest(
@@ -120,14 +112,11 @@ class FakeEngine:
         self._options = options
         self._specs: dict[str, TensorSpec] = {}
         self._weights: FakeWeights | None = None  # None before start and after close
-        self._miscomputes = False  # the last swap was one with `miscompute`
+        self._miscomputes = False  # `miscompute` was set at the last swap
         self._snapshot: FakeWeights | None = None
         self._version: WeightVersion | None = None
         self._adapters: dict[str, FakeAdapter] = {}
-        self._requests: dict[str, _Running] = {}
-        self._frozen = False  # no token is made
-        self._queueing = False  # new requests wait; without _frozen: a `wait` lets the running ones end
-        self._drained = asyncio.Event()
+        self.gate = RequestGate()
         self._released: set[str] = set()
         self._closed = False
 
@@ -189,7 +178,7 @@ class FakeEngine:
 
     async def close(self) -> None:
         self._closed = True
-        self._end(list(self._requests), "error")
+        self.gate.abort(None, "error")
         self._weights = self._snapshot = self._version = None
         self._adapters = {}
 
@@ -215,22 +204,10 @@ class FakeEngine:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
         self._held()
         prompt = self._prompt(request)
-        if request.id in self._requests:
-            raise InvalidRequest(
-                f"a request with id {request.id!r} is running",
-                field="id",
-                fix="give each request an id of its own",
-            )
         if self._released:
             raise NotAdmitted(f"memory is released ({', '.join(sorted(self._released))}): resume it first")
-        if request.adapter is not None and request.adapter not in self._adapters:
-            raise InvalidRequest(
-                f"there is no adapter {request.adapter[:64]!r} here",
-                field="model",
-                fix="name one that is loaded, or the base model",
-            )
-        running = _Running(request.adapter, prompt, hash_of_prompt(prompt))
-        self._requests[request.id] = running
+        check_adapter(request.adapter, self._adapters, "model")
+        running, spans, prompt_hash = self.gate.enter(request), SpanLog(), hash_of_prompt(prompt)
         first: list[int] | None = prompt
         stops = frozenset(request.stop_token_ids)
         strings = StopStrings(request.stop, request.include_stop_str_in_output)
@@ -240,26 +217,25 @@ class FakeEngine:
                 await self._turn(running)
                 if running.ended is not None:
                     break
-                # From here to the yield nothing waits, so that weights and label belong together.
-                adapter = self._adapters[running.adapter] if running.adapter is not None else None
+                # Nothing waits from here to the yield: token and label are of the same weights.
+                adapter = self._adapters[request.adapter] if request.adapter is not None else None
                 digests = self._computed_with(), None if adapter is None else adapter.digest
                 weights = both_digests(*digests)
                 scored = None
-                if request.prompt_logprobs and not running.made:
+                if request.prompt_logprobs and not tokens:
                     scored = fake_prompt_logprobs(digests[0], prompt, digests[1])
-                made = hash_of(weights, running.prompt_hash, running.made)
+                made = hash_of(weights, prompt_hash, len(tokens))
                 token = permitted(request, token_of(made, self.config.vocab_size), tokens, self.config.vocab_size)
                 tokens.append(token)
-                running.made += 1
                 version = self._version if self.config.witnesses else None
-                running.spans.add(Label(version, running.adapter, adapter.version if adapter else None))
-                text = strings.add(_text_of(token), counts=running.made > request.min_tokens)
+                spans.add(Label(version, request.adapter, adapter.version if adapter else None))
+                text = strings.add(_text_of(token), counts=len(tokens) > request.min_tokens)
                 if token in stops or strings.found is not None:
                     running.ended = "stop"
-                elif running.made >= request.max_tokens:
+                elif len(tokens) >= request.max_tokens:
                     running.ended = "length"
                 if running.ended is not None:
-                    self._forget(request.id, running)
+                    self.gate.leave(running)
                     text += strings.rest()
                 yield GenerateDelta(
                     token_ids=[token],
@@ -270,7 +246,7 @@ class FakeEngine:
                     text=text,
                     finish_reason=running.ended,
                     stop_string=strings.found,
-                    spans=running.spans.tell(running.ended is not None),
+                    spans=spans.tell(running.ended is not None),
                     prompt_token_ids=first,
                     prompt_logprobs=scored,
                 )
@@ -283,14 +259,14 @@ class FakeEngine:
                 top_logprobs=[] if request.logprobs and request.top_logprobs else None,
                 text=strings.rest(),
                 finish_reason=running.ended,
-                spans=running.spans.tell(True),
+                spans=spans.tell(True),
                 prompt_token_ids=first,
             )
         finally:
-            self._forget(request.id, running)
+            self.gate.leave(running)
 
     def _likeliest(self, token: int, logprob: float, count: int) -> list[tuple[int, float]]:
-        """The token, then those that follow it in the vocabulary."""
+        """The token, then the tokens that follow it in the vocabulary."""
         return [((token + place) % self.config.vocab_size, logprob - place) for place in range(count)]
 
     def _prompt(self, request: GenerateRequest) -> list[int]:
@@ -319,127 +295,46 @@ class FakeEngine:
         return [FIRST_TOKEN + byte % letters for byte in text.encode("utf-8", "surrogatepass")]
 
     async def tokenize(self, body: Tokenize) -> list[int]:
-        """There are no special tokens."""
+        """Makes a token of each byte. There are no special tokens."""
         self._held()
         return self._tokens(body.prompt, body.messages, body.rendering)
 
     async def detokenize(self, token_ids: list[int]) -> str:
-        """As the text of tokens that are made."""
+        """Makes the text that a reply with these tokens has."""
         self._held()
         check_vocabulary("tokens", token_ids, self.config.vocab_size)
         return "".join(map(_text_of, token_ids))
 
-    async def _turn(self, running: _Running) -> None:
-        """Waits until `running` may make a token, or is ended."""
-        await self._gate(running)
-        loop = asyncio.get_running_loop()
-        due = loop.time() + self.config.token_delay_s
-        await asyncio.sleep(0)
-        while running.ended is None and (left := due - loop.time()) > 0:
-            running.wake.clear()
-            try:
-                async with asyncio.timeout(left):
-                    await running.wake.wait()
-            except TimeoutError:
-                pass
-        await self._gate(running)
-
-    async def _gate(self, running: _Running) -> None:
-        # Looked at again after each wait: between the wake-up and this task's turn there may be another pause.
-        while running.ended is None and (self._frozen or (self._queueing and not running.admitted)):
-            running.wake.clear()
-            await running.wake.wait()
-        running.admitted = True
-
-    def _forget(self, request_id: str, running: _Running) -> None:
-        if self._requests.get(request_id) is running:
-            del self._requests[request_id]
-        if not any(other.admitted for other in self._requests.values()):
-            self._drained.set()
-
-    def _end(self, request_ids: list[str], reason: FinishReason) -> int:
-        count = 0
-        for request_id in request_ids:
-            running = self._requests.get(request_id)
-            if running is None:
-                continue
-            running.ended = reason
-            running.wake.set()
-            self._forget(request_id, running)
-            count += 1
-        return count
-
-    def _wake(self) -> None:
-        for running in self._requests.values():
-            running.wake.set()
+    async def _turn(self, running: GatedRequest) -> None:
+        await self.gate.turn(running, self.config.token_delay_s)
 
     async def abort(self, request_ids: list[str] | None) -> int:
-        return self._end(list(self._requests) if request_ids is None else request_ids, "abort")
+        return self.gate.abort(request_ids)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
         self._held()
-        if mode == "abort":
-            self._end(list(self._requests), "abort")
-        elif mode == "wait":
-            await self._drain()
-        elif mode != "keep":
-            raise InvalidRequest(
-                f"the pause mode is {str(mode)[:64]!r}", field="mode", fix="use keep, wait or abort"
-            )
-        self._frozen = self._queueing = True
+        await self.gate.pause(mode)
         return clear_cache and await self.flush_cache()
-
-    async def _drain(self) -> None:
-        """Requests that an earlier `keep` froze go on, so that they can end."""
-        before = (self._frozen, self._queueing)
-        self._frozen, self._queueing = False, True
-        self._wake()
-        try:
-            while any(running.admitted for running in self._requests.values()):
-                self._drained.clear()
-                await self._drained.wait()
-        except BaseException:
-            self._frozen, self._queueing = before
-            self._wake()
-            raise
 
     async def resume(self) -> None:
         self._held()
         if self._released:
             raise EngineFailed(f"memory is released ({', '.join(sorted(self._released))}): a step has no place")
-        self._frozen = self._queueing = False
-        self._wake()
+        self.gate.resume()
 
     async def flush_cache(self) -> bool:
-        """There is no prefix cache: nothing is ever reused."""
+        """Returns True: there is no prefix cache, and nothing is ever reused."""
         self._held()
         return True
 
     def load(self) -> tuple[int, int]:
-        requests = list(self._requests.values())
-        admitted = sum(running.admitted for running in requests)
-        return admitted, len(requests) - admitted
+        return self.gate.load()
 
     # weights
 
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         self._held()
         return self._specs
-
-    def open(self, reception: Reception) -> None:
-        self.receiver.open(reception)
-
-    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
-        return self.receiver.receive(staging, cancelled)
-
-    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
-        return self.receiver.feed(staging, part, cancelled)
-
-    def kept(self) -> str | None:
-        return self.receiver.kept_digest
-
-    async def discard(self, staging: str) -> None:
-        await asyncio.to_thread(self.receiver.discard, staging)
 
     async def swap(self, staging: str, version: WeightVersion) -> bool:
         staged = self.receiver.take(staging)
@@ -465,46 +360,35 @@ class FakeEngine:
 
     def _check_swappable(self) -> None:
         self._held()
-        if not (self._frozen and self._queueing):
+        if not self.gate.is_paused:
             raise EngineFailed("a swap needs a paused engine")
         if "weights" in self._released:
             raise EngineFailed("the weights' memory is released: resume it first")
 
     @contextmanager
     def half_written(self) -> Iterator[dict[str, FakeTensor]]:
-        """The held tensors, to be written over one by one: weights of no version."""
+        """Gives the served tensors, to be overwritten one by one. From here on the weights are of no version."""
         self._check_swappable()
         mixed = dict(self._held().tensors)
-        # Not in the held ones, which a snapshot may share.
+        # A copy: a snapshot may share the served tensors.
         self._weights, self._version = FakeWeights(mixed), None
         try:
             yield mixed
         finally:
             if not self._closed:
-                self._weights = FakeWeights(mixed)  # its digest is that of the bytes, also half-way
+                self._weights = FakeWeights(mixed)  # its digest is the one of these bytes, also half-way
                 self._miscomputes = self.miscompute
 
     async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
-        """What `fake_prompt_logprobs` gives, but for the first token."""
+        """Returns the logprobs of `fake_prompt_logprobs`, without the first token's."""
         self._held()
         checked = check_sequences(sequences, self.config.vocab_size, self.config.max_model_len)
-        check_adapter(adapter, self._adapters)
+        check_adapter(adapter, self._adapters, "adapter")
         check_memory(self._released)
         await asyncio.sleep(0)
         digests = self._computed_with(), None if adapter is None else self._adapters[adapter].digest
         rows = [fake_prompt_logprobs(digests[0], sequence, digests[1])[1:] for sequence in checked]
         return checked_scores([[value for value in row if value is not None] for row in rows], checked)
-
-    def offer(self) -> dict[str, Any] | None:
-        return self.receiver.offer()
-
-    def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-        self.receiver.init_transport(config)
-        return [{"rank": 0}]
-
-    def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
-        self.receiver.destroy_transport(backend, group)
-        return [{"rank": 0}]
 
     # adapters
 
@@ -515,7 +399,7 @@ class FakeEngine:
         await self._before_a_swap()
         if staged is None:
             self._adapters.pop(name, None)
-            self._end([key for key, running in self._requests.items() if running.adapter == name], "abort")
+            self.gate.abort_adapter(name)
         else:
             staged.version = version
             self._adapters[name] = staged
@@ -523,10 +407,7 @@ class FakeEngine:
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None:
         self._held()
-        if name not in self._adapters:
-            raise InvalidRequest(
-                f"there is no adapter {name[:64]!r} here", field="name", fix="name one that is loaded"
-            )
+        check_adapter(name, self._adapters, "name")
         self._adapters[name].version = version
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
@@ -536,7 +417,7 @@ class FakeEngine:
         if action == "checksum":
             return [{"rank": 0, "checksum": await asyncio.to_thread(held.checksum)}]
         if action == "snapshot":
-            self._snapshot = held  # never changed in place, so holding it is a copy
+            self._snapshot = held  # weights are never changed in place, so a reference is a copy
             return [{"rank": 0}]
         if action == "compare":
             if self._snapshot is None:
@@ -554,15 +435,15 @@ class FakeEngine:
         )
 
     async def release_memory(self, tags: list[str]) -> None:
-        """No tags: all. Only flags: the bytes stay."""
+        """Releases all memory if no tags are given. It only sets flags: the bytes stay."""
         self._held()
         tags = _checked_tags(tags)
-        if not self._frozen and any(running.admitted for running in self._requests.values()):
+        if not self.gate.is_paused and self.gate.load()[0]:
             raise InvalidRequest("requests are running", field="tags", fix="pause first, then release memory")
         self._released |= set(tags)
 
     async def resume_memory(self, tags: list[str]) -> None:
-        """No tags: all."""
+        """Takes all memory back if no tags are given."""
         self._held()
         self._released -= set(_checked_tags(tags))
 
@@ -583,7 +464,7 @@ def _text_of(token: int) -> str:
 
 
 def _rendered(messages: list[dict[str, Any]], rendering: Rendering) -> str:
-    """What a template is given besides, as JSON, then the messages' text, one after the other."""
+    """The chat template: the rendering's settings as JSON, then the messages' texts, one after the other."""
 
     def refuse(number: int) -> InvalidRequest:
         return InvalidRequest(

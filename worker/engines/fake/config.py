@@ -1,4 +1,4 @@
-"""The `fake` engine's arguments."""
+"""The engine arguments of the `fake` engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_plane.errors import InvalidRequest
 from worker.engines.fake.fake_model import FIRST_TOKEN
 
 MAX_DELAY_S = 3600.0
-"""Longer than any time-out that a test of one could want."""
+"""Longer than any time-out that a test may need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,30 +19,30 @@ class FakeConfig:
     """The engine arguments (`--engine-arg key=value`)."""
 
     token_delay_s: float = 0.0
-    """Before each token. At 0 other tasks still get their turn between two tokens."""
+    """Seconds before each token. At 0, other tasks still get a turn between two tokens."""
     vocab_size: int = 512
     max_model_len: int = 4096
     stage_delay_s: float = 0.0
-    """Before the first tensor is taken; ends early when cancelled."""
+    """Seconds before the first tensor is staged. A cancel ends the delay."""
     swap_delay_s: float = 0.0
-    """Before the weights change; cancelled in it, a swap has changed nothing."""
+    """Seconds before the weights change. A swap that is cancelled meanwhile has changed nothing."""
     staging_bytes: int = 1 << 62
-    """Host memory for staging: what is larger can only be overwritten."""
+    """Host memory for staging. Larger weights can only overwrite the served ones."""
     hold_bytes: bool = True
-    """False: keep digests only, for large models or many engines."""
+    """False: it holds digests only, for large models or many engines."""
     fail_stage: bool = False
     fail_swap: bool = False
-    """Fails before anything has changed."""
+    """A swap fails before anything has changed."""
     fail_overwrite: bool = False
-    """Fails after the first tensor: the weights are then a mixture."""
+    """An overwrite fails after the first tensor: the weights are then a mixture."""
     miscompute: bool = False
-    """After a swap it computes with other weights than those that it was given, and does not say so: its tokens and
+    """After a swap, the engine computes with other weights than it was given, and does not say so. Its tokens and
     scores are of no version, until a swap without this."""
     hang_liveness: bool = False
     stage: bool = False
-    """To be no engine but a stage beside some, without weights and requests: for trials of a mixed pipeline."""
+    """It is no engine but a stage of a mixed pipeline."""
     witnesses: bool = True
-    """False: it can't tell which weights make its tokens, as an engine of a third party may say."""
+    """False: it can't tell which weights make its tokens, as another engine may say."""
 
     @classmethod
     def parse(cls, extra: Mapping[str, str]) -> FakeConfig:

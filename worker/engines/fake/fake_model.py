@@ -1,4 +1,4 @@
-"""What the fake engine holds and makes: models and adapters of any bytes, and tokens that follow from their digests."""
+"""The models, adapters and tokens of the fake engine: any bytes, and tokens that follow from their digests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rl_plane.weights.safetensors_file import write_atomically, write_safetensor
 from worker.engines.common.lora import lora_spec, parse_lora
 
 FIRST_TOKEN = 3
-"""0, 1 and 2 are never made: most tokenizers have padding, begin and end there."""
+"""The first token id that the engine makes. Most tokenizers have padding, begin and end at 0, 1 and 2."""
 
 
 def hash_of(digest: str, prompt_hash: bytes, position: int) -> bytes:
@@ -47,7 +47,7 @@ def token_of(made: bytes, vocab_size: int) -> int:
 
 
 def permitted(request: GenerateRequest, token: int, made: list[int], vocab_size: int) -> int:
-    """`token`, or, if the request does not let it follow those that are `made`, another that follows from it."""
+    """Returns `token`, or, if the request bars it after the tokens of `made`, another one that follows from it."""
     allowed, bias = request.allowed_token_ids, request.logit_bias
     if not (allowed or bias or request.bad_words_token_ids or request.min_tokens):
         return token
@@ -77,8 +77,8 @@ def fake_token(
     vocab_size: int = 512,
     adapter_digest: str | None = None,
 ) -> int:
-    """The token that the fake engine makes under the weights of `digest` (a version's: "blake3:<hex>"), and of an
-    adapter's if the request names one, as number `position`, from 0, of the completion."""
+    """The token that the fake engine makes as number `position` (from 0) of a completion, under the weights of `digest`
+    (a version's: "blake3:<hex>") and, if the request names an adapter, of `adapter_digest`."""
     made = hash_of(both_digests(digest, adapter_digest), hash_of_prompt(prompt_token_ids), position)
     return token_of(made, vocab_size)
 
@@ -86,14 +86,14 @@ def fake_token(
 def fake_logprob(
     digest: str, prompt_token_ids: list[int], position: int, adapter_digest: str | None = None
 ) -> float:
-    """That token's logprob, in [-4, 0)."""
+    """The logprob of that token, in [-4, 0)."""
     return logprob_of(hash_of(both_digests(digest, adapter_digest), hash_of_prompt(prompt_token_ids), position))
 
 
 def fake_prompt_logprobs(
     digest: str, prompt_token_ids: list[int], adapter_digest: str | None = None
 ) -> list[float | None]:
-    """Of each token of the prompt, by the weights and the tokens up to it."""
+    """The logprob of each token of the prompt, from the weights and the tokens up to it. The first has none."""
     made = blake2b(key=blake2b(both_digests(digest, adapter_digest).encode()).digest(), digest_size=16)
     logprobs: list[float | None] = []
     for token in prompt_token_ids:
@@ -103,8 +103,7 @@ def fake_prompt_logprobs(
 
 
 def make_fake_model(path: Path, seed: int, tensors: int = 4, nbytes: int = 1024) -> Path:
-    """Writes a model directory of `tensors` float32 tensors of `nbytes` each; other seeds, other bytes. Again with
-    the same seed it writes the same bytes."""
+    """Writes a model directory of `tensors` float32 tensors of `nbytes` each. The bytes follow from the seed alone."""
     if tensors < 1 or nbytes < 4 or nbytes % 4:
         raise ValueError("a fake model has at least one tensor, of a positive multiple of 4 bytes")
     path.mkdir(parents=True, exist_ok=True)
@@ -117,8 +116,8 @@ def make_fake_model(path: Path, seed: int, tensors: int = 4, nbytes: int = 1024)
 
 
 def make_fake_adapter(path: Path, seed: int, model: Path, r: int = 2) -> Path:
-    """Writes a LoRA adapter directory, in float32, of all modules of a model that `make_fake_model` made; other
-    seeds, other bytes. Again with the same arguments it writes the same bytes."""
+    """Writes a LoRA adapter directory, in float32, for all modules of a model of `make_fake_model`. The bytes follow
+    from the arguments alone."""
     checkpoint = open_checkpoint(model, field="model")
     checkpoint.close()
     linear = linear_modules(checkpoint.specs)
@@ -147,7 +146,7 @@ def _finite(source: random.Random, spec: TensorSpec) -> bytes:
 
 
 def linear_modules(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[int, int]]:
-    """Module → (inputs, outputs): every weight counts as a linear layer, a vector as one of one output."""
+    """Module → (inputs, outputs). Every weight counts as a linear layer; a vector has one output."""
     return {
         name.removesuffix(".weight"): (spec.shape[-1], math.prod(spec.shape[:-1]))
         for name, spec in specs.items()
@@ -156,30 +155,32 @@ def linear_modules(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[int, int]
 
 
 def config_bytes(config: Mapping[str, Any]) -> bytes:
-    """As PEFT writes it."""
+    """The config in PEFT's own format."""
     return json.dumps(config, indent=2, sort_keys=True).encode()
 
 
 @dataclass(frozen=True, slots=True)
 class FakeTensor:
+    """One tensor of a fake model."""
+
     spec: TensorSpec
     digest: str  # blake3 hex of the bytes
     data: bytes | bytearray | None  # None without hold_bytes
 
     def digest_now(self) -> str:
-        """From the bytes themselves where they are held."""
+        """The digest of the bytes as they are now, if the engine holds them."""
         return self.digest if self.data is None else str(blake3(self.data).hexdigest())
 
 
 class FakeWeights:
-    """A full set of weights: what the engine holds, and, before it is swapped in, what `stage` made."""
+    """A full set of weights, served or staged."""
 
     def __init__(self, tensors: dict[str, FakeTensor]) -> None:
         self.tensors = tensors
         self.digest = tensors_digest((name, tensor.spec, tensor.digest) for name, tensor in tensors.items())
 
     def host_tensors(self) -> dict[str, HostTensor]:
-        """None of them without hold_bytes."""
+        """The tensors' own memory; empty without `hold_bytes`."""
         return {
             name: HostTensor(tensor.spec, memoryview(tensor.data), owned=True)
             for name, tensor in self.tensors.items()
@@ -187,7 +188,7 @@ class FakeWeights:
         }
 
     def copied(self) -> FakeWeights:
-        """By the bytes that are there now: a delta may have changed them, and another may follow."""
+        """A copy of the bytes as they are now: a delta may have changed them, and another may follow."""
         return FakeWeights(
             {
                 name: FakeTensor(tensor.spec, tensor.digest_now(), tensor.data and bytes(tensor.data))
@@ -223,10 +224,10 @@ class FakeWeights:
 
 
 class FakeAdapter:
-    """A LoRA adapter: what the engine holds, and, before it is swapped in, what `stage_adapter` made."""
+    """A LoRA adapter, loaded or staged."""
 
     def __init__(self, tensors: dict[str, FakeTensor], config: Mapping[str, Any]) -> None:
-        """Its digest is the version's when the config's file is as PEFT writes it: only the parsed config is here."""
+        """Its digest is the version's if PEFT wrote the config file: only the parsed config is here."""
         lines = [(name, tensor.spec, tensor.digest) for name, tensor in tensors.items()]
         self.digest = tensors_digest([*lines, config_line(config_bytes(config))])
         self.tensors = tensors

@@ -1,10 +1,11 @@
-"""The `fake` engine's weights as a Receiver sees them."""
+"""The weights of the `fake` engine, as a Receiver stages and overwrites them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from blake3 import blake3
 
@@ -12,19 +13,31 @@ from rl_plane.errors import EngineFailed
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.reception import Cancelled, TensorStream
 from worker.engines.common.lora import lora_spec, parse_lora, target_modules
+from worker.engines.fake.config import FakeConfig
 from worker.engines.fake.fake_model import FakeAdapter, FakeTensor, FakeWeights, linear_modules
 
-if TYPE_CHECKING:
-    from worker.engines.fake.adapter import FakeEngine
-
 STEP_S = 0.02
-"""How often a delay on a thread looks whether it was cancelled."""
+"""Seconds between two looks for a cancel during a delay on a thread."""
+
+
+class HeldWeights(Protocol):
+    """The part of a FakeEngine that its holder reads and writes."""
+
+    config: FakeConfig
+    fail_stage: bool
+    fail_overwrite: bool
+
+    def weight_spec(self) -> Mapping[str, TensorSpec]: ...
+
+    def half_written(self) -> AbstractContextManager[dict[str, FakeTensor]]:
+        """Gives the served tensors, to be overwritten one by one: weights of no version. Raises EngineFailed if the
+        engine is not paused."""
 
 
 class FakeHolder:
     """A WeightHolder."""
 
-    def __init__(self, engine: FakeEngine) -> None:
+    def __init__(self, engine: HeldWeights) -> None:
         self._engine = engine
 
     def weight_spec(self) -> Mapping[str, TensorSpec]:
@@ -37,7 +50,7 @@ class FakeHolder:
         return FakeWeights(self._taken(tensors, cancelled))
 
     def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
-        """With `stage_delay_s` before the first tensor is taken, as in `stage`."""
+        """Waits `stage_delay_s` before the first tensor, as `stage` does."""
         with self._engine.half_written() as mixed:
             self._delay(cancelled)
             for name, tensor in tensors:
@@ -83,6 +96,6 @@ class FakeHolder:
             time.sleep(min(STEP_S, left))
 
     def _copied(self, tensor: HostTensor) -> FakeTensor:
-        # Hashed here too, not believed: a token shall tell which bytes really are in the engine.
+        # Hashed here, too: a token must tell which bytes are really in the engine.
         data = bytearray(tensor.data) if self._engine.config.hold_bytes else None
         return FakeTensor(tensor.spec, str(blake3(tensor.data).hexdigest()), data)

@@ -1,7 +1,7 @@
 """The `hf` engine: a model on transformers' continuous batching, in this process, on a CPU or one GPU.
 
-Two threads besides the caller's: the event loop, on which every coroutine here runs, and the generation thread
-of `hf_loop`, which alone touches the scheduler, the cache and the weights.
+Two threads work besides the caller's: the event loop, on which every coroutine here runs, and the generation thread of
+`loop.py`. Only the generation thread touches the scheduler, the cache and the weights.
 """
 
 from __future__ import annotations
@@ -12,25 +12,24 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 from transformers.utils.logging import disable_progress_bar
 
-from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
+from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.routed_experts import RoutedExperts
-from rl_plane.protocol.update_requests import PreparedReply
-from rl_plane.protocol.versions import TensorSpec, WeightVersion
-from rl_plane.transports.reception import Cancelled, Reception
-from worker.engines.base import LACKING, CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
+from rl_plane.protocol.versions import WeightVersion
+from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions, PauseMode
+from worker.engines.capabilities import CanCheckWeights, CanLoadAdapters, CanScore, CheckAction
 from worker.engines.common.checkpoint_spec import saved_specs
 from worker.engines.common.scoring import check_sequences, checked_scores
 from worker.engines.common.spans import SpanLog
 from worker.engines.common.stop_strings import ReplyText
-from worker.engines.common.token_checks import NO_EXPERTS, check_tokens, refuse_lacking
+from worker.engines.common.token_checks import NO_EXPERTS, check_adapter, check_tokens, refuse_lacking
 from worker.engines.common.tokenizing import (
     Tokenizing,
     eos_tokens,
@@ -38,15 +37,16 @@ from worker.engines.common.tokenizing import (
     nothing_made,
 )
 from worker.engines.common.torch_weights import ModelWeights, StagedTensors
+from worker.engines.common.weights_in_process import WeightsInProcess
 from worker.engines.hf.experts import ExpertRecorder
 from worker.engines.hf.holder import HfHolder
 from worker.engines.hf.loop import GenerationLoop
-from worker.engines.hf.peft_layers import NO_PEFT, ModelAdapters, StagedAdapter, have_peft
-from worker.engines.hf.streams import Piece, Stream
+from worker.engines.hf.peft_layers import NO_PEFT, HfStagedAdapter, ModelAdapters, have_peft
+from worker.engines.hf.streams import HfPiece, HfStream
 from worker.receive.weight_receiver import Receiver, load_transports
 
 CLOSE_TIMEOUT_S = 10.0
-"""How long `close` waits for the step that runs; the thread is a daemon, so a hung one can't hold the process."""
+"""Seconds that `close` waits for the running step. The thread is a daemon, so a hung step can't hold the process."""
 
 _NO_SLEEP = "the hf engine has no sleep mode: its weights and cache stay where they are"
 
@@ -57,11 +57,12 @@ class HfArguments:
 
     num_blocks: int = 256
     page_size: int = 32
-    """Tokens per block; prompts share whole blocks only."""
+    """Tokens per block. Prompts share whole blocks only."""
     max_batch_tokens: int = 512
-    """Tokens per step; longer prompts take several. The attention mask has this times the cache's tokens."""
+    """Tokens per step. Longer prompts take several steps. The attention mask has this number times the cache's
+    tokens."""
     max_model_len: int | None = None
-    """None: what the model and the cache allow."""
+    """None: as many tokens as the model and the cache allow."""
 
     @classmethod
     def parse(cls, extra: Mapping[str, str]) -> HfArguments:
@@ -85,7 +86,7 @@ def build(options: EngineOptions) -> EngineAdapter:
     return HfEngine(options)
 
 
-class HfEngine(Tokenizing):
+class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheckWeights):
     def __init__(self, options: EngineOptions) -> None:
         super().__init__()
         self._options = options
@@ -98,9 +99,8 @@ class HfEngine(Tokenizing):
         self._loop: GenerationLoop | None = None
         self._experts: ExpertRecorder | None = None
         self._holder: HfHolder | None = None
-        self._receiver: Receiver | None = None
         self._eos: frozenset[int] = frozenset()
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, HfStream] = {}
         self._keys = itertools.count()
 
     # life
@@ -137,7 +137,7 @@ class HfEngine(Tokenizing):
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype: Any = "auto" if self._options.dtype is None else getattr(torch, self._options.dtype)
-        disable_progress_bar()  # a worker's standard error is a log
+        disable_progress_bar()  # a worker's standard error is its log
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)  # it describes its cache at start
         self._tokenizer = load_tokenizer(path)
         model = AutoModelForCausalLM.from_pretrained(
@@ -145,13 +145,15 @@ class HfEngine(Tokenizing):
         )
         self._model = model.to(device).eval().requires_grad_(False)
         if self._model.device.type == "cpu":
-            # Loading maps the file: a trainer that writes over it would change the weights, or end the process.
+            # Loading maps the file: a trainer that overwrites the file would change the weights, or end the process.
             for tensor in (*self._model.parameters(), *self._model.buffers()):
                 tensor.data = tensor.data.clone()
         self._experts = ExpertRecorder(self._model)
         weights = ModelWeights(self._model, saved_specs(path))
         self._holder = HfHolder(weights, ModelAdapters(self._model), self._forget_weights)
-        self._receiver = Receiver(self._holder, load_transports(self._options.places, str(self._model.device)))
+        self.receiver = receiver = Receiver(
+            self._holder, load_transports(self._options.places, str(self._model.device))
+        )
         self._eos = eos_tokens(path, self._tokenizer)
         config = self._model.config.get_text_config()
         room = min(config.max_position_embeddings, self._arguments.num_blocks * self._arguments.page_size)
@@ -172,7 +174,7 @@ class HfEngine(Tokenizing):
             vocab_size=config.vocab_size,
             max_model_len=length,
             capabilities=_capabilities(bool(self._experts.experts)),
-            transports=self._receiver.backends,
+            transports=receiver.backends,
             tied=self._held().tied_tensors(),
         )
 
@@ -181,7 +183,8 @@ class HfEngine(Tokenizing):
         if loop is not None:
             loop.call(loop.stop_loop)
             await asyncio.to_thread(loop.join_thread, CLOSE_TIMEOUT_S)
-        self._model = self._experts = self._holder = self._receiver = self._tokenizer = None
+        self._model = self._experts = self._holder = self._tokenizer = None
+        self._receiver = None
 
     async def liveness(self) -> None:
         device = self._model.device if self._model is not None else "cpu"
@@ -197,7 +200,7 @@ class HfEngine(Tokenizing):
             yield nothing_made(request)
             return
         self._validate(request, prompt)
-        stream = Stream(f"request-{next(self._keys)}", request, prompt, self._eos)
+        stream = HfStream(f"request-{next(self._keys)}", request, prompt, self._eos)
         text, spans = ReplyText(self._tokenizer, request, prompt), SpanLog()
         self._streams[request.id] = stream
         submitted = loop.call(lambda: loop.submit(stream))
@@ -233,7 +236,7 @@ class HfEngine(Tokenizing):
         finally:
             del self._streams[request.id]
             if not ended:
-                # Not awaited: this may be a cancelled task, or a generator that is being closed.
+                # No await: this task may be cancelled, or the generator may be closing.
                 loop.call(lambda: loop.abort([stream]))
 
     def _validate(self, request: GenerateRequest, prompt: list[int]) -> None:
@@ -254,7 +257,7 @@ class HfEngine(Tokenizing):
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
         loop, drained = self._running(), Future[None]()
-        before: list[bool] = []  # was it frozen? Once it has begun
+        before: list[bool] = []  # whether it was frozen; empty until the pause begins
 
         def begin(loop: GenerationLoop) -> None:
             before.append(loop.frozen)
@@ -272,7 +275,7 @@ class HfEngine(Tokenizing):
                 await self._call(lambda loop: loop.abort(None))
             return clear_cache and await self.flush_cache()
         except BaseException:
-            # Unless another pause or a resume has ended it, and counts. Not awaited: what comes next comes behind it.
+            # Unless another pause or a resume has ended this one. No await: later commands run after this one.
             if drained.cancelled() or not drained.done() or drained.exception() is None:
                 loop.call(lambda: loop.go_back(before))
             raise
@@ -291,31 +294,13 @@ class HfEngine(Tokenizing):
 
     # weights
 
-    def weight_spec(self) -> Mapping[str, TensorSpec]:
-        return self._held().weight_spec()
-
-    def open(self, reception: Reception) -> None:
-        self._receiving().open(reception)
-
-    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
-        return self._receiving().receive(staging, cancelled)
-
-    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
-        return self._receiving().feed(staging, part, cancelled)
-
-    def kept(self) -> str | None:
-        return self._receiving().kept_digest
-
-    async def discard(self, staging: str) -> None:
-        await asyncio.to_thread(self._receiving().discard, staging)
-
     async def swap(self, staging: str, version: WeightVersion) -> bool:
-        staged, weights = self._receiving().take(staging), self._held().weights
+        staged, weights = self.receiver.take(staging), self._held().weights
         assert isinstance(staged, StagedTensors), "base weights"
 
         def between_two_steps(loop: GenerationLoop) -> bool:
             loop.restart_requests()
-            loop.version = None  # half-way there are no known weights
+            loop.version = None  # half-way, the weights are of no version
             weights.load(staged)
             loop.version = version
             return loop.flush()
@@ -333,38 +318,24 @@ class HfEngine(Tokenizing):
         checked = check_sequences(sequences, info.vocab_size, info.max_model_len)
         return checked_scores(await self._call(lambda loop: loop.score(checked, adapter)), checked)
 
-    def offer(self) -> dict[str, Any] | None:
-        return self._receiving().offer()
-
-    def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-        self._receiving().init_transport(config)
-        return [{"rank": 0}]
-
-    def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
-        self._receiving().destroy_transport(backend, group)
-        return [{"rank": 0}]
-
     # adapters
 
     async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
-        staged = None if staging is None else self._receiving().take(staging)
+        staged = None if staging is None else self.receiver.take(staging)
 
         def between_two_steps(loop: GenerationLoop) -> None:
             if staged is None:
                 loop.remove_adapter(name)
             else:
-                assert isinstance(staged, StagedAdapter), "an adapter"
+                assert isinstance(staged, HfStagedAdapter), "an adapter"
                 loop.put_adapter(name, staged, version)
 
         await self._call(between_two_steps)
-        return False  # it has its own part of the prefix cache, which nobody finds any more
+        return False  # no request finds its part of the prefix cache any more
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None:
         versions = self._running().adapter_versions
-        if name not in versions:
-            raise InvalidRequest(
-                f"there is no adapter {name[:64]!r} here", field="name", fix="name one that is loaded"
-            )
+        check_adapter(name, versions, "name")
         versions[name] = version
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
@@ -374,17 +345,11 @@ class HfEngine(Tokenizing):
 
         def between_two_steps(loop: GenerationLoop) -> None:
             loop.restart_requests()
-            loop.version = None  # what running requests go on with is no version
+            loop.version = None  # running requests continue with weights of no version
             weights.reset()
 
         await self._call(between_two_steps)
         return [{"rank": 0}]
-
-    async def release_memory(self, tags: list[str]) -> None:
-        _refuse(_NO_SLEEP)
-
-    async def resume_memory(self, tags: list[str]) -> None:
-        _refuse(_NO_SLEEP)
 
     def _running(self) -> GenerationLoop:
         if self._loop is None:
@@ -400,11 +365,6 @@ class HfEngine(Tokenizing):
             raise EngineFailed("the engine is not running")
         return self._holder
 
-    def _receiving(self) -> Receiver:
-        if self._receiver is None:
-            raise EngineFailed("the engine is not running")
-        return self._receiver
-
     async def _call(self, command: Callable[[GenerationLoop], Any]) -> Any:
         loop = self._running()
         try:
@@ -415,10 +375,10 @@ class HfEngine(Tokenizing):
             raise EngineFailed(f"{type(error).__name__}: {error}") from error
 
 
-async def next_piece(stream: Stream) -> tuple[Piece, EngineFailed | None]:
-    """All that has come since the last, as one piece, and the failure that came after it. What other weights made
-    waits for the next call."""
-    merged = Piece()
+async def next_piece(stream: HfStream) -> tuple[HfPiece, EngineFailed | None]:
+    """Returns the tokens that have come since the last call, as one piece, and the failure after them. Tokens of other
+    weights wait for the next call."""
+    merged = HfPiece()
     item, stream.waiting = stream.waiting or await stream.pieces.get(), None
     while True:
         if isinstance(item, EngineFailed):
@@ -443,7 +403,3 @@ def _capabilities(has_experts: bool) -> dict[str, str]:
     if not has_experts:
         lacking["generate:routed_experts"] = NO_EXPERTS
     return lacking if have_peft() else lacking | {"prepare_update:lora": NO_PEFT, "update_weights:lora": NO_PEFT}
-
-
-def _refuse(reason: str) -> NoReturn:
-    raise Unsupported(reason, field="op", fix=LACKING)

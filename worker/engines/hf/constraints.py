@@ -1,4 +1,4 @@
-"""Which tokens a request of the `hf` engine may have next: its logits, before one is chosen."""
+"""Limits the next token of a request of the `hf` engine: changes its logits before one is chosen."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from rl_plane.protocol.generation import GenerateRequest
 
 
 class Constraint:
+    """The limits of one request."""
+
     def __init__(self, request: GenerateRequest, prompt: list[int], ends: frozenset[int]) -> None:
-        """`ends`: what may not be made before `min_tokens`."""
+        """`ends`: tokens that may not be made before `min_tokens`."""
         self._prompt = prompt
         self._frequency = request.frequency_penalty
         self._presence = request.presence_penalty
@@ -26,7 +28,7 @@ class Constraint:
 
     @classmethod
     def of(cls, request: GenerateRequest, prompt: list[int], eos: frozenset[int]) -> Constraint | None:
-        """None: it may have any."""
+        """Returns None if the request has no limits."""
         barred = request.min_tokens or request.allowed_token_ids or request.bad_words_token_ids
         weighed = request.logit_bias or request.frequency_penalty or request.presence_penalty
         if not (barred or weighed or request.repetition_penalty != 1.0):
@@ -34,7 +36,7 @@ class Constraint:
         return cls(request, prompt, frozenset(request.stop_token_ids) | eos)
 
     def apply(self, logits: torch.Tensor, made: list[int]) -> None:
-        """In place. `logits`: [vocabulary]; `made`: the tokens so far, without the prompt's."""
+        """Changes `logits` ([vocabulary]) in place. `made`: the tokens so far, without the prompt's."""
         if self._allowed is not None:
             kept = logits[self._allowed]
             logits.fill_(-math.inf)

@@ -1,4 +1,5 @@
-"""Which experts the `hf` engine sends each token to: what transformers' routers hand on to their layer's experts."""
+"""Records which experts the `hf` engine sends each token to: transformers' routers hand them to their layer's
+experts."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\..*\bexperts$")
 
 
 class Sent:
-    """The tokens of one forward."""
+    """The experts of the tokens of one forward."""
 
     def __init__(self, layers: int, experts: int) -> None:
         self.by_layer: dict[int, torch.Tensor] = {}
@@ -23,7 +24,7 @@ class Sent:
         self._width = width_of(experts)
 
     def rows(self, place: slice) -> RoutedExperts:
-        """Of these. Zeros for a layer without experts."""
+        """The rows of these tokens. A layer without experts has zeros."""
         some = next(iter(self.by_layer.values()))[place]
         count, top_k = some.shape
         found = torch.zeros((count, self._layers, top_k), dtype=torch.uint8 if self._width == 1 else torch.uint16)
@@ -33,13 +34,15 @@ class Sent:
 
 
 class ExpertRecorder:
+    """Hooks into the experts of a model, and records while `recording` is entered."""
+
     def __init__(self, model: Any) -> None:
         self.experts = 0
-        """Of a layer, at most; 0: the model has none."""
+        """The largest number of experts of a layer. 0: the model has none."""
         self._layers = int(model.config.get_text_config().num_hidden_layers)
-        self._sent: Sent | None = None  # None: nobody asks
+        self._sent: Sent | None = None  # None: no request asks
         for name, module in model.named_modules():
-            # All of them take (hidden states, chosen experts, their weights).
+            # Experts take (hidden states, chosen experts, weights of the experts).
             if (found := _LAYER.search(f".{name}")) and isinstance(
                 count := getattr(module, "num_experts", None), int
             ):
@@ -55,7 +58,7 @@ class ExpertRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[Sent]:
-        """While a forward runs."""
+        """Records one forward."""
         sent = self._sent = Sent(self._layers, self.experts)
         try:
             yield sent

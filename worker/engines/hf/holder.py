@@ -1,4 +1,4 @@
-"""The `hf` engine's model as a Receiver sees it."""
+"""The weights of the `hf` engine, as a Receiver stages and overwrites them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rl_plane.errors import Unsupported
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.transports.reception import Cancelled, TensorStream
 from worker.engines.common.torch_weights import ModelWeights, StagedTensors
-from worker.engines.hf.peft_layers import NO_PEFT, ModelAdapters, StagedAdapter, have_peft
+from worker.engines.hf.peft_layers import NO_PEFT, HfStagedAdapter, ModelAdapters, have_peft
 
 
 class HfHolder:
-    """A WeightHolder. `forget_weights()`: what the engine makes from now on is of no version."""
+    """A WeightHolder. `forget_weights()` says that the weights are of no version from here on."""
 
     def __init__(self, weights: ModelWeights, adapters: ModelAdapters, forget_weights: Callable[[], None]) -> None:
         self.weights = weights
@@ -40,5 +40,5 @@ class HfHolder:
 
     def stage_adapter(
         self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
-    ) -> StagedAdapter:
+    ) -> HfStagedAdapter:
         return self.adapters.stage(config, tensors, cast, cancelled)

@@ -1,8 +1,8 @@
 """The generation loop of the `hf` engine: transformers' continuous batching, steered between two steps.
 
-Everything that touches the scheduler, the cache or the weights runs on the generation thread itself, as a
-command that it takes up between two steps. So no lock is held while a step runs, no step runs while a command
-does, and a command that comes back (liveness is an empty one) proves that the loop goes round, paused or not.
+Everything that touches the scheduler, the cache or the weights runs on the generation thread, as a command between two
+steps. So a running step needs no lock, and no step runs while a command does. A command that returns proves that the
+loop runs, paused or not: liveness is an empty command.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 
-from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest
+from rl_plane.errors import EngineDied, EngineFailed
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.common.finite_logits import NOT_FINITE
-from worker.engines.common.scoring import check_adapter, in_batches
+from worker.engines.common.scoring import in_batches
 from worker.engines.common.spans import Label
+from worker.engines.common.token_checks import check_adapter
 from worker.engines.hf.experts import ExpertRecorder
-from worker.engines.hf.peft_layers import ModelAdapters, StagedAdapter
+from worker.engines.hf.peft_layers import HfStagedAdapter, ModelAdapters
 from worker.engines.hf.prefix_sharing import PrefixKeys, salted
-from worker.engines.hf.streams import Piece, Stream, choose, likeliest, score_batch
+from worker.engines.hf.streams import HfPiece, HfStream, choose, likeliest, score_batch
 
 IDLE_WAIT_S = 0.1
-"""How long an idle or paused loop sleeps when nobody wakes it. Each command does, so this only bounds a miss."""
+"""Seconds that an idle or paused loop sleeps. Each command wakes it, so this only bounds a missed wake-up."""
 
 
 class _NoRouter(OutputRouter):  # type: ignore[misc]  # the library is untyped
-    """Tokens leave through the streams; the library's own queue would grow for ever."""
+    """Drops the library's outputs. Tokens leave through the streams, and the library's own queue would grow without
+    bound."""
 
     def deliver(self, output: Any) -> None:
         pass
@@ -45,12 +47,12 @@ class _NoRouter(OutputRouter):  # type: ignore[misc]  # the library is untyped
 
 
 class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the library is untyped
-    """The library's manager and thread, with our sampler, our commands, our pause and our adapters.
+    """The library's manager and thread, with our sampler, commands, pause and adapters.
 
-    Each step runs once for the base model and once for every adapter that has requests: a forward holds requests of
-    one of them only. So the base model's is the same computation, whatever adapters are loaded.
+    Each step runs once for the base model and once for every adapter that has requests: a forward holds requests of one
+    of them only. So the base model's forward is the same computation, whatever adapters are loaded.
 
-    Methods below `call` are commands: they run on the generation thread, by way of `call`.
+    The methods between `call` and `stop_loop` are commands: `call` runs them on the generation thread.
     """
 
     def __init__(
@@ -61,16 +63,16 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         config: ContinuousBatchingConfig,
         events: asyncio.AbstractEventLoop,
     ) -> None:
-        # A neutral generation config: no logits processor of the library stands before our sampler.
+        # A neutral generation config: the library runs no logits processor before our sampler.
         super().__init__(model, GenerationConfig(do_sample=False, eos_token_id=-1), config)
         self.output_router = _NoRouter()
         self.version: WeightVersion | None = None
         self.adapter_versions: dict[str, WeightVersion | None] = {}
         self._adapters = adapters
         self._experts = experts
-        self._adapter: str | None = None  # whose turn it is
+        self._adapter: str | None = None  # the adapter whose turn it is
         self._prefixes: PrefixKeys | None = None
-        self._prefix_keys: dict[str, int] = {}  # by adapter; another one each time it is loaded
+        self._prefix_keys: dict[str, int] = {}  # adapter → a new key each time it is loaded
         self._next_prefix_key = 1
         self._events = events
         self._lock = threading.Lock()  # of the next two
@@ -80,14 +82,14 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         self._gate_closed = False  # new requests are held
         self.frozen = False  # no step runs
         self._drain: Future[None] | None = None
-        self._live: dict[str, Stream] = {}  # known to the scheduler
-        self._held: deque[Stream] = deque()
+        self._live: dict[str, HfStream] = {}  # known to the scheduler
+        self._held: deque[HfStream] = deque()
         self._stale: set[str] = set()  # running since before the last flush: their KV is never shared
         self._broken: list[str] = []
-        self._outbox: list[tuple[Stream, Piece | EngineFailed]] = []
+        self._outbox: list[tuple[HfStream, HfPiece | EngineFailed]] = []
 
     def start(self) -> None:
-        # The library's thread would keep the process alive when nobody closes the engine.
+        # The library's own thread would keep the process alive if the engine is not closed.
         self.background_thread_status.clear()
         self._generation_thread = threading.Thread(
             target=self._run_generation_loop, name="hf-generation", daemon=True
@@ -101,8 +103,8 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         return thread is None or not thread.is_alive()
 
     def call(self, command: Callable[[], Any]) -> Future[Any]:
-        """Runs `command` on the generation thread between two steps, in the order of the calls; thread-safe.
-        The future fails with EngineDied when that thread has ended, or ends first."""
+        """Runs `command` on the generation thread between two steps, in the order of the calls. Thread-safe. The future
+        fails with EngineDied if that thread has ended, or ends first."""
         future: Future[Any] = Future()
         with self._lock:
             if not self._ended:
@@ -118,21 +120,16 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
 
     # commands
 
-    def submit(self, stream: Stream) -> None:
+    def submit(self, stream: HfStream) -> None:
         adapter = stream.request.adapter
-        if adapter is not None and adapter not in self._adapters:
-            raise InvalidRequest(
-                f"there is no adapter {adapter[:64]!r} here",
-                field="model",
-                fix="name one that is loaded, or the base model",
-            )
+        check_adapter(adapter, self.adapter_versions, "model")
         if self._gate_closed:
             self._held.append(stream)
         else:
             self._admit(stream)
 
-    def abort(self, streams: Iterable[Stream] | None) -> int:
-        """Ends these (None: all) with finish_reason `abort`; how many were not over yet."""
+    def abort(self, streams: Iterable[HfStream] | None) -> int:
+        """Ends these requests (None: all) with finish_reason `abort`. Returns how many were still running."""
         known = [*self._live.values(), *self._held]
         victims = known if streams is None else [stream for stream in streams if stream in known]
         for stream in victims:
@@ -148,13 +145,13 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         self._gate_closed = self.frozen = True
 
     def drain(self, drained: Future[None]) -> None:
-        """Holds what is new, lets what runs go on to its end (also when frozen before), then freezes."""
+        """Holds new requests, lets running ones end (frozen ones too), then freezes."""
         self._end_wait()
         self._gate_closed, self.frozen = True, False
         self._drain = drained
 
     def go_back(self, frozen: list[bool]) -> None:
-        """To what it was before a pause that is given up; empty: that has not begun."""
+        """Undoes a pause that its caller has given up. `frozen`: the state before it; empty if it has not begun."""
         for was_frozen in frozen:
             self.freeze() if was_frozen else self.thaw()
 
@@ -165,7 +162,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
             self._admit(self._held.popleft())
 
     def flush(self) -> bool:
-        """Forgets all shared blocks: those that nobody uses go back to the pool, running requests keep theirs."""
+        """Forgets all shared blocks. Unused ones return to the pool; running requests keep theirs."""
         cache = self.batch_processor.cache
         cache.evict_cached_blocks()
         for allocator in cache.cache_allocators.values():
@@ -175,7 +172,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         return True
 
     def forget_weights(self) -> None:
-        """Before they are overwritten: what they are is not known until a version is set."""
+        """Prepares an overwrite: the weights are of no version until one is set."""
         if not self.frozen:
             raise EngineFailed("weights are overwritten only while the engine is paused")
         self.restart_requests()
@@ -183,14 +180,14 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         self.flush()
 
     def restart_requests(self) -> None:
-        """Before weights change: a prompt is scored by those alone that make the first token. And what weights of no
-        version computed, noise say, is not to be behind a labelled token: after them all that run begin anew."""
+        """Prepares a change of the weights. Requests that score their prompt start again, so that one version scores it
+        and makes the first token. After weights of no version, such as noise, all running requests start again."""
         for stream in [one for one in self._live.values() if one.scores_prompt or self.version is None]:
             self._drop([stream.key])
             stream.restart()
             self._admit(stream)
 
-    def put_adapter(self, name: str, staged: StagedAdapter, version: WeightVersion | None) -> None:
+    def put_adapter(self, name: str, staged: HfStagedAdapter, version: WeightVersion | None) -> None:
         self.restart_requests()
         self._adapters.put(name, staged)
         self.adapter_versions[name] = version
@@ -201,15 +198,15 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         )
 
     def remove_adapter(self, name: str) -> None:
-        """Its requests end."""
+        """Removes an adapter and ends its requests."""
         self.abort([stream for stream in (*self._live.values(), *self._held) if stream.request.adapter == name])
         self._adapters.remove(name)
         self.adapter_versions.pop(name, None)
         self._prefix_keys.pop(name, None)
 
     def score(self, sequences: list[list[int]], adapter: str | None) -> list[list[float]]:
-        """By a forward of its own, without a cache, for as many sequences as a step has tokens."""
-        check_adapter(adapter, self.adapter_versions)
+        """Runs a forward of its own without a cache, for as many sequences at once as a step has tokens."""
+        check_adapter(adapter, self.adapter_versions, "adapter")
         self._adapters.activate(adapter)
         most = self.continuous_batching_config.max_batch_tokens
         return [row for batch in in_batches(sequences, most) for row in score_batch(self.model, batch)]
@@ -220,12 +217,12 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
     # the generation thread
 
     def _end_wait(self) -> None:
-        """Another pause or a resume takes the place of one that still waits: it must not wait for ever."""
+        """Ends a drain that still waits, with an error: another pause or a resume replaces it."""
         drained, self._drain = self._drain, None
         if drained is not None and not drained.done() and drained.set_running_or_notify_cancel():
             drained.set_exception(EngineFailed("another pause or resume ended this wait"))
 
-    def _admit(self, stream: Stream) -> None:
+    def _admit(self, stream: HfStream) -> None:
         self._live[stream.key] = stream
         self.batch_processor.scheduler.add_waiting_request(
             RequestState(
@@ -244,8 +241,8 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
             self._live.pop(key, None)
             scheduler.set_request_cancellation(key)
         scheduler.clear_cancelled_requests()
-        # Set when the cache ran full, and else reset only when a request ends by itself: without this,
-        # cancelling all that run would leave those that wait stuck.
+        # The library sets it when the cache runs full, and resets it only when a request ends by itself. Without this
+        # line, requests that wait would hang after an abort of all running ones.
         scheduler.block_new_requests = False
 
     def _create_batch_processor(self) -> Any:
@@ -269,7 +266,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         return loaded if request.cache_salt is None else salted(loaded, request.cache_salt)
 
     def _schedule_by_adapter(self, processor: Any) -> None:
-        """The library's scheduler sees only the requests whose adapter's turn it is."""
+        """Shows the library's scheduler only the requests of the adapter whose turn it is."""
         scheduler = processor.scheduler
         process, schedule = scheduler._process_candidates, scheduler.schedule_batch
 
@@ -279,8 +276,8 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
 
         def schedule_batch(token_budget: int, cache_budget: int) -> Any:
             found = schedule(token_budget, cache_budget)
-            # None: nothing fits, so the library makes room, or gives up. But room may be what the others hold, who
-            # run in their turn; then all that is done here is to drop what nobody uses.
+            # None: nothing fits. The library would make room or give up, but requests of other adapters may hold the
+            # room, and they run in their own turn. So this only drops blocks that no request uses.
             if found[0] is None and not scheduler.starved_requests and scheduler.active_requests:
                 if processor.cache.evict_cached_blocks():
                     found = schedule(token_budget, cache_budget)
@@ -292,8 +289,8 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         scheduler.schedule_batch = schedule_batch
 
     def _watch_forward(self, runner: Any) -> None:
-        """For prompts to score and experts to tell. The library computes the logits of last tokens only; where a batch
-        has a prompt to score, all of them."""
+        """Records prompt logprobs and experts. The library computes the logits of last tokens only; if a batch has a
+        prompt to score, it computes all."""
         forward = runner._forward_process_and_sample
 
         def forward_and_watch(model: Any, batch_data: dict[str, Any], *rest: Any) -> None:
@@ -325,8 +322,8 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         runner._forward_process_and_sample = forward_and_watch
 
     def _sample_step(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
-        """In place of the library's sampler. `scores`: raw float32 logits, [1, rows, vocabulary]; the first rows
-        are those of the requests that get a token, in order, and the rest (split prefills) mean nothing."""
+        """Replaces the library's sampler. `scores`: raw float32 logits, [1, rows, vocabulary]. The first rows are those
+        of the requests that get a token, in order. The rest (split prefills) mean nothing."""
         batch = self.batch_processor.inputs_and_outputs.requests_in_batch
         streams = [self._live[future.state.request_id] for future in batch if future.has_new_token]
         if not streams:
@@ -371,7 +368,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         return True
 
     def _step(self, batch_processor: Any, adapter: str | None) -> bool:
-        """A forward for those requests of one adapter that fit; whether there were any."""
+        """Runs a forward for the requests of one adapter that fit. Returns whether there were any."""
         self._adapter = adapter
         self._adapters.activate(adapter)
         if not batch_processor.prepare_next_batch():
@@ -381,13 +378,13 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         if self._broken:
             self._drop(self._broken)
             self._broken = []
-            # All that ran in this step attended over one packed batch: its NaNs may be in anyone's new blocks.
+            # All requests of this step attended over one packed batch: NaNs may be in new blocks of any of them.
             self.flush()
         return True
 
     def _finish_drain(self) -> None:
         drained = self._drain
-        # A cancelled one is undone by its caller, a finished one stays until the next pause or resume.
+        # Its caller undoes a cancelled drain. A finished one stays until the next pause or resume.
         if drained is not None and not self._live and not drained.done():
             self.frozen = True
             if drained.set_running_or_notify_cancel():
@@ -407,7 +404,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
                 future.set_exception(error)
 
     def _deliver(self) -> None:
-        """One wake-up of the event loop for all the tokens of a step."""
+        """Wakes the event loop once for all tokens of a step."""
         if self._outbox:
             outbox, self._outbox = self._outbox, []
             self._events.call_soon_threadsafe(_hand_out, outbox)
@@ -428,7 +425,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
             self._outbox += [(stream, self._failure()) for stream in (*self._live.values(), *self._held)]
             self._live.clear()
             self._held.clear()
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: no reader waits
                 self._deliver()
 
     def _failure(self) -> EngineDied:
@@ -440,6 +437,6 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         return failure
 
 
-def _hand_out(outbox: list[tuple[Stream, Piece | EngineFailed]]) -> None:
+def _hand_out(outbox: list[tuple[HfStream, HfPiece | EngineFailed]]) -> None:
     for stream, piece in outbox:
         stream.pieces.put_nowait(piece)

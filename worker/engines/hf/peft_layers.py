@@ -1,6 +1,6 @@
-"""LoRA adapters in a transformers model, by PEFT's layers around the adapted ones. One adapter or none at a time.
+"""LoRA adapters in a transformers model, by PEFT's layers around the adapted ones. One adapter or none is active.
 
-PEFT is imported by `stage`, on the worker's thread: only a worker that is sent an adapter needs it.
+Only `stage` imports PEFT, on the worker's thread: a worker without adapters does not need it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def have_peft() -> bool:
 
 
 @dataclass(slots=True)
-class StagedAdapter:
-    """In host memory, in the model's dtypes. None once used or discarded."""
+class HfStagedAdapter:
+    """An adapter in host memory, in the model's dtypes. `tensors` is None once it is used or discarded."""
 
     lora: LoraConfig
     modules: list[str]
@@ -36,10 +36,10 @@ class StagedAdapter:
 
 
 class ModelAdapters:
-    """`spec` and `stage` may be called on any thread, all else between two steps."""
+    """The adapters of one model. Any thread may call `spec` and `stage`; the rest runs between two steps."""
 
     def __init__(self, model: Any) -> None:
-        """Before anything is adapted: PEFT's layers change the names of modules."""
+        """Call it before the model has adapters: PEFT's layers change the names of modules."""
         self._model = model
         linear = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
         self._linear = {name: (module.in_features, module.out_features) for name, module in linear.items()}
@@ -49,9 +49,9 @@ class ModelAdapters:
             for name, module in model.named_modules()
             if name not in linear and next(module.parameters(recurse=False), None) is not None
         )
-        self._names: dict[str, str] = {}  # ours → PEFT's, which may hold no dot, and is never used again
+        self._names: dict[str, str] = {}  # our name → PEFT's, which has no dot and is never used again
         self._fresh = (f"adapter{number}" for number in itertools.count())
-        # PEFT's layers all look into this one list: changing it changes the adapter without a walk over the model.
+        # All of PEFT's layers read this one list: changing it changes the adapter without a walk over the model.
         self._active: list[str] = []
 
     def spec(self, config: Mapping[str, Any]) -> dict[str, TensorSpec]:
@@ -63,19 +63,16 @@ class ModelAdapters:
 
     def stage(
         self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]
-    ) -> StagedAdapter:
+    ) -> HfStagedAdapter:
         import peft  # noqa: F401
 
         lora = parse_lora(config)
         modules = target_modules(lora, self._linear, self._others)
         spec = self._spec_of(lora, modules)
-        return StagedAdapter(lora, modules, dict(host_copies(tensors, spec, frozenset(), cast, cancelled)))
+        return HfStagedAdapter(lora, modules, dict(host_copies(tensors, spec, frozenset(), cast, cancelled)))
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
-
-    def put(self, name: str, staged: StagedAdapter) -> None:
-        """Loads it beside the one of this name, which goes when that has worked."""
+    def put(self, name: str, staged: HfStagedAdapter) -> None:
+        """Loads the adapter beside the one of this name, and then deletes the old one."""
         if staged.tensors is None:
             raise EngineFailed("this adapter was used or discarded before")
         fresh = next(self._fresh)
@@ -97,10 +94,10 @@ class ModelAdapters:
             self._delete(old)
 
     def activate(self, name: str | None) -> None:
-        """For the steps that follow; None: the base model alone."""
+        """Sets the adapter of the steps that follow. None: the base model alone."""
         self._active[:] = [] if name is None else [self._names[name]]
 
-    def _load(self, fresh: str, staged: StagedAdapter, tensors: dict[str, torch.Tensor]) -> None:
+    def _load(self, fresh: str, staged: HfStagedAdapter, tensors: dict[str, torch.Tensor]) -> None:
         import peft
 
         config = peft.LoraConfig(

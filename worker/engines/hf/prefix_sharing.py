@@ -1,8 +1,8 @@
-"""Prefix sharing of transformers' continuous batching, told apart by adapter and `cache_salt`.
+"""Keeps the shared prefixes of adapters and `cache_salt`s apart in transformers' continuous batching.
 
 The library names a block by a hash of its tokens and of the block before it. Here the chain of hashes of an adapter's
-request begins with a key of that adapter in place of nothing, so that its blocks are found by its own requests only,
-and by none once the adapter has got another key. A salt makes another key of it.
+request begins with a key of that adapter. So only its own requests find its blocks, and none does once the adapter has
+another key. A salt makes another key of a key.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
 
 
 def salted(key: int | None, salt: str) -> int:
-    """The key of requests with this salt, among those of `key`."""
+    """The key of requests with this salt, among the requests of `key`."""
     own = hashlib.blake2b(f"{key} {salt}".encode("utf-8", "surrogatepass"), digest_size=8)
     return int.from_bytes(own.digest(), "little")
 
 
 class PrefixKeys:
+    """Replaces the library's search for shared blocks."""
+
     def __init__(self, cache: Any, key_now: Callable[[str], int | None], is_whole: Callable[[str], bool]) -> None:
-        """`key_now`: of a request's adapter and salt; None: of the base model without one. `is_whole`: it must compute
-        its whole prompt."""
-        self._keys: dict[str, int] = {}  # by request: the key at the time when its KV was begun
-        self._first: int | None = None  # of the call under way
+        """`key_now`: the key of a request's adapter and salt; None for the base model without a salt. `is_whole`:
+        whether the request must compute its whole prompt."""
+        self._keys: dict[str, int] = {}  # request → its key when its KV was begun
+        self._first: int | None = None  # the key of the running call
         search, mark = cache.search_prefix_match, cache.mark_complete_blocks
 
         def search_prefix_match(request_id: str, prompt_ids: list[int]) -> int:
@@ -45,12 +47,12 @@ class PrefixKeys:
             self._take(allocator)
 
     def keep_only(self, request_ids: Iterable[str]) -> None:
-        """Forgets requests that are over."""
+        """Forgets all other requests."""
         if self._keys:
             self._keys = {name: self._keys[name] for name in request_ids if name in self._keys}
 
     def _take(self, allocator: Any) -> None:
-        """The library's two methods, with another begin of the chain."""
+        """Replaces two methods of the library by the same ones with another begin of the chain."""
         ledger, page = allocator.ledger, allocator.tokens_per_page
 
         def match_prefix_blocks(prompt_ids: list[int]) -> list[int]:

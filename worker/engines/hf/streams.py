@@ -17,13 +17,14 @@ from worker.engines.common.spans import Label
 from worker.engines.hf.constraints import Constraint
 
 MIN_P = 1e-300
-"""Less than any probability: no least one."""
+"""A probability below any other: then `min_p` bars no token."""
 
 SCORED_ROWS = 64
-"""Of a prompt's logits that are widened to float32 at once: of a large vocabulary, all would take much memory."""
+"""Rows of a prompt's logits that are widened to float32 at once. With a large vocabulary, all rows would take much
+memory."""
 
 MIN_TEMPERATURE = 1e-5
-"""Lower ones overflow float32; at this one anything but an exact tie is greedy already."""
+"""Lower temperatures overflow float32. At this one, every choice but an exact tie is greedy already."""
 
 
 Top = list[tuple[int, float]]
@@ -31,48 +32,50 @@ Top = list[tuple[int, float]]
 
 
 @dataclass(slots=True)
-class Piece:
-    """New tokens of one request; the last one has a finish_reason."""
+class HfPiece:
+    """New tokens of one request. The last piece has a finish_reason."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     labels: list[Label] = field(default_factory=list)  # one per token
     tops: list[Top] = field(default_factory=list)
-    """Likewise, when asked for."""
+    """One per token, if the request asks for them."""
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[float | None] | None = None
-    """With the first token, when asked for."""
+    """With the first token, if the request asks for them."""
     routed: RoutedExperts | None = None
-    """Of the tokens that these were made after, when asked for."""
+    """The experts of the tokens before these, if the request asks for them."""
 
-    def until(self, count: int) -> Piece:
-        """So many of its tokens, the last of the request."""
+    def until(self, count: int) -> HfPiece:
+        """The first `count` tokens, as the last ones of the request."""
         made = (self.token_ids[:count], self.logprobs[:count], self.labels[:count])
         dropped, routed = len(self.token_ids) - count, self.routed
         if routed is not None and dropped:
             routed = routed.cut(0, routed.tokens - dropped)
-        return Piece(*made, self.tops[:count], "stop", self.prompt_logprobs, routed)
+        return HfPiece(*made, self.tops[:count], "stop", self.prompt_logprobs, routed)
 
 
-class Stream:
-    """One request. `pieces` and `waiting` are the consumer's, on the event loop; all else the generation thread's."""
+class HfStream:
+    """One request. `pieces` and `waiting` belong to the consumer on the event loop, everything else to the generation
+    thread."""
 
     def __init__(self, key: str, request: GenerateRequest, prompt: list[int], eos: frozenset[int]) -> None:
-        """`eos`: what ends a text, where the request does not say otherwise."""
+        """`eos`: the tokens that end a text, unless the request says otherwise."""
         self.key = key
-        """The library's id for it: a caller may use its own id again before the library has let go of the old."""
+        """The library's id for the request: a caller may use its own id again before the library has forgotten the old
+        request."""
         self.request = request
         self.prompt = prompt
         self.stop = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else eos)
         self.constraint = Constraint.of(request, prompt, eos)
         self.made: list[int] = []
-        self.pieces: asyncio.Queue[Piece | EngineFailed] = asyncio.Queue()
-        self.waiting: Piece | None = None
+        self.pieces: asyncio.Queue[HfPiece | EngineFailed] = asyncio.Queue()
+        self.waiting: HfPiece | None = None
         self.done = False
         self._prompt_logprobs: list[float | None] = [None] * len(prompt) if request.prompt_logprobs else []
-        self._routed = 0  # rows of experts so far
-        self._fresh = Piece()
-        # One draw per token, from a generator of its own: what else is in the batch can't matter.
+        self._routed = 0  # rows of experts that it has
+        self._fresh = HfPiece()
+        # One draw per token, from a generator of its own: the rest of the batch changes nothing.
         self._random = random.Random(request.seed)
 
     @property
@@ -80,32 +83,35 @@ class Stream:
         return self.request.top_p < 1.0 or self.request.top_k > 0 or self.request.min_p > 0
 
     def draw(self) -> float:
-        """Uniform in (0, 1]."""
+        """A uniform number in (0, 1]."""
         return 1.0 - self._random.random()
 
     @property
     def scores_prompt(self) -> bool:
-        """Prompt logprobs are asked for, and not given yet."""
+        """The request asks for prompt logprobs, and has not got them yet."""
         return self.request.prompt_logprobs and not self.made
 
     @property
     def whole(self) -> bool:
-        """Its prompt's KV is computed, not shared: what is computed is what is asked for."""
+        """All KV of the prompt must be computed here: none may be shared, since the request asks for what is
+        computed."""
         return self.scores_prompt or self.request.routed_experts
 
     def restart(self) -> None:
-        """From the prompt's first token. What was told with tokens that are made stays told."""
+        """Starts again at the prompt's first token. What was sent with tokens stays sent."""
         if not self.made:
             self._routed, self._fresh.routed = 0, None
 
     def route(self, start: int, rows: RoutedExperts) -> None:
-        """Of the tokens from `start` on. Some come again where the cache ran full, and KV was made anew."""
+        """Takes the experts of the tokens from `start` on. Some tokens come again if the cache ran full and KV was
+        computed again."""
         fresh = rows.cut(self._routed - start)
         self._routed += fresh.tokens
         self._fresh.routed = RoutedExperts.joined([self._fresh.routed, fresh])
 
     def score(self, start: int, logits: torch.Tensor) -> None:
-        """`logits`: [tokens, vocabulary], of the prompt from its token `start` on. Each row tells of the next token."""
+        """Takes the logits of the prompt from its token `start` on: [tokens, vocabulary]. Each row scores the next
+        token."""
         following = self.prompt[start + 1 : start + 1 + len(logits)]
         wanted = torch.tensor(following, dtype=torch.int64, device=logits.device)
         parts = zip(wanted.split(SCORED_ROWS), logits[: len(wanted)].split(SCORED_ROWS), strict=True)
@@ -113,7 +119,7 @@ class Stream:
         self._prompt_logprobs[start + 1 : start + 1 + len(found)] = found
 
     def is_finite(self, logprob: float) -> bool:
-        """Of the next token, and with the first one of the prompt."""
+        """Whether the next token's logprob is finite, and, with the first token, those of the prompt."""
         prompt = self._prompt_logprobs[1:] if self.scores_prompt else []
         return all(value is not None and math.isfinite(value) for value in (logprob, *prompt))
 
@@ -135,16 +141,16 @@ class Stream:
         self.done = True
         self._fresh.finish_reason = reason
 
-    def take(self) -> Piece:
-        piece, self._fresh = self._fresh, Piece()
+    def take(self) -> HfPiece:
+        piece, self._fresh = self._fresh, HfPiece()
         return piece
 
 
-def choose(logits: torch.Tensor, streams: list[Stream]) -> tuple[list[int], list[float]]:
-    """The next token of each row and its log-softmax at temperature 1, before any other processing."""
+def choose(logits: torch.Tensor, streams: list[HfStream]) -> tuple[list[int], list[float]]:
+    """Returns the next token of each row, and its log-softmax at temperature 1 before any other processing."""
     raw, logits = logits, _constrained(logits, streams)
     chosen = logits.argmax(dim=-1)
-    # Which way a row goes depends on its own request only, or its rounding would depend on its neighbours.
+    # A row's path depends on its own request only, or its rounding would depend on its neighbours.
     for truncated in (False, True):
         rows = [
             row
@@ -157,8 +163,8 @@ def choose(logits: torch.Tensor, streams: list[Stream]) -> tuple[list[int], list
 
 
 def score_batch(model: Any, sequences: list[list[int]]) -> list[list[float]]:
-    """The logprob of each token after the first of its sequence. One forward for all, without a cache. No token attends
-    to one behind it, so what fills the shorter sequences up changes nothing."""
+    """The logprob of each token after the first of its sequence, by one forward without a cache. Tokens that pad the
+    shorter sequences change nothing, since no token attends to a later one."""
     longest = max(map(len, sequences))
     filled = torch.tensor([sequence + [0] * (longest - len(sequence)) for sequence in sequences])
     with torch.inference_mode():
@@ -170,8 +176,8 @@ def score_batch(model: Any, sequences: list[list[int]]) -> list[list[float]]:
         return scores
 
 
-def likeliest(logits: torch.Tensor, streams: list[Stream]) -> list[Top]:
-    """Of the rows that ask for it, before any processing: the likeliest tokens and their log-softmax."""
+def likeliest(logits: torch.Tensor, streams: list[HfStream]) -> list[Top]:
+    """The likeliest tokens of each row that asks for them, with their log-softmax before any processing."""
     found: list[Top] = [[] for _ in streams]
     for row, stream in enumerate(streams):
         if count := min(stream.request.top_logprobs, logits.shape[1]):
@@ -180,7 +186,7 @@ def likeliest(logits: torch.Tensor, streams: list[Stream]) -> list[Top]:
     return found
 
 
-def _constrained(logits: torch.Tensor, streams: list[Stream]) -> torch.Tensor:
+def _constrained(logits: torch.Tensor, streams: list[HfStream]) -> torch.Tensor:
     if all(stream.constraint is None for stream in streams):
         return logits
     logits = logits.clone()
@@ -194,7 +200,7 @@ def _logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return logits.gather(1, tokens[:, None]).squeeze(1) - logits.logsumexp(dim=-1)
 
 
-def _sample(logits: torch.Tensor, streams: list[Stream], truncated: bool) -> torch.Tensor:
+def _sample(logits: torch.Tensor, streams: list[HfStream], truncated: bool) -> torch.Tensor:
     """Inverse transform sampling, with one uniform number per row."""
 
     def column(values: list[float]) -> torch.Tensor:
@@ -208,7 +214,7 @@ def _sample(logits: torch.Tensor, streams: list[Stream], truncated: bool) -> tor
         rank = torch.arange(vocab_size, device=logits.device)
         top_k = column([stream.request.top_k or vocab_size for stream in streams])
         logits = logits.masked_fill(rank >= top_k, -math.inf)
-        # The likeliest one's is 0.
+        # The likeliest token has 0.
         least = column([math.log(max(stream.request.min_p, MIN_P)) for stream in streams])
         logits = logits.masked_fill(logits < least, -math.inf)
     probs = logits.softmax(dim=-1)
@@ -216,8 +222,8 @@ def _sample(logits: torch.Tensor, streams: list[Stream], truncated: bool) -> tor
         mass_before = probs.cumsum(dim=-1, dtype=torch.float64) - probs
         probs = probs.masked_fill(mass_before >= column([stream.request.top_p for stream in streams]), 0.0)
     reached = probs.cumsum(dim=-1, dtype=torch.float64)
-    # The first token that reaches a draw in (0, total] has a probability above 0. NaN finds none: stay in range,
-    # the caller sees its logprob.
+    # The first token that reaches a draw in (0, total] has a probability above 0. With NaN no token does: the index
+    # stays in range, and the caller sees the logprob.
     wanted = column([stream.draw() for stream in streams]) * reached[:, -1:]
     index = torch.searchsorted(reached, wanted).clamp_(max=vocab_size - 1)
     return (order.gather(1, index) if truncated else index).squeeze(1)

@@ -1,7 +1,7 @@
 """The `sglang` engine: SGLang's Engine, built in this process, on a CPU or on GPUs.
 
-This process has its tokenizer manager, on the engine loop; each rank of the model is a scheduler process of SGLang's,
-in which a plugin of ours (`sglang_plugin`) starts an agent and serves what must happen between two steps.
+SGLang's tokenizer manager runs in this process, on the engine loop. Each rank of the model is a scheduler process of
+SGLang, in which our plugin (`plugin.py`) starts an agent and does the work that must happen between two steps.
 """
 
 from __future__ import annotations
@@ -10,48 +10,54 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
-from rl_plane.protocol.update_requests import PreparedReply
-from rl_plane.protocol.versions import TensorSpec, WeightVersion
-from rl_plane.transports.reception import Cancelled, Reception
+from rl_plane.protocol.versions import WeightVersion
 from rl_plane.weights.checkpoint import open_checkpoint
 from worker.engines.base import (
     LACKING,
     AdapterLost,
-    CheckAction,
-    EngineAdapter,
     EngineInfo,
     EngineOptions,
     PauseMode,
 )
+from worker.engines.capabilities import CheckAction, FullEngine
 from worker.engines.common.lora import NO_LORA
-from worker.engines.common.scoring import check_adapter, check_memory, check_sequences, checked_scores
+from worker.engines.common.scoring import check_memory, check_sequences, checked_scores
 from worker.engines.common.spans import Label, SpanLog
 from worker.engines.common.stop_strings import ReplyText
-from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_tokens, no_cut_rows, refuse_lacking
+from worker.engines.common.token_checks import (
+    NO_EXPERTS,
+    NO_ROUTED,
+    check_adapter,
+    check_tokens,
+    no_cut_rows,
+    refuse_lacking,
+)
 from worker.engines.common.tokenizing import (
     Tokenizing,
     eos_tokens,
     load_tokenizer,
     nothing_made,
 )
+from worker.engines.common.weights_in_ranks import WeightsInRanks
 from worker.engines.sglang.args import parse_arguments
 from worker.engines.sglang.limits import check_model, lora_targets_on_cpu
-from worker.engines.sglang.plugin import lora_reference
+from worker.engines.sglang.lora_references import lora_reference
 from worker.engines.sglang.processes import SglangProcess
 from worker.engines.sglang.scorer import NO_PIPELINE
 from worker.engines.sglang.streams import FIRST_KEY, Experts, Feeder
+from worker.receive.rank_agents.ranks import Ranks
 
 FLUSH_WAIT_S = 2.0
-"""How long a flush waits for the engine to see that it is idle: right after a request it does not yet."""
+"""Seconds that a flush waits for the engine to notice that it is idle: right after a request it has not noticed yet."""
 
 UNUSED_WAIT_S = 5.0
-"""How long the aborted requests of an adapter may take to be gone from the engine."""
+"""Seconds that the aborted requests of an adapter may take to leave the engine."""
 
 NO_SAVER = "start it on a GPU with --enable-memory-saver"
 NO_SEEDS = "SGLang looks at seeds in its deterministic mode only: start it with --deterministic"
@@ -74,27 +80,28 @@ NO_CHOICE = {
 
 
 @dataclass(slots=True)
-class Adapter:
-    """One that is loaded."""
+class LoadedAdapter:
+    """A loaded adapter."""
 
     engine_name: str
-    """Its name in the engine: never used again."""
+    """Its name in the engine. A name is never used twice."""
     lora_id: str
     version: WeightVersion | None
 
 
-def build(options: EngineOptions) -> EngineAdapter:
+def build(options: EngineOptions) -> FullEngine:
     return SglangEngine(options)
 
 
 def lacking_seeds(on_cpu: bool, backend: str, deterministic: bool) -> dict[str, str]:
-    """On a CPU, where SGLang has no deterministic mode, our plugin hands its pytorch sampler the seeds."""
+    """The reason why requests can't have seeds, if they can't. On a CPU, where SGLang has no deterministic mode, our
+    plugin hands its pytorch sampler the seeds."""
     if deterministic or (on_cpu and backend == "pytorch"):
         return {}
     return {"generate:seed": NO_SEEDS_CPU if on_cpu else NO_SEEDS}
 
 
-class SglangEngine(Tokenizing):
+class SglangEngine(Tokenizing, WeightsInRanks, FullEngine):
     def __init__(self, options: EngineOptions) -> None:
         super().__init__()
         options.check_model()
@@ -119,21 +126,19 @@ class SglangEngine(Tokenizing):
         self._paused = False
         self._numbers = itertools.count(1)
         self._version: WeightVersion | None = None
-        """Of the weights that the engine holds. None: no version."""
-        self._adapters: dict[str, Adapter] = {}
-        self._in_place: set[str] = set()
+        """The version of the served weights. None: no version."""
+        self._adapters: dict[str, LoadedAdapter] = {}
         self._released: set[str] = set()
         self._changing = asyncio.Lock()
-        """An adapter's change has it to its end, likewise."""
+        """Held by a change of an adapter to its end, even if its caller gives up."""
         self._memory = asyncio.Lock()
-        """A release or resume has it to its end, also where its caller has given up: SGLang ends itself where one comes
-        twice."""
-        self._loop: asyncio.AbstractEventLoop | None = None
+        """Held by a release or resume of memory to its end, even if its caller gives up: SGLang ends itself if one of
+        them comes twice."""
 
     # life
 
     async def start(self) -> EngineInfo:
-        self._loop = asyncio.get_running_loop()
+        self.engine_loop = asyncio.get_running_loop()
         try:
             await asyncio.to_thread(self._check_model)
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self._options.model)
@@ -154,7 +159,7 @@ class SglangEngine(Tokenizing):
         return self._info
 
     def _check_model(self) -> None:
-        """Before SGLang loads it, which tells less."""
+        """Checks the model before SGLang loads it, since SGLang's own errors say less."""
         open_checkpoint(self._options.model, field="model").close()
         check_model(self._options.model)
 
@@ -203,6 +208,10 @@ class SglangEngine(Tokenizing):
     async def liveness(self) -> None:
         await self._process.ask(self._process.manager.get_internal_state())
 
+    @property
+    def ranks(self) -> Ranks:
+        return self._process.ranks
+
     def _running(self) -> Feeder:
         self._process.check_alive()
         assert self._feeder is not None, "start sets it"
@@ -245,7 +254,7 @@ class SglangEngine(Tokenizing):
                 )
                 told = None
                 if finished:
-                    return  # a stop string ends it here; closing ends it in the engine
+                    return  # a stop string ends the request here; closing ends it in the engine
 
     def _label(self, adapter: str | None) -> Label:
         if adapter is None:
@@ -258,11 +267,8 @@ class SglangEngine(Tokenizing):
             return None
         return self._adapter(name, "model").engine_name
 
-    def _adapter(self, name: str, field: str) -> Adapter:
-        if name not in self._adapters:
-            raise InvalidRequest(
-                f"there is no adapter {name[:64]!r} here", field=field, fix="name one that is loaded"
-            )
+    def _adapter(self, name: str, field: str) -> LoadedAdapter:
+        check_adapter(name, self._adapters, field)
         return self._adapters[name]
 
     async def abort(self, request_ids: list[str] | None) -> int:
@@ -274,21 +280,21 @@ class SglangEngine(Tokenizing):
         return before + len(streams)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
-        """`keep`: SGLang's in_place; with `clear_cache` its retract, by which running requests lose their KV and
-        have it computed again after `resume`."""
+        """`keep` is SGLang's in_place; with `clear_cache` it is SGLang's retract: running requests lose their KV and
+        compute it again after `resume`."""
         was_paused = self._paused
         try:
             if mode == "wait":
                 await self._drain()
             elif mode == "abort":
-                # Retracted requests are only waiting, and end at once: others would after the next step.
+                # Retracted requests only wait, so they end at once. Others would end after the next step.
                 await self._freeze("retract")
                 await self.abort(None)
             else:
                 await self._freeze("retract" if clear_cache else "in_place")
             return clear_cache and await self.flush_cache()
         except BaseException:
-            with contextlib.suppress(PlaneError):  # the first error is the one that counts
+            with contextlib.suppress(PlaneError):  # the first error counts
                 if was_paused:
                     await self._freeze("in_place")
                 else:
@@ -302,7 +308,7 @@ class SglangEngine(Tokenizing):
         feeder.close()
         self._paused = True
         await self._process.manager.pause_generation(PauseGenerationReqInput(mode=how))
-        await self.liveness()  # it has done so
+        await self.liveness()  # the pause has happened when this returns
 
     async def _thaw(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
@@ -315,19 +321,19 @@ class SglangEngine(Tokenizing):
         feeder.close()
         if self._paused:
             await self._thaw()
-        feeder.go_on()
+        feeder.feed_begun()
         while running := [stream.feeding for stream in feeder.begun() if stream.feeding is not None]:
             await asyncio.wait(running)
-        await self._freeze("retract")  # of nothing; in_place would keep the last step, and refuse a flush
+        await self._freeze("retract")  # in_place would keep the last step, and refuse a flush
 
     async def resume(self) -> None:
-        async with self._changing:  # a change whose caller was cut goes on
+        async with self._changing:  # a change continues after its caller is gone
             if self._paused:
                 await self._thaw()
             self._running().open()
 
     async def flush_cache(self) -> bool:
-        """SGLang refuses while requests run. Those that stand still are retracted: they compute their KV anew."""
+        """SGLang refuses while requests run. Frozen requests are retracted: they compute their KV again."""
         if self._paused:
             await self._freeze("retract")
         elif self._running().submitted():
@@ -345,30 +351,11 @@ class SglangEngine(Tokenizing):
 
     # weights
 
-    def weight_spec(self) -> Mapping[str, TensorSpec]:
-        return self._process.ranks.weight_spec()
-
-    def open(self, reception: Reception) -> None:
-        self._process.ranks.open(reception)
-        if reception.in_place:
-            self._in_place.add(reception.staging)
-
-    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
-        if staging in self._in_place:
-            self._in_place.discard(staging)
-            assert self._loop is not None, "start sets it"
-            try:
-                asyncio.run_coroutine_threadsafe(self._forget_weights(), self._loop).result()
-            except PlaneError:
-                self._process.ranks.discard(staging)
-                raise
-        return self._process.ranks.receive(staging, cancelled)
-
     def _check_paused(self) -> None:
         if not self._paused:
             raise EngineFailed("the engine is not paused")
 
-    async def _forget_weights(self) -> None:
+    async def before_overwrite(self) -> None:
         self._check_paused()
         await self._freeze("retract")
         await self._relabel(None)
@@ -381,43 +368,33 @@ class SglangEngine(Tokenizing):
     def _next_key(self) -> str:
         return f"rl-plane-{next(self._numbers)}"
 
-    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
-        return self._process.ranks.feed(staging, part, cancelled)
-
-    def kept(self) -> str | None:
-        return self._process.ranks.kept()
-
-    async def discard(self, staging: str) -> None:
-        self._in_place.discard(staging)
-        await asyncio.to_thread(self._process.ranks.discard, staging)
-
     async def swap(self, staging: str, version: WeightVersion) -> bool:
-        """Running requests are retracted: they compute their KV anew, by the new weights."""
+        """Retracts running requests: they compute their KV again, by the new weights."""
         self._check_paused()
         await self._process.ask(self._swap(staging, version))
         return True
 
     async def _swap(self, staging: str, version: WeightVersion) -> None:
-        await self._freeze("retract")  # all that the old weights made has come when this returns
+        await self._freeze("retract")  # all tokens of the old weights have come when this returns
         try:
             await self._process.call("ready", staging=staging)
         except PlaneError:
-            await self.discard(staging)  # of the ranks that were not
+            await self.discard(staging)  # in the ranks that were not ready
             raise
         key = self._next_key()
-        self._running().key, self._version = key, None  # half-way there are no known weights
+        self._running().key, self._version = key, None  # half-way, the weights are of no version
         await self._process.call("swap", key=key)
         self._version = version
 
     async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
-        """Running requests are retracted: they compute their KV anew."""
+        """Retracts running requests: they compute their KV again."""
         self._running()
         info = self._info
         assert info is not None, "start sets it"
         if (reason := info.capabilities.get("score")) is not None:
             raise Unsupported(reason, field="op", fix=LACKING)
         checked = check_sequences(sequences, info.vocab_size, info.max_model_len)
-        check_adapter(adapter, self._adapters)
+        check_adapter(adapter, self._adapters, "adapter")
         check_memory(self._released)
         lora_id = "" if adapter is None else self._adapters[adapter].lora_id
         was_paused = self._paused
@@ -432,23 +409,14 @@ class SglangEngine(Tokenizing):
     def set_version(self, version: WeightVersion) -> None:
         self._version = version
 
-    def offer(self) -> dict[str, Any] | None:
-        return self._process.ranks.offer()
-
-    def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return self._process.ranks.init_transport(config)
-
-    def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
-        return self._process.ranks.destroy_transport(backend, group)
-
     # adapters
 
     async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
-        """Each has a name of its own in the engine, and so a prefix cache of its own. The new one is loaded beside
-        the old one, which goes when that has worked; where it can't go, the new one does."""
+        """Gives each adapter a new name in the engine, and so a prefix cache of its own. The new adapter is loaded
+        beside the old one, which is removed when that has worked. If the old one can't be removed, the new one is."""
         self._check_paused()
         await self._process.ask(self._change_adapter(name, staging, version))
-        return False  # nobody finds what is in the old one's
+        return False  # no request finds the KV of the old one
 
     async def _change_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> None:
         async with self._changing:
@@ -456,12 +424,12 @@ class SglangEngine(Tokenizing):
 
     async def _swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> None:
         old = self._adapters.get(name)
-        fresh: Adapter | None = None
-        # A request that only waits ends at once when it is aborted: no step is left that would want the adapter.
+        fresh: LoadedAdapter | None = None
+        # A waiting request ends at once when it is aborted: no later step would want the adapter.
         await self._freeze("retract")
         if staging is not None:
             number = next(self._numbers)
-            fresh = Adapter(f"{name}@{number}", f"rl-plane-adapter-{number}", version)
+            fresh = LoadedAdapter(f"{name}@{number}", f"rl-plane-adapter-{number}", version)
         try:
             if fresh is not None and staging is not None:
                 await self._process.call(
@@ -470,8 +438,8 @@ class SglangEngine(Tokenizing):
             if old is not None:
                 await self._retire(name, old, replaced=fresh is not None)
         except BaseException:
-            if fresh is not None:  # a rank may have it, where another one failed
-                with contextlib.suppress(PlaneError):  # the first error is the one that counts
+            if fresh is not None:  # one rank may have it while another one failed
+                with contextlib.suppress(PlaneError):  # the first error counts
                     await self._process.call("forget_adapter", lora_id=fresh.lora_id)
             raise
         if fresh is not None:
@@ -480,8 +448,9 @@ class SglangEngine(Tokenizing):
         else:
             self._adapters.pop(name, None)
 
-    async def _retire(self, name: str, old: Adapter, replaced: bool) -> None:
-        """A request can't change from one to the other: of one that is replaced, the new one is asked for the rest."""
+    async def _retire(self, name: str, old: LoadedAdapter, replaced: bool) -> None:
+        """Removes an adapter that may have requests. A request can't change to another adapter: if it is replaced, the
+        new adapter is asked for the rest."""
         registry, feeder = self._process.manager.lora_registry, self._running()
         if replaced:
             await feeder.begin_again([one for one in feeder.submitted() if one.adapter == old.engine_name])
@@ -502,11 +471,12 @@ class SglangEngine(Tokenizing):
         except BaseException as error:
             await self._put_back(name, old, error)
             raise
-        with contextlib.suppress(PlaneError):  # it is gone: all that stays is memory
+        with contextlib.suppress(PlaneError):  # it is removed; only its memory stays
             await self._process.call("forget_adapter", lora_id=old.lora_id)
 
-    async def _put_back(self, name: str, old: Adapter, error: BaseException) -> None:
-        """A rank may have removed it, where another one failed. A request for it would end a rank that lacks it."""
+    async def _put_back(self, name: str, old: LoadedAdapter, error: BaseException) -> None:
+        """Restores an adapter that a rank may have removed while another one failed. A request for it would end a rank
+        without it."""
         try:
             await self._process.call("put_back_adapter", lora_id=old.lora_id)
         except EngineDied:
@@ -515,7 +485,7 @@ class SglangEngine(Tokenizing):
             del self._adapters[name]
             feeder = self._running()
             await feeder.abort([one for one in feeder.streams.values() if one.request.adapter == name])
-            with contextlib.suppress(PlaneError):  # the first error is the one that counts
+            with contextlib.suppress(PlaneError):  # the first error counts
                 await self._process.call("forget_adapter", lora_id=old.lora_id)
             raise AdapterLost.of(name, error, failure) from error
         await self._process.manager.lora_registry.register(lora_reference(old.engine_name, old.lora_id))
@@ -538,9 +508,9 @@ class SglangEngine(Tokenizing):
     # memory
 
     async def release_memory(self, tags: list[str]) -> None:
-        """Frozen requests are retracted: they compute their KV anew."""
+        """Retracts frozen requests: they compute their KV again."""
         self._check_memory_saver("release_memory")
-        await self._freeze("retract")  # SGLang ends the process if anything runs
+        await self._freeze("retract")  # SGLang ends the process if a request runs
         await self._process.ask(self._release(tags))
 
     async def _release(self, tags: list[str]) -> None:
@@ -577,7 +547,7 @@ class SglangEngine(Tokenizing):
 
 
 def _sglang_tags(tags: list[str]) -> list[str]:
-    """Its graphs hold the addresses of the weights: they go and come with them."""
+    """SGLang's tags. Its graphs hold the addresses of the weights, so they are released and resumed together."""
     return [*tags, "cuda_graph"] if "weights" in tags else tags
 
 

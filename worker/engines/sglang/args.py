@@ -1,4 +1,4 @@
-"""`--engine-arg key=value` for SGLang: any field of its ServerArgs, typed as it is there."""
+"""The engine arguments of SGLang (`--engine-arg key=value`): any field of its ServerArgs, with its type."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ OURS = {
     "weight_cache_mode": OTHER_COPIES,
     "weight_version": "the worker labels the weights",
 }
-"""Arguments that the adapter sets or can't do without, and what to do instead."""
+"""Arguments that the adapter sets or can't work without, and what to do instead."""
 
 ON_CPU: Mapping[str, Any] = {
     "attention_backend": "torch_native",
@@ -64,12 +64,12 @@ ON_CPU: Mapping[str, Any] = {
     "disable_overlap_schedule": True,
     "disable_cuda_graph": True,
     "lora_backend": "torch_native",
-    "max_total_tokens": 8192,  # else it takes a share of the machine's memory
+    "max_total_tokens": 8192,  # by default it takes a share of the machine's memory
 }
-"""What the build for CPUs needs, unless said otherwise."""
+"""Settings that the CPU build needs. The user's arguments win."""
 
 WITH_LORA: Mapping[str, Any] = {"enable_lora": True, "lora_target_modules": ["all"]}
-"""What else SGLang needs to know where `max_lora_rank` is given, unless said otherwise."""
+"""Settings that `max_lora_rank` implies. The user's arguments win."""
 
 
 def parse_arguments(extra: Mapping[str, str]) -> dict[str, Any]:
@@ -95,14 +95,14 @@ def parse_arguments(extra: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _other_names(annotated: Any) -> list[str]:
-    """How its command line calls a field that has another name here: `tensor_parallel_size` is `tp_size`."""
+    """The names that SGLang's command line has for a field: `tensor_parallel_size` for `tp_size`."""
     _, details = _parts(annotated)
     options = [getattr(details, "cli_name", None), *(getattr(details, "aliases", None) or ())]
     return [option.lstrip("-").replace("-", "_") for option in options if option]
 
 
 def _parts(annotated: Any) -> tuple[Any, Any]:
-    """A field's type, and what else SGLang says of it."""
+    """A field's type, and SGLang's other details of it."""
     if typing.get_origin(annotated) is typing.Annotated:
         kind, details, *_ = typing.get_args(annotated)
         return kind, details
@@ -114,7 +114,7 @@ def _typed(name: str, text: str, annotated: Any) -> Any:
     choices = getattr(details, "choices", None)
     try:
         value = (getattr(details, "type_parser", None) or _reader(kind))(text)
-    except (ValueError, TypeError) as error:  # msgspec's and json's errors are ValueErrors
+    except (ValueError, TypeError) as error:  # the errors of msgspec and json are ValueErrors
         raise InvalidRequest(
             f"{name}={text[:64]} is not {_shown(kind)}", field=f"engine_arg.{name}", fix="give such a value"
         ) from error
@@ -134,7 +134,7 @@ def _reader(kind: Any) -> Callable[[str], Any]:
 
     def read(text: str) -> Any:
         value = json.loads(text) if text[:1] in ("[", "{") else text
-        for member in sorted(members, key=lambda one: one is str):  # whatever can be something else is
+        for member in sorted(members, key=lambda one: one is str):  # a string only if no other type fits
             try:
                 return msgspec.convert(value, member, strict=False)
             except msgspec.ValidationError:

@@ -14,18 +14,20 @@ from rl_plane.transports.reception import Cancelled, TensorStream
 from worker.engines.common.lora import SWITCH_ON, LoraConfig, lora_spec
 from worker.engines.common.rank_holder import RankHolder
 from worker.engines.common.torch_weights import DTYPE_OF_NAME, host_copies
-from worker.engines.common.weight_checks import WeightChecks, write_noise
+from worker.engines.common.weight_checks import TensorChecks, write_noise
 from worker.engines.sglang.limits import check_updates
-from worker.engines.sglang.plugin import lora_reference
+from worker.engines.sglang.lora_references import lora_reference
 
 
 @dataclass(frozen=True, slots=True)
-class StagedAdapter:
+class SglangStagedAdapter:
     lora: LoraConfig
     tensors: dict[str, torch.Tensor]
 
 
 class SglangHolder(RankHolder):
+    """A WeightHolder of one rank, and its loaded adapters."""
+
     def __init__(self, model: Path, scheduler: Any) -> None:
         runner = scheduler.tp_worker.model_runner
         dtypes = {name: tensor.dtype for name, tensor in runner.model.state_dict().items()}
@@ -33,11 +35,11 @@ class SglangHolder(RankHolder):
         self._scheduler = scheduler
         self._lora = runner.lora_manager if runner.server_args.enable_lora else None
         self._aside: dict[str, list[Any]] = {}
-        """Of an adapter that is removed, what SGLang had in its tables, until every rank has removed it."""
-        self.checks = WeightChecks(runner.model.state_dict, self._lock)
+        """Adapter → its entries in SGLang's tables, while it is removed here and perhaps not in every rank."""
+        self.checks = TensorChecks(runner.model.state_dict, self._lock)
 
     def check_updates(self) -> None:
-        """Unsupported where this rank can't take new weights."""
+        """Raises Unsupported if this rank can't take new weights."""
         check_updates(self._scheduler.tp_worker.model_runner)
 
     def reset(self) -> None:
@@ -46,40 +48,40 @@ class SglangHolder(RankHolder):
 
     def stage_adapter(
         self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
-    ) -> StagedAdapter:
+    ) -> SglangStagedAdapter:
         lora, modules, spec = self._adapter(config)
         staged = dict(host_copies(tensors, spec, frozenset(), cast, cancelled))
-        return StagedAdapter(lora, self._nothing_beside(lora, modules) | staged)
+        return SglangStagedAdapter(lora, self._nothing_beside(lora, modules) | staged)
 
     def _nothing_beside(self, lora: LoraConfig, modules: list[str]) -> dict[str, torch.Tensor]:
-        """Zeros for the modules that SGLang has in one layer with these: it takes an adapter of all of them only, and
-        ends itself when a request comes for another one."""
+        """Zeros for the modules that SGLang joins with these in one layer. It takes an adapter of a whole layer only,
+        and ends itself at a request for another one."""
         linear = self._linear_modules().shapes
         layers = {_layer_of(name) for name in modules}
         beside = [name for name in linear if name not in modules and _layer_of(name) in layers]
         spec = lora_spec(lora, beside, linear, dict.fromkeys(beside, self._dtype))
         return {name: torch.zeros(each.shape, dtype=DTYPE_OF_NAME[each.dtype]) for name, each in spec.items()}
 
-    def put_adapter(self, staged: StagedAdapter, name: str, lora_id: str) -> None:
+    def put_adapter(self, staged: SglangStagedAdapter, name: str, lora_id: str) -> None:
         reference = lora_reference(name, lora_id)
         config = _sglang_config(staged.lora).hf_config
         result = self._manager().load_lora_adapter_from_tensors(reference, staged.tensors, config)
         if not result.success:
-            self._manager().unload_lora_adapter(reference)  # what it had taken before it failed
+            self._manager().unload_lora_adapter(reference)  # it may have taken a part
             raise EngineFailed(f"SGLang did not take the adapter: {result.error_message}")
 
     def remove_adapter(self, lora_id: str) -> None:
-        """It stays beside SGLang, to be put back or forgotten."""
+        """Removes the adapter from SGLang. Its entries stay here, to be put back or forgotten."""
         tables = self._tables()
-        if all(lora_id in table for table in tables):  # else it was removed before
+        if all(lora_id in table for table in tables):  # an earlier call removed it otherwise
             self._aside[lora_id] = [table[lora_id] for table in tables]
         result = self._manager().unload_lora_adapter(lora_reference(lora_id, lora_id))
         if not result.success:
             raise EngineFailed(f"SGLang did not remove the adapter: {result.error_message}")
 
     def put_back_adapter(self, lora_id: str) -> None:
-        """The same one, as KV that it has made is known by its id. A rank that has not removed it does so first: then
-        all of them load it at the next step that wants it, into the same slot."""
+        """Restores the adapter under its id, since KV that it made is known by that id. A rank that has not removed it
+        removes it first: then all ranks load it at the next step that wants it, into the same slot."""
         self.remove_adapter(lora_id)
         if lora_id not in self._aside:
             raise EngineFailed("the adapter is not here any more")
@@ -87,7 +89,7 @@ class SglangHolder(RankHolder):
             table[lora_id] = entry
 
     def forget_adapter(self, lora_id: str) -> None:
-        """Wherever it is."""
+        """Drops the adapter, loaded or removed."""
         if any(lora_id in table for table in self._tables()):
             self.remove_adapter(lora_id)
         self._aside.pop(lora_id, None)
@@ -138,7 +140,7 @@ class SglangHolder(RankHolder):
 
 
 def _layer_of(module: str) -> tuple[str, str]:
-    """The layer of SGLang's that has it, maybe among others: the query's, the key's and the value's are one."""
+    """The layer of SGLang that holds this module, perhaps joined with others: query, key and value are one layer."""
     from sglang.srt.lora.utils import get_normalized_target_modules
 
     parent, _, name = module.rpartition(".")
@@ -153,7 +155,7 @@ def _sglang_config(lora: LoraConfig) -> Any:
         {
             "peft_type": "LORA",
             "r": lora.r,
-            "lora_alpha": lora.scaling * lora.r,  # SGLang takes alpha / r for the scaling, of rslora too
+            "lora_alpha": lora.scaling * lora.r,  # SGLang scales by alpha / r, with rslora too
             "target_modules": sorted(lora.targets),
         }
     )

@@ -1,6 +1,6 @@
-"""Finds what SGLang can't do with a model, before SGLang computes something wrong or ends itself.
+"""Finds what SGLang can't do with a model, before SGLang computes wrong tokens or ends itself.
 
-The adapter loads weights past SGLang's own update calls: `check_updates` asks what these calls would have asked.
+The adapter loads weights without SGLang's own update calls, so `check_updates` makes the checks of those calls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_EXPERT_LORA = (
 
 
 def check_model(model: Path) -> None:
-    """Unsupported for a model that SGLang starts with, and computes wrongly."""
+    """Raises Unsupported for a model that SGLang starts with and computes wrongly."""
     config = _config(model)
     dense = config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
     if dense and "Qwen3MoeForCausalLM" in (config.get("architectures") or ()):
@@ -31,7 +31,7 @@ def check_model(model: Path) -> None:
 
 
 def lora_targets_on_cpu(model: Path, asked: list[str] | None) -> list[str]:
-    """The modules that adapters may change on a CPU. `asked`: by --engine-arg lora_target_modules."""
+    """The modules that adapters may change on a CPU. `asked`: the value of --engine-arg lora_target_modules."""
     if not _has_experts(model):
         return asked or ["all"]
     if beyond := [name for name in asked or () if name.rpartition(".")[2] not in ATTENTION]:
@@ -44,7 +44,7 @@ def lora_targets_on_cpu(model: Path, asked: list[str] | None) -> list[str]:
 
 
 def check_updates(runner: Any) -> None:
-    """Unsupported where SGLang's model runner can't take new weights; the reason is in SGLang's own words."""
+    """Raises Unsupported if SGLang's model runner can't take new weights. The reason is in SGLang's own words."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import (
         _unsupported_derived_weight_cache_error,
     )

@@ -1,6 +1,8 @@
-"""How SGLang comes to tell of a request whose logits are no numbers, by its own ways to extend what is sampled and what
-is sent: an observer in each rank notes it down with the tokens, and what the first rank sends says so from then on. The
-adapter ends the request: by an abort, which all ranks get at the same place."""
+"""Reports requests of SGLang whose logits are not finite numbers.
+
+An observer in each rank marks such a request when its token is sampled. The messages of the first rank then carry the
+mark, and the adapter ends the request by an abort, which all ranks get at the same place.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,13 @@ from typing import Any
 from worker.engines.common.finite_logits import take_out
 
 NOTE = "rl_plane_not_finite"
-"""Of a request in a rank, and in what a reply says beside its tokens."""
+"""The name of the mark, on a request in a rank and in a reply beside its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`rows`: of a batch, on its device and then on the host, as SGLang's protocols for such outputs want it."""
+    """The marked rows of a batch, first on its device and then on the host, as SGLang's protocols for such outputs want
+    it."""
 
     rows: Any
 
@@ -50,7 +53,7 @@ class Observer:
 
 
 def telling(streamer: Any, scheduler: Any) -> Any:
-    """In place of SGLang's class that sends what was made, `streamer`: one whose messages have the note."""
+    """Returns a subclass of SGLang's class that sends tokens, `streamer`, whose messages carry the mark."""
 
     class Telling(streamer):  # type: ignore[misc]
         __slots__ = ()
@@ -64,8 +67,8 @@ def telling(streamer: Any, scheduler: Any) -> Any:
 
 
 def tell(original: Any, manager: Any, meta: dict[str, Any], state: Any, told: Any, index: int, *more: Any) -> None:
-    """Around what puts into a reply (`meta`) what a message says beside its tokens. SGLang takes all of that as lists
-    with an item for each token, of which it gives the new ones."""
+    """Wraps the function that copies a message's other data into a reply (`meta`). SGLang takes all of that as lists
+    with an item per token, and returns the new items."""
     told = dict(told)
     if told.pop(NOTE, [False] * (index + 1))[index]:
         meta[NOTE] = True

@@ -1,7 +1,7 @@
-"""SGLang's Engine and its processes: how they start, how they are asked, how they end.
+"""SGLang's Engine and its processes: how they start, answer and end.
 
-SGLang's own ways to notice a death all end this process, and so does its shutdown with every child that this process
-has: they are replaced.
+Every way in which SGLang reacts to a death ends this process, and its shutdown ends every child of this process. Both
+are replaced here.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ T = TypeVar("T")
 log = logging.getLogger("worker.sglang")
 
 POLL_MS = 100
-"""How often a thread that waits for SGLang looks whether it is dead."""
+"""Milliseconds after which a thread that waits for SGLang looks whether SGLang is dead."""
 
 END_TIMEOUT_S = 5.0
-"""How long a killed process may take to be gone."""
+"""Seconds that a killed process may take to end."""
 
 
 class SglangProcess:
-    """Used on the loop on which it was started. `on_death(error)`: the engine is dead, or was ended."""
+    """Use it on the loop on which it was started. `on_death(error)`: the engine died, or was closed."""
 
     def __init__(self, options: EngineOptions, arguments: dict[str, Any], device: str, gpu: int) -> None:
         self._options = options
@@ -60,13 +60,13 @@ class SglangProcess:
         self._on_death: Callable[[EngineDied], None] = lambda error: None
 
     async def start(self, first_key: str) -> None:
-        """`first_key`: what the engine calls the weights that it starts with."""
+        """`first_key`: the engine's name of the weights that it starts with."""
         loop = asyncio.get_running_loop()
         self._dead = loop.create_future()
-        self._dead.add_done_callback(lambda dead: dead.exception())  # it may be that nobody asks
+        self._dead.add_done_callback(lambda dead: dead.exception())  # retrieved, even if no call waits
         self._directory = socket_directory()
         with StartWatch(), self._environment(), _as_it_was():
-            # On the loop's own thread, which it holds up: SGLang takes the running loop for its sockets.
+            # On the loop's own thread, which it blocks: SGLang uses the running loop for its sockets.
             self._build(first_key)
         self._read(loop)
         parameters = self._engine.server_args
@@ -90,18 +90,18 @@ class SglangProcess:
 
     @property
     def engine(self) -> Any:
-        """SGLang's."""
+        """SGLang's Engine."""
         return self._engine
 
     @property
     def manager(self) -> Any:
-        """Its tokenizer manager. EngineDied once it is dead."""
+        """SGLang's tokenizer manager. Raises EngineDied once the engine is dead."""
         self.check_alive()
         return self._manager
 
     async def ask(self, work: Coroutine[Any, Any, T]) -> T:
-        """The engine's answer, or an EngineDied if it dies meanwhile: it would never answer. A caller that gives up
-        leaves the work to its end: else its answer would be taken for the next one's."""
+        """Returns the engine's answer, or raises EngineDied if the engine dies meanwhile and would never answer. If the
+        caller gives up, the work still runs to its end: its late answer would be taken for the next one's otherwise."""
         dead = self._dead
         if dead is None or dead.done():
             work.close()
@@ -118,11 +118,11 @@ class SglangProcess:
     def _answered(self, task: asyncio.Task[Any]) -> None:
         self._asked.discard(task)
         if not task.cancelled():
-            task.exception()  # it may be that the caller has given up
+            task.exception()  # the caller may have given up
 
     async def call(self, op: str, **arguments: str) -> list[dict[str, Any]]:
-        """In every rank, between two steps (see sglang_scheduler), to its end in all; a row for each, with what it
-        gave. Raises what a rank raised; `rank_results` tell which."""
+        """Runs a method of `scheduler.Rank` in every rank, between two steps, to its end in all. Returns a row per rank
+        with its result. Raises what a rank raised; the error's `rank_results` says which."""
         return await self.ask(self._call(op, arguments))
 
     async def _call(self, op: str, arguments: dict[str, str]) -> list[dict[str, Any]]:
@@ -158,8 +158,8 @@ class SglangProcess:
             await asyncio.to_thread(self._watch.wait, END_TIMEOUT_S)
             self._watch.close()
             self._watch = None
-            multiprocessing.active_children()  # takes their exit codes
-        # A socket that is left, or holds what nobody takes any more, would hold up the end of this process for ever.
+            multiprocessing.active_children()  # collects their exit codes
+        # An open socket, or one with unread messages, would block the end of this process.
         if self._manager is not None:
             self._manager.send_to_scheduler.close(linger=0)
             self._manager.recv_from_detokenizer.close(linger=0)
@@ -178,8 +178,8 @@ class SglangProcess:
 
     @contextlib.contextmanager
     def _environment(self) -> Iterator[None]:
-        """For the processes that SGLang starts, and for what it reads here when it is imported."""
-        os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"  # raw, not scaled by the temperature
+        """Sets the environment for the processes that SGLang starts, and for its own import here."""
+        os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"  # raw logprobs, not scaled by the temperature
         os.environ[MARK] = json.dumps(
             {
                 "worker": os.getpid(),
@@ -192,7 +192,7 @@ class SglangProcess:
         plugins, files = os.environ.get("SGLANG_PLUGINS"), tempfile.tempdir
         if plugins:
             os.environ["SGLANG_PLUGINS"] = f"{plugins},rl_plane"
-        tempfile.tempdir = str(self._directory)  # where it puts its sockets, and leaves them
+        tempfile.tempdir = str(self._directory)  # SGLang leaves its sockets there
         try:
             yield
         finally:
@@ -212,7 +212,7 @@ class SglangProcess:
                 return made
 
             def shutdown(self) -> None:
-                """Called at the process's end: it would end every child. Ours has ended its own."""
+                """SGLang calls it at the end of the process, and ends every child. Our `end` has done that already."""
 
         arguments: dict[str, Any] = dict(ON_CPU) if self._device == "cpu" else {}
         arguments |= self._arguments
@@ -237,7 +237,7 @@ class SglangProcess:
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         manager = self._manager
         manager._subprocess_watchdog.stop()
-        manager.event_loop = loop  # else its first request would install signal handlers
+        manager.event_loop = loop  # otherwise its first request installs signal handlers
         self._reading = loop.create_task(manager.handle_loop())
         self._reading.add_done_callback(self._reading_ended)
 
@@ -249,7 +249,7 @@ class SglangProcess:
             self._fail(f"SGLang's answers can't be read any more: {reading.exception()!r}")
 
     def _fail(self, why: str) -> None:
-        """All that wait for the engine are told, and what is left of it is killed: its ranks may still be at work."""
+        """Raises EngineDied in all waiting calls, and kills the remaining processes: some ranks may still work."""
         if self._dead is not None and not self._dead.done():
             log.error("%s", why)
             self._die(EngineDied(why))
@@ -266,13 +266,14 @@ class SglangProcess:
 
 
 def _reason(dead: asyncio.Future[NoReturn]) -> EngineDied:
-    """A fresh one for each who is told."""
+    """A new error for each caller."""
     return EngineDied(str(dead.exception()))
 
 
 @contextlib.contextmanager
 def _as_it_was() -> Iterator[None]:
-    """SGLang puts handlers of its own in the place of the root logger's, and uvloop under later event loops."""
+    """Restores the root logger's handlers, which SGLang replaces, and the event loop policy, which it sets to
+    uvloop."""
     root = logging.getLogger()
     handlers, level, policy = list(root.handlers), root.level, asyncio.get_event_loop_policy()
     try:

@@ -1,7 +1,7 @@
-"""Our part inside SGLang's scheduler process, one for each rank: what is done between two steps.
+"""Our part inside SGLang's scheduler process, one per rank: the work that happens between two steps.
 
-The adapter asks for it by SGLang's own remote call, which every rank gets at the same place among its other
-requests: the ranks of one model stay in step.
+The adapter calls it by SGLang's own remote call. Every rank gets a call at the same place among its other requests, so
+the ranks of one model stay in step.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.transports.receiver_base import Places
 from rl_plane.transports.reception import Cancelled, Staged
 from worker.engines.common.torch_weights import StagedTensors
-from worker.engines.sglang.holder import SglangHolder, StagedAdapter, model_device
+from worker.engines.sglang.holder import SglangHolder, SglangStagedAdapter, model_device
 from worker.engines.sglang.scorer import score_between_steps
 from worker.receive.rank_agents.agent_server import AgentServer, receiver_methods
 from worker.receive.weight_receiver import Receiver, load_transports
 
 
 class Rank:
-    """`told`: by the adapter, see `sglang_plugin.MARK`."""
+    """`told`: what the adapter has put under `plugin.MARK`."""
 
     def __init__(self, scheduler: Any, told: Mapping[str, Any]) -> None:
         model = Path(told["model"])
@@ -32,8 +32,8 @@ class Rank:
         self._receiver = Receiver(self._holder, load_transports(Places.from_wire(told["places"]), device))
         self._taken: Staged | None = None
         self._outcome: dict[str, Any] = {}
-        """What the last call gave, or its `error`: SGLang passes on the first rank's error alone, and of that the
-        words."""
+        """The result of the last call, or its `error`: SGLang passes on the first rank's error alone, and only as
+        text."""
         rank = _number()
         methods = receiver_methods(self._receiver, rank) | {"check": self._check, "outcome": self._tell_outcome}
         self._agent = AgentServer(Path(told["directory"]), rank, methods)
@@ -42,7 +42,7 @@ class Rank:
         self._agent.start()
 
     def call(self, op: str, **arguments: Any) -> None:
-        """On the scheduler's thread. Raises what it also keeps in the outcome."""
+        """Runs on the scheduler's thread. Raises the error that it also stores as the outcome."""
         try:
             self._outcome = getattr(self, f"_{op}")(**arguments) or {}
         except PlaneError as error:
@@ -65,7 +65,7 @@ class Rank:
         self._holder.check_updates()
 
     def _ready(self, staging: str) -> None:
-        """What may fail before anything is touched."""
+        """Does everything that may fail before the weights are touched."""
         self._holder.check_updates()
         self._taken = self._receiver.take(staging)
         self._forget_cache()
@@ -82,13 +82,14 @@ class Rank:
         self._holder.reset()
 
     def _score(self, sequences: str, lora_id: str) -> dict[str, Any]:
-        """`sequences`: as JSON, since SGLang's remote call takes flat arguments only. `lora_id`: empty for the base."""
+        """`sequences`: as JSON, since SGLang's remote call takes flat arguments only. `lora_id`: empty for the base
+        model."""
         self._forget_cache()
         return {"scores": score_between_steps(self._scheduler, json.loads(sequences), lora_id or None)}
 
     def _put_adapter(self, staging: str, name: str, lora_id: str) -> None:
         staged = self._receiver.take(staging)
-        assert isinstance(staged, StagedAdapter), "an adapter"
+        assert isinstance(staged, SglangStagedAdapter), "an adapter"
         self._holder.put_adapter(staged, name, lora_id)
 
     def _remove_adapter(self, lora_id: str) -> None:
@@ -101,11 +102,11 @@ class Rank:
         self._holder.forget_adapter(lora_id)
 
     def _relabel(self, key: str) -> None:
-        """What is made from now on is by other weights."""
+        """Labels the tokens that follow as those of other weights."""
         self._scheduler.record_weight_version_change(new_version=key)
 
     def _forget_cache(self) -> None:
-        """Running requests are to compute their KV anew: no KV of the weights that go is used by anybody."""
+        """Makes running requests compute their KV again: no request uses KV of the old weights."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         scheduler = self._scheduler
@@ -117,7 +118,7 @@ class Rank:
 
 
 def _number() -> int:
-    """Of this rank among all of the model."""
+    """The number of this rank among all ranks of the model."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()

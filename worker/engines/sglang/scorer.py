@@ -19,9 +19,9 @@ _numbers = itertools.count(1)
 
 
 def score_between_steps(scheduler: Any, sequences: list[list[int]], lora_id: str | None) -> list[list[float]]:
-    """On the scheduler's thread, in every rank. No request holds KV, and the prefix cache is empty: the sequences find
-    room, and nothing that they could reuse."""
-    # As many tokens as a step of the scheduler computes: there is memory for that.
+    """Runs on the scheduler's thread, in every rank. No request holds KV, and the prefix cache is empty: there is room
+    for the sequences, and no KV that they could reuse."""
+    # As many tokens as a step of the scheduler has: there is memory for that.
     tokens = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
     places = scheduler.req_to_token_pool.available_size()
     batches = in_batches(sequences, tokens, places)
@@ -59,7 +59,7 @@ def _score(scheduler: Any, sequences: list[list[int]], lora_id: str | None) -> l
     finally:
         for request in requests:
             release_kv_cache(request, tree, checkpoint=False)
-    # A value for each token: what follows the last one of a sequence is not its own.
+    # There is a value for each token. The one after the last token of a sequence belongs to no sequence.
     rows = iter(values)
     return [list(itertools.islice(rows, len(sequence)))[:-1] for sequence in sequences]
 

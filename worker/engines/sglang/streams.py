@@ -1,4 +1,4 @@
-"""Requests on their way through SGLang: each a task that feeds a queue, which its reader empties."""
+"""Requests on their way through SGLang: each is a task that fills a queue, which its reader empties."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from worker.engines.sglang.logits import NOTE
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 MAX_SEED = 1 << 63
 MAX_TOP_K = 1 << 30
-"""More than any vocabulary. SGLang ends itself where it does not fit 32 bits."""
+"""More than any vocabulary. SGLang ends itself if the number does not fit 32 bits."""
 FIRST_KEY = "rl-plane-0"
-"""Of the weights that the engine starts with."""
+"""The engine's name of the weights that it starts with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """What a model's configuration says of them."""
+    """The experts of a model, from its configuration."""
 
     layers: int
     top_k: int
@@ -36,47 +36,47 @@ class Experts:
 
     @classmethod
     def of(cls, config: Any) -> Experts:
-        """`config`: transformers', of the language model."""
+        """`config`: transformers' config of the language model."""
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         count = next((found for name in names if (found := getattr(config, name, None))), 0)
         return cls(config.num_hidden_layers, getattr(config, "num_experts_per_tok", None) or 0, width_of(count))
 
-    def read(self, told: str | None) -> RoutedExperts | None:
-        """`told`: base64 of int32 [tokens, layers, top_k]; None for what was aborted."""
-        if told is None:
+    def read(self, encoded: str | None) -> RoutedExperts | None:
+        """Reads base64 of int32 [tokens, layers, top_k]; None for an aborted request."""
+        if encoded is None:
             return None
         import numpy
 
-        ids = numpy.frombuffer(b64decode(told), "<i4").astype(f"<u{self.width}")
+        ids = numpy.frombuffer(b64decode(encoded), "<i4").astype(f"<u{self.width}")
         return RoutedExperts(layers=self.layers, top_k=self.top_k, width=self.width, data=ids.tobytes())
 
 
 @dataclass(slots=True)
-class Piece:
-    """New tokens."""
+class SglangPiece:
+    """New tokens of one request."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     tops: list[list[tuple[int, float]]] = field(default_factory=list)
-    """Of each token, when asked for."""
+    """One per token, if the request asks for them."""
     labels: list[Label] = field(default_factory=list)
-    """Of each token: by whose weights it was made."""
+    """One per token: the weights that made it."""
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[float | None] | None = None
-    """With the first token, when asked for."""
+    """With the first token, if the request asks for them."""
     routed: RoutedExperts | None = None
-    """With the last one, when asked for: of all."""
+    """With the last token, if the request asks for them: the experts of all tokens."""
     sure: bool = True
-    """False: the engine, which tells at the end what it made under which version, says otherwise than the labels."""
+    """False: at the end the engine reported other weights for the tokens than the labels have."""
 
-    def until(self, count: int) -> Piece:
-        """So many of its tokens, the last of the request."""
+    def until(self, count: int) -> SglangPiece:
+        """The first `count` tokens, as the last ones of the request."""
         made = (self.token_ids[:count], self.logprobs[:count], self.tops[:count], self.labels[:count])
-        return Piece(*made, "stop", self.prompt_logprobs, sure=self.sure)
+        return SglangPiece(*made, "stop", self.prompt_logprobs, sure=self.sure)
 
 
-class Stream:
-    """One request. Its items: pieces, and at the end a piece with a finish_reason, or an error."""
+class SglangStream:
+    """One request. Its items are pieces; the last item is a piece with a finish_reason, or an error."""
 
     def __init__(
         self, request: GenerateRequest, prompt: list[int], stop: frozenset[int], experts: Experts
@@ -86,27 +86,28 @@ class Stream:
         self.prompt = prompt
         self.submitted = False
         self.adapter: str | None = None
-        """The adapter's name in the engine, once submitted."""
+        """The adapter's name in the engine, once the request is submitted."""
         self.feeding: asyncio.Task[None] | None = None
-        self._items: asyncio.Queue[Piece | PlaneError] = asyncio.Queue()
-        self._waiting: Piece | None = None
+        self._items: asyncio.Queue[SglangPiece | PlaneError] = asyncio.Queue()
+        self._waiting: SglangPiece | None = None
         self._stop = stop
         self.made: list[int] = []
         self.ended = False
         self._start = 0
-        """So many were made before the engine was asked for the rest."""
-        self._runs: list[tuple[str, int]] = []  # (key, end), counted from there
+        """The number of tokens that the request had when the engine was asked for the rest."""
+        self._runs: list[tuple[str, int]] = []  # (key, end), counted from `_start`
 
     def take(self, out: dict[str, Any], key: str, label: Label) -> bool:
-        """What the engine gave; whether the request has ended by it. `key`: what the engine calls its weights."""
+        """Takes an output of the engine. Returns whether the request has ended. `key`: the engine's name of its
+        weights."""
         meta = out["meta_info"]
         if meta.get(NOTE):
             self.end(EngineFailed(NOT_FINITE))
             return True
-        # The count tells what is new: an abort repeats the last token.
+        # The count says what is new: an abort repeats the last token.
         fresh = meta["completion_tokens"] - self._count
         first = not self.made
-        piece = Piece(list(out["output_ids"][:fresh]))
+        piece = SglangPiece(list(out["output_ids"][:fresh]))
         if self.request.logprobs:
             piece.logprobs = [value for value, *_ in meta["output_token_logprobs"][:fresh]]
         if self.request.logprobs and self.request.top_logprobs:
@@ -131,7 +132,7 @@ class Stream:
             piece.routed = self._experts.read(meta.get("routed_experts")) if self.request.routed_experts else None
         stopped = next((at for at, token in enumerate(piece.token_ids) if token in self._stop), None)
         if stopped is not None:
-            # With ignore_eos the engine looks at no stop token, and has gone on beyond it.
+            # With ignore_eos the engine ignores stop tokens, and has made more tokens after it.
             piece = piece.until(stopped + 1)
         if piece.finish_reason is not None:
             self.end(piece)
@@ -145,19 +146,19 @@ class Stream:
         return len(self.made) - self._start
 
     def begin_again(self) -> None:
-        """The engine, which has it no more, is to be asked for the rest."""
+        """Prepares to ask the engine, which has dropped the request, for the rest."""
         self.submitted, self._start, self._runs = False, len(self.made), []
 
-    def end(self, item: Piece | PlaneError) -> None:
-        """Its last item; whatever comes later is dropped."""
+    def end(self, item: SglangPiece | PlaneError) -> None:
+        """Adds the last item. Later items are dropped."""
         if not self.ended:
             self.ended = True
             self._items.put_nowait(item)
 
-    async def next(self) -> tuple[Piece, PlaneError | None]:
-        """All that has come since the last, as one piece, and the error that came after it. What other weights made
-        waits for the next call."""
-        merged = Piece()
+    async def next(self) -> tuple[SglangPiece, PlaneError | None]:
+        """Returns the pieces that have come since the last call, as one, and the error after them. Tokens of other
+        weights wait for the next call."""
+        merged = SglangPiece()
         item, self._waiting = self._waiting or await self._items.get(), None
         while True:
             if isinstance(item, PlaneError):
@@ -179,10 +180,10 @@ class Stream:
 
 
 class Feeder:
-    """Gives requests to the engine, while its gate is open.
+    """Gives requests to the engine while its gate is open.
 
-    `adapter_of(name)`: an adapter's name in the engine. `label_of(adapter)`: of what the engine makes now. What it
-    made before a swap has been taken before the swap begins, and it makes nothing until after.
+    `adapter_of(name)`: an adapter's name in the engine. `label_of(adapter)`: the label of tokens that the engine makes
+    now. All tokens from before a swap have been taken before the swap begins, and the engine makes none until it ends.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class Feeder:
         experts: Experts,
     ) -> None:
         self.key = FIRST_KEY
-        """What the engine calls the weights that it holds."""
+        """The engine's name of the served weights."""
         self._manager = manager
         self.eos = eos
         self._adapter_of = adapter_of
@@ -203,7 +204,7 @@ class Feeder:
         self._open = asyncio.Event()
         self._open.set()
         self._numbers = itertools.count()
-        self.streams: dict[str, Stream] = {}
+        self.streams: dict[str, SglangStream] = {}
 
     @property
     def is_open(self) -> bool:
@@ -213,20 +214,20 @@ class Feeder:
         self._open.set()
 
     def close(self) -> None:
-        """Requests that come from now on wait."""
+        """Makes requests that come from now on wait."""
         self._open.clear()
 
-    def submitted(self) -> list[Stream]:
+    def submitted(self) -> list[SglangStream]:
         return [stream for stream in self.streams.values() if stream.submitted]
 
-    def begun(self) -> list[Stream]:
-        """Those that are with the engine, and those that wait to be there again."""
+    def begun(self) -> list[SglangStream]:
+        """The requests in the engine, and the requests that have tokens and wait to return there."""
         return [stream for stream in self.streams.values() if stream.submitted or stream.made]
 
-    async def run(self, request: GenerateRequest, prompt: list[int]) -> AsyncGenerator[Piece, None]:
-        """Until a piece has a finish_reason. Leaving early aborts the request in the engine."""
+    async def run(self, request: GenerateRequest, prompt: list[int]) -> AsyncGenerator[SglangPiece, None]:
+        """Yields pieces until one has a finish_reason. Leaving early aborts the request in the engine."""
         after = frozenset(request.stop_token_ids) if request.ignore_eos else frozenset()
-        stream = self.streams[request.id] = Stream(request, prompt, after, self._experts)
+        stream = self.streams[request.id] = SglangStream(request, prompt, after, self._experts)
         stream.feeding = asyncio.create_task(self._feed(stream))
         try:
             while True:
@@ -239,16 +240,17 @@ class Feeder:
                     return
         finally:
             del self.streams[request.id]
-            stream.feeding.cancel()  # of one that is in the engine, this is its abort there
+            stream.feeding.cancel()  # this aborts it in the engine
 
-    async def abort(self, streams: list[Stream]) -> None:
-        """Ends them here at once, and in the engine."""
+    async def abort(self, streams: list[SglangStream]) -> None:
+        """Ends these requests here at once, and in the engine."""
         for stream in streams:
-            stream.end(Piece(finish_reason="abort"))
+            stream.end(SglangPiece(finish_reason="abort"))
         await self._take_out(streams)
 
-    async def begin_again(self, streams: list[Stream]) -> None:
-        """Ends them in the engine; when the gate opens it is asked for the rest, after the tokens so far."""
+    async def begin_again(self, streams: list[SglangStream]) -> None:
+        """Ends these requests in the engine. When the gate opens, the engine is asked for the rest, after the tokens so
+        far."""
         await self._take_out(streams)
         for stream in streams:
             if not stream.ended and self.streams.get(stream.request.id) is stream:
@@ -256,22 +258,22 @@ class Feeder:
                 stream.feeding = asyncio.create_task(self._feed(stream))
 
     def end_left(self, adapter: str) -> None:
-        """In a frozen engine, those of which nobody is here any more. They were aborted before: the scheduler may have
-        left them to the next step then, which doesn't come."""
+        """Ends, in a frozen engine, requests of this adapter that were aborted before: the scheduler may have left the
+        abort to the next step, which does not come."""
         for rid, state in list(self._manager.rid_to_state.items()):
             if state.obj.lora_path == adapter:
-                state.abort_sent = False  # or it is not sent twice
+                state.abort_sent = False  # otherwise it is not sent again
                 self._manager.abort_request(rid)
 
-    def go_on(self) -> None:
-        """The gate is no bar to what has begun."""
+    def feed_begun(self) -> None:
+        """Lets requests that have begun pass the closed gate."""
         for stream in self.begun():
             if not (stream.submitted or stream.ended) and stream.feeding is not None:
                 stream.feeding.cancel()
                 stream.feeding = asyncio.create_task(self._feed(stream, waits=False))
 
     @staticmethod
-    async def _take_out(streams: list[Stream]) -> None:
+    async def _take_out(streams: list[SglangStream]) -> None:
         tasks = [stream.feeding for stream in streams if stream.feeding is not None]
         for task in tasks:
             task.cancel()
@@ -279,13 +281,13 @@ class Feeder:
             await asyncio.wait(tasks)
 
     def fail(self, error: PlaneError) -> None:
-        """The engine is dead."""
+        """Ends all requests: the engine is dead."""
         for stream in self.streams.values():
             stream.end(error)
             if stream.feeding is not None:
-                stream.feeding.cancel()  # it would wait for ever
+                stream.feeding.cancel()  # it would never return
 
-    async def _feed(self, stream: Stream, *, waits: bool = True) -> None:
+    async def _feed(self, stream: SglangStream, *, waits: bool = True) -> None:
         try:
             while waits and not self._open.is_set():
                 await self._open.wait()
@@ -294,14 +296,14 @@ class Feeder:
             async with contextlib.aclosing(self._manager.generate_request(self._asked(stream))) as outputs:
                 async for out in outputs:
                     if stream.take(out, self.key, self._label_of(stream.request.adapter)):
-                        return  # where the engine would go on, closing aborts it
+                        return  # closing aborts the request in the engine
             stream.end(EngineFailed("SGLang ended the request without a reason"))
         except PlaneError as error:
             stream.end(error)
         except Exception as error:
             stream.end(EngineFailed(f"{type(error).__name__}: {error}"))
 
-    def _asked(self, stream: Stream) -> Any:
+    def _asked(self, stream: SglangStream) -> Any:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         request = stream.request
@@ -322,7 +324,7 @@ class Feeder:
                 "temperature": request.temperature,
                 "top_p": request.top_p,
                 "top_k": min(request.top_k, MAX_TOP_K) or -1,
-                # A draw is of seed and position, so the same one goes on.
+                # A draw depends on seed and position only, so the rest continues the same draws.
                 "sampling_seed": request.seed if request.seed is not None else secrets.randbelow(MAX_SEED),
                 "stop_token_ids": sorted({*request.stop_token_ids, *self.eos}) or None,
                 "ignore_eos": request.ignore_eos,

@@ -1,7 +1,7 @@
 """The `vllm` engine: vLLM's AsyncLLM, built in this process, on a CPU or on GPUs.
 
-This process has its front end, on the engine loop; the scheduler is a process of its own, and so is each rank of the
-model, where an extension of ours (`vllm_rank`) receives and swaps the weights.
+vLLM's front end runs in this process, on the engine loop. Its scheduler is a process of its own, and so is each rank of
+the model, where our extension (`rank.py`) receives and swaps the weights.
 """
 
 from __future__ import annotations
@@ -10,45 +10,50 @@ import asyncio
 import contextlib
 import itertools
 import shutil
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
-from rl_plane.protocol.update_requests import PreparedReply
-from rl_plane.protocol.versions import TensorSpec, WeightVersion
-from rl_plane.transports.reception import Cancelled, Reception
+from rl_plane.protocol.versions import WeightVersion
 from worker.engines.base import (
     LACKING,
     AdapterLost,
-    CheckAction,
-    EngineAdapter,
     EngineInfo,
     EngineOptions,
     PauseMode,
 )
+from worker.engines.capabilities import CheckAction, FullEngine
 from worker.engines.common.lora import NO_LORA
-from worker.engines.common.scoring import check_adapter, check_memory, check_sequences, checked_scores
+from worker.engines.common.scoring import check_memory, check_sequences, checked_scores
 from worker.engines.common.spans import Label, SpanLog
 from worker.engines.common.stop_strings import ReplyText
-from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_tokens, no_cut_rows, refuse_lacking
+from worker.engines.common.token_checks import (
+    NO_EXPERTS,
+    NO_ROUTED,
+    check_adapter,
+    check_tokens,
+    no_cut_rows,
+    refuse_lacking,
+)
 from worker.engines.common.tokenizing import (
     Tokenizing,
     eos_tokens,
     load_tokenizer,
     nothing_made,
 )
+from worker.engines.common.weights_in_ranks import WeightsInRanks
 from worker.engines.vllm.args import parse_arguments
-from worker.engines.vllm.plugin import lora_request
+from worker.engines.vllm.lora_requests import lora_request
 from worker.engines.vllm.processes import NO_TRITON, VllmProcess, quieten
 from worker.engines.vllm.scorer import METHOD
-from worker.engines.vllm.sleep_levels import SLEEP_LEVEL, Call, ReleasedMemory
+from worker.engines.vllm.sleep_levels import SLEEP_LEVEL, ReleasedMemory, SleepCall
 from worker.engines.vllm.streams import Streams
 from worker.receive.rank_agents.ranks import Ranks
 
 KEPT_STATES = 256
-"""A request that is older than so many updates has tokens of unknown versions."""
+"""The number of updates that the engine remembers. A request that is older has tokens of unknown versions."""
 
 _FAST_PREFILL = "vLLM's fast prefill makes none that are right: start it without kv_sharing_fast_prefill"
 _SECOND_RUNNER = (
@@ -60,7 +65,7 @@ _NO_SLEEP = "vLLM's sleep mode is off: start it with --enable-memory-saver"
 
 @dataclass(slots=True)
 class _State:
-    """What the engine held while it called its weights by one name. A version that is None is unknown."""
+    """The versions of the weights while the engine had one name for them. None: an unknown version."""
 
     base: WeightVersion | None = None
     adapters: dict[str, WeightVersion] = field(default_factory=dict)
@@ -68,7 +73,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class _Lora:
-    """A loaded adapter: vLLM's number for it, and its files, which stay as long as it is loaded."""
+    """A loaded adapter: vLLM's number for it, and the path of its files, which stay while it is loaded."""
 
     number: int
     path: str
@@ -77,11 +82,11 @@ class _Lora:
         return lora_request(self.number, self.path)
 
 
-def build(options: EngineOptions) -> EngineAdapter:
+def build(options: EngineOptions) -> FullEngine:
     return VllmEngine(options)
 
 
-class VllmEngine(Tokenizing):
+class VllmEngine(Tokenizing, WeightsInRanks, FullEngine):
     def __init__(self, options: EngineOptions) -> None:
         super().__init__()
         options.check_model()
@@ -96,15 +101,14 @@ class VllmEngine(Tokenizing):
         self._streams: Streams | None = None
         self._numbers = itertools.count(1)
         self._loras: dict[str, _Lora] = {}
-        self._in_place: set[str] = set()
-        """Receptions that are open, and go over the served weights."""
         self._state = _State()
         self._states = {"default": self._state}
-        """vLLM's name for the weights → what they are."""
+        """vLLM's name for the weights → their versions."""
 
     # life
 
     async def start(self) -> EngineInfo:
+        self.engine_loop = asyncio.get_running_loop()
         try:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self._options.model)
             eos = await asyncio.to_thread(eos_tokens, self._options.model, self._tokenizer)
@@ -222,9 +226,13 @@ class VllmEngine(Tokenizing):
                     )
                     told = None
                     if finished:
-                        return  # a stop string ends it here; closing ends it in the engine
+                        return  # a stop string ends the request here; closing ends it in the engine
         except Exception as error:
             raise self._process.translated(error) from error
+
+    @property
+    def ranks(self) -> Ranks:
+        return self._process.ranks
 
     def _running(self) -> Streams:
         self._process.check_alive()
@@ -234,12 +242,7 @@ class VllmEngine(Tokenizing):
     def _lora_of(self, request: GenerateRequest) -> Any:
         if request.adapter is None:
             return None
-        if request.adapter not in self._loras:
-            raise InvalidRequest(
-                f"there is no adapter {request.adapter[:64]!r} here",
-                field="model",
-                fix="name one that is loaded, or the base model",
-            )
+        check_adapter(request.adapter, self._loras, "model")
         return self._loras[request.adapter].request()
 
     def _label(self, name: str | None, adapter: str | None) -> Label:
@@ -253,7 +256,7 @@ class VllmEngine(Tokenizing):
         return before + len(ended)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
-        """After `clear_cache` running requests have their KV computed again."""
+        """After `clear_cache`, running requests compute their KV again."""
         was_paused = self._paused
         try:
             self._paused = True
@@ -262,24 +265,24 @@ class VllmEngine(Tokenizing):
                 self._abort_tokenized(None)
             return clear_cache and await self.flush_cache()
         except BaseException:
-            with contextlib.suppress(PlaneError):  # the first error is the one that counts
-                if was_paused:  # others than those that a `keep` froze were not running
+            with contextlib.suppress(PlaneError):  # the first error counts
+                if was_paused:  # only requests that a `keep` froze were running
                     await self._freeze("keep")
                 else:
                     await self.resume()
             raise
 
     async def _freeze(self, mode: PauseMode) -> None:
-        # Not by pause_generation, which sleeps for the looks of it: each token says itself what made it.
+        # Not by pause_generation, which adds a sleep: each token has its own label.
         await self._process.ask(self._process.llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
 
     async def resume(self) -> None:
-        self._paused = False  # what was asked last counts, also where its answer comes late
+        self._paused = False  # the last call counts, even if its answer comes late
         await self._process.ask(self._process.llm.resume_generation())
 
     async def flush_cache(self) -> bool:
-        """While requests run, vLLM refuses; frozen ones lose their KV, which is computed again when they go on. With it
-        goes what vLLM keeps in host memory (`kv_offloading_size`), by a connector of its own."""
+        """vLLM refuses while requests run. Frozen requests lose their KV, and compute it again when they continue. The
+        KV that vLLM's own connector keeps in host memory (`kv_offloading_size`) is dropped, too."""
         llm = self._process.llm
         return await self._process.ask(
             llm.reset_prefix_cache(reset_running_requests=self._paused, reset_connector=True)
@@ -290,53 +293,15 @@ class VllmEngine(Tokenizing):
 
     # weights
 
-    def weight_spec(self) -> Mapping[str, TensorSpec]:
-        return self._process.ranks.weight_spec()
-
-    def open(self, reception: Reception) -> None:
-        self._process.ranks.open(reception)
-        if reception.in_place:
-            self._in_place.add(reception.staging)
-
-    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
-        receivers = self._process.ranks
-        if staging not in self._in_place:
-            return receivers.receive(staging, cancelled)
-        self._in_place.discard(staging)
-        try:
-            self._process.run_on_loop(self._begin_overwrite())
-        except BaseException:
-            receivers.discard(staging)
-            raise
-        reply = receivers.receive(staging, cancelled)
-        self._process.run_on_loop(self._add_loras())
-        return reply
-
-    async def _begin_overwrite(self) -> None:
+    async def before_overwrite(self) -> None:
         self._check_paused()
         await self._forget_base()
 
-    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
-        return self._process.ranks.feed(staging, part, cancelled)
-
-    def kept(self) -> str | None:
-        return self._process.ranks.kept()
-
-    async def discard(self, staging: str) -> None:
-        self._in_place.discard(staging)
-        await asyncio.to_thread(self._process.ranks.discard, staging)
-
-    def offer(self) -> dict[str, Any] | None:
-        return self._process.ranks.offer()
-
-    def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return self._process.ranks.init_transport(config)
-
-    def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
-        return self._process.ranks.destroy_transport(backend, group)
+    async def after_overwrite(self) -> None:
+        await self._add_loras()
 
     async def swap(self, staging: str, version: WeightVersion) -> bool:
-        """Running requests have their KV computed again: vLLM drops the prefix cache only with theirs."""
+        """Running requests compute their KV again: vLLM drops the prefix cache only together with theirs."""
         try:
             self._check_paused()
             await asyncio.to_thread(self._process.ranks.rows, "take", {"staging": staging})
@@ -351,14 +316,14 @@ class VllmEngine(Tokenizing):
         return flushed
 
     async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
-        """Running requests have their KV computed again."""
+        """Running requests compute their KV again."""
         self._process.check_alive()
         info = self._info
         assert info is not None, "start sets it"
         if (reason := info.capabilities.get("score")) is not None:
             raise Unsupported(reason, field="op", fix=LACKING)
         checked = check_sequences(sequences, info.vocab_size, info.max_model_len)
-        check_adapter(adapter, self._loras)
+        check_adapter(adapter, self._loras, "adapter")
         check_memory(self._released.tags)
         lora = None if adapter is None else (self._loras[adapter].number, self._loras[adapter].path)
         was_paused, llm = self._paused, self._process.llm
@@ -374,22 +339,22 @@ class VllmEngine(Tokenizing):
         return checked_scores(scores, checked)
 
     async def _flush(self, stale: bool) -> bool:
-        """`stale`: new requests would find what is in it."""
+        """`stale`: new requests would find KV of the old weights."""
         flushed = await self.flush_cache()
         if stale and not flushed:
             raise EngineFailed("vLLM did not flush its prefix cache: new requests would reuse older KV")
         return flushed
 
     def _adapter_versions(self) -> dict[str, WeightVersion]:
-        """Of those that are loaded: no request can name another one."""
+        """The versions of the loaded adapters: no request can name another one."""
         return {name: version for name, version in self._state.adapters.items() if name in self._loras}
 
     async def _forget_base(self) -> None:
-        """From here on its weights are of no version."""
+        """Says that the base weights are of no version from here on."""
         await self._name_state(None, self._adapter_versions())
 
     async def _add_loras(self) -> None:
-        """Again: new base weights have dropped them."""
+        """Loads all adapters again: new base weights have dropped them."""
         for lora in self._loras.values():
             await self._add_lora(lora)
 
@@ -398,11 +363,11 @@ class VllmEngine(Tokenizing):
             raise EngineFailed("a swap needs a paused engine")
 
     async def _forget(self, staging: str) -> None:
-        with contextlib.suppress(PlaneError):  # the first error is the one that counts
+        with contextlib.suppress(PlaneError):  # the first error counts
             await self.discard(staging)
 
     async def _name_state(self, base: WeightVersion | None, adapters: dict[str, WeightVersion]) -> None:
-        """What the engine makes from now on is made of these."""
+        """Labels the tokens that follow with these versions."""
         state, name = _State(base, adapters), f"state-{next(self._numbers)}"
         self._states[name] = state
         while len(self._states) > KEPT_STATES:
@@ -410,7 +375,7 @@ class VllmEngine(Tokenizing):
         try:
             await self._process.ask(self._process.llm.update_weight_version(name))
         except BaseException:
-            del self._states[name]  # should the engine have it nevertheless, nobody knows what it makes
+            del self._states[name]  # if the engine has the name nevertheless, its tokens are of unknown weights
             raise
         self._state = state
 
@@ -424,7 +389,7 @@ class VllmEngine(Tokenizing):
         if staging is None:
             return await self._unload(name, before)
         try:
-            self._info.check_place(name, self._loras)  # vLLM would make one
+            self._info.check_place(name, self._loras)  # vLLM would evict another adapter
         except InvalidRequest:
             await self._forget(staging)
             raise
@@ -433,7 +398,7 @@ class VllmEngine(Tokenizing):
         try:
             assert version is not None, "of an adapter that is loaded"
             await self._add_lora(lora)
-            # The cache goes by the adapters' numbers, and this one may have an old one's.
+            # The cache is keyed by the adapters' numbers, and this one may have the number of an old one.
             flushed = await self._flush(stale=before is not None)
             await self._name_state(self._state.base, self._adapter_versions() | {name: version})
         except BaseException as error:
@@ -450,7 +415,7 @@ class VllmEngine(Tokenizing):
         limits = self._process.config.lora_config
         if limits is None:
             return None
-        # On a CPU the last slot is kept empty: see `completed`.
+        # On a CPU the last slot stays empty: see `completed`.
         return int(limits.max_loras - 1 if current_platform.is_cpu() else limits.max_cpu_loras or limits.max_loras)
 
     def _lora_rank(self) -> int | None:
@@ -458,7 +423,7 @@ class VllmEngine(Tokenizing):
         return None if limits is None else int(limits.max_lora_rank)
 
     async def _add_lora(self, lora: _Lora) -> None:
-        """In the place of the one with its number, if there is one; on a rank where this one does not load, that
+        """Replaces the adapter of this number, if there is one. On a rank where this one does not load, the old one
         stays."""
         await self._process.on_ranks("rl_plane_add_lora", lora.number, lora.path)
 
@@ -470,33 +435,34 @@ class VllmEngine(Tokenizing):
             if before is not None:
                 await self._put_back(name, before, error)
             else:
-                with contextlib.suppress(PlaneError):  # the first error is the one that counts
+                with contextlib.suppress(PlaneError):  # the first error counts
                     await self._remove_lora(lora)
         finally:
             await asyncio.to_thread(shutil.rmtree, lora.path, ignore_errors=True)
 
     async def _put_back(self, name: str, lora: _Lora, error: BaseException) -> None:
-        """On every rank, whatever each has. Where that fails too, they may differ: no request may come to it."""
+        """Restores the adapter on every rank, whatever each rank has. If that fails, the ranks may differ: no request
+        may use the adapter."""
         try:
             await self._add_lora(lora)
         except EngineDied:
             raise
         except PlaneError as failure:
             await self._end_adapter(name, lora)
-            with contextlib.suppress(PlaneError):  # the first error is the one that counts
+            with contextlib.suppress(PlaneError):  # the first error counts
                 await self._remove_lora(lora)
             raise AdapterLost.of(name, error, failure) from error
 
     async def _end_adapter(self, name: str, lora: _Lora) -> None:
-        """No request can name it any more, and those that have end."""
+        """Removes the adapter's name, and ends its requests."""
         del self._loras[name]
         streams = self._running()
         await self._process.ask(streams.abort(streams.of_adapter(name)))
         await asyncio.to_thread(shutil.rmtree, lora.path, ignore_errors=True)
 
     async def _unload(self, name: str, lora: _Lora | None) -> bool:
-        """What may fail comes before the adapter is gone. Its version stays in the state until the next one: no request
-        can ask for it."""
+        """Does everything that may fail before the adapter is removed. Its version stays in the state until the next
+        one: no request can ask for it."""
         flushed = await self.flush_cache()
         if lora is None:
             return flushed
@@ -509,10 +475,7 @@ class VllmEngine(Tokenizing):
         return flushed
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None:
-        if name not in self._loras:
-            raise InvalidRequest(
-                f"there is no adapter {name[:64]!r} here", field="name", fix="name one that is loaded"
-            )
+        check_adapter(name, self._loras, "name")
         self._state.adapters[name] = version
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
@@ -522,12 +485,12 @@ class VllmEngine(Tokenizing):
             return await self._reset()
         if info.device != "cpu":
             return await asyncio.to_thread(self._process.ranks.check, action)
-        # On a CPU a check runs the packed layers, which are the running steps' too.
+        # On a CPU a check runs the packed layers, which running steps use too.
         return await self._process.on_ranks("rl_plane_check", action)
 
     async def _reset(self) -> list[dict[str, Any]]:
-        """Frozen meanwhile: the adapters are dropped with the weights, and a step that lacked one would look for the
-        files that its request began with, which may have gone."""
+        """Freezes the engine meanwhile: the adapters are dropped with the weights, and a step without one would read
+        the files that its request began with, which may be deleted."""
         was_paused = self._paused
         await self._freeze("keep")
         await self._forget_base()
@@ -538,7 +501,7 @@ class VllmEngine(Tokenizing):
         return rows
 
     async def release_memory(self, tags: list[str]) -> None:
-        """Frozen requests lose their KV, which is computed again when they go on."""
+        """Frozen requests lose their KV, and compute it again when they continue."""
         self._check_able_to_sleep()
         for call in self._released.release(tags):
             await self._make(call)
@@ -548,13 +511,13 @@ class VllmEngine(Tokenizing):
         for call in self._released.resume(tags):
             await self._make(call)
 
-    async def _make(self, call: Call) -> None:
+    async def _make(self, call: SleepCall) -> None:
         llm = self._process.llm
         match call.method:
             case "sleep":
                 await self._process.ask(llm.sleep(level=SLEEP_LEVEL, mode="keep"))
             case "release_kv_cache_memory":
-                # It wants a scheduler that has nothing to do: an abort leaves it something.
+                # vLLM needs an idle scheduler: an abort leaves work for it.
                 await self._freeze("keep")
                 await self._process.ask(llm.release_kv_cache_memory())
             case "wake_up":

@@ -1,4 +1,5 @@
-"""An adapter as files, for an engine that reads adapters from files only: what was received and checked, no more."""
+"""Writes an adapter to files, for an engine that reads adapters from files only: exactly what was received and
+checked."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from worker.engines.common.lora import LoraConfig
 def write_adapter(
     path: Path, lora: LoraConfig, modules: list[str], spec: Mapping[str, TensorSpec], tensors: Mapping[str, Any]
 ) -> None:
-    """`tensors`: torch's, of the shapes and dtypes of `spec`."""
+    """`tensors`: torch tensors with the shapes and dtypes of `spec`."""
     import torch
 
     path.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""`--engine-arg key=value` for vLLM: any of its engine arguments, typed as on its own command line."""
+"""The engine arguments of vLLM (`--engine-arg key=value`): any of its own arguments, typed as on its command line."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ OURS = {
     "worker_cls": "it would not be vLLM's own",
     "worker_extension_cls": "the worker has its own",
 }
-"""Arguments that the adapter sets or can't do without, and what to do instead."""
+"""Arguments that the adapter sets or can't work without, and what to do instead."""
 
 _GPU_ONLY: dict[str, tuple[Any, str]] = {
     "enable_expert_parallel": (False, "vLLM's CPU kernel for experts reads past those of its own rank"),
     "pipeline_parallel_size": (1, "vLLM's CPU build fails at the first request of a second pipeline stage"),
 }
-"""Argument → the only value that it may have on a CPU, and why."""
+"""Argument → the only value that it may have on a CPU, and the reason."""
 
 CPU_KV_CACHE_BYTES = 256 << 20
-"""Without a bound vLLM takes most of the machine's memory."""
+"""Without a bound, vLLM takes most of the machine's memory."""
 
 MAX_SEED = 1 << 31
-"""NumPy, which a rank seeds too, takes 32 bits."""
+"""NumPy takes 32 bits, and a rank seeds it too."""
 
 LORA_SLOTS = 4
-"""Adapters that may be loaded at once, unless said otherwise."""
+"""The number of adapters that may be loaded at once, unless the user says otherwise."""
 
 
 def parse_arguments(extra: Mapping[str, str]) -> dict[str, Any]:
@@ -103,10 +103,10 @@ def _items(text: str) -> list[str]:
 
 
 def completed(arguments: dict[str, Any], on_cpu: bool) -> dict[str, Any]:
-    """With what vLLM would choose otherwise than we want it."""
+    """The arguments, with our defaults where vLLM's own are wrong for us."""
     found = dict(arguments)
-    # By which requests without a seed draw. vLLM's own is 0: all workers would make the same samples of one prompt, and
-    # again after a restart. One for all ranks, which must draw alike.
+    # Requests without a seed draw by it. vLLM's own is 0: all workers would make the same samples of one prompt, and
+    # again after a restart. All ranks share one seed, since they must draw alike.
     found.setdefault("seed", secrets.randbelow(MAX_SEED))
     if on_cpu:
         found.setdefault("enforce_eager", True)  # compiling takes a minute, and gives a CPU little
@@ -117,13 +117,13 @@ def completed(arguments: dict[str, Any], on_cpu: bool) -> dict[str, Any]:
     if found.get("enable_lora"):
         found.setdefault("max_loras", LORA_SLOTS)
         if on_cpu:
-            # On a CPU vLLM gives a request without an adapter that of the last slot: one more, which stays empty.
+            # On a CPU, vLLM gives requests without an adapter the adapter of the last slot. One more slot stays empty.
             found["max_loras"] = 1 + max(found["max_loras"], found.pop("max_cpu_loras", None) or 0)
     return found
 
 
 def check_cpu(arguments: Mapping[str, Any]) -> None:
-    """InvalidRequest for what starts on a CPU, and then computes something else or dies."""
+    """Raises InvalidRequest for settings that start on a CPU, and then compute wrong tokens or end the engine."""
     for key, (only, why) in _GPU_ONLY.items():
         if arguments.get(key, only) != only:
             raise InvalidRequest(
@@ -132,7 +132,8 @@ def check_cpu(arguments: Mapping[str, Any]) -> None:
 
 
 def thread_binding(ranks: int) -> str | None:
-    """`VLLM_CPU_OMP_THREADS_BIND` for so many ranks on a CPU, which share its cores; None: vLLM's own way."""
+    """The value of `VLLM_CPU_OMP_THREADS_BIND` for this number of ranks on a CPU, which share its cores. None: vLLM's
+    own choice."""
     cores = sorted(os.sched_getaffinity(0))
     if ranks == 1 or len(cores) < ranks:
         return None

@@ -1,8 +1,8 @@
-"""vLLM's `wait`, made to wait for the requests that it has preempted as well.
+"""Makes vLLM's pause in mode `wait` wait for preempted requests, too. GPUs need it as well.
 
-A request that was running goes back to the queue when the cache is flushed under it, or has no place for it. While vLLM
-waits for running requests to end it starts nothing from the queue, and takes all in there for new: such a request would
-neither end nor be waited for.
+A running request returns to the queue when the cache is flushed under it, or has no room for it. While vLLM waits for
+running requests to end, it starts no request of the queue, and takes all requests in the queue for new ones. A
+preempted request would neither end nor be waited for.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def drain_preempted() -> None:
-    """In the process of the scheduler, before there is one."""
+    """Call it in the process of the scheduler, before vLLM makes one."""
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import RequestStatus
@@ -22,7 +22,7 @@ def drain_preempted() -> None:
         return bool(request.status != RequestStatus.PREEMPTED)
 
     def preempted(scheduler: Any) -> int:
-        """How many are waited for, of those in the queue."""
+        """Returns the number of preempted requests in the queue, while a pause waits for them."""
         if scheduler.pause_state != PauseState.PAUSED_NEW:
             return 0
         return sum(not is_new(request) for request in scheduler.waiting)
@@ -31,7 +31,7 @@ def drain_preempted() -> None:
         return int(count(scheduler)) + preempted(scheduler)
 
     def schedule_all(scheduler: Any, *arguments: Any, **more: Any) -> Any:
-        """As if it were running, and nobody new had come."""
+        """Schedules as if the engine ran and no new request had come."""
         if not preempted(scheduler):
             return schedule(scheduler, *arguments, **more)
         queue = scheduler.waiting

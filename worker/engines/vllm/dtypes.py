@@ -1,7 +1,7 @@
-"""The type in which vLLM keeps each tensor of a checkpoint, seen while it loads the model.
+"""Finds the type in which vLLM keeps each tensor of a checkpoint, while it loads the model.
 
 A parameter may have another name in vLLM, hold several tensors of the checkpoint, and have a type of its own: a router
-computes in float32 in a bfloat16 model. Only the load itself tells which tensor goes where.
+computes in float32 in a bfloat16 model. Only the load itself shows which tensor goes where.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _seen: dict[str, torch.dtype | None] = {}
-"""The tensors of the last load. None: this rank has no copy of the tensor."""
+"""The tensors of the last load → their type. None: this rank has no copy of the tensor."""
 
 
 def watch_loads() -> None:
@@ -40,8 +40,8 @@ def watch_loads() -> None:
 
 
 def dtypes_of_load() -> dict[str, torch.dtype]:
-    """Checkpoint name → the type of the parameter that the last load copied the tensor to. A tensor that is on another
-    pipeline stage has the type of the same tensor in a layer of this stage, if there is one."""
+    """Checkpoint name → the type of the parameter that the last load copied the tensor to. A tensor on another pipeline
+    stage has the type of the same tensor in a layer of this stage, if there is one."""
     of_kind = {_kind(name): dtype for name, dtype in _seen.items() if dtype is not None}
     found = {name: dtype or of_kind.get(_kind(name)) for name, dtype in _seen.items()}
     return {name: dtype for name, dtype in found.items() if dtype is not None}
@@ -58,7 +58,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[misc,unused-ignore]
     def __init__(self) -> None:
         super().__init__()
         self.names: dict[int, str] = {}
-        """Where the memory of a tensor begins → its name."""
+        """The address of a tensor's memory → its name."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:

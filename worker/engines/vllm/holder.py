@@ -16,17 +16,17 @@ from rl_plane.transports.reception import Cancelled, TensorStream
 from worker.engines.common.lora import SWITCH_ON, LoraConfig
 from worker.engines.common.rank_holder import RankHolder
 from worker.engines.common.torch_weights import DTYPE_OF_NAME, host_copies
-from worker.engines.common.weight_checks import WeightChecks, noise
+from worker.engines.common.weight_checks import TensorChecks, noise
 from worker.engines.vllm.adapter_files import write_adapter
 from worker.engines.vllm.dtypes import dtypes_of_load
 
 IDENTITY_ROWS = 256
-"""Of a packed layer's weights that are read at once."""
+"""Rows of a packed layer's weights that are read at once."""
 
 
-class StagedAdapter:
-    """Its files, in the engine's private directory: vLLM reads adapters from files. None in all ranks but the first.
-    They go with this object, unless they are taken."""
+class VllmStagedAdapter:
+    """An adapter's files in the engine's private directory: vLLM reads adapters from files. Only the first rank has
+    files. They are deleted with this object, unless they are taken."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -39,6 +39,8 @@ class StagedAdapter:
 
 
 class VllmHolder(RankHolder):
+    """A WeightHolder of one rank."""
+
     def __init__(self, model: Path, directory: Path, runner: Any, rank: int) -> None:
         _check_reloads(runner.get_model())
         dtypes = {name: tensor.dtype for name, tensor in runner.model.state_dict().items()}
@@ -50,7 +52,7 @@ class VllmHolder(RankHolder):
         self.checks = VllmChecks(runner.model, self._lock)
 
     def reset(self) -> None:
-        """Noise over every tensor."""
+        """Writes noise over every tensor."""
         self._write(self._noise())
 
     def _noise(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -61,12 +63,12 @@ class VllmHolder(RankHolder):
         try:
             self._runner.reload_weights(weights_iterator=tensors)
         except BaseException:
-            # Layers wait for the rest of their tensors: the next ones must find them as they were at the start.
+            # Layers wait for the rest of their tensors. The next load must find them as at the start.
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
             finalize_layerwise_reload(self._runner.get_model(), self._runner.model_config)
-            # A layer that was half-way has what the memory held. A NaN there would get into the KV cache, and from
-            # there into requests that come after good weights have.
+            # A half-loaded layer has whatever the memory held. A NaN would get into the KV cache, and from there into
+            # requests after good weights.
             self._runner.reload_weights(weights_iterator=self._noise())
             raise
 
@@ -74,14 +76,14 @@ class VllmHolder(RankHolder):
 
     def stage_adapter(
         self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
-    ) -> StagedAdapter:
+    ) -> VllmStagedAdapter:
         lora, modules, spec = self._adapter(config)
         copies = dict(host_copies(tensors, spec, frozenset(), cast, cancelled))
         if self._rank != 0:
-            return StagedAdapter(None)  # all ranks read the first one's files
+            return VllmStagedAdapter(None)  # all ranks read the first one's files
         self._staged_adapters += 1
         path = self._directory / f"adapter-{self._staged_adapters}"
-        staged = StagedAdapter(path)
+        staged = VllmStagedAdapter(path)
         write_adapter(path, lora, modules, spec, copies)
         return staged
 
@@ -102,14 +104,15 @@ class VllmHolder(RankHolder):
             )
 
     def _adaptable(self) -> set[str]:
-        """The last parts of the names of modules that vLLM takes adapters to."""
+        """The last parts of the names of modules that take adapters."""
         manager = self._runner.lora_manager._adapter_manager
         packed = manager.packed_modules_mapping
         return {name for module in manager.supported_lora_modules for name in packed.get(module, [module])}
 
 
 def _check_reloads(model: Any) -> None:
-    """Unsupported where vLLM makes something of the whole model's weights after the first load, and of no later one."""
+    """Raises Unsupported if vLLM derives data from the whole model's weights after the first load, and not after later
+    ones."""
     if hasattr(model, "process_weights_after_loading"):
         raise Unsupported(
             f"vLLM derives weights of {type(model).__name__} at its start, and does not derive them again after an "
@@ -119,9 +122,9 @@ def _check_reloads(model: Any) -> None:
         )
 
 
-class VllmChecks(WeightChecks):
-    """On a CPU vLLM packs the weights of linear layers and drops the tensors: then what the layer makes of the unit
-    vectors is its weights, element by element."""
+class VllmChecks(TensorChecks):
+    """Checks that also read packed layers. On a CPU, vLLM packs the weights of linear layers and drops the tensors:
+    what the layer makes of the unit vectors is then its weights, element by element."""
 
     def __init__(self, model: Any, lock: threading.Lock) -> None:
         super().__init__(model.state_dict, lock)

@@ -1,5 +1,8 @@
-"""How vLLM comes to end a request whose logits are no numbers. Its own count of NaNs in them goes from each rank to the
-front end with the tokens, and ends there, unread. It is taken before sampling here, and knows infinity too."""
+"""Ends a request of vLLM whose logits are not finite numbers.
+
+vLLM counts the NaNs in the logits of each request, and sends the count from each rank to the front end, where it is
+unused. Here the ranks count before sampling, and count infinity too; the front end ends the request.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,15 @@ from typing import Any
 from worker.engines.common.finite_logits import NOT_FINITE, take_out
 
 COUNT = "VLLM_COMPUTE_NANS_IN_LOGITS"
-"""Set in vLLM's processes: with it there is a count."""
+"""An environment variable of vLLM's processes that turns the count on."""
 
 RAISE = "VLLM_RAISE_ON_LOGIT_NANS"
-"""Not set there: the engine would end itself."""
+"""An environment variable that must not be set there: the engine would end itself."""
 
 
 def count_before_sampling(runner: Any) -> None:
-    """In one rank, once. vLLM counts after sampling, which changes logits in their place: a temperature may make
-    infinity of them, and what a request bars hides a NaN."""
+    """Call it once in a rank. vLLM counts after sampling, which changes logits in place: a temperature may make them
+    infinite, and what a request bars hides a NaN."""
     if runner.vllm_config.use_v2_model_runner:
         from vllm.v1.worker.gpu.sample import sampler
 
@@ -36,8 +39,8 @@ def count_before_sampling(runner: Any) -> None:
 
 
 def end_by_count(llm: Any) -> None:
-    """In the front end, once. `llm`: an AsyncLLM. A request ends before the first token that has a count: its finish
-    reason is `error`, and its stop reason says why."""
+    """Call it once in the front end. `llm`: an AsyncLLM. A request ends before the first token that has a count: its
+    finish reason is `error`, and its stop reason says why."""
     from vllm.v1.engine import FinishReason
 
     processor = llm.output_processor
@@ -49,7 +52,7 @@ def end_by_count(llm: Any) -> None:
             output.new_token_ids, output.new_logprobs = [], None
             output.finish_reason, output.stop_reason = FinishReason.ERROR, NOT_FINITE
         processed = process(outputs, *more, **options)
-        processed.reqs_to_abort.extend(output.request_id for output in counted)  # there they go on
+        processed.reqs_to_abort.extend(output.request_id for output in counted)  # the scheduler still runs them
         return processed
 
     processor.process_outputs = process_counted

@@ -1,20 +1,17 @@
-"""What vLLM loads in each of its processes (entry point `vllm.general_plugins`): little, and only for our engines."""
+"""The plugin that vLLM loads in each of its processes (entry point `vllm.general_plugins`). It acts only for our
+engines."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
-import time
 from typing import Any
 
 log = logging.getLogger("worker.vllm")
 
 MARK = "RL_PLANE_VLLM"
-"""In the environment of the processes that the adapter starts: the worker's process id."""
-
-POLL_S = 2e-5
-"""Far below a step's time, and enough for others to run."""
+"""An environment variable of the processes that the adapter starts: the worker's process id."""
 
 
 def register() -> None:
@@ -26,7 +23,6 @@ def register() -> None:
     from worker.receive.rank_agents.agent_server import belong_to_worker
 
     belong_to_worker()
-    _poll_politely()
     _wake_without_a_step()
     drain_preempted()
     _score_between_steps()
@@ -37,34 +33,18 @@ def register() -> None:
     watch_loads()
 
 
-def lora_request(number: int, path: str, anew: bool = False) -> Any:
-    """`anew`: in the place of the one that has this number."""
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(f"adapter-{number}", number, path, load_inplace=anew)
-
-
-def _poll_politely() -> None:
-    """On a CPU vLLM's processes poll each other by sched_yield, on the cores that everybody needs: on Linux 6.18 nobody
-    else runs for seconds then, NATS included. A short sleep costs a step little."""
-    from vllm.distributed.device_communicators import shm_broadcast
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        shm_broadcast.sched_yield = lambda: time.sleep(POLL_S)
-
-
 def _correct_cpu_build() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        from worker.engines.vllm.patches.cpu_build import correct_experts
+        from worker.engines.vllm.patches.cpu_build import correct_experts, poll_politely
 
+        poll_politely()
         correct_experts()
 
 
 def _wake_without_a_step() -> None:
-    """When all memory is back, vLLM's scheduler would go on by itself. Here that is for `resume` to say."""
+    """Stops vLLM's scheduler from continuing by itself when all memory is back: here `resume` does that."""
     from vllm.v1.engine.core import EngineCore
 
     def wake_up(core: Any, tags: list[str] | None = None) -> bool:
@@ -83,17 +63,22 @@ def _score_between_steps() -> None:
 
 
 def _leave_no_nan_in_blocks() -> None:
-    """A block of the KV cache that goes to another request holds what was there before, until it is full. Kernels give
-    that the weight zero, and zero times NaN is NaN: weights that diverged, an adapter's too, would spoil what good ones
-    make later. vLLM zeroes a block before its use, but for some kinds of models only."""
+    """Makes vLLM zero a block of the KV cache before another request uses it.
+
+    A block holds old data until it is full. Kernels give that data the weight zero, and zero times NaN is NaN: diverged
+    weights, an adapter's too, would spoil the tokens of good ones. vLLM zeroes blocks for some kinds of models only.
+    """
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     KVCacheConfig.needs_kv_cache_zeroing = property(lambda config: True)
 
 
 def _end_as_a_rank_does() -> None:
-    """A rank that is killed while it loads makes vLLM's scheduler end as one that can't load does: with 1. The worker,
-    which is worth starting again after the first only, can't see the rank's own exit code."""
+    """Makes vLLM's scheduler end by SIGKILL if a rank is killed while it loads.
+
+    vLLM's own exit code is 1, as for a rank that can't load. The worker is worth restarting after a kill only, and
+    can't see the rank's own exit code.
+    """
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     from worker.engines.common.process_watch import SHOWS_S, killed
@@ -110,7 +95,8 @@ def _end_as_a_rank_does() -> None:
 
 
 def take_temperatures_as_they_are() -> None:
-    """vLLM raises those below 0.01 to that, where a request is made and again where it is read."""
+    """Stops vLLM from raising temperatures below 0.01 to 0.01. It does so where a request is made, and where it is
+    read."""
     from vllm import sampling_params
 
     sampling_params._MAX_TEMP = 0.0

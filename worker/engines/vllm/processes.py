@@ -1,4 +1,4 @@
-"""vLLM's AsyncLLM and its processes: how they start, how they are asked, how they end."""
+"""vLLM's AsyncLLM and its processes: how they start, answer and end."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ T = TypeVar("T")
 log = logging.getLogger("worker.vllm")
 
 CLOSE_TIMEOUT_S = 5.0
-"""How long killed processes may take to be gone."""
+"""Seconds that killed processes may take to end."""
 
 NO_TRITON = "vLLM tells them by its second model runner only, which needs Triton: this build has none"
 _LOGGING = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 _VITAL = "VLLM::"
-"""So begin the names of its processes."""
+"""The begin of the names of its processes."""
 
 
 def quieten() -> None:
-    """Before vLLM is imported."""
+    """Sets vLLM's log level. SleepCall it before vLLM is imported."""
     for name, value in _LOGGING.items():
         os.environ.setdefault(name, value)
 
 
 class VllmProcess:
-    """Used on the loop on which it was started."""
+    """Use it on the loop on which it was started."""
 
     def __init__(self, options: EngineOptions, arguments: dict[str, Any]) -> None:
         self._options = options
@@ -53,10 +53,10 @@ class VllmProcess:
 
     async def start(self) -> None:
         self._dead = asyncio.get_running_loop().create_future()
-        self._dead.add_done_callback(lambda dead: dead.exception())  # it may be that nobody asks
+        self._dead.add_done_callback(lambda dead: dead.exception())  # retrieved, even if no call waits
         self._directory = socket_directory()
         before = descendants()
-        # On this thread, which it holds up: the children end with the thread that starts them.
+        # On this thread, which it blocks: the children end with the thread that starts them.
         with StartWatch():
             try:
                 self._build(self._directory)
@@ -72,13 +72,13 @@ class VllmProcess:
 
     @property
     def llm(self) -> Any:
-        """vLLM's. EngineDied once it is dead."""
+        """vLLM's AsyncLLM. Raises EngineDied once it is dead."""
         self.check_alive()
         return self._llm
 
     @property
     def config(self) -> Any:
-        """vLLM's own."""
+        """vLLM's own config."""
         return self.llm.vllm_config
 
     @property
@@ -88,7 +88,7 @@ class VllmProcess:
         return self._ranks
 
     async def ask(self, work: Coroutine[Any, Any, T]) -> T:
-        """The engine's answer, or an EngineDied if it dies meanwhile: it would never answer."""
+        """Returns the engine's answer, or raises EngineDied if the engine dies meanwhile and would never answer."""
         dead = self._dead
         assert dead is not None, "it is running"
         task = asyncio.ensure_future(work)
@@ -115,17 +115,12 @@ class VllmProcess:
         return EngineFailed(f"{type(error).__name__}: {error}")
 
     async def on_ranks(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
-        """On vLLM's own thread in each rank, to its end in all of them; a row for each. Raises what a rank raised;
-        `rank_results` tell which."""
+        """Runs a method on vLLM's own thread in each rank, to its end in all of them. Returns a row per rank. Raises
+        what a rank raised; the error's `rank_results` says which."""
         outcomes = await self.ask(self.llm.collective_rpc(method, args=arguments))
         rows = [{"rank": rank, **outcome} for rank, outcome in enumerate(outcomes)]
         check_rows(rows)
         return rows
-
-    def run_on_loop(self, work: Coroutine[Any, Any, None]) -> None:
-        """For a thread: waits for what must happen on the engine loop."""
-        assert self._dead is not None, "it is running"
-        asyncio.run_coroutine_threadsafe(work, self._dead.get_loop()).result()
 
     async def end(self) -> None:
         self._tell_all("the engine was closed")
@@ -186,14 +181,14 @@ class VllmProcess:
         self._fail(f"vLLM's process {pid} ended")
 
     def _fail(self, why: str) -> None:
-        """The one way in which an engine dies: all that wait for it are told, and what is left of it is killed."""
+        """Reports the engine's death to all waiting calls, and kills its remaining processes. No other method does."""
         if self._tell_all(why):
             log.warning("%s", why)
             if self._watch is not None:
                 self._watch.kill()
 
     def _tell_all(self, why: str) -> bool:
-        """False: they know already that it is over."""
+        """Returns False if the end has been reported already."""
         if self._dead is None or self._dead.done():
             return False
         self._dead.set_exception(EngineDied(why))
@@ -207,7 +202,7 @@ class VllmProcess:
 
 
 def _reason(dead: asyncio.Future[NoReturn]) -> EngineDied:
-    """A fresh one for each who is told."""
+    """Makes a new error for each caller."""
     return EngineDied(str(dead.exception()))
 
 
@@ -224,7 +219,7 @@ def _check_device(device: str, on_cpu: bool) -> None:
 
 
 def _model_dtype(model: Path) -> str:
-    """As the checkpoint says: vLLM would take a smaller one for float32."""
+    """The checkpoint's dtype: vLLM would replace float32 by a smaller one."""
     from transformers import AutoConfig
 
     dtype = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().dtype
@@ -233,7 +228,7 @@ def _model_dtype(model: Path) -> str:
 
 @contextlib.contextmanager
 def _environment(sockets: Path, binding: str | None, deterministic: bool, eager: bool) -> Iterator[None]:
-    """For vLLM's processes. `eager`: nothing is compiled."""
+    """Sets the environment of vLLM's processes. `eager`: nothing is compiled."""
     kept = dict(os.environ)
     os.environ[MARK] = str(os.getpid())
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads

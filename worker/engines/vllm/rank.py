@@ -1,5 +1,5 @@
-"""What the adapter adds to vLLM's worker class (`worker_extension_cls`): the agent of a rank, and what must happen on
-vLLM's own thread, between two steps. Called by `collective_rpc`."""
+"""The extension of vLLM's worker class (`worker_extension_cls`): the agent of a rank, and the work that must run on
+vLLM's own thread, between two steps. `collective_rpc` calls it."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.transports.receiver_base import Places
 from rl_plane.transports.reception import Cancelled
 from worker.engines.common.torch_weights import StagedTensors
-from worker.engines.vllm.holder import StagedAdapter, VllmHolder
+from worker.engines.vllm.holder import VllmHolder, VllmStagedAdapter
 from worker.engines.vllm.logits import count_before_sampling
-from worker.engines.vllm.patches.prompt_logprobs import score_prompts_by_token
-from worker.engines.vllm.patches.seeds import rewind_by_state
-from worker.engines.vllm.plugin import lora_request
+from worker.engines.vllm.lora_requests import lora_request
+from worker.engines.vllm.prompt_logprobs import score_prompts_by_token
 from worker.receive.rank_agents.agent_server import AgentServer, Method, receiver_methods
 from worker.receive.weight_receiver import Receiver, load_transports
 
 
 class RankExtension:
-    """vLLM refuses names that its own class has."""
+    """Its names begin with `rl_plane_`: vLLM refuses names that its own class has."""
 
     model_runner: Any
     rank: int
     rl_plane_taken: StagedTensors | None = None
-    """For the next swap."""
+    """The staged weights of the next swap."""
 
     def rl_plane_start(self, model: str, directory: str, places: dict[str, Any]) -> dict[str, Any]:
         def start() -> None:
-            # It warns of tables that are in no checkpoint, at each reload.
+            # At each reload, vLLM warns of tables that are in no checkpoint.
             logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
             holder = VllmHolder(Path(model), Path(directory), self.model_runner, self.rank)
             transports = load_transports(Places.from_wire(places), str(self.model_runner.device))
@@ -44,6 +43,8 @@ class RankExtension:
             if self.model_runner.lora_config and not self.model_runner.vllm_config.use_v2_model_runner:
                 score_prompts_by_token(self.model_runner)
             if self.model_runner.device.type == "cpu":
+                from worker.engines.vllm.patches.seeds import rewind_by_state
+
                 rewind_by_state(self.model_runner)
             count_before_sampling(self.model_runner)
             AgentServer(Path(directory), self.rank, methods).start()
@@ -54,7 +55,7 @@ class RankExtension:
         return os.getpid()
 
     def rl_plane_swap(self) -> dict[str, Any]:
-        """By what was taken."""
+        """Swaps in the taken weights."""
 
         def swap() -> None:
             staged, self.rl_plane_taken = self.rl_plane_taken, None
@@ -63,8 +64,8 @@ class RankExtension:
 
         return _outcome(swap)
 
-    # Adapters not by vLLM's own calls: of one that raises in a rank, the answers of the ranks after it would be taken
-    # for those to the next call.
+    # These replace vLLM's own calls for adapters. If one of those raises in a rank, vLLM takes the answers of the later
+    # ranks for answers to the next call.
 
     def rl_plane_add_lora(self, number: int, path: str) -> dict[str, Any]:
         def add() -> None:
@@ -93,12 +94,12 @@ class RankExtension:
             self.rl_plane_taken = staged
 
         def discard(body: Mapping[str, Any], _: Cancelled) -> None:
-            self.rl_plane_taken = None  # another rank may have had nothing to take
+            self.rl_plane_taken = None  # another rank may have failed to take it
             receiver.discard(body["staging"])
 
         def take_adapter(body: Mapping[str, Any], _: Cancelled) -> dict[str, Any]:
             staged = receiver.take(body["staging"])
-            if not isinstance(staged, StagedAdapter):
+            if not isinstance(staged, VllmStagedAdapter):
                 raise EngineFailed(f"{body['staging']} is no adapter")
             return {"path": staged.take()}
 
@@ -116,7 +117,7 @@ def _check(holder: VllmHolder, action: str) -> dict[str, Any]:
 
 
 def _outcome(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
-    """What is raised here would reach the adapter without its type, or end the engine: it is told as `error`."""
+    """Returns an error as `error`: a raised one would reach the adapter without its type, or end the engine."""
     try:
         return work() or {}
     except PlaneError as error:

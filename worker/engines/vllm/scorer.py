@@ -1,6 +1,6 @@
 """Scores by vLLM: requests for prompt logprobs that its scheduler runs by themselves, while all others stand still.
 
-All of it is one call to the process of the scheduler. That process looks at no other call meanwhile.
+A score is one call to the process of the scheduler, which handles no other call meanwhile.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import secrets
 import time
 from typing import Any
 
-from worker.engines.vllm.plugin import lora_request
+from worker.engines.vllm.lora_requests import lora_request
 
 METHOD = "rl_plane_score"
 """The engine core's method that the adapter calls."""
@@ -19,8 +19,8 @@ _numbers = itertools.count(1)
 
 
 def score_in_core(core: Any, sequences: Any, adapter: Any) -> list[list[float]]:
-    """A method of vLLM's EngineCore. `adapter`: its number and path. The engine is paused by `keep`, and nothing in it
-    holds KV, so that the sequences find room whatever waits."""
+    """A method of vLLM's EngineCore. `adapter`: its number and path. The engine is paused by `keep`, and no request
+    holds KV, so the sequences find room whatever waits."""
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.request import RequestStatus
 
@@ -28,7 +28,7 @@ def score_in_core(core: Any, sequences: Any, adapter: Any) -> list[list[float]]:
     if scheduler.pause_state != PauseState.PAUSED_ALL or scheduler.running or scheduler.kv_holding_waiting:
         raise RuntimeError("vLLM scores only while it is paused and no request holds KV")
     waiting = list(scheduler.waiting)
-    # Also out of the table of requests, or they count as finished. An abort that comes meanwhile finds none of them
+    # They leave the table of requests too, or they count as finished. An abort that comes meanwhile finds none of them
     # here. vLLM handles each abort a second time, in the order of its calls: then they are back.
     scheduler.waiting.remove_requests(waiting)
     for request in waiting:
@@ -40,7 +40,7 @@ def score_in_core(core: Any, sequences: Any, adapter: Any) -> list[list[float]]:
             core.add_request(*core.preprocess_add_request(_request(key, sequence, adapter)))
         return _run(core, keys)
     finally:
-        scheduler.finish_requests(keys, RequestStatus.FINISHED_ABORTED)  # of what an error has left
+        scheduler.finish_requests(keys, RequestStatus.FINISHED_ABORTED)  # an error may have left some
         scheduler.set_pause_state(PauseState.PAUSED_ALL)
         for request in waiting:
             scheduler.waiting.add_request(request)
@@ -60,7 +60,7 @@ def _request(key: str, sequence: list[int], adapter: Any) -> Any:
         pooling_params=None,
         arrival_time=time.time(),
         lora_request=None if adapter is None else lora_request(*adapter),
-        cache_salt=secrets.token_hex(8),  # no other request finds what is left in the cache
+        cache_salt=secrets.token_hex(8),  # no other request finds this KV in the cache
         data_parallel_rank=None,
     )
 

@@ -17,33 +17,33 @@ _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort":
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """New tokens."""
+class VllmPiece:
+    """New tokens of one request."""
 
     token_ids: list[int]
     logprobs: list[float] | None
     tops: list[list[tuple[int, float]]] | None
     names: list[str | None]
-    """vLLM's name for the weights of each; None: unknown."""
+    """vLLM's name for the weights of each token. None: unknown."""
     finish_reason: FinishReason | None
     prompt_logprobs: list[float | None] | None
-    """With the first token, when asked for."""
+    """With the first token, if the request asks for them."""
     routed: RoutedExperts | None = None
-    """With the last one, when asked for: of all."""
+    """With the last token, if the request asks for them: the experts of all tokens."""
 
-    def until(self, count: int) -> Piece:
-        """So many of its tokens, the last of the request."""
+    def until(self, count: int) -> VllmPiece:
+        """The first `count` tokens, as the last ones of the request."""
         logprobs = None if self.logprobs is None else self.logprobs[:count]
         tops = None if self.tops is None else self.tops[:count]
-        return Piece(self.token_ids[:count], logprobs, tops, self.names[:count], "stop", self.prompt_logprobs)
+        return VllmPiece(self.token_ids[:count], logprobs, tops, self.names[:count], "stop", self.prompt_logprobs)
 
-    def by_weights(self) -> Iterator[Piece]:
-        """Each with tokens that the same weights made."""
+    def by_weights(self) -> Iterator[VllmPiece]:
+        """Yields pieces whose tokens the same weights made."""
         names, count = self.names, len(self.names)
         cuts = [0, *(at for at in range(1, count) if names[at] != names[at - 1]), count]
         for start, end in itertools.pairwise(cuts):
             is_last = end == count
-            yield Piece(
+            yield VllmPiece(
                 self.token_ids[start:end],
                 None if self.logprobs is None else self.logprobs[start:end],
                 None if self.tops is None else self.tops[start:end],
@@ -55,22 +55,24 @@ class Piece:
 
 
 @dataclass(eq=False, slots=True)
-class Stream:
+class VllmStream:
+    """One request in vLLM's front end."""
+
     key: str
     """The request's id in the engine."""
     adapter: str | None
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
-    """It is with the engine, or never will be: only then an abort finds it."""
+    """Set when the engine has the request, or never will: only then an abort finds it."""
     begun: bool = False
 
 
 class Streams:
-    """`llm`: an AsyncLLM. `eos`: what ends a text, where a request does not say otherwise."""
+    """`llm`: an AsyncLLM. `eos`: the tokens that end a text, unless a request says otherwise."""
 
     def __init__(self, llm: Any, eos: frozenset[int]) -> None:
         self._llm = llm
         self.eos = eos
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, VllmStream] = {}
         self._numbers = itertools.count(1)
 
     def load(self) -> tuple[int, int]:
@@ -79,25 +81,25 @@ class Streams:
         running = sum(stream.begun for stream in streams)
         return running, len(streams) - running
 
-    def of(self, request_ids: Iterable[str] | None) -> list[Stream]:
-        """None: all."""
+    def of(self, request_ids: Iterable[str] | None) -> list[VllmStream]:
+        """The running requests with these ids (None: all)."""
         names = self._streams if request_ids is None else dict.fromkeys(request_ids)
         return [self._streams[name] for name in names if name in self._streams]
 
-    def of_adapter(self, name: str) -> list[Stream]:
+    def of_adapter(self, name: str) -> list[VllmStream]:
         return [stream for stream in self._streams.values() if stream.adapter == name]
 
-    async def abort(self, streams: list[Stream]) -> None:
+    async def abort(self, streams: list[VllmStream]) -> None:
         for stream in streams:
             await stream.submitted.wait()
         if streams:
             await self._llm.abort([stream.key for stream in streams])
 
-    async def run(self, request: GenerateRequest, prompt: list[int], lora: Any) -> AsyncGenerator[Piece, None]:
-        """Closing it aborts the request."""
+    async def run(self, request: GenerateRequest, prompt: list[int], lora: Any) -> AsyncGenerator[VllmPiece, None]:
+        """Yields pieces. Closing it aborts the request."""
         if request.id in self._streams:
             raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
-        stream = self._streams[request.id] = Stream(f"rl-plane-{next(self._numbers)}", request.adapter)
+        stream = self._streams[request.id] = VllmStream(f"rl-plane-{next(self._numbers)}", request.adapter)
         made, finished = 0, False
         try:
             queue = await self._submit(stream, request, prompt, lora)
@@ -116,7 +118,7 @@ class Streams:
                     logprobs = _logprobs(choice, fresh) if request.logprobs else None
                     tops = _tops(choice, fresh, request.top_logprobs) if request.logprobs else None
                     routed = _routed(choice.routed_experts) if request.routed_experts else None
-                    for part in Piece(fresh, logprobs, tops, names, reason, scored, routed).by_weights():
+                    for part in VllmPiece(fresh, logprobs, tops, names, reason, scored, routed).by_weights():
                         yield part
                 if finished and reason is None:
                     raise EngineFailed(_failure(choice))
@@ -126,7 +128,7 @@ class Streams:
             if not finished and not self._llm.errored:
                 await self._llm.abort(stream.key)
 
-    async def _submit(self, stream: Stream, request: GenerateRequest, prompt: list[int], lora: Any) -> Any:
+    async def _submit(self, stream: VllmStream, request: GenerateRequest, prompt: list[int], lora: Any) -> Any:
         from vllm.exceptions import VLLMClientError
 
         rendered: dict[str, Any] = {"type": "token", "prompt_token_ids": prompt}
@@ -159,20 +161,20 @@ class Streams:
             logit_bias={int(token): bias for token, bias in request.logit_bias.items()} or None,
             allowed_token_ids=request.allowed_token_ids,
             stop_token_ids=sorted(stop),
-            ignore_eos=True,  # what ends a text is said above, as for every engine
+            ignore_eos=True,  # `stop` says what ends a text, as for every engine
             logprobs=request.top_logprobs if request.logprobs else None,
             prompt_logprobs=0 if request.prompt_logprobs else None,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        sampling.all_stop_token_ids.update(self.eos)  # what `min_tokens` bars
-        # vLLM takes bad words as text only, of which it makes these.
+        sampling.all_stop_token_ids.update(self.eos)  # `min_tokens` bars them
+        # vLLM takes bad words as text only, and turns them into these.
         sampling._bad_words_token_ids = request.bad_words_token_ids or None
         return sampling
 
     def _names_of(self, key: str, choice: Any, made: int, count: int) -> Iterator[str | None]:
-        """Of `count` tokens after the first `made`. vLLM's reply has the names at the end only; until then they are in
-        the front end's state of the request."""
+        """The names of the weights of `count` tokens after the first `made`. vLLM's reply has the names only at the
+        end; until then they are in the front end's state of the request."""
         if choice.weight_versions is not None:
             starts = [(span.version, span.start) for span in choice.weight_versions]
         else:
@@ -198,8 +200,8 @@ def _failure(choice: Any) -> str:
 
 
 def _routed(rows: Any) -> RoutedExperts | None:
-    """`rows`: numpy's [tokens, layers, top_k] of uint8 or uint16, with the last tokens; None before, and of a request
-    that was aborted without any."""
+    """`rows`: numpy's [tokens, layers, top_k] of uint8 or uint16, with the last tokens. None before that, and for a
+    request that was aborted without tokens."""
     if rows is None:
         return None
     _, layers, top_k = rows.shape
@@ -211,7 +213,7 @@ def _logprobs(choice: Any, token_ids: list[int]) -> list[float]:
 
 
 def _tops(choice: Any, token_ids: list[int], count: int) -> list[list[tuple[int, float]]] | None:
-    """vLLM gives the chosen token too: where it is none of the likeliest, there is one more."""
+    """vLLM also returns the chosen token: if it is none of the likeliest, there is one more."""
     if not count:
         return None
     tops = []

@@ -1,1 +1,1 @@
-"""Reaching the receivers in other processes: an agent in each rank of an engine, a client in the worker."""
+"""Reaches the receivers in an engine's rank processes: an agent runs in each rank, a client in the worker."""

@@ -1,4 +1,4 @@
-"""The worker's side: asks the agents of all ranks at once, and waits for all of them."""
+"""Asks the agents of all ranks at the same time, from the worker, and waits for all of them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from rl_plane.transports.reception import Cancelled
 from worker.receive.rank_agents.agent_messages import socket_of
 
 ASK_TIMEOUT_S = 60.0
-"""Of a call that receives nothing: opening a checkpoint of thousands of files on a slow disk takes seconds."""
+"""Bounds a call that receives nothing. Opening a checkpoint of thousands of files on a slow disk takes seconds."""
 
 CONNECT_TIMEOUT_S = 5.0
-"""An agent accepts on a thread of its own; only a process that stands still does not."""
+"""An agent accepts on a thread of its own, so only a stopped process does not accept in time."""
 
 CANCEL_WAIT_S = 25.0
-"""For the ranks to notice: they look between two tensors."""
+"""The time that the ranks may take to end a cancelled call: they check between two tensors."""
 
 POLL_S = 0.05
-"""How often it is looked whether the caller has cancelled."""
+"""The interval at which the client checks whether the caller has cancelled."""
 
 
 class AgentClient:
-    """`ask` blocks: it is for a thread."""
+    """Calls the agents of one engine. `ask` blocks, so it runs on a thread."""
 
     def __init__(self, directory: Path, ranks: int) -> None:
         self._directory = directory
@@ -44,8 +44,8 @@ class AgentClient:
         cancelled: Cancelled = never,
         timeout_s: float = ASK_TIMEOUT_S,
     ) -> list[Any]:
-        """Each rank's answer. When one raises, the others are cancelled, and the first error is raised once all have
-        ended. EngineFailed when a rank can't be reached."""
+        """Returns the answer of each rank, in order. If one rank raises, cancels the others, waits until all ended, and
+        raises the first error. EngineFailed: a rank can't be reached."""
         call = _Call(op, time.monotonic() + timeout_s)
         with contextlib.ExitStack() as stack:
             for rank in range(self.ranks):
@@ -59,36 +59,38 @@ class AgentClient:
                     break
                 call.waiting[connection] = rank
             while call.waiting:
-                call.look(cancelled())
+                call.poll(cancelled())
         if call.error is not None:
             raise call.error
         return [call.values[rank] for rank in range(self.ranks)]
 
 
 class _Call:
+    """One call, under way on several ranks."""
+
     def __init__(self, op: str, deadline: float) -> None:
         self.waiting: dict[socket.socket, int] = {}
         self.values: dict[int, Any] = {}
         self.error: PlaneError | None = None
         self._op = op
         self._deadline = deadline
-        self._told_to_end = False
+        self._ended = False
 
     def failed(self, error: PlaneError) -> None:
         self.error = self.error or error
         self._end()
 
     def _end(self) -> None:
-        """Tells the ranks that are still at it that nobody wants it any more."""
-        if self._told_to_end:
+        """Cancels the call on the ranks that have not answered."""
+        if self._ended:
             return
-        self._told_to_end = True
+        self._ended = True
         self._deadline = min(self._deadline, time.monotonic() + CANCEL_WAIT_S)
         for connection in self.waiting:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
 
-    def look(self, cancelled: bool) -> None:
+    def poll(self, cancelled: bool) -> None:
         if cancelled:
             self.failed(EngineFailed("staging was cancelled"))
         if time.monotonic() > self._deadline:

@@ -1,8 +1,8 @@
-"""How a worker and an agent speak: over a Unix socket, one connection for each call, one frame each way (see
-`rl_plane._util.framing`).
+"""The sockets and messages between a worker and an agent.
 
-The caller shuts its side of the connection down to cancel; it does so by dying, too. An answer is `{value}` or
-`{error}`, the error as it goes on the plane's own wire.
+Each call is one connection over a Unix socket, with one frame each way (see `rl_plane._util.framing`). The caller shuts
+its side of the connection down to cancel; its death does the same. An answer is `{value}` or `{error}`, with the error
+in the plane's wire format.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import tempfile
 from pathlib import Path
 
 MAX_SOCKET_DIRECTORY = 70
-"""Characters: a Unix socket's whole path has at most 107, and vLLM's names of 36 are in there too."""
+"""Characters. The whole path of a Unix socket has at most 107, and vLLM puts names of 36 into the same directory."""
 
 
 def socket_directory() -> Path:
-    """A new one, which only the worker's user may enter."""
+    """Makes a directory that only the worker's user may enter."""
     path = tempfile.mkdtemp(prefix="rl-plane-")
     if len(path) > MAX_SOCKET_DIRECTORY:
         os.rmdir(path)

@@ -1,4 +1,4 @@
-"""The agent: threads in the process of one rank that receive weights there, while its engine generates."""
+"""Runs an agent in the process of one rank: its threads receive weights while the engine generates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from typing import Any
 
 from rl_plane._util.framing import read_frame, send_frame
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
-from rl_plane.transports.reception import Cancelled, Reception
+from rl_plane.protocol.update_requests import ReceiveRequest
+from rl_plane.transports.reception import Cancelled
 from worker.receive.rank_agents.agent_messages import socket_of
 from worker.receive.weight_receiver import Receiver
 
@@ -24,36 +25,37 @@ log = logging.getLogger("worker.receive.rank_agents")
 
 PR_SET_PDEATHSIG = 1
 FIRST_FRAME_S = 10.0
-"""A caller sends its request as soon as it has connected."""
+"""An agent waits this long for a request. A caller sends it as soon as it has connected."""
 
 Method = Callable[[Mapping[str, Any], Cancelled], Any]
-"""Arguments and answers are plain values."""
+"""Takes the call's body, and whether the caller has cancelled. Arguments and answers are plain values."""
 
 
 def belong_to_worker() -> None:
-    """For a process that an engine has started, for a worker: it ends with who started it."""
+    """Ties a process that an engine has started to its parent: it ends with the parent."""
     die_with_parent()
-    os.setpgid(0, 0)  # Ctrl-C is for the worker, which lets requests end first
-    os.dup2(2, 1)  # what the worker says on its standard output is for who started it
+    os.setpgid(0, 0)  # Ctrl-C goes to the worker alone, which lets requests end first
+    os.dup2(2, 1)  # the worker's standard output belongs to its own caller
 
 
 def die_with_parent() -> None:
-    """The kernel ends this process when the thread that started it does; where that has ended before, it ends now.
-    Linux only; elsewhere nothing happens."""
+    """Makes the kernel end this process when the thread that started it ends. Ends it now if that has happened.
+
+    Works on Linux only; elsewhere nothing happens."""
     try:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     except (OSError, AttributeError):
-        log.warning("a worker that is killed leaves this process behind: there is no prctl here")
+        log.warning("this process will outlive a worker that is killed: this system has no prctl")
     parent = multiprocessing.parent_process()
     if parent is not None and os.getppid() != parent.pid:
         os._exit(1)
 
 
 def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
-    """What every agent can do."""
+    """Returns the methods that every agent has."""
 
     def open_(body: Mapping[str, Any], _: Cancelled) -> None:
-        receiver.open(Reception.from_wire(body))
+        receiver.open(body["staging"], ReceiveRequest.model_validate(body["request"]), body["limits"])
 
     def receive(body: Mapping[str, Any], cancelled: Cancelled) -> Mapping[str, Any]:
         return receiver.receive(body["staging"], cancelled)
@@ -64,8 +66,8 @@ def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
     def discard(body: Mapping[str, Any], _: Cancelled) -> None:
         receiver.discard(body["staging"])
 
-    def kept(_: Mapping[str, Any], __: Cancelled) -> str | None:
-        return receiver.kept_digest
+    def cached_digest(_: Mapping[str, Any], __: Cancelled) -> str | None:
+        return receiver.cached_digest
 
     def describe(_: Mapping[str, Any], __: Cancelled) -> dict[str, Any]:
         spec = receiver.holder.weight_spec()
@@ -76,14 +78,14 @@ def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
         }
 
     def init_transport(body: Mapping[str, Any], _: Cancelled) -> None:
-        offset = body.get("rank_offset")  # a group's: of this worker's first rank
+        offset = body.get("rank_offset")  # for a group: the offset of this worker's first rank
         receiver.init_transport({**body, "rank_offset": offset + rank} if isinstance(offset, int) else body)
 
     def destroy_transport(body: Mapping[str, Any], _: Cancelled) -> None:
         receiver.destroy_transport(body["backend"], body["group"])
 
     def offer(_: Mapping[str, Any], __: Cancelled) -> dict[str, Any] | None:
-        return receiver.offer() if rank == 0 else None  # each has the whole version
+        return receiver.offer() if rank == 0 else None  # each rank has the whole version
 
     return {
         "describe": describe,
@@ -92,15 +94,14 @@ def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
         "receive": receive,
         "feed": feed,
         "discard": discard,
-        "kept": kept,
+        "cached_digest": cached_digest,
         "init_transport": init_transport,
         "destroy_transport": destroy_transport,
     }
 
 
 class AgentServer:
-    """Serves `methods` on a socket in `directory`, which only the worker's user may enter. Its threads are daemons:
-    they hold up no process's end."""
+    """Serves `methods` on a socket in `directory`. Its threads are daemons, so the process can exit at any time."""
 
     def __init__(self, directory: Path, rank: int, methods: Mapping[str, Method]) -> None:
         self._path = socket_of(directory, rank)
@@ -133,11 +134,11 @@ class AgentServer:
                 connection.settimeout(None)
                 send_frame(connection, self._outcome(request, connection))
             except (OSError, EOFError, ValueError) as error:
-                log.info("a call was broken off: %s", error)
+                log.info("a call ended early: %s", error)
 
     def _outcome(self, request: Mapping[str, Any], connection: socket.socket) -> dict[str, Any]:
         def cancelled() -> bool:
-            return bool(select.select([connection], [], [], 0)[0])  # the one frame is read: what comes is its end
+            return bool(select.select([connection], [], [], 0)[0])  # the frame was read, so more input is the end
 
         try:
             method = self._methods.get(str(request.get("op")))

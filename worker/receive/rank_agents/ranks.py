@@ -1,4 +1,4 @@
-"""The receivers of all ranks as one: the part of an EngineAdapter that every engine with agents shares."""
+"""Uses the receivers of all ranks as one, for every engine that has rank processes."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_plane.errors import EngineFailed, PlaneError, error_from_wire
-from rl_plane.protocol.update_requests import PreparedReply
+from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec
-from rl_plane.transports.reception import Cancelled, Reception
+from rl_plane.transports.reception import Cancelled
 from worker.receive.rank_agents.agent_client import AgentClient
 
 RECEIVE_TIMEOUT_S = 86_400.0
-"""A day: whoever waits for a receive cancels it, this is only so that no thread waits for ever."""
+"""A day. The caller of a receive cancels it much earlier; this only ensures that no thread waits for ever."""
 
 PART_MARGIN_S = 15.0
-"""Beyond a part's own time: a rank that gives up says so."""
+"""The time that a rank may take to report that a part's own time is over."""
 
 CHECK_TIMEOUT_S = 600.0
-"""Of a check of all weights: it reads each byte."""
+"""The bound of a check of all weights, which reads each byte."""
 
 INIT_TIMEOUT_S = 300.0
-"""As the op's own: a group of many ranks takes long to form."""
+"""The op's own bound: a group of many ranks takes long to form."""
 
 
 class Ranks:
-    """Its methods block: they are for a thread. `start` first."""
+    """Calls the receiver of each rank. Call `start` first. The methods block, so they run on a thread."""
 
     def __init__(self, client: AgentClient) -> None:
         self._client = client
@@ -48,11 +48,11 @@ class Ranks:
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         return self._spec
 
-    def open(self, reception: Reception) -> None:
+    def open(self, staging: str, request: ReceiveRequest, limits: CanaryLimits | None = None) -> None:
         try:
-            self._client.ask("open", reception.to_wire())
+            self._client.ask("open", {"staging": staging, "request": request.model_dump(), "limits": limits})
         except PlaneError:
-            self._forget(reception.staging)
+            self._forget(staging)
             raise
 
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
@@ -76,8 +76,8 @@ class Ranks:
         missing: list[int] = self._client.ask("feed", body, cancelled=cancelled, timeout_s=bound_s)
         return max(missing)
 
-    def kept(self) -> str | None:
-        digests: set[str | None] = set(self._client.ask("kept"))
+    def cached_digest(self) -> str | None:
+        digests: set[str | None] = set(self._client.ask("cached_digest"))
         return digests.pop() if len(digests) == 1 else None
 
     def discard(self, staging: str) -> None:
@@ -88,7 +88,7 @@ class Ranks:
         return place
 
     def _forget(self, staging: str) -> None:
-        with contextlib.suppress(PlaneError):  # the first error is the one that counts
+        with contextlib.suppress(PlaneError):  # the first error explains the failure
             self.discard(staging)
 
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -101,13 +101,13 @@ class Ranks:
         return self.rows("check", {"action": action}, timeout_s=CHECK_TIMEOUT_S)
 
     def rows(self, op: str, body: Mapping[str, Any] | None = None, **how: Any) -> list[dict[str, Any]]:
-        """One for each rank, with what it answered."""
+        """Returns one row for each rank, with its answer."""
         answers = self._client.ask(op, body, **how)
         return [{"rank": rank, **(answer or {})} for rank, answer in enumerate(answers)]
 
 
 def check_rows(rows: list[dict[str, Any]]) -> None:
-    """Raises the first rank's `error`, with all rows: what failed on one may be done on the others."""
+    """Raises the first `error` among the rows, with all rows: the call may have succeeded on other ranks."""
     for row in rows:
         if "error" in row:
             error = error_from_wire(row["error"])

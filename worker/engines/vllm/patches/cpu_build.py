@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
+
+POLL_S = 2e-5
+"""Seconds between two polls: far below the time of a step, and enough for other processes to run."""
+
+
+def poll_politely() -> None:
+    """Makes vLLM's processes sleep between two polls of each other.
+
+    vLLM's own way is sched_yield, on the cores that every process needs: on Linux 6.18 no other process runs for
+    seconds then, NATS included.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.sched_yield = lambda: time.sleep(POLL_S)
 
 
 def correct_experts() -> None:
@@ -17,8 +32,8 @@ def _pack_reloaded_experts() -> None:
     """Makes every load of fused experts end with packed weights.
 
     vLLM's CPU kernel reads the experts' weights in a packed layout. vLLM packs them at the first load only: it takes a
-    later load for one that keeps the kernel, and copies the weights as the checkpoint has them. The kernel then reads
-    the wrong elements.
+    later load for a load that keeps the kernel, and copies the weights as the checkpoint has them. The kernel then
+    reads the wrong elements.
     """
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -35,7 +50,8 @@ def _pack_reloaded_experts() -> None:
 
 
 def _keep_experts_on_the_cpu_kernel() -> None:
-    """With LoRA vLLM chooses its Triton kernel for experts, on a CPU too, where Triton is not."""
+    """Keeps experts on the CPU kernel. With LoRA, vLLM chooses its Triton kernel for experts, on a CPU too, where there
+    is no Triton."""
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
 
     really = method.select_unquantized_moe_backend
@@ -47,7 +63,7 @@ def _keep_experts_on_the_cpu_kernel() -> None:
 
 
 def _adapt_no_experts() -> None:
-    """vLLM's CPU kernel for experts takes no adapters, so experts get none. Every other module keeps its own."""
+    """Gives experts no adapters, since vLLM's CPU kernel for experts takes none. Every other module keeps its own."""
     from vllm.lora import model_manager
     from vllm.model_executor.layers.fused_moe import MoERunner
 

@@ -1,5 +1,8 @@
-"""Seeds of vLLM on a CPU: of a prompt that is computed in parts vLLM samples after each part, drops the token and takes
-the request's generator back. It can do that with a GPU's generator only; with another one the engine ends."""
+"""Seeds of vLLM on a CPU.
+
+If a prompt is computed in parts, vLLM samples after each part, drops the token and resets the request's generator. It
+can reset only a GPU's generator; with another one the engine ends.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import numpy as np
 
 
 def rewind_by_state(runner: Any) -> None:
-    """In one rank, once, on a CPU: generators are taken back by their states."""
+    """Resets generators by their states. SleepCall it once in a rank, on a CPU."""
     sample, note_down = runner._sample, runner._bookkeeping_sync
 
     def sample_rewound(*arguments: Any, **more: Any) -> Any:

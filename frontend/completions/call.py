@@ -1,0 +1,250 @@
+"""One call of a generation route: its choices at the workers, and the reply, whole or streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from frontend.completions.choice import Choice
+from frontend.completions.openai_replies import openai_error
+from frontend.completions.plans import Plan
+from frontend.completions.service import Generation
+from frontend.routing.demands import at_delivery, point_of
+from frontend.routing.engine_client import Event
+from frontend.routing.progress import GenerationProgress
+from frontend.routing.retry import StaleStop
+from frontend.server.replies import to_json
+from rl_plane.errors import PlaneError, Unlabelled
+from rl_plane.protocol.generation import GenerateDelta, VersionSpan
+
+log = logging.getLogger("frontend.completions.call")
+
+EVENTS_QUEUE = 64
+"""Deltas of all choices that may wait for a slow reader. Then the workers wait too."""
+DONE = b"[DONE]"
+
+
+class ChunkMaker(Protocol):
+    """Makes the events of one stream."""
+
+    def of(self, choice: Choice, delta: GenerateDelta, offset: int) -> dict[str, Any]:
+        """The event of a delta that `choice` has just taken. `offset`: where the delta's text begins."""
+
+    def usage(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyFormat:
+    """The shape of a route's replies. Both functions get the plan, its choices, the model and the time."""
+
+    whole: Callable[[Plan, list[Choice], str, int], Any]
+    chunks: Callable[[Plan, list[Choice], str, int], ChunkMaker]
+
+
+class GenerationCall:
+    """Runs the choices of one plan. Use it once, by `whole` or by `stream`."""
+
+    def __init__(self, service: Generation, plan: Plan, reply: ReplyFormat) -> None:
+        self._service = service
+        self._plan = plan
+        self._reply = reply
+        self._start = time.monotonic()
+        self._choices = [Choice(index=index) for index in range(len(plan.requests))]
+
+    async def whole(self) -> Any:
+        created = int(time.time())
+        async with self._service.counted(self._plan):
+            model, run = await self._begin()
+            try:
+                async with aclosing(run) as events:
+                    async for index, event in events:
+                        self._take(index, event)
+                self._check_again()
+            except PlaneError as error:
+                self._add_partial(error)
+                raise
+        return self._reply.whole(self._plan, self._choices, model, created)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        plan, begun = self._plan, False
+        try:
+            async with self._service.counted(plan):
+                model, run = await self._begin()
+                chunks = self._reply.chunks(plan, self._choices, model, int(time.time()))
+                async with aclosing(run) as events:
+                    async for index, event in events:
+                        choice = self._choices[index]
+                        offset = len(choice.text)
+                        self._take(index, event)
+                        if isinstance(event, GenerateDelta) and not event.is_ahead:
+                            yield to_json(chunks.of(choice, event, offset))
+                            begun = True
+            if plan.include_usage:
+                yield to_json(chunks.usage())
+            yield DONE
+        except Exception as error:
+            if not begun:
+                raise
+            if not isinstance(error, PlaneError):
+                log.exception("a stream broke")
+                error = PlaneError("an unexpected error; see the log")
+            self._add_partial(error)
+            # No [DONE] follows, so that no client takes this for a whole reply.
+            yield to_json(openai_error(error, time.monotonic() - self._start))
+
+    # ---- the events ----
+
+    async def _begin(self) -> tuple[str, AsyncGenerator[tuple[int, Event], None]]:
+        """The model as the reply names it, and the events. Waits for a first worker."""
+        plan = self._plan
+        with self._service.engines.aborts.of(plan.made_id, choices=len(plan.requests)) as ending:
+            models = await ending.unless_aborted(self._service.models_for(plan.model))
+        if models is None:
+            return plan.model or "", self._aborted_events()
+        model = models.name_of(plan.model)
+        if model in models.adapters:
+            self._plan = plan = plan.with_adapter(model)
+        return model, self._events()
+
+    async def _aborted_events(self) -> AsyncGenerator[tuple[int, Event], None]:
+        """The events of a call that was aborted before a worker was there."""
+        for index, request in enumerate(self._plan.requests):
+            yield index, GenerationProgress(request).end("abort")
+
+    async def _events(self) -> AsyncGenerator[tuple[int, Event], None]:
+        """The events of all choices as they come. Closing it, or the first error, aborts the rest."""
+        if len(self._plan.requests) == 1:
+            async with aclosing(self._choice_events(0)) as events:
+                try:
+                    async for event in events:
+                        yield 0, event
+                except PlaneError as error:
+                    self._name_choice(error, 0)
+                    raise
+        else:
+            async with aclosing(self._merged_events()) as together:
+                async for index, event in together:
+                    yield index, event
+
+    def _choice_events(self, index: int) -> AsyncGenerator[Event, None]:
+        plan = self._plan
+        return self._service.engines.generate(
+            plan.requests[index], plan.instance_id, plan.demands, plan.session, plan.any_length
+        )
+
+    async def _merged_events(self) -> AsyncGenerator[tuple[int, Event], None]:
+        """The events of several choices, each of which has a task of its own. A single choice needs neither the task
+        nor the queue. Tokens that waited in the queue for a slow reader are held to their demands again."""
+        queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_QUEUE)
+
+        async def one(index: int) -> None:
+            last: Exception | None = None
+            try:
+                async with aclosing(self._choice_events(index)) as events:
+                    async for event in events:
+                        await queue.put((index, event))
+            except Exception as error:
+                last = error
+            await queue.put((index, last))
+
+        tasks = [asyncio.create_task(one(index)) for index in range(len(self._plan.requests))]
+        left = set(range(len(tasks)))
+        try:
+            while left:
+                index, event = await queue.get()
+                if index not in left:
+                    continue  # this choice was stopped below
+                if isinstance(event, Exception):
+                    if isinstance(event, PlaneError):
+                        self._name_choice(event, index)
+                    raise event
+                if event is None:
+                    left.remove(index)
+                    continue
+                if stop := self._stale_stop(index, event):
+                    left.remove(index)
+                    tasks[index].cancel()
+                    yield index, stop
+                    # Only the tokens are too old. The prompt came with the first of them, and is still right.
+                    prompt = event.prompt_token_ids if isinstance(event, GenerateDelta) else None
+                    yield index, GenerateDelta(token_ids=[], finish_reason="abort", prompt_token_ids=prompt)
+                    continue
+                yield index, event
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _take(self, index: int, event: Event) -> None:
+        choice = self._choices[index]
+        if isinstance(event, GenerateDelta) and event.token_ids and not choice.token_ids:
+            self._service.on_first_token(time.monotonic() - self._start)
+        if isinstance(event, StaleStop):
+            self._service.engines.moves["cut"] += 1
+        choice.take(event)
+
+    # ---- demands at delivery ----
+
+    def _stale_stop(self, index: int, event: Event) -> StaleStop | None:
+        """Why the choice must end instead of taking these tokens, if they are too old by now."""
+        if not self._plan.demands.of_versions or not isinstance(event, GenerateDelta) or not event.token_ids:
+            return None
+        return self._stop_by_now(index, event.spans or self._choices[index].spans)
+
+    def _check_again(self) -> None:
+        """Checks the demands at delivery: a choice that ended first waited for the others, and updates may have passed
+        meanwhile."""
+        for choice in self._choices:
+            if choice.stop is None and (stop := self._stop_by_now(choice.index, choice.labelled())):
+                self._take(choice.index, stop)
+                choice.take(GenerateDelta(token_ids=[], finish_reason="abort"))
+
+    def _stop_by_now(self, index: int, spans: list[VersionSpan]) -> StaleStop | None:
+        """Why a choice with these spans ends, if its tokens are too old by now. Raises unless the caller asked for
+        `cut`."""
+        record, demands = self._service.committed.record, self._plan.demands
+        if record is None or not demands.of_versions or not spans:
+            return None
+        if isinstance(demands.min_version, str):
+            # The tokens met its sequence when they were made. Only the run may be another by now.
+            demands = replace(demands, min_version=0)
+        adapter = spans[0].adapter.name if spans[0].adapter is not None else None
+        unmet = at_delivery(demands, spans, point_of(record.held, adapter))
+        if unmet is None:
+            return None
+        if demands.on_stale != "cut":
+            error = unmet.error()
+            self._name_choice(error, index)
+            raise error
+        return StaleStop(unmet.demand, unmet.message)
+
+    # ---- errors ----
+
+    def _name_choice(self, error: PlaneError, index: int) -> None:
+        """Adds the index of the choice that failed, and names the field as the caller does."""
+        if len(self._plan.requests) > 1:
+            error.facts["index"] = index
+        if (told := error.facts.get("field")) is not None:
+            named = error.facts["field"] = self._plan.field_of(told, index)
+            if told == "logprobs" != named:
+                error.message = f"{named} asks for log probabilities too: {error.message}"
+
+    def _add_partial(self, error: PlaneError) -> None:
+        """Adds the tokens so far to an error: those of the choice that failed, or of another one if it has none. A
+        choice with tokens of no version adds none."""
+        choices = self._choices
+        if isinstance(error, Unlabelled):
+            choices[error.facts.get("index", 0)].is_unlabelled = True
+        told = [choice for choice in choices if choice.token_ids and not choice.is_unlabelled]
+        if not told:
+            return
+        failed = error.facts.get("index")
+        first = min(told, key=lambda choice: (choice.index != failed, choice.finish_reason is not None))
+        error.facts["partial"] = first.partial()
+        if len(choices) > 1:
+            error.facts["partials"] = [choice.partial() for choice in choices]

@@ -1,0 +1,132 @@
+"""The generation service of one frontend: its models, its limits and its counters."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
+
+from frontend.completions.caller_ids import CallerIds
+from frontend.completions.plans import Plan
+from frontend.completions.served_models import ServedModels
+from frontend.routing.committed import Committed
+from frontend.routing.engine_client import EngineClient
+from rl_plane.errors import FrontendEnding, NoWorkers, Overloaded, PlaneError, Unavailable
+from rl_plane.membership.core import Snapshot
+from rl_plane.membership.view import MembershipView
+from rl_plane.protocol.record import DecisionRecord
+
+MAX_IN_FLIGHT = 4096
+"""Choices under way in one frontend; a worker takes no more streams than that either."""
+
+
+class Generation:
+    """What the generation routes share. `GenerationCall` runs one call."""
+
+    def __init__(self, engines: EngineClient, view: MembershipView, committed: Committed, wait_s: float) -> None:
+        """`wait_s`: how long a call waits for a first worker."""
+        self.engines = engines
+        self.committed = committed
+        self.outcomes: Counter[str] = Counter()
+        """Calls that have ended, by `ok`, `disconnected` or the error's code."""
+        self.on_first_token: Callable[[float], None] = lambda seconds: None
+        """Called with the seconds from a call to the first token of each of its choices."""
+        self.in_flight = 0
+        """Choices under way."""
+        self.caller_ids = CallerIds()
+        self._is_leaving = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._view = view
+        self._wait_s = wait_s
+        self._created = int(time.time())
+        self._known: tuple[Snapshot, DecisionRecord | None, ServedModels] | None = None
+        """The models of these members and this record."""
+
+    # ---- models ----
+
+    def list_models(self) -> dict[str, Any]:
+        return self.models.listed(self._created)
+
+    @property
+    def models(self) -> ServedModels:
+        """Computed once for each fleet: with many members it costs more than the rest of a request."""
+        members, record = self._view.snapshot(), self._view.record
+        if self._known is None or self._known[0] is not members or self._known[1] is not record:
+            self._known = members, record, ServedModels.of(members.members, record)
+        return self._known[2]
+
+    async def check_model(self, asked: str | None) -> None:
+        """Raises NotFound or NoWorkers."""
+        with self._places(1):
+            (await self.models_for(asked)).name_of(asked)
+
+    async def models_for(self, asked: str | None) -> ServedModels:
+        """The models, as new as a request for `asked` needs them. Waits for a first worker."""
+        await self._view.wait_until(lambda now: len(now) > 0, self._wait_s)
+        self.check_served()
+        if not self.models.serves(asked):
+            await self.committed.try_read()  # an adapter may have been loaded just now
+        return self.models
+
+    # ---- limits ----
+
+    def check_served(self) -> None:
+        if not len(self._view.snapshot()):
+            raise NoWorkers("no worker is there", fix="start one: `rl-plane worker`", retry_after_s=1.0)
+
+    def check_stays(self) -> None:
+        if self._is_leaving:
+            raise Unavailable("this frontend is shutting down", fix="ask another one", retry_after_s=1.0)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new calls and waits for those under way. After the time-out it ends them with an error that carries
+        their tokens so far."""
+        self._is_leaving = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+                return
+        # No worker has failed, so another worker must not try the choice again.
+        self.engines.give_up(
+            lambda: FrontendEnding(
+                f"this frontend was told to end, and {timeout_s:g} s later this was still under way",
+                fix="continue at another frontend; error.partial has the tokens so far",
+                retry_after_s=1.0,
+            )
+        )
+
+    @contextmanager
+    def _places(self, count: int) -> Iterator[None]:
+        self.check_stays()
+        if self.in_flight + count > MAX_IN_FLIGHT:
+            raise Overloaded(f"{self.in_flight} choices are under way in this frontend", retry_after_s=1.0)
+        self.in_flight += count
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.in_flight -= count
+            if not self.in_flight:
+                self._idle.set()
+
+    @asynccontextmanager
+    async def counted(self, plan: Plan) -> AsyncIterator[None]:
+        """Surrounds one call: occupies a place for each choice, and counts the outcome."""
+        outcome = "disconnected"
+        named = [name for name in (plan.id, plan.caller_id) if name]
+        try:
+            with self._places(len(plan.requests)), self.caller_ids.under(named, plan.made_id):
+                yield
+            outcome = "ok"
+        except PlaneError as error:
+            outcome = error.code
+            raise
+        except Exception:
+            outcome = "internal"
+            raise
+        finally:
+            self.outcomes[outcome] += 1

@@ -1,0 +1,43 @@
+"""What a dialect translates to: the fleet's calls, its members, and the generation service."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from frontend.completions.service import Generation
+from frontend.facade.calls import FleetCalls
+from rl_plane.fleet.fleet import Fleet
+from rl_plane.membership.view import MembershipView
+from rl_plane.protocol.fleet_ops import FLEET_OPS
+
+
+class DialectCalls:
+    """The frontend's calls as dialects make them: weights of another float dtype are cast. The engines' own servers
+    cast without a word, and no trainer's client can ask for it. The worker's log says so."""
+
+    def __init__(self, calls: FleetCalls) -> None:
+        self._calls = calls
+
+    @property
+    def fleet(self) -> Fleet:
+        return self._calls.fleet
+
+    async def run(
+        self, op: str, body: dict[str, Any], request_id: str = "", digest: str | None = None
+    ) -> dict[str, Any]:
+        """Runs an op, with the arguments of `FleetCalls.run`."""
+        if FLEET_OPS[op].brings_weights and "rollback" not in body:  # a roll-back is cast as its update was
+            body = {**body, "cast": True}
+        return await self._calls.run(op, body, request_id, digest)
+
+
+@dataclass(frozen=True)
+class DialectContext:
+    """What the routes of a dialect work with."""
+
+    calls: DialectCalls
+    view: MembershipView
+    generation: Generation
+    part_timeout_s: float
+    """How long the tensors of one call may take, where the dialect has no field for it."""

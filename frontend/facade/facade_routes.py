@@ -1,0 +1,163 @@
+"""The facade's routes below `/v1/rl/`: one per op of the fleet, health, events, and the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from frontend.facade.calls import FleetCalls
+from frontend.facade.events import FleetEvents
+from frontend.server.api import Api, Endpoint, Operation
+from frontend.server.bodies import idempotency_key, list_fields, merge_query, read_json
+from frontend.server.event_stream import EventStream
+from frontend.server.metrics import CONTENT_TYPE, FrontendMetrics
+from frontend.server.replies import error_body, json_response
+from frontend.server.shared_routes import DialectRequest, Handler, SharedRoutes
+from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.fleet_ops import FLEET_OPS, FleetOp, FleetReply
+
+PREFIX = "/v1/rl/"
+HEALTH = PREFIX + "health"
+EVENTS = PREFIX + "events"
+METRICS = "/metrics"
+TAG = "steer"
+
+ExtendReply = Callable[[dict[str, Any], str], dict[str, Any]]
+"""Adds to the reply of `workers`, for the listener's address as the caller reaches it."""
+
+EVENTS_DOC = """Server-sent events with `id` (rising), `event` and `data` (JSON), of the frontend's own component:
+
+- `member`: `{change: joined | left | reconnected | restarted, instance_id, incarnation, epoch}`
+- `update`: `{change: began | prepared | committed | finished | aborted, update_id, label, version, who, error?,
+  excluded?, canary?, state?}`. `committed` comes with the decision, `finished` once the outcome of each worker is
+  known. `version` is what the update made, of the base or of an adapter. `committed` also has `state`: `{version,
+  adapters}`, what the fleet serves from now on
+- `admission`: `{instance_id, incarnation, open, reasons, paused, version, sequence, adapters}`, when one of them has
+  changed
+- `end`: `{reason: slow | stopping}`, the last event: connect again
+
+No event is repeated. Read `state` after the first bytes, then follow. A comment comes every 15 s.
+"""
+
+
+def add_facade_routes(
+    api: Api,
+    calls: FleetCalls,
+    events: FleetEvents,
+    metrics: FrontendMetrics,
+    shared: SharedRoutes,
+    extend_workers: ExtendReply | None = None,
+) -> None:
+    """`shared`: the dialects' routes. An op whose path a dialect uses too becomes one of them."""
+    api.add(
+        Operation(
+            method="GET",
+            path=HEALTH,
+            endpoint=_health,
+            name="health",
+            summary="The frontend runs.",
+            tags=(TAG,),
+            needs_key=False,
+            errors=(),
+        )
+    )
+    shared.tag = TAG
+    for op in FLEET_OPS.values():
+        path = PREFIX + op.path
+        if shared.has(op.method, path):
+            shared.add(
+                [op.method],
+                path,
+                _unclaimed(op, calls),
+                summary=op.doc,
+                fields=op.request,
+                reply=FleetReply,
+                shape=error_body,
+            )
+            continue
+        api.add(
+            Operation(
+                method=op.method,
+                path=path,
+                endpoint=_op_endpoint(op, calls, extend_workers if op.name == "workers" else None),
+                name=op.name,
+                summary=op.doc,
+                tags=(TAG,),
+                bodies=(op.request,),
+                in_query=True,
+                idempotent=op.method == "POST",
+                replies=(FleetReply,),
+            )
+        )
+    _add_streams(api, events, metrics)
+
+
+def _op_endpoint(op: FleetOp, calls: FleetCalls, extend: ExtendReply | None) -> Endpoint:
+    lists = list_fields(op.request)
+
+    async def answer(request: Request) -> Response:
+        body = merge_query(request.query_params.multi_items(), await read_json(request), lists)
+        instance_id = request.path_params.get("id")
+        if instance_id and body.setdefault("workers", [instance_id]) not in (instance_id, [instance_id]):
+            raise InvalidRequest(
+                "the path and the body name different workers", field="workers", fix="leave it out of the body"
+            )
+        reply = await calls.run(op.name, body, idempotency_key(request))
+        if extend is not None and "components" not in reply:
+            reply = extend(reply, str(request.base_url).rstrip("/"))
+        return json_response(reply)
+
+    return answer
+
+
+def _unclaimed(op: FleetOp, calls: FleetCalls) -> Handler[Any]:
+    """Runs the op where no dialect has claimed the request."""
+    lists = list_fields(op.request)
+
+    async def handle(request: DialectRequest) -> Any:
+        return await calls.run(op.name, merge_query(request.query, request.body, lists), request.request_id)
+
+    return handle
+
+
+async def _health(request: Request) -> Response:
+    return json_response({"status": "ok"})
+
+
+def _add_streams(api: Api, events: FleetEvents, metrics: FrontendMetrics) -> None:
+    async def follow(request: Request) -> Response:
+        for name in request.query_params:
+            raise InvalidRequest(f"unknown field {name!r}", field=name, fix="leave it out")
+        return EventStream(events.listen(), framed=True)
+
+    async def show_metrics(request: Request) -> Response:
+        return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    api.add(
+        Operation(
+            method="GET",
+            path=EVENTS,
+            endpoint=follow,
+            name="events",
+            summary="What happens to the fleet, as it happens.",
+            description=EVENTS_DOC,
+            tags=(TAG,),
+            media_type="text/event-stream",
+            errors=(400, 401, 503),
+        )
+    )
+    api.add(
+        Operation(
+            method="GET",
+            path=METRICS,
+            endpoint=show_metrics,
+            name="metrics",
+            summary="Metrics for Prometheus.",
+            tags=(TAG,),
+            media_type="text/plain",
+            errors=(401,),
+        )
+    )

@@ -1,0 +1,59 @@
+"""Completes an update that was decided and not opened, because its coordinator died."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from rl_plane._util.tasks import end_tasks
+from rl_plane.errors import Locked, PlaneError
+from rl_plane.fleet.fleet import Fleet
+from rl_plane.membership.view import MembershipView
+from rl_plane.protocol.record import DecisionRecord
+
+log = logging.getLogger("frontend.facade.update_recovery")
+
+LOOK_S = 1.0
+"""The interval at which the record is checked. Recovery takes over within two intervals of a coordinator's death; a
+living coordinator holds the lock."""
+
+
+class UpdateRecovery:
+    """Watches the record, and completes an update that stays undone."""
+
+    def __init__(self, fleet: Fleet, view: MembershipView) -> None:
+        self._fleet = fleet
+        self._view = view
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._watch())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            await end_tasks([self._task])
+
+    async def _watch(self) -> None:
+        before: DecisionRecord | None = None
+        while True:
+            await asyncio.sleep(LOOK_S)
+            record = self._view.record
+            # Without a worker no score tells whether the version may be served.
+            if record is not None and not record.final and record == before and self._view.snapshot():
+                await self._complete(record)
+            before = record
+
+    async def _complete(self, record: DecisionRecord) -> None:
+        try:
+            version = await self._fleet.finish()
+            if version == record.made:
+                how = "this frontend has completed it"
+            else:
+                how = f"this frontend has judged it, and {version.label} is committed now"
+            log.warning("the update %s was left half done; %s", record.update_id, how)
+        except Locked:
+            pass  # its coordinator lives, or another frontend completes it
+        except PlaneError as error:
+            log.warning("the update %s could not be completed: %s", record.update_id, error)
+        except Exception:
+            log.exception("the update %s could not be completed", record.update_id)

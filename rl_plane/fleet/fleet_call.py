@@ -1,0 +1,110 @@
+"""One call to the fleet, and the members that it means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel
+
+from rl_plane.errors import InvalidRequest, NoWorkers, Unsupported
+from rl_plane.membership.core import Member, Snapshot
+from rl_plane.membership.view import MembershipView
+from rl_plane.membership.worker_calls import check_pin, select_members
+from rl_plane.membership.worker_reply import skipped_reply
+from rl_plane.protocol.fleet_ops import FleetOp, Select
+
+READS_OF_STAGES = ("workers", "state")
+"""Ops that describe stages too, in a fleet without engines."""
+
+B = TypeVar("B", bound=BaseModel)
+C = TypeVar("C", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetCall(Generic[B]):
+    """One call under way, on one component. Its body has been checked, and is handed on as it is."""
+
+    op: FleetOp
+    select: Select
+    body: B
+    """The op's own fields (`FleetOp.own`)."""
+    view: MembershipView
+    request_id: str
+    """The caller's id, or a fresh one."""
+    may_repeat: bool
+    """The caller gave the request id, so it may have made this call before."""
+    start: float
+    """Monotonic seconds."""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields that the caller has given, as a worker's request carries them."""
+        return self.body.model_dump(exclude_unset=True)
+
+    def with_body(self, body: C) -> FleetCall[C]:
+        """This call with another body."""
+        return FleetCall(self.op, self.select, body, self.view, self.request_id, self.may_repeat, self.start)
+
+    @property
+    def pinned(self) -> bool:
+        """The call names the exact fleet that it means."""
+        return self.select.epoch is not None or self.select.fingerprint is not None
+
+
+async def members_of(call: FleetCall[Any]) -> Snapshot:
+    """The fleet that the call means, once it has `min_workers` members. NoWorkers after `wait_s`."""
+    select, view = call.select, call.view
+    if len(view.snapshot()) < select.min_workers:
+        await view.wait_until(lambda now: len(now) >= select.min_workers, select.wait_s)
+    # A read uses the members that this view knows. A change, and a call that names its fleet, ask the store's leader.
+    snapshot = await view.barrier() if call.pinned or call.op.method == "POST" else view.snapshot()
+    if len(snapshot) < select.min_workers:
+        beside = f", and {len(snapshot.stages)} stages, which are no engines" if snapshot.stages else ""
+        raise NoWorkers(
+            f"{len(snapshot)} of {select.min_workers} workers have joined after {select.wait_s:g} s{beside}",
+            field="min_workers",
+            fix="start workers (`rl-plane worker`), or wait longer (wait_s)",
+            epoch=snapshot.epoch,
+            fingerprint=snapshot.fingerprint,
+            retry_after_s=1.0,
+        )
+    check_pin(snapshot, select.epoch, select.fingerprint)
+    select_members(snapshot, select.workers)
+    if call.op.name not in READS_OF_STAGES:
+        check_engines(call, snapshot)
+    return snapshot
+
+
+async def whole_fleet(call: FleetCall[Any]) -> Snapshot:
+    """The fleet, for an op that must not select workers."""
+    if call.select.workers is not None:
+        raise InvalidRequest(
+            "an update is of the whole fleet", field="workers", fix="leave it out; disable a worker instead"
+        )
+    return await members_of(call)
+
+
+def selected_stages(call: FleetCall[Any], snapshot: Snapshot) -> list[Member]:
+    """The stages among the workers that the call means."""
+    named = call.select.workers
+    return [stage for stage in snapshot.stages if named is None or stage.instance_id in named]
+
+
+def check_engines(call: FleetCall[Any], snapshot: Snapshot) -> None:
+    """Raises an error if the call means stages only: every stage would skip the op, which is no success."""
+    stages, named = selected_stages(call, snapshot), call.select.workers
+    if not stages or select_members(snapshot, named):
+        return
+    if named is None and call.op.name == "abort_requests":
+        return  # requests that wait in the frontends end all the same
+    kind = NoWorkers if named is None else Unsupported
+    raise kind(
+        f"{call.op.name} is for engines, and the call means stages only, which skip it: "
+        f"{stages[0].instance_id}: {stages[0].stage}",
+        field="workers",
+        fix="start a worker beside an engine" if kind is NoWorkers else "leave workers out, or name engines",
+        epoch=snapshot.epoch,
+        fingerprint=snapshot.fingerprint,
+        workers=[skipped_reply(stage).to_wire() for stage in stages],
+    )

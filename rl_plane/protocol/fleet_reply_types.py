@@ -1,0 +1,217 @@
+"""The types of the fleet's merged replies, as RlClient and SyncRlClient return them.
+
+A reply is a plain dict. Each type names its keys. The rows in `workers` have the op's own keys only where `status` is
+`ok`. A call for several components gives another shape (`components`): use `run` for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired, TypedDict
+
+from rl_plane.protocol.versions import VersionReply
+from rl_plane.protocol.worker_ops import (
+    AbortedReply,
+    CheckWeightsReply,
+    DescribeReply,
+    LivenessReply,
+    MemoryReply,
+    PauseReply,
+    StateReply,
+)
+
+
+class Selection(TypedDict, total=False):
+    """The workers that a call means. All keys are optional."""
+
+    component: str | list[str]
+    """The component or components. Default: the client's."""
+    workers: list[str]
+    """Instance ids. Default: all workers. Updates refuse it."""
+    epoch: int
+    """The epoch of an earlier reply. MembershipChanged if the fleet has another one."""
+    fingerprint: str
+    """The fingerprint of an earlier reply. MembershipChanged if the fleet has another one."""
+    min_workers: int
+    """The number of workers that must be in the fleet. Default: 1; 0 allows an empty fleet."""
+    wait_s: float
+    """Seconds to wait for `min_workers`. Default: 5."""
+
+
+class WorkerEntry(TypedDict):
+    """One worker's part of a reply."""
+
+    instance_id: str
+    incarnation: str
+    """Changes each time the worker's process starts."""
+    status: Literal["ok", "error", "skipped"]
+    error: NotRequired[dict[str, Any]]
+    """The worker's error: `code`, `message`, `field`, `fix`."""
+    reason: NotRequired[str]
+    """Why a stage skipped the op."""
+
+
+class Merged(TypedDict):
+    """The keys of every reply but `workers`."""
+
+    status: Literal["ok"]
+    epoch: int
+    """Changes with each join, leave and death."""
+    fingerprint: str
+    """Identifies the set of workers."""
+    elapsed_s: float
+
+
+class DoneOnAll(Merged):
+    """The reply of an op that has nothing more to report."""
+
+    workers: list[WorkerEntry]
+
+
+class LivenessEntry(WorkerEntry, LivenessReply):
+    """The round trip through one engine."""
+
+
+class FleetLiveness(Merged):
+    alive: Literal[True]
+    workers: list[LivenessEntry]
+
+
+class FleetReadiness(FleetLiveness):
+    ready: Literal[True]
+
+
+class ReportedState(WorkerEntry, StateReply):
+    """One worker's admission, pause, version and load."""
+
+
+class FleetState(Merged):
+    ready: bool
+    """Every worker is admitted and holds the committed version."""
+    engine_alive: bool
+    pause_state: Literal["running", "paused", "mixed"]
+    applied_weight_version: str | None
+    """The label that every worker serves. None: they differ."""
+    loras: list[str]
+    version: VersionReply | None
+    """The committed version. None: there is none yet."""
+    adapters: dict[str, VersionReply]
+    """Adapter → its committed version."""
+    sources: list[dict[str, Any]]
+    """The transports from which a worker can fetch the committed version, in order."""
+    sequence: int | None
+    """The committed state, adapters included."""
+    workers: list[ReportedState]
+
+
+class ListedWorker(ReportedState):
+    """A worker's state with its registration. Each engine adds keys of its own."""
+
+    namespace: str
+    component: str
+    engine: str
+    model: str
+    host: str
+    pid: int
+    world_size: int
+
+
+class FleetWorkers(Merged):
+    workers: list[ListedWorker]
+
+
+class ServedVersion(Merged):
+    version: VersionReply | None
+    """The version that every admitted worker serves. None: nothing is committed yet."""
+    adapters: dict[str, VersionReply]
+    workers: list[ReportedState]
+
+
+class WorkerDescription(WorkerEntry, DescribeReply):
+    """One engine's description."""
+
+
+class FleetDescription(Merged):
+    workers: list[WorkerDescription]
+
+
+class PausedWorker(WorkerEntry, PauseReply):
+    """One worker's pause state."""
+
+
+class PausedFleet(Merged):
+    workers: list[PausedWorker]
+
+
+class AbortedOnWorker(WorkerEntry, AbortedReply):
+    """The number of requests that one worker has ended."""
+
+
+class AbortedRequests(Merged):
+    waiting: int
+    """Choices that waited in the frontends for a worker, and were ended there."""
+    workers: list[AbortedOnWorker]
+
+
+class UpdateReply(Merged):
+    version: VersionReply
+    """The committed version: `run`, `sequence`, `label`, `digest`."""
+    excluded: list[str]
+    """Members that do not serve the new version yet. They heal by themselves."""
+    phases: dict[str, float]
+    """Phase → seconds: `prepare_s`, `gate_s`, `commit_s`, `open_s`."""
+    canary: NotRequired[dict[str, Any]]
+    """The result of the numeric canary, if an engine scored it."""
+    num_buckets_received: NotRequired[int]
+    """The number of buckets that a trainer has pushed."""
+    workers: list[WorkerEntry]
+
+
+class PreparedUpdate(Merged):
+    update_id: str
+    ready: Literal[True]
+    digest: str | None
+    """The digest of the staged weights. None: their bytes are still to come."""
+    excluded: list[str]
+    workers: list[WorkerEntry]
+
+
+class ReceivedPart(Merged):
+    update_id: str
+    missing: int
+    """Tensors of the model that are still to come."""
+    tensors: int
+    bytes: int
+    workers: list[WorkerEntry]
+
+
+class LabelledUpdate(Merged):
+    update_id: str
+    label: str
+    workers: list[WorkerEntry]
+
+
+class AbortedUpdate(Merged):
+    update_id: str
+    workers: list[WorkerEntry]
+
+
+class PastUpdates(Merged):
+    updates: list[dict[str, Any]]
+    """Newest first. Each has the fields of `rl_plane.commit.history.UpdateEntry`."""
+    workers: list[WorkerEntry]
+
+
+class MemoryOnWorker(WorkerEntry, MemoryReply):
+    """The memory that one worker has released or resumed."""
+
+
+class FleetMemory(Merged):
+    workers: list[MemoryOnWorker]
+
+
+class WeightChecksOnWorker(WorkerEntry, CheckWeightsReply):
+    """One worker's checks, rank by rank."""
+
+
+class FleetWeightChecks(Merged):
+    workers: list[WeightChecksOnWorker]

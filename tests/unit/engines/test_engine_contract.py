@@ -1,0 +1,131 @@
+"""The conformance suite passes on engines that keep the contract, and fails on engines that break it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rl_plane.protocol.versions import WeightVersion
+from tests.support.paths import ROOT
+from worker.engines.base import EngineAdapter, EngineFactory, EngineOptions, PauseMode
+from worker.engines.fake.adapter import FakeEngine, make_fake_adapter, make_fake_model
+from worker.engines.fake.adapter import build as build_fake
+from worker.testing.engine_contract import (
+    CHECKS,
+    Check,
+    EngineUnderTest,
+    a_dropped_staging_leaves_no_trace,
+    aborts,
+    check_close,
+    check_engine,
+    labels_its_tokens,
+    pause_keep_freezes,
+    pause_wait_drains,
+    swap_changes_tokens_and_nothing_else,
+    tells_its_capabilities_honestly,
+)
+
+
+def build_echo(options: EngineOptions) -> EngineAdapter:
+    """The engine of examples/echo_engine, without installing it."""
+    name = "rl_plane_echo"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / "echo_engine" / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    engine: EngineAdapter = sys.modules[name].build(options)
+    return engine
+
+
+BUILDS: dict[str, EngineFactory] = {"fake": build_fake, "echo": build_echo}
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> EngineOptions:
+    return EngineOptions(make_fake_model(tmp_path / "model", 1), device="cpu")
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    return make_fake_model(tmp_path / "other", 2)
+
+
+@pytest.fixture(params=BUILDS)
+async def under_test(
+    request: pytest.FixtureRequest, options: EngineOptions, other: Path, tmp_path: Path
+) -> AsyncIterator[EngineUnderTest]:
+    adapter = make_fake_adapter(tmp_path / "adapter", 1, options.model)
+    async with EngineUnderTest.started(BUILDS[request.param], options, other, adapter=adapter) as started:
+        yield started
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+async def test_an_engine_keeps_the_contract(check: Check, under_test: EngineUnderTest) -> None:
+    await check(under_test)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+async def test_close_ends_an_engine(name: str, options: EngineOptions) -> None:
+    await check_close(BUILDS[name], options)
+
+
+async def test_one_call_runs_every_check(options: EngineOptions, other: Path) -> None:
+    await check_engine(build_fake, options, other)
+
+
+class KeepsOldWeights(FakeEngine):
+    async def swap(self, staging: str, version: WeightVersion) -> bool:
+        self.receiver.take(staging)
+        self.set_version(version)
+        return True
+
+
+class ForgetsLabels(FakeEngine):
+    def set_version(self, version: WeightVersion) -> None:
+        pass
+
+
+class NeverPauses(FakeEngine):
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
+        return clear_cache
+
+
+class AbortsNothing(FakeEngine):
+    async def abort(self, request_ids: list[str] | None) -> int:
+        return 0
+
+
+class KeepsStagings(FakeEngine):
+    async def discard(self, staging: str) -> None:
+        pass
+
+
+class TakesAnyToken(FakeEngine):
+    async def detokenize(self, token_ids: list[int]) -> str:
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "check"),
+    [
+        (KeepsOldWeights, swap_changes_tokens_and_nothing_else),
+        (ForgetsLabels, labels_its_tokens),
+        (NeverPauses, pause_keep_freezes),
+        (NeverPauses, pause_wait_drains),
+        (AbortsNothing, aborts),
+        (KeepsStagings, a_dropped_staging_leaves_no_trace),
+        (TakesAnyToken, tells_its_capabilities_honestly),
+    ],
+)
+async def test_a_check_fails_on_an_engine_that_breaks_the_contract(
+    kind: type[FakeEngine], check: Check, options: EngineOptions, other: Path
+) -> None:
+    async with EngineUnderTest.started(kind, options, other) as under_test:
+        with pytest.raises(AssertionError):
+            await check(under_test)

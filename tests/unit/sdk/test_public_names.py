@@ -1,0 +1,72 @@
+"""The public names of `rl_plane`, and the typed methods of its two clients."""
+
+from __future__ import annotations
+
+import inspect
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import rl_plane
+from rl_plane.client import RlClient
+from rl_plane.protocol.fleet_ops import FLEET_OPS
+from rl_plane.sync import SyncRlClient
+
+ROOT = Path(__file__).resolve().parents[3]
+
+ONLY_ASYNC = {"ask", "gather", "lock", "subjects", "view", "watch"}
+"""Methods for coordinators and watchers, which need the event loop."""
+
+
+def public(client: type) -> dict[str, Callable[..., object]]:
+    return {
+        name: member
+        for name, member in inspect.getmembers(client)
+        if not name.startswith("_") and callable(member) and not isinstance(member, property)
+    }
+
+
+def parameters(method: Callable[..., object]) -> list[tuple[str, object, object]]:
+    found = inspect.signature(method).parameters.values()
+    return [(one.name, one.default, one.annotation) for one in found if one.name not in ("self", "held")]
+
+
+def test_the_two_clients_have_the_same_methods_and_arguments() -> None:
+    awaited, blocking = public(RlClient), public(SyncRlClient)
+    assert awaited.keys() - ONLY_ASYNC == blocking.keys()
+    for name, method in blocking.items():
+        assert parameters(awaited[name]) == parameters(method), name
+
+
+def test_each_op_of_the_fleet_has_a_documented_method() -> None:
+    methods = public(SyncRlClient)
+    assert FLEET_OPS.keys() <= methods.keys()
+    assert all(inspect.getdoc(methods[name]) for name in methods)
+
+
+def test_the_blocking_methods_are_made_from_the_asynchronous_ones() -> None:
+    maker = runpy.run_path(str(ROOT / "docs" / "generate_blocking_methods.py"))
+    made = maker["blocking"](maker["SOURCE"].read_text())
+    assert made == maker["MADE"].read_text(), "run: python docs/generate_blocking_methods.py"
+
+
+def test_each_public_name_is_there_and_sorted() -> None:
+    assert rl_plane.__all__ == sorted(rl_plane.__all__)
+    for name in rl_plane.__all__:
+        assert getattr(rl_plane, name), name
+
+
+@pytest.mark.parametrize("statement", ["from rl_plane import WeightPublisher", "import rl_plane.publish"])
+def test_a_publisher_without_its_extra_names_the_extra(statement: str) -> None:
+    code = f"import sys; sys.modules['blake3'] = None\n{statement}"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last == (
+        "ModuleNotFoundError: rl_plane.publish: the Python module blake3 is not installed; "
+        "fix: pip install 'rl-plane[publish]'"
+    )
+    assert "During handling" not in done.stderr

@@ -1,0 +1,163 @@
+"""The product's imports: packages of rl_plane import downwards only, and no modules import each other in a circle."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.support.paths import ROOT
+
+LAYERS = (
+    {"errors", "_util"},
+    {"protocol"},
+    {"bus", "weights"},
+    {"membership", "transports"},
+    {"commit"},
+    {"fleet"},
+    {"client"},
+    {"sync"},
+    {"rollouts", "publish"},
+    {"cli", "demo"},
+)
+"""The packages and modules of rl_plane, the lowest first. Each may import its own package and lower layers."""
+ALSO_SIDEWAYS = ({"errors", "_util"}, {"cli", "demo"})
+"""Layers whose parts may import each other."""
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+MAY_IMPORT = {"rl_plane": set[str](), "worker": {"rl_plane"}, "frontend": {"rl_plane"}}
+"""Top-level package → the other top-level packages that it may import."""
+STARTS_PROCESSES = ("rl_plane.cli", "rl_plane.demo")
+"""Packages that may import worker and frontend, because they start them."""
+
+KNOWN_UPWARD = {
+    ("rl_plane.transports.group.streamed_delivery", "worker.receive.staging"),
+    ("rl_plane.transports.ipc.sender", "rl_plane.membership.worker_reply"),
+    ("rl_plane.transports.sender_base", "rl_plane.membership.worker_reply"),
+}
+"""Imports (module, imported module) that still break a direction. Only to be shortened."""
+KNOWN_CYCLES = {
+    frozenset({"worker.engines.sglang.holder", "worker.engines.sglang.plugin", "worker.engines.sglang.scheduler"}),
+    frozenset({"worker.engines.vllm.plugin", "worker.engines.vllm.scorer"}),
+}
+"""Modules that still import each other in a circle. Only to be shortened."""
+
+
+def module_name(path: Path) -> str:
+    """The dotted name of a file below ROOT."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Yields all imports, also those inside functions, except under `if TYPE_CHECKING`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+        elif isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for other in node.orelse:
+                yield from imports_of(ast.Module([other], []))
+        else:
+            yield from imports_of(node)
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Module → the modules of the product that it imports. A package that is imported only on the way to a module in it
+    is left out: the import of `a.b` means `a.b`."""
+    files = [path for top in MAY_IMPORT for path in sorted((ROOT / top).rglob("*.py"))]
+    modules = {module_name(path): path for path in files}
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        found: set[str] = set()
+        for node in imports_of(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+                continue
+            assert node.level == 0, f"{name} imports relatively"
+            assert node.module is not None
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in modules else node.module)
+        graph[name] = (found & modules.keys()) - {name}
+    return graph
+
+
+GRAPH = import_graph()
+
+
+def level_of(module: str) -> int | None:
+    """The layer of a module of rl_plane. None: it is `rl_plane` itself, or no part of it."""
+    parts = module.split(".")
+    return LEVEL[parts[1]] if parts[0] == "rl_plane" and len(parts) > 1 else None
+
+
+def breaks_a_direction(module: str, imported: str) -> bool:
+    """Reports whether `module` may not import `imported`."""
+    top, other = module.split(".")[0], imported.split(".")[0]
+    if top != other:
+        return other not in MAY_IMPORT[top] and not module.startswith(STARTS_PROCESSES)
+    level, below = level_of(module), level_of(imported)
+    if level is None:
+        return False
+    if below is None:
+        return True  # `rl_plane` itself imports nearly everything
+    same_part = module.split(".")[1] == imported.split(".")[1] or LAYERS[level] in ALSO_SIDEWAYS
+    return below > level or (below == level and not same_part)
+
+
+def cycles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+    """The strongly connected components of more than one module (Tarjan's algorithm)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: set[frozenset[str]] = set()
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for imported in sorted(graph[module]):
+            if imported not in index:
+                visit(imported)
+                low[module] = min(low[module], low[imported])
+            elif imported in stack:
+                low[module] = min(low[module], index[imported])
+        if low[module] == index[module]:
+            component = stack[stack.index(module) :]
+            del stack[stack.index(module) :]
+            if len(component) > 1:
+                found.add(frozenset(component))
+
+    for module in graph:
+        if module not in index:
+            visit(module)
+    return found
+
+
+def test_every_part_of_rl_plane_has_a_layer() -> None:
+    parts = {name.split(".")[1] for name in GRAPH if name.startswith("rl_plane.")}
+    assert parts == LEVEL.keys()
+
+
+def test_packages_import_downwards_only() -> None:
+    upward = {
+        (module, imported)
+        for module, found in GRAPH.items()
+        for imported in found
+        if breaks_a_direction(module, imported)
+    }
+    assert upward == KNOWN_UPWARD
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert cycles(GRAPH) == KNOWN_CYCLES
+
+
+def test_a_cycle_and_a_lazy_import_are_found() -> None:
+    lazy = ast.parse("def late():\n    import a.b\n\nif TYPE_CHECKING:\n    import c\nelse:\n    import d\n")
+    assert [ast.unparse(node) for node in imports_of(lazy)] == ["import a.b", "import d"]
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == {frozenset("abc")}
+    assert breaks_a_direction("rl_plane.protocol.record", "rl_plane.bus.lock")
+    assert breaks_a_direction("rl_plane.bus.lock", "rl_plane.weights.manifest")
+    assert breaks_a_direction("worker.worker", "frontend.main")
+    assert not breaks_a_direction("rl_plane.cli.serve", "frontend.main")
+    assert not breaks_a_direction("rl_plane.bus.lock", "rl_plane.protocol.record")

@@ -1,0 +1,61 @@
+"""The receiving of weights for an engine that has its model in the worker's own process: one rank, one `Receiver`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from rl_plane.errors import EngineFailed
+from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
+from rl_plane.protocol.versions import TensorSpec
+from rl_plane.transports.reception import Cancelled
+from worker.engines.base import EngineAdapter
+from worker.receive.weight_receiver import Receiver
+
+
+class WeightsInProcess(EngineAdapter):
+    """Set `receiver = Receiver(holder, load_transports(options.places))` in `start`, with a `WeightHolder` of yours,
+    and `receiver = None` in `close`. `swap` takes the staged weights by `self.receiver.take(staging)`."""
+
+    _receiver: Receiver | None = None
+
+    @property
+    def receiver(self) -> Receiver:
+        """Raises EngineFailed before `start` and after `close`."""
+        if self._receiver is None:
+            raise EngineFailed("the engine is not running")
+        return self._receiver
+
+    @receiver.setter
+    def receiver(self, receiver: Receiver | None) -> None:
+        self._receiver = receiver
+
+    def weight_spec(self) -> Mapping[str, TensorSpec]:
+        return self.receiver.holder.weight_spec()
+
+    def open(self, staging: str, request: ReceiveRequest, limits: CanaryLimits | None = None) -> None:
+        self.receiver.open(staging, request, limits)
+
+    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
+        return self.receiver.receive(staging, cancelled)
+
+    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+        return self.receiver.feed(staging, part, cancelled)
+
+    def cached_digest(self) -> str | None:
+        return self.receiver.cached_digest
+
+    async def discard(self, staging: str) -> None:
+        await asyncio.to_thread(self.receiver.discard, staging)
+
+    def offer(self) -> dict[str, Any] | None:
+        return self.receiver.offer()
+
+    def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+        self.receiver.init_transport(config)
+        return [{"rank": 0}]
+
+    def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
+        self.receiver.destroy_transport(backend, group)
+        return [{"rank": 0}]
