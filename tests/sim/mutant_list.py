@@ -14,7 +14,8 @@ ATTACK = "tests/sim/test_protocol_attacks.py::test_"
 LEASE = "tests/fleet/test_frontend_lease.py::test_"
 LABELS = "tests/unit/frontend/test_committed.py::test_"
 CANARY = "tests/unit/protocol/test_canary.py::test_"
-HISTORY = "tests/fleet/test_canary_fleet.py::test_"
+RETRY = "tests/unit/frontend/test_retry.py::test_"
+CANARY_FLEET = "tests/fleet/test_canary_fleet.py::test_"
 NUMERICS = "tests/unit/worker/test_worker_numerics.py::test_"
 SHELL = "tests/unit/commit/test_coordinator_shell.py::test_"
 WATCH = "tests/fleet/test_lock_watch.py::test_"
@@ -485,25 +486,32 @@ MUTANTS = [
         MACHINE + "the_answer_names_how_many_workers_serve_the_version_that_came_back",
     ),
     Mutant(
+        "retry: a choice whose worker fails its canary ends",
+        "frontend/routing/retry.py",
+        "    if isinstance(error, WrongNumerics) and standing.fresh:\n",
+        "    if False:\n",
+        RETRY + "a_choice_whose_worker_fails_the_canary_continues_and_may_come_back_to_it",
+    ),
+    Mutant(
         "history: a roll-back is written over by the next update",
         "rl_plane/commit/history.py",
         '    return entry.outcome == "aborted" if record.missed is not None else entry.version == record.made\n',
         "    return entry.version == record.made\n",
-        HISTORY + "a_later_update_leaves_the_history_of_a_roll_back_as_it_was",
+        CANARY_FLEET + "a_later_update_leaves_the_history_of_a_roll_back_as_it_was",
     ),
     Mutant(
         "history: a roll-back that its coordinator did not note is lost",
-        "rl_plane/commit/history.py",
+        "rl_plane/commit/journal.py",
         "        if back is not None and not await self._has(back):\n",
         "        if False:\n",
-        HISTORY + "the_roll_back_of_a_dead_coordinator_is_in_the_history",
+        CANARY_FLEET + "the_roll_back_of_a_dead_coordinator_is_in_the_history",
     ),
     Mutant(
         "canary: values that failed count as a measure",
         "rl_plane/commit/canary_rules.py",
         "    if record.overruled and verdict.passed:\n",
         "    if False:\n",
-        HISTORY + "warn_serves_a_version_that_all_miss",
+        CANARY_FLEET + "warn_serves_a_version_that_all_miss",
     ),
     Mutant(
         "canary: rolling goes on after a miss",
