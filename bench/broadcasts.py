@@ -155,12 +155,12 @@ def _broadcast(group: Any, data: Any) -> None:
 def main() -> None:
     import torch
 
+    from rl_plane.transports.base import TransportContext
     from rl_plane.transports.group.receiver import GlooTransport
-    from rl_plane.transports.receiver_base import Places
     from worker.engines.common.torch_weights import host_copies
     from worker.receive.staging import DigestingStream
 
-    transport = GlooTransport(Places())
+    transport = GlooTransport(TransportContext())
     transport.init(json.loads(sys.stdin.readline()))
     print("{}", flush=True)
     bare = _bare_group(**json.loads(sys.stdin.readline()))

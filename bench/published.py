@@ -19,7 +19,7 @@ from bench.memory import DELTA, some_places, trained
 from bench.peers import hf_worker, unhashed
 from bench.stored import UNVERIFIED
 from rl_plane.publish import WeightPublisher
-from rl_plane.publish.send_plan import Encoding
+from rl_plane.publish.publish_options import Encoding
 from rl_plane.transports import packing
 
 

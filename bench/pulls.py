@@ -22,7 +22,7 @@ from rl_plane._util.framing import read_frame, send_frame
 from rl_plane._util.processes import die_with_parent
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.nixl.sender import NixlSender
-from rl_plane.transports.nixl.wire import PROTOCOL, Memory, make_agent
+from rl_plane.transports.nixl.wire import PROTOCOL, RegisteredMemory, make_agent
 from rl_plane.transports.packing import fill
 from rl_plane.weights.manifest import Manifest, pack
 
@@ -102,8 +102,8 @@ def source(tensors: int) -> None:
 
 
 def receiver(transport: dict[str, Any]) -> None:
+    from rl_plane.transports.base import TransportContext
     from rl_plane.transports.nixl.receiver import NixlTransport
-    from rl_plane.transports.receiver_base import Places
     from worker.engines.common.torch_weights import host_copies
     from worker.receive.staging import DigestingStream
 
@@ -114,7 +114,7 @@ def receiver(transport: dict[str, Any]) -> None:
     peer = agent.add_remote_agent(told["metadata"])
     places = [bucket for (bucket,) in told["places"]]
     largest = max(nbytes for _, nbytes, _ in places)
-    buffers = [Memory(agent, largest) for _ in range(2)]
+    buffers = [RegisteredMemory(agent, largest) for _ in range(2)]
 
     def bare() -> None:
         for number, (address, nbytes, device) in enumerate(places):
@@ -128,7 +128,7 @@ def receiver(transport: dict[str, Any]) -> None:
                 raise SystemExit(f"a bare read ended as {state}")
             handle.release()
 
-    transports = NixlTransport(Places())
+    transports = NixlTransport(TransportContext())
 
     def consume(verified: bool = False, staged: bool = False) -> None:
         with closing(transports.open(transport, "base")) as delivery:

@@ -128,8 +128,8 @@ def _receiver() -> Iterator[subprocess.Popen[str]]:
 
 
 def main() -> None:
+    from rl_plane.transports.base import TransportContext
     from rl_plane.transports.ipc.receiver import IpcTransport
-    from rl_plane.transports.receiver_base import Places
     from worker.engines.common.torch_weights import host_copies
     from worker.receive.staging import DigestingStream
 
@@ -139,7 +139,7 @@ def main() -> None:
             hash_alone(memoryview(bytearray(TENSOR_BYTES)), asked["hash"])
             print("{}", flush=True)
             continue
-        delivery = IpcTransport(Places()).open(asked["transport"], "base")
+        delivery = IpcTransport(TransportContext()).open(asked["transport"], "base")
         stream = DigestingStream(delivery) if "checked" in asked["way"] else None
         tensors = delivery.tensors() if stream is None else stream
         staged = {}

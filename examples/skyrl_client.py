@@ -21,7 +21,7 @@ class FleetInferenceClient:
         self._adapter = adapter
 
     async def get_world_size(self) -> tuple[int, int]:
-        """Returns the world size of all servers, and of the one server that SkyRL takes the fleet for."""
+        """The number of ranks of all servers, and of one server. SkyRL takes the fleet for one server."""
         rows = (await self._run("workers"))["workers"]
         ranks = sum(row["world_size"] for row in rows)
         return ranks, ranks

@@ -26,8 +26,8 @@ import rl_plane.weights.checkpoint as checkpoints
 from rl_plane.bus.server import NatsServer
 from rl_plane.client import RlClient
 from rl_plane.fleet.fleet import Fleet
+from rl_plane.transports.base import TransportContext
 from rl_plane.transports.filesystem.receiver import FilesystemTransport
-from rl_plane.transports.receiver_base import Places
 from tests.support.zygote import fork_module
 from worker.engines.fake.adapter import make_fake_model
 
@@ -294,4 +294,4 @@ def transport(root: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     """Which reads small files in one run, or each tensor in one of its own, on another thread."""
     if request.param == "one by one":
         monkeypatch.setattr(checkpoints, "RUN_BYTES", 1)
-    return FilesystemTransport(Places((root,)))
+    return FilesystemTransport(TransportContext((root,)))

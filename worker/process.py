@@ -166,13 +166,13 @@ def _on_a_thread(work: Callable[[], str]) -> asyncio.Future[str]:
             settle(value)
 
     def begin() -> None:
-        told: tuple[Callable[[Any], None], Any]
+        ended: tuple[Callable[[Any], None], Any]
         try:
-            told = outcome.set_result, work()
+            ended = outcome.set_result, work()
         except Exception as error:
-            told = outcome.set_exception, error
+            ended = outcome.set_exception, error
         with contextlib.suppress(RuntimeError):  # the loop has been closed
-            loop.call_soon_threadsafe(tell, *told)
+            loop.call_soon_threadsafe(tell, *ended)
 
     threading.Thread(target=begin, name="digest", daemon=True).start()
     return outcome

@@ -13,10 +13,10 @@ from typing import Any
 
 from blake3 import blake3
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidRequest
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
-from rl_plane.transports.reception import Cancelled, TensorStream
 from rl_plane.weights.checkpoint import open_checkpoint
 from worker.engines.base import EngineInfo, EngineOptions, PauseMode
 from worker.engines.common.base_weights import BaseWeights
@@ -24,6 +24,7 @@ from worker.engines.common.request_gate import RequestGate
 from worker.engines.common.spans import Label, SpanLog
 from worker.engines.common.token_checks import check_adapter, check_tokens, refuse_lacking
 from worker.engines.common.weights_in_process import WeightsInProcess
+from worker.receive.weight_holder import TensorStream
 from worker.receive.weight_receiver import Receiver, load_transports
 
 VOCAB_SIZE, MAX_MODEL_LEN = 256, 4096

@@ -1,7 +1,7 @@
-"""Weights over plain HTTP: a transport of your own, small enough to read before you write another.
+"""Moves weights over plain HTTP: an example of a transport in a package of its own.
 
-The trainer keeps the packed buckets in memory and serves them at `/<key>/<number>`; each rank of each engine fetches
-them. Install this package beside the trainer and beside every worker, and say `transport="http"`.
+The trainer holds the packed buckets in memory and serves them at `/<key>/<number>`. Each rank of each engine fetches
+them. Install this package beside the trainer and beside every worker, and publish with `transport="http"`.
 """
 
 from __future__ import annotations
@@ -12,46 +12,36 @@ import threading
 from collections.abc import Iterator, Mapping
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 from rl_plane.errors import InvalidRequest, InvalidWeights, Unavailable
-from rl_plane.transports.packed_delivery import PackedDelivery
-from rl_plane.transports.receiver_base import Places, check_fields
-from rl_plane.transports.sender_base import Surroundings
+from rl_plane.transports.base import Sender, SenderContext, WeightTransport, check_fields
+from rl_plane.transports.packed_delivery import PackedDelivery, check_kind
+from rl_plane.weights.checkpoint import Kind
 from rl_plane.weights.manifest import Manifest
 
 BACKEND = "http"
 TIMEOUT_S = 20.0
-"""The bound of a connection on which nothing moves."""
+"""The longest time in seconds without a byte on a connection. It bounds each wait, also of a cancelled update."""
 MAX_MANIFEST_BYTES = 256 << 20
 
 
-class HttpTransport:
-    """The receiving half, in the process that holds the model."""
+class HttpTransport(WeightTransport):
+    """The receiving half. It runs in the process that holds the model."""
 
     backend = BACKEND
 
-    def __init__(self, places: Places) -> None:
-        pass
-
-    def init(self, config: Mapping[str, Any]) -> None:
-        check_fields(BACKEND, config)
-
-    def destroy(self) -> None:
-        pass
-
-    def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> PackedDelivery:
+    def open(self, request: Mapping[str, Any], kind: Kind) -> PackedDelivery:
         check_fields(BACKEND, request, "host", "port", "key")
         host, port, key = request.get("host"), request.get("port"), request.get("key")
         if not (isinstance(host, str) and type(port) is int and isinstance(key, str) and key.isalnum()):
             raise InvalidRequest(
-                "it needs host, port and key", field="transport", fix="send what HttpSender.open gave"
+                "host, port or key is missing", field="transport", fix="send what HttpSender.open returned"
             )
         connection = HTTPConnection(host, port, timeout=TIMEOUT_S)
         try:
             manifest = Manifest.from_wire(json.loads(_fetch(connection, f"/{key}/manifest")))
-            if (kind == "lora") != (manifest.adapter_config is not None):
-                raise InvalidWeights(f"this is no {kind}", field="target.kind", fix="publish what the target says")
+            check_kind(manifest, kind)
         except BaseException:
             connection.close()
             raise
@@ -77,11 +67,11 @@ def _fetch(connection: HTTPConnection, path: str, nbytes: int | None = None) -> 
     return body
 
 
-class HttpSender:
-    """The trainer's half. One version at a time, gone when its update has ended."""
+class HttpSender(Sender):
+    """The sending half. It serves one version at a time, until the update ends."""
 
     backend = BACKEND
-    receivers_from: ClassVar[Literal["open", "finish"]] = "finish"  # the fleet is asked when all is here
+    receivers_from = "finish"  # the fleet may fetch once every bucket is here
 
     def __init__(self, host: str, port: int) -> None:
         self._pages: dict[str, bytes | bytearray] = {}
@@ -135,6 +125,6 @@ class HttpSender:
         self._server.server_close()
 
 
-def build(around: Surroundings) -> HttpSender:
-    around.check_options(BACKEND, "host", "port")
-    return HttpSender(*around.address())
+def build(context: SenderContext) -> HttpSender:
+    context.check_options(BACKEND, "host", "port")
+    return HttpSender(*context.address())

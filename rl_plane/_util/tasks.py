@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 log = logging.getLogger("rl_plane._util.tasks")
@@ -12,6 +12,10 @@ log = logging.getLogger("rl_plane._util.tasks")
 ROUND_S = 0.5
 ROUNDS = 10
 """A library may swallow a cancellation, so it is sent again. After this many tries the task is left, and logged."""
+
+
+Cancelled = Callable[[], bool]
+"""Returns True once the caller does not want the work any more. Any thread may call it."""
 
 
 def never() -> bool:

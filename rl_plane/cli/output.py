@@ -62,7 +62,7 @@ def error_line(error: PlaneError) -> str:
 
 
 def plane_error(error: Exception) -> PlaneError | None:
-    """The error of a command as one that a person can read. None: a fault of ours, which needs its traceback."""
+    """The error of a command in words for a person. None: a fault of ours, which needs its traceback."""
     if isinstance(error, PlaneError):
         return error
     if isinstance(error, ModuleNotFoundError):

@@ -70,7 +70,7 @@ def publish(given: Command) -> int:
             policy=policy.model_dump(),
             cast=values["cast"],
             component=components[0],
-            stays=False,
+            trainer_stays=False,
             **reach,
         )
         with publisher:

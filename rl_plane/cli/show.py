@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from rl_plane.cli.output import counted, one_line, table
-from rl_plane.membership.worker_reply import engine_replies
+from rl_plane.protocol.envelope import engine_replies
 
 Reply = Mapping[str, Any]
 

@@ -76,8 +76,8 @@ def train(args: argparse.Namespace) -> None:
         start = time.monotonic()
         groups = rollout.groups(make_prompts(rng, policy.vocab_size), args.seed * 100_000 + step)
         rollout_s = time.monotonic() - start
-        told = rolled_out(groups, version)
-        if told["mixed_version_completions"]:
+        sampled = rolled_out(groups, version)
+        if sampled["mixed_version_completions"]:
             wrong = next(one for group in groups for one in group if not one.made_by(version))
             print(f"step {step}: committed {version}, but a completion says {wrong.spans}", file=sys.stderr)
         emit("phase", step=step, phase="learning")
@@ -101,7 +101,7 @@ def train(args: argparse.Namespace) -> None:
         prune_checkpoints(args.weights, committed)
         record = StepRecord(
             step=step,
-            **told,
+            **sampled,
             max_logprob_diff=lesson.max_logprob_diff,
             canary_difference=published.canary_difference,
             mismatch_kl=published.mismatch_kl,

@@ -271,7 +271,7 @@ class BlockingFleetMethods(ABC):
             request_id: Makes the call idempotent: a repeated call returns the first answer.
 
         Raises:
-            NotFound: the history has no such version; the facts list those that it has.
+            NotFound: the history has no such version; the facts list its versions.
             Conflict: its weights can't be fetched again.
         """
         body = _given(
@@ -365,7 +365,7 @@ class BlockingFleetMethods(ABC):
             group: The group of the broadcasts. None: the group that the update was prepared with.
             timeout_s: Seconds until every rank has the tensors.
             check_only: Only compare the names and shapes with the model.
-            update_id: The prepared update. None: the one that there is.
+            update_id: The prepared update. None: the update that waits.
             version: The update's label. None: as before.
             pause_mode: Replaces the policy's mode from now on. None: as before.
         """
@@ -392,7 +392,7 @@ class BlockingFleetMethods(ABC):
 
         Args:
             version: The label, such as `step_17`.
-            update_id: The prepared update. None: the one that there is.
+            update_id: The prepared update. None: the update that waits.
 
         Raises:
             NotPrepared: no update is prepared.
@@ -412,7 +412,7 @@ class BlockingFleetMethods(ABC):
         """Commits the prepared update. A repeated call with its `update_id` returns the first answer.
 
         Args:
-            update_id: The prepared update. None: the one that there is.
+            update_id: The prepared update. None: the update that waits.
             version: Its label. None: as it was prepared.
             digest: The digest of the weights that were sent. None: as it was prepared.
             num_buckets: How many buckets were sent. None: not checked.
@@ -428,7 +428,7 @@ class BlockingFleetMethods(ABC):
         """Drops the prepared update. The fleet serves the version before.
 
         Args:
-            update_id: The prepared update. None: the one that there is.
+            update_id: The prepared update. None: the update that waits.
 
         Raises:
             NotPrepared: no update is prepared.

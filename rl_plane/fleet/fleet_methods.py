@@ -277,7 +277,7 @@ class FleetMethods(ABC):
             request_id: Makes the call idempotent: a repeated call returns the first answer.
 
         Raises:
-            NotFound: the history has no such version; the facts list those that it has.
+            NotFound: the history has no such version; the facts list its versions.
             Conflict: its weights can't be fetched again.
         """
         body = _given(
@@ -373,7 +373,7 @@ class FleetMethods(ABC):
             group: The group of the broadcasts. None: the group that the update was prepared with.
             timeout_s: Seconds until every rank has the tensors.
             check_only: Only compare the names and shapes with the model.
-            update_id: The prepared update. None: the one that there is.
+            update_id: The prepared update. None: the update that waits.
             version: The update's label. None: as before.
             pause_mode: Replaces the policy's mode from now on. None: as before.
         """
@@ -400,7 +400,7 @@ class FleetMethods(ABC):
 
         Args:
             version: The label, such as `step_17`.
-            update_id: The prepared update. None: the one that there is.
+            update_id: The prepared update. None: the update that waits.
 
         Raises:
             NotPrepared: no update is prepared.
@@ -420,7 +420,7 @@ class FleetMethods(ABC):
         """Commits the prepared update. A repeated call with its `update_id` returns the first answer.
 
         Args:
-            update_id: The prepared update. None: the one that there is.
+            update_id: The prepared update. None: the update that waits.
             version: Its label. None: as it was prepared.
             digest: The digest of the weights that were sent. None: as it was prepared.
             num_buckets: How many buckets were sent. None: not checked.
@@ -438,7 +438,7 @@ class FleetMethods(ABC):
         """Drops the prepared update. The fleet serves the version before.
 
         Args:
-            update_id: The prepared update. None: the one that there is.
+            update_id: The prepared update. None: the update that waits.
 
         Raises:
             NotPrepared: no update is prepared.

@@ -50,8 +50,3 @@ def skipped_reply(stage: Member) -> WorkerReply:
     """The reply of a stage, which is made without asking it: its registration has the reason why it skips the ops of
     engines. So a stage that hangs delays no call."""
     return WorkerReply(stage.instance_id, stage.incarnation, "skipped", {"reason": stage.stage})
-
-
-def engine_replies(reply: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The workers of a fleet's reply, without stages, which skip the op."""
-    return [row for row in reply["workers"] if row.get("status") != "skipped"]

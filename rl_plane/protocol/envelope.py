@@ -197,3 +197,8 @@ def reply_from_wire(wire: dict[str, Any]) -> Reply:
         rank_results=wire.get("rank_results"),
         elapsed_s=wire.get("elapsed_s", 0.0),
     )
+
+
+def engine_replies(reply: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a fleet's merged reply, without the rows of stages, which did nothing."""
+    return [row for row in reply["workers"] if row.get("status") != "skipped"]

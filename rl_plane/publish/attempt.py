@@ -1,4 +1,4 @@
-"""One version, on rank 0: the tensors out of the source, by the way's sender, into a committed update."""
+"""Publishes one version, on rank 0: reads the tensors, sends them, and has the fleet commit the update."""
 
 from __future__ import annotations
 
@@ -23,104 +23,113 @@ from rl_plane.errors import (
     Unavailable,
     UpdateAborted,
 )
-from rl_plane.publish.publication import Publication
-from rl_plane.publish.send_plan import Way
-from rl_plane.publish.sources.model_sources import Source, Taken
+from rl_plane.publish.publication import RunningPublication
+from rl_plane.publish.send_plan import SendPlan
+from rl_plane.publish.sources.base import Taken, WeightSource
 from rl_plane.publish.threads import on_thread
-from rl_plane.transports.packing import Place, Tensor, fill
-from rl_plane.transports.sender_base import DeviceSender, KeepingSender, LendingSender, PushingSender, Sender
-from rl_plane.weights.manifest import DEFAULT_BUCKET_BYTES, Manifest, pack
+from rl_plane.transports.base import KeepingSender, LendingSender, PushingSender, Sender
+from rl_plane.transports.packing import Buffer, Tensor, fill
+from rl_plane.weights.manifest import Manifest
 
 log = logging.getLogger("rl_plane.publish")
 
 ATTEMPTS = 3
-"""An update whose answer was lost, which found the fleet locked, or which lost the lock on its way, is asked again
-under its id."""
+"""The number of times that an op is called, with the same id, if its answer was lost, the fleet was locked, or it lost
+its lock."""
 AGAIN_S = 1.0
+"""Seconds between two calls."""
 OTHERS_S = 30.0
-"""How long another trainer's update, which is prepared and waits, is waited for."""
+"""Seconds to wait while another trainer's update is prepared or under way."""
 JOINS = 1
-"""So often all is sent again, since a worker has joined that can't get what was pushed: each time takes as long."""
+"""The number of times that a version is sent again because a worker has joined that can't fetch what was pushed."""
 OPENINGS = 8
-"""So often receivers are gathered while workers join, as in a fleet that comes up: a second or so each time, in which
-other ranks may wait."""
+"""The number of times that an update is opened while workers join, as in a fleet that starts. Each takes about a
+second, in which the other ranks may wait."""
 
 T = TypeVar("T")
 
 
 class _SendFailed(Exception):
-    """The transport's failure: what the fleet answers says more."""
+    """The transport's own failure. The fleet's error, if there is one, says more."""
 
 
 class Attempt:
-    """One publication on rank 0: `read` brings the tensors out of the source, `end` waits for the fleet."""
+    """One publication on rank 0: `read` takes the tensors out of the source, `end` waits for the fleet."""
 
     def __init__(
         self,
-        way: Way,
-        source: Source,
-        publication: Publication,
-        previous: Publication | None,
-        more: Mapping[str, Any] | None = None,
+        plan: SendPlan,
+        source: WeightSource,
+        publication: RunningPublication,
+        previous: RunningPublication | None,
+        fields: Mapping[str, Any] | None = None,
         *,
         lends: bool = False,
         joins: int = 0,
     ) -> None:
-        """`more`: fields of the update's body. `lends`: the tensors stay as they are until the publication ends, so
-        they may be read where they are. `joins`: the source may be read so often again."""
-        self._more = more or {}
+        """Makes the attempt.
+
+        Args:
+            fields: further fields of the update's body.
+            lends: the tensors stay unchanged until the publication ends, so receivers may read them in place.
+            joins: how often the source may be read again.
+        """
+        self._fields = fields or {}
         self._lends = lends
         self._joins = joins
         self._lent: Collection[int] = ()
-        """Buckets."""
-        self._way = way
-        self._fleet = way.fleet
+        """Numbers of the buckets that receivers read in place."""
+        self._plan = plan
+        self._fleet = plan.fleet
         self._source = source
         self._publication = publication
         self._previous = previous
         self._sender: Sender | None = None
         self._update: Future[dict[str, Any]] | None = None
         self._prepared = ""
-        """The update that a PushingSender's receivers listen for."""
+        """The id of the update for which a PushingSender's receivers listen."""
         self._body: dict[str, Any] = {}
         self._manifest: Manifest | None = None
         self._digests: dict[str, str] = {}
         self._error: BaseException | None = None
         self.committed = False
-        """Though it has failed."""
+        """True if the version was committed although the publication has failed."""
 
     def read(self) -> None:
-        """Never raises: `end` tells. Whatever fails, a gather goes on to its end: the other ranks are in it."""
+        """Takes the tensors out of the source, and sends them. Never raises: `end` reports the error.
+
+        A collective source is used up even after an error, since the other ranks take part in the gathering.
+        """
         taken: Taken | None = None
         late: PlaneError | None = None
         try:
             if self._previous is not None:
                 try:
-                    self._publication.wait_for(self._previous, self._way.told.bound_s())
+                    self._publication.wait_for(self._previous, self._plan.options.bound_s())
                 except Locked as error:
                     late = error
-            self._publication.begins_to_read()
+            self._publication.begin_reading()
             taken = self._source.take()
-            self._publication.pauses_reading()
+            self._publication.pause_reading()
             if late is not None:
                 raise late
             if not taken.specs:
                 raise InvalidRequest("there are no tensors", field="source", fix="give weights")
-            self._send(replace(taken, tensors=self._publication.reading(taken.tensors)))
+            self._send(replace(taken, tensors=self._publication.readable(taken.tensors)))
         except BaseException as error:
             self._error = self._publication.given_up or error
         finally:
             if taken is not None:
                 if self._source.collective:
-                    self._do_too(partial(drain, taken.tensors))
-                self._do_too(taken.close)
-            if not self._lent and not self._joins:  # else they are read until the end
-                self._publication.tensors_were_read()
+                    self._do_anyway(partial(drain, taken.tensors))
+                self._do_anyway(taken.close)
+            if not self._lent and not self._joins:  # else they may be read until the end
+                self._publication.finish_reading()
             elif not self._lent:
-                self._publication.pauses_reading()
+                self._publication.pause_reading()
 
-    def _do_too(self, act: Callable[[], object]) -> None:
-        """What fails after a failure tells less than that, but for Ctrl-C."""
+    def _do_anyway(self, act: Callable[[], object]) -> None:
+        """Runs `act`. Its error is recorded only if there is none yet, or if it is Ctrl-C."""
         try:
             act()
         except BaseException as error:
@@ -129,23 +138,25 @@ class Attempt:
 
     def _send(self, taken: Taken) -> None:
         publication = self._publication
-        sender, manifest = self._opened(taken)
+        sender, manifest = self._open_with_retries(taken)
         if self._lends and taken.held and isinstance(sender, LendingSender):
             held = taken.held
-            self._lent = _sent(lambda: sender.lend(held))
+            self._lent = _transport_call(lambda: sender.lend(held))
         sizes = [bucket.nbytes for bucket in manifest.buckets]
-        publication.tell("sending", buckets=0, of_buckets=len(sizes), nbytes=0, of_nbytes=sum(sizes))
+        publication.report("sending", buckets=0, of_buckets=len(sizes), nbytes=0, of_nbytes=sum(sizes))
 
-        def buffer(number: int) -> Place:
-            return _sent(lambda: sender.buffer(number))
+        def buffer(number: int) -> Buffer:
+            return _transport_call(lambda: sender.buffer(number))
 
         for number in fill(manifest, taken.tensors, buffer, self._digests, self._lent):
-            _sent(lambda number=number: sender.send(number))  # type: ignore[misc]
-            publication.tell("sending", buckets=number + 1, nbytes=sum(sizes[: number + 1]))
+            _transport_call(lambda number=number: sender.send(number))  # type: ignore[misc]
+            publication.report("sending", buckets=number + 1, nbytes=sum(sizes[: number + 1]))
 
-    def _opened(self, taken: Taken) -> tuple[Sender, Manifest]:
-        """For a worker that joins meanwhile, or where another trainer's group has taken the place of this one's, it is
-        opened anew: nothing was read yet, whatever the source."""
+    def _open_with_retries(self, taken: Taken) -> tuple[Sender, Manifest]:
+        """Opens the update, again if a worker joins meanwhile, or if another trainer's group has replaced this one's.
+
+        No tensor has been read yet, so every kind of source allows it.
+        """
         for _ in range(OPENINGS - 1):
             try:
                 return self._open(taken)
@@ -154,51 +165,53 @@ class Attempt:
                     raise
                 log.info("%s is opened once more: %s", self._publication.version, error)
             if self._prepared:
-                self._withdraw()  # whose answer was lost, say
+                self._withdraw()  # its answer may have been lost
                 self._prepared = ""
             if self._sender is not None:
                 self._sender.close()
         return self._open(taken)
 
     def _open(self, taken: Taken) -> tuple[Sender, Manifest]:
-        way = self._way
-        self._body = {**way.told.body(self._publication.version), **self._more}
+        plan = self._plan
+        self._body = {**plan.options.body(self._publication.version), **self._fields}
         self._body["policy"] = {**self._body["policy"], **self._publication.policy}
-        sender = self._sender = way.ready_sender()
-        if self._more.get("encoding") == "delta" and way.changes_sender:
+        sender = self._sender = plan.ready_sender()
+        if self._fields.get("encoding") == "delta" and plan.changes_sender:
             raise NotAtBase(
-                "what it is a delta of goes with the sender before", field="encoding", fix="send the full version"
+                "the version that this delta changes ends with the sender before",
+                field="encoding",
+                fix="send the full version",
             )
-        bucket_bytes = way.told.bucket_bytes
+        bucket_bytes = plan.options.bucket_bytes
         if bucket_bytes is None:
-            bucket_bytes = getattr(sender, "bucket_bytes", DEFAULT_BUCKET_BYTES)
-        packed = getattr(sender, "pack", pack)(taken.specs, bucket_bytes)
+            bucket_bytes = sender.bucket_bytes
+        packed = sender.pack(taken.specs, bucket_bytes)
         manifest = self._manifest = Manifest(packed, taken.adapter_config)
-        if isinstance(sender, DeviceSender):
-            sender.device = taken.device
-        self._body["transport"] = self._when_free(lambda: sender.open(manifest))
+        sender.device = taken.device
+        self._body["transport"] = self._retry_while_locked(lambda: sender.open(manifest))
         if isinstance(sender, PushingSender):
             self._swap_if_loaded()
             self._prepared = uuid.uuid4().hex
             body = {**self._body, "fingerprint": sender.fingerprint}
-            self._when_free(lambda: self._run("prepare_weights_update", body, self._prepared))
+            self._retry_while_locked(lambda: self._run("prepare_weights_update", body, self._prepared))
         elif sender.receivers_from == "open":
-            self._check_wanted()
-            self._update = self._ask()
+            self._check_not_given_up()
+            self._update = self._start_update()
         return sender, manifest
 
-    def _check_wanted(self) -> None:
-        """Or raises, if it was given up; if it is from here on, the sender is closed."""
+    def _check_not_given_up(self) -> None:
+        """Raises UpdateAborted if the publication was given up. If it is given up later, the sender is closed."""
         assert self._sender is not None
-        self._publication.goes_by(partial(self._close, self._sender))
+        self._publication.on_give_up(partial(self._close, self._sender))
 
-    def _when_free(self, act: Callable[[], T]) -> T:
-        """What `act` returns. While another trainer's update is under way, or is prepared and waits, that is refused as
-        Locked, and done again each AGAIN_S; the first refusal after OTHERS_S is raised. Who gives the publication up
-        meanwhile is heard before the next time, and that is raised."""
+    def _retry_while_locked(self, act: Callable[[], T]) -> T:
+        """Returns what `act` returns. While another trainer's update makes it raise Locked, it is called again.
+
+        The first Locked after OTHERS_S is raised. If the publication is given up, UpdateAborted is raised.
+        """
         until = time.monotonic() + OTHERS_S
         while True:
-            self._check_wanted()
+            self._check_not_given_up()
             try:
                 return act()
             except Locked:
@@ -208,11 +221,11 @@ class Attempt:
 
     @property
     def interrupted(self) -> bool:
-        """By Ctrl-C, while it gathered."""
+        """True if Ctrl-C came while the source was read."""
         return self._error is not None and not isinstance(self._error, Exception)
 
     def give_up(self, error: BaseException) -> None:
-        """Ends it here, whatever it has come to."""
+        """Ends the publication with this error, however far it has come."""
         self._error = self._error or error
         self.end()
 
@@ -221,15 +234,16 @@ class Attempt:
         self.end()
 
     def end(self) -> None:
+        """Waits for the fleet, and sets the publication's outcome."""
         try:
             reply = self.committed_by_all()
         except BaseException as error:
-            self._publication.end(error=_named(error))
+            self._publication.end(error=_with_worker_named(error))
         else:
             self._publication.end(reply)
 
     def committed_by_all(self) -> dict[str, Any]:
-        """The update's reply, perhaps of another attempt, for workers that have joined meanwhile too."""
+        """The update's reply. If workers have joined that can't fetch the version, it is sent again for them."""
         try:
             return self._committed()
         except MembershipChanged as error:
@@ -237,11 +251,11 @@ class Attempt:
                 raise
             log.info("%s is sent once more: %s", self._publication.version, error)
         again = Attempt(
-            self._way,
+            self._plan,
             self._source,
             self._publication,
             None,
-            self._more,
+            self._fields,
             lends=self._lends,
             joins=self._joins - 1,
         )
@@ -252,92 +266,92 @@ class Attempt:
             self.committed = again.committed
 
     def _committed(self) -> dict[str, Any]:
-        """The update's reply. The fleet's own error is told rather than the transport's, which it explains."""
+        """The update's reply. If both fail, the fleet's error is raised, since it explains the transport's."""
         try:
             if self._error is None:
                 self._finish()
         except BaseException as error:
             self._error = self._publication.given_up or error
         try:
-            reply = self._answered()
+            reply = self._reply()
             self._keep()
             return reply
         except BaseException:
             if self.committed:
-                self._keep()  # hardly anybody serves it yet, say: the others will fetch it
+                self._keep()  # few workers serve the version so far: the others will fetch it
             elif self._prepared:
                 self._withdraw()
             raise
         finally:
             if self._sender is not None:
-                self._close(self._sender)  # ends the update, if it still runs
+                self._close(self._sender)  # it ends the update, if that still runs
             if self._update is not None:
                 self._update.exception()
 
     def _close(self, sender: Sender) -> None:
-        """What fails now changes nothing of the outcome, which is still to be told."""
+        """Closes the sender. An error does not change the outcome, so it is only logged."""
         try:
             sender.close()
         except Exception:
             log.exception("the sender of %s does not close", self._publication.version)
 
     def _withdraw(self) -> None:
-        """Nobody is to wait for what does not come any more, or to complete what was called a failure. Where it was
-        committed all the same, the fleet says so."""
+        """Aborts the prepared update, so that no worker waits for it. If it was committed after all, the fleet says
+        so."""
         try:
             self._fleet.run("abort_weights_update", {"update_id": self._prepared})
         except PlaneError as error:
             log.info("%s: %s", self._publication.version, error)
 
     def _was_committed(self) -> bool:
-        """Though the update has failed: does the fleet say so?"""
+        """True if the fleet has committed the version although the update has failed."""
         digest = self._body.get("digest")
         if digest is None:
             return False
         try:
             state = self._fleet.run("state", {})
-        except Exception as error:  # no PlaneError where its loop or its connection has ended, say
+        except Exception as error:  # not only PlaneError: the client's loop or connection may have ended
             log.info("%s: %s", self._publication.version, error)
             return False
         versions = [state["version"], *state["adapters"].values()]
         return any(version is not None and version["digest"] == digest for version in versions)
 
     def _keep(self) -> None:
-        """It is committed: what fails now is no failure of the publication."""
-        self._publication.goes_by(None)
+        """Lets the sender keep the committed version. An error here is no failure of the publication."""
+        self._publication.on_give_up(None)
         try:
             if isinstance(self._sender, KeepingSender) and self._error is None:
-                if self._more.get("encoding") == "delta":
+                if self._fields.get("encoding") == "delta":
                     self._sender.keep(onto_previous=True)
                 else:
-                    self._sender.keep(self._way.told.adapter)
-            self._way.committed()
+                    self._sender.keep(self._plan.options.adapter)
+            self._plan.committed()
         except Exception:
             log.exception("workers that come late can't fetch %s from here", self._publication.version)
 
-    def _answered(self) -> dict[str, Any]:
+    def _reply(self) -> dict[str, Any]:
         error, update = self._error, self._update
         if isinstance(error, _SendFailed):
-            return self._explained(error.__cause__ or error)
+            return self._fleet_reply(error.__cause__ or error)
         if error is not None:
             raise error
         assert update is not None
         return update.result()
 
-    def _explained(self, failed: BaseException) -> dict[str, Any]:
-        """Who listens for what does not come any more knows what was wrong there."""
+    def _fleet_reply(self, failed: BaseException) -> dict[str, Any]:
+        """Asks the fleet about a failure of the transport: the workers that listened know what was wrong."""
         update = self._update
         if update is None or not update.done():
             if not isinstance(failed, (Unavailable, DeadlineExceeded)):
-                raise failed  # the trainer's own
+                raise failed  # the trainer itself has failed
             assert self._sender is not None
-            self._close(self._sender)  # with it ends who listens
+            self._close(self._sender)  # it ends the receiving, too
         if update is not None:
             return update.result()
         if not self._prepared:
             raise failed
         try:
-            return self._ask().result()
+            return self._start_update().result()
         except PlaneError as error:
             if _failed_rows(error) or isinstance(error, UpdateAborted):
                 raise
@@ -347,24 +361,24 @@ class Attempt:
         sender, manifest = self._sender, self._manifest
         assert sender is not None
         assert manifest is not None
-        self._check_wanted()
+        self._check_not_given_up()
         if self._update is None:
             self._body.setdefault("digest", manifest.digested(self._digests).digest)
-        _sent(lambda: sender.finish(self._digests))
-        self._check_wanted()
-        self._publication.tell("committing")
+        _transport_call(lambda: sender.finish(self._digests))
+        self._check_not_given_up()
+        self._publication.report("committing")
         if self._update is None:
-            self._update = self._ask()
+            self._update = self._start_update()
 
-    def _ask(self) -> Future[dict[str, Any]]:
-        """The update, on a thread; a failure ends the sending."""
+    def _start_update(self) -> Future[dict[str, Any]]:
+        """Runs the update on a thread. If the update fails, the sender is closed."""
         update: Future[dict[str, Any]] = Future()
         sender = self._sender
         assert sender is not None
 
         def work() -> None:
             try:
-                update.set_result(self._asked())
+                update.set_result(self._run_update())
             except BaseException as error:
                 try:
                     self.committed = isinstance(error, (Conflict, Unavailable)) and self._was_committed()
@@ -376,12 +390,12 @@ class Attempt:
         on_thread(work)
         return update
 
-    def _asked(self) -> dict[str, Any]:
+    def _run_update(self) -> dict[str, Any]:
         if self._prepared:
             assert self._manifest is not None
             op, request_id = "complete_weights_update", ""
             body = {"update_id": self._prepared, "num_buckets": len(self._manifest.buckets)}
-            if "digest" in self._body:  # else not everything was sent
+            if "digest" in self._body:  # it is missing if not everything was sent
                 body["digest"] = self._body["digest"]
         else:
             self._swap_if_loaded()
@@ -394,7 +408,7 @@ class Attempt:
                 return self._fleet.run(op, body, request_id)
             except (Unavailable, StaleFence):
                 if self._error is not None and not self._prepared:
-                    raise  # of what was pushed in vain it is only asked why
+                    raise  # the sending has failed, and the answer is wanted only as the reason
                 time.sleep(AGAIN_S)
         return self._fleet.run(op, body, request_id)
 
@@ -404,22 +418,22 @@ class Attempt:
             target["op"] = "swap"
 
 
-def _sent(act: Callable[[], T]) -> T:
+def _transport_call(act: Callable[[], T]) -> T:
     try:
         return act()
     except Exception as error:
         raise _SendFailed(str(error)) from error
 
 
-def _named(error: BaseException) -> BaseException:
-    """The same error, whose message says which worker and why."""
+def _with_worker_named(error: BaseException) -> BaseException:
+    """Returns the error with a message that names the worker and its reason."""
     if not isinstance(error, PlaneError):
         return error
     failed = _failed_rows(error)
     if not failed or any(row["instance_id"] in error.message for row in failed):
         return error
-    told = [(row["instance_id"], (row.get("error") or {}).get("message", "")) for row in failed]
-    who, reason = next((one for one in told if one[1] and one[1] in error.message), told[0])
+    reasons = [(row["instance_id"], (row.get("error") or {}).get("message", "")) for row in failed]
+    who, reason = next((one for one in reasons if one[1] and one[1] in error.message), reasons[0])
     words = f"on {who}" if reason in error.message else f"{who}: {reason}"
     named = type(error)(f"{error.message} ({words})", **error.facts)
     named.__cause__ = error
@@ -432,5 +446,6 @@ def _failed_rows(error: PlaneError) -> list[dict[str, Any]]:
 
 
 def drain(tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Uses up the iterator, so that this rank takes part in every gathering."""
     for _ in tensors:
         pass

@@ -1,4 +1,4 @@
-"""One version by way of the publisher's own copy, which it is compared with: whole, or what has changed."""
+"""Publishes one version from a host copy: a delta if little has changed, else every tensor."""
 
 from __future__ import annotations
 
@@ -11,81 +11,89 @@ from rl_plane.errors import NotAtBase, PlaneError, Unsupported
 from rl_plane.publish.attempt import JOINS, Attempt
 from rl_plane.publish.free_memory import free_memory
 from rl_plane.publish.host_copy import Change, HostCopy, as_tensors
-from rl_plane.publish.publication import Publication
-from rl_plane.publish.send_plan import Encoding, Way
-from rl_plane.publish.sources.model_sources import Source, Taken
+from rl_plane.publish.publication import RunningPublication
+from rl_plane.publish.publish_options import Encoding
+from rl_plane.publish.send_plan import SendPlan
+from rl_plane.publish.sources.base import Taken, WeightSource
 from rl_plane.weights.delta_codec import import_numba
 
 log = logging.getLogger("rl_plane.publish")
 
-ROOM, LEFT = 3, 1
-"""Times the weights have to be free in memory before `auto` makes a copy of them, since a transport may keep one too,
-and as much of deltas; and beside the copy, or it goes: the steps of a trainer take memory that its first version can't
-see."""
+ROOM = 3
+"""`auto` makes a copy if so many times the model's size is free in memory: the copy, one that a transport may keep, and
+deltas of up to the same size."""
+LEFT = 1
+"""`auto` drops the copy if less than so many times the model's size is free beside it. A trainer's steps take memory
+that its first version can't foresee."""
 
 
-class AttemptByCopy(Attempt):
-    """By way of the publisher's copy: `read` brings the tensors into it, `end` sends what pays from there. `auto`: only
-    where that pays; else as any other."""
+class DeltaAttempt(Attempt):
+    """An Attempt that reads the tensors into the publisher's host copy, and sends from there.
+
+    With the encoding `auto` it does so only where deltas pay, and is an ordinary Attempt elsewhere.
+    """
 
     def __init__(
         self,
-        way: Way,
-        source: Source,
-        publication: Publication,
-        previous: Publication | None,
+        plan: SendPlan,
+        source: WeightSource,
+        publication: RunningPublication,
+        previous: RunningPublication | None,
+        *,
         copy: HostCopy,
         encoding: Encoding,
-        unless: str | None = None,
-        *,
+        unless_digest: str | None = None,
         lends: bool = False,
         joins: int = 0,
     ) -> None:
-        """`unless`: nothing is sent if this is its digest."""
-        super().__init__(way, source, publication, previous, lends=lends, joins=joins)
+        """`unless_digest`: a version of this digest is not sent."""
+        super().__init__(plan, source, publication, previous, lends=lends, joins=joins)
         self._copy = copy
         self._encoding = encoding
-        self._unless = unless
+        self._unless_digest = unless_digest
         self._deltas = False
         self._change: Change | None = None
 
     def _send(self, taken: Taken) -> None:
         self._deltas = self._encoding == "delta"
         by_copy = self._deltas
-        if self._unless is not None:  # to be compared alone, it needs no sender yet
+        if self._unless_digest is not None:  # the version is only compared, which needs no sender
             by_copy = by_copy or self._has_room(taken)
         elif self._encoding == "auto":
             by_copy = self._deltas = self._pays(taken)
         if by_copy:
-            self._joins = 0  # the source is not read again: what joins gets it from the copy
+            self._joins = 0  # the source is not read again: a worker that joins gets the version from the copy
             self._change = self._copy.read(taken)
         else:
             self._copy.drop()
             super()._send(taken)
 
     def _pays(self, taken: Taken) -> bool:
-        """Where a delta saves time, and the copy leaves room for what else this machine does."""
-        self._way.ready_sender()
-        if not self._way.slow or not self._copy.is_tried():
+        """True if a delta saves time, and the copy leaves enough memory for the rest of this machine."""
+        self._plan.ready_sender()
+        if not self._plan.slow or not self._copy.is_tried():
             return False
         try:
             import_numba()
         except Unsupported as error:
-            log.info("%s goes whole: %s", self._publication.version, error)
+            log.info("%s is sent in full: %s", self._publication.version, error)
             return False
         nbytes = sum(spec.nbytes for _, spec in taken.specs)
         free = free_memory()
         if free >= (LEFT if self._copy.specs else ROOM) * nbytes:
             return self._has_room(taken)
-        log.info("%s goes whole: %.0f bytes are free beside a copy of %d", self._publication.version, free, nbytes)
+        log.info(
+            "%s is sent in full: %.0f bytes are free beside a copy of %d", self._publication.version, free, nbytes
+        )
         return False
 
     def _has_room(self, taken: Taken) -> bool:
+        """Makes room for the copy. False if there is none."""
         try:
             self._copy.make_room(taken)
             return True
-        except (MemoryError, OSError) as error:  # by a limit that `free_memory` does not know
-            log.info("%s goes whole, without a copy: %s", self._publication.version, error)
+        except (MemoryError, OSError) as error:  # a limit that `free_memory` does not know
+            log.info("%s is sent in full, without a copy: %s", self._publication.version, error)
             return False
 
     def _committed(self) -> dict[str, Any]:
@@ -100,28 +108,28 @@ class AttemptByCopy(Attempt):
         if self._error is not None:
             self._copy.take_back(change)
             raise self._error
-        if change.digest == self._unless and self._is_served(change.digest):
+        if change.digest == self._unless_digest and self._is_served(change.digest):
             log.info("the fleet serves %s already", self._publication.version)
-            self._copy.forget()  # its source may have gone with the trainer before: a delta needs one
+            self._copy.forget()  # a delta needs a source of its base, which may have ended with the trainer before
             return {}
         copy, deltas = self._copy, change.deltas
         chain_bytes = copy.chain_bytes
         try:
-            if deltas is not None and self._goes_on(deltas) and self._is_kept(change.base):
+            if deltas is not None and self._chain_has_room(deltas) and self._base_is_kept(change.base):
                 copy.chain_bytes += sum(map(len, deltas.values()))
                 try:
                     delta = {"encoding": "delta", "base": change.base, "digest": change.digest}
-                    reply = self._sent(lambda: as_tensors(deltas), delta)
+                    reply = self._send_taken(lambda: as_tensors(deltas), delta)
                     copy.in_vain = 0
                     if _says_not_at_base(reply["workers"]):
-                        copy.forget()  # a full version brings back who was left out
+                        copy.forget()  # only a full version brings back the workers that were left out
                     return reply
                 except PlaneError as error:
                     if not _not_at_base(error):
                         raise
-                    log.info("%s is sent whole: %s", self._publication.version, error)
+                    log.info("%s is sent in full: %s", self._publication.version, error)
             copy.chain_bytes = 0
-            reply = self._sent(copy.whole, {"digest": change.digest})
+            reply = self._send_taken(copy.whole, {"digest": change.digest})
             copy.in_vain += change.base is not None
             return reply
         except BaseException:
@@ -130,35 +138,42 @@ class AttemptByCopy(Attempt):
                 copy.chain_bytes = chain_bytes
             raise
 
-    def _goes_on(self, deltas: Mapping[str, bytes]) -> bool:
-        """Whoever comes late fetches the chain of deltas, and what it is fetched from holds it: no more of it than of
-        the whole version."""
+    def _chain_has_room(self, deltas: Mapping[str, bytes]) -> bool:
+        """True if the deltas since the last full version are not larger than the full version.
+
+        A worker that joins late fetches all of them, and their source has to hold them.
+        """
         return self._copy.chain_bytes + sum(map(len, deltas.values())) <= self._copy.nbytes
 
     def _is_served(self, digest: str) -> bool:
-        """Under the publication's label, asked anew: since it was asked first, another version may have come."""
+        """True if the fleet serves the digest under the publication's label now: another version may have come
+        since."""
         label = self._publication.version
-        return label is not None and self._way.digest_of(label) == digest
+        return label is not None and self._plan.digest_of(label) == digest
 
-    def _is_kept(self, base: str | None) -> bool:
-        """By all workers; or by some, and the others can fetch it: they would be left out of the update. To fetch it
-        does not help who serves it and does not keep it: its model ties tensors, say, so that it never will."""
-        self._way.ready_sender()
-        if self._way.changes_sender:
-            return False  # what it is a delta of would go with the sender before
-        workers = self._way.workers()
+    def _base_is_kept(self, base: str | None) -> bool:
+        """True if every worker keeps the delta's base, or some do and the others can fetch it.
+
+        A worker that serves the base without keeping it never will: its model may tie tensors, for example. It would be
+        left out of the update.
+        """
+        self._plan.ready_sender()
+        if self._plan.changes_sender:
+            return False  # the base would end with the sender before
+        workers = self._plan.workers()
         lacking = [row for row in workers if row.get("kept") != base]
         if any((row.get("version") or {}).get("digest") == base for row in lacking):
             return False
-        return not lacking or (len(lacking) < len(workers) and self._way.is_refetchable(base))
+        return not lacking or (len(lacking) < len(workers) and self._plan.is_refetchable(base))
 
-    def _sent(self, take: Callable[[], Taken], more: Mapping[str, Any]) -> dict[str, Any]:
-        # The publisher's copy changes with the next publication, which waits for the end of this one. One that was made
-        # for this comparison is to go with it, and a sender holds on to what it was lent.
-        lends = self._unless is None
-        if self._deltas:  # what is kept at the workers is what the next one changes
-            more = {**more, "policy": {**self._way.told.policy, "keep_staged": True}}
-        attempt = Attempt(self._way, _Copied(take), self._publication, None, more, lends=lends, joins=JOINS)
+    def _send_taken(self, take: Callable[[], Taken], fields: Mapping[str, Any]) -> dict[str, Any]:
+        # The copy changes only with the next publication, which waits for the end of this one. A copy that was made for
+        # a comparison is dropped after it, so it can't be lent: a sender holds on to memory that it was lent.
+        lends = self._unless_digest is None
+        if self._deltas:  # the next delta changes what the workers keep of this version
+            fields = {**fields, "policy": {**self._plan.options.policy, "keep_staged": True}}
+        source = _CopySource(take)
+        attempt = Attempt(self._plan, source, self._publication, None, fields, lends=lends, joins=JOINS)
         attempt.read()
         try:
             return attempt.committed_by_all()
@@ -167,8 +182,8 @@ class AttemptByCopy(Attempt):
 
 
 @dataclass(frozen=True, slots=True)
-class _Copied:
-    """A Source: what the publisher's copy holds."""
+class _CopySource:
+    """A WeightSource of what the publisher's copy holds."""
 
     take: Callable[[], Taken]
     collective = False
@@ -176,11 +191,11 @@ class _Copied:
 
 
 def _not_at_base(error: PlaneError) -> bool:
-    """Does it say that a delta can't be applied, there or on some worker?"""
+    """True if the error says that a delta can't be applied, at the fleet or on some worker."""
     return isinstance(error, NotAtBase) or _says_not_at_base(error.facts.get("workers"))
 
 
 def _says_not_at_base(rows: object) -> bool:
-    """Does a worker's row of a reply or of an error?"""
+    """True if a worker's row, of a reply or of an error, says that a delta can't be applied."""
     codes = [(row.get("error") or {}).get("code") for row in rows] if isinstance(rows, list) else []
     return NotAtBase.code in codes

@@ -1,4 +1,4 @@
-"""The fleet as the publisher's threads call it: one blocking function over whichever client the trainer has."""
+"""Calls the fleet from the publisher's threads: one blocking function over any kind of client."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEF
 from rl_plane.sync import CallBounds, SyncRlClient
 
 FleetLike = RlClient | Fleet | SyncRlClient | str
-"""A client, or a URL: `http://…` of the facade, `nats://…` of the server."""
+"""A client, or a URL: `http://…` of the frontend, or `nats://…` of the NATS server."""
 
 
 class BlockingFleet:
-    """`run(op, body, request_id)` blocks, and raises the fleet's PlaneError."""
+    """Runs ops of the fleet. `run` blocks, and raises the fleet's PlaneError."""
 
     def __init__(
         self,
@@ -30,7 +30,8 @@ class BlockingFleet:
         namespace: str = DEFAULT_NAMESPACE,
         component: str | None = None,
     ) -> None:
-        """An asynchronous client is given in the loop that runs it. `component`: of a URL; None: the default one."""
+        """An asynchronous client must be given in the event loop that runs it. `component` belongs to a URL; None is
+        the default component."""
         self.nats_url: str | None = None
         self.namespace: str | None = None
         self.component: str | None = None
@@ -48,40 +49,40 @@ class BlockingFleet:
                 fleet = SyncRlClient.connect(fleet, namespace, component or DEFAULT_COMPONENT, name="publisher")
                 self._close = fleet.close
             client = fleet
-            self._is_reached_by(client.client)
+            self._set_address(client.client)
 
             def run(op: str, body: dict[str, Any], request_id: str) -> dict[str, Any]:
                 return client.run(op, body, request_id=request_id)
         elif isinstance(fleet, (RlClient, Fleet)):
             merged = fleet if isinstance(fleet, Fleet) else Fleet(fleet)
-            self._is_reached_by(merged.client)
+            self._set_address(merged.client)
             try:
                 loop = self.loop = asyncio.get_running_loop()
             except RuntimeError as error:
                 raise InvalidRequest(
-                    "an asynchronous client is given outside its loop",
+                    "an asynchronous client was given outside its event loop",
                     field="fleet",
-                    fix="make the publisher in the loop that runs the client, or give a SyncRlClient or a URL",
+                    fix="make the publisher in that event loop, or give a SyncRlClient or a URL",
                 ) from error
 
             def run(op: str, body: dict[str, Any], request_id: str) -> dict[str, Any]:
                 return _on_loop(loop, merged, op, body, request_id, bounds.of(op, body))
         else:
             raise InvalidRequest(
-                f"{type(fleet).__name__} is no fleet",
+                f"a {type(fleet).__name__} is not a fleet",
                 field="fleet",
-                fix=f"give an RlClient, a Fleet, a SyncRlClient, the facade's URL, or {DEFAULT_NATS_URL}",
+                fix=f"give an RlClient, a Fleet, a SyncRlClient, the frontend's URL, or {DEFAULT_NATS_URL}",
             )
         self._run = run
 
-    def _is_reached_by(self, client: WorkerCalls) -> None:
+    def _set_address(self, client: WorkerCalls) -> None:
         self.nats_url, self.namespace, self.component = client.bus.url, client.namespace, client.component
 
     def run(self, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
         return self._run(op, body, request_id)
 
     def close(self) -> None:
-        """Ends a connection that was made here."""
+        """Closes the connection if this object has opened it."""
         if self._close is not None:
             self._close()
 

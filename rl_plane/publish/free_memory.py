@@ -1,4 +1,4 @@
-"""How much memory this process may yet take: of the machine, and of the control groups that hold it. Linux."""
+"""The memory that this process may still take, by the machine and by its control groups. Linux only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def free_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
-    """Bytes; 0 where it can't be known. Of control groups both versions are read (docs.kernel.org: cgroup-v2, and
+    """Free bytes; 0 if they can't be determined. Reads both versions of control groups (docs.kernel.org: cgroup-v2, and
     cgroup-v1/memory)."""
     try:
         free: float = _numbers(proc / "meminfo")["MemAvailable:"] << 10
@@ -27,11 +27,11 @@ def free_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
 
 
 def _room(root: Path, path: str, limit: str, usage: str, reclaimed: str) -> float:
-    """Of the group and those around it. In a container its own may be the root of what it sees."""
+    """The room in a control group and its parents. In a container the own group may be the root of the visible tree."""
     group, room = root / path.lstrip("/"), math.inf
     around = [group, *group.parents]
     for one in around[: around.index(root) + 1]:
-        # What has none is not limited, or says `max`. Files that were read count as used, and go when room is wanted.
+        # A group without a limit has no such file, or `max` in it. The page cache counts as used, but can be reclaimed.
         with contextlib.suppress(OSError, KeyError, ValueError):
             used = int((one / usage).read_text()) - _numbers(one / "memory.stat")[reclaimed]
             room = min(room, max(0, int((one / limit).read_text()) - used))

@@ -1,4 +1,4 @@
-"""The trainer's own copy of the version that it published last: what the next one is compared with."""
+"""The publisher's own copy of the version that it published last, with which the next version is compared."""
 
 from __future__ import annotations
 
@@ -14,52 +14,55 @@ from rl_plane.protocol.versions import (
     tensor_digest,
     tensors_digest,
 )
-from rl_plane.publish.sources.model_sources import Taken
+from rl_plane.publish.sources.base import Taken
 from rl_plane.transports.packing import Tensor, copy_into, in_order, raw_bytes
 from rl_plane.weights import delta_codec
 from rl_plane.weights.read_ahead import host_memory
 
 TRIES = 3
-"""After so many versions in a row that were compared and went whole all the same, `auto` leaves it, """
+"""After so many versions in a row that were compared and sent in full all the same, `auto` stops comparing."""
 AGAIN = 32
-"""and looks again after so many more."""
+"""After so many further versions it compares one again."""
 
 Named = Iterator[tuple[str, HostTensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """From the version that the copy held to the one that it holds."""
+    """The difference between the version that the copy held and the one that it holds now."""
 
     digest: str
     base: str | None = None
-    """None: there was nothing to compare with."""
+    """The digest of the version before; None if the copy held none."""
     deltas: Mapping[str, bytes] | None = None
-    """By tensor, of those that have changed. None: they don't pay."""
+    """Tensor name to delta, for tensors that have changed. None: together the deltas are too large to pay."""
     before: Mapping[str, str] = field(default_factory=dict)
-    """The tensors' digests in `base`."""
+    """The digests of the tensors in `base`."""
 
 
 class HostCopy:
-    """As much memory as the weights take. For one thread at a time."""
+    """A copy of one version in host memory, as large as the weights. For one thread at a time."""
 
     def __init__(self) -> None:
         self.digest: str | None = None
-        """Of the version that it holds; None: of none."""
+        """The digest of the version that the copy holds; None if it holds none."""
         self.chain_bytes = 0
-        """Of the deltas since the last version that went whole."""
+        """The size of the deltas since the last full version, in bytes."""
         self.in_vain = 0
-        """So many versions in a row went whole though they were compared, or, after TRIES, without."""
+        """The number of versions in a row that were compared and sent in full; beyond TRIES it counts versions not
+        compared."""
         self.specs: dict[str, TensorSpec] = {}
         self._places: dict[str, memoryview] = {}
         self._digests: dict[str, str] = {}
         self._adapter_config: bytes | None = None
         self._half_changed = False
-        """Ctrl-C, say, came while a tensor was changed."""
+        """An error, such as Ctrl-C, came while a tensor was being changed."""
 
     def read(self, taken: Taken) -> Change:
-        """Brings a version in, and says what is other than before. When this raises, the copy is as it was, or of no
-        version."""
+        """Copies a version in, and returns how it differs from the one before.
+
+        After an error the copy holds the version before, or none.
+        """
         self.make_room(taken)
         specs = self.specs
         base, self.digest, self._half_changed = self.digest, None, False
@@ -72,13 +75,13 @@ class HostCopy:
                 if deltas is None:
                     copy_into(self._places[name], tensor)
                 else:
-                    blob = self._compared(name, tensor, threads)
+                    blob = self._change(name, tensor, threads)
                     if blob is None:
-                        continue  # its digest is known
+                        continue  # the tensor has not changed
                     deltas[name] = blob
                     room -= len(blob)
                     if room < 0:
-                        deltas = None  # what was applied so far stays: only the way back is gone
+                        deltas = None  # changes made so far stay, but can't be taken back
                 self._digests[name] = tensor_digest(self._places[name])
         except BaseException:
             if deltas is not None and not self._half_changed:
@@ -94,20 +97,20 @@ class HostCopy:
         self.digest = tensors_digest(lines)
         if deltas is None:
             return Change(self.digest, base)
-        if not deltas:  # a version is never of no tensors
+        if not deltas:  # a version must have at least one tensor
             name, spec = taken.specs[0]
             deltas[name] = delta_codec.nothing(spec.nbytes, DTYPE_BYTES[spec.dtype])
         return Change(self.digest, base, deltas, before)
 
     def make_room(self, taken: Taken) -> None:
-        """For a version of these tensors. MemoryError or OSError: there is none."""
+        """Makes room for a version of these tensors. Raises MemoryError or OSError if there is none."""
         specs = dict(taken.specs)
         if specs != self.specs:
-            self.drop()  # before the new ones: there is room for one
+            self.drop()  # first, since there is room for one copy
             self._places = {name: host_memory(spec.nbytes) for name, spec in specs.items()}
             self.specs = specs
 
-    def _compared(self, name: str, tensor: Tensor, threads: Executor) -> bytes | None:
+    def _change(self, name: str, tensor: Tensor, threads: Executor) -> bytes | None:
         place, width = self._places[name], DTYPE_BYTES[self.specs[name].dtype]
         blob = delta_codec.encode(place, raw_bytes(tensor), width, threads)
         if blob is not None:
@@ -117,7 +120,7 @@ class HostCopy:
         return blob
 
     def is_tried(self) -> bool:
-        """Asked for each version: is it to be compared?"""
+        """True if this version should be compared. Called once for each version: it counts those that are skipped."""
         if self.in_vain >= TRIES:
             self.in_vain += 1
         if self.in_vain > TRIES + AGAIN:
@@ -129,17 +132,17 @@ class HostCopy:
         return sum(spec.nbytes for spec in self.specs.values())
 
     def forget(self) -> None:
-        """The next version is compared with none, and so goes whole."""
+        """Makes the next version go in full: it is compared with none."""
         self.digest = None
 
     def drop(self) -> None:
-        """Frees the memory, too."""
+        """Forgets the version, and frees its memory."""
         self.forget()
         self.specs = {}
         self._places = {}
 
     def take_back(self, change: Change) -> None:
-        """It was not committed."""
+        """Undoes `read`, because the version was not committed."""
         self.digest = None
         if change.deltas is not None:
             self._take_back(change.deltas)
@@ -150,12 +153,12 @@ class HostCopy:
             delta_codec.apply(blob, self._places[name], DTYPE_BYTES[self.specs[name].dtype], name)
 
     def whole(self) -> Taken:
-        """The version that it holds."""
+        """The version that the copy holds, for sending in full."""
         tensors = {name: HostTensor(spec, self._places[name]) for name, spec in self.specs.items()}
         return Taken(list(self.specs.items()), iter(tensors.items()), self._adapter_config, held=tensors)
 
 
 def as_tensors(deltas: Mapping[str, bytes]) -> Taken:
-    """Deltas, as they travel."""
+    """Deltas as tensors of bytes, which is how they are sent."""
     tensors = {name: HostTensor(TensorSpec("U8", (len(blob),)), memoryview(blob)) for name, blob in deltas.items()}
     return Taken([(name, tensor.spec) for name, tensor in tensors.items()], iter(tensors.items()))

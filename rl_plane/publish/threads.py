@@ -16,16 +16,18 @@ def on_thread(work: Callable[[], object]) -> None:
 
 
 def at_callers_gpu(work: Callable[[], T]) -> Callable[[], T]:
-    """For another thread. Which GPU is the current one, by which torch gathers, each thread has for itself: number 0 in
-    a new one, on every rank."""
+    """Wraps `work` for another thread, so that it uses the caller's current GPU.
+
+    torch gathers on the current GPU, which each thread has for itself: in a new thread it is number 0 on every rank.
+    """
     cuda: Any = sys.modules.get("torch.cuda")
-    if not hasattr(cuda, "is_initialized") or not cuda.is_initialized():  # not imported, or not to its end
+    if not hasattr(cuda, "is_initialized") or not cuda.is_initialized():  # not imported, or still being imported
         return work
     number = cuda.current_device()
 
     def there() -> T:
         with ExitStack() as stack:
-            with suppress(RuntimeError):  # of a GPU that has failed: what is read there tells it
+            with suppress(RuntimeError):  # the GPU has failed: reading there raises the error
                 stack.enter_context(cuda.device(number))
             return work()
 

@@ -1,4 +1,4 @@
-"""The numeric canary of a publisher: which log probabilities the trainer's own model gives for fixed token sequences.
+"""The numeric canary of a publisher: log probabilities that the trainer's own model gives for fixed token sequences.
 
 Torch is imported only when a model is asked.
 """
@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.canary import LOGPROB_EPSILON, MIN_LOGPROB, Canary, check_vocabulary, parse_canary
-from rl_plane.publish.sources.model_sources import ModuleSource, Source
+from rl_plane.publish.sources.base import WeightSource
+from rl_plane.publish.sources.module import ModuleSource
 
 if TYPE_CHECKING:
     import torch
 
 CanaryMaker = Callable[[Any, "str | None"], "Canary | Mapping[str, Any]"]
 PublishedCanary = Sequence[Sequence[int]] | CanaryMaker | Literal["off"] | None
-"""What `WeightPublisher(canary=…)` takes."""
+"""The values of `WeightPublisher(canary=…)`."""
 
 _CALLABLE = "give a function canary(model, version) that returns {sequences, expected}; every rank calls it"
 
@@ -27,9 +28,9 @@ class CanarySource:
     """Makes the canary of each version that a publisher sends."""
 
     def __init__(
-        self, canary: PublishedCanary, tolerance: float | None, source: Source, given: Any, adapter: bool
+        self, canary: PublishedCanary, tolerance: float | None, source: WeightSource, given: Any, adapter: bool
     ) -> None:
-        """`given`: the source as the trainer has given it."""
+        """`given`: the source as the trainer gave it to the publisher."""
         self._canary = canary
         self._tolerance = tolerance
         self._given = given
@@ -42,7 +43,7 @@ class CanarySource:
             return
         if adapter:
             raise InvalidRequest(
-                "a canary scores the base weights, which an adapter leaves as they are",
+                "a canary scores the base weights, which an adapter does not change",
                 field="canary",
                 fix="leave it out",
             )
@@ -54,7 +55,7 @@ class CanarySource:
         self._sequences = self._checked({"sequences": given_sequences}).sequences
         if self._module is None:
             raise InvalidRequest(
-                "only a module can be asked for log probabilities, and the source is none",
+                "log probabilities need a module, and the source has none",
                 field="canary",
                 fix=_CALLABLE,
             )
@@ -66,7 +67,7 @@ class CanarySource:
             )
 
     def policy(self, version: str | None, rank: int) -> dict[str, Any]:
-        """The part of this version's `policy`. Runs on the caller's thread, on every rank."""
+        """The canary's part of this version's policy. Runs on the caller's thread, on every rank."""
         if self._canary is None or (rank != 0 and not callable(self._canary)):
             return {}
         if self._canary == "off":
@@ -85,11 +86,15 @@ class CanarySource:
 
 
 def expected_logprobs(model: Any, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-    """For each sequence the log probability of each token but the first, in nats.
+    """Computes the log probability of each token but the first, in nats, for each sequence.
 
-    The model computes in eval mode and without gradients, one sequence after another; each of its modules gets its own
-    mode back. PEFT's adapters are off meanwhile. `model(input_ids=…)` must return logits of shape [1, tokens,
-    vocabulary], or an object with such `logits`. A sharded model needs every rank in this call."""
+    The model runs in eval mode, without gradients and with PEFT's adapters off; afterwards each module has its own mode
+    again. A sharded model needs every rank in this call.
+
+    Args:
+        model: `model(input_ids=…)` returns logits of shape [1, tokens, vocabulary], or an object with such `logits`.
+        sequences: token ids.
+    """
     import torch
 
     _check_tokens(model, sequences)
@@ -118,7 +123,7 @@ def _check_tokens(model: Any, sequences: Sequence[Sequence[int]]) -> None:
 
 @contextmanager
 def _in_eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Not `model.train()` afterwards: a trainer may keep some modules in eval mode."""
+    """Restores each module's own mode: a trainer may keep some modules in eval mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

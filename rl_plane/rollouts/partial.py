@@ -154,15 +154,15 @@ class Rollout:
         (choice,) = reply["choices"]
         if list(reply["prompt_token_ids"]) != self.body()["prompt_token_ids"]:
             raise InvalidRequest(
-                "the reply's prompt is not the one that was sent",
+                "the reply has another prompt than the request",
                 field="prompt_token_ids",
                 fix="send them unchanged",
             )
         return self._with(choice, choice["logprobs"]["token_logprobs"]), None
 
-    def _with(self, told: Mapping[str, Any], logprobs: Sequence[float] | None) -> Rollout:
-        tokens, before = told["token_ids"], len(self.token_ids)
-        spans = _joined(self.weight_versions, told["weight_versions"], before)
+    def _with(self, choice: Mapping[str, Any], logprobs: Sequence[float] | None) -> Rollout:
+        tokens, before = choice["token_ids"], len(self.token_ids)
+        spans = _joined(self.weight_versions, choice["weight_versions"], before)
         if len(logprobs or ()) != len(tokens) or (spans[-1]["end"] if spans else 0) != before + len(tokens):
             raise Unlabelled(f"{len(tokens)} tokens came with {len(logprobs or ())} logprobs, and spans {spans}")
         if not all(isinstance(one, (int, float)) and math.isfinite(one) for one in logprobs or ()):
@@ -172,20 +172,20 @@ class Rollout:
             token_ids=[*self.token_ids, *tokens],
             logprobs=[*self.logprobs, *(logprobs or ())],
             weight_versions=spans,
-            instances=_joined(self.instances, _makers(told), before),
-            routed_experts=told.get("routed_experts"),
+            instances=_joined(self.instances, _makers(choice), before),
+            routed_experts=choice.get("routed_experts"),
         )
-        reason = told["finish_reason"]
+        reason = choice["finish_reason"]
         if reason in (None, "abort", "error"):  # the part was stopped; the completion has not ended
             reason = "length" if joined.left == 0 else None
         return replace(joined, finish_reason=reason)
 
 
-def _makers(told: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+def _makers(choice: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """The spans of a choice's tokens by worker. A choice lists them only if it had several workers."""
-    one = {"instance_id": told["instance_id"], "incarnation": told["incarnation"]}
-    alone = [{**one, "start": 0, "end": len(told["token_ids"])}] if told["token_ids"] else []
-    makers: list[dict[str, Any]] = told.get("instances", alone)
+    one = {"instance_id": choice["instance_id"], "incarnation": choice["incarnation"]}
+    alone = [{**one, "start": 0, "end": len(choice["token_ids"])}] if choice["token_ids"] else []
+    makers: list[dict[str, Any]] = choice.get("instances", alone)
     return makers
 
 

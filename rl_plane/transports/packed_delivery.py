@@ -1,22 +1,21 @@
-"""A Delivery of buckets: what every transport that sends packed bytes has in common."""
+"""A Delivery of packed buckets, for every transport that moves buckets as runs of bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rl_plane._util.tasks import never
+from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import InvalidWeights
 from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.versions import HostTensor, TensorSpec
-from rl_plane.transports.reception import Cancelled
+from rl_plane.transports.base import Delivery
+from rl_plane.weights.checkpoint import Kind
 from rl_plane.weights.manifest import Manifest
 
 
-class PackedDelivery:
-    """`buckets`: the bytes of each of the manifest's buckets, in its order; a buffer is used up when the next one is
-    asked for, unless they are `owned`. `close` ends it on every path. Digests that come with the buckets go into
-    `tensor_digests` and `digest` as they come."""
+class PackedDelivery(Delivery):
+    """Unpacks buckets into tensors. A subclass or `buckets` may set `digest` and `tensor_digests` as they arrive."""
 
     def __init__(
         self,
@@ -27,6 +26,15 @@ class PackedDelivery:
         owned: bool = False,
         close: Callable[[], None] = lambda: None,
     ) -> None:
+        """Makes the delivery.
+
+        Args:
+            manifest: the tensors of each bucket.
+            buckets: the bytes of each bucket, in the manifest's order.
+            refetchable: a worker can fetch the same bytes again later.
+            owned: the bytes of a bucket stay valid; otherwise until the next bucket is asked for.
+            close: frees what the transport holds; called by `close`, perhaps twice.
+        """
         self.specs: Mapping[str, TensorSpec] = manifest.specs
         self.tensor_digests: Mapping[str, str] | None = manifest.tensor_digests
         self.digest: str | None = manifest.digest
@@ -45,7 +53,7 @@ class PackedDelivery:
         for number, bucket in enumerate(self._manifest.buckets):
             data = next(self._buckets, None)
             if data is None:
-                raise _wrong(f"{number} of {len(self._manifest.buckets)} buckets came")
+                raise _wrong(f"only {number} of {len(self._manifest.buckets)} buckets came")
             if data.nbytes != bucket.nbytes:
                 raise _wrong(f"bucket {number} came with {data.nbytes} bytes, not {bucket.nbytes}")
             for placed in bucket.tensors:
@@ -56,6 +64,13 @@ class PackedDelivery:
 
     def close(self) -> None:
         self._close()
+
+
+def check_kind(manifest: Manifest, kind: Kind, field: str = "target.kind") -> None:
+    """Raises InvalidWeights unless the manifest is of what the update's target needs."""
+    if (manifest.adapter_config is None) != (kind == "base"):
+        wanted, came = ("base weights", "an adapter") if kind == "base" else ("an adapter", "base weights")
+        raise InvalidWeights(f"{came} came, not {wanted}", field=field, fix=f"send {wanted}")
 
 
 def _config(raw: bytes | None) -> Mapping[str, Any] | None:

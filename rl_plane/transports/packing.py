@@ -1,4 +1,4 @@
-"""Tensors into buckets: the trainer's half of `rl_plane.weights.manifest`. One bucket is in memory at a time."""
+"""Packs tensors into buckets, one bucket at a time: the trainer's half of `rl_plane.weights.manifest`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     import torch
 
 Tensor = Union["torch.Tensor", HostTensor]
-Place = Union[memoryview, "torch.Tensor"]
-"""Of a bucket's bytes: in host memory, or as uint8 on a GPU."""
+Buffer = Union[memoryview, "torch.Tensor"]
+"""The memory of a bucket's bytes: in host memory, or a uint8 tensor on a GPU."""
 Named = Iterable[tuple[str, Tensor]]
 
 
 def spec_of(tensor: Tensor, name: str = "") -> TensorSpec:
-    """Of a DTensor: the whole tensor's. `name`: for the error of one that can't be read."""
+    """The dtype and shape of a tensor; for a DTensor those of the whole. `name` is for the error message."""
     if isinstance(tensor, HostTensor):
         return tensor.spec
     check_readable(name, tensor)
@@ -27,6 +27,7 @@ def spec_of(tensor: Tensor, name: str = "") -> TensorSpec:
 
 
 def spec_from(name: str, dtype: Any, shape: tuple[int, ...]) -> TensorSpec:
+    """The spec of a tensor of this torch dtype. Raises InvalidRequest for a dtype that can't be sent."""
     known = _dtypes().get(dtype)
     if known is None:
         raise InvalidRequest(
@@ -36,11 +37,11 @@ def spec_from(name: str, dtype: Any, shape: tuple[int, ...]) -> TensorSpec:
 
 
 def check_readable(name: str, tensor: Any) -> None:
-    """Are there bytes of it, one after another? Of a sharded one: of this rank's part."""
+    """Raises InvalidRequest unless the tensor (for a sharded one, this rank's part) has dense bytes in memory."""
     import torch
     from torch.nn.parameter import is_lazy
 
-    if hasattr(tensor, "local_shards"):  # what is asked of the others is asked of its shards
+    if hasattr(tensor, "local_shards"):
         for shard in tensor.local_shards():
             check_readable(name, shard.tensor)
         return
@@ -56,8 +57,8 @@ def check_readable(name: str, tensor: Any) -> None:
     raise InvalidRequest(f"{name!r} {what}", field="source", fix=f"{fix}, or leave it out by names")
 
 
-def copy_into(place: Place, tensor: Tensor) -> None:
-    """The tensor's raw bytes, row-major. `place` is as long."""
+def copy_into(place: Buffer, tensor: Tensor) -> None:
+    """Copies the tensor's raw bytes, row-major, into `place`, which has the same length."""
     if isinstance(tensor, HostTensor):
         if isinstance(place, memoryview):
             place[:] = tensor.data
@@ -73,7 +74,7 @@ def copy_into(place: Place, tensor: Tensor) -> None:
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The tensor's bytes, row-major: its own memory where that is possible."""
+    """The tensor's bytes, row-major: its own memory if that is contiguous and in host memory, else a copy."""
     if isinstance(tensor, HostTensor):
         return tensor.data
     import torch
@@ -85,8 +86,10 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def in_order(specs: Iterable[tuple[str, TensorSpec]], tensors: Named) -> Iterator[tuple[str, Tensor]]:
-    """The tensors, which must come as they were announced, and no more. They are used up: what a source does after the
-    last one, other ranks do too, and wait for it there."""
+    """Yields the tensors, and raises InvalidRequest unless they are those of `specs`, in that order.
+
+    Uses up the iterator: after the last tensor a source may take part in a collective for which other ranks wait.
+    """
     source = iter(tensors)
     for name, spec in specs:
         found, tensor = next(source, (None, None))
@@ -98,8 +101,9 @@ def in_order(specs: Iterable[tuple[str, TensorSpec]], tensors: Named) -> Iterato
 
 
 def _other(announced: str, found: str | None) -> InvalidRequest:
+    same = ", with another dtype or shape" if announced == repr(found) else ""
     return InvalidRequest(
-        f"{announced} was announced next, and {found!r} came",
+        f"expected {announced} next, but {found!r} came{same}",
         field="tensors",
         fix="give the same tensors in the same order each time",
     )
@@ -108,14 +112,19 @@ def _other(announced: str, found: str | None) -> InvalidRequest:
 def fill(
     manifest: Manifest,
     tensors: Named,
-    buffer: Callable[[int], Place],
+    buffer: Callable[[int], Buffer],
     digests: dict[str, str] | None = None,
     lent: Collection[int] = (),
 ) -> Iterator[int]:
-    """Packs `tensors`, which come in the manifest's order, into `buffer(number)` for each bucket; yields the bucket's
-    number once it is full. `digests` takes the digest of each tensor, made while the bucket is on its way: they are all
-    there at the end; None: none are made. `lent`: buckets whose tensors are read where they are: they are hashed
-    there, and not packed."""
+    """Packs the tensors into buckets, and yields each bucket's number once it is full.
+
+    Args:
+        manifest: the buckets. The tensors come in its order.
+        tensors: name and tensor.
+        buffer: returns the memory of a bucket.
+        digests: takes the digest of each tensor, computed after its bucket was yielded. None computes none.
+        lent: numbers of buckets that receivers read in place. Their tensors are hashed, and not packed.
+    """
     source = in_order(manifest.specs.items(), tensors)
     for number, bucket in enumerate(manifest.buckets):
         if number in lent:
@@ -132,10 +141,10 @@ def fill(
         yield number
         if digests is not None:
             digests.update((name, _hash(place)) for name, place in places.items())
-    next(source, None)  # to its end
+    next(source, None)  # use up the source
 
 
-def _hash(place: Place) -> str:
+def _hash(place: Buffer) -> str:
     return tensor_digest(place if isinstance(place, memoryview) else memoryview(place.cpu().numpy()))
 
 

@@ -1,4 +1,4 @@
-"""Which sender: every one that is installed, and those that `auto` may take."""
+"""Finds the senders that are installed, and orders those that `auto` may take."""
 
 from __future__ import annotations
 
@@ -8,63 +8,79 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from rl_plane.errors import InvalidRequest, NoWorkers, PlaneError, Unsupported
-from rl_plane.transports.sender_base import Sender, Surroundings
+from rl_plane.transports.base import Sender, SenderContext
 
 GROUP = "rl_plane.senders"
 
 AUTO = "auto"
 
 COLOCATED = ("filesystem", "nixl", "ipc", "gloo", "object_store")
-"""Best first, where trainer and engines share a machine: those from which a worker can heal, then the fastest."""
+"""The order of `auto`, best first, if trainer and engines share a machine: first transports from which a worker can
+heal, then the fastest."""
 REMOTE = ("filesystem", "nixl", "gloo", "object_store")
-"""Best first, where some engine is elsewhere. `nccl` is never taken unasked: whether the trainer's GPU is none of the
-engines', which a group needs, is not known here."""
+"""The order of `auto` if some engine is on another machine. `auto` never takes `nccl`, because it can't know that the
+trainer's GPU is used by no engine, which an nccl group needs."""
 LASTING = ("filesystem", "object_store")
-"""What is sent by these can be fetched when the trainer is gone."""
+"""Transports whose weights can still be fetched when the trainer is gone."""
 
 
 def installed() -> dict[str, Any]:
-    """Backend → its entry point: nothing is imported before it is chosen."""
+    """Backend to entry point. Nothing is imported before a backend is chosen."""
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
 def candidates(
-    told: str,
+    transport: str,
     workers: Sequence[Mapping[str, Any]],
     senders: Collection[str],
     *,
     with_root: bool,
-    stays: bool = True,
+    trainer_stays: bool = True,
     host: str | None = None,
 ) -> list[str]:
-    """The backends that all of these workers have, best first. `told`: a name, or `auto`; `with_root`: a directory that
-    is shared with them is known, so `filesystem` is taken; `stays`: the trainer does, so that workers can heal from it;
-    `host`: this one's name."""
+    """The backends that this trainer and all of these workers have, best first.
+
+    Args:
+        transport: the name of a backend, or `auto`.
+        workers: rows of the op `workers`.
+        senders: the backends that are installed here.
+        with_root: the trainer has named a shared directory, which `filesystem` needs.
+        trainer_stays: workers can heal from the trainer after a commit.
+        host: this machine's name; None asks the system.
+
+    Raises:
+        NoWorkers: `workers` is empty.
+        InvalidRequest: no such sender is installed.
+        Unsupported: some worker lacks the transport, or no transport is common to all.
+    """
     if not workers:
-        raise NoWorkers("no worker is there to send to", field="workers", fix="start one: `rl-plane worker`")
-    if told != AUTO:
-        if told not in senders:
+        raise NoWorkers("there is no worker to send to", field="workers", fix="start one: `rl-plane worker`")
+    if transport != AUTO:
+        if transport not in senders:
             raise InvalidRequest(
-                f"there is no sender {told!r}", field="transport", fix=f"use one of {', '.join(sorted(senders))}"
+                f"there is no sender {transport!r}",
+                field="transport",
+                fix=f"use one of {', '.join(sorted(senders))}",
             )
-        lacking = [str(worker["instance_id"]) for worker in workers if told not in worker["transports"]]
+        lacking = [str(worker["instance_id"]) for worker in workers if transport not in worker["transports"]]
         if lacking:
             raise Unsupported(
-                f"no {told} transport on {', '.join(lacking)}",
+                f"no {transport} transport on {', '.join(lacking)}",
                 field="transport",
                 fix=f"install it there, or use one that all have: {', '.join(_common(workers, senders)) or 'none'}",
             )
-        return [told]
+        return [transport]
     colocated = all(worker["host"] == (host or platform.node()) for worker in workers)
     common = _common(workers, senders)
     order: Sequence[str] = COLOCATED if colocated else REMOTE
-    if not stays:
+    if not trainer_stays:
         order = (*LASTING, *(name for name in order if name not in LASTING))
     found = [name for name in order if name in common and (name != "filesystem" or with_root)]
     if found:
         return found
     raise Unsupported(
-        f"of the senders here ({', '.join(sorted(senders))}) the workers have {', '.join(common) or 'none'}",
+        f"no transport is usable: of this trainer's ({', '.join(sorted(senders))}) the workers have "
+        f"{', '.join(common) or 'none'}",
         field="transport",
         fix="for filesystem, name a directory beneath the workers' weight roots: root=DIR (--root DIR)",
     )
@@ -75,22 +91,23 @@ def _common(workers: Sequence[Mapping[str, Any]], senders: Collection[str]) -> l
 
 
 def is_passed_over(error: PlaneError) -> bool:
-    """Can another transport do with what is here, and with the options that were given?"""
+    """True if another transport may work although this one failed: it lacks a package, or an option is wrong for it."""
     return isinstance(error, Unsupported) or str(error.facts.get("field")).startswith("options.")
 
 
 def none_can_be_made(refused: Mapping[str, PlaneError]) -> PlaneError:
-    """Of those that were passed over."""
+    """The error if every candidate was passed over. `refused`: each with its own error."""
     if len(refused) == 1:
         return next(iter(refused.values()))
     reasons = (f"{name}: {error.message} ({error.facts.get('fix')})" for name, error in refused.items())
     return Unsupported(
-        f"none of the transports that the workers have can be used here: {'; '.join(reasons)}",
+        f"no transport of the workers can be used here: {'; '.join(reasons)}",
         field="transport",
-        fix="do for one of them what it needs",
+        fix="follow the fix of one of them",
     )
 
 
-def make_sender(backend: str, around: Surroundings) -> Sender:
-    sender: Sender = installed()[backend].load()(around)
+def make_sender(backend: str, context: SenderContext) -> Sender:
+    """Makes the sender of an installed backend."""
+    sender: Sender = installed()[backend].load()(context)
     return sender

@@ -1,12 +1,14 @@
-"""Reading what a directory publishes: a checkpoint in safetensors files, or a PEFT adapter.
+"""Reads a checkpoint in safetensors files, or a PEFT adapter.
 
-A checkpoint is one *.safetensors file, or a directory that holds `model.safetensors`, or shards with
-`model.safetensors.index.json`. An adapter is a directory that holds `adapter_config.json` and
-`adapter_model.safetensors`. A publisher may add `rl_plane_manifest.json` (see `write_manifest`): then a receiver also
-checks that the bytes are the ones that were published.
+* A checkpoint is one *.safetensors file, or a directory with `model.safetensors`, or with shards and
+  `model.safetensors.index.json`.
+* An adapter is a directory with `adapter_config.json` and `adapter_model.safetensors`.
+* A publisher may add `rl_plane_manifest.json` (see `write_manifest`). A receiver then also checks that the bytes are
+those
+  that were published.
 
-All files are opened, and everything but their bytes is checked, when it is opened. They are held until `close`, so
-that a checkpoint replaced meanwhile by renaming is read as it was, and one that is written to is refused.
+Opening a checkpoint opens all of its files, and checks everything except their bytes. The files stay open until
+`close`: if a rename replaces the checkpoint meanwhile, the old one is read; if a file is written to, it is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from rl_plane.protocol.versions import (
     tensors_digest,
 )
 from rl_plane.weights.manifest import MAX_CONFIG_BYTES
-from rl_plane.weights.read_ahead import END_S, Ahead, host_memory
+from rl_plane.weights.read_ahead import END_S, ReadAhead, host_memory
 from rl_plane.weights.rooted_files import Directory, check_beneath, kind_of, listed, unopened
 from rl_plane.weights.safetensors_file import READ_BYTES, SafetensorsFile, StoredTensor, write_atomically
 
@@ -47,15 +49,15 @@ ADAPTER_NAME = "adapter_model.safetensors"
 MANIFEST_NAME = "rl_plane_manifest.json"
 
 MAX_FILES = 512
-"""Each is an open descriptor; the largest public checkpoints have under 200 shards."""
+"""The most files of a checkpoint. Each is an open descriptor; the largest public checkpoints have under 200 shards."""
 
 RUN_BYTES = 64 << 20
-"""Memory that is asked for at once: so large that its own cost doesn't count, so small that staging soon has something
-to do."""
+"""The bytes that are read at once: enough that the cost of new memory does not count, and little enough that staging
+can begin soon."""
 READERS = min(4, os.cpu_count() or 1)
-"""Threads that read, and hash what they have read: four make more than most disks, and leave cores to the engine."""
+"""Threads that read and hash. Four are faster than most disks, and leave cores to the engine."""
 PIECE_BYTES = 1 << 20
-"""Hashed while it is in the cache still."""
+"""The bytes that are hashed at once, while they are still in the cache."""
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
@@ -69,41 +71,42 @@ _NO_PICKLES = (
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """An `adapter_config.json`, read once."""
+    """The content of `adapter_config.json`."""
 
     values: Mapping[str, Any]
     raw: bytes
 
 
 class Checkpoint:
-    """The open files of a checkpoint or an adapter: every tensor, in the order in which they are best read."""
+    """The open files of a checkpoint or an adapter, with their tensors in the order in which they are best read."""
 
     def __init__(self, files: list[SafetensorsFile], config: AdapterConfig | None = None) -> None:
-        """`config`: an adapter's."""
+        """`config`: the adapter's config, if this is an adapter."""
         self.files = files
         self.config = config
         self.canary: Canary | InvalidRequest | None = None
-        """What `canary.json` beside the files says, or what is wrong with it. None: there is none."""
+        """The content of `canary.json` beside the files, or what is wrong with it. None: there is no such file."""
         self.places: dict[str, tuple[SafetensorsFile, StoredTensor]] = {
             name: (file, stored) for file in files for name, stored in file.tensors.items()
         }
         self.specs: dict[str, TensorSpec] = {name: stored.spec for name, (_, stored) in self.places.items()}
-        self._lanes: list[Ahead[list[tuple[str, HostTensor]]]] = []
+        self._lanes: list[ReadAhead[list[tuple[str, HostTensor]]]] = []
 
     def tensors(self, hashed: bool = False) -> Iterator[tuple[str, HostTensor]]:
-        """Each is its taker's own, with its digest if `hashed`. The next ones are read on other threads meanwhile."""
+        """Yields each tensor, which is `owned`, and has its digest if `hashed`. Threads read the next tensors
+        meanwhile."""
         runs = list(self._runs())
         if len(runs) == 1:
             yield from self._read(*runs[0], hashed)
         else:
             for lane in range(min(READERS, len(runs))):
-                self._lanes.append(Ahead(self._read(*run, hashed) for run in runs[lane::READERS]))
+                self._lanes.append(ReadAhead(self._read(*run, hashed) for run in runs[lane::READERS]))
             for made in self._in_turn([iter(lane) for lane in self._lanes], len(runs)):
                 yield from made
         self.check_unchanged()
 
     def _runs(self) -> Iterator[tuple[SafetensorsFile, list[str]]]:
-        """Neighbours in a file, to be read at once: RUN_BYTES, or one tensor that is larger."""
+        """Groups neighbours in a file that are read at once: up to RUN_BYTES, or one larger tensor."""
         for file in self.files:
             names: list[str] = []
             size = 0
@@ -124,7 +127,7 @@ class Checkpoint:
     def _read(self, file: SafetensorsFile, names: list[str], hashed: bool) -> list[tuple[str, HostTensor]]:
         places = [file.tensors[name] for name in names]
         start = places[0].offset
-        # Not mmap of the file: a mapped file that is cut short kills the process with SIGBUS.
+        # The file is not mapped: if a mapped file is truncated, SIGBUS kills the process.
         data = host_memory(places[-1].offset + places[-1].spec.nbytes - start)
         if not hashed:
             file.read_into(start, data)
@@ -137,7 +140,7 @@ class Checkpoint:
         return made
 
     def tensor_digests(self) -> dict[str, str]:
-        """Per tensor, blake3 hex, in memory bounded whatever the tensors' size."""
+        """The blake3 hex digest of each tensor. The memory that this takes is bounded."""
         buffer = memoryview(bytearray(READ_BYTES))
         digests = {}
         for name, (file, stored) in self.places.items():
@@ -149,14 +152,16 @@ class Checkpoint:
         return digests
 
     def digest(self) -> str:
+        """The version's digest, computed from the files' bytes."""
         return self.digest_of(self.tensor_digests())
 
     def digest_of(self, tensor_digests: Mapping[str, str]) -> str:
-        """Of the version, from the digests of its tensors."""
+        """The version's digest, from the digests of its tensors."""
         lines = [(name, self.specs[name], value) for name, value in tensor_digests.items()]
         return tensors_digest(lines if self.config is None else [*lines, config_line(self.config.raw)])
 
     def check_unchanged(self) -> None:
+        """Raises InvalidWeights if a file was written to since it was opened."""
         for file in self.files:
             file.check_unchanged()
 
@@ -180,14 +185,15 @@ def _read_hashed(file: SafetensorsFile, offset: int, place: memoryview) -> str:
 def open_checkpoint(
     path: Path, roots: list[Path] | None = None, *, field: str = "transport.path", kind: Kind = "base"
 ) -> Checkpoint:
-    """Opens a file or a directory without its manifest. `roots` None: the path is our own operator's."""
+    """Opens a file or a directory, and ignores its manifest. `roots` None: the operator has chosen the path."""
     return _open(os.path.abspath(path), roots, field, kind, with_manifest=False)[0]
 
 
 def open_published(
     path: str, roots: list[Path], kind: Kind
 ) -> tuple[Checkpoint, str | None, dict[str, str] | None]:
-    """(what is at an absolute path, the digest that its manifest states, and the tensors'): None without a manifest."""
+    """Opens what is at an absolute path. Returns it with the version's digest and the tensors' digests of its manifest,
+    or None for both without one."""
     checkpoint, manifest = _open(path, roots, "transport.path", kind, with_manifest=True)
     if manifest is None:
         return checkpoint, None, None
@@ -199,9 +205,9 @@ def open_published(
 
 
 def write_manifest(directory: Path) -> dict[str, Any]:
-    """For publishers: computes the digests of a complete checkpoint or adapter directory and writes its manifest, last.
+    """Computes the digests of a complete checkpoint or adapter directory, and writes its manifest.
 
-    Returns the manifest; its `digest` is the version's.
+    Returns the manifest, whose `digest` is the version's.
     """
     if not os.path.isdir(directory):
         raise InvalidRequest(
@@ -221,7 +227,7 @@ def write_manifest(directory: Path) -> dict[str, Any]:
 def manifest_of(
     specs: Mapping[str, TensorSpec], digests: Mapping[str, str], digest: str, files: Mapping[str, int]
 ) -> dict[str, Any]:
-    """What MANIFEST_NAME holds. `digests`: of the tensors; `files`: name → length."""
+    """The content of a manifest. `digests`: those of the tensors. `files`: the length of each file."""
     tensors = {
         name: {"dtype": spec.dtype, "shape": list(spec.shape), "digest": digests[name]}
         for name, spec in specs.items()
@@ -230,7 +236,7 @@ def manifest_of(
 
 
 def is_adapter(directory: Path | str) -> bool:
-    """Does it hold a PEFT adapter, and no checkpoint?"""
+    """True if the directory holds a PEFT adapter and no checkpoint."""
     try:
         held = set(os.listdir(directory))
     except OSError:
@@ -241,9 +247,9 @@ def is_adapter(directory: Path | str) -> bool:
 def _open(
     path: str, roots: list[Path] | None, field: str, kind: Kind, *, with_manifest: bool
 ) -> tuple[Checkpoint, dict[str, Any] | None]:
-    """The checkpoint at an absolute path; and its manifest as it was read, of a directory only."""
+    """Opens what is at an absolute path. Returns it with the unchecked manifest, which only a directory can have."""
     real = os.path.realpath(path)
-    # Before anything is looked at: nobody learns from the answer what exists outside.
+    # Check this first, so that the answer does not tell what exists outside the roots.
     check_beneath(real, path, roots, field)
     try:
         status = os.stat(real)
@@ -271,7 +277,7 @@ def _open(
         )
     if kind == "lora":
         raise InvalidWeights(
-            f"{path!r} is a file, an adapter is a directory",
+            f"{path!r} is a file, but an adapter is a directory",
             field=field,
             fix=f"name the directory that holds {ADAPTER_CONFIG_NAME} and {ADAPTER_NAME}",
         )
@@ -280,7 +286,7 @@ def _open(
         descriptor = directory.open(os.path.basename(real))
     finally:
         directory.close()
-    name = os.path.basename(path).encode("utf-8", "replace").decode()  # it may go into an error, and onto the wire
+    name = os.path.basename(path).encode("utf-8", "replace").decode()  # it may appear in an error and on the wire
     return Checkpoint([SafetensorsFile(descriptor, name, field=field)]), None
 
 
@@ -336,7 +342,7 @@ def _open_directory(
 
 
 def _index(directory: Directory, path: str, identities: dict[str, tuple[int, int]]) -> dict[str, str] | None:
-    """Tensor → shard; None where one file holds all."""
+    """The shard of each tensor; None if one file holds all."""
     single, index = directory.has(SINGLE_NAME), directory.has(INDEX_NAME)
     if not single and not index:
         raise _nothing_there(directory, path)
@@ -408,7 +414,7 @@ def _checked_map(directory: Directory, content: dict[str, Any]) -> dict[str, str
 
 
 def _check_shards(directory: Directory, weight_map: dict[str, str], files: list[SafetensorsFile]) -> None:
-    """Each tensor is in the one shard that the index says, and nothing else is in any."""
+    """Refuses shards unless each tensor of the index is in its shard only, and no shard holds any other tensor."""
     found: dict[str, str] = {}
     for file in files:
         for tensor in file.tensors:
@@ -438,7 +444,7 @@ def _sizes(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _checked_manifest(manifest: dict[str, Any], checkpoint: Checkpoint) -> tuple[str, dict[str, str]]:
-    """(digest, tensor digests) of a manifest that agrees with itself and with the files."""
+    """The digest and the tensors' digests of a manifest. Refuses it if it contradicts itself or the files."""
 
     def refuse(what: str) -> InvalidWeights:
         return InvalidWeights(

@@ -1,11 +1,15 @@
-"""What has changed between two versions of a tensor, bit for bit. Pure: bytes in, bytes out.
+"""Encodes the difference of two versions of a tensor, bit for bit. No I/O.
 
-A delta is a list of changed elements, each with the XOR of its two values, so that applying it twice gives the first
-version back. As bytes: a header, then of each entry the number of elements that lie between it and the one before
-(16 bits; where more do, an entry in between that changes nothing bridges 65,536 of them), then, from the next multiple
-of 8 on, the XOR values. Little-endian, as the tensors' own bytes.
+A delta is a list of changed elements, each with the XOR of its two values. Applying a delta twice restores the first
+version. In bytes it is, little-endian like the tensor:
 
-At one changed element in a hundred, a delta of bf16 weights has 2 % of their bytes.
+* a header
+* for each entry the number of elements between it and the one before, in 16 bits; longer gaps are bridged by entries
+that
+  change nothing, each for 65,536 elements
+* from the next multiple of 8 on, the XOR values
+
+If one element in a hundred has changed, a delta of bf16 weights has 2 % of their bytes.
 """
 
 from __future__ import annotations
@@ -28,30 +32,31 @@ if TYPE_CHECKING:
 
 MAGIC = b"RLD1"
 _HEADER = struct.Struct("<4sB3xQQ")
-"""Magic, bytes per element, elements of the tensor, entries."""
+"""Magic, bytes per element, elements of the tensor, number of entries."""
 REACH = 1 << 16
-"""Elements that one entry moves on by, at most."""
+"""The most elements by which one entry moves on."""
 WORD = 8
 BLOCK_WORDS = 64
-"""Of each block it is found first which of its words have changed, a bit for each."""
+"""The words of a block. The scan first sets a bit for each changed word of a block."""
 BLOCK_BYTES = BLOCK_WORDS * WORD
 PART_WORDS = 1 << 19
-"""Compared by one thread at a time: enough to be worth its while, and little enough that all end together."""
+"""The words of a part, which one thread compares: enough to pay, and few enough that all threads end together."""
 PARALLEL_BYTES = 1 << 24
-"""From so many on a tensor is compared by several threads; below, they cost more than they save."""
+"""The size in bytes from which several threads compare a tensor. Below it they cost more than they save."""
 THREADS = min(4, os.cpu_count() or 1)
-"""More than some wait for memory."""
+"""The most threads that compare a tensor. More would wait for memory."""
 ENTRIES = 1 << 14
-"""Applied at once: what they change stays in a core's cache between reading and writing."""
+"""The entries that are applied at once: what they change stays in a core's cache between reading and writing."""
 WIDTHS = frozenset({1, 2, 4, 8})
 DE_BRUIJN = 0x022FDD63CC95386D
-"""Of 64 bits: each window of six is another one (https://en.wikipedia.org/wiki/De_Bruijn_sequence)."""
+"""A de Bruijn sequence of 64 bits: each window of six bits occurs once
+(https://en.wikipedia.org/wiki/De_Bruijn_sequence)."""
 
 Bytes = bytes | bytearray | memoryview
 
 
 def max_nbytes(nbytes: int, width: int) -> int:
-    """No delta of a tensor of so many bytes is longer."""
+    """The longest delta of a tensor of so many bytes."""
     elements = nbytes // width
     return _values_at(elements) + nbytes
 
@@ -62,8 +67,17 @@ def nothing(nbytes: int, width: int) -> bytes:
 
 
 def encode(old: Bytes, new: Bytes, width: int, threads: Executor | None = None) -> bytes | None:
-    """From one to the other, as long as it and in elements of `width` bytes; of a large one `threads` take their parts,
-    THREADS - 1 of them. None: nothing has changed. Unsupported without numba."""
+    """The delta from `old` to `new`; None if nothing has changed.
+
+    Args:
+        old: the tensor's bytes before.
+        new: its bytes now, of the same length.
+        width: bytes per element.
+        threads: for a large tensor, THREADS - 1 of these help to compare.
+
+    Raises:
+        Unsupported: numba can't be imported.
+    """
     import numpy as np
 
     nbytes = len(memoryview(old))
@@ -76,7 +90,7 @@ def encode(old: Bytes, new: Bytes, width: int, threads: Executor | None = None) 
         (before[start : start + PART_WORDS], after[start : start + PART_WORDS])
         for start in range(0, len(before), PART_WORDS)
     ]
-    if nbytes > whole:  # made a block by what is the same in both
+    if nbytes > whole:  # pad the rest to a block, equally in both
         ends = (bytes(memoryview(data)[whole:]).ljust(BLOCK_BYTES, b"\0") for data in (old, new))
         before, after = (np.frombuffer(end, "<u8") for end in ends)
         pairs.append((before, after))
@@ -100,12 +114,12 @@ def encode(old: Bytes, new: Bytes, width: int, threads: Executor | None = None) 
 
 
 def import_numba() -> Any:
-    """Or it is Unsupported."""
+    """Returns the module numba, or raises Unsupported."""
     try:
         import numba
-    except (ImportError, OSError) as error:  # for a newer numpy or Python than it knows, too
+    except (ImportError, OSError) as error:  # also raised for a numpy or Python that is too new for it
         raise Unsupported(
-            f"versions are compared by numba, which can't be imported: {str(error)[:300]}",
+            f"deltas need numba, which can't be imported: {str(error)[:300]}",
             field="encoding",
             fix="pip install 'rl-plane[publish]', or publish with encoding='full'",
         ) from error
@@ -114,23 +128,26 @@ def import_numba() -> Any:
 
 @functools.cache
 def _compiled(width: int) -> _Scan:
-    """Two versions of some blocks, and room for as many gaps and values as they have elements: how many entries were
-    found, and how many elements follow the last of them."""
+    """Compiles the scan for one width.
+
+    The scan takes two versions of some blocks, and room for as many gaps and values as they have elements. It returns
+    the number of entries, and the number of elements after the last entry.
+    """
     numba = import_numba()
     u64 = numba.uint64
     lane_bits, lanes = u64(8 * width), u64(WORD // width)
     lane_starts, lane = u64(64 - 8 * width), u64((1 << 8 * width) - 1)
-    # A public way to the number of zeros below the lowest bit: that bit times a sequence of de Bruijn, whose first six
-    # bits are then other for each. The compiler knows it and takes the processor's own instruction.
+    # A known way to count the zeros below the lowest set bit: multiply that bit by a de Bruijn sequence; the first six
+    # bits of the product are then unique. The compiler replaces it by the processor's own instruction.
     places = tuple(sorted(range(64), key=lambda place: (DE_BRUIJN << place) % (1 << 64) >> 58))
     lowest = numba.njit(lambda bits: u64(places[((bits & (~bits + u64(1))) * u64(DE_BRUIJN)) >> u64(58)]))
 
     def scan(one: Array, other: Array, gaps: Array, values: Array) -> tuple[int, int]:
-        entries, following = u64(0), u64(0)  # the element after the last entry's
+        entries, following = u64(0), u64(0)  # `following`: the element after that of the last entry
         for start in range(u64(0), u64(len(one)), u64(BLOCK_WORDS)):
             before, after = one[start : start + u64(BLOCK_WORDS)], other[start : start + u64(BLOCK_WORDS)]
             changed = u64(0)
-            for number in range(u64(BLOCK_WORDS)):  # by vector instructions, as its bounds are known
+            for number in range(u64(BLOCK_WORDS)):  # the known bounds let the compiler use vector instructions
                 changed |= u64(before[number] != after[number]) << number
             while changed != 0:
                 number = lowest(changed)
@@ -151,7 +168,7 @@ def _compiled(width: int) -> _Scan:
                     following = element + u64(1)
         return entries, len(one) * lanes - following
 
-    # A signature compiles now rather than at the first call, and once for all kinds of memory.
+    # With a signature numba compiles now and not at the first call, and once for all kinds of memory.
     array, u16, values_kind = numba.types.Array, numba.uint16, getattr(numba, f"uint{8 * width}")
     read = array(u64, 1, "C", readonly=True, aligned=False)
     signature = numba.types.UniTuple(numba.int64, 2)(read, read, u16[::1], values_kind[::1])
@@ -161,12 +178,12 @@ def _compiled(width: int) -> _Scan:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """In one part."""
+    """The entries of one part."""
 
     gaps: Array
     values: Array
     left: int
-    """Elements after its last entry, or all of them."""
+    """The number of elements after the last entry; all elements if there is none."""
 
 
 def _joined(parts: list[_Found], nbytes: int, width: int) -> bytes | None:
@@ -195,14 +212,14 @@ def _joined(parts: list[_Found], nbytes: int, width: int) -> bytes | None:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One that was checked: it can be applied."""
+    """A delta that was checked, and can be applied."""
 
     width: int
     gaps: Array
     values: Array
 
     def apply(self, buffer: Bytes) -> None:
-        """In place, to a tensor of the size that it was checked for. Again: takes it back."""
+        """Applies the delta in place, to a tensor of the size for which it was checked. A second call undoes it."""
         import numpy as np
 
         elements = np.frombuffer(buffer, self.values.dtype)
@@ -217,7 +234,7 @@ class Delta:
 
 
 def check(blob: Bytes, nbytes: int, width: int, name: str = "") -> Delta:
-    """InvalidWeights unless it is the delta of a tensor of so many bytes. Believes nothing."""
+    """Parses a delta from another process. Raises InvalidWeights unless it fits a tensor of so many bytes."""
     import numpy as np
 
     def refuse(what: str) -> InvalidWeights:
@@ -229,10 +246,10 @@ def check(blob: Bytes, nbytes: int, width: int, name: str = "") -> Delta:
 
     size = len(memoryview(blob))
     if size < _HEADER.size:
-        raise refuse(f"has {size} bytes, which is no header")
+        raise refuse(f"has {size} bytes, less than a header")
     magic, of_width, elements, entries = _HEADER.unpack_from(blob)
     if magic != MAGIC:
-        raise refuse("does not begin as a delta does")
+        raise refuse("does not begin with a delta's header")
     if (of_width, elements) != (width, nbytes // width):
         raise refuse(f"is of {elements} elements of {of_width} bytes, the tensor has {nbytes // width} of {width}")
     if entries > elements or size != (_values_at(entries) + entries * width if entries else _HEADER.size):
@@ -244,7 +261,7 @@ def check(blob: Bytes, nbytes: int, width: int, name: str = "") -> Delta:
 
 
 def apply(blob: Bytes, buffer: Bytes, width: int, name: str = "") -> None:
-    """Checks, then applies."""
+    """Checks a delta, and applies it in place."""
     check(blob, len(memoryview(buffer)), width, name).apply(buffer)
 
 

@@ -1,7 +1,7 @@
-"""What a publisher sends: tensors, packed into buckets. Pure.
+"""The manifest of a version: its tensors, packed into buckets. No I/O.
 
-A bucket travels as one run of bytes: its tensors one after another in the order of the list, each from a multiple of
-ALIGN_BYTES on. So names, dtypes and shapes say where everything is, and nothing on the wire can say otherwise.
+A bucket travels as one run of bytes: its tensors in the order of the manifest, each at the next multiple of
+ALIGN_BYTES. So names, dtypes and shapes alone determine where each tensor is.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from rl_plane.protocol.versions import (
 )
 
 ALIGN_BYTES = 64
-"""A cache line: every dtype can be read in place, and copies run at full speed."""
+"""The alignment of tensors in a bucket: a cache line, so every dtype can be read in place."""
 
 DEFAULT_BUCKET_BYTES = 256 << 20
-"""Large enough that what a bucket costs by itself doesn't count, small beside a model."""
+"""The default size of a bucket: its own cost does not count, and it is small beside a model."""
 
 MAX_TENSORS = 1 << 18
-"""Twice the tensors of the largest public checkpoints."""
+"""The most tensors of a version: twice as many as the largest public checkpoints have."""
 
 MAX_BUCKET_BYTES = 1 << 40
 
 MAX_CONFIG_BYTES = 1 << 20
-"""Of an adapter's config; those that PEFT writes have some 1,000."""
+"""The longest config of an adapter. PEFT writes about 1,000 bytes."""
 
 _HEX = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A tensor's place in its bucket."""
+    """The place of a tensor in its bucket."""
 
     name: str
     spec: TensorSpec
@@ -49,12 +49,15 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class PackedBucket:
+    """Tensors that travel as one run of bytes."""
+
     tensors: tuple[Placed, ...]
     nbytes: int
 
     @classmethod
-    def of(cls, tensors: Iterable[tuple[str, TensorSpec]]) -> Bucket:
+    def of(cls, tensors: Iterable[tuple[str, TensorSpec]]) -> PackedBucket:
+        """The bucket of these tensors, in this order."""
         placed, end = [], 0
         for name, spec in tensors:
             placed.append(Placed(name, spec, end))
@@ -64,8 +67,8 @@ class Bucket:
 
 def pack(
     tensors: Iterable[tuple[str, TensorSpec]], bucket_bytes: int = DEFAULT_BUCKET_BYTES
-) -> tuple[Bucket, ...]:
-    """In the order given. A tensor that is larger than a bucket gets one of its own."""
+) -> tuple[PackedBucket, ...]:
+    """Groups tensors into buckets, in the order given. A tensor larger than `bucket_bytes` gets a bucket of its own."""
     groups: list[list[tuple[str, TensorSpec]]] = []
     room = 0
     for name, spec in tensors:
@@ -75,18 +78,18 @@ def pack(
             room = bucket_bytes
         groups[-1].append((name, spec))
         room -= size
-    return tuple(map(Bucket.of, groups))
+    return tuple(map(PackedBucket.of, groups))
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One version's tensors, in the order in which they are sent."""
+    """The tensors of one version, in the order in which they are sent."""
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[PackedBucket, ...]
     adapter_config: bytes | None = None
-    """Of an adapter: its `adapter_config.json`, as published."""
+    """The `adapter_config.json` of an adapter, as published; None for base weights."""
     tensor_digests: Mapping[str, str] | None = None
-    """Per tensor, blake3 hex of its bytes; None while the publisher has not read them yet."""
+    """Tensor name to blake3 hex digest; None while the publisher has not read all tensors."""
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -101,7 +104,7 @@ class Manifest:
 
     @property
     def digest(self) -> str | None:
-        """The version's, once all tensors were read."""
+        """The version's digest, once all tensors were read; None before."""
         if self.tensor_digests is None:
             return None
         lines = [(name, spec, self.tensor_digests[name]) for name, spec in self.specs.items()]
@@ -110,7 +113,7 @@ class Manifest:
         return tensors_digest(lines)
 
     def to_wire(self) -> dict[str, Any]:
-        """Plain values, for msgpack or JSON."""
+        """The manifest as plain values, for msgpack or JSON."""
         return {
             "buckets": [
                 [[one.name, one.spec.dtype, list(one.spec.shape)] for one in bucket.tensors]
@@ -122,7 +125,7 @@ class Manifest:
 
     @classmethod
     def from_wire(cls, wire: Any, field: str = "transport.manifest") -> Self:
-        """Believes nothing: InvalidWeights for what is not a manifest."""
+        """Parses a manifest from another process. Raises InvalidWeights if it is not valid."""
 
         def refuse(what: str) -> InvalidWeights:
             return InvalidWeights(
@@ -139,7 +142,7 @@ class Manifest:
         seen: set[str] = set()
         buckets = []
         for group in groups:
-            bucket = Bucket.of([_tensor(one, refuse) for one in group])
+            bucket = PackedBucket.of([_tensor(one, refuse) for one in group])
             if bucket.nbytes > MAX_BUCKET_BYTES:
                 raise refuse(f"has a bucket of more than {MAX_BUCKET_BYTES} bytes")
             for placed in bucket.tensors:

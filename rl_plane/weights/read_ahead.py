@@ -1,4 +1,4 @@
-"""Memory that weights are read into, and reading them on a thread while those before are hashed and staged."""
+"""Memory for weights, and reading ahead: a thread reads the next item while the one before is hashed and staged."""
 
 from __future__ import annotations
 
@@ -18,34 +18,33 @@ from rl_plane.errors import EngineFailed
 T = TypeVar("T")
 
 HUGE_BYTES = 2 << 20
-"""From this size on huge pages are asked for: small ones take longer to get and to free than to fill."""
+"""The size in bytes from which memory gets huge pages. Small pages take longer to get and free than to fill."""
 
 LOOK_S = 0.1
-"""How often who waits for an item looks whether it is still wanted."""
+"""Seconds between two looks at `cancelled`, while an item is awaited."""
 
 END_S = 5.0
-"""A read under way ends within milliseconds, unless a disk hangs."""
+"""Seconds to wait for a read under way, which ends within milliseconds unless a disk hangs."""
 
 
 def host_memory(nbytes: int) -> memoryview:
-    """Memory of its own, with anything in it, which goes back with the last tensor in it.
+    """Uninitialised memory, which is given back with the last view of it.
 
-    To be had again for as many bytes: a page that a process has used already takes a fraction of the time of a new one.
-    Meanwhile the kernel takes it for others as soon as it needs some (MADV_FREE). What is kept so is never more than
-    was used at once.
+    Given-back memory is used again for the same number of bytes, since touching a used page takes a fraction of the
+    time of a new one. Meanwhile the kernel may take its pages (MADV_FREE). It is never more than was in use at once.
     """
     if nbytes < HUGE_BYTES:
         return memoryview(bytearray(nbytes))
     mapped = _taken_again(nbytes) or _mapped(nbytes)
-    # Not of the map itself: that would end with its last view.
+    # A view of the map itself would end the map with its last view.
     whole = (ctypes.c_ubyte * nbytes).from_buffer(mapped)
     weakref.finalize(whole, _give_back, mapped).atexit = False
     return memoryview(whole).cast("B")
 
 
 _given_back: deque[mmap.mmap] = deque()
-"""Longest ago first. Without a lock, which a finalizer can't take, since it may run inside of any step: what is done
-here is single calls, which nothing comes between."""
+"""Maps that were given back, oldest first. There is no lock, because a finalizer may run inside of any step, and can't
+take one. Each access is a single call, which is atomic."""
 
 
 def _taken_again(nbytes: int) -> mmap.mmap | None:
@@ -64,22 +63,20 @@ def _mapped(nbytes: int) -> mmap.mmap:
             room -= len(_given_back.popleft())
     mapped = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # the kernel has no huge pages
             mapped.madvise(mmap.MADV_HUGEPAGE)
     return mapped
 
 
 def _give_back(mapped: mmap.mmap) -> None:
     if hasattr(mmap, "MADV_FREE"):
-        with contextlib.suppress(OSError):  # memory that is locked goes at once
+        with contextlib.suppress(OSError):  # locked memory can't be marked, and is freed at once
             mapped.madvise(mmap.MADV_FREE)
             _given_back.append(mapped)
 
 
-class Ahead(Generic[T]):
-    """Iterates `items` on a thread of its own, one item ahead of who takes them: one is used, one is made. What is
-    raised there is raised here. `close` ends it with the item that is being made. `cancelled()`: nobody wants that one
-    any more; `interrupt()` ends what its making waits for."""
+class ReadAhead(Generic[T]):
+    """Iterates over `items` on a thread, one item ahead of the caller. An error there is raised to the caller."""
 
     def __init__(
         self,
@@ -87,6 +84,13 @@ class Ahead(Generic[T]):
         cancelled: Callable[[], bool] = never,
         interrupt: Callable[[], None] = lambda: None,
     ) -> None:
+        """Makes the iterable.
+
+        Args:
+            items: iterated over on the thread.
+            cancelled: once it returns true, waiting for an item raises EngineFailed.
+            interrupt: ends a wait within `items`. `close` calls it.
+        """
         self._items = items
         self._cancelled = cancelled
         self._interrupt = interrupt
@@ -96,7 +100,7 @@ class Ahead(Generic[T]):
         self._thread = threading.Thread(target=self._make, name="rl-plane-ahead", daemon=True)
 
     def __iter__(self) -> Iterator[T]:
-        """Begins at once."""
+        """Starts the thread at once."""
         self._thread.start()
         return self._taken()
 
@@ -106,7 +110,7 @@ class Ahead(Generic[T]):
                 if isinstance(made, BaseException):
                     raise made
                 yield made[0]
-                del made  # or three are held
+                del made  # otherwise three items are in memory
                 self._room.release()
         finally:
             self.close()
@@ -119,6 +123,7 @@ class Ahead(Generic[T]):
                 raise EngineFailed("staging was cancelled")
 
     def close(self, within_s: float = END_S) -> None:
+        """Ends the thread after the item that it is making, and waits for that up to `within_s` seconds."""
         self._closed = True
         self._interrupt()
         self._room.release()

@@ -1,4 +1,4 @@
-"""Opening files beneath configured roots, by descriptor: nothing that a symlink or a rename does lets a reader out."""
+"""Opens files beneath the configured roots by descriptor, so symlinks and renames cannot escape the roots."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.weights.safetensors_file import SafetensorsFile, unreadable
 
 MAX_JSON_BYTES = 64 << 20
-"""An index or a manifest of some 250,000 tensors."""
+"""The longest index or manifest: about 250,000 tensors."""
 
 MAX_LISTED = 10_000
-"""Directory entries looked at to say what is there instead of weights."""
+"""The most directory entries that are read to say what is there instead of weights."""
 
 SHOWN = 5
-"""Names, roots and files that a message lists before it only counts."""
+"""The most names, roots or files that a message lists. It counts the others."""
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
 _DENIED = (errno.EACCES, errno.EPERM)
@@ -40,7 +40,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def check_beneath(real: str, name: str, roots: list[Path] | None, field: str) -> None:
-    """InvalidRequest unless the resolved path `real` is beneath a root, which may itself be a symlink."""
+    """Raises InvalidRequest unless the resolved path `real` is beneath a root, which may itself be a symlink."""
     if roots is not None and not any(Path(real).is_relative_to(os.path.realpath(root)) for root in roots):
         raise InvalidRequest(
             f"{name!r} leads outside the weight roots", field=field, fix=f"put it beneath {shown_roots(roots)}"
@@ -48,10 +48,11 @@ def check_beneath(real: str, name: str, roots: list[Path] | None, field: str) ->
 
 
 class Directory:
-    """An open directory, whose files are opened by name: a rename of it between two files mixes nothing."""
+    """An open directory, whose files are opened by name. A rename of the directory in between can't mix two
+    versions."""
 
     def __init__(self, path: str, roots: list[Path] | None, field: str) -> None:
-        """`path`: resolved."""
+        """`path`: a resolved path."""
         self._path = path
         self._roots = roots
         self._field = field
@@ -74,7 +75,7 @@ class Directory:
             return sorted(entry.name for entry, _ in zip(entries, range(MAX_LISTED), strict=False))
 
     def has(self, name: str) -> bool:
-        """Is there such a name, whatever is behind it?"""
+        """True if the directory has such a name, whatever it is."""
         try:
             os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
         except FileNotFoundError:
@@ -84,13 +85,13 @@ class Directory:
         return True
 
     def open(self, name: str) -> int:
-        """A descriptor of a regular file beneath the roots, its symlinks followed."""
+        """Opens a regular file beneath the roots, through symlinks. Returns its descriptor."""
         real = os.path.realpath(os.path.join(self._path, name))
         self._check_beneath(real, name)
         try:
-            # Looked at before it is opened: opening a device can have effects.
+            # Look at the file before opening it: opening a device can have effects.
             self._check_regular(os.stat(real), name)
-            # NONBLOCK: opening a fifo that took the file's place since would wait for a writer.
+            # NONBLOCK: if a fifo has replaced the file since, opening it would wait for a writer.
             descriptor = os.open(
                 name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=self._descriptor
             )
@@ -108,7 +109,7 @@ class Directory:
         return SafetensorsFile(self.open(name), name, field=self._field)
 
     def read_json(self, name: str, max_bytes: int | None = None) -> tuple[dict[str, Any], bytes, tuple[int, int]]:
-        """(the object in a small file, its bytes, the file's identity)."""
+        """Reads a small JSON file. Returns the object, its bytes and the file's identity."""
         limit = MAX_JSON_BYTES if max_bytes is None else max_bytes
         descriptor = self.open(name)
         try:
@@ -125,7 +126,7 @@ class Directory:
             raise self.refuse(f"{name!r} can't be read: {str(error)[:200]}", "write it again") from error
 
     def check_same(self, name: str, identity: tuple[int, int]) -> None:
-        """InvalidWeights if `name` now leads to another file than the one that we opened."""
+        """Raises InvalidWeights if `name` now leads to another file than the one that was opened."""
         try:
             status = os.stat(name, dir_fd=self._descriptor)
         except OSError:
@@ -143,11 +144,11 @@ class Directory:
         check_beneath(real, name, self._roots, self._field)
 
     def _check_descriptor(self, descriptor: int, name: str) -> None:
-        """Again by what was opened: a symlink may have changed since its path was looked at."""
+        """Checks what was opened, too: a symlink may have changed since its path was checked."""
         try:
             where = os.readlink(f"/proc/self/fd/{descriptor}")
         except OSError:
-            return  # not Linux: the check of the path has to do
+            return  # not Linux: only the path can be checked
         self._check_beneath(where, name)
 
     def _check_regular(self, status: os.stat_result, name: str) -> None:

@@ -1,4 +1,4 @@
-"""One safetensors file, read without trusting it and without a framework; and a small writer.
+"""Reads one untrusted safetensors file without a framework, and writes one.
 
 Layout: 8 bytes little-endian header length, a JSON object `name → {dtype, shape, data_offsets}`, the data. Every
 claim of the header is checked against the file before a byte of data is read. A file is held by descriptor, so
@@ -23,13 +23,13 @@ from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.versions import DTYPE_BYTES, MAX_NAME_CHARS, MAX_RANK, TensorSpec, checked_name
 
 MAX_HEADER_BYTES = 32 << 20
-"""Some 250,000 tensors; the headers of the largest public checkpoints are under 1 MiB a file."""
+"""The longest header: about 250,000 tensors. In the largest public checkpoints a file's header is under 1 MiB."""
 
 READ_BYTES = 16 << 20
-"""Bytes asked for at once: large enough to stream, small enough that `close` never waits long for a read."""
+"""The bytes of one read: enough to stream, and few enough that `close` never waits long for a read."""
 
 REWRITE = "write the file again (to another name, then rename it), and publish that"
-"""The fix for a file that is not whole."""
+"""The fix for an incomplete file."""
 
 _LENGTH = struct.Struct("<Q")
 _ENTRY_KEYS = frozenset({"dtype", "shape", "data_offsets"})
@@ -37,7 +37,7 @@ _ENTRY_KEYS = frozenset({"dtype", "shape", "data_offsets"})
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor's place in a file."""
+    """The place of a tensor in a file."""
 
     spec: TensorSpec
     offset: int  # of its first byte, from the start of the file
@@ -46,7 +46,8 @@ class StoredTensor:
 def parse_header(
     raw: bytes, data_bytes: int, *, file: str, field: str
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """(tensors in the order of their bytes, metadata) of the header `raw` of a file with `data_bytes` after it."""
+    """Parses the header `raw` of a file with `data_bytes` after it. Returns the tensors in the order of their bytes,
+    and the metadata."""
 
     def refuse(what: str, fix: str = REWRITE) -> InvalidWeights:
         return InvalidWeights(f"{file!r} is not a valid safetensors file: {what}", field=field, file=file, fix=fix)
@@ -66,7 +67,7 @@ def parse_header(
     for name, entry in header.items():
         if not checked_name(name):
             raise refuse(
-                f"{name[:MAX_NAME_CHARS]!r} is no name for a tensor",
+                f"{name[:MAX_NAME_CHARS]!r} can't be the name of a tensor",
                 f"use 1 to {MAX_NAME_CHARS} printable characters without white space",
             )
         if not isinstance(entry, dict) or entry.keys() != _ENTRY_KEYS:
@@ -94,12 +95,12 @@ def parse_header(
         if begin < end:
             raise refuse(f"{name!r} overlaps {before!r}")
         if begin > end:
-            hole = f"there are bytes of no tensor before {name!r}" if before else f"{name!r} does not begin at 0"
+            hole = f"bytes before {name!r} belong to no tensor" if before else f"{name!r} does not begin at 0"
             raise refuse(f"{hole} (at {_shown_int(end)}, the tensor at {_shown_int(begin)})")
         tensors[name] = StoredTensor(spec, _LENGTH.size + len(raw) + begin)
         end, before = until, name
     if end > data_bytes:
-        raise refuse(f"it is truncated: {_shown_int(end)} bytes of tensors are announced, {data_bytes} are there")
+        raise refuse(f"it is truncated: its tensors have {_shown_int(end)} bytes, but it has {data_bytes}")
     if end < data_bytes:
         raise refuse(f"it has {data_bytes - end} trailing bytes that belong to no tensor")
     return tensors, metadata
@@ -118,16 +119,16 @@ def _shown_shape(shape: list[int]) -> str:
 
 
 class SafetensorsFile:
-    """A checked file, open for reading from any threads. Owns the descriptor it is given, on failure too."""
+    """A checked file, open for reading from any thread. It owns its descriptor, even if the constructor fails."""
 
     def __init__(self, descriptor: int, name: str, *, field: str = "transport.path") -> None:
-        """`name`: for messages. `field`: the part of the request that chose this file."""
+        """`name`: the file's name in messages. `field`: the field of the request that has chosen the file."""
         self.name = name
         self.field = field
         self._descriptor = descriptor
         self._lock = threading.Lock()
         self._reads = 0
-        """Under way."""
+        """The number of reads under way."""
         self._closed = False
         try:
             status = os.fstat(descriptor)
@@ -135,7 +136,7 @@ class SafetensorsFile:
                 raise self._refusal("is not a regular file", "publish a regular file")
             self.nbytes = status.st_size
             self.identity = (status.st_dev, status.st_ino)
-            # Not ctime: renaming another file over this path, which must not disturb us, changes it.
+            # Without ctime, which a rename of another file over this path changes. Such a rename does no harm.
             self._stamp = (status.st_size, status.st_mtime_ns)
             self.tensors, self.metadata = self._read_header()
         except BaseException:
@@ -164,7 +165,7 @@ class SafetensorsFile:
         return parse_header(bytes(raw), data_bytes, file=self.name, field=self.field)
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fills `view` from `offset`. InvalidWeights where the file ends early."""
+        """Fills `view` from `offset`. Raises InvalidWeights if the file ends early."""
         done = 0
         while done < len(view):
             count = self._read_some(offset + done, view[done : done + READ_BYTES])
@@ -188,14 +189,14 @@ class SafetensorsFile:
                     os.close(self._descriptor)
 
     def chunks(self, tensor: StoredTensor, buffer: memoryview) -> Iterator[memoryview]:
-        """A tensor's bytes in pieces of at most `buffer`, which they share."""
+        """Yields a tensor's bytes in pieces, each in the same `buffer`."""
         for start in range(0, tensor.spec.nbytes, len(buffer)):
             piece = buffer[: min(len(buffer), tensor.spec.nbytes - start)]
             self.read_into(tensor.offset + start, piece)
             yield piece
 
     def check_unchanged(self) -> None:
-        """InvalidWeights if the file was written to since it was opened."""
+        """Raises InvalidWeights if the file was written to since it was opened."""
         with self._lock:
             if self._closed:
                 raise EngineFailed(f"{self.name!r} was closed while it was read")
@@ -204,7 +205,8 @@ class SafetensorsFile:
             raise self._refusal("changed while read", "don't write to a published file: publish another one")
 
     def close(self) -> None:
-        """From any thread, twice included. Reads under way end first, so that their descriptor isn't reused."""
+        """Closes the file, from any thread, perhaps twice. Reads under way end first, so that the descriptor is not
+        reused."""
         with self._lock:
             if self._closed:
                 return
@@ -217,37 +219,37 @@ class SafetensorsFile:
 
 
 def unreadable(name: str, error: OSError) -> PlaneError:
-    """The error for a failure of the disk or of the process's limits, which is no fault of the request."""
+    """The error for a failure of the disk or of the process's limits, for which the request is not to blame."""
     return Unavailable(f"{name!r} can't be read: {error.strerror or error}", file=name)
 
 
 def write_safetensors(
     path: Path, tensors: Mapping[str, tuple[TensorSpec, bytes]], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Writes a file in the order given, atomically: a reader of `path` sees the old file or the whole new one."""
+    """Writes a file atomically, in the order given: a reader of `path` sees the old file or the complete new one."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, (spec, data) in tensors.items():
         if not checked_name(name) or name == "__metadata__":
-            raise ValueError(f"{name[:MAX_NAME_CHARS]!r} is no name for a tensor")
+            raise ValueError(f"{name[:MAX_NAME_CHARS]!r} can't be the name of a tensor")
         if len(data) != spec.nbytes:
             raise ValueError(f"{name!r} needs {spec.nbytes} bytes, not {len(data)}")
         entry = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [end, end + len(data)]}
         header[name], end = entry, end + len(data)
     raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)  # readers that map the file want its data aligned
+    raw += b" " * (-len(raw) % 8)  # readers that map the file need aligned data
     write_atomically(path, [_LENGTH.pack(len(raw)), raw, *(data for _, data in tensors.values())])
 
 
 def write_atomically(path: Path, pieces: Iterable[bytes]) -> None:
-    """Writes beside `path`, then renames; on failure nothing is left."""
+    """Writes a file beside `path`, then renames it. After a failure nothing is left."""
     temporary = path.with_name(f".{path.name[:64]}.{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
             for piece in pieces:
                 file.write(piece)
             file.flush()
-            os.fsync(file.fileno())  # or a crash could leave the new name with no bytes
+            os.fsync(file.fileno())  # otherwise a crash could leave the new name without bytes
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

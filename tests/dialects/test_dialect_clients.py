@@ -290,7 +290,7 @@ async def test_what_our_client_over_nats_says_before_anybody_is_touched(
             await asyncio.to_thread(client.init_weight_transfer_engine, {"world_size": 3, "colour": "red"})
         with pytest.raises(InvalidRequest, match="1 entries, and the fleet has 2 ranks"):
             await asyncio.to_thread(client.update_weights, [update])
-        with pytest.raises(Conflict, match="no update is started"):
+        with pytest.raises(Conflict, match="no update has begun"):
             await asyncio.to_thread(client.update_weights, [update] * 2)
     run = sync.run
 

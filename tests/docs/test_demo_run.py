@@ -49,7 +49,7 @@ def demo(cwd: Path, *arguments: str, tmp: Path | None = None) -> Iterator[subpro
 
 
 def processes_in(cwd: Path) -> list[str]:
-    """Those that run in the demo's folder, as all of its own do, or name it."""
+    """The processes that run in the demo's folder, as its own do, or name it."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:

@@ -44,6 +44,7 @@ RUN_ELSEWHERE = {
         "tests/engines/test_third_party_engine.py runs it"
     ),
     ".venv/bin/pip install ./examples/http_transport": "tests/transports/test_third_party_transport.py installs it",
+    ".venv/bin/rl-plane publish ./checkpoint --transport http": "test_third_party_transport.py publishes so",
     "make bench": "tests/docs/test_bench_quick.py runs a short one",
 }
 

@@ -17,7 +17,6 @@ peft = pytest.importorskip("peft")
 
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported  # noqa: E402
 from rl_plane.protocol.versions import HostTensor, WeightVersion  # noqa: E402
-from rl_plane.transports.reception import TensorStream  # noqa: E402
 from tests.support.hf_runs import (  # noqa: E402
     BOUND_S,
     NAMES_OF_STAGINGS,
@@ -39,6 +38,7 @@ from tests.support.receive_requests import NamedRequest, files_request  # noqa: 
 from worker.engines.base import EngineOptions  # noqa: E402
 from worker.engines.hf.adapter import HfEngine  # noqa: E402
 from worker.receive.staging import adapter_digest  # noqa: E402
+from worker.receive.weight_holder import TensorStream  # noqa: E402
 from worker.testing.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token  # noqa: E402
 from worker.testing.tiny_model import make_tiny_model, make_witness_model  # noqa: E402
 

@@ -88,8 +88,8 @@ async def test_a_fleet_of_witnesses(plane: Plane) -> None:
 STOPS = """
 import time, rl_plane.transports.filesystem.receiver as filesystem
 really = filesystem.FilesystemDelivery.tensors
-def tensors(self):
-    *most, last = really(self)
+def tensors(self, cancelled):
+    *most, last = really(self, cancelled)
     yield from most
     Path({folder!r}, "stopped").touch()
     while not Path({folder!r}, "go").exists():

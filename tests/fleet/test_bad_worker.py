@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import select
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rl_plane.demo.processes import Child, Processes, wait_for_line
+from rl_plane._util.processes import die_with_parent
+from rl_plane.cli.up import python
 from worker.engines.fake.adapter import fake_token, make_fake_model
 from worker.receive.staging import model_digest
 
 pytestmark = pytest.mark.slow
 
 START_S = 60.0
+STOP_S = 60.0
+"""A worker ends within 30 s of SIGTERM."""
 CURL_S = 70.0
 HEAL_S = 60
 """A worker that can't heal tries again at least every 30 s."""
@@ -53,28 +56,35 @@ def curl(tmp_path: Path) -> Iterator[Curl]:
     make_fake_model(tmp_path / "checkpoints" / "step_1", 1)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "mount").symlink_to("elsewhere")
-    for directory in ("logs", "scratch"):
-        (tmp_path / directory).mkdir()
-    processes = Processes(tmp_path / "logs", tmp_path / "scratch")
-    give_up = time.monotonic() + START_S
+    started: list[subprocess.Popen[str]] = []
 
-    def ready(child: Child) -> dict[str, Any]:
-        facts: dict[str, Any] = json.loads(wait_for_line(child, give_up, lambda: None))
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        with (tmp_path / f"{len(started)}.log").open("w") as log:
+            argv = python("rl_plane.cli.main", *arguments, "--json")
+            started.append(
+                subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, text=True, preexec_fn=die_with_parent())
+            )
+        return started[-1]
+
+    def ready(process: subprocess.Popen[str]) -> dict[str, Any]:
+        assert process.stdout is not None
+        assert select.select([process.stdout], [], [], START_S)[0], "no ready line"
+        facts: dict[str, Any] = json.loads(process.stdout.readline())
         return facts
 
     try:
-        nats = ready(processes.rl_plane("nats", "nats", "--port", "0", "--json"))
-        bus = ("--nats-url", nats["nats_url"], "--json")
-        started = [processes.rl_plane("frontend", "frontend", *bus, "--rl-port", "0", "--http-port", "0")]
+        bus = ("--nats-url", ready(start("nats", "--port", "0"))["nats_url"])
+        fleet = [start("frontend", *bus, "--rl-port", "0", "--http-port", "0")]
         for instance_id, root in [(BAD, "mount"), *((key, "checkpoints") for key in GOOD)]:
             own = ("--engine", "fake", "--model", str(model), "--instance-id", instance_id)
-            started.append(
-                processes.rl_plane(instance_id, "worker", *bus, *own, "--weight-root", str(tmp_path / root))
-            )
-        facts = [ready(child) for child in started]
+            fleet.append(start("worker", *bus, *own, "--weight-root", str(tmp_path / root)))
+        facts = [ready(process) for process in fleet]
         yield Curl(facts[0]["rl_url"], facts[0]["http_url"], tmp_path)
     finally:
-        processes.stop()
+        for process in reversed(started):
+            process.terminate()
+        for process in reversed(started):
+            process.communicate(timeout=STOP_S)
 
 
 def rows(reply: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -204,7 +204,7 @@ def test_a_bad_file_of_engine_arguments_ends_it(start: Callable[..., Started], t
     assert up.marked() == set()
 
 
-def test_what_dies_restart_helps(
+def test_each_death_and_its_restart(
     fleet: Callable[..., tuple[Started, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     up, ready = fleet("--workers", "2", "--restart")
@@ -235,7 +235,7 @@ def test_what_dies_restart_helps(
     assert up.marked() == set()
 
 
-def test_the_death_of_a_worker_ends_nobody_else_and_a_killed_up_leaves_nobody(
+def test_the_death_of_a_worker_ends_no_other_and_a_killed_up_leaves_no_process(
     fleet: Callable[..., tuple[Started, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     up, ready = fleet("--workers", "2", RL_PLANE_ADMIN_KEY="geheim")
@@ -366,7 +366,9 @@ async def test_a_worker_whose_engine_dies_at_its_first_start_restart_helps(
         printer.flush()
 
 
-def test_what_can_not_start_ends_up_with_the_reason(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_a_process_that_can_not_start_ends_up_with_the_reason(
+    start: Callable[..., Started], tmp_path: Path
+) -> None:
     (tmp_path / "empty").mkdir()
     up = start("up", "--engine", "fake", "--model", "empty", "--rl-port", "0", "--http-port", "off")
     error = up.line(READY_S, status="error")["error"]

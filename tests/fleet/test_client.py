@@ -78,7 +78,7 @@ async def test_each_of_a_fan_outs_rows_tells_of_its_own_worker(plane: Plane) -> 
     assert out.elapsed_s < 6
 
 
-async def test_a_dead_one_is_told_at_once_and_not_after_the_time_out(plain_plane: Plane) -> None:
+async def test_a_dead_worker_is_reported_at_once(plain_plane: Plane) -> None:
     fine, dead = plain_plane.spawn_many(2)
     client = await plain_plane.client()
     dead.kill()
@@ -100,7 +100,7 @@ async def test_a_selection_is_asked_in_its_order_and_once(plane: Plane) -> None:
         await client.call_all("ping", workers=[ids[0], NOBODY])
 
 
-async def test_two_components_of_one_bucket_name_are_told_apart(nats: NatsServer) -> None:
+async def test_two_components_of_one_bucket_name_are_distinguished(nats: NatsServer) -> None:
     tag = secrets.token_hex(4)
     async with await RlClient.connect(nats.url, f"{tag}_b", "c"):
         with pytest.raises(InvalidRequest) as caught:
@@ -108,7 +108,7 @@ async def test_two_components_of_one_bucket_name_are_told_apart(nats: NatsServer
     assert caught.value.facts["field"] == "component"
 
 
-async def test_a_pinned_fleet_that_is_another_is_told_with_both_epochs(plane: Plane) -> None:
+async def test_another_fleet_than_the_pinned_one_is_an_error_with_both_epochs(plane: Plane) -> None:
     client = await plane.client()
     await register(client)
     pinned = await client.list_workers()
@@ -122,7 +122,7 @@ async def test_a_pinned_fleet_that_is_another_is_told_with_both_epochs(plane: Pl
     assert caught.value.facts["fingerprint"] == (await client.list_workers()).fingerprint
 
 
-async def test_a_pinned_fleet_that_changes_under_the_call_is_told(plane: Plane) -> None:
+async def test_a_pinned_fleet_that_changes_during_the_call_is_an_error(plane: Plane) -> None:
     fine, doomed = plane.spawn_many(2)
     client = await plane.client()
     pinned = await client.wait_for(2, 10)
@@ -137,7 +137,7 @@ async def test_a_pinned_fleet_that_changes_under_the_call_is_told(plane: Plane) 
     fine.go_on()
 
 
-async def test_an_empty_fleet_is_what_the_caller_says(plane: Plane) -> None:
+async def test_the_caller_decides_what_an_empty_fleet_means(plane: Plane) -> None:
     client = await plane.client()
     with pytest.raises(NoWorkers) as caught:
         await client.call_all("state")
@@ -200,8 +200,8 @@ async def test_a_watcher_that_is_too_slow_ends_alone(plane: Plane) -> None:
         await asyncio.wait_for(all_of(slow), 5)
 
 
-async def test_a_watcher_that_is_behind_holds_up_nobody(plane: Plane) -> None:
-    """Who waits for a fleet of that size is told by the change that it misses."""
+async def test_a_watcher_that_is_behind_delays_no_other(plane: Plane) -> None:
+    """The change that the watcher misses still ends a wait for a fleet of that size."""
     client, other = await plane.client(), await plane.client()
     slow = await read_once(client, other, max_behind=1)
     (view,) = client._views.values()
@@ -239,7 +239,7 @@ class Deaf:
             await message.respond(encode(Reply(request["op"], body={"n": len(self.heard)}).to_wire()))
 
 
-async def test_retries_ask_only_who_has_not_answered_and_keep_the_id(plane: Plane) -> None:
+async def test_retries_ask_only_silent_workers_and_keep_the_id(plane: Plane) -> None:
     client, server = await plane.client(), await plane.client()
     slow, quick = await register(client), await register(client)
     deaf, prompt = Deaf(server, slow, 2), Deaf(server, quick, 1)
@@ -256,10 +256,10 @@ async def test_retries_ask_only_who_has_not_answered_and_keep_the_id(plane: Plan
 
 
 @pytest.mark.parametrize("change", ["it has died", "it has lost its connection"])
-async def test_what_changes_while_a_large_fan_out_is_sent_is_not_missed(
+async def test_a_change_during_a_large_fan_out_is_not_missed(
     change: str, plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of who has died no answer is awaited; who may have missed the request is asked again."""
+    """The fan-out waits for no dead worker, and asks a worker again that may have missed the request."""
     monkeypatch.setattr(rl_plane.bus.scatter, "YIELD_EVERY", 1)
     client, server = await plane.client(), await plane.client()
     died, instance_id = change == "it has died", await register(client)
@@ -358,7 +358,7 @@ async def test_names_are_checked_before_anything_is_opened() -> None:
             await RlClient.connect("nats://127.0.0.1:1", *names)
 
 
-async def test_a_component_that_nobody_joined_is_not_found(plane: Plane) -> None:
+async def test_a_component_without_members_is_not_found(plane: Plane) -> None:
     client = await plane.client()
     with pytest.raises(NotFound) as caught:
         await client.list_workers("typo")
@@ -371,7 +371,7 @@ async def test_a_component_that_nobody_joined_is_not_found(plane: Plane) -> None
 
 
 @pytest.mark.parametrize("url", ["nats://127.0.0.1:1", "nats://no-such-host.invalid:4222"])
-async def test_an_unreachable_server_is_told_within_the_bound(url: str) -> None:
+async def test_an_unreachable_server_is_reported_within_the_bound(url: str) -> None:
     assert rl_plane.bus.connection.CONNECT_TIMEOUT_S <= 5
     start = time.monotonic()
     with pytest.raises(BusUnreachable) as caught:
@@ -392,7 +392,7 @@ async def test_an_address_that_is_none_is_refused(url: str) -> None:
     assert caught.value.facts["fix"]
 
 
-async def test_a_lost_connection_is_told_at_once(plane: Plane) -> None:
+async def test_a_lost_connection_is_reported_at_once(plane: Plane) -> None:
     client = await plane.client()
     await register(client)
     await client.close()

@@ -219,7 +219,7 @@ async def served(client: RlClient) -> set[tuple[str, bool]]:
     return {(row.body["version"]["digest"], row.body["admission"]["open"]) for row in rows}
 
 
-async def test_committed_and_aborted_updates_are_told_newest_first(plane: Plane) -> None:
+async def test_committed_and_aborted_updates_are_listed_newest_first(plane: Plane) -> None:
     client = await plane.client("trainer")
     ids = plane.spawn_copies(2)
     first = await client.run("update_weights", update_of(plane.model(1), "step_1"), "id-1")
@@ -308,7 +308,7 @@ async def test_asked_again_an_aborted_update_gives_its_error_again(plane: Plane)
     assert (await client.run("update_weights", body, "id-2"))["version"]["sequence"] == 1
 
 
-async def test_what_did_not_begin_leaves_no_entry_and_may_be_asked_again(plane: Plane) -> None:
+async def test_an_update_that_did_not_begin_leaves_no_entry_and_may_be_repeated(plane: Plane) -> None:
     one, two = await plane.client(), await plane.client()
     plane.spawn()
     body = update_of(plane.model(1), "step_1")
@@ -363,7 +363,7 @@ async def test_a_commit_whose_coordinator_died_at_once_is_in_the_history(
     assert (await one.run("update_weights", body, "id-1"))["version"] == entry["version"]
 
 
-async def test_asked_again_what_was_opened_and_not_noted_the_workers_tell_how_they_stand(
+async def test_a_repeated_call_asks_the_workers_about_an_opened_update_without_an_entry(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = await plane.client("one"), await plane.client("two")
@@ -484,7 +484,7 @@ async def test_asked_again_it_is_no_success_where_fewer_serve_than_its_policy_as
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("calls", [1, 2])
-async def test_asked_again_what_nobody_was_told_of_is_no_success_once_another_is_committed(
+async def test_a_repeated_call_for_an_unreported_outcome_fails_once_another_is_committed(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, end: BaseException, calls: int
 ) -> None:
     one, two = await plane.client("one"), await plane.client("two")
@@ -508,7 +508,7 @@ async def test_asked_again_what_nobody_was_told_of_is_no_success_once_another_is
 @pytest.mark.parametrize("lost", ["decision", "all of it"])
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("calls", [1, 2])
-async def test_asked_again_it_takes_nobody_back_where_the_store_has_lost_a_later_decision(
+async def test_a_repeated_call_takes_no_worker_back_after_a_lost_later_decision(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, end: BaseException, calls: int, lost: str
 ) -> None:
     """The workers tell that one."""
@@ -577,7 +577,7 @@ async def test_asked_again_while_another_has_only_begun_the_workers_are_asked(
 
 
 @pytest.mark.parametrize("decided", [True, False])
-async def test_an_unknown_outcome_is_told_by_the_record(
+async def test_the_record_resolves_an_unknown_outcome(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, decided: bool
 ) -> None:
     """The answer of the decision was lost, and with it the caller's: the same id finds out."""

@@ -59,7 +59,7 @@ async def until_closed(plane: Plane, client: RlClient, count: int, words: str) -
     return reasons
 
 
-async def test_another_model_on_a_kept_store_begins_a_new_run_when_told_to(
+async def test_another_model_on_an_old_store_begins_a_new_run_on_request(
     own_nats: tuple[NatsServer, Plane],
 ) -> None:
     server, plane = own_nats
@@ -178,7 +178,7 @@ async def test_a_fleet_that_was_trained_goes_back_to_its_own_model(plane: Plane)
 
 
 @pytest.mark.parametrize("end", ENDS)
-async def test_asked_again_a_new_run_that_nobody_was_told_of_goes_on(
+async def test_a_repeated_call_continues_an_unreported_new_run(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, end: BaseException
 ) -> None:
     one, two = await plane.client("one"), await plane.client("two")

@@ -49,7 +49,7 @@ def dies_in_the_roll(patch: pytest.MonkeyPatch, after: int) -> None:
     patch.setattr(Coordinator, "_carry_out", carry_out)
 
 
-async def test_one_after_another_and_there_is_always_one_that_serves(plane: Plane) -> None:
+async def test_workers_roll_one_by_one_and_one_always_serves(plane: Plane) -> None:
     client = await plane.client()
     workers = plane.spawn_many(3, swap_delay_s=0.1)
     await client.wait_for(3)
@@ -111,7 +111,7 @@ async def test_tokens_are_labelled_by_the_version_that_made_them(plane: Plane) -
     assert seen == {old["digest"], new["digest"]}
 
 
-async def test_a_stream_goes_on_through_its_workers_turn(plane: Plane) -> None:
+async def test_a_stream_continues_through_its_workers_turn(plane: Plane) -> None:
     client = await plane.client()
     workers = plane.spawn_many(2, token_delay_s=0.01)
     await client.wait_for(2)
@@ -262,7 +262,7 @@ async def test_a_swap_that_fails_in_the_roll_excludes_one(plane: Plane) -> None:
     await plane.until(lambda: all_serve(client, "step_1"), FINISH_S)
 
 
-async def test_one_that_could_not_prepare_is_closed_when_the_roll_is_over(plane: Plane) -> None:
+async def test_a_worker_that_could_not_prepare_is_closed_after_the_roll(plane: Plane) -> None:
     client = await plane.client()
     bad, good = spawn_faulty(plane), plane.spawn()
     await client.wait_for(2)

@@ -51,7 +51,7 @@ def reply(
     spans: list[dict[str, Any]] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """What a frontend says to this body. `spans`: of all tokens; None: one."""
+    """A frontend's reply to this body. `spans`: of all tokens; None: one span."""
     choice = {
         "index": 0,
         "token_ids": tokens,
@@ -77,7 +77,7 @@ def failed(error: PlaneError) -> tuple[int, dict[str, Any]]:
 # ---- one rollout ----
 
 
-def test_the_next_part_goes_on_from_the_tokens_before() -> None:
+def test_the_next_part_continues_the_tokens_before() -> None:
     first = Rollout([5, 6], 10, {"temperature": 0.5, "seed": 7, "min_tokens": 4}, key="a")
     assert first.body() == {
         "prompt_token_ids": [5, 6],
@@ -152,7 +152,7 @@ def test_with_its_last_token_a_rollout_has_ended() -> None:
     "name",
     sorted({*OWN, *OF_ONE_PROMPT, *OF_ONE_PART, "stop", "frequency_penalty", "presence_penalty"}),
 )
-def test_what_a_part_would_mean_otherwise_is_refused(name: str) -> None:
+def test_a_field_with_another_meaning_for_a_part_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         Rollout([5], 2, {name: 1})
     assert caught.value.facts["field"] == name
@@ -164,7 +164,7 @@ def test_penalties_and_stops_that_say_nothing_are_taken() -> None:
     assert Rollout([5], 2, options).body().items() >= options.items()
 
 
-def test_what_nvext_would_mean_otherwise_is_refused_too() -> None:
+def test_such_a_field_in_nvext_is_refused_too() -> None:
     for name in ("one_version", "return_prompt_logprobs"):
         with pytest.raises(InvalidRequest) as caught:
             Rollout([5], 2, {"nvext": {name: True}})
@@ -250,7 +250,7 @@ async def test_when_the_time_is_over_there_are_fewer() -> None:
     assert (keys(got.finished), keys(got.parked)) == ([0], [1, 2, 3])
 
 
-async def test_who_does_not_come_back_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_does_not_return_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl_plane.rollouts.partial.STOPPED_S", 0.05)
     answers = Answers({0})
 
@@ -262,7 +262,7 @@ async def test_who_does_not_come_back_is_cut_off(monkeypatch: pytest.MonkeyPatch
     assert [list(one.token_ids) for one in got.parked] == [[]] * 3
 
 
-async def test_what_the_plane_can_do_later_is_asked_again() -> None:
+async def test_a_retryable_error_is_asked_again() -> None:
     told: list[Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]] = [
         lambda body: failed(NotAdmitted("an update", retry_after_s=0.0)),
         lambda body: (200, reply(body, [1], "abort")),
@@ -276,7 +276,7 @@ async def test_what_the_plane_can_do_later_is_asked_again() -> None:
     assert [one.token_ids for one in got.finished] == [[1, 1, 1]]
 
 
-async def test_what_a_frontend_gives_back_as_it_ends_goes_on_at_the_next() -> None:
+async def test_a_rollout_of_an_ending_frontend_continues_at_the_next() -> None:
     asked: list[list[int]] = []
 
     async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -301,7 +301,7 @@ REQUEST: Any = httpx.Request("POST", "http://127.0.0.1:8000")
 
 
 def said(status: int) -> httpx.HTTPStatusError:
-    """What `raise_for_status` raises."""
+    """The error that `raise_for_status` raises."""
     return httpx.HTTPStatusError(str(status), request=REQUEST, response=httpx.Response(status))
 
 
@@ -309,7 +309,7 @@ def raising(error: Exception, cause: Exception | None = None) -> tuple[int, dict
     raise error from cause
 
 
-async def test_what_nobody_takes_is_asked_again_however_often(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_no_worker_takes_is_always_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fleet that is full or closed, a frontend that ends, and is not there until it has started again."""
     monkeypatch.setattr("rl_plane.rollouts.partial.RETRY_S", 0.0)
     told: list[Callable[[], tuple[int, dict[str, Any]]]] = [
@@ -332,7 +332,7 @@ async def test_what_nobody_takes_is_asked_again_however_often(monkeypatch: pytes
     assert ([one.token_ids for one in got.finished], got.failed, told) == ([[1, 2, 3]], [], [])
 
 
-async def test_what_nobody_takes_until_the_time_is_over_is_parked(
+async def test_a_request_that_no_worker_takes_in_time_is_parked(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("rl_plane.rollouts.partial.RETRY_S", 0.0)
@@ -346,7 +346,7 @@ async def test_what_nobody_takes_until_the_time_is_over_is_parked(
     assert "ConnectionRefusedError: nobody listens" in told
 
 
-async def test_another_reason_that_nobody_takes_it_is_told_too(
+async def test_another_reason_that_no_worker_takes_it_is_logged_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("rl_plane.rollouts.partial.RETRY_S", 0.0)
@@ -383,7 +383,7 @@ async def test_another_reason_that_nobody_takes_it_is_told_too(
         EngineDied("it is gone"),
     ],
 )
-async def test_what_has_ended_is_kept_where_nobody_can_be_told_to_stop(
+async def test_finished_rollouts_are_returned_if_stop_never_succeeds(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     """The frontend, or NATS, is gone for good."""
@@ -431,7 +431,7 @@ async def test_a_stop_that_is_not_heard_at_once_is_sent_again(monkeypatch: pytes
     assert [one.token_ids for one in got.parked] == [[1]] * 3
 
 
-async def test_a_stop_that_never_answers_holds_nobody(
+async def test_a_stop_that_never_answers_is_bounded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("rl_plane.rollouts.partial.STOP_S", 0.05)
@@ -457,7 +457,7 @@ async def test_a_stop_that_never_answers_holds_nobody(
         said(401),
     ],
 )
-async def test_a_mistaken_stop_is_told(error: Exception) -> None:
+async def test_a_mistaken_stop_is_raised(error: Exception) -> None:
     answers = Answers({0})
 
     async def stop() -> None:
@@ -480,7 +480,7 @@ async def lost(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
 
 
 class ReadTimeoutError(Exception):
-    """As urllib3's, which is no TimeoutError either."""
+    """An error like urllib3's, which is no TimeoutError either."""
 
 
 def broken(error: Exception) -> Call:
@@ -527,7 +527,7 @@ async def mistaken(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         (mistaken, "unexpected keyword", 1),
     ],
 )
-async def test_one_that_fails_takes_nobody_with_it(
+async def test_a_failed_rollout_leaves_the_others_alone(
     monkeypatch: pytest.MonkeyPatch, bad: Call, why: str, times: int
 ) -> None:
     monkeypatch.setattr("rl_plane.rollouts.partial.RETRY_S", 0.0)

@@ -17,7 +17,8 @@ from rl_plane.fleet.fleet_call import FleetCall, check_engines
 from rl_plane.fleet.fleet_replies import group_places
 from rl_plane.membership.core import Member, MembershipCore, Snapshot
 from rl_plane.membership.worker_calls import select_members
-from rl_plane.membership.worker_reply import WorkerReply, engine_replies, skipped_reply
+from rl_plane.membership.worker_reply import WorkerReply, skipped_reply
+from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.fleet_ops import FLEET_OPS, Select
 from rl_plane.protocol.subjects import ADMISSION_PREFIX, Entry
 from rl_plane.protocol.update_requests import UpdatePolicy

@@ -159,7 +159,7 @@ def test_from_many_threads(fleet: SyncRlClient) -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """What a shell starts in its background ignores SIGINT."""
+    """Restores SIGINT, which a shell's background processes ignore."""
     was = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, was)
@@ -177,7 +177,7 @@ def test_ctrl_c_cancels_the_call_and_is_raised(fleet: SyncRlClient) -> None:
     assert fleet.state()["status"] == "ok"
 
 
-def test_close_ends_what_waits_and_again_does_nothing(nats_url: str) -> None:
+def test_close_ends_waiting_calls_and_a_second_one_does_nothing(nats_url: str) -> None:
     before = threading.active_count()
     fleet = SyncRlClient.connect(nats_url)
     with ThreadPoolExecutor(1) as pool:
@@ -250,7 +250,7 @@ def test_every_call_has_a_bound(op: str, body: dict[str, object], low: float, hi
     assert low <= call_bound_s(op, body) <= high
 
 
-def test_what_was_prepared_is_completed_with_the_same_patience() -> None:
+def test_a_prepared_update_is_completed_with_the_same_bounds() -> None:
     bounds = CallBounds()
     assert bounds.of("complete_weights_update", {}) < 900
     patient: dict[str, object] = {"policy": {"prepare_timeout_s": 2000}}

@@ -48,7 +48,7 @@ def tokens_of(stream: Stream, digests: list[str]) -> list[int]:
 
 
 def only_ever_open_at(told: Told, *labels: str) -> None:
-    """Whoever was admitted held one of these."""
+    """Every admitted worker held one of these versions."""
     held = {
         status["version"] and status["version"]["label"] for status in told.events if status["admission"]["open"]
     }
@@ -152,7 +152,7 @@ async def test_adapters_stay_over_an_update_in_place(plane: Plane) -> None:
 @pytest.mark.parametrize(
     ("policy", "field"), [({"barrier": "rolling"}, "policy.staging"), ({"staging": "disk"}, "policy.staging")]
 )
-async def test_what_can_not_be_is_refused(plane: Plane, policy: dict[str, Any], field: str) -> None:
+async def test_an_impossible_policy_is_refused(plane: Plane, policy: dict[str, Any], field: str) -> None:
     client = await plane.client()
     plane.spawn()
     with pytest.raises(InvalidRequest) as caught:
@@ -179,7 +179,7 @@ filesystem.FilesystemDelivery.refetchable = property(lambda self: False, lambda 
     assert await all_serve(client, "step_1")
 
 
-async def test_an_engine_that_can_not_touches_nobody(plane: Plane) -> None:
+async def test_an_incapable_engine_is_refused_before_any_worker_changes(plane: Plane) -> None:
     client = await plane.client()
     unable = """
 import worker.engines.fake.adapter as fake
@@ -200,7 +200,7 @@ fake.FakeEngine.start = start
 
 
 @pytest.mark.parametrize("wrong", ["path", "shape"])
-async def test_weights_that_do_not_fit_touch_nobody(plane: Plane, wrong: str) -> None:
+async def test_weights_that_do_not_fit_change_no_worker(plane: Plane, wrong: str) -> None:
     client = await plane.client()
     plane.spawn_copies(2)
     told = await Told.follow(client)
@@ -352,7 +352,7 @@ fake.FakeEngine.flush_cache = flush_cache
 """
 
 
-async def test_with_older_kv_in_its_cache_nobody_is_admitted(plane: Plane) -> None:
+async def test_with_older_kv_in_its_cache_no_worker_is_admitted(plane: Plane) -> None:
     client = await plane.client()
     worker, _ = plane.spawn(patch=NO_FLUSH), plane.spawn()
     await client.wait_for(2)

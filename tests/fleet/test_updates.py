@@ -415,7 +415,7 @@ async def test_a_worker_that_hangs_before_the_commit_is_excluded_and_heals(
     await plane.until(healed, 40)
 
 
-async def test_who_hangs_before_complete_asks_it_again_fails_an_update_of_all(plane: Plane) -> None:
+async def test_a_worker_that_hangs_before_complete_asks_it_again_fails_an_update_of_all(plane: Plane) -> None:
     fleet = await plane.fleet()
     hung, _ = plane.spawn_many(2)
     await fleet.run("prepare_weights_update", update_of(plane.model(1), "one"))
@@ -556,7 +556,7 @@ async def test_workers_left_gated_obey_the_next_coordinator(plane: Plane) -> Non
 # ---- pause, admission ----
 
 
-async def test_what_was_paused_stays_so_over_an_update(plane: Plane) -> None:
+async def test_a_paused_fleet_stays_paused_over_an_update(plane: Plane) -> None:
     fleet = await plane.fleet()
     plane.spawn_copies(2)
     await fleet.run("pause", {"mode": "keep"})

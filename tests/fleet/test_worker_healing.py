@@ -59,7 +59,7 @@ async def test_a_joiner_takes_the_committed_version_before_it_is_admitted(plane:
 async def test_a_worker_that_heard_of_the_record_before_it_asked_serves_as_soon_as_it_is_ready(
     plane: Plane,
 ) -> None:
-    """Of two that start on an empty store at once, one fixes sequence 0 and the other hears of it."""
+    """Two workers start on an empty store at once: one fixes sequence 0, and the other hears of it."""
     wait = f"""
 import asyncio
 import worker.reconcile.record_watch as record_watch

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rl_plane.demo.processes import child_environment
+from rl_plane.demo.fleet import child_environment
 from worker.engines.fake.adapter import fake_token, make_fake_model
 from worker.receive.staging import model_digest
 from worker.testing.tiny_model import witness_next_token

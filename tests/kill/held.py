@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_plane._util.tasks import never
+from rl_plane._util.tasks import Cancelled, never
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
-from rl_plane.transports.reception import Cancelled
 from rl_plane.weights.checkpoint import Kind, open_published
 from worker.testing.phase_hooks import MAX_HOLD_S, POLL_S, VARIABLE
 

@@ -1,4 +1,4 @@
-"""By which transport a version goes, and what is told where none will do."""
+"""The choice of a transport for a version, and the error if none is usable."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from rl_plane.errors import InvalidRequest, NoWorkers, PlaneError, Unsupported
 from rl_plane.publish import WeightPublisher
+from rl_plane.transports.base import SenderContext, world_size
 from rl_plane.transports.registry import candidates, installed
-from rl_plane.transports.sender_base import Surroundings, world_size
 from tests.conftest import Plane
 from tests.support.publishing import served
 from worker.receive.staging import model_digest
@@ -55,7 +55,9 @@ def test_the_choice_of_a_transport(told: str, workers: list[Any], with_root: boo
 )
 def test_what_lasts_comes_first_where_the_trainer_ends(host: str, with_root: bool, expected: str) -> None:
     workers = [row("a", host, *ALL)]
-    assert candidates("auto", workers, ALL, with_root=with_root, stays=False, host="here") == expected.split()
+    assert (
+        candidates("auto", workers, ALL, with_root=with_root, trainer_stays=False, host="here") == expected.split()
+    )
 
 
 def lacks_nixl(patch: pytest.MonkeyPatch) -> None:
@@ -117,7 +119,9 @@ async def test_auto_goes_by_what_the_trainer_has(
         ("auto", [], NoWorkers, "no worker"),
     ],
 )
-def test_no_way_is_told_with_a_fix(told: str, workers: list[Any], error: type[PlaneError], words: str) -> None:
+def test_an_error_names_the_fix_if_no_transport_is_usable(
+    told: str, workers: list[Any], error: type[PlaneError], words: str
+) -> None:
     with pytest.raises(error, match=words) as caught:
         candidates(told, workers, ALL, with_root=False, host="here")
     assert caught.value.facts["fix"]
@@ -126,7 +130,7 @@ def test_no_way_is_told_with_a_fix(told: str, workers: list[Any], error: type[Pl
 def test_workers_that_have_left_do_not_count() -> None:
     there = row("a", "here", *ALL)
     gone = {"instance_id": "b", "status": "error"}
-    around = Surroundings(lambda op, body: {"workers": [there, gone]})
+    around = SenderContext(lambda op, body: {"workers": [there, gone]})
     assert around.workers() == [there]
 
 

@@ -224,7 +224,7 @@ def test_skyrl_settings_that_change_nothing_are_named(
     assert publisher_options(**given)["transport"] == way
     (said,) = told(caplog)
     idle = given.keys() - {"weight_sync_backend", "lora"} - ({"lora_sync_path"} if way == "filesystem" else set())
-    assert said.endswith(f"by {way}: {', '.join(idle)} changes nothing here")
+    assert said.endswith(f"by {way}: {', '.join(idle)} has no effect")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from rl_plane.errors import InvalidRequest, UpdateAborted
 from rl_plane.publish import WeightPublisher, host_copy
 from rl_plane.publish.free_memory import free_memory
 from rl_plane.publish.host_copy import AGAIN, TRIES, HostCopy
-from rl_plane.publish.sources.model_sources import DirectorySource
+from rl_plane.publish.sources.directory import DirectorySource
 from rl_plane.weights.safetensors_file import write_safetensors
 from tests.conftest import Plane
 from tests.support.delta_updates import tensors_in
@@ -63,18 +63,18 @@ async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pyte
     with pytest.raises(RuntimeError, match="out of memory"):
         await publisher.publish_async("broken")
     publisher._source = whole
-    publisher._told.policy["min_ready"] = 9
+    publisher._options.policy["min_ready"] = 9
     source.path = models[6]
     with pytest.raises(UpdateAborted, match="min_ready"):
         await publisher.publish_async("too few")
-    del publisher._told.policy["min_ready"]
+    del publisher._options.policy["min_ready"]
     await publish(4, "delta")
     # Nobody keeps it, and what would bring it is gone.
     body: dict[str, Any] = {"transport": {"backend": "filesystem", "path": str(models[4])}}
     await client.run("update_weights", body)
     models[4].rename(plane.tmp / "away")
     with monkeypatch.context() as patch:
-        patch.setattr(by_copy.AttemptByCopy, "_is_kept", lambda *_: True)
+        patch.setattr(by_copy.DeltaAttempt, "_base_is_kept", lambda *_: True)
         await publish(5, "full")
     await publish(6, "delta")
     # Somebody else has published meanwhile.
@@ -83,8 +83,8 @@ async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pyte
     await publish(7, "full")
     await publish(8, "delta")
     # By another way: what the chain needs went with the sender before.
-    assert publisher._way is not None
-    publisher._way.told = dataclasses.replace(publisher._told, transport="object_store")
+    assert publisher._plan is not None
+    publisher._plan.options = dataclasses.replace(publisher._options, transport="object_store")
     await publish(9, "full")
     await publish(10, "delta")
     await asyncio.to_thread(publisher.close)
@@ -235,14 +235,14 @@ async def test_deltas_that_are_chosen_overlap_the_next_step(
         await publish(1, "delta")
     await publish(2, "full")
     assert not publisher._copy.specs
-    assert publisher._way is not None
+    assert publisher._plan is not None
     if transport == "nixl":
-        assert publisher._way._sender._loan is None  # type: ignore[union-attr]
+        assert publisher._plan._sender._loan is None  # type: ignore[union-attr]
     await asyncio.to_thread(publisher.close)
 
 
 def changed(plane: Plane, model: Path, share: float) -> Path:
-    """The same weights, but for so many of each tensor's bytes."""
+    """A model that differs in this share of each tensor's bytes."""
     tensors = {name: (spec, bytearray(data)) for name, (spec, data) in tensors_in(model).items()}
     for _, data in tensors.values():
         for place in range(0, len(data), max(1, round(1 / share))):
@@ -278,8 +278,8 @@ async def test_a_chain_of_deltas_is_no_larger_than_the_model(plane: Plane) -> No
     pytest.importorskip("nixl")
     plane.spawn()
     sent, publisher = await publish_changed(plane, 1 / 25, 7, transport="nixl", encoding="delta")
-    assert publisher._way is not None
-    kept = publisher._way._sender._kept[None]  # type: ignore[union-attr]
+    assert publisher._plan is not None
+    kept = publisher._plan._sender._kept[None]  # type: ignore[union-attr]
     assert sum(one.area.nbytes for one in kept) <= 2 * publisher._copy.nbytes
     assert sent[:2] == ["full", "delta"]
     assert "full" in sent[2:]
@@ -300,7 +300,7 @@ def test_what_was_in_vain_is_tried_again_later() -> None:
 async def test_what_nixl_was_lent_goes_before_more_memory_is_taken(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there is too little for a copy, there is too little for one more."""
+    """Memory that is too short for one copy is too short for two."""
     pytest.importorskip("nixl")
     nixl = importlib.import_module("rl_plane.transports.nixl.sender")
 
@@ -311,8 +311,8 @@ async def test_what_nixl_was_lent_goes_before_more_memory_is_taken(
     monkeypatch.setattr(platform, "node", lambda: "elsewhere")
     source.path = plane.model(1)
     await publisher.publish_async("one")
-    assert publisher._way is not None
-    sender, make, lent = publisher._way._sender, nixl.Memory, []
+    assert publisher._plan is not None
+    sender, make, lent = publisher._plan._sender, nixl.RegisteredMemory, []
     assert sender._loan is not None  # type: ignore[union-attr]
 
     def memory(*given: Any) -> Any:
@@ -320,7 +320,7 @@ async def test_what_nixl_was_lent_goes_before_more_memory_is_taken(
         return make(*given)
 
     monkeypatch.setattr(by_copy, "free_memory", lambda: 0)
-    monkeypatch.setattr(nixl, "Memory", memory)
+    monkeypatch.setattr(nixl, "RegisteredMemory", memory)
     source.path = plane.model(2)
     await publisher.publish("two", wait=False).wait()
     assert lent == [None]
@@ -350,18 +350,18 @@ async def test_what_is_compared_in_vain_is_left(plane: Plane) -> None:
         ({"policy": {"keep_staged": False}}, "full"),
         ({"policy": {"staging": "none"}}, "full"),
         ({"cast": True}, "full"),
-        ({"stays": False}, "full"),
-        ({"stays": False, "encoding": "delta"}, "delta"),
+        ({"trainer_stays": False}, "full"),
+        ({"trainer_stays": False, "encoding": "delta"}, "delta"),
     ],
 )
-def test_where_deltas_may_go(how: dict[str, Any], encoding: str, tmp_path: Path) -> None:
-    assert WeightPublisher(DirectorySource(tmp_path), "http://127.0.0.1:9", **how)._encoding == encoding
+def test_options_that_allow_deltas(how: dict[str, Any], encoding: str, tmp_path: Path) -> None:
+    assert WeightPublisher(DirectorySource(tmp_path), "http://127.0.0.1:9", **how)._options.delta_mode == encoding
 
 
-def test_adapters_go_whole(tmp_path: Path) -> None:
+def test_adapters_are_sent_in_full(tmp_path: Path) -> None:
     adapter = make_fake_adapter(tmp_path / "a", 1, make_fake_model(tmp_path / "model", 0))
-    assert WeightPublisher(adapter, "http://127.0.0.1:9", adapter="a")._encoding == "full"
-    with pytest.raises(InvalidRequest, match="go whole") as caught:
+    assert WeightPublisher(adapter, "http://127.0.0.1:9", adapter="a")._options.delta_mode == "full"
+    with pytest.raises(InvalidRequest, match="in full") as caught:
         WeightPublisher(adapter, "http://127.0.0.1:9", adapter="a", encoding="delta")
     assert caught.value.facts["field"] == "encoding"
 

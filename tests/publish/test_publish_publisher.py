@@ -11,13 +11,14 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import pytest
 
 import rl_plane.publish.attempt as attempts
+import rl_plane.publish.publish_options as publish_options
 import rl_plane.publish.publisher as publishers
-import rl_plane.publish.send_plan as ways
+import rl_plane.publish.send_plan as send_plan
 import rl_plane.transports.ipc.sender as ipc
 from rl_plane.client import RlClient
 from rl_plane.errors import (
@@ -34,12 +35,14 @@ from rl_plane.errors import (
 from rl_plane.protocol.versions import tensor_digest
 from rl_plane.publish import Progress, Publication, WeightPublisher
 from rl_plane.publish.fleet_access import BlockingFleet
-from rl_plane.publish.sources.model_sources import DirectorySource, Taken
+from rl_plane.publish.publication import RunningPublication
+from rl_plane.publish.sources.base import Taken
+from rl_plane.publish.sources.directory import DirectorySource
 from rl_plane.sync import SyncRlClient
+from rl_plane.transports.base import KeepingSender, LendingSender, Sender, SenderContext, world_size
 from rl_plane.transports.filesystem.sender import FilesystemSender
 from rl_plane.transports.packing import raw_bytes, spec_of
 from rl_plane.transports.registry import installed
-from rl_plane.transports.sender_base import Surroundings, world_size
 from rl_plane.weights.manifest import Manifest, pack
 from tests.conftest import Plane
 from tests.support.delta_updates import tensors_in
@@ -230,13 +233,11 @@ async def test_two_trainers_form_their_groups_in_turn(plane: Plane) -> None:
     assert {sequence for _, _, sequence in await served(plane)} == {8}
 
 
-async def test_a_sender_that_keeps_is_told_what_is_committed(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_keeping_sender_keeps_what_is_committed(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     plane.spawn()
     events: list[Any] = []
 
-    class Keeping(FilesystemSender):
+    class Keeping(FilesystemSender, KeepingSender):
         def keep(self, adapter: str | None = None, onto_previous: bool = False) -> None:
             events.append(("kept", adapter))
 
@@ -244,7 +245,7 @@ async def test_a_sender_that_keeps_is_told_what_is_committed(
             events.append("closed")
             super().close()
 
-    monkeypatch.setattr(ways, "make_sender", lambda backend, around: Keeping(around.root))
+    monkeypatch.setattr(send_plan, "make_sender", lambda backend, around: Keeping(around.root))
     fleet = await plane.fleet()
     adapter = make_fake_adapter(plane.tmp / "adapter", 1, plane.model())
     await WeightPublisher(adapter, fleet, root=root_of(plane), adapter="a").publish_async("one")
@@ -325,7 +326,7 @@ async def test_overlapped_and_one_after_another(plane: Plane, monkeypatch: pytes
     assert (await asyncio.to_thread(one.result, BOUND_S))["version"]["label"] == "one"
     assert (await asyncio.to_thread(two.result, BOUND_S))["version"]["sequence"] == 2
     # One that does not end: the next is refused once the bound is over.
-    monkeypatch.setattr(ways, "DRAIN_S", -1e6)
+    monkeypatch.setattr(publish_options, "DRAIN_S", -1e6)
     source.go.clear()
     three = publisher.publish("three", wait=False)
     four = publisher.publish("four", wait=False)
@@ -356,7 +357,7 @@ async def test_a_failure_names_the_worker_and_leaves_the_fleet_as_it_was(plane: 
 
     broken = Broken(good)
     broken.go.set()
-    with pytest.raises(InvalidRequest, match="announced next"):
+    with pytest.raises(InvalidRequest, match=r"expected .* next"):
         await WeightPublisher(broken, fleet, root=root_of(plane)).publish_async("broken")
     with pytest.raises(InvalidRequest, match="version"):
         await WeightPublisher(good, fleet, root=root_of(plane)).publish_async("bad\nlabel")
@@ -415,7 +416,7 @@ def receive(*given, **named):
     raise EngineFailed("it does not fit")
 receiver.receive = receive
 """
-"""What has come whole."""
+"""The versions that have come whole."""
 
 
 @pytest.mark.parametrize(
@@ -424,7 +425,7 @@ receiver.receive = receive
 async def test_a_reason_whose_answer_was_lost_is_asked_for_again(
     fails: str, at_once: bool, plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which worker, and why: what was pushed is not prepared any more by then. `at_once`: or just about to fail."""
+    """The error names the worker and the reason, although the pushed update is gone. `at_once`: it is about to fail."""
     pytest.importorskip("torch")
     plane.spawn()
     if fails == "at its end":
@@ -464,7 +465,7 @@ async def test_an_abort_by_an_operator_reaches_the_trainer(plane: Plane) -> None
     await asyncio.to_thread(publisher.close)
 
 
-async def test_nobody_serves_what_a_progress_callback_refused(plane: Plane) -> None:
+async def test_a_version_is_not_served_if_a_progress_callback_raises(plane: Plane) -> None:
     plane.spawn()
 
     def refuse(progress: Progress) -> None:
@@ -476,13 +477,12 @@ async def test_nobody_serves_what_a_progress_callback_refused(plane: Plane) -> N
     assert {label for label, _, _ in await served(plane)} == {"initial"}
 
 
-class Streaming:
+class Streaming(Sender):
     """A sender of its own making, whose receivers find nothing."""
 
     backend = "filesystem"
-    receivers_from: ClassVar[Literal["open", "finish"]] = "open"
 
-    def __init__(self, around: Surroundings) -> None:
+    def __init__(self, around: SenderContext) -> None:
         self._root = around.root
         self._closed = threading.Event()
         self.events: list[str] = []
@@ -510,7 +510,7 @@ class Streaming:
         self.events.append("destroyed")
 
 
-class Lending(Streaming):
+class Lending(Streaming, LendingSender):
     def lend(self, tensors: Mapping[str, Any]) -> set[int]:
         self.send(0)
         return set()
@@ -525,11 +525,11 @@ async def test_receivers_that_fail_end_the_sending(
     worker = plane.spawn()
     senders: list[Streaming] = []
 
-    def make(backend: str, around: Surroundings) -> Streaming:
+    def make(backend: str, around: SenderContext) -> Streaming:
         senders.append(kind(around))
         return senders[-1]
 
-    monkeypatch.setattr(ways, "make_sender", make)
+    monkeypatch.setattr(send_plan, "make_sender", make)
     publisher = WeightPublisher({"one": torch.ones(4)}, await plane.fleet(), root=root_of(plane))
     with pytest.raises(InvalidRequest, match="is not there") as caught:
         await publisher.publish_async("one")
@@ -542,7 +542,7 @@ async def test_receivers_that_fail_end_the_sending(
 
 
 @pytest.mark.parametrize("fails", ["close", "state"])
-async def test_the_fleets_error_is_told_whatever_fails_after_it(
+async def test_the_fleets_error_is_raised_although_another_failure_follows(
     fails: str, plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plane.spawn()
@@ -561,7 +561,7 @@ async def test_the_fleets_error_is_told_whatever_fails_after_it(
             raise OSError("the connection broke")
         return run(self, op, body, request_id)
 
-    monkeypatch.setattr(ways, "make_sender", lambda name, around: Stuck(root_of(plane)))
+    monkeypatch.setattr(send_plan, "make_sender", lambda name, around: Stuck(root_of(plane)))
     monkeypatch.setattr(BlockingFleet, "run", refusing)
     publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane))
     async with asyncio.timeout(BOUND_S):
@@ -589,8 +589,8 @@ async def test_a_sender_stays_until_a_version_by_the_next_is_committed(
     plane.spawn()
     alive: list[str] = []
     told = iter(["first", "second", "third", "third"])
-    monkeypatch.setattr(ways, "candidates", lambda *_, **__: [next(told)])
-    monkeypatch.setattr(ways, "make_sender", lambda name, around: Noted(name, root_of(plane), alive))
+    monkeypatch.setattr(send_plan, "candidates", lambda *_, **__: [next(told)])
+    monkeypatch.setattr(send_plan, "make_sender", lambda name, around: Noted(name, root_of(plane), alive))
     refused = threading.Event()
 
     def refuse(progress: Progress) -> None:
@@ -637,7 +637,7 @@ async def two_serve(plane: Plane) -> bool:
 
 @pytest.mark.engines("nixl")
 @pytest.mark.timeout(240)
-async def test_a_version_is_pulled_from_the_tensors_themselves_and_one_copy_is_kept(plane: Plane) -> None:
+async def test_a_version_is_pulled_from_the_trainers_tensors_and_copied_once(plane: Plane) -> None:
     pytest.importorskip("torch")
     plane.spawn()
     client = await plane.client()
@@ -654,7 +654,7 @@ async def test_a_version_is_pulled_from_the_tensors_themselves_and_one_copy_is_k
         digest = step(number)
         assert (await publisher.publish_async(label)).read
         assert await served(plane) == {(label, digest, number + 1)}
-    sender: Any = publisher._way._sender if publisher._way is not None else None
+    sender: Any = publisher._plan._sender if publisher._plan is not None else None
     (kept,) = sender._kept[None]
     assert not kept.lent
     assert sender._loan is not None
@@ -696,8 +696,8 @@ async def test_without_a_copy_a_late_worker_heals_from_another_one(plane: Plane)
         await publisher_of("no").publish_async("never")
     publisher = publisher_of(False)
     await publisher.publish_async("one")
-    sender: Any = publisher._way._sender if publisher._way is not None else None
-    assert (sender._kept, sender._free, sender._desk._offers) == ({}, [], {})
+    sender: Any = publisher._plan._sender if publisher._plan is not None else None
+    assert (sender._kept, sender._free, sender._server._offers) == ({}, [], {})
     plane.spawn()
     await plane.until(lambda: serve(client, "one"), HEAL_S)
     assert await served(plane) == {("one", model_digest(plane.model(1)), 1)}
@@ -709,7 +709,7 @@ async def test_without_a_copy_a_late_worker_heals_from_another_one(plane: Plane)
 
 
 class Joining:
-    """Of a publication's progress: each time that the first bucket is sent a worker joins, so many times."""
+    """A progress callback: each time that the first bucket is sent a worker joins, up to a number of times."""
 
     def __init__(self, plane: Plane) -> None:
         self.plane, self.times = plane, 0
@@ -868,7 +868,7 @@ async def test_a_gather_that_breaks_off_after_a_failure_ends_the_publication(
                 raise OSError("no space left")
             super().send(number)
 
-    monkeypatch.setattr(ways, "make_sender", lambda name, around: Full(root_of(plane)))
+    monkeypatch.setattr(send_plan, "make_sender", lambda name, around: Full(root_of(plane)))
     publisher = WeightPublisher(source, await plane.fleet(), root=root_of(plane), bucket_bytes=1)
 
     def publish() -> None:
@@ -907,12 +907,12 @@ async def test_a_source_that_does_not_close_ends_the_publication(plane: Plane) -
 
 
 @pytest.mark.parametrize("kind", [Held, Gathering])
-async def test_a_publication_that_nobody_waits_for_any_more_goes_on(
+async def test_a_publication_continues_after_its_waiter_is_cancelled(
     kind: type[Held], plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plane.spawn()
     alive: list[str] = []
-    monkeypatch.setattr(ways, "make_sender", lambda name, around: Noted(name, root_of(plane), alive))
+    monkeypatch.setattr(send_plan, "make_sender", lambda name, around: Noted(name, root_of(plane), alive))
     run, held, go = BlockingFleet.run, threading.Event(), threading.Event()
 
     def holding(self: BlockingFleet, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
@@ -930,7 +930,7 @@ async def test_a_publication_that_nobody_waits_for_any_more_goes_on(
 
     async def asked() -> Publication | None:
         a = publisher._previous
-        return a if a is not None and a._asked else None
+        return a if a is not None and a._watched else None
 
     a = await plane.until(asked, BOUND_S)
     waiting.cancel()
@@ -974,7 +974,7 @@ async def test_a_block_that_is_left_in_the_loop_of_its_client_tells_its_own_erro
     """Cancelled while a version is under way; what the transport held is freed once that has ended."""
     plane.spawn()
     alive: list[str] = []
-    monkeypatch.setattr(ways, "make_sender", lambda name, around: Noted(name, root_of(plane), alive))
+    monkeypatch.setattr(send_plan, "make_sender", lambda name, around: Noted(name, root_of(plane), alive))
     client, held = await plane.client(), Held(plane.model(1))
 
     async def publish() -> None:
@@ -1027,9 +1027,9 @@ async def test_ctrl_c_in_the_middle_gives_the_version_up(
         assert begun.wait(BOUND_S)
         raise KeyboardInterrupt
 
-    give_up = Publication.give_up
+    give_up = RunningPublication.give_up
 
-    def noted(self: Publication, error: BaseException) -> None:
+    def noted(self: RunningPublication, error: BaseException) -> None:
         give_up(self, error)
         given_up.set()
 
@@ -1049,7 +1049,7 @@ async def test_ctrl_c_in_the_middle_gives_the_version_up(
 
     with monkeypatch.context() as patch:
         patch.setattr(Publication, "result", interrupted)
-        patch.setattr(Publication, "give_up", noted)
+        patch.setattr(RunningPublication, "give_up", noted)
         with pytest.raises(KeyboardInterrupt):
             await asyncio.to_thread(publish)
     for tensor in two.values():
@@ -1069,12 +1069,12 @@ async def test_ctrl_c_in_the_middle_gives_the_version_up(
     await asyncio.to_thread(again.close)
 
 
-async def test_ctrl_c_ends_a_sender_that_waits_for_nobody(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ctrl_c_ends_a_sender_without_receivers(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     plane.spawn()
     begun = threading.Event()
 
     class Stuck(Streaming):
-        receivers_from: ClassVar[Literal["open", "finish"]] = "finish"
+        receivers_from = "finish"
 
         def send(self, number: int) -> None:
             begun.set()
@@ -1084,7 +1084,7 @@ async def test_ctrl_c_ends_a_sender_that_waits_for_nobody(plane: Plane, monkeypa
         assert begun.wait(BOUND_S)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ways, "make_sender", lambda name, around: Stuck(around))
+    monkeypatch.setattr(send_plan, "make_sender", lambda name, around: Stuck(around))
     told: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "root": root_of(plane)}
     publisher = WeightPublisher(plane.model(1), plane.url, **told)
     with monkeypatch.context() as patch:
@@ -1237,12 +1237,12 @@ async def test_a_copy_that_is_made_to_be_compared_is_not_lent(
     plane.spawn()
     lent: list[int] = []
 
-    class Lending(FilesystemSender):
+    class Lending(FilesystemSender, LendingSender):
         def lend(self, tensors: Mapping[str, Any]) -> Collection[int]:
             lent.append(len(tensors))
             return ()
 
-    monkeypatch.setattr(ways, "make_sender", lambda backend, around: Lending(around.root))
+    monkeypatch.setattr(send_plan, "make_sender", lambda backend, around: Lending(around.root))
     told: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "root": root_of(plane)}
 
     def begin(seed: int) -> None:
@@ -1295,7 +1295,7 @@ def test_wrong_arguments_are_named(given: dict[str, Any], field: str, tmp_path: 
     assert caught.value.facts["field"] == field
 
 
-async def test_no_fleet_is_told_within_the_bound(plane: Plane) -> None:
+async def test_an_absent_fleet_is_an_error_within_the_bound(plane: Plane) -> None:
     publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane), wait_s=0.1)
     with pytest.raises(NoWorkers):
         await publisher.publish_async("one")

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 from safetensors.torch import save_file
 
-from rl_plane.publish.sources.model_sources import ModuleSource
+from rl_plane.publish.sources.module import ModuleSource
 from tests.conftest import Plane
 from tests.support.exporting_ranks import GROWN
 from tests.support.failing_ranks import BROKEN
@@ -57,7 +57,7 @@ async def test_rank_0_uses_an_export_up_as_the_others_do(plane: Plane) -> None:
     that was not announced fails the version."""
     ways = ("gloo:full", "ipc:full", "ipc:delta")
     versions, told = await told_by_two_ranks(plane, "tests/support/exporting_ranks.py", *ways)
-    refused = f"InvalidRequest: nothing was announced next, and {GROWN!r} came"
+    refused = f"InvalidRequest: expected nothing next, but {GROWN!r} came"
     of_rank = [[one for one in told if one["rank"] == rank] for rank in range(2)]
     assert [(one["version"], one["error"]) for one in of_rank[1]] == [(name, "") for name in versions]
     assert [(one["version"], one["error"]) for one in of_rank[0]] == [

@@ -1,4 +1,4 @@
-"""Where the tensors of a publication are read: on which rank, on which thread, by which GPU."""
+"""The rank, the thread and the GPU on which a publication's tensors are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.publish import WeightPublisher
-from rl_plane.publish.sources.model_sources import Taken
+from rl_plane.publish.sources.base import Taken
 from rl_plane.publish.threads import on_thread
 from tests.conftest import Plane
 from tests.support.publishing import BOUND_S, Gathering, root_of

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, PlaneError, UpdateAborted
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.update_requests import PreparedReply
 from rl_plane.protocol.versions import WeightVersion
-from rl_plane.transports.reception import Cancelled
 from tests.sim import product
 from tests.sim.sources import SimTransport
 from worker.engines.base import EngineOptions, PauseMode
@@ -60,10 +60,10 @@ class SimEngine(FakeEngine):
             self._check_here(staging)
         return super().receive(staging, cancelled)
 
-    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+    def receive_part(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
         if self._process.plane:
             raise UpdateAborted("simulated: the trainer can't be reached", field="transport.group")
-        return super().feed(staging, part, cancelled)
+        return super().receive_part(staging, part, cancelled)
 
     def _check_here(self, staging: str) -> None:
         opened = product.opened_as(self, staging)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rl_plane.errors import InvalidWeights, UpdateAborted
 from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import TensorSpec
+from rl_plane.transports.base import CheckSpecs, PartwiseDelivery, TransportContext
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
-from rl_plane.transports.receiver_base import Places
 from tests.sim.virtual_loop import Blocked
 from worker.receive.staging import model_digest
 
@@ -64,7 +64,7 @@ class Sources:
         return digest_of(Path(self._now.get(path, path))) if path in self._models else None
 
 
-class SimFedDelivery(FilesystemDelivery):
+class SimFedDelivery(FilesystemDelivery, PartwiseDelivery):
     """A trainer tells its tensors part by part."""
 
     def __init__(self, inner: FilesystemDelivery) -> None:
@@ -73,10 +73,10 @@ class SimFedDelivery(FilesystemDelivery):
         self.whole = False
         self._missing = set(self.specs)
 
-    def expect(self, wanted: Mapping[str, TensorSpec], tied: Mapping[str, str], cast: bool) -> None:
+    def expect(self, wanted: Mapping[str, TensorSpec], tied: Mapping[str, str], check: CheckSpecs) -> None:
         pass
 
-    def feed(self, part: ReceivePart, cancelled: Any) -> int:
+    def receive_part(self, part: ReceivePart, cancelled: Any) -> int:
         if self.error is not None:
             raise self.error
         if part.check_only:
@@ -98,7 +98,7 @@ class SimTransport(FilesystemTransport):
     """`filesystem`, and `gloo`: the same files, but as if a trainer pushed them. `push` names what it pushes."""
 
     def __init__(self, backend: str, world: World, process: Process) -> None:
-        super().__init__(Places((world.models[0].parent,)))
+        super().__init__(TransportContext((world.models[0].parent,)))
         self.backend = backend
         self._world = world
         self._process = process

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_plane.demo.processes import child_environment
+from rl_plane.demo.fleet import child_environment
 from tests.soak.checker import Reference
 from worker.receive.staging import adapter_digest, model_digest
 from worker.testing.tiny_model import VOCAB_SIZE, permutation

@@ -14,7 +14,8 @@ import pytest
 
 from rl_plane.client import RlClient
 from rl_plane.publish import Progress, WeightPublisher
-from rl_plane.publish.sources.model_sources import DirectorySource, Taken
+from rl_plane.publish.sources.base import Taken
+from rl_plane.publish.sources.directory import DirectorySource
 from rl_plane.transports.registry import installed
 
 if TYPE_CHECKING:

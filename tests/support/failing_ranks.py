@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-import rl_plane.publish.send_plan as ways
+import rl_plane.publish.send_plan as send_plan
+from rl_plane.transports.base import Sender, SenderContext
 from rl_plane.transports.registry import make_sender
-from rl_plane.transports.sender_base import Sender, Surroundings
 from tests.support.publishing_ranks import Rank, main
 
 BROKEN = "the network is down"
@@ -21,11 +21,11 @@ class Failing(Rank):
     def __init__(self) -> None:
         super().__init__()
         self.fails = False
-        ways.make_sender = self.sender  # type: ignore[attr-defined]
+        send_plan.make_sender = self.sender  # type: ignore[attr-defined]
 
-    def sender(self, backend: str, around: Surroundings) -> Sender:
+    def sender(self, backend: str, context: SenderContext) -> Sender:
         """One that fails while the rank does."""
-        sender: Any = make_sender(backend, around)
+        sender: Any = make_sender(backend, context)
         send = sender.send
 
         def broken(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Helpers of `tests/transports/test_fed_updates.py` and of other tests."""
+"""Helpers of `tests/transports/test_partwise_updates.py` and of other tests."""
 
 from __future__ import annotations
 

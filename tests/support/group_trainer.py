@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plane.client import RlClient
 from rl_plane.errors import PlaneError
 from rl_plane.protocol.versions import HostTensor
-from rl_plane.transports.group.sender import GroupSender, ensure_group
+from rl_plane.transports.group.sender import GroupSender
 from rl_plane.transports.packing import fill
 from rl_plane.weights.checkpoint import Checkpoint, open_checkpoint
 from rl_plane.weights.manifest import Manifest, pack
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from tests.conftest import Plane
 
 JOIN_S = 30.0
+INIT_TIMEOUT_S = 330.0
+"""Beyond the time-out of `init_transport` itself."""
 
 
 class Trainer(ToldProcess):
@@ -69,6 +71,19 @@ class Update:
             if count is not None and (count := count - 1) == 0:
                 break
         return last
+
+
+async def ensure_group(sender: GroupSender, client: RlClient) -> None:
+    """Forms the group with the fleet of this moment, unless there is one already."""
+    fleet = await client.list_workers()
+    if sender.formed and sender.fingerprint == fleet.fingerprint:
+        return
+    loop = asyncio.get_running_loop()
+
+    def init(body: dict[str, Any]) -> Mapping[str, Any]:
+        return asyncio.run_coroutine_threadsafe(client.run("init_transport", body), loop).result(INIT_TIMEOUT_S)
+
+    await asyncio.to_thread(sender.form, init)
 
 
 def _kind(directory: str) -> Any:

@@ -14,8 +14,8 @@ import pytest
 
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, VersionSpan
 from rl_plane.protocol.versions import HostTensor, TensorSpec, WeightVersion
-from rl_plane.transports.reception import TensorStream
 from worker.engines.hf.adapter import HfEngine
+from worker.receive.weight_holder import TensorStream
 from worker.testing.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model, witness_next_token
 
 torch = pytest.importorskip("torch")

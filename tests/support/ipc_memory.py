@@ -20,9 +20,9 @@ import pytest
 import pytest_asyncio
 
 from rl_plane.client import RlClient
+from rl_plane.transports.base import TransportContext
 from rl_plane.transports.ipc import wire
 from rl_plane.transports.ipc.receiver import IpcTransport
-from rl_plane.transports.receiver_base import Places
 from tests.conftest import Plane
 from tests.support.fleet_updates import generated
 from tests.support.ipc_trainer import Trainer
@@ -34,7 +34,7 @@ BOUND_S = 30.0
 
 
 def receive(transport: dict[str, Any], kind: Any = "base") -> tuple[dict[str, bytes], str | None]:
-    delivery = IpcTransport(Places()).open(transport, kind)
+    delivery = IpcTransport(TransportContext()).open(transport, kind)
     try:
         return {name: bytes(tensor.data) for name, tensor in delivery.tensors()}, delivery.digest
     finally:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plane.errors import PlaneError
 from rl_plane.transports.ipc.sender import IpcSender, Layout
-from rl_plane.transports.packing import Place, fill
+from rl_plane.transports.packing import Buffer, fill
 from rl_plane.weights.checkpoint import Checkpoint, open_checkpoint
 from rl_plane.weights.manifest import Manifest
 from tests.support.told_process import forked
@@ -95,7 +95,7 @@ def publish(
             _say(at=number, child=forked() if child else None)
             sys.stdin.readline()
 
-    def buffer(number: int) -> Place:
+    def buffer(number: int) -> Buffer:
         place = sender.buffer(number)
         hold(number)
         return place

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_plane.protocol.versions import HostTensor
+from rl_plane.transports.base import TransportContext
 from rl_plane.transports.nixl.sender import NixlSender
 from rl_plane.transports.packing import fill
-from rl_plane.transports.receiver_base import Places
 from rl_plane.weights.checkpoint import open_checkpoint
 from rl_plane.weights.manifest import Manifest, pack
 from tests.conftest import stop_process
@@ -143,7 +143,7 @@ def main() -> None:
                     if worker is None:
                         from rl_plane.transports.nixl.receiver import NixlTransport
 
-                        worker = NixlTransport(Places())
+                        worker = NixlTransport(TransportContext())
                         ends.callback(worker.destroy)
                     _say(transport=pass_on(worker, **what))
                 case "fork one that exits":

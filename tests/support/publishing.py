@@ -11,7 +11,8 @@ from typing import Any
 
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable
-from rl_plane.publish.sources.model_sources import DirectorySource, Taken
+from rl_plane.publish.sources.base import Taken
+from rl_plane.publish.sources.directory import DirectorySource
 from rl_plane.weights.safetensors_file import write_safetensors
 from tests.conftest import Plane
 from tests.support.delta_updates import tensors_in

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from rl_plane.errors import EngineFailed
-from rl_plane.transports.receiver_base import Places
+from rl_plane.transports.base import TransportContext
 
 Change = Literal["swap", "unload"]
 """A change of an adapter."""
@@ -58,7 +58,7 @@ def faults_for_good(engine: str, change: Change, rank: int) -> list[dict[str, An
 class Faults:
     backend = "faults"
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: TransportContext) -> None:
         self._left: dict[str, int] = {}
         """Place → how often it fails yet."""
 

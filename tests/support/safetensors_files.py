@@ -11,8 +11,8 @@ import pytest
 from rl_plane._util.tasks import never
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.versions import TensorSpec
+from rl_plane.transports.base import Delivery
 from rl_plane.transports.filesystem.receiver import FilesystemTransport
-from rl_plane.transports.receiver_base import Delivery
 from rl_plane.weights.checkpoint import (
     INDEX_NAME,
     SINGLE_NAME,

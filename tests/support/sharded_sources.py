@@ -17,7 +17,11 @@ import torch
 import torch.distributed as dist
 
 from rl_plane.errors import InvalidRequest
-from rl_plane.publish.sources.model_sources import AdapterSource, ModuleSource, Source, StateDictSource, as_source
+from rl_plane.publish.sources.adapter import AdapterSource
+from rl_plane.publish.sources.base import WeightSource
+from rl_plane.publish.sources.choice import as_source
+from rl_plane.publish.sources.module import ModuleSource
+from rl_plane.publish.sources.state_dict import StateDictSource
 from rl_plane.transports.packing import Tensor, fill
 from rl_plane.weights.manifest import Manifest, pack
 
@@ -119,18 +123,18 @@ def zero3(model: Any) -> Any:
     return engine
 
 
-def made_anew(model: Any) -> Source:
+def made_anew(model: Any) -> WeightSource:
     """For each version, on every rank: neither a copy of today nor a function of rank 0's will do."""
     with pytest.raises(InvalidRequest, match="is a copy"):
         StateDictSource(sharded_state(model))
-    with pytest.raises(InvalidRequest, match="nobody can see"):
+    with pytest.raises(InvalidRequest, match="it is unknown whether"):
         StateDictSource(lambda: sharded_state(model))
-    with pytest.raises(InvalidRequest, match="nobody can see"):
+    with pytest.raises(InvalidRequest, match="it is unknown whether"):
         as_source(model.named_parameters)
     return StateDictSource(lambda: sharded_state(model), collective=True)
 
 
-def made(kind: str) -> tuple[Source, Source]:
+def made(kind: str) -> tuple[WeightSource, WeightSource]:
     """(sharded, the same of the whole model)"""
     half = torch.bfloat16
     if kind == "fsdp2":
@@ -178,7 +182,7 @@ def one_unit_at_a_time(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[
         yield name, tensor
 
 
-def digest_of(source: Source) -> tuple[list[str], str | None]:
+def digest_of(source: WeightSource) -> tuple[list[str], str | None]:
     taken = source.take()
     manifest = Manifest(pack(taken.specs, 100), taken.adapter_config)
     digests: dict[str, str] = {}

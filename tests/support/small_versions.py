@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 
 from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.base import Delivery, WeightTransport
 from rl_plane.transports.packed_delivery import PackedDelivery
 from rl_plane.transports.packing import fill
-from rl_plane.transports.receiver_base import Delivery
 from rl_plane.weights import delta_codec
 from rl_plane.weights.manifest import Manifest, pack
 from worker.engines.common.torch_weights import DTYPE_OF_NAME
@@ -43,7 +43,7 @@ def same(tensors: Mapping[str, HostTensor], version: Tensors) -> bool:
     }
 
 
-class Road:
+class Road(WeightTransport):
     """A WeightTransport: what is put under a path comes."""
 
     backend = "road"
@@ -78,10 +78,6 @@ class Road:
         self.opened.append(request["path"])
         manifest, data = self._packed(request["path"])
         return PackedDelivery(manifest, iter(data), refetchable=True)
-
-    def init(self, config: Mapping[str, Any]) -> None: ...
-
-    def destroy(self) -> None: ...
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rl_plane.errors import EngineFailed
-from rl_plane.transports.receiver_base import Places
+from rl_plane.transports.base import TransportContext
 
 BACKEND = "weight_faults"
 _METADATA = "Metadata-Version: 2.1\nName: weight-faults\nVersion: 0\n"
@@ -65,7 +65,7 @@ def fault(engine: str, tensor: str, factor: float, *, rank: int = 0, swaps: int 
 class WeightFaults:
     backend = BACKEND
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: TransportContext) -> None:
         self._left = 0
 
     def init(self, config: Mapping[str, Any]) -> None:

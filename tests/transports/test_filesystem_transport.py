@@ -21,8 +21,8 @@ import rl_plane.weights.safetensors_file as safetensors_file
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unavailable
 from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.versions import TensorSpec, tensors_digest
+from rl_plane.transports.base import Delivery, TransportContext, WeightTransport
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
-from rl_plane.transports.receiver_base import Delivery, Places, WeightTransport
 from rl_plane.weights.checkpoint import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -105,7 +105,7 @@ def test_closed_before_it_was_read(transport: FilesystemTransport, root: Path) -
 
 
 def test_what_has_come_is_the_takers_own(transport: FilesystemTransport, root: Path) -> None:
-    """Whoever stages keeps it; torch.frombuffer warns of read-only memory."""
+    """Staging keeps the memory, and torch.frombuffer warns of read-only memory."""
     delivery = transport.open(request(single(root / "c")), "base")
     taken = dict(delivery.tensors())
     delivery.close()
@@ -165,7 +165,7 @@ def test_the_answer_does_not_tell_what_exists_outside(transport: FilesystemTrans
 
 
 def test_without_roots_nothing_is_read(root: Path) -> None:
-    error = refusal(FilesystemTransport(Places()), single(root / "c"))
+    error = refusal(FilesystemTransport(TransportContext()), single(root / "c"))
     assert "RL_PLANE_WEIGHT_ROOTS" in error.facts["fix"]
 
 
@@ -179,7 +179,7 @@ def test_symlinks_inside_the_roots_are_fine(root: Path, tmp_path: Path) -> None:
     snapshot.mkdir()
     (snapshot / SINGLE_NAME).symlink_to("../blobs/0123")
     (tmp_path / "rootlink").symlink_to(root)
-    transport = FilesystemTransport(Places((tmp_path / "other", tmp_path / "rootlink")))
+    transport = FilesystemTransport(TransportContext((tmp_path / "other", tmp_path / "rootlink")))
     for path in (snapshot, snapshot / SINGLE_NAME, tmp_path / "rootlink" / "snapshot"):
         assert read(transport.open(request(path), "base")) == {"a": A, "b": B}
 
@@ -274,7 +274,7 @@ def test_what_is_not_a_regular_file_is_refused_at_once(transport: FilesystemTran
         assert "socket" in refusal(transport, root / "s").message
     finally:
         listener.close()
-    assert "a device" in refusal(FilesystemTransport(Places((Path("/dev"),))), "/dev/null").message
+    assert "a device" in refusal(FilesystemTransport(TransportContext((Path("/dev"),))), "/dev/null").message
 
 
 def test_a_fifo_that_took_the_files_place(
@@ -397,12 +397,12 @@ def entry(begin: Any, end: Any, dtype: Any = "U8", shape: Any = None) -> dict[st
 HUGE = (1 << 63) - 1
 
 BAD_HEADERS: list[tuple[str, Any, bytes, str]] = [
-    ("truncated", {"a": entry(0, 8)}, b"1234567", "truncated: 8 bytes"),
+    ("truncated", {"a": entry(0, 8)}, b"1234567", "truncated: its tensors have 8 bytes"),
     ("trailing", {"a": entry(0, 8)}, b"123456789", "1 trailing bytes"),
     ("no tensors but bytes", {}, b"1", "1 trailing bytes"),
     ("overlap", {"a": entry(0, 5), "b": entry(4, 8)}, bytes(8), "'b' overlaps 'a'"),
     ("same place", {"a": entry(0, 4), "b": entry(0, 4)}, bytes(4), "overlaps"),
-    ("hole", {"a": entry(0, 3), "b": entry(4, 8)}, bytes(8), "bytes of no tensor before 'b'"),
+    ("hole", {"a": entry(0, 3), "b": entry(4, 8)}, bytes(8), "bytes before 'b' belong to no tensor"),
     ("late begin", {"a": entry(1, 8)}, bytes(8), "does not begin at 0"),
     ("unknown dtype", {"a": entry(0, 8, "F13")}, bytes(8), "'F13'"),
     ("dtype no string", {"a": entry(0, 8, ["U8"])}, bytes(8), "dtype"),

@@ -1,4 +1,4 @@
-"""Who dies in a pushed update, at each point of it: on real processes, and on one fleet after another's death."""
+"""Deaths of real processes at each point of a pushed update, one after another in one fleet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 
 from rl_plane._util.tasks import never
 from rl_plane.errors import Locked, Unavailable, UpdateAborted
-from rl_plane.transports.group.peer_liveness import Lifelines
+from rl_plane.transports.group.peer_liveness import PeerLiveness
 from rl_plane.transports.group.rank_layout import Place
 from tests.support import deaths
 from tests.support.fleet_updates import states
@@ -33,7 +33,7 @@ POINTS: dict[str, tuple[str | int, ...]] = {
     "the last bucket": ("prepare", 100),
     "all received": ("prepare", 100, "finish"),
 }
-"""What was done before the death."""
+"""The steps that were done before the death."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -76,9 +76,9 @@ class Scene(deaths.Scene):
 
 @pytest.mark.parametrize("why", ["it is full", ""])
 def test_a_lifeline_tells_who_has_died_or_why_it_gave_up(why: str) -> None:
-    trainer = Lifelines.of_trainer("127.0.0.1")
+    trainer = PeerLiveness.of_trainer("127.0.0.1")
     place = Place("gloo", "g", "127.0.0.1", 1, world_size=3, rank=1, lifeline_port=trainer.port)
-    one, other = (Lifelines.of_rank(replace(place, rank=rank)) for rank in (1, 2))
+    one, other = (PeerLiveness.of_rank(replace(place, rank=rank)) for rank in (1, 2))
     assert one is not None
     assert other is not None
     for said in (b"", b"gg 1\n", b"\xff" * 5000):
@@ -94,10 +94,10 @@ def test_a_lifeline_tells_who_has_died_or_why_it_gave_up(why: str) -> None:
     assert other.watch("g", never) == (why or "its trainer is gone")
     assert other.watch("g", lambda: True) == ""
     other.close()
-    assert Lifelines.of_rank(replace(place, lifeline_port=None)) is None
+    assert PeerLiveness.of_rank(replace(place, lifeline_port=None)) is None
 
 
-async def test_the_next_version_comes_whoever_has_died(plane: Plane) -> None:
+async def test_the_next_version_arrives_after_any_process_has_died(plane: Plane) -> None:
     """The last worker that dies is of real weights, and comes back."""
     async with deaths.scene_of(plane, Scene, Trainer, list(POINTS), real="a middle bucket") as (
         scene,

@@ -32,12 +32,12 @@ from rl_plane.errors import (
 )
 from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
 from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.base import TransportContext
 from rl_plane.transports.group.rank_layout import Place
 from rl_plane.transports.group.receiver import GlooTransport
 from rl_plane.transports.group.sender import GroupSender
 from rl_plane.transports.group.torch_group import AHEAD
 from rl_plane.transports.packing import Tensor, fill, raw_bytes, spec_of
-from rl_plane.transports.receiver_base import Places
 from rl_plane.weights.checkpoint import open_checkpoint
 from rl_plane.weights.manifest import Manifest, pack
 from tests.conftest import stop_process
@@ -131,7 +131,7 @@ async def test_a_mixed_world_and_a_joiner(plane: Plane) -> None:
         late = plane.spawn(model=model)
         await plane.until(lambda: _is_listed(client, late.instance_id))
         transport = await trainer.do("open", [str(model), BUCKET])
-        with pytest.raises(InvalidRequest, match="no such gloo group") as refused:
+        with pytest.raises(InvalidRequest, match="there is no gloo group") as refused:
             await client.run("prepare_weights_update", {"transport": transport})
         assert refused.value.facts["field"] == "transport.group"
         await trainer.do("close")
@@ -202,7 +202,7 @@ def test_a_tensor_that_fills_a_bucket_is_sent_from_where_it_lies() -> None:
     tensors |= {"small": torch.ones(16), "beside": torch.ones(16), "uneven": torch.ones(BUCKET // 4 + 1)}
     tensors |= {"readonly": HostTensor(TensorSpec("U8", (BUCKET,)), memoryview(bytes(BUCKET)))}
     manifest = Manifest(pack(((name, spec_of(one)) for name, one in tensors.items()), BUCKET))
-    sender, receiver = GroupSender(timeout_s=SETTLE_S), GlooTransport(Places())
+    sender, receiver = GroupSender(timeout_s=SETTLE_S), GlooTransport(TransportContext())
 
     def init(body: dict[str, Any]) -> dict[str, Any]:
         receiver.init({**body, "world_size": 2, "rank_offset": 1})
@@ -245,9 +245,9 @@ def test_a_tensor_that_fills_a_bucket_is_sent_from_where_it_lies() -> None:
 
 
 def test_nccl_is_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "nccl" not in load_transports(Places())
+    assert "nccl" not in load_transports(TransportContext())
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
-    there = load_transports(Places(), "cuda:1")["nccl"]
+    there = load_transports(TransportContext(), "cuda:1")["nccl"]
     with pytest.raises(InvalidRequest, match="does not answer"):  # nobody listens
         there.init(
             {"group": "g", "master_address": "127.0.0.1", "master_port": 1, "world_size": 2, "rank_offset": 1}
@@ -303,7 +303,7 @@ async def test_in_the_middle_of_a_bucket(plane: Plane) -> None:
     assert await all_serve(client, "two")
 
 
-async def test_a_trainers_child_that_outlives_it_holds_up_nobody(plane: Plane) -> None:
+async def test_a_trainers_child_that_outlives_it_delays_no_worker(plane: Plane) -> None:
     """A data loader's, say, forked when the group was formed."""
     client = await plane.client()
     model, other = models(plane)
@@ -319,7 +319,7 @@ async def test_a_trainers_child_that_outlives_it_holds_up_nobody(plane: Plane) -
         await _is_as_before(client, ids, "initial")
 
 
-async def test_a_worker_that_stands_still(plane: Plane) -> None:
+async def test_a_worker_hangs(plane: Plane) -> None:
     """Nothing tells but time."""
     client = await plane.client()
     model, other = models(plane)
@@ -340,7 +340,7 @@ async def test_a_worker_that_stands_still(plane: Plane) -> None:
         await plane.until(lambda: all_serve(client, "two"))
 
 
-async def test_a_trainer_that_stands_still(plane: Plane) -> None:
+async def test_a_trainer_hangs(plane: Plane) -> None:
     """In the middle of an update: its receivers end by `timeout_s`, of which their group was told. Each says so."""
     client = await plane.client()
     model, other = models(plane)
@@ -401,7 +401,7 @@ group.Group = lambda place, join_s: torch_group.Group(place, min(join_s, place.t
 """
 
 
-async def test_a_trainer_that_stands_still_while_its_group_forms(plane: Plane) -> None:
+async def test_a_trainer_hangs_while_its_group_forms(plane: Plane) -> None:
     """Its kernel takes connections on; nothing answers on them."""
     client = await plane.client()
     model, other = models(plane)

@@ -39,7 +39,7 @@ BOUND_S = 30.0
 
 BUCKETS = 6
 BOUNDS = {"silent_receiver_s": 2.0, "other_receivers_s": 2.0}
-"""Where a worker does not come, or stands still."""
+"""The bound for a worker that does not come, or hangs."""
 POLICY = {"on_prepare_failure": "exclude", "prepare_timeout_s": 6.0}
 
 Point = Literal["open", "first", "middle", "last", "taken", "prepared"]
@@ -84,7 +84,7 @@ class Bench:
     stack: ExitStack
     workers: list[Spawned]
     serving: Path
-    """What all workers serve."""
+    """The version that all workers serve."""
     seeds: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     trainer: Trainer | None = None
 

@@ -18,12 +18,12 @@ import pytest
 from rl_plane.errors import InvalidRequest, InvalidWeights
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.publish import WeightPublisher
-from rl_plane.publish.sources.model_sources import ModuleSource
+from rl_plane.publish.sources.module import ModuleSource
+from rl_plane.transports.base import LendingSender, SenderContext
 from rl_plane.transports.ipc import wire
 from rl_plane.transports.ipc.in_place import MAX_TOGETHER, module_of, pack_modules
 from rl_plane.transports.ipc.sender import IpcSender, build
 from rl_plane.transports.packing import fill
-from rl_plane.transports.sender_base import LendingSender, Surroundings
 from rl_plane.weights.manifest import Manifest
 from tests.support.ipc_memory import BOUND_S, descriptors, impostor, maps, memory, pool, raw_receiver, receive
 
@@ -72,7 +72,7 @@ def sender_of(receivers: int) -> Iterator[IpcSender]:
 def publish(
     sender: IpcSender, model: Model, pool: ThreadPoolExecutor, receivers: int, all_lent: bool = True
 ) -> list[tuple[dict[str, bytes], str | None]]:
-    """What each receiver got."""
+    """Publishes, and returns the tensors of each receiver."""
     taken = ModuleSource(model).take()
     manifest, digests = Manifest(sender.pack(taken.specs, BUCKET_BYTES)), dict[str, str]()
     transport = sender.open(manifest)
@@ -198,7 +198,7 @@ def test_tensors_of_a_module_are_announced_together() -> None:
 
 def test_another_layout_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="layout is 'flat'") as caught:
-        build(Surroundings(lambda op, body: {}, options={"layout": "flat"}))
+        build(SenderContext(lambda op, body: {}, options={"layout": "flat"}))
     assert caught.value.facts["field"] == "options.layout"
 
 

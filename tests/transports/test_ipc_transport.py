@@ -27,12 +27,11 @@ from rl_plane.errors import (
     UpdateAborted,
 )
 from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.base import Sender, SenderContext, TransportContext
 from rl_plane.transports.ipc import wire
 from rl_plane.transports.ipc.receiver import IpcTransport
 from rl_plane.transports.ipc.sender import IpcSender, build
 from rl_plane.transports.packing import fill
-from rl_plane.transports.receiver_base import Places
-from rl_plane.transports.sender_base import Sender, Surroundings
 from rl_plane.weights.manifest import Manifest, pack
 from tests.support.fleet_updates import all_serve, generated, states
 from tests.support.healing import until_behind
@@ -164,7 +163,7 @@ def test_without_digests_none_is_stated(pool: ThreadPoolExecutor) -> None:
 def test_a_wrong_request_names_its_field(request_: dict[str, Any], field: str) -> None:
     before = descriptors()
     with pytest.raises(InvalidRequest) as caught:
-        IpcTransport(Places()).open({"backend": "ipc", **request_}, "base")
+        IpcTransport(TransportContext()).open({"backend": "ipc", **request_}, "base")
     assert caught.value.facts["field"] == field
     assert caught.value.facts["fix"]
     assert descriptors() == before
@@ -174,14 +173,14 @@ def test_an_adapter_whose_config_is_none_is_refused() -> None:
     sender = IpcSender(lambda: 1)
     transport = sender.open(Manifest(MANIFEST.buckets, adapter_config=b"["))
     with pytest.raises(InvalidWeights, match="config"):
-        IpcTransport(Places()).open(transport, "lora")
+        IpcTransport(TransportContext()).open(transport, "lora")
     sender.destroy()
     assert shared_memory() == []
 
 
 def test_an_adapter_is_not_taken_for_base_weights() -> None:
     with sender_of(1) as (_, transport), pytest.raises(InvalidWeights, match="base weights came"):
-        IpcTransport(Places()).open(transport, "lora")
+        IpcTransport(TransportContext()).open(transport, "lora")
 
 
 # ---- senders that are none ----
@@ -201,7 +200,7 @@ def buffers() -> list[int]:
 
 
 def instead(number: int, *others: int) -> list[int]:
-    """Of the good descriptors the first so many, then others."""
+    """The first descriptors of a good packet, then others."""
     made = good()
     wire.close_all(made[number:])
     return [*made[:number], *others]
@@ -258,13 +257,13 @@ def refused(transport: dict[str, Any]) -> Any:
 def test_more_descriptors_than_expected_are_dropped() -> None:
     before = descriptors()
     with impostor(FIRST, given=lambda: [*good(), *good()]) as transport:
-        delivery = IpcTransport(Places()).open(transport, "base")
+        delivery = IpcTransport(TransportContext()).open(transport, "base")
         assert [line.split()[1] for line in maps()] == ["r--s", "r--s"]
         delivery.close()
     assert descriptors() == before
 
 
-def test_what_a_trainer_refuses_with_is_told() -> None:
+def test_a_trainers_refusal_is_reported() -> None:
     with impostor({"error": "too late"}) as transport, pytest.raises(Unavailable, match="too late"):
         receive(transport)
 
@@ -275,7 +274,7 @@ def test_what_a_trainer_refuses_with_is_told() -> None:
 @pytest.mark.parametrize(
     "said", [b"\xc1", b"x" * 5000, b"", msgpack.packb({"taken": 1}), msgpack.packb({"taken": 0, "x": 0})]
 )
-def test_a_receiver_that_talks_nonsense_holds_up_nobody(pool: ThreadPoolExecutor, said: bytes) -> None:
+def test_a_receiver_that_sends_nonsense_delays_no_other(pool: ThreadPoolExecutor, said: bytes) -> None:
     with sender_of(2) as (sender, transport), raw_receiver(transport) as (connection, _):
         arriving = pool.submit(receive, transport)
         connection.send(said)
@@ -283,7 +282,7 @@ def test_a_receiver_that_talks_nonsense_holds_up_nobody(pool: ThreadPoolExecutor
         assert arriving.result(BOUND_S) == (data_of(tensors()), digest)
 
 
-def test_nobody_takes_what_was_not_sent(pool: ThreadPoolExecutor) -> None:
+def test_a_receiver_cannot_take_an_unsent_bucket(pool: ThreadPoolExecutor) -> None:
     """Else a buffer could be overwritten while others read it: no, but a receiver could miss what was in it."""
     with sender_of(1) as (sender, transport), raw_receiver(transport) as (connection, _):
         connection.send(msgpack.packb({"taken": 0}))
@@ -343,7 +342,7 @@ def test_another_user_really_gets_nothing() -> None:
 
 def test_every_rank_of_every_engine_is_waited_for() -> None:
     workers = [{"world_size": ranks, "transports": ["ipc"]} for ranks in (2, 1)]
-    sender = build(Surroundings(lambda op, body: {"workers": workers}))
+    sender = build(SenderContext(lambda op, body: {"workers": workers}))
     for expected in (3, 1):
         sender.open(MANIFEST)
         assert sender._update is not None
@@ -354,7 +353,7 @@ def test_every_rank_of_every_engine_is_waited_for() -> None:
     assert caught.value.facts["field"] == "receivers"
     sender.destroy()
     with pytest.raises(InvalidRequest, match="no option") as caught:
-        build(Surroundings(lambda op, body: {}, options={"size": 1}))
+        build(SenderContext(lambda op, body: {}, options={"size": 1}))
     assert caught.value.facts["field"] == "options.size"
 
 
@@ -385,7 +384,7 @@ def test_an_accept_that_fails_is_not_tried_again_at_once(monkeypatch: pytest.Mon
         assert len(tried) == 1
 
 
-def test_nobody_comes() -> None:
+def test_no_receiver_comes() -> None:
     with (
         sender_of(1, first_receiver_s=0.1) as (sender, _),
         pytest.raises(DeadlineExceeded, match="no receiver came"),
@@ -438,9 +437,9 @@ def test_closing_wakes_both_sides(pool: ThreadPoolExecutor) -> None:
             arriving.result(BOUND_S)
 
 
-def test_who_waits_notices_that_it_is_not_wanted_any_more(pool: ThreadPoolExecutor) -> None:
+def test_a_waiting_receiver_notices_the_cancellation(pool: ThreadPoolExecutor) -> None:
     with sender_of(1) as (_, transport):
-        delivery = IpcTransport(Places()).open(transport, "base")
+        delivery = IpcTransport(TransportContext()).open(transport, "base")
         cancelled = threading.Event()
         taking = pool.submit(list, delivery.tensors(cancelled.is_set))
         cancelled.set()
@@ -451,14 +450,14 @@ def test_who_waits_notices_that_it_is_not_wanted_any_more(pool: ThreadPoolExecut
 
 def test_closing_a_delivery_wakes_its_thread(pool: ThreadPoolExecutor) -> None:
     with sender_of(1) as (_, transport):
-        delivery = IpcTransport(Places()).open(transport, "base")
+        delivery = IpcTransport(TransportContext()).open(transport, "base")
         taking = pool.submit(list, delivery.tensors())
         delivery.close()
         with pytest.raises(Unavailable, match="gone"):
             taking.result(BOUND_S)
 
 
-def test_a_trainer_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receiver_gives_up_a_trainer_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiving, "BUCKET_S", 0.1)
     with sender_of(1) as (_, transport), pytest.raises(DeadlineExceeded, match="silent"):
         receive(transport)
@@ -554,7 +553,7 @@ async def test_a_late_worker_waits_for_the_next_update(plane: Plane, trainer_of:
 
 
 async def test_over_the_served_weights(plane: Plane, trainer_of: Callable[..., Trainer]) -> None:
-    """Where they don't fit twice. What fails half-way is fetched from where the committed version came."""
+    """The weights do not fit twice. After a failure half-way the committed version is fetched from its own source."""
     client = await plane.client()
     worker = await asyncio.to_thread(plane.spawn, model=model_of(plane, 0))
     trainer = trainer_of(model_of(plane, 1), 1, bucket_bytes=BUCKET_BYTES, holds=[MIDDLE])

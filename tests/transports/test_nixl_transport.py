@@ -30,12 +30,11 @@ from rl_plane.errors import (
     UpdateAborted,
 )
 from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.base import KeepingSender, LendingSender, TransportContext
 from rl_plane.transports.nixl import wire
 from rl_plane.transports.nixl.sender import NixlSender
 from rl_plane.transports.packing import fill
-from rl_plane.transports.receiver_base import Places
 from rl_plane.transports.registry import is_passed_over
-from rl_plane.transports.sender_base import KeepingSender, LendingSender
 from rl_plane.weights.manifest import Manifest, pack
 from tests.support.fleet_updates import all_serve, generated, states
 from tests.support.healing import until_behind, until_open
@@ -96,7 +95,7 @@ def pull(
 def puller() -> NixlTransport:
     from rl_plane.transports.nixl.receiver import NixlTransport
 
-    return NixlTransport(Places())
+    return NixlTransport(TransportContext())
 
 
 @pytest.fixture
@@ -114,13 +113,13 @@ def test_what_is_offered_is_pulled_and_memory_is_registered_once(
 ) -> None:
     assert isinstance(sender, KeepingSender)
     registered: list[int] = []
-    made = wire.Memory.__init__
+    made = wire.RegisteredMemory.__init__
 
-    def counted(self: wire.Memory, agent: Any, nbytes: int) -> None:
+    def counted(self: wire.RegisteredMemory, agent: Any, nbytes: int) -> None:
         registered.append(nbytes)
         made(self, agent, nbytes)
 
-    monkeypatch.setattr(wire.Memory, "__init__", counted)
+    monkeypatch.setattr(wire.RegisteredMemory, "__init__", counted)
     for seed in range(5):
         transport = offer(sender, seed)
         for _ in range(2):
@@ -143,7 +142,7 @@ def _digest(seed: int) -> str | None:
 
 
 @needs_nixl
-def test_what_is_kept_stays_until_the_next_is(sender: NixlSender, puller: NixlTransport) -> None:
+def test_a_kept_version_stays_until_the_next_is_kept(sender: NixlSender, puller: NixlTransport) -> None:
     def gone(transport: dict[str, Any]) -> None:
         with pytest.raises(InvalidRequest, match="source_gone"):
             pull(puller, transport)
@@ -170,7 +169,7 @@ def test_what_is_kept_stays_until_the_next_is(sender: NixlSender, puller: NixlTr
 
 
 def lent_offer(sender: NixlSender, given: dict[str, HostTensor], packed: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Of tensors that are read where they are, but for those that can't be."""
+    """Offers tensors in place, except for those that must be packed."""
     transport, digests = sender.open(MANIFEST), dict[str, str]()
     lent = sender.lend({name: tensor for name, tensor in given.items() if name not in packed})
     for number in fill(MANIFEST, given.items(), sender.buffer, digests, lent):
@@ -184,7 +183,7 @@ def writable(seed: int) -> dict[str, HostTensor]:
 
 
 def change(given: dict[str, HostTensor], seed: int) -> None:
-    """As a trainer's step does."""
+    """Changes the tensors in place, like a trainer's step."""
     for name, one in tensors(seed).items():
         given[name].data[:] = one.data
 
@@ -196,9 +195,9 @@ def test_what_is_lent_is_pulled_from_where_it_lies_and_copied_once_it_is_committ
 ) -> None:
     assert isinstance(sender, LendingSender)
     made: list[int] = []
-    init = wire.Memory.__init__
+    init = wire.RegisteredMemory.__init__
 
-    def counted(self: wire.Memory, agent: Any, nbytes: int) -> None:
+    def counted(self: wire.RegisteredMemory, agent: Any, nbytes: int) -> None:
         made.append(nbytes)
         init(self, agent, nbytes)
 
@@ -209,14 +208,14 @@ def test_what_is_lent_is_pulled_from_where_it_lies_and_copied_once_it_is_committ
         if kept is not None:
             assert pull(puller, kept) == (data_of(tensors(seed - 1)), _digest(seed - 1)), "of the version before"
         with monkeypatch.context() as patched:
-            patched.setattr(wire.Memory, "__init__", counted)
+            patched.setattr(wire.RegisteredMemory, "__init__", counted)
             transport = lent_offer(sender, given, packed)
         own[0] ^= 1
         assert pull(puller, transport)[0]["layer.0"] == bytes(own), "it is the trainer's memory that is read"
         own[0] ^= 1
         assert pull(puller, transport) == (data_of(tensors(seed)), _digest(seed))
         with monkeypatch.context() as patched:
-            patched.setattr(wire.Memory, "__init__", counted)
+            patched.setattr(wire.RegisteredMemory, "__init__", counted)
             sender.keep()
         sender.close()
         kept = transport
@@ -245,7 +244,7 @@ def test_a_pull_in_the_middle_of_which_a_version_is_committed_begins_again(
 
 
 @needs_nixl
-def test_without_a_copy_nothing_is_kept_and_that_is_said(puller: NixlTransport) -> None:
+def test_without_a_copy_a_version_is_not_refetchable(puller: NixlTransport) -> None:
     with NixlSender(keep_copy=False) as sender:
         for lent in (True, False):
             transport = lent_offer(sender, writable(1)) if lent else offer(sender, 1)
@@ -284,10 +283,10 @@ def test_only_what_the_manifest_names_can_be_read(sender: NixlSender) -> None:
     addresses = {}
     for seed in (1, 2):
         key = offer(sender, seed)["key"]
-        addresses[seed] = msgpack.unpackb(sender._desk._offers[key][4:])
+        addresses[seed] = msgpack.unpackb(sender._server._offers[key][4:])
         sender.keep(str(seed))
     agent = wire.make_agent("reader")
-    here = wire.Memory(agent, 64)
+    here = wire.RegisteredMemory(agent, 64)
     source = agent.add_remote_agent(addresses[1]["metadata"])
 
     def prepared(address: int) -> None:
@@ -351,7 +350,7 @@ def test_memory_that_no_next_version_fits_into_goes(sender: NixlSender) -> None:
 
 
 def once(act: Callable[..., Any], error: Exception, failed: list[Exception]) -> Callable[..., Any]:
-    """The same, but that its first call fails."""
+    """Wraps `act` so that its first call fails."""
 
     def failing(self: Any, *args: Any) -> Any:
         if not failed:
@@ -396,12 +395,12 @@ def test_a_manifest_of_megabytes(sender: NixlSender, puller: NixlTransport) -> N
     for number in fill(manifest, given.items(), sender.buffer, digests):
         sender.send(number)
     sender.finish(digests)
-    assert len(sender._desk._offers[transport["key"]]) > 4 << 20
+    assert len(sender._server._offers[transport["key"]]) > 4 << 20
     assert pull(puller, transport) == (data_of(given), manifest.digested(digests).digest)
 
 
 @needs_nixl
-def test_a_manifest_that_nobody_would_read_is_refused(sender: NixlSender, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_too_long_to_be_read_is_refused(sender: NixlSender, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 100)
     with pytest.raises(InvalidRequest, match="manifest is too large") as caught:
         offer(sender, 1)
@@ -461,14 +460,14 @@ def test_an_address_that_is_none_of_ours_is_refused(host: str) -> None:
 
 @needs_nixl
 def test_what_a_worker_keeps_is_pulled_from_where_it_lies(puller: NixlTransport) -> None:
-    from rl_plane.transports.nixl.peer_source import Shelf
+    from rl_plane.transports.nixl.peer_source import PeerSource
 
     kept = tensors(1) | {
         "empty": HostTensor(TensorSpec("F32", (0, 4)), memoryview(b"")),
         "large": HostTensor(TensorSpec("U8", (100_000,)), memoryview(random.Random(2).randbytes(100_000))),
     }
     lent = {name: HostTensor(one.spec, memoryview(bytearray(one.data))) for name, one in kept.items()}
-    shelf = Shelf("127.0.0.1")
+    shelf = PeerSource("127.0.0.1")
     for _ in range(2):
         transport = dict(shelf.offer(lent))
         assert pull(puller, transport)[0] == data_of(kept)
@@ -487,11 +486,11 @@ def test_what_a_worker_keeps_is_pulled_from_where_it_lies(puller: NixlTransport)
 def test_small_pieces_are_read_together(
     puller: NixlTransport, read_bytes: int, read_pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rl_plane.transports.nixl.peer_source import Shelf
+    from rl_plane.transports.nixl.peer_source import PeerSource
 
     monkeypatch.setattr("rl_plane.transports.nixl.receiver.READ_BYTES", read_bytes)
     monkeypatch.setattr("rl_plane.transports.nixl.receiver.READ_PIECES", read_pieces)
-    shelf = Shelf("127.0.0.1")
+    shelf = PeerSource("127.0.0.1")
     lent = {name: HostTensor(one.spec, memoryview(bytearray(one.data))) for name, one in tensors(1).items()}
     assert pull(puller, dict(shelf.offer(lent)))[0] == data_of(lent)
     shelf.close()
@@ -572,7 +571,7 @@ async def publish(
 
 
 @needs_nixl
-async def test_a_stopped_and_a_killed_worker_hold_up_nobody_and_heal(
+async def test_a_stopped_and_a_killed_worker_delay_no_other_and_heal(
     plane: Plane, trainer: Callable[..., Trainer]
 ) -> None:
     source, client = trainer(), await plane.client()
@@ -707,13 +706,13 @@ async def test_a_forked_child_that_ends_leaves_its_workers_agents_as_they_were(
 @needs_nixl
 def test_what_serves_pullers_is_of_no_use_in_a_forked_child(sender: NixlSender, puller: NixlTransport) -> None:
     transport, passed_on = offer(sender, 1), dict(puller.offer(writable(2)))
-    assert puller._shelf is not None
+    assert puller._peer_source is not None
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         signal.alarm(int(BOUND_S))
         try:
-            with sender._desk._lock, puller._shelf._desk._lock:  # as by threads that are not there
+            with sender._server._lock, puller._peer_source._server._lock:  # as by threads that are not there
                 sender.close()
                 sender.destroy()
                 puller.destroy()
@@ -726,7 +725,7 @@ def test_what_serves_pullers_is_of_no_use_in_a_forked_child(sender: NixlSender, 
             os._exit(0)
     os.close(writer)
     with open(reader) as said:
-        assert said.read() == "sender: this sender belongs to the process that has forked this one\n" * 2
+        assert said.read() == "sender: this sender belongs to the parent of this forked process\n" * 2
     assert os.waitpid(pid, 0)[1] == 0
     assert pull(puller, transport)[0] == data_of(tensors(1))
     assert pull(puller, passed_on)[0] == data_of(tensors(2))
@@ -734,7 +733,7 @@ def test_what_serves_pullers_is_of_no_use_in_a_forked_child(sender: NixlSender, 
 
 
 @needs_nixl
-async def test_a_trainer_that_stands_still_ends_the_pull_by_its_bound(
+async def test_a_pull_from_a_trainer_that_hangs_ends_by_its_bound(
     plane: Plane, trainer: Callable[..., Trainer]
 ) -> None:
     patch, at, go, _ = _held_at(
@@ -781,7 +780,7 @@ async def test_an_aborted_update_ends_in_the_middle_of_a_read(
 
 
 @needs_nixl
-async def test_a_slow_healer_whose_source_goes_on_heals_to_the_next(
+async def test_a_slow_healer_heals_to_the_next_version_of_its_source(
     plane: Plane, trainer: Callable[..., Trainer]
 ) -> None:
     patch, at, go, _ = _held_at(plane, 2)

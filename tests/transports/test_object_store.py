@@ -25,13 +25,13 @@ from rl_plane.errors import (
 from rl_plane.protocol.record import Source, first_record
 from rl_plane.protocol.subjects import Subjects
 from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.base import TransportContext
 from rl_plane.transports.object_store.bulk_socket import NatsSocket
 from rl_plane.transports.object_store.receiver import ObjectStoreTransport
 from rl_plane.transports.object_store.sender import ObjectStoreSender, _named
 from rl_plane.transports.object_store.wire import NoSuchObject, ask
 from rl_plane.transports.packed_delivery import PackedDelivery
 from rl_plane.transports.packing import fill
-from rl_plane.transports.receiver_base import Places
 from rl_plane.weights.checkpoint import open_checkpoint
 from rl_plane.weights.manifest import Manifest, pack
 from tests.conftest import stop_process
@@ -53,7 +53,7 @@ IMPATIENT = f"import rl_plane.transports.object_store.receiver as store; store.S
 
 
 def transport_of(plane: Plane) -> ObjectStoreTransport:
-    return ObjectStoreTransport(Places((), plane.url, plane.namespace, plane.component))
+    return ObjectStoreTransport(TransportContext((), plane.url, plane.namespace, plane.component))
 
 
 def taken(delivery: PackedDelivery) -> dict[str, bytes]:
@@ -86,9 +86,7 @@ def update_of(transport: dict[str, Any], label: str) -> dict[str, Any]:
 # ---- a whole fleet ----
 
 
-async def test_base_and_adapter_reach_a_fleet_and_those_that_come_later(
-    plane: Plane, publisher: MakePublisher
-) -> None:
+async def test_base_and_adapter_reach_a_fleet_and_later_workers(plane: Plane, publisher: MakePublisher) -> None:
     model, new = plane.model(0, tensors=5, nbytes=1 << 17), plane.model(1, tensors=5, nbytes=1 << 17)
     adapter = make_fake_adapter(plane.tmp / "weights" / "adapter", 1, model)
     first = plane.spawn(model=model)
@@ -188,7 +186,7 @@ def test_what_a_committed_delta_changes_stays_too() -> None:
 async def test_an_aborted_update_ends_in_the_middle_of_a_bucket(
     own_nats: tuple[NatsServer, Plane], publisher: MakePublisher, still: str
 ) -> None:
-    """Whoever stands still: only the cancellation ends it in time."""
+    """Only the cancellation ends the receive in time, if the publisher or NATS hangs."""
     server, plane = own_nats
     transport = transport_of(plane)
     trainer = publisher(plane, bucket_bytes=4 << 20)
@@ -396,7 +394,7 @@ def test_small_messages_and_a_password(tmp_path: Path) -> None:
             sender.send(number)
         sender.finish(digests)
         sender.close()
-        delivery = ObjectStoreTransport(Places((), url, "n", "c")).open(transport, "base")
+        delivery = ObjectStoreTransport(TransportContext((), url, "n", "c")).open(transport, "base")
         assert taken(delivery) == {name: bytes(view) for name, view in data.items()}
         assert delivery.digest == manifest.digested(digests).digest
         delivery.close()
@@ -448,11 +446,11 @@ def test_only_what_the_workers_own_component_has_is_read(plane: Plane) -> None:
     sender.send(0)
     sender.finish(None)
     sender.close()
-    own = ObjectStoreTransport(Places((), plane.url, plane.namespace, "a_b")).open(transport, "base")
+    own = ObjectStoreTransport(TransportContext((), plane.url, plane.namespace, "a_b")).open(transport, "base")
     assert own.specs.keys() == {"a"}
     own.close()
     for namespace, component in ((plane.namespace, "a"), (f"{plane.namespace}_a", "b")):
-        other = ObjectStoreTransport(Places((), plane.url, namespace, component))
+        other = ObjectStoreTransport(TransportContext((), plane.url, namespace, component))
         with pytest.raises(InvalidWeights, match="of this component"):
             other.open(transport, "base")
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,10 +17,10 @@ from tests.support.paths import ROOT
 
 pytest.importorskip("torch")
 
-from rl_plane._util.tasks import never
+from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import InvalidWeights
 from rl_plane.protocol.versions import HostTensor, TensorSpec, tensor_digest, tensors_digest
-from rl_plane.transports.reception import Cancelled
+from rl_plane.transports.base import Delivery
 from tests.support.frontend_process import frontend
 from tests.support.hf_fleet import proven
 from worker.receive.staging import DigestingStream
@@ -44,14 +44,8 @@ def publish(plane: Plane, directory: Path, *more: str) -> subprocess.CompletedPr
     return subprocess.run(command, capture_output=True, text=True, timeout=PUBLISH_S, check=False)
 
 
-class Lying:
+class Lying(Delivery):
     """A delivery that says of other bytes that they are those that were published."""
-
-    digest: str | None = None
-    tensor_digests: Mapping[str, str] | None = None
-    adapter_config: Mapping[str, Any] | None = None
-    adapter_config_raw: bytes | None = None
-    refetchable = False
 
     def __init__(self) -> None:
         self.specs: Mapping[str, TensorSpec] = {"weight": TensorSpec("U8", (9,))}
@@ -60,11 +54,8 @@ class Lying:
     def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
         yield "weight", HostTensor(self.specs["weight"], memoryview(b"something"), digest=self.published)
 
-    def close(self) -> None:
-        pass
 
-
-def test_what_a_transport_says_of_its_bytes_is_not_believed() -> None:
+def test_a_transports_own_digest_is_not_trusted() -> None:
     lying = Lying()
     expected = tensors_digest([("weight", lying.specs["weight"], lying.published)])
     with pytest.raises(InvalidWeights, match="the bytes make"):
@@ -75,7 +66,7 @@ async def only(fleet: Fleet, instance_id: str) -> bool:
     return [row["instance_id"] for row in (await fleet.run("workers"))["workers"]] == [instance_id]
 
 
-async def test_a_transport_that_was_installed_as_a_package(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_transport_installed_as_a_package_works(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (
         make_witness_model(plane.tmp / name, seed) for name, seed in (("weights/first", 1), ("second", 2))
     )

@@ -25,13 +25,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
-from rl_plane.transports.receiver_base import Places
-from rl_plane.transports.reception import Cancelled
+from rl_plane.transports.base import TransportContext
 
 LACKING = "do without, or name workers that can: describe tells what each lacks"
 """The fix of an op that one engine can't do."""
@@ -66,8 +66,8 @@ class EngineOptions:
     """`--enable-memory-saver`: memory can be released and resumed."""
 
     @property
-    def places(self) -> Places:
-        return Places((*self.weight_roots, self.model), self.nats_url, self.namespace, self.component)
+    def places(self) -> TransportContext:
+        return TransportContext((*self.weight_roots, self.model), self.nats_url, self.namespace, self.component)
 
     def check_model(self) -> None:
         """Raises InvalidRequest if the model is no Hugging Face model, or the dtype none of `DTYPES`."""
@@ -256,7 +256,7 @@ class EngineAdapter(ABC):
         its weights are of no version; when it returns, `set_version` follows."""
 
     @abstractmethod
-    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+    def receive_part(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
         """Announces tensors that a running `receive` gets now, as `ReceivePart` describes them. Returns when every rank
         has staged them: how many tensors are still missing. When it raises, that `receive` ends too. Blocks; the worker
         calls it on a thread."""

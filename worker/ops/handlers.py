@@ -244,7 +244,7 @@ class OpHandlers:
 
     async def _feed(self, body: update_requests.ReceivePart, fence: int) -> update_requests.PartReply:
         self._state.check_fence(fence)
-        missing = await self._updates.feed(body, fence)
+        missing = await self._updates.receive_part(body, fence)
         return update_requests.PartReply(
             tensors=len(body.names), bytes=sum(spec.nbytes for spec in body.specs), missing=missing
         )

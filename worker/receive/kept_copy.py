@@ -1,36 +1,39 @@
-"""The version that a receiver keeps in host memory, and how deltas change it in place."""
+"""Keeps a version in host memory, and changes it in place by deltas."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, NotAtBase
 from rl_plane.protocol.update_requests import DeltaChainEntry
 from rl_plane.protocol.versions import DTYPE_BYTES, HostTensor, TensorSpec
-from rl_plane.transports.receiver_base import Delivery
-from rl_plane.transports.reception import Cancelled, KeepableStaged, Staged
+from rl_plane.transports.base import Delivery
 from rl_plane.weights import delta_codec
 from rl_plane.weights.delta_codec import Delta
 from worker.receive.staging import DigestingStream
+from worker.receive.weight_holder import KeepableStaged, Staged
 
 Changes = Mapping[str, Delta]
-"""By the tensor's name; checked."""
+"""Tensor name → its checked delta."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptCopy:
-    """A version in host memory, beside the model: exactly what was published, tensor by tensor."""
+    """A version in host memory beside the model, with exactly the bytes that were published."""
 
     digest: str
     tensors: Mapping[str, HostTensor]
-    """Writable; by checkpoint name."""
+    """Writable memory, by checkpoint name."""
     staged: KeepableStaged
-    """The same memory, as the engine's swap takes it."""
+    """This memory in the form that the engine's swap takes."""
 
     def change(self, changes: Changes, digest: str, cancelled: Cancelled) -> KeptCopy:
-        """Applies them in place: from now on this is another version. Cancelled: none of them, and EngineFailed. What
-        else is raised leaves it of no version."""
+        """Applies the changes in place, and returns the copy as another version.
+
+        If it is cancelled, it takes the changes back and raises EngineFailed. After any other error the copy is of no
+        version."""
         done: dict[str, Delta] = {}
         for name, one in changes.items():
             if cancelled():
@@ -41,14 +44,15 @@ class KeptCopy:
         return replace(self, digest=digest)
 
     def take_back(self, changes: Changes) -> None:
-        """Applied again, they bring back what was there before."""
+        """Takes changes back: a delta that is applied twice restores the bytes."""
         for name, one in changes.items():
             one.apply(self.tensors[name].data)
 
 
 def as_kept(digest: str, staged: Staged, specs: Mapping[str, TensorSpec]) -> KeptCopy | None:
-    """What was staged of a version of these tensors. None: it is not exactly that, because it was cast, or because the
-    model ties some; or the engine stages in another form."""
+    """Returns the staged weights as a copy of the published version.
+
+    None: the engine stages in another form, or other tensors than were published, after a cast or because of ties."""
     if not isinstance(staged, KeepableStaged):
         return None
     tensors = staged.host_tensors()
@@ -57,7 +61,7 @@ def as_kept(digest: str, staged: Staged, specs: Mapping[str, TensorSpec]) -> Kep
 
 
 def taken_changes(delivery: Delivery, tensors: Mapping[str, TensorSpec], cancelled: Cancelled) -> Changes:
-    """All of a delivery's deltas, in memory, checked against the tensors that they are of. Closes the delivery."""
+    """Receives all deltas of a delivery and checks them against the tensors that they change. Closes the delivery."""
     try:
         stream = DigestingStream(delivery, cancelled=cancelled)
         changes = {}
@@ -73,8 +77,9 @@ def taken_changes(delivery: Delivery, tensors: Mapping[str, TensorSpec], cancell
 def missing_links(
     kept: KeptCopy | None, before: Sequence[DeltaChainEntry], base: str
 ) -> tuple[KeptCopy | None, Sequence[DeltaChainEntry]]:
-    """(what can be built on, the versions to fetch from there on until `base`). None: from the full version, the first
-    of them. NotAtBase when one can't be fetched."""
+    """Returns the copy to start from, and the versions to fetch from there up to `base`.
+
+    None instead of a copy: the first version to fetch is the full one. NotAtBase: a version can't be fetched."""
     start, links = None, before
     if kept is not None:
         digests = [link.digest for link in before]
@@ -84,7 +89,7 @@ def missing_links(
             start, links = kept, before[digests.index(kept.digest) + 1 :]
     gone = start is None and not before
     if gone or not all(link.refetchable for link in links):
-        has = f"keeps {kept.digest}" if kept is not None else "keeps no version"
+        has = f"has a copy of {kept.digest}" if kept is not None else "has no copy of a version"
         raise NotAtBase(
             f"source_gone: this worker {has}, and {base}, which the delta changes, can't be fetched again",
             field="base",

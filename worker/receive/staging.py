@@ -18,11 +18,11 @@ from rl_plane.protocol.versions import (
     tensor_digest,
     tensors_digest,
 )
+from rl_plane.transports.base import Delivery
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery
-from rl_plane.transports.receiver_base import Delivery
-from rl_plane.transports.reception import Staged, WeightHolder
 from rl_plane.weights import delta_codec
 from rl_plane.weights.checkpoint import Kind, open_checkpoint
+from worker.receive.weight_holder import Staged, WeightHolder
 
 log = logging.getLogger("worker.receive.staging")
 

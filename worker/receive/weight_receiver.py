@@ -1,4 +1,4 @@
-"""The receiving half, in the process that holds the model: transports on one side, a WeightHolder on the other."""
+"""Receives weights in the process that holds the model: from a transport into the engine's WeightHolder."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import entry_points
 from typing import Any
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase, PlaneError, Unsupported
 from rl_plane.protocol.canary import CANARY_NAME, Canary, check_vocabulary
 from rl_plane.protocol.update_requests import (
@@ -20,27 +21,28 @@ from rl_plane.protocol.update_requests import (
     ReceiveRequest,
     Transport,
 )
-from rl_plane.transports.receiver_base import (
-    CanaryDelivery,
+from rl_plane.protocol.versions import TensorSpec
+from rl_plane.transports.base import (
     Delivery,
-    FedDelivery,
     GroupedTransport,
     OfferingTransport,
-    Places,
+    PartwiseDelivery,
+    TransportContext,
     WeightTransport,
 )
-from rl_plane.transports.reception import Cancelled, Staged, WeightHolder
 from rl_plane.weights.checkpoint import Kind
 from worker.receive.kept_copy import Changes, KeptCopy, as_kept, missing_links, taken_changes
 from worker.receive.staging import (
     check_changes,
     check_overwrite,
+    check_specs,
     check_staged,
     digest_of,
     overwrite,
     receive,
     receive_adapter,
 )
+from worker.receive.weight_holder import Staged, WeightHolder
 
 log = logging.getLogger("worker.receive.weight_receiver")
 
@@ -49,7 +51,7 @@ TRANSPORTS = "rl_plane.transports"
 
 @cache
 def _installed() -> dict[str, type[WeightTransport]]:
-    """Without those that lack a package of theirs."""
+    """Returns the installed transports, without those whose packages are missing."""
     found = {}
     for point in entry_points(group=TRANSPORTS):
         try:
@@ -59,8 +61,8 @@ def _installed() -> dict[str, type[WeightTransport]]:
     return found
 
 
-def load_transports(places: Places, device: str = "cpu") -> dict[str, WeightTransport]:
-    """One of each that is installed, and can work here. `device`: where the model is."""
+def load_transports(places: TransportContext, device: str = "cpu") -> dict[str, WeightTransport]:
+    """Makes each installed transport that can work here. `device`: the device of the model."""
     here, found = replace(places, device=device), {}
     for name, kind in _installed().items():
         try:
@@ -71,27 +73,29 @@ def load_transports(places: Places, device: str = "cpu") -> dict[str, WeightTran
 
 
 class Receiver:
-    """One reception: `open`, `receive`, then `take` or `discard`. Its methods block: they are for a thread, all but
-    `take`, which an engine's loop may call."""
+    """Receives one update at a time: `open`, `receive`, then `take` or `discard`.
+
+    The methods block, so they run on a thread. Only `take` may run on an engine's loop."""
 
     def __init__(self, holder: WeightHolder, transports: Mapping[str, WeightTransport]) -> None:
         self.holder = holder
         self._transports = transports
         self._opened: dict[str, tuple[ReceiveRequest, Delivery]] = {}
-        self._fed: dict[str, FedDelivery] = {}
-        """Those that are opened, or received now."""
+        self._partwise: dict[str, PartwiseDelivery] = {}
+        """The partwise deliveries that are open, by staging name."""
         self._staged: dict[str, Staged] = {}
         self._to_keep: dict[str, KeptCopy] = {}
         self._undo: dict[str, tuple[KeptCopy, Changes]] = {}
-        """What was kept before a delta was applied to it, for `discard`."""
+        """The copy and the changes that a delta made in it, by staging name: `discard` takes them back."""
         self._kept: KeptCopy | None = None
         self._place: dict[str, Any] | None = None
         self._offering = threading.Lock()
 
     @property
     def kept(self) -> KeptCopy | None:
-        """What an update with `keep`, or a delta, has left here. It goes when other base weights are received; None
-        also while they, or a delta's, wait for `take`."""
+        """The copy of the served version in host memory, which an update with `keep_staged` or a delta leaves here.
+
+        None when other base weights are received, and until `take` uses them."""
         return self._kept
 
     @kept.setter
@@ -104,7 +108,9 @@ class Receiver:
             self._kept = kept
 
     def offer(self) -> dict[str, Any] | None:
-        """Where others find what is kept, until it goes: `{digest, transport}`; None: nothing is kept."""
+        """Offers the copy to other workers, and returns `{digest, transport}`. None: there is no copy.
+
+        The offer ends when the copy does."""
         with self._offering:
             transport = next(iter(self._offers()), None)
             if self._kept is not None and transport is not None and self._place is None:
@@ -127,14 +133,15 @@ class Receiver:
         """Opens the delivery, and checks everything that needs no byte of it. `receive` or `discard` closes it.
         `staging`: a name that this engine has not used before. `limits`: what a `canary.json` has to fit."""
         if request.adapter is None:
-            for left in [*self._to_keep, *self._undo]:  # by a receive that ended after it was given up
+            for left in [*self._to_keep, *self._undo]:  # of a receive that ended after its cancellation
                 self.discard(left)
         assert request.transport is not None, "an unload receives nothing"
         delivery = self._open(request.transport, _kind(request))
         _check_canary(request, delivery, limits)
-        if isinstance(delivery, FedDelivery):
-            delivery.expect(self.holder.weight_spec(), self.holder.tied_tensors(), request.cast)
-            self._fed = {staging: delivery}
+        if isinstance(delivery, PartwiseDelivery):
+            wanted, tied = self.holder.weight_spec(), self.holder.tied_tensors()
+            delivery.expect(wanted, tied, partial(_check_part, tied, request.cast))
+            self._partwise = {staging: delivery}
         if request.base is not None:
             self._check_delta(request, request.base, delivery)
         elif request.in_place:
@@ -144,7 +151,7 @@ class Receiver:
         self._opened[staging] = (request, delivery)
 
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
-        """What was opened, into staging or over the served weights. When it raises, nothing is staged."""
+        """Receives what is open, into staging or over the served weights. When it raises, nothing is staged."""
         opened = self._opened.pop(staging, None)
         if opened is None:
             raise EngineFailed(f"nothing is open as {staging!r}")
@@ -160,7 +167,7 @@ class Receiver:
         elif request.base is not None:
             digest = self._receive_delta(staging, request, request.base, delivery, cancelled)
         else:
-            self.kept = None  # before its like comes: there is room for one
+            self.kept = None  # memory has room for one copy
             if request.in_place:
                 digest = overwrite(self.holder, delivery, **how)
             else:
@@ -169,24 +176,25 @@ class Receiver:
                 kept = as_kept(digest, staged, delivery.specs) if request.keeps_copy else None
                 if kept is not None:
                     self._to_keep[staging] = kept
-        self._fed.pop(staging, None)
-        size = sum(spec.nbytes for spec in delivery.specs.values())  # of a fed one it is known only now
+        self._partwise.pop(staging, None)
+        size = sum(spec.nbytes for spec in delivery.specs.values())  # a partwise delivery knows it only now
         reply = PreparedReply(digest=digest, tensors=len(delivery.specs), bytes=size, refetchable=refetchable)
-        if isinstance(delivery, CanaryDelivery) and isinstance(delivery.canary, Canary):
+        if isinstance(delivery.canary, Canary):
             reply["canary"] = delivery.canary.model_dump()
         return reply
 
-    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
-        """Of what is being received under this name: these tensors come now. Returns when they are staged, how many are
-        missing yet."""
-        delivery = self._fed.get(staging)
+    def receive_part(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+        """Receives one part into the running `receive` of this name. Returns how many tensors are still missing."""
+        delivery = self._partwise.get(staging)
         if delivery is None:
-            raise EngineFailed(f"nothing is fed as {staging!r}")
-        return delivery.feed(ReceivePart.model_validate(part), cancelled)
+            raise EngineFailed(f"no update in parts is open as {staging!r}")
+        return delivery.receive_part(ReceivePart.model_validate(part), cancelled)
 
     def take(self, staging: str) -> Staged:
-        """For the swap; from here on it is the caller's. Waits for nothing: what is kept is left alone, since it may be
-        being offered, unless this takes its place; then nothing was kept since before this was received."""
+        """Returns the staged weights for the swap. They belong to the caller from now on.
+
+        This never waits. It replaces the copy only if the update makes a new one, and then `receive` has dropped the
+        old copy before."""
         staged = self._staged.pop(staging, None)
         if staged is None:
             raise EngineFailed(f"nothing is staged as {staging!r}: it was swapped or discarded before")
@@ -197,9 +205,9 @@ class Receiver:
         return staged
 
     def discard(self, staging: str) -> None:
-        """Frees what is staged or opened under this name, if anything is."""
+        """Frees what is staged or open under this name, and takes a delta back. Does nothing for an unknown name."""
         self._staged.pop(staging, None)
-        self._fed.pop(staging, None)
+        self._partwise.pop(staging, None)
         self._to_keep.pop(staging, None)
         undo = self._undo.pop(staging, None)
         if undo is not None:
@@ -213,7 +221,7 @@ class Receiver:
     # ---- deltas ----
 
     def _check_delta(self, request: ReceiveRequest, base: str, delivery: Delivery) -> None:
-        """Closes the delivery when it raises."""
+        """Checks that a delta fits this model, and that its base can be had. Closes the delivery when it raises."""
         try:
             check_changes(self.holder.weight_spec(), delivery.specs)
             if not self._is_there(request):
@@ -223,15 +231,15 @@ class Receiver:
             raise
 
     def _is_there(self, request: ReceiveRequest) -> bool:
-        """What it makes is kept already: the swap did not end well, say."""
+        """Returns whether the copy is the delta's result already, for example because the swap failed."""
         return self.kept is not None and self.kept.digest == request.digest
 
     def _receive_delta(
         self, staging: str, request: ReceiveRequest, base: str, delivery: Delivery, cancelled: Cancelled
     ) -> str:
-        """Changes what is kept in place; the full version's digest."""
+        """Applies a delta to the copy, in place. Returns the digest of the full version."""
         wanted = request.digest
-        assert wanted is not None, "an update by delta names it"
+        assert wanted is not None, "the request of a delta has it"
         changes: Changes = taken_changes(delivery, self.holder.weight_spec(), cancelled)
         if self._is_there(request):
             changes = {}
@@ -249,7 +257,7 @@ class Receiver:
             digest = digest_of(after.tensors, cancelled)
         except BaseException:
             before.take_back(changes)
-            self.kept = known  # not what was fetched on the way: its own digest was never compared
+            self.kept = known  # not a version that was fetched on the way: its own digest was never compared
             raise
         if digest != wanted:
             before.take_back(changes)
@@ -266,29 +274,29 @@ class Receiver:
         return digest
 
     def _blame(self, known: KeptCopy | None, cancelled: Cancelled) -> None:
-        """The delta or what it was applied to? NotAtBase where what was kept is not what it was: then that goes."""
+        """Finds out whether the delta or the copy is wrong. A damaged copy is dropped, and the error is NotAtBase."""
         if known is None:
             return
         if digest_of(known.tensors, cancelled) != known.digest:
             raise NotAtBase(
-                f"what this worker keeps is not {known.digest} any more: it was damaged in memory",
+                f"this worker's copy of {known.digest} was damaged in memory",
                 field="base",
                 fix="publish the full version",
             )
         self.kept = known
 
     def _at_base(self, request: ReceiveRequest, base: str, cancelled: Cancelled) -> KeptCopy:
-        """What is kept, brought up to the version that the delta changes."""
+        """Brings the copy to the version that the delta changes."""
         kept, links = missing_links(self.kept, request.base_chain, base)
         if not links:
             assert kept is not None
             return kept
-        self.kept = None  # there is room for one; and what is half-way changed is of no version
+        self.kept = None  # memory has room for one copy, and one that is half changed is of no version
         for link in links:
             try:
                 kept = self._follow(kept, link, cancelled)
             except EngineFailed:
-                raise  # cancelled, say
+                raise  # for example, the receive was cancelled
             except PlaneError as error:
                 raise NotAtBase(
                     f"{base}, which the delta changes, can't be fetched: {error.message}",
@@ -299,8 +307,8 @@ class Receiver:
         return kept
 
     def _follow(self, kept: KeptCopy | None, link: DeltaChainEntry, cancelled: Cancelled) -> KeptCopy:
-        """Fetches the next version on the way: the full one first. A delta's digest is not looked at, since that of
-        the last one tells of all."""
+        """Fetches the next version of the chain, the full one first. The digest of a delta's result is not checked: the
+        digest of the last result covers all of them."""
         assert link.transport is not None, "the worker has filled in its own model"
         delivery = self._open(link.transport, "base")
         if kept is not None:
@@ -317,7 +325,7 @@ class Receiver:
         kept = as_kept(digest, staged, delivery.specs)
         if kept is None:
             raise NotAtBase(
-                "what this engine stages of it differs from what was published, so no delta fits",
+                "this engine stages other bytes than were published, so no delta fits",
                 field="base",
                 fix="publish the full version",
             )
@@ -348,10 +356,16 @@ def _kind(request: ReceiveRequest) -> Kind:
     return "base" if request.adapter is None else "lora"
 
 
+def _check_part(
+    tied: Mapping[str, str], cast: bool, wanted: Mapping[str, TensorSpec], offered: Mapping[str, TensorSpec]
+) -> None:
+    check_specs(wanted, tied, offered, cast)
+
+
 def _check_canary(request: ReceiveRequest, delivery: Delivery, limits: CanaryLimits | None) -> None:
     """InvalidRequest for a `canary.json` that is broken, or that the engine can't score. Closes the delivery when it
     raises. An update that gives its own canary, or `off`, does not look at the file."""
-    if not isinstance(delivery, CanaryDelivery) or delivery.canary is None:
+    if delivery.canary is None:
         return
     if not request.canary_file:
         delivery.canary = None

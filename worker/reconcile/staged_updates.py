@@ -196,7 +196,7 @@ class WeightUpdates:
             begun.listening = True
             await asyncio.shield(begun.opened)
 
-    async def feed(self, part: ReceivePart, fence: int) -> int:
+    async def receive_part(self, part: ReceivePart, fence: int) -> int:
         """Receives the tensors of one part. Returns how many tensors are still missing. Raises the error that ends the
         update's receive."""
         self._adopt(part.update_id, fence)
@@ -209,8 +209,8 @@ class WeightUpdates:
             )
         try:
             if not one.task.done():
-                told = part.model_dump()
-                return await asyncio.to_thread(self._adapter.feed, one.staging, told, one.cancelled.is_set)
+                body = part.model_dump()
+                return await asyncio.to_thread(self._adapter.receive_part, one.staging, body, one.cancelled.is_set)
         except PlaneError:
             await asyncio.wait([one.task], timeout=ABORT_WAIT_S)  # its error says why
             if not one.task.done() or one.task.cancelled() or one.task.exception() is None:

@@ -11,7 +11,7 @@ from frontend.dialects.common.context import DialectContext
 from frontend.server.replies import error_body
 from rl_plane.commit.history import read_history
 from rl_plane.errors import Conflict, InvalidRequest, Locked, NoWorkers, PlaneError, Unavailable, Unsupported
-from rl_plane.membership.worker_reply import engine_replies
+from rl_plane.protocol.envelope import engine_replies
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from rl_plane.bus.state_store import read_session
 from rl_plane.commit.history import read_entry
 from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.errors import BusUnreachable, Conflict, Locked, PlaneError
-from rl_plane.membership.worker_reply import engine_replies
+from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.vllm_bodies import (
     InitInfo,
     Transfer,

@@ -17,7 +17,7 @@ from typing import Any
 from frontend.dialects.common.context import DialectContext
 from frontend.dialects.common.fleet_as_one import NOT_POSSIBLE, SHOWN, begun, rows_of_all
 from rl_plane.errors import InvalidRequest, InvalidWeights, Locked, PayloadTooLarge, Unsupported
-from rl_plane.membership.worker_reply import engine_replies
+from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.protocol.worker_ops import MANIFEST_PAGE
 from rl_plane.transports.object_store.sender import ObjectStoreSender

@@ -22,7 +22,7 @@ from frontend.dialects.sglang.body_tensors import IDLE_S, HeldTensors
 from frontend.dialects.sglang.sglang_session import Updates
 from frontend.server.shared_routes import Fields, ParsedRequest, SharedRoutes, report
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError
-from rl_plane.membership.worker_reply import engine_replies
+from rl_plane.protocol.envelope import engine_replies
 
 FLUSH_AGAIN_S = 0.2
 MAX_FLUSH_S = 300.0

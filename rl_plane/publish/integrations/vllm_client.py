@@ -1,12 +1,12 @@
-"""vLLM's `VLLMWeightSyncClient` for a whole fleet, by NATS: what a trainer engine of vLLM's drives.
+"""Implements vLLM's `VLLMWeightSyncClient` for a whole fleet over NATS, for vLLM's trainer engine.
 
-with SyncRlClient.connect() as fleet:
-    client = FleetWeightSyncClient(fleet)
-    engine = WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=ModuleSource(model))
-    engine.send_weights()
+    with SyncRlClient.connect() as fleet:
+        client = FleetWeightSyncClient(fleet)
+        engine = WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=ModuleSource(model))
+        engine.send_weights()
 
-vLLM itself is not needed here: its protocol is structural. The engine's `init_info` must be of a torch group (`backend`
-gloo or nccl); see docs/dialects.md.
+vLLM need not be installed here, since its protocol is structural. The engine's `init_info` must be that of a torch
+group (`backend` gloo or nccl); see docs/dialects.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rl_plane.errors import Conflict, DeadlineExceeded, InvalidRequest, Locked, PlaneError, Unavailable
-from rl_plane.membership.worker_reply import engine_replies
+from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
 from rl_plane.protocol.vllm_bodies import (
     GROUP,
@@ -36,13 +36,13 @@ from rl_plane.protocol.vllm_bodies import (
     unknown_of,
 )
 from rl_plane.sync import SyncRlClient
-from rl_plane.transports.sender_base import members, world_size
+from rl_plane.transports.base import members, world_size
 
 log = logging.getLogger("rl_plane.publish")
 
 
 class FleetWeightSyncClient:
-    """Blocking, as the protocol is; its calls may come from several threads, one after the other."""
+    """Runs one weight update of vLLM's trainer engine on a fleet. Its methods block, and are called one at a time."""
 
     def __init__(
         self,
@@ -51,8 +51,14 @@ class FleetWeightSyncClient:
         policy: dict[str, Any] | None = None,
         part_timeout_s: float = PART_TIMEOUT_S,
     ) -> None:
-        """`policy`: of each update; see `UpdatePolicy` in docs/reference.md. `part_timeout_s` (at most an hour): how
-        long one `update_weights` may take, where `init_info.timeout_s` does not say."""
+        """Makes the client.
+
+        Args:
+            fleet: a client of the fleet.
+            policy: the policy of each update; see `UpdatePolicy` in docs/reference.md.
+            part_timeout_s: the time for one `update_weights` in seconds, at most an hour, if `init_info` has no
+                `timeout_s`.
+        """
         if not 0 < part_timeout_s <= MAX_PART_TIMEOUT_S:
             raise InvalidRequest(
                 f"part_timeout_s is {part_timeout_s!r}",
@@ -64,11 +70,11 @@ class FleetWeightSyncClient:
         self._part_timeout_s = part_timeout_s
         self._transfer: Transfer | None = None
         self._update_id: str | None = None
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Blocks until every rank of the fleet has joined; the trainer joins meanwhile."""
-        self._tell_unknown("init_info", InitInfo, init_info)
+        self._report_unknown("init_info", InitInfo, init_info)
         info = parse_part(InitInfo, init_info, "init_info")
         rows = engine_replies(self._fleet.run("describe", {}))
         check_init(info, {row["instance_id"]: str(row.get("device")) for row in rows})
@@ -79,13 +85,14 @@ class FleetWeightSyncClient:
         self._transfer = transfer
 
     def shutdown_weight_transfer_engine(self) -> None:
+        """Aborts an unfinished update, and destroys the group."""
         self._drop()
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             self._fleet.run("destroy_transport", {"backend": transfer.backend, "group": transfer.group})
 
     def start_weight_update(self) -> None:
-        """The fleet listens; generation goes on. Conflict: an update is under way already."""
+        """Begins an update: the fleet listens, and continues to generate. Raises Conflict if an update is under way."""
         update_id = uuid.uuid4().hex
         body = {
             "transport": self._formed().transport,
@@ -99,47 +106,50 @@ class FleetWeightSyncClient:
         self._update_id = update_id
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Blocks until every rank has these tensors, which the trainer broadcasts meanwhile. A failure ends the update:
-        nothing of it is left anywhere."""
+        """Blocks until every rank has these tensors, which the trainer broadcasts meanwhile. A failure ends the update,
+        and leaves nothing of it on any worker."""
         info = one_of_all(update_info)
         if isinstance(update_info, list):
             workers = members(self._fleet.run("workers", {}))
             check_entries(update_info, world_size(workers) - 1)  # without the trainer's rank
         part = parse_update(info)
-        self._tell_unknown("update_info", UpdateInfo, info)
-        self._fleet.run("receive_weights_part", {**self._meant(), **part_body(part, self._formed())})
+        self._report_unknown("update_info", UpdateInfo, info)
+        self._fleet.run("receive_weights_part", {**self._begun(), **part_body(part, self._formed())})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Commits on the whole fleet, or nowhere. `weight_version`: its label."""
+        """Commits the update on the whole fleet, or nowhere. `weight_version`: the version's label."""
         label = {} if weight_version is None else {"version": weight_version}
-        self._fleet.run("complete_weights_update", {**self._meant(), **label})
+        self._fleet.run("complete_weights_update", {**self._begun(), **label})
         self._update_id = None
 
-    def _tell_unknown(self, where: str, model: type[VllmBody], given: Iterable[str]) -> None:
-        """Of each field once."""
+    def _report_unknown(self, where: str, model: type[VllmBody], given: Iterable[str]) -> None:
+        """Warns about fields that this client does not know, once for each."""
         for name in unknown_of(model, given):
-            if (field := f"{where}.{name}") not in self._told:
-                self._told.add(field)
+            if (field := f"{where}.{name}") not in self._reported:
+                self._reported.add(field)
                 log.warning("the field %.100r has no effect: it is not known here, and is dropped", field)
 
     def _formed(self) -> Transfer:
         if self._transfer is None:
-            raise Conflict("no group is formed with the fleet", fix="init_weight_transfer_engine first")
+            raise Conflict("there is no group with the fleet", fix="init_weight_transfer_engine first")
         return self._transfer
 
-    def _meant(self) -> dict[str, str]:
+    def _begun(self) -> dict[str, str]:
         if self._update_id is None:
-            raise Conflict("no update is started", fix="start_weight_update first")
+            raise Conflict("no update has begun", fix="start_weight_update first")
         return {"update_id": self._update_id}
 
     def _drop(self) -> None:
-        """What was started and not finished. One that could not be dropped stands yet, and would take the next group
-        with it when it ends: who calls is told, and may call again."""
+        """Aborts an unfinished update.
+
+        An error is raised if that is not possible: the update would drop the next group when it ends. The caller may
+        try again.
+        """
         if self._update_id is not None:
             try:
                 self._fleet.run("abort_weights_update", {"update_id": self._update_id})
             except (Unavailable, DeadlineExceeded):
                 raise
             except PlaneError:
-                pass  # nothing is left of it
+                pass  # the update is gone already
         self._update_id = None

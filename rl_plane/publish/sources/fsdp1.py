@@ -1,8 +1,8 @@
-"""What FSDP1 (`FullyShardedDataParallel`) has sharded, taken unit by unit.
+"""The parameters of a model that FSDP1 (`FullyShardedDataParallel`) has sharded, gathered unit by unit.
 
-It holds the parameters of a unit as one flat tensor and gathers them together. Its own state dicts gather every unit,
-and copy this rank's part of all, before anybody asks for a tensor. So what a unit has is read from its handle (torch
-has no public name for that), and the unit is gathered by `summon_full_params` when its turn comes.
+FSDP1 holds the parameters of a unit as one flat tensor, and gathers them together. Its own state dicts gather every
+unit, and copy this rank's part of each, before the first tensor is used. So this module reads a unit's parameters from
+its handle, which has no public name in torch, and gathers the unit by `summon_full_params` when its turn comes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Unit:
 
     module: Any
     root: Any
-    """The outermost one around it."""
+    """The outermost FSDP1 module around it."""
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Whole on rank 0 meanwhile. Collective."""
+        """Makes the unit's parameters whole on rank 0, within the context. Collective."""
         if (
             self.root._is_root is None
-        ):  # nothing has run yet, and the first one that is summoned counts as the root
+        ):  # before the first forward FSDP1 takes the first summoned module as the root
             with _summoned(self.root):
                 pass
         with _summoned(self.module):
@@ -37,11 +37,11 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitParameter:
-    """Described as a tensor is, before its unit is gathered."""
+    """A parameter of a unit, described like a tensor before the unit is gathered."""
 
     unit: Unit
     owner: Any
-    """The module that has it as `attribute`."""
+    """The module that has the parameter as its `attribute`."""
     attribute: str
     shape: tuple[int, ...]
     dtype: Any
@@ -51,19 +51,23 @@ class UnitParameter:
         return self.shape
 
     def whole(self) -> Any:
-        """While its unit is gathered: the parameter on rank 0, None elsewhere."""
+        """The parameter on rank 0 while its unit is gathered; None on other ranks."""
         import torch.distributed as dist
 
         return getattr(self.owner, self.attribute) if dist.get_rank() == 0 else None
 
 
 def is_fsdp1(module: Any) -> bool:
+    """True if FSDP1 has sharded a part of the module."""
     return any(map(_is_unit, module.modules()))
 
 
 def named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
-    """As a state dict has them, with FSDP1's own parts in the names: each unit's, once if tied, then what FSDP1
-    was told to ignore, and the persistent buffers."""
+    """Yields what a state dict has, with FSDP1's own parts in the names.
+
+    First the parameters of each unit (tied ones once), then those that FSDP1 was told to ignore, and persistent
+    buffers.
+    """
     roots: list[tuple[str, Any]] = []
     sharded: set[int] = set()
     for path, part in module.named_modules():
@@ -77,7 +81,7 @@ def named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
         unit, flat = Unit(part, root), part._handle.flat_param
         if any(flat._param_extensions):
             raise InvalidRequest(
-                "FSDP1 has sharded what is a DTensor already, as with tensor parallelism",
+                "FSDP1 has sharded a DTensor, as with tensor parallelism",
                 field="source",
                 fix="shard it by FSDP2, or give a state dict that FSDP1 has gathered",
             )
@@ -86,7 +90,7 @@ def named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
                 unit, info.module, info.param_name, tuple(shape), flat.dtype, part.compute_device
             )
             yield f"{path}.{name}" if path else name, parameter
-        # With `use_orig_params` modules show views of the flat one, those that are tied too.
+        # With `use_orig_params` the modules' parameters, tied ones too, are views of the flat tensor.
         infos = (*flat._param_infos, *flat._shared_param_infos)
         sharded.add(id(flat))
         sharded.update(id(getattr(info.module, info.param_name, None)) for info in infos)
@@ -100,7 +104,8 @@ def named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _as_it_was(name: str, buffer: Any, roots: list[tuple[str, Any]]) -> Any:
-    """Mixed precision casts a buffer in its place, at the first step, or when the first unit is gathered."""
+    """The buffer in its own dtype. Mixed precision casts it in place, at the first step or when a unit is first
+    gathered."""
     for above, root in roots:
         if name.startswith(above) and root.mixed_precision.buffer_dtype is not None:
             known = root._buffer_name_to_orig_dtype
@@ -109,7 +114,7 @@ def _as_it_was(name: str, buffer: Any, roots: list[tuple[str, Any]]) -> Any:
 
 
 def _clean(name: str) -> str:
-    """As FSDP1 knows it."""
+    """The name by which FSDP1 knows a buffer."""
     return name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
 
 

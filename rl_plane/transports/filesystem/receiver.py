@@ -1,6 +1,6 @@
-"""The `filesystem` transport: weights from files beneath configured roots.
+"""The receiving half of `filesystem`: weights from files beneath the operator's weight roots.
 
-`{backend: filesystem, path: P}`. P, an absolute path, is what `rl_plane.weights.checkpoint` reads.
+A request is `{backend: filesystem, path: P}`. `rl_plane.weights.checkpoint` reads what is at P, an absolute path.
 """
 
 from __future__ import annotations
@@ -10,22 +10,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_plane._util.tasks import never
+from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.versions import HostTensor, TensorSpec
-from rl_plane.transports.receiver_base import Places
-from rl_plane.transports.reception import Cancelled
+from rl_plane.transports.base import Delivery, TransportContext, WeightTransport, check_fields
 from rl_plane.weights.checkpoint import Checkpoint, Kind, open_published
-from rl_plane.weights.rooted_files import listed, shown_roots
+from rl_plane.weights.rooted_files import shown_roots
 
 MAX_PATH_CHARS = 4096
 """PATH_MAX of Linux."""
 
-_FIELDS = frozenset({"backend", "path"})
 
-
-class FilesystemDelivery:
-    """A Delivery of files."""
+class FilesystemDelivery(Delivery):
+    """The tensors of a checkpoint, or of an adapter, in files."""
 
     def __init__(
         self, checkpoint: Checkpoint, digest: str | None = None, tensor_digests: Mapping[str, str] | None = None
@@ -37,7 +34,7 @@ class FilesystemDelivery:
         self.adapter_config_raw = None if checkpoint.config is None else checkpoint.config.raw
         self.refetchable = True
         self.canary = checkpoint.canary
-        """What `canary.json` beside the checkpoint says."""
+        """The content of `canary.json` beside the checkpoint."""
         self._checkpoint = checkpoint
         self._taken = False
 
@@ -52,41 +49,18 @@ class FilesystemDelivery:
         self._checkpoint.close()
 
 
-class FilesystemTransport:
+class FilesystemTransport(WeightTransport):
     """The `filesystem` backend. Keeps nothing between two updates."""
 
     backend = "filesystem"
 
-    def __init__(self, places: Places) -> None:
-        self._roots = [Path(os.path.abspath(root)) for root in places.weight_roots]
-
-    def init(self, config: Mapping[str, Any]) -> None:
-        _check_fields(config, frozenset({"backend"}))
-
-    def destroy(self) -> None:
-        pass
+    def __init__(self, context: TransportContext) -> None:
+        self._roots = [Path(os.path.abspath(root)) for root in context.weight_roots]
 
     def open(self, request: Mapping[str, Any], kind: Kind) -> FilesystemDelivery:
-        _check_fields(request, _FIELDS)
+        check_fields(self.backend, request, "path")
         path = _checked_path(request.get("path"), self._roots)
         return FilesystemDelivery(*open_published(path, self._roots, kind))
-
-
-def _check_fields(given: Mapping[str, Any], known: frozenset[str]) -> None:
-    backend = given.get("backend", "filesystem")
-    if backend != "filesystem":
-        raise InvalidRequest(
-            f"the backend is {str(backend)[:64]!r}, not 'filesystem'",
-            field="transport.backend",
-            fix="send it to that backend, or say filesystem",
-        )
-    unknown = [str(key)[:64] for key in given if key not in known]
-    if unknown:
-        raise InvalidRequest(
-            f"the filesystem transport has no field {listed(unknown)}",
-            field=f"transport.{unknown[0]}",
-            fix=f"use only {', '.join(sorted(known))}",
-        )
 
 
 def _checked_path(path: Any, roots: list[Path]) -> str:

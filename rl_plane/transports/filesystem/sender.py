@@ -1,8 +1,8 @@
-"""The `filesystem` sender: each version is a directory of its own beneath a root that trainer and workers share.
+"""The sending half of `filesystem`: a directory for each version, beneath a root that trainer and workers share.
 
-A checkpoint (`model.safetensors`) or a PEFT adapter (`adapter_model.safetensors`, `adapter_config.json`), with its
-manifest. It appears whole, by a rename, or not at all. The newest `keep` versions stay, and whatever the fleet's record
-names: a worker that joins or heals reads it. What another publisher has made, as its name tells, stays too.
+The directory holds a checkpoint (`model.safetensors`) or a PEFT adapter (`adapter_model.safetensors`,
+`adapter_config.json`), and a manifest. A rename makes it appear whole. These versions stay: the newest `keep` of this
+publisher, those that the fleet's record names (a worker that joins or heals reads them), and those of other publishers.
 """
 
 from __future__ import annotations
@@ -18,32 +18,34 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 from rl_plane.errors import InvalidRequest, PlaneError, Unavailable
 from rl_plane.protocol.versions import ADAPTER_CONFIG_NAME, DTYPE_BYTES
-from rl_plane.transports.sender_base import Surroundings
+from rl_plane.transports.base import Sender, SenderContext
 from rl_plane.weights.checkpoint import ADAPTER_NAME, MANIFEST_NAME, SINGLE_NAME, manifest_of
 from rl_plane.weights.manifest import Manifest
 
 DEFAULT_KEEP = 2
-"""The newest, and the one before it, which may still be read."""
+"""The newest version, and the one before, which a worker may still read."""
 BUFFERS = 2
-"""One is packed while the other is written."""
+"""One buffer is packed while the other is written."""
 WRITE_BYTES = 16 << 20
-"""Bytes given to the kernel at once."""
+"""The most bytes of one write."""
 
 PREFIX = "v"
 _NAME = re.compile(rf"{PREFIX}(\d{{8}})-([0-9a-f]{{8}})-[0-9a-f]{{8}}")
-"""Number, who made it, and a random part."""
+"""A version's directory: its number, its publisher's mark, and a random part."""
 _UNFINISHED = re.compile(rf"\.{PREFIX}\d{{8}}-([0-9a-f]{{8}})-[0-9a-f]{{8}}\.writing")
 
 
-class FilesystemSender:
+class FilesystemSender(Sender):
+    """Writes each version to a directory of its own."""
+
     backend = "filesystem"
-    receivers_from: ClassVar[Literal["open", "finish"]] = "finish"
-    bucket_bytes: ClassVar[int] = 64 << 20
-    """Two are in memory; larger ones are written no faster."""
+    receivers_from = "finish"
+    bucket_bytes = 64 << 20
+    """Two buckets are in memory. Larger ones are not written faster."""
 
     def __init__(
         self,
@@ -53,22 +55,26 @@ class FilesystemSender:
         publisher: str = "",
         sources: Callable[[], Iterable[Mapping[str, Any]] | None] = tuple,
     ) -> None:
-        """`publisher`: whose versions these are, by a name that is the same after a restart. `sources`: the transports
-        of versions that must stay, asked before old ones are removed."""
+        """Makes the sender.
+
+        Args:
+            root: the shared directory. It is created if it is missing.
+            keep: how many versions of this publisher stay.
+            publisher: the publisher's name, the same after a restart.
+            sources: returns the `transport` objects of versions that must stay; None if they are unknown.
+        """
         self._root = Path(os.path.abspath(os.path.expanduser(root)))
-        if keep < 1:
-            raise InvalidRequest(f"keep is {keep}", field="keep", fix="keep at least 1 version")
         self._keep = keep
         self._mark = blake2b(publisher.encode(), digest_size=4).hexdigest()
         self._sources = sources
-        self._writing: _Writing | None = None
+        self._writing: _VersionWriter | None = None
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             _remove_unfinished(self._root, self._mark)
             self._remove_old()
-            self._writing = _Writing(self._root, self._mark, manifest)
+            self._writing = _VersionWriter(self._root, self._mark, manifest)
         except OSError as error:
             raise _unwritable(self._root, error) from error
         return {"backend": self.backend, "path": str(self._writing.final)}
@@ -87,16 +93,13 @@ class FilesystemSender:
         if writing is not None:
             writing.close()
 
-    def destroy(self) -> None:
-        pass
-
-    def _open(self) -> _Writing:
+    def _open(self) -> _VersionWriter:
         if self._writing is None:
             raise Unavailable("the update was given up")
         return self._writing
 
     def _remove_old(self) -> None:
-        """Of ours all but the newest `keep` - 1: one more is about to come."""
+        """Removes this publisher's versions but for the newest `keep` - 1, since one more is about to come."""
         found = [match for name in os.listdir(self._root) if (match := _NAME.fullmatch(name))]
         ours = sorted(match[0] for match in found if match[2] == self._mark)
         old = ours[: len(ours) - (self._keep - 1)]
@@ -104,15 +107,15 @@ class FilesystemSender:
             return
         sources = self._sources()
         if sources is None:
-            return  # a store that was lost, say: then any of them may be needed
+            return  # the fleet does not know what it needs (its store may be lost), so every version stays
         named = {Path(str(source.get("path"))).name for source in sources}
         for name in old:
             if name not in named:
                 shutil.rmtree(self._root / name)
 
 
-class _Writing:
-    """One version on its way to the disk; a thread writes."""
+class _VersionWriter:
+    """Writes one version, on a thread of its own."""
 
     def __init__(self, root: Path, mark: str, manifest: Manifest) -> None:
         numbers = [int(match[1]) for name in os.listdir(root) if (match := _NAME.fullmatch(name))]
@@ -125,7 +128,7 @@ class _Writing:
         self._file = -1
         self._threads = ThreadPoolExecutor(1, "rl-plane-write")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it is ours while we live
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # in use while this process lives
             adapter = manifest.adapter_config is not None
             self._name = ADAPTER_NAME if adapter else SINGLE_NAME
             self._file = os.open(self._directory / self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -190,7 +193,7 @@ class _Writing:
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
-        shutil.rmtree(self._directory, ignore_errors=True)  # of an update that was given up
+        shutil.rmtree(self._directory, ignore_errors=True)  # it is still there only if the update was given up
         for descriptor in (self._file, self._lock):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -198,8 +201,10 @@ class _Writing:
 
 
 def _layout(manifest: Manifest) -> tuple[bytes, dict[str, int], int]:
-    """(the file's header, where each tensor begins, the file's length). Wide dtypes come first, so that each tensor is
-    aligned for readers that map the file."""
+    """Returns the file's header, the offset of each tensor, and the file's length.
+
+    Wide dtypes come first, so that each tensor is aligned for readers that map the file.
+    """
     specs = sorted(manifest.specs.items(), key=lambda item: -DTYPE_BYTES[item[1].dtype])
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins, end = {}, 0
@@ -224,7 +229,7 @@ def _write_at(file: int, data: memoryview, offset: int) -> None:
 
 
 def _remove_unfinished(root: Path, mark: str) -> None:
-    """What was left when this publisher was killed; one that lives holds its lock."""
+    """Removes what this publisher left when it was killed. A publisher that lives holds the lock of its directory."""
     for name in os.listdir(root):
         match = _UNFINISHED.fullmatch(name)
         if match is None or match[1] != mark:
@@ -258,16 +263,14 @@ def _unwritable(path: Path, error: OSError) -> PlaneError:
     )
 
 
-def build(around: Surroundings) -> FilesystemSender:
-    """Options: `keep`, and `publisher` (see `Surroundings.publisher`)."""
-    if around.root is None:
+def build(context: SenderContext) -> FilesystemSender:
+    """Makes the sender. Options: `keep` (versions), `publisher` (see `SenderContext.publisher`)."""
+    if context.root is None:
         raise InvalidRequest(
             "the filesystem transport needs a root",
             field="root",
             fix="root=DIR (--root DIR), beneath a weight root of the workers",
         )
-    around.check_options("filesystem", "keep", "publisher")
-    keep = around.options.get("keep", DEFAULT_KEEP)
-    if type(keep) is not int:
-        raise InvalidRequest(f"keep is {keep!r}", field="options.keep", fix="give a whole number of versions")
-    return FilesystemSender(around.root, keep=keep, publisher=around.publisher(), sources=around.sources)
+    context.check_options("filesystem", "keep", "publisher")
+    keep = context.keep_option(DEFAULT_KEEP, least=1)
+    return FilesystemSender(context.root, keep=keep, publisher=context.publisher(), sources=context.sources)

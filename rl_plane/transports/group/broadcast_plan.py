@@ -1,4 +1,4 @@
-"""How a part of a fed update is broadcast, and told to the workers. No I/O."""
+"""Plans the broadcasts of one announced part, and its messages to the workers. No I/O."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from rl_plane.protocol.update_requests import Part
 from rl_plane.protocol.versions import TensorSpec
 
 MAX_PIECE_BYTES = 600_000
-"""Of the names, dtypes and shapes in one message to a worker: well below what NATS carries."""
-TENSOR_BYTES, SIDE_BYTES = 16, 9
-"""Of each, beside the text of its name and dtype: at most so many in msgpack."""
+"""The most bytes of names, dtypes and shapes in one message to a worker: well below NATS's limit."""
+TENSOR_BYTES = 16
+"""The most bytes of msgpack that a tensor takes beside the text of its name and dtype."""
+SIDE_BYTES = 9
+"""The most bytes of msgpack that each dimension takes."""
 
 Placed = tuple[str, TensorSpec]
 
 
 def chunks(part: Part) -> list[list[Placed]]:
-    """The tensors of each broadcast. `packed` cuts as vLLM does: behind the tensor that is one too many."""
+    """The tensors of each broadcast. The layout `packed` cuts as vLLM does: after the tensor that overfills the
+    bucket."""
     tensors = list(zip(part.names, part.specs, strict=True))
     if part.layout == "each":
         return [[one] for one in tensors]
@@ -33,8 +36,10 @@ def chunks(part: Part) -> list[list[Placed]]:
 
 
 def pieces(part: Part) -> list[Part]:
-    """The same broadcasts, in parts that each fit into a message to a worker; PayloadTooLarge, where one broadcast
-    does not."""
+    """Splits a part into parts that each fit into one message to a worker, with the same broadcasts.
+
+    Raises PayloadTooLarge if a single broadcast does not fit.
+    """
     sizes = [
         TENSOR_BYTES + len(name.encode()) + len(dtype) + SIDE_BYTES * len(shape)
         for name, dtype, shape in zip(part.names, part.dtypes, part.shapes, strict=True)
@@ -48,7 +53,7 @@ def pieces(part: Part) -> list[Part]:
         more = sum(sizes[start:end])
         if more > MAX_PIECE_BYTES:
             raise PayloadTooLarge(
-                f"{count} tensors in one broadcast are more than a message to the workers can tell of",
+                f"the description of a broadcast of {count} tensors does not fit into a message to the workers",
                 field="names",
                 fix="send them in several broadcasts: smaller buckets, or one for each tensor",
             )
@@ -60,5 +65,5 @@ def pieces(part: Part) -> list[Part]:
 
 
 def _between(part: Part, start: int, end: int) -> Part:
-    told = {name: getattr(part, name)[start:end] for name in ("names", "dtypes", "shapes")}
-    return part.model_copy(update=told)
+    fields = {name: getattr(part, name)[start:end] for name in ("names", "dtypes", "shapes")}
+    return part.model_copy(update=fields)

@@ -1,8 +1,9 @@
-"""How a group's processes see one another end.
+"""Connections by which the processes of a group notice that one of them ends.
 
-gloo does not always tell of a death: so each rank holds a connection to the trainer, by which whoever gives up says
-why, and which the kernel cuts when a process ends. A trainer that forms its group by itself, as torch does (`form:
-torch`), has no such connections: there a rank holds one to the trainer's store, on which nothing is said.
+gloo does not always report a death. So each rank holds a connection to the trainer. A process that gives up sends its
+reason there, and the kernel closes the connection when a process ends. A trainer that has formed its group itself, with
+torch (`form: torch`), has no such connections: there each rank holds one to the trainer's store, and sends nothing on
+it.
 """
 
 from __future__ import annotations
@@ -19,37 +20,40 @@ from rl_plane.errors import InvalidRequest, Unavailable
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, MAX_WORLD_SIZE, Place
 
 CONNECT_TIMEOUT_S = 5.0
-"""To the trainer, which listens before anybody is told to come. torch's own connections to the store take their time
-from the group's: each asks a name server, which may be slow."""
+"""The time to connect to the trainer in seconds. The trainer listens before any worker is asked to come. torch's own
+connections to the store have the group's time-out: each asks a name server, which may be slow."""
 CONNECT_AGAIN_S = 0.1
-"""Between two tries to reach a trainer that does not listen yet."""
+"""Seconds between two tries to reach a trainer that does not listen yet."""
 WATCH_S = 1.0
-"""At most so much later a lifeline's watch ends."""
+"""`watch` ends at most so many seconds after its condition."""
 MAX_REASON_BYTES = 4096
 MAX_RANK_CHARS = len(str(MAX_WORLD_SIZE))
 HELLO_S = 5.0
-"""For a connection to say which rank it is: a rank does so at once."""
+"""The time in seconds in which a new connection must say which rank it is. A rank says so at once."""
 STRANGERS = 64
-"""Connections beside the ranks' that may be open, for so long as HELLO_S."""
+"""The most open connections that have not said which rank they are. Each may be silent for HELLO_S."""
 ACCEPT_AGAIN_S = 0.2
-"""After an accept that failed: without descriptors it fails again at once."""
+"""Seconds to wait after a failed accept: without descriptors the next one fails at once."""
 BACKLOG = 4096
-"""Ranks that come at once: what Linux allows by default."""
+"""Connections that may wait for an accept, since all ranks come at once. Linux allows so many by default."""
 
 
-class Lifelines:
-    """Connections between the trainer and each rank of the fleet. A rank says who it is; after that either side says
-    at most why it gives up. Who comes to the trainer's port and is no rank, or one that is there already, is not
-    listened to, and not kept: so there are never more than ranks and STRANGERS."""
+class PeerLiveness:
+    """Connections between the trainer and each rank of the fleet.
+
+    A rank says who it is. After that either side sends at most its reason for giving up. The trainer closes a
+    connection that is of no rank of the group, or of a rank that is connected already. So it never has more connections
+    than ranks and STRANGERS.
+    """
 
     def __init__(self, listener: socket.socket | None, *lines: socket.socket) -> None:
         self._listener = listener
         self._lines = list(lines)
         self._says = True
         self._strangers: dict[socket.socket, float] = {}
-        """Line that has not said who it is → when it is closed."""
+        """Connections that have not said who they are, each with the time at which it is closed."""
         self._ranks: set[str] = set()
-        """Those that have said it."""
+        """The ranks that have said who they are."""
         self._selector = selectors.DefaultSelector()
         for one in (listener, *lines):
             if one is not None:
@@ -57,8 +61,8 @@ class Lifelines:
                 self._selector.register(one, selectors.EVENT_READ, "its trainer" if one in lines else None)
 
     @classmethod
-    def of_trainer(cls, host: str) -> Lifelines:
-        """Listens, at any port."""
+    def of_trainer(cls, host: str) -> PeerLiveness:
+        """Listens in the trainer, at any free port."""
         try:
             family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
             listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
@@ -72,11 +76,11 @@ class Lifelines:
         return cls(listener)
 
     @classmethod
-    def of_rank(cls, place: Place, timeout_s: float = CONNECT_TIMEOUT_S) -> Lifelines | None:
-        """`timeout_s`: for a trainer of form torch, which may not listen yet."""
+    def of_rank(cls, place: Place, timeout_s: float = CONNECT_TIMEOUT_S) -> PeerLiveness | None:
+        """Connects a rank to its trainer. `timeout_s`: how long a trainer of form torch may take until it listens."""
         if place.form == "torch":
             lines = cls(None, _connected_within((place.master_address, place.master_port), timeout_s))
-            lines._says = False  # its store would take it for a request
+            lines._says = False  # the trainer's store would take a text for a request
             return lines
         if place.lifeline_port is None:
             return None
@@ -91,7 +95,7 @@ class Lifelines:
 
     @property
     def port(self) -> int:
-        assert self._listener is not None, "the trainer's"
+        assert self._listener is not None, "only the trainer listens"
         return int(self._listener.getsockname()[1])
 
     def watch(
@@ -101,8 +105,10 @@ class Lifelines:
         look_s: float = WATCH_S,
         world_size: int = MAX_WORLD_SIZE,
     ) -> str:
-        """Blocks until somebody has given up or died, and says why; or until it has `ended`, here. `world_size`: the
-        trainer included."""
+        """Blocks until a process of the group has given up or died, and returns the reason.
+
+        Returns "" once `ended()` is true. `world_size` counts the trainer, too.
+        """
         listener = self._listener
         while not ended():
             for key, _ in self._selector.select(look_s):
@@ -117,7 +123,7 @@ class Lifelines:
     def _accept(self, listener: socket.socket) -> None:
         try:
             line = listener.accept()[0]
-        except OSError:  # it has gone again, or there are no descriptors left
+        except OSError:  # the peer has gone again, or there are no descriptors left
             time.sleep(ACCEPT_AGAIN_S)
             return
         not_for_children.add(line)
@@ -126,7 +132,7 @@ class Lifelines:
         self._selector.register(line, selectors.EVENT_READ)
 
     def _close_strangers(self) -> None:
-        """Those that have had their time, and the oldest beyond STRANGERS."""
+        """Closes connections whose time is over, and the oldest beyond STRANGERS."""
         now, over = time.monotonic(), len(self._strangers) - STRANGERS
         for place, (line, until) in enumerate(list(self._strangers.items())):
             if place < over or until < now:
@@ -156,7 +162,7 @@ class Lifelines:
         return said or f"{who} is gone"
 
     def end(self, why: str) -> None:
-        """Tells the other side, and ends `watch`."""
+        """Sends the reason to the other side, and ends `watch`."""
         for line in list(self._lines):
             with contextlib.suppress(OSError):
                 if self._says:
@@ -171,13 +177,14 @@ class Lifelines:
 
 
 def _is_rank(said: str, world_size: int) -> bool:
-    """Of the fleet's, written in the one way."""
+    """True for the number of a rank of the fleet, written without leading zeros or signs."""
     return (
         len(said) <= MAX_RANK_CHARS and said.isdecimal() and str(int(said)) == said and 0 < int(said) < world_size
     )
 
 
 def connected(address: tuple[str, int], field: str, what: str) -> socket.socket:
+    """Connects, or raises InvalidRequest for `field`, with a message that begins with `what`."""
     try:
         connection = socket.create_connection(address, CONNECT_TIMEOUT_S)
     except (OSError, UnicodeError) as error:
@@ -190,7 +197,7 @@ def connected(address: tuple[str, int], field: str, what: str) -> socket.socket:
 
 
 def _connected_within(address: tuple[str, int], timeout_s: float) -> socket.socket:
-    """To a trainer that is told of the workers before it listens."""
+    """Connects to a trainer that may not listen yet."""
     until = time.monotonic() + timeout_s
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Where one rank stands in a group of a trainer and the ranks of engines, and what `init_transport` may say of it."""
+"""The place of one rank in a group of the trainer and the ranks of engines, parsed from `init_transport`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.validation import MAX_TIMEOUT_S
 
 RECEIVE_TIMEOUT_S = 300.0
-"""Of a whole update, from where the receivers listen: so long nobody waits for a trainer that gathers and sends."""
+"""The time for a whole update in seconds, from the moment at which receivers listen. It bounds how long they wait for a
+trainer that gathers and sends."""
 MAX_NAME_BYTES = 256
 MAX_WORLD_SIZE = 1 << 16
 
@@ -23,24 +24,24 @@ class Place:
 
     backend: str
     group: str
-    """Of form `plane`, never used before: each forming has a name of its own."""
+    """The group's name. For the form `plane` a name is used once: each forming has its own."""
     master_address: str
     master_port: int
     world_size: int
     rank: int
     timeout_s: float = RECEIVE_TIMEOUT_S
     lifeline_port: int | None = None
-    """Where the trainer's Lifelines listen; None: there are none."""
+    """The port of the trainer's PeerLiveness; None if it has none."""
     device: str | None = None
-    """Where nccl's buckets are; None: in host memory."""
+    """The device of nccl's buckets; None for host memory."""
     form: Literal["plane", "torch"] = "plane"
-    """`torch`: as `init_process_group("tcp://…", group_name=…)` makes one on the trainer's side."""
+    """`torch`: the trainer has made the group by `init_process_group("tcp://…", group_name=…)`."""
     fleet_ranks: int | None = None
-    """Of form `torch`: so many of its ranks are the fleet's."""
+    """For the form `torch`: how many ranks of the group belong to the fleet."""
 
     @classmethod
     def of_worker(cls, config: Mapping[str, Any], backend: str, device: str | None = None) -> Place:
-        """From what `init_transport` says."""
+        """Parses the body of `init_transport` in a worker's rank. Raises InvalidRequest for a wrong field."""
         known = {field.name for field in fields(cls)} - {"rank", "device"} | {"rank_offset"}
         for key in config:
             if key not in known:
@@ -71,11 +72,15 @@ class Place:
         form = config.get("form", "plane")
         if form not in ("plane", "torch"):
             raise InvalidRequest(
-                f"form is {form!r}", field="form", fix="plane, or torch for a trainer's own group"
+                f"form is {form!r}",
+                field="form",
+                fix="use plane, or torch for a group that the trainer has formed",
             )
         if form == "torch" and lifeline is not None:
             raise InvalidRequest(
-                "a group of form torch has no lifelines", field="lifeline_port", fix="leave it out, or the form"
+                "a group of form torch has no lifelines",
+                field="lifeline_port",
+                fix="leave out lifeline_port or form",
             )
         return cls(
             backend,

@@ -1,14 +1,15 @@
-"""The `gloo` and `nccl` transports: buckets that a trainer broadcasts to every rank of the fleet.
+"""The receiving half of `gloo` and `nccl`: buckets that a trainer broadcasts to every rank of the fleet.
 
-`init_transport {backend, group, master_address, master_port, lifeline_port?, timeout_s?}` forms the group; the plane
-adds `world_size` and each worker's `rank_offset`. Then one update is received in it. Its manifest is in the group's
-store, as JSON, in chunks (see `Group.put`): `{backend, group?, manifest_key, manifest_digest, num_buckets}`; a short
-one may be in the request: `{backend, group?, manifest, num_buckets?}`.
-A receive that does not end well drops the group: what was posted to it can't be taken back.
+`init_transport {backend, group, master_address, master_port, lifeline_port?, timeout_s?}` forms the group. The plane
+adds `world_size` and each worker's `rank_offset`. A request for an update is one of these:
 
-A trainer that has a group of its own forms it with `init_transport {backend, form: "torch", group, master_address,
-master_port, timeout_s?}`; there may be several. `{backend, group, in_parts: true}` then receives what it announces call
-by call (see `streamed_delivery.py`).
+    {backend, group?, manifest_key, manifest_digest, num_buckets}   the manifest is in the group's store
+    {backend, group?, manifest, num_buckets?}                       the manifest is short
+    {backend, group, in_parts: true}                                the trainer announces it part by part
+
+The last needs a group that the trainer has formed itself, with `init_transport {backend, form: "torch", group,
+master_address, master_port, timeout_s?}`; there may be several (see `streamed_delivery.py`; for the store see
+`Group.put`). A receive that fails drops the group, since what was posted to it can't be taken back.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from blake3 import blake3
 
 from rl_plane.errors import Conflict, InvalidRequest
 from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.versions import DIGEST_PREFIX
+from rl_plane.transports.base import GroupedTransport, TransportContext, check_fields
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, Place
-from rl_plane.transports.group.streamed_delivery import GroupFedDelivery, received
+from rl_plane.transports.group.streamed_delivery import GroupPartwiseDelivery, received
 from rl_plane.transports.group.torch_group import (
     JOIN_TIMEOUT_S,
     JOIN_TORCH_S,
@@ -34,25 +36,24 @@ from rl_plane.transports.group.torch_group import (
     import_torch,
 )
 from rl_plane.transports.packed_delivery import PackedDelivery
-from rl_plane.transports.receiver_base import Places, check_fields
+from rl_plane.weights.checkpoint import Kind
 from rl_plane.weights.manifest import Manifest
 
 _FIELDS = ("group", "manifest", "manifest_key", "manifest_digest", "num_buckets")
 MAX_GROUPS = 64
-"""Of a trainer's own: one for each of its pipeline's stages."""
+"""The most groups that a trainer may form itself: one for each stage of its pipeline."""
 
 
-class GroupTransport:
-    """In one rank. Keeps one group of the plane's form, and those that a trainer has formed by itself."""
+class GroupTransport(GroupedTransport):
+    """The transport in one rank. Holds one group of the form `plane`, and those that the trainer has formed itself."""
 
-    backend: str
     _device: str | None = None
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, context: TransportContext) -> None:
         self._group: Group | None = None
         self._own: dict[str, Group] = {}
-        """Of form `torch`, by name."""
-        self._receiving: GroupDelivery | GroupFedDelivery | None = None
+        """Groups of the form `torch`, by name."""
+        self._receiving: GroupDelivery | GroupPartwiseDelivery | None = None
         self._forming = threading.Lock()
 
     def init(self, config: Mapping[str, Any]) -> None:
@@ -87,7 +88,7 @@ class GroupTransport:
         self._drop_own("it was destroyed")
 
     def leave(self, name: str) -> None:
-        """One of a trainer's own."""
+        """Leaves one of the groups that the trainer has formed itself."""
         self._leave(self._own.pop(name, None))
 
     @staticmethod
@@ -99,9 +100,9 @@ class GroupTransport:
         for group in list(self._own.values()):
             group.drop(why)
 
-    def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> GroupDelivery | GroupFedDelivery:
+    def open(self, request: Mapping[str, Any], kind: Kind) -> GroupDelivery | GroupPartwiseDelivery:
         if "in_parts" in request:
-            return self._open_fed(request)
+            return self._open_in_parts(request)
         check_fields(self.backend, request, *_FIELDS)
         group = self._formed(request.get("group"))
         manifest = _manifest(group, request)
@@ -117,14 +118,14 @@ class GroupTransport:
         self._receiving = delivery
         return delivery
 
-    def _open_fed(self, request: Mapping[str, Any]) -> GroupFedDelivery:
+    def _open_in_parts(self, request: Mapping[str, Any]) -> GroupPartwiseDelivery:
         check_fields(self.backend, request, "group", "in_parts", "fleet_ranks")
         name = request.get("group")
         if request["in_parts"] is not True or not isinstance(name, str):
             raise InvalidRequest(
-                "what is fed is fed by a trainer's own group",
+                "in_parts needs the name of a group that the trainer has formed",
                 field="transport.group",
-                fix="name it; in_parts: true",
+                fix="name it, with in_parts: true",
             )
         group = self._own_group(name)
         formed, now = group.place.fleet_ranks, request.get("fleet_ranks")
@@ -135,7 +136,7 @@ class GroupTransport:
                 fix=FORM_AGAIN,
             )
         self._check_free(group)
-        delivery = GroupFedDelivery(group, self._own_group, self._drop_own)
+        delivery = GroupPartwiseDelivery(group, self._own_group, self._drop_own)
         self._receiving = delivery
         return delivery
 
@@ -160,7 +161,7 @@ class GroupTransport:
 
 def _not_formed(backend: str, name: Any, there: str) -> InvalidRequest:
     return InvalidRequest(
-        f"no such {backend} group is formed: {str(name)[:64]!r}; there is {there}",
+        f"there is no {backend} group {str(name)[:64]!r}: this worker has {there}",
         field="transport.group",
         fix=FORM_AGAIN,
     )
@@ -171,27 +172,27 @@ def _manifest(group: Group, request: Mapping[str, Any]) -> Manifest:
     if key is None:
         if digest is not None:
             raise InvalidRequest(
-                "manifest_digest is of a stored manifest, and there is no manifest_key",
+                "manifest_digest is given without manifest_key",
                 field="transport.manifest_digest",
                 fix="leave it out, or store the manifest and give its manifest_key",
             )
         return Manifest.from_wire(request.get("manifest"))
     if not isinstance(key, str) or "manifest" in request:
         raise InvalidRequest(
-            "manifest_key must be a text, and there is no manifest beside it",
+            "manifest_key must be a text, and excludes manifest",
             field="transport.manifest_key",
             fix="put the manifest into the group's store, or into the request",
         )
-    told = group.take(key)
-    found = DIGEST_PREFIX + blake3(told).hexdigest()
+    raw = group.take(key)
+    found = DIGEST_PREFIX + blake3(raw).hexdigest()
     if digest != found:
         raise InvalidRequest(
-            f"manifest_digest is {str(digest)[:80]!r}, the stored manifest's is {found}",
+            f"manifest_digest is {str(digest)[:80]!r}, but the stored manifest has {found}",
             field="transport.manifest_digest",
             fix="store each manifest under a key of its own, and state its digest",
         )
     try:
-        wire = load_json_object(told)
+        wire = load_json_object(raw)
     except ValueError as error:
         raise InvalidRequest(
             f"the stored manifest can't be read: {str(error)[:200]}",
@@ -228,11 +229,11 @@ class GroupDelivery(PackedDelivery):
         self.ended = True
 
     def _stated(self) -> str | None:
-        """The version's digest, which its trainer knows only now."""
+        """The version's digest, which the trainer broadcasts after the last bucket."""
         data = digest_tensor()
         self._group.broadcast(data).wait("the digest", self._deadline, self.cancelled)
-        told = bytes(data.numpy())
-        return f"blake3:{told.hex()}" if any(told) else None
+        raw = bytes(data.numpy())
+        return f"blake3:{raw.hex()}" if any(raw) else None
 
 
 class GlooTransport(GroupTransport):
@@ -242,6 +243,6 @@ class GlooTransport(GroupTransport):
 class NcclTransport(GroupTransport):
     backend = "nccl"
 
-    def __init__(self, places: Places) -> None:
-        super().__init__(places)
-        self._device = gpu(places.device)
+    def __init__(self, context: TransportContext) -> None:
+        super().__init__(context)
+        self._device = gpu(context.device)

@@ -1,32 +1,32 @@
-"""The trainer's half of `gloo` and `nccl`: rank 0 of a group with every rank of the fleet.
+"""The sending half of `gloo` and `nccl`: rank 0 of a group with every rank of the fleet.
 
 sender = GroupSender(host="10.0.0.1")
-await ensure_group(sender, client)          # again before each update: it forms the group anew when it must
+sender.form(lambda body: client.run("init_transport", body))   # again if the fleet has changed
 transport = sender.open(manifest)
-await client.run("prepare_weights_update", {"transport": transport, "fingerprint": sender.fingerprint})
+client.run("prepare_weights_update", {"transport": transport, "fingerprint": sender.fingerprint})
 for number in fill(manifest, tensors, sender.buffer, digests):
     sender.send(number)
 sender.finish(digests)
-await client.run("complete_weights_update", {"num_buckets": len(manifest.buckets)})
+client.run("complete_weights_update", {"num_buckets": len(manifest.buckets)})
 sender.close()
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from blake3 import blake3
 
-from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, PlaneError, Unavailable
+from rl_plane.errors import DeadlineExceeded, InvalidRequest, PlaneError, Unavailable
 from rl_plane.protocol.versions import DIGEST_PREFIX, HostTensor
-from rl_plane.transports.group.peer_liveness import Lifelines
+from rl_plane.transports.base import LendingSender, PushingSender, SenderContext
+from rl_plane.transports.group.peer_liveness import PeerLiveness
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, RECEIVE_TIMEOUT_S, Place
 from rl_plane.transports.group.torch_group import (
     AHEAD,
@@ -39,26 +39,20 @@ from rl_plane.transports.group.torch_group import (
     import_torch,
 )
 from rl_plane.transports.packing import Tensor, raw_bytes
-from rl_plane.transports.sender_base import Surroundings
 from rl_plane.weights.manifest import Manifest
 
 if TYPE_CHECKING:
     import torch
 
-    from rl_plane.client import RlClient
-
-INIT_TIMEOUT_S = 330.0
-"""Beyond the op's own time-out."""
 END_S = 5.0
-"""For a group to be taken down. What a dead peer left posted takes longer, and is not waited for."""
+"""Seconds to wait for the end of a group. Operations that a dead peer left posted take longer, and are not awaited."""
 
 
-class GroupSender:
-    """A Sender. The store by which a group forms listens at `host`:`port` (0: any) for as long as this lives."""
+class GroupSender(PushingSender, LendingSender):
+    """Sends by a group that `form` has formed. The store by which a group forms listens until `destroy`."""
 
-    receivers_from: ClassVar[Literal["open", "finish"]] = "open"
-    bucket_bytes: ClassVar[int] = 32 << 20
-    """Each side keeps two of them; larger ones are no faster."""
+    bucket_bytes = 32 << 20
+    """Each side has two buckets in memory. Larger ones are not faster."""
 
     def __init__(
         self,
@@ -70,15 +64,26 @@ class GroupSender:
         join_timeout_s: float = JOIN_TIMEOUT_S,
         device: str = "cuda:0",
     ) -> None:
-        """`host`: as the workers reach this process. `timeout_s`: of a whole update. `device`: the trainer's own, for
-        nccl."""
-        import_torch()  # or it is Unsupported
-        self.backend: str = backend
+        """Makes the sender.
+
+        Args:
+            backend: the kind of group.
+            host: the address at which workers reach this process.
+            port: the port of the group's store; 0 takes any free one.
+            timeout_s: the time for a whole update, in seconds.
+            join_timeout_s: the time to form a group, in seconds.
+            device: the trainer's own GPU, for nccl.
+
+        Raises:
+            Unsupported: torch is missing, or nccl can't be used.
+        """
+        import_torch()
+        self.backend = backend
         self._device = gpu(_here(device)) if backend == "nccl" else None
         self.slow = False if backend == "nccl" else None
-        """From GPU to GPU: to be compared, weights would have to come to the host first."""
+        """With nccl weights go from GPU to GPU. To compare them they would have to come to the host first."""
         self.fingerprint = ""
-        """Of the fleet that is in the group."""
+        """The fingerprint of the fleet that is in the group; empty before."""
         self._host = host
         self._port = port
         self._timeout_s = timeout_s
@@ -94,18 +99,19 @@ class GroupSender:
 
     @property
     def port(self) -> int:
-        """Of the store, once a group was formed."""
+        """The port of the store, once a group was formed."""
         return int(self._store.port)
 
     @property
     def formed(self) -> bool:
+        """True if there is a group, and it was not dropped."""
         return self._group is not None and not self._group.why_dropped
 
     # ---- the group ----
 
     def form(self, init: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
-        """`init(body)` asks the fleet for `init_transport`, and returns its reply. Blocks until all have joined."""
-        lifelines = Lifelines.of_trainer(self._host)
+        """Forms a group, and blocks until every rank has joined. `init(body)` runs the op `init_transport`."""
+        lifelines = PeerLiveness.of_trainer(self._host)
         try:
             body = {**self._announce(), "lifeline_port": lifelines.port}
         except BaseException:
@@ -129,16 +135,20 @@ class GroupSender:
             joining.join(2 * self._join_timeout_s)
             for one in joined:
                 if isinstance(one, Group):
-                    one.drop("it was not formed by all")
+                    one.drop("some rank did not join")
             raise
         joining.join(2 * self._join_timeout_s)
-        group = joined[0] if joined else DeadlineExceeded("this process has not joined the group", fix=FORM_AGAIN)
+        group = (
+            joined[0]
+            if joined
+            else DeadlineExceeded("the trainer's own rank has not joined the group", fix=FORM_AGAIN)
+        )
         if isinstance(group, PlaneError):
             raise group
         self._group, self.fingerprint = group, str(reply["fingerprint"])
 
     def _announce(self) -> dict[str, Any]:
-        """The store listens from here on. A group that there was is dropped."""
+        """Lets the store listen, drops the group before, and returns the body of `init_transport`."""
         dist = import_torch().distributed
         self.leave()
         if self._store is None:
@@ -159,7 +169,7 @@ class GroupSender:
             "timeout_s": self._timeout_s,
         }
 
-    def _join(self, name: str, lifelines: Lifelines, withdrawn: threading.Event) -> Group:
+    def _join(self, name: str, lifelines: PeerLiveness, withdrawn: threading.Event) -> Group:
         try:
             size = self._world_size(name, withdrawn)
             place = Place(
@@ -171,12 +181,12 @@ class GroupSender:
             raise
 
     def _world_size(self, name: str, withdrawn: threading.Event) -> int:
-        """Once a worker says how many ranks there are."""
+        """The group's size, which the first worker writes into the store."""
         key, until = f"{name}/world_size", time.monotonic() + self._join_timeout_s
         try:
             while not self._store.check([key]):
                 if withdrawn.wait(LOOK_S) or time.monotonic() > until:
-                    raise DeadlineExceeded(f"no worker came to the group {name}", fix=FORM_AGAIN)
+                    raise DeadlineExceeded(f"no worker has joined the group {name}", fix=FORM_AGAIN)
             return int(self._store.get(key))
         except (RuntimeError, ValueError) as error:
             raise Unavailable(
@@ -184,7 +194,7 @@ class GroupSender:
             ) from error
 
     def leave(self) -> None:
-        """Drops the group; the store goes on listening."""
+        """Drops the group. The store continues to listen."""
         group, self._group = self._group, None
         if group is not None:
             group.drop("the trainer left it")
@@ -203,9 +213,9 @@ class GroupSender:
         group = self._whole()
         sizes = [bucket.nbytes for bucket in manifest.buckets]
         self._manifest = manifest
-        told = json.dumps(manifest.to_wire()).encode()
+        raw = json.dumps(manifest.to_wire()).encode()
         self._manifest_key = f"manifest-{secrets.token_hex(4)}"
-        group.put(self._manifest_key, told)
+        group.put(self._manifest_key, raw)
         self._places = group.lanes(sizes)
         self._lent, self._under_way = {}, {}
         self._deadline = time.monotonic() + self._timeout_s
@@ -213,12 +223,12 @@ class GroupSender:
             "backend": self.backend,
             "group": group.place.group,
             "manifest_key": self._manifest_key,
-            "manifest_digest": DIGEST_PREFIX + blake3(told).hexdigest(),
+            "manifest_digest": DIGEST_PREFIX + blake3(raw).hexdigest(),
             "num_buckets": len(sizes),
         }
 
     def lend(self, tensors: Mapping[str, Tensor]) -> Collection[int]:
-        """In host memory, a tensor that fills a bucket is sent from where it lies."""
+        """Sends a tensor in host memory that fills a bucket from where it lies."""
         assert self._manifest is not None, "open comes first"
         for number, bucket in enumerate(self._manifest.buckets):
             tensor = tensors.get(bucket.tensors[0].name) if len(bucket.tensors) == 1 else None
@@ -233,7 +243,7 @@ class GroupSender:
         return memoryview(self._place(number).numpy())
 
     def send(self, number: int) -> None:
-        self._wait(number - AHEAD)  # what is lent asks for no buffer
+        self._wait(number - AHEAD)  # for a lent bucket `buffer` is not called
         self._under_way[number] = self._whole().broadcast(self._place(number))
 
     def finish(self, digests: Mapping[str, str] | None) -> None:
@@ -254,7 +264,7 @@ class GroupSender:
         group.broadcast(data).wait("the digest", self._deadline)
 
     def close(self) -> None:
-        """What was not finished can't be taken back: the group is formed anew for the next update."""
+        """Ends the update. If it was not finished, the group is dropped, since what was posted can't be taken back."""
         if self._manifest is not None:
             if self._group is not None:
                 self._group.remove(self._manifest_key)
@@ -278,36 +288,36 @@ class GroupSender:
 
     def _whole(self) -> Group:
         if self._group is None:
-            raise Unavailable(
-                "there is no group with the fleet", fix="form it: await ensure_group(sender, client)"
-            )
+            raise Unavailable("there is no group with the fleet", fix="form it with sender.form")
         self._group.check()
         return self._group
 
 
 class FleetGroupSender(GroupSender):
-    """Forms its group by itself."""
+    """A GroupSender that forms its group when it must, before each update."""
 
-    def __init__(self, backend: Literal["gloo", "nccl"], around: Surroundings) -> None:
+    def __init__(self, backend: Literal["gloo", "nccl"], context: SenderContext) -> None:
         device = ("device",) if backend == "nccl" else ()
-        around.check_options(backend, "host", "port", "timeout_s", *device)
-        host, port = around.address()
-        timeout_s = around.options.get("timeout_s", RECEIVE_TIMEOUT_S)
+        context.check_options(backend, "host", "port", "timeout_s", *device)
+        host, port = context.address()
+        timeout_s = context.options.get("timeout_s", RECEIVE_TIMEOUT_S)
         if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
-            raise InvalidRequest(f"timeout_s is {timeout_s!r}", field="options.timeout_s", fix="give some seconds")
-        at = around.options.get("device", "cuda:0")
+            raise InvalidRequest(
+                f"timeout_s is {timeout_s!r}", field="options.timeout_s", fix="give seconds, above 0"
+            )
+        at = context.options.get("device", "cuda:0")
         super().__init__(backend, host=host, port=port, timeout_s=timeout_s, device=at)
-        self._run = around.run
+        self._run = context.run
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
-        now = self._run("workers", {})["fingerprint"]  # first: another trainer may form its group meanwhile
+        now = self._run("workers", {})["fingerprint"]  # ask first: another trainer may form its group meanwhile
         if not self.formed or self.fingerprint != now:
             self.form(lambda body: self._run("init_transport", body))
         return super().open(manifest)
 
 
 def _here(device: object) -> str | None:
-    """If it is one of this machine's."""
+    """Returns the device if it is one of this machine's GPUs; None if there is no GPU."""
     torch = import_torch()
     known = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     if known and device not in known:
@@ -317,29 +327,11 @@ def _here(device: object) -> str | None:
     return str(device) if known else None
 
 
-def build_gloo(around: Surroundings) -> FleetGroupSender:
-    """Options: see `Surroundings.address`; `timeout_s`, of a whole update."""
-    return FleetGroupSender("gloo", around)
+def build_gloo(context: SenderContext) -> FleetGroupSender:
+    """Makes the gloo sender. Options: `host`, `port` (see `SenderContext.address`), `timeout_s` (a whole update)."""
+    return FleetGroupSender("gloo", context)
 
 
-def build_nccl(around: Surroundings) -> FleetGroupSender:
-    """As `build_gloo`; `device`, the trainer's: `cuda:0`."""
-    return FleetGroupSender("nccl", around)
-
-
-async def ensure_group(sender: GroupSender, client: RlClient, component: str | None = None) -> None:
-    """Forms the group with the fleet of this moment, unless there is one already."""
-    fleet = await client.list_workers(component)
-    if sender.formed and sender.fingerprint == fleet.fingerprint:
-        return
-    loop = asyncio.get_running_loop()
-
-    def init(body: dict[str, Any]) -> Mapping[str, Any]:
-        asked = {**body, "component": component} if component is not None else body
-        future = asyncio.run_coroutine_threadsafe(client.run("init_transport", asked), loop)
-        try:
-            return future.result(INIT_TIMEOUT_S)
-        except TimeoutError as error:
-            raise EngineFailed("init_transport did not end") from error
-
-    await asyncio.to_thread(sender.form, init)
+def build_nccl(context: SenderContext) -> FleetGroupSender:
+    """Makes the nccl sender. Options: those of gloo, and `device`, the trainer's GPU (default `cuda:0`)."""
+    return FleetGroupSender("nccl", context)

@@ -1,4 +1,4 @@
-"""A Delivery whose tensors a trainer broadcasts call by call, in groups that it has formed by itself."""
+"""Receives the tensors that a trainer broadcasts part by part, in groups that it has formed itself."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_plane._util.tasks import never
+from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import Conflict, DeadlineExceeded, EngineFailed, InvalidWeights, PlaneError, Unavailable
 from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.base import CheckSpecs, PartwiseDelivery
 from rl_plane.transports.group.broadcast_plan import chunks
 from rl_plane.transports.group.rank_layout import FORM_AGAIN
 from rl_plane.transports.group.torch_group import AHEAD, Group
-from rl_plane.transports.reception import Cancelled
-from worker.receive.staging import check_specs
 
 LOOK_S = 0.05
-"""How often who waits for the next part, or for one to be taken, looks whether it is still wanted."""
+"""Seconds between two looks at `cancelled`, in a wait for the next part or for its end."""
 TAKEN_S = 10.0
-"""Beyond a part's own time, for its last tensors to be staged."""
+"""Seconds beyond a part's own time-out, in which its last tensors are staged."""
 
 
 def received(
     group: Group, sizes: list[int], name: Callable[[int], str], deadline: float, cancelled: Cancelled
 ) -> Iterator[memoryview]:
-    """The trainer's next broadcasts, of so many bytes each. One is used up when the next one is asked for."""
+    """Yields the trainer's next broadcasts, of `sizes` bytes each. Each is valid until the next one is asked for."""
     lanes = group.lanes(sizes)
     views = [memoryview(lane.numpy()) for lane in lanes]
 
@@ -45,6 +44,8 @@ def received(
 
 @dataclass(slots=True)
 class _Coming:
+    """A part that was announced, and is being received."""
+
     part: ReceivePart
     group: Group
     deadline: float
@@ -53,16 +54,17 @@ class _Coming:
     taken: threading.Event = field(default_factory=threading.Event)
 
 
-class GroupFedDelivery:
-    """`group_named` finds a group, `drop` ends all of them: an update that ends early leaves them out of step."""
-
-    adapter_config: Mapping[str, Any] | None = None
-    adapter_config_raw: bytes | None = None
-    digest: str | None = None
-    tensor_digests: Mapping[str, str] | None = None
-    refetchable = False
+class GroupPartwiseDelivery(PartwiseDelivery):
+    """A delivery in which each part names the group by which it comes."""
 
     def __init__(self, group: Group, group_named: Callable[[str], Group], drop: Callable[[str], None]) -> None:
+        """Makes the delivery.
+
+        Args:
+            group: the group of parts that name none.
+            group_named: finds a group.
+            drop: ends all groups, with a reason. After an update that ends early they are out of step.
+        """
         self._specs: dict[str, TensorSpec] = {}
         self.specs: Mapping[str, TensorSpec] = self._specs
         self.cancelled: Cancelled = never
@@ -70,7 +72,8 @@ class GroupFedDelivery:
         self.ended = False
         self._whole = False
         self._asked_only = False
-        """Whether its tensors fit: nothing is sent before that is answered, so the groups are in step."""
+        """The trainer has only asked whether its tensors fit. It sends nothing before the answer, so groups are in
+        step."""
         self._receiving = False
         self._groups = {group.place.group: group}
         self._first = group
@@ -78,24 +81,24 @@ class GroupFedDelivery:
         self._drop = drop
         self._wanted: Mapping[str, TensorSpec] = {}
         self._tied: Mapping[str, str] = {}
-        self._cast = False
+        self._check_specs: CheckSpecs = lambda wanted, offered: None
         self._came: dict[str, TensorSpec] = {}
         self._asked: dict[str, TensorSpec] = {}
-        """Whether they fit, of parts whose last one is still to come."""
+        """The tensors of a question that comes in several parts, of which the last is still to come."""
         self._error: BaseException | None = None
         self._coming: queue.SimpleQueue[_Coming | None] = queue.SimpleQueue()
         self._feeding = threading.Lock()
 
-    def expect(self, wanted: Mapping[str, TensorSpec], tied: Mapping[str, str], cast: bool) -> None:
+    def expect(self, wanted: Mapping[str, TensorSpec], tied: Mapping[str, str], check: CheckSpecs) -> None:
         self._specs.update(wanted)
-        self._wanted, self._tied, self._cast = wanted, tied, cast
+        self._wanted, self._tied, self._check_specs = wanted, tied, check
 
-    # ---- on the caller's thread ----
+    # ---- on the thread of `receive_part` ----
 
-    def feed(self, part: ReceivePart, cancelled: Cancelled) -> int:
+    def receive_part(self, part: ReceivePart, cancelled: Cancelled) -> int:
         deadline = time.monotonic() + part.timeout_s
         if not self._feeding.acquire(blocking=False):
-            raise Conflict("a part of this update is received already", fix="feed one after another")
+            raise Conflict("another part of this update is being received", fix="send one part after another")
         try:
             self._check_on()
             if part.check_only:
@@ -103,7 +106,7 @@ class GroupFedDelivery:
                 self._check_whole(part)
                 return 0
             coming = _Coming(part, self._announce(part), deadline, cancelled)
-            self._receiving = True  # unless all of it comes
+            self._receiving = True  # until the whole part has come
             self._coming.put(coming)
             while not coming.taken.wait(LOOK_S):
                 self._check_on()
@@ -126,8 +129,10 @@ class GroupFedDelivery:
 
     @property
     def _in_step(self) -> bool:
-        """May its groups stay, as nobody has sent what no rank takes? Of what is tied to tensors of another update,
-        nothing else comes."""
+        """True if the groups can stay: the trainer has sent nothing that this rank did not take.
+
+        After a part of tied tensors only, nothing else comes.
+        """
         only_tied = self._came.keys() <= self._tied.keys() and not self._receiving
         return self._whole or self._asked_only or (bool(self._came) and only_tied)
 
@@ -138,20 +143,20 @@ class GroupFedDelivery:
             raise Unavailable("the update has ended", fix=FORM_AGAIN)
 
     def _check_whole(self, part: ReceivePart) -> None:
-        """Once all of it is told, which may take several parts."""
+        """Checks the tensors that a trainer asks about, once the last part of its question has come."""
         self._asked.update(self._offered(part))
         if part.last:
             whole, self._asked = {**self._came, **self._asked}, {}
-            check_specs(self._wanted, self._tied, whole, self._cast)
+            self._check_specs(self._wanted, whole)
 
     def _announce(self, part: ReceivePart) -> Group:
-        """Corrects `specs`, unless these can't be the model's."""
+        """Checks the specs of a part, and puts them into `specs`. Returns the group by which the part comes."""
         offered = self._offered(part)
         whole = {**self._came, **offered}
         wanted = (
             self._wanted if part.last else {name: one for name, one in self._wanted.items() if name in offered}
         )
-        check_specs(wanted, self._tied, whole if part.last else offered, self._cast)
+        self._check_specs(wanted, whole if part.last else offered)
         group = self._first if part.group is None else self._group_named(part.group)
         if offered:
             group.check()
@@ -166,11 +171,11 @@ class GroupFedDelivery:
         twice = sorted(offered.keys() & self._came.keys())
         if twice:
             raise InvalidWeights(
-                f"{len(twice)} tensors come twice, {twice[0]} the first", field="names", fix="send each once"
+                f"{len(twice)} tensors come twice; the first is {twice[0]}", field="names", fix="send each once"
             )
         return offered
 
-    # ---- on the receiver's ----
+    # ---- on the thread of `tensors` ----
 
     def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
         self.cancelled = cancelled
@@ -185,7 +190,7 @@ class GroupFedDelivery:
             self._error = self._error or error
             raise
         for name in self._specs.keys() - self._came.keys():
-            del self._specs[name]  # tied to another, and it did not come
+            del self._specs[name]  # it is tied to another tensor, and was left out
         self._whole = True
         coming.taken.set()
 
@@ -200,7 +205,7 @@ class GroupFedDelivery:
             if self.cancelled():
                 raise EngineFailed("staging was cancelled")
             for group in self._groups.values() if self._missing else ():
-                group.check()  # who has sent all may go
+                group.check()  # a trainer that has sent everything may leave
             if coming is not None:
                 return coming
 

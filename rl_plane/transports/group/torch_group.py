@@ -1,8 +1,8 @@
-"""A group of a trainer, rank 0, and the ranks of engines, in which packed buckets are broadcast. Both halves use it.
+"""A process group of a trainer (rank 0) and the ranks of engines, in which packed buckets are broadcast.
 
-It is a process group of its own, never torch's default one. A group in which anything goes wrong is of no use any more,
-and is formed anew over whoever is there: gloo can't take back what was posted. Who dies or gives up is told by the
-`lifelines`.
+Both halves use it. It is never torch's default group. gloo can't take back what was posted, so a group in which
+anything fails is dropped, and a new one is formed with the processes that are left. `PeerLiveness` reports who dies or
+gives up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rl_plane._util.own_address import own_address
 from rl_plane._util.tasks import never
 from rl_plane.errors import DeadlineExceeded, EngineFailed, PlaneError, Unavailable, Unsupported
-from rl_plane.transports.group.peer_liveness import Lifelines, connected
+from rl_plane.transports.group.peer_liveness import PeerLiveness, connected
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, Place
 from rl_plane.weights.read_ahead import host_memory
 
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
     import torch
 
 JOIN_TIMEOUT_S = 60.0
-"""To form a group: its ranks come within a second or two, unless one has died or stands still."""
+"""The time to form a group, in seconds. Its ranks come within a second or two, unless one has died or hangs."""
 JOIN_TORCH_S = 120.0
-"""To a trainer's own group: it is told of the workers first, and comes when it has gathered its own ranks."""
+"""The time to join a trainer's own group, in seconds: the trainer comes when it has gathered its own ranks."""
 FORM_MARGIN_S = 10.0
-"""Beyond these: torch's own errors, which say more, come first."""
+"""Seconds beyond these two, so that torch's own error, which says more, comes first."""
 LOOK_S = 0.05
-"""How often who waits for a bucket looks whether it is still wanted."""
+"""Seconds between two looks at `cancelled`, in a wait for a bucket."""
 TAKE_S = 30.0
-"""For what the trainer has put into the store: some MB."""
+"""The time to read from the trainer's store, in seconds: a few MB."""
 REMOVE_S = 5.0
-"""To take it out again: only a store that stands still takes longer."""
+"""The time to remove it from the store, in seconds. Only a store that hangs takes longer."""
 CHUNK_BYTES = 4 << 20
-"""Of what is put there: a value may have 8 MB."""
+"""The length of a chunk in the store, whose values may have 8 MB."""
 MAX_CHUNKS = 64
 AHEAD = 2
-"""Buckets in memory on each side: one is packed, or used up, while the other one is on its way."""
+"""Buckets in memory on each side: one is packed or unpacked while the other is on its way."""
 NCCL_ENVIRONMENT = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -49,38 +49,43 @@ NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-"""torch reads them when a group is made, so they are of ours only. The first one makes a group without a watchdog: that
-of any group tells the heartbeat monitor of the process's first group, the engine's own, when a broadcast has failed or
-takes longer than the group's time-out, and this ends the process. We look for errors and time by ourselves. The others
-are for versions of torch whose watchdog runs all the same."""
+"""torch reads these when a group is made, so they apply to this group only.
+
+The first makes a group without a watchdog. When a broadcast fails or exceeds the group's time-out, any group's watchdog
+tells the heartbeat monitor of the process's first group, which is the engine's own, and that ends the process. This
+module looks for errors and time itself. The other variables are for versions of torch whose watchdog runs all the same.
+"""
 _environment = threading.Lock()
 ONE_GPU = "Duplicate GPU"
-"""nccl's own words for two ranks on one."""
+"""nccl's own words for two ranks on one GPU."""
 DIGEST_BYTES = 32
-"""What follows the last bucket when the manifest has no digests yet: the version's, or zeros for none."""
+"""The bytes after the last bucket if the manifest has no digests: the version's digest, or zeros for none."""
 
 
 class Group:
-    """Formed once made: it blocks until every rank has joined, or JOIN_TIMEOUT_S. Methods block, one call at a time;
-    `drop` may come from anywhere, twice included."""
+    """A group that is formed when it is made: the constructor blocks until every rank has joined, or until a time-out.
+
+    Methods block, and are called one at a time. `drop` may be called from any thread, more than once.
+    """
 
     def __init__(
-        self, place: Place, join_timeout_s: float = JOIN_TIMEOUT_S, lifelines: Lifelines | None = None
+        self, place: Place, join_timeout_s: float = JOIN_TIMEOUT_S, lifelines: PeerLiveness | None = None
     ) -> None:
-        """`lifelines`: the trainer's own; they are closed with the group, and if none is made."""
+        """`lifelines`: those of the trainer. They are closed with the group, and if no group is formed."""
         self.place = place
         self.why_dropped = ""
-        """Empty: it is whole."""
+        """The reason why the group was dropped; empty while it is whole."""
         self._threads: list[threading.Thread] = []
         self._dropping = threading.Lock()
         self._posting = threading.Lock()
-        """Nobody who posts has torch's group last: to let go of it may take as long as an update."""
+        """Held while an operation is posted, so that only the thread of `_bury` releases torch's group: that may take
+        as long as an update."""
         self._lanes: list[torch.Tensor] = []
         self._under_way: dict[int, torch.Tensor] = {}
-        """Of nccl, by id: what a kernel may still write to. What is let go of, torch lends to others at once."""
+        """For nccl: memory by id to which a kernel may still write. torch would reuse released memory at once."""
         self._connected = False
-        """By nccl: see `_connect`."""
-        self._lifelines = Lifelines.of_rank(place, join_timeout_s) if lifelines is None else lifelines
+        """True once nccl's ranks are connected: see `_connect`."""
+        self._lifelines = PeerLiveness.of_rank(place, join_timeout_s) if lifelines is None else lifelines
         try:
             if lifelines is None or place.device is not None:
                 self._form_within(place, join_timeout_s)
@@ -94,8 +99,11 @@ class Group:
             self._start(self._watch)
 
     def _form_within(self, place: Place, join_timeout_s: float) -> None:
-        """On a thread of its own: the answer of a trainer's store that stands still is awaited without a bound, as
-        nccl awaits the ranks, and torch tries for the whole time to reach a trainer that has died meanwhile."""
+        """Forms the group on a thread of its own, since torch waits there without a bound.
+
+        torch waits for a store that hangs, nccl for the ranks, and torch tries for the whole time to reach a trainer
+        that has died.
+        """
         ended = threading.Event()
         errors: list[Exception] = []
 
@@ -107,7 +115,7 @@ class Group:
             with self._dropping:
                 ended.set()
             if self.why_dropped and not errors:
-                self._bury()  # nobody waits for it any more
+                self._bury()  # the constructor has given up
 
         self._start(form)
         bound_s, why = join_timeout_s + FORM_MARGIN_S, ""
@@ -131,7 +139,7 @@ class Group:
         try:
             self._store = connect_store(place, join_timeout_s)
             if place.rank and place.form == "plane":
-                self._store.set("world_size", str(place.world_size))  # the trainer waits to be told
+                self._store.set("world_size", str(place.world_size))  # the trainer waits for this number
             self._torch_group: Any = _make(place, self._store, join_timeout_s)
             if self._device is not None:
                 self._connect(place)
@@ -139,7 +147,7 @@ class Group:
             why = _said(error)
             if ONE_GPU in why:
                 raise Unsupported(
-                    f"nccl has no two ranks on one GPU: {why}",
+                    f"nccl can't put two ranks on one GPU: {why}",
                     field="transport.backend",
                     fix="use ipc, or give each rank, the trainer's too, a GPU of its own",
                 ) from error
@@ -150,26 +158,29 @@ class Group:
             ) from error
 
     def _connect(self, place: Place) -> None:
-        """nccl's ranks come together now, as gloo's do: not in the first broadcast, where nobody could tell one that
-        is slow to come from a trainer that is slow to send. A trainer's own group may do so there: then the store's
-        time-out, by which nccl waits for rank 0, is the update's."""
+        """Connects nccl's ranks now, as gloo does.
+
+        In the first broadcast a rank that is slow to come could not be told from a trainer that is slow to send. In a
+        trainer's own group the ranks may connect in the first broadcast: then nccl waits for rank 0 by the store's
+        time-out, which is set to the update's.
+        """
         if place.form == "torch":
             self._store.set_timeout(timedelta(seconds=place.timeout_s))
         else:
             self._torch_group.eager_connect_single_device(self._device)
             self._connected = True
 
-    # ---- what is long, and no tensor ----
+    # ---- long data that is no tensor ----
 
     def put(self, key: str, data: bytes) -> None:
-        """For the others to `take`."""
+        """Stores data under a key, for the other ranks to `take`."""
         chunks = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
         for number, chunk in enumerate(chunks):
             self._store.set(f"{key}/{number}", chunk)
         self._store.set(key, str(len(chunks)))
 
     def take(self, key: str) -> bytes:
-        """On a thread of its own, since the answer of a store that stands still is awaited without a bound."""
+        """Reads what was stored. Uses a thread of its own, since torch waits without a bound for a store that hangs."""
         taken: list[bytes] = []
         why = [f"it has not answered within {TAKE_S:g} s"]
 
@@ -178,7 +189,7 @@ class Group:
                 store = self._store
                 count = int(store.get(key)) if store.check([key]) else 0
                 if not 0 < count <= MAX_CHUNKS:
-                    raise ValueError(f"1 to {MAX_CHUNKS} chunks may be stored, these are {count}")
+                    raise ValueError(f"{count} chunks are stored, not 1 to {MAX_CHUNKS}")
                 taken.append(b"".join(store.get(f"{key}/{number}") for number in range(count)))
             except (RuntimeError, ValueError) as error:
                 why[0] = _first_line(error)
@@ -191,7 +202,7 @@ class Group:
         return taken[0]
 
     def remove(self, key: str) -> None:
-        """What was put there, or as much of it as goes within REMOVE_S."""
+        """Removes what was stored, as far as that is possible within REMOVE_S."""
 
         def remove() -> None:
             with contextlib.suppress(RuntimeError, ValueError):
@@ -207,8 +218,8 @@ class Group:
     # ---- broadcasting ----
 
     def lanes(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Host memory for buckets of these sizes, in turns. It is kept for the next update: to touch new memory takes
-        longer than to fill it."""
+        """Host memory for buckets of these sizes, in turns. It stays for the next update, since touching new memory
+        takes longer than filling it."""
         for number in range(min(AHEAD, len(sizes))):
             needed = max(sizes[number::AHEAD])
             if number == len(self._lanes):
@@ -218,8 +229,8 @@ class Group:
         return self._lanes[: len(sizes)]
 
     def broadcast(self, data: torch.Tensor, cancelled: Callable[[], bool] = never) -> Broadcast:
-        """Begins to send the trainer's bytes to all. `data` is untouched by anybody else until it has ended.
-        `cancelled` is asked while the ranks of a trainer's own group connect."""
+        """Begins to send the trainer's bytes to every rank. `data` must not be touched before the Broadcast has ended.
+        `cancelled` is called while the ranks of a trainer's own group connect."""
         import torch.distributed as dist
 
         options = dist.BroadcastOptions()
@@ -227,7 +238,7 @@ class Group:
         return self._begin("broadcast", data, options, cancelled)
 
     def barrier(self) -> Broadcast:
-        """Ends when every rank has come to it: then each has everything."""
+        """Begins a barrier. It ends when every rank has come to it, and so has everything."""
         import torch
         import torch.distributed as dist
 
@@ -250,7 +261,7 @@ class Group:
         return Broadcast(self, work, data, there)
 
     def _placed(self, data: torch.Tensor) -> torch.Tensor:
-        """Where nccl takes it. A receiver's bytes are yet to come."""
+        """The memory from or into which torch moves the bytes: a copy on the GPU for nccl, else `data` itself."""
         if self._device is None:
             return data
         if self.place.rank == 0:
@@ -261,7 +272,8 @@ class Group:
         return there
 
     def _post(self, what: str, there: torch.Tensor, options: Any, cancelled: Callable[[], bool]) -> Any:
-        """On a thread of its own while nccl connects the ranks: it waits without a bound for one that does not come."""
+        """Posts an operation. While nccl still has to connect the ranks it runs on a thread, since nccl waits without a
+        bound for a rank that does not come."""
         if self._device is None or self._connected:
             return getattr(self._torch_group, what)([there], options)
         torch_group, ended = self._torch_group, threading.Event()
@@ -275,7 +287,7 @@ class Group:
                 errors.append(error)
             ended.set()
             if self.why_dropped:
-                _abort(torch_group)  # as long as it connects there is nothing that an abort would end
+                _abort(torch_group)  # an abort has no effect before the ranks are connected
 
         self._start(work)
         until = time.monotonic() + self.place.timeout_s
@@ -295,7 +307,7 @@ class Group:
         return begun[0]
 
     def wait(self, sent: Broadcast, what: str, deadline: float, cancelled: Callable[[], bool]) -> None:
-        """`deadline`: monotonic seconds. Whatever it raises, the group is dropped."""
+        """Blocks until a broadcast has ended. After any error the group is dropped. `deadline`: monotonic seconds."""
         try:
             while not _has_ended(sent.work, self._device):
                 self.check()
@@ -319,6 +331,7 @@ class Group:
         return EngineFailed("staging was cancelled")
 
     def check(self) -> None:
+        """Raises Unavailable if the group was dropped."""
         if self.why_dropped:
             raise self._broke()
 
@@ -327,10 +340,10 @@ class Group:
             f"the group {self.place.group} broke: {self.why_dropped}", field="transport.group", fix=FORM_AGAIN
         )
 
-    # ---- its end ----
+    # ---- the end of the group ----
 
     def drop(self, why: str) -> None:
-        """The others are told; returns at once."""
+        """Ends the group, and sends the other ranks the reason. Returns at once."""
         with self._dropping:
             if self.why_dropped:
                 return
@@ -340,7 +353,7 @@ class Group:
         self._start(self._bury)
 
     def await_end(self, timeout_s: float) -> None:
-        """After `drop`, before the process ends: torch ends a process whose group is still being taken down."""
+        """Waits after `drop`, before the process ends: torch aborts a process whose group is still being taken down."""
         until = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -351,8 +364,8 @@ class Group:
         thread.start()
 
     def _bury(self) -> None:
-        """gloo's group goes when what was posted has ended or timed out; only this thread waits for that. Until nccl's
-        is aborted its kernels may write."""
+        """Releases torch's group. gloo's waits until what was posted has ended or timed out, which only this thread
+        does. nccl's kernels may write until it is aborted."""
         with self._posting:
             torch_group, self._torch_group = self._torch_group, None
         _abort(torch_group)
@@ -369,10 +382,11 @@ class Group:
 
 
 class Broadcast:
-    """One under way."""
+    """An operation of the group that is under way."""
 
     def __init__(self, group: Group, work: Any, data: torch.Tensor, there: torch.Tensor) -> None:
-        """`there`: the same on nccl's device, or `data` itself. `work`: torch's; None: there are no bytes."""
+        """`there`: the copy of `data` on nccl's device, or `data` itself. `work`: torch's handle; None if there are no
+        bytes."""
         self._group = group
         self.work = work
         self.data = data
@@ -397,7 +411,7 @@ def import_torch() -> Any:
 
 
 def gpu(device: str | None) -> str:
-    """The same, where nccl can use it."""
+    """Returns the device if nccl can use it, else raises Unsupported."""
     if device is None or not device.startswith("cuda"):
         raise Unsupported(
             "nccl needs the weights on a GPU, in every rank", field="transport.backend", fix="use gloo"
@@ -415,7 +429,7 @@ def _bytes(nbytes: int) -> Any:
 
 
 def digest_tensor() -> torch.Tensor:
-    """For the version's digest."""
+    """Memory for the version's digest."""
     made: torch.Tensor = _bytes(DIGEST_BYTES)
     return made
 
@@ -442,8 +456,8 @@ def _make(place: Place, store: Any, timeout_s: float) -> Any:
 
 
 def _gloo_options(place: Place, timeout: timedelta) -> Any:
-    """torch's own choice is what this machine's name resolves to, which is often an address of the loopback: others do
-    not reach that."""
+    """Options by which gloo listens at the address towards the trainer. torch itself takes the address of this
+    machine's name, which is often a loopback address that other machines can't reach."""
     gloo = import_torch().distributed.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
@@ -452,9 +466,9 @@ def _gloo_options(place: Place, timeout: timedelta) -> Any:
 
 
 def _has_ended(work: Any, device: Any) -> bool:
-    """Waits a little for it."""
+    """True if the operation has ended; waits up to LOOK_S for it."""
     if device is None:
-        with contextlib.suppress(RuntimeError):  # its own error, or that it takes longer
+        with contextlib.suppress(RuntimeError):  # the operation's own error, or the time-out
             work.wait(timedelta(seconds=LOOK_S))
     elif not work.is_completed():
         time.sleep(LOOK_S / 50)
@@ -462,16 +476,16 @@ def _has_ended(work: Any, device: Any) -> bool:
 
 
 def connect_store(place: Place, timeout_s: float) -> Any:
-    """The group's own part of the trainer's store."""
+    """Connects to the trainer's store, within the prefix of the group."""
     dist = import_torch().distributed
     address = (place.master_address, place.master_port)
     if place.form == "torch":
-        # As torch's own rendezvous and `_new_process_group_helper` make it, which wait for all and prefix twice.
+        # Built as in torch's rendezvous and `_new_process_group_helper`, which wait for all ranks and add two prefixes.
         store = dist.TCPStore(*address, place.world_size, False, timedelta(seconds=timeout_s))
         for prefix in (place.group, f"{place.group}/", "cpu/" if place.backend == "gloo" else "cuda/"):
             store = dist.PrefixStore(prefix, store)
         return store
-    connected(address, "master_port", "the trainer's store does not answer").close()  # torch's would try for long
+    connected(address, "master_port", "the trainer's store does not answer").close()  # torch would try for long
     store = dist.TCPStore(*address, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
     return dist.PrefixStore(place.group, store)
 
@@ -486,6 +500,6 @@ def _first_line(error: Exception) -> str:
 
 
 def _said(error: Exception) -> str:
-    """torch's first line, and what nccl says of it, which stands further down."""
+    """The first line of torch's message, and nccl's own message, which is further down."""
     words = str(error).partition("Last error:")[2].strip()
     return "; ".join(line for line in (_first_line(error), words.split("\n")[0][:300]) if line)

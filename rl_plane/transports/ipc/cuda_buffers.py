@@ -1,9 +1,10 @@
-"""CUDA IPC: buckets that stay on a GPU until a receiver on this machine reads them. By torch's own calls, those of
-`torch.multiprocessing.reductions`; what crosses is ints, bytes and bools. It has NOT been run on a GPU yet.
+"""CUDA IPC: buckets that stay on a GPU until a receiver on this machine reads them. NOT yet run on a GPU.
 
-torch counts for each share whether it was opened and given up again, in a file in /dev/shm, and frees the memory at the
-count of 0 only. So each receiver gets shares of its own; where one died, its sender counts for it. The file goes with
-the update; that of a trainer that was killed is removed by the receivers.
+It uses torch's own calls, those of `torch.multiprocessing.reductions`; ints, bytes and bools cross between processes.
+
+For each share torch counts in a file in /dev/shm whether it was opened and released, and frees the memory when the
+count is 0. So each receiver gets shares of its own. If a receiver dies, the sender counts for it. The file is removed
+with the update; receivers remove the file of a trainer that was killed.
 """
 
 from __future__ import annotations
@@ -24,29 +25,30 @@ if TYPE_CHECKING:
     import torch
 
 MAX_HANDLE_BYTES = 1024
-"""cudaMalloc's have 66 bytes; those of expandable segments grow with the memory, and a packet has room for two."""
+"""The longest handle. cudaMalloc's have 66 bytes; those of expandable segments grow with the memory. Two must fit into
+a packet."""
 
 EVENT_BYTES = 64
 COUNTERS = 10_000
-"""In one file of torch's: what is counted behind its end would be written to somebody else's memory."""
+"""The counters in one file of torch. A counter beyond its end would be in another owner's memory."""
 
 COUNTER_FILE = re.compile(rb"/torch_(\d{1,10})_\d{1,20}_\d{1,20}")
-"""Of the process with this id."""
+"""The name of a file of counters, with the id of the process that made it."""
 
 SHM = Path("/dev/shm")
 
 TRAINER_ENDS_S = 1.0
-"""A process that is killed closes its sockets a moment before it has ended."""
+"""Seconds to wait for the end of a killed process, which closes its sockets a moment earlier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """A buffer's, as `_share_cuda_` gives it; without its device number, which is the sender's."""
+    """The handle of a buffer, as `_share_cuda_` returns it, without the sender's own device number."""
 
     memory: bytes
     nbytes: int
     offset: int
-    """Of the buffer, in the allocation that `memory` opens."""
+    """The offset of the buffer in the allocation that `memory` opens."""
     counter: bytes
     counter_offset: int
     event: bytes
@@ -57,25 +59,25 @@ class Handle:
 
     @classmethod
     def from_wire(cls, wire: Any, needed: int, start: int | None = None) -> Self:
-        """Believes nothing. ValueError for what is no handle of `needed` bytes; with `start`, of at least so many from
-        there on. How large the allocation really is, CUDA tells nobody but its owner."""
+        """Parses a handle from another process. Raises ValueError unless it is a handle of `needed` bytes, or with
+        `start` of at least so many from there on. Only its owner can ask CUDA for the real size of the allocation."""
         types = (bytes, int, int, bytes, int, bytes, bool)
         if not isinstance(wire, list) or [type(one) for one in wire] != list(types):
-            raise ValueError("a handle that is not the seven values of torch's")
+            raise ValueError("a handle without torch's seven values")
         handle = cls(*wire)
         if not 0 < len(handle.memory) <= MAX_HANDLE_BYTES or len(handle.event) not in (0, EVENT_BYTES):
-            raise ValueError("a handle of another length than CUDA's")
+            raise ValueError("a handle whose length is not CUDA's")
         fits = handle.nbytes == needed if start is None else 0 <= start <= handle.nbytes - needed
         if not fits or not 0 <= handle.offset < 1 << 62 or handle.offset % ALIGN_BYTES:
             raise ValueError(f"a handle of {handle.nbytes} bytes at {handle.offset}, not of {needed}")
         if not COUNTER_FILE.fullmatch(handle.counter) or not 0 <= handle.counter_offset < COUNTERS:
-            raise ValueError("a handle whose counter is none of torch's")
+            raise ValueError("a handle whose counter is not torch's")
         return handle
 
 
 @cache
 def gpus() -> dict[str, int]:
-    """UUID → number, of those that this process sees."""
+    """The UUID and the number of each GPU that this process sees."""
     import torch
 
     return {
@@ -84,7 +86,7 @@ def gpus() -> dict[str, int]:
 
 
 def uuid_of(device: str) -> str | None:
-    """Of `cuda`, `cuda:1`; None: it is no GPU."""
+    """The UUID of a device such as `cuda` or `cuda:1`; None if it is not a GPU."""
     if not device.startswith("cuda"):
         return None
     import torch
@@ -94,7 +96,7 @@ def uuid_of(device: str) -> str | None:
 
 
 def seen(uuid: Any) -> str:
-    """The same, if it is one of this process's. ValueError."""
+    """Returns the UUID if this process sees the GPU, else raises ValueError."""
     if not isinstance(uuid, str) or uuid not in gpus():
         raise ValueError(
             f"the trainer does not see the GPU {str(uuid)[:100]}: let CUDA_VISIBLE_DEVICES of the trainer name "
@@ -110,7 +112,7 @@ def device_of(uuid: str) -> torch.device:
 
 
 def synchronize(*uuids: str) -> None:
-    """What was begun on these GPUs has ended."""
+    """Waits until all work that was queued on these GPUs has ended."""
     import torch
 
     for uuid in uuids:
@@ -118,8 +120,10 @@ def synchronize(*uuids: str) -> None:
 
 
 class GpuBuffers:
-    """A sender's, of one update: two on the GPU where the weights are, and two on each other one that has receivers;
-    those are filled by a copy from GPU to GPU."""
+    """A sender's buffers for one update: two on the GPU of the weights, and two on each other GPU that has receivers.
+
+    The latter are filled by copies from GPU to GPU.
+    """
 
     def __init__(self, manifest: Manifest, nbytes: int, device: str) -> None:
         self.nbytes = nbytes
@@ -149,26 +153,26 @@ class GpuBuffers:
         return self._buffers[self._home][number % BUFFERS][: self._sizes[number]]
 
     def filled(self, number: int) -> None:
-        """Before anybody is told: copies run by themselves, and another process does not wait for them."""
+        """Copies a packed bucket to the other GPUs, and waits for all copies, since another process would not wait."""
         for uuid, buffers in self._buffers.items():
             if uuid != self._home:
                 buffers[number % BUFFERS][: self._sizes[number]].copy_(self.place(number))
         synchronize(*self._buffers)
 
     def shared(self, uuid: str) -> list[Handle]:
-        """For one receiver, on its own GPU."""
+        """Shares of the buffers for one receiver, on its own GPU."""
         buffers = self._buffers.get(uuid)
         if buffers is None:
             buffers = self._made(uuid)
             for there, here in zip(buffers, self._buffers[self._home], strict=True):
-                there.copy_(here)  # what the others were told of already
+                there.copy_(here)  # buckets that other receivers know already
             synchronize(uuid)
         handles: list[Handle] = []
         try:
             for buffer in buffers:
                 handles.append(share(buffer))
         except BaseException:
-            given_up(handles)  # nobody is told of them
+            release(handles)  # no receiver knows them
             raise
         return handles
 
@@ -178,7 +182,7 @@ class GpuBuffers:
 
 
 def collect() -> None:
-    """Frees what all receivers have given up, and then torch's file of counters."""
+    """Frees memory that all receivers have released, and then torch's file of counters."""
     import torch
 
     torch.cuda.ipc_collect()
@@ -186,18 +190,21 @@ def collect() -> None:
 
 
 def share(tensor: torch.Tensor) -> Handle:
-    """Of the allocation in which it lies, for one receiver."""
+    """Shares the allocation of a tensor with one receiver."""
     _, memory, nbytes, offset, counter, counter_offset, event, sync = tensor.untyped_storage()._share_cuda_()
     handle = Handle(memory, nbytes, offset, counter, counter_offset, event, sync)
     if len(memory) > MAX_HANDLE_BYTES:
-        given_up([handle])
-        raise ValueError("expandable segments make too long a handle: use smaller buckets, or none of them")
+        release([handle])
+        raise ValueError("expandable segments make the handle too long: use smaller buckets, or turn them off")
     return handle
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same storage as uint8, as one of its own: torch keeps what it notes of a share until the storage goes, and a
-    trainer's weights never do. torch lets this be done on the thread's current GPU only."""
+    """A storage of its own, as uint8, over the same memory.
+
+    torch keeps its notes of a share until the storage is freed, and a trainer's weights never are. torch allows the
+    call only on the thread's current GPU.
+    """
     import torch
 
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
@@ -213,8 +220,8 @@ def copied_to(uuid: str, tensor: torch.Tensor) -> torch.Tensor:
     return made.copy_(tensor.detach().reshape(-1).view(torch.uint8))
 
 
-def given_up(handles: list[Handle]) -> None:
-    """Counts for a receiver that has died before it gave them up."""
+def release(handles: list[Handle]) -> None:
+    """Releases shares for a receiver that never got them, or has died."""
     import torch
 
     for handle in handles:
@@ -222,7 +229,7 @@ def given_up(handles: list[Handle]) -> None:
 
 
 def opened(handles: list[Handle], device: torch.device) -> list[torch.Tensor]:
-    """A receiver's. Where one can't be opened, all are given up."""
+    """Opens shares in a receiver. If one can't be opened, all are released."""
     import torch
 
     storages: list[Any] = []
@@ -237,14 +244,14 @@ def opened(handles: list[Handle], device: torch.device) -> list[torch.Tensor]:
         return [torch.empty(0, dtype=torch.uint8, device=device).set_(one) for one in storages]
     except BaseException:
         never_opened = handles[len(storages) :]
-        storages.clear()  # the error's traceback would hold them; torch gives up those that were opened
+        storages.clear()  # the error's traceback would hold them; torch releases those that were opened
         torch.cuda.ipc_collect()
-        given_up(never_opened)
+        release(never_opened)
         raise
 
 
 def read_opened(uuid: str, handles: list[Handle], starts: Sequence[int], places: Sequence[memoryview]) -> None:
-    """Each tensor from where it begins in its allocation, into memory of the host. All are given up again."""
+    """Copies tensors from their shares into host memory, and releases the shares. `starts`: where each begins."""
     import torch
 
     device = device_of(uuid)
@@ -261,7 +268,8 @@ def read_opened(uuid: str, handles: list[Handle], starts: Sequence[int], places:
 
 
 class OpenBuckets:
-    """A receiver's: it copies each bucket into memory of the host, where weights are checked and staged."""
+    """A receiver's view of the buffers. It copies each bucket into host memory, where weights are checked and
+    staged."""
 
     def __init__(self, handles: list[Handle], uuid: str) -> None:
         import torch
@@ -275,7 +283,7 @@ class OpenBuckets:
             raise
 
     def read(self, number: int, nbytes: int) -> memoryview:
-        """Valid until the next one is read. The sender may use its buffer again."""
+        """Copies a bucket. The result is valid until the next call; the sender may reuse its buffer at once."""
         import torch
 
         self._host[:nbytes].copy_(self.buffers[number % BUFFERS][:nbytes])
@@ -283,7 +291,7 @@ class OpenBuckets:
         return memoryview(self._host.numpy())[:nbytes].toreadonly()
 
     def close(self) -> None:
-        """Before the sender is told that all was taken: CUDA wants memory closed before it is freed."""
+        """Closes the buffers. Must happen before the last `taken`: CUDA wants memory closed before it is freed."""
         import torch
 
         self.buffers.clear()
@@ -291,11 +299,11 @@ class OpenBuckets:
 
 
 def remove_counters(handles: list[Handle], pid: int, pidfd: int) -> None:
-    """Those of the trainer `pid`, if it was killed: nobody else would."""
+    """Removes the files of counters of the trainer `pid` if it was killed: no other process would."""
     ended = select.poll()
     ended.register(pidfd, select.POLLIN)
     if not ended.poll(TRAINER_ENDS_S * 1000):
-        return  # it lives, and may count others there
+        return  # the trainer lives, and may use the files
     for name in {handle.counter for handle in handles}:
         match = COUNTER_FILE.fullmatch(name)
         if match is not None and int(match[1]) == pid:

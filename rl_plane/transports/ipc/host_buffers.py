@@ -1,4 +1,4 @@
-"""Host memory that an IpcSender shares."""
+"""Host memory that an IpcSender shares with its receivers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from rl_plane.weights.manifest import Manifest
 
 
 class HostBuffers:
-    """In memory that receivers map. They outlast an update: touching new memory takes longer than copying into it."""
+    """Buffers in memory that receivers map. They outlast an update, since touching new memory takes longer than
+    copying."""
 
     def __init__(self) -> None:
         self._made: list[SealedMemory] = []
         self._sizes: list[int] = []
 
     def fit(self, manifest: Manifest) -> HostBuffers:
+        """Makes the buffers long enough for the manifest, and returns them."""
         nbytes, count = buffer_bytes(manifest), buffer_count(manifest)
         if len(self._made) < count or self.nbytes < nbytes:
-            self._made.clear()  # before there are new ones
+            self._made.clear()  # first, to make room in memory
             self._made = [SealedMemory(nbytes) for _ in range(count)]
         self._sizes = [bucket.nbytes for bucket in manifest.buckets]
         return self
@@ -41,8 +43,8 @@ class HostBuffers:
 
 
 class SealedMemory:
-    """Memory without a name, of a fixed size; only this process may write it. It goes with this object and all maps of
-    it."""
+    """Unnamed memory of a fixed size that only this process may write. It is freed with this object and all its
+    maps."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -50,7 +52,9 @@ class SealedMemory:
             self.descriptor = os.memfd_create("rl-plane-ipc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             weakref.finalize(self, os.close, self.descriptor)
             not_for_children.add(self)
-            os.posix_fallocate(self.descriptor, 0, nbytes)  # or the first write would end the process
+            os.posix_fallocate(
+                self.descriptor, 0, nbytes
+            )  # without it a write ends the process when memory is full
             self.map = mmap.mmap(self.descriptor, nbytes)
         except OSError as error:
             raise Unavailable(f"no {nbytes} bytes of shared memory: {error}", fix="use smaller buckets") from error

@@ -1,8 +1,8 @@
-"""The layout `tensors` of the `ipc` transport: the trainer's own tensors, each by a handle of its own, where they lie.
+"""The layout `tensors` of `ipc`: receivers read the trainer's own tensors in place, each by a handle of its own.
 
-They are not packed, and need no buffers. In host memory these are tensors that torch shares (`module.share_memory()`),
-handed over as read-only descriptors of memory that has no name any more; on a GPU, shares of the allocations in which
-they lie (`ipc_cuda`). Tensors of one module are announced together.
+The tensors are not packed, and need no buffers. In host memory they are tensors that torch shares
+(`module.share_memory()`), sent as read-only descriptors of unnamed memory. On a GPU they are shares of the tensors'
+allocations (`cuda_buffers`). Tensors of one module are announced together.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ from rl_plane.transports.ipc.cuda_buffers import (
     alias,
     collect,
     copied_to,
-    given_up,
+    release,
     share,
     synchronize,
     uuid_of,
 )
 from rl_plane.transports.ipc.wire import BUFFERS, close_all
 from rl_plane.transports.packing import Tensor, spec_of
-from rl_plane.weights.manifest import ALIGN_BYTES, Bucket, Manifest
+from rl_plane.weights.manifest import ALIGN_BYTES, Manifest, PackedBucket
 
 if TYPE_CHECKING:
     import torch
 
 MAX_TOGETHER = 32
-"""Tensors of one bucket. Each is a descriptor, of which a user may have as many on their way as a process may open: by
-default 1024, which is room for the two buckets that each of sixteen ranks is told of."""
+"""The most tensors of one bucket. Each needs a descriptor, and a user may have as many under way as a process may open:
+by default 1024, enough for two buckets for each of sixteen ranks."""
 
 
 def module_of(name: str) -> str:
-    """`model.layers.0.self_attn` of `model.layers.0.self_attn.q_proj.weight`: what an engine may fuse is in it."""
+    """The module of a tensor, whose tensors an engine may fuse: of `model.layers.0.self_attn.q_proj.weight` it is
+    `model.layers.0.self_attn`."""
     return name.rsplit(".", 2)[0] if name.count(".") > 1 else ""
 
 
 def pack_modules(
     tensors: Iterable[tuple[str, TensorSpec]], bucket_bytes: int, together: int = MAX_TOGETHER
-) -> tuple[Bucket, ...]:
-    """In the order given, whole modules in each bucket, as far as one fits."""
+) -> tuple[PackedBucket, ...]:
+    """Groups tensors into buckets in the order given, with whole modules in a bucket if they fit."""
     groups: list[list[tuple[str, TensorSpec]]] = []
     room = 0
     for _, module in itertools.groupby(tensors, lambda one: module_of(one[0])):
@@ -60,24 +61,24 @@ def pack_modules(
                 room = bucket_bytes
             groups[-1].append(one)
             room -= _size(one)
-    return tuple(map(Bucket.of, groups))
+    return tuple(map(PackedBucket.of, groups))
 
 
 def _size(one: tuple[str, TensorSpec]) -> int:
     return -(-one[1].nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-class OwnTensors:
-    """Of one version: those buckets all of whose tensors can be read where they are."""
+class LentTensors:
+    """The tensors of one version that can be read in place: a bucket is lent if all of its tensors can."""
 
     def __init__(self, manifest: Manifest, tensors: Mapping[str, Tensor], device: str | None = None) -> None:
-        """`device`: the GPU whose memory is read; None: the host's."""
+        """`device`: the GPU from which tensors are read; None for host memory."""
         fits = _is_shared if device is None else partial(_is_on, device)
         self.device = device
         self._tensors: dict[int, list[torch.Tensor]] = {}
-        """Of each such bucket, those that have any bytes."""
+        """For each lent bucket, its tensors that are not empty."""
         self._there: dict[tuple[int, str], list[torch.Tensor]] = {}
-        """Of a bucket on a GPU, as uint8: what is shared."""
+        """For each (bucket, GPU), the tensors that are shared there, as uint8."""
         for number, bucket in enumerate(manifest.buckets):
             filled = [placed for placed in bucket.tensors if placed.spec.nbytes]
             own: list[torch.Tensor] = []
@@ -92,10 +93,12 @@ class OwnTensors:
 
     @property
     def lent(self) -> Collection[int]:
+        """The numbers of the lent buckets."""
         return self._tensors.keys()
 
     def opened(self, number: int) -> tuple[list[int], list[int]]:
-        """Where each tensor begins in its memory, and these memories: the caller's descriptors, for reading only."""
+        """The start of each tensor in its memory, and read-only descriptors of the memory, which the caller must
+        close."""
         starts, opened = [], list[int]()
         try:
             for tensor in self._tensors[number]:
@@ -108,13 +111,15 @@ class OwnTensors:
         return starts, opened
 
     def shared(self, number: int, uuid: str) -> tuple[list[int], list[Handle]]:
-        """Likewise shares, for one receiver, on its own GPU; if that is another one, of copies there. Everything is
-        there when this returns."""
+        """The start of each tensor in its share, and shares for one receiver on its own GPU.
+
+        If that is another GPU, they are shares of copies. All copies have ended when this returns.
+        """
         assert self.device is not None
         at = uuid_of(self.device)
         assert at is not None, "it is a GPU"
         for key in [key for key in self._there if key[0] <= number - BUFFERS]:
-            del self._there[key]  # all have taken it
+            del self._there[key]  # all receivers have taken it
         tensors, home = self._tensors[number], uuid == at
         if (number, uuid) not in self._there:
             self._there[number, uuid] = [alias(one) if home else copied_to(uuid, one) for one in tensors]
@@ -123,12 +128,13 @@ class OwnTensors:
             for one in self._there[number, uuid]:
                 handles.append(share(one))
         except BaseException:
-            given_up(handles)  # nobody is told of them
+            release(handles)  # no receiver knows them
             raise
         synchronize(at, uuid)
         return [_start(one) if home else 0 for one in tensors], handles
 
     def close(self) -> None:
+        """Frees the copies and shares."""
         self._there.clear()
         if self.device is not None:
             collect()
@@ -143,21 +149,23 @@ def _is_on(device: str, tensor: torch.Tensor) -> bool:
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:
-    """In memory that torch shares by a descriptor? Where it shares by names, a process that is killed leaves them."""
+    """True if torch shares the tensor's memory by a descriptor. With names a killed process would leave files."""
     import torch
 
     by_descriptor = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
     if not by_descriptor or tensor.device.type != "cpu" or not tensor.is_shared():
         return False
-    descriptor, nbytes = tensor.untyped_storage()._share_fd_cpu_()  # moves nothing: it is shared
+    descriptor, nbytes = (
+        tensor.untyped_storage()._share_fd_cpu_()
+    )  # the tensor is shared already, so nothing moves
     return bool(descriptor >= 0 and os.fstat(descriptor).st_size >= nbytes)
 
 
 def read_memory(descriptor: int, start: int, place: memoryview) -> None:
-    """What a trainer's descriptor gives, for a receiver: it may become shorter while it is read. ValueError then, and
-    for what is no memory or file."""
+    """Reads from a trainer's descriptor into `place`. Raises ValueError if it is not memory or a file, or gets
+    shorter."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise ValueError("a descriptor of no memory")
+        raise ValueError("a descriptor that is not of memory")
     done = 0
     while done < place.nbytes:
         read = os.preadv(descriptor, [place[done:]], start + done)

@@ -1,4 +1,4 @@
-"""One update of an IpcSender: its receivers, and the thread that hears them."""
+"""One update of an IpcSender: its receivers, and the thread that serves them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import msgpack
 
 from rl_plane._util.forks import not_for_children
 from rl_plane.errors import DeadlineExceeded, InvalidRequest, PlaneError, Unavailable
-from rl_plane.transports.ipc.cuda_buffers import GpuBuffers, Handle, given_up, seen
+from rl_plane.transports.ipc.cuda_buffers import GpuBuffers, Handle, release, seen
 from rl_plane.transports.ipc.host_buffers import HostBuffers, SealedMemory
-from rl_plane.transports.ipc.in_place import OwnTensors
+from rl_plane.transports.ipc.in_place import LentTensors
 from rl_plane.transports.ipc.wire import (
     BUFFERS,
     PROTOCOL,
@@ -34,53 +34,57 @@ from rl_plane.weights.manifest import Manifest
 log = logging.getLogger("rl_plane.transports.ipc.sender")
 
 LOOK_S = 0.5
-"""How often it is looked who is silent."""
+"""Seconds between two looks for receivers that are silent."""
 
 ACCEPT_AGAIN_S = 0.2
-"""After an accept that failed. Who sends goes on meanwhile."""
+"""Seconds to wait after a failed accept. The sending continues meanwhile."""
 
 GIVE_UP_S = 3.0
-"""For receivers to give up the memory of a GPU, which CUDA wants before it is freed. They look for the end all the
-time, unless they stand still."""
+"""The time in seconds for receivers to close the GPU's memory, which must happen before it is freed. They do so at
+once, unless they hang."""
 
 CLOSE_S = 5.0
-"""For the thread to end, which waits for nothing else."""
+"""The time for the thread to end, in seconds. It waits for nothing else."""
 
 NO_TURN = -1
+"""The key of the buffers' shares."""
 
 
 @dataclass(slots=True)
 class _Receiver:
+    """One connected receiver."""
+
     connection: socket.socket
-    told: int
-    """Turns that it was told of."""
+    sent: int
+    """The number of turns that were sent to it."""
     taken: int
-    """Turns that it has answered."""
+    """The number of turns that it has answered."""
     since: float
-    """Of its last word, or of the last that was said to it."""
+    """The monotonic time of its last answer, or of the last turn that was sent to it."""
     named: bool
-    """It has all that it needs to be told of turns."""
+    """Turns can be sent to it: if the buffers are on GPUs, it has named its own."""
     gpu: str = ""
     shares: dict[int, list[Handle]] = field(default_factory=dict)
-    """Of a GPU's memory, that it may have open: of a turn, and of the buffers (NO_TURN)."""
+    """Shares of a GPU's memory that it may have open, by turn; those of the buffers under NO_TURN."""
 
     def gave_up(self, turns: int) -> None:
-        """Those of the buffers, and of so many turns."""
+        """Forgets the shares of the buffers and of the first `turns` turns, which the receiver has closed."""
         self.shares = {turn: handles for turn, handles in self.shares.items() if turn >= turns}
 
-    def count_for_it(self) -> None:
-        """It has died."""
+    def release_shares(self) -> None:
+        """Releases all shares of a receiver that has died."""
         for handles in self.shares.values():
-            given_up(handles)
+            release(handles)
         self.shares.clear()
 
 
 def closed() -> Unavailable:
+    """The error of a call after `close`."""
     return Unavailable("this update is closed", fix="open another one")
 
 
-class Update:
-    """One update's connections. A thread of its own accepts them, reads what they say, and sees them end."""
+class IpcUpdate:
+    """The connections of one update. A thread accepts them, reads their answers, and notices their end."""
 
     def __init__(
         self,
@@ -90,27 +94,29 @@ class Update:
         other_receivers_s: float,
         silent_receiver_s: float,
     ) -> None:
-        """`alive`: how many receivers there are, now and later on."""
+        """`alive`: returns how many receivers there are. The times are in seconds, as in IpcSender."""
         self.name = f"rl-plane-ipc-{secrets.token_hex(16)}"
         self.manifest = manifest
         self.buffers: HostBuffers | GpuBuffers | None = None
-        """None: all buckets are lent."""
+        """None if all buckets are lent."""
         self.begun = False
-        self._own: OwnTensors | None = None
+        self._own: LentTensors | None = None
         self._on_gpu = False
         self._alive, self._expected = alive, alive()
         if self._expected < 1:
-            raise InvalidRequest("nobody is to receive this", field="receivers", fix="say how many will come")
+            raise InvalidRequest(
+                "there is no receiver for this update", field="receivers", fix="start workers first"
+            )
         self._other_receivers_s = other_receivers_s
         self._silent_receiver_s = silent_receiver_s
         self._come_until = time.monotonic() + first_receiver_s
         self._come = 0
         self._begun_without = False
-        """A bucket that a receiver would begin with is overwritten."""
+        """The first bucket is overwritten, so a receiver that comes now is too late."""
         self._ended = 0
-        """Receivers that have everything."""
+        """The number of receivers that have everything."""
         self._why_dropped = ""
-        """The last of those that have not."""
+        """Why the last receiver that has not everything was dropped."""
         self._turns: list[dict[str, Any]] = []
         self._receivers: dict[socket.socket, _Receiver] = {}
         self._closed = False
@@ -129,8 +135,8 @@ class Update:
 
     # ---- the trainer's thread ----
 
-    def begin(self, buffers: HostBuffers | GpuBuffers | None, own: OwnTensors | None, *, on_gpu: bool) -> None:
-        """`own`: the tensors that are lent."""
+    def begin(self, buffers: HostBuffers | GpuBuffers | None, own: LentTensors | None, *, on_gpu: bool) -> None:
+        """Answers receivers from here on. `own`: the lent tensors."""
         with self._changed:
             self._check()
             self.buffers, self._own, self._on_gpu = buffers, own, on_gpu
@@ -141,7 +147,7 @@ class Update:
     def send_bucket(self, number: int) -> None:
         if self._is_lent(number):
             self.await_free(number)
-        with self._changed:  # nobody comes meanwhile, who would need buffers on another GPU
+        with self._changed:  # no receiver may come meanwhile: it could need buffers on another GPU
             self._check()
             if isinstance(self.buffers, GpuBuffers) and not self._is_lent(number):
                 self.buffers.filled(number)
@@ -155,7 +161,7 @@ class Update:
             self._check()
             self._turns.append(turn)
             for receiver in list(self._receivers.values()):
-                self._tell(receiver)
+                self._send_turns(receiver)
 
     def await_free(self, number: int) -> None:
         if number < BUFFERS:
@@ -165,7 +171,7 @@ class Update:
         self.await_taken(number - BUFFERS + 1, overwrites=True)
 
     def await_taken(self, turns: int, overwrites: bool = False) -> None:
-        """Until every receiver that is still there has taken so many turns, and no other one can come."""
+        """Waits until every receiver that is still there has taken so many turns, and no further receiver can come."""
         look_at = time.monotonic() + LOOK_S
         while True:
             with self._changed:
@@ -180,11 +186,11 @@ class Update:
                 look_at = time.monotonic() + LOOK_S
 
     def _look_who_is_late(self) -> None:
-        """One that has died before it came is not waited for."""
+        """Stops waiting for further receivers if no more of them are alive."""
         try:
             alive = self._alive()
         except PlaneError as error:
-            log.info("who is late is not known: %s", error)
+            log.info("the number of receivers is unknown: %s", error)
             return
         with self._changed:
             if len(self._receivers) + self._ended >= alive:
@@ -197,7 +203,7 @@ class Update:
             return
         if self._come >= self._expected or (self._come and time.monotonic() >= self._come_until):
             raise Unavailable(
-                f"no receiver is left: {self._come} came, and ended before they had everything: {self._why_dropped}"
+                f"no receiver is left: {self._come} came, and ended too early; the last: {self._why_dropped}"
             )
         if not self._come and time.monotonic() >= self._come_until:
             raise DeadlineExceeded(
@@ -245,13 +251,15 @@ class Update:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # gone again, or out of descriptors: then it fails again at once
+        except (
+            OSError
+        ):  # the receiver is gone again, or there are no descriptors: then the next accept fails at once
             self._changed.wait(ACCEPT_AGAIN_S)
             return
         not_for_children.add(connection)
         connection.setblocking(False)
         if not same_user(connection):
-            log.warning("a process of another user wanted the weights")
+            log.warning("a process of another user asked for the weights")
             connection.close()
             return
         receiver = _Receiver(connection, 0, 0, time.monotonic(), named=not self._on_gpu)
@@ -270,19 +278,19 @@ class Update:
             self._come_until = time.monotonic() + self._other_receivers_s
         self._receivers[connection] = receiver
         self._selector.register(connection, selectors.EVENT_READ)
-        self._tell(receiver)
+        self._send_turns(receiver)
 
-    def _tell(self, receiver: _Receiver) -> None:
-        """The turns that it doesn't know of: three packets at most, for which there is always room."""
+    def _send_turns(self, receiver: _Receiver) -> None:
+        """Sends the turns that the receiver does not know: at most three packets, for which the socket has room."""
         try:
-            while receiver.named and receiver.told < len(self._turns):
-                self._tell_turn(receiver, self._turns[receiver.told])
-                receiver.told += 1
+            while receiver.named and receiver.sent < len(self._turns):
+                self._send_turn(receiver, self._turns[receiver.sent])
+                receiver.sent += 1
                 receiver.since = time.monotonic()
-        except Exception as error:  # torch's are of many kinds
+        except Exception as error:  # torch raises many kinds of errors
             self._refuse(receiver, error)
 
-    def _tell_turn(self, receiver: _Receiver, turn: dict[str, Any]) -> None:
+    def _send_turn(self, receiver: _Receiver, turn: dict[str, Any]) -> None:
         number = turn.get("bucket")
         if self._own is None or number is None or not self._is_lent(number):
             send_packet(receiver.connection, turn)
@@ -292,7 +300,7 @@ class Update:
                 wire = [one.to_wire() for one in handles]
                 send_packet(receiver.connection, {**turn, "starts": starts, "handles": wire})
             except BaseException:
-                given_up(handles)  # it does not know of them
+                release(handles)  # the receiver does not know them
                 raise
             receiver.shares[number] = handles
         else:
@@ -316,8 +324,8 @@ class Update:
         if self._on_gpu and answer.keys() == {"closed"}:
             receiver.gave_up(_turns(answer))
             return
-        if answer != {"taken": receiver.taken} or receiver.taken >= receiver.told:
-            self._drop(receiver, f"it said {str(answer)[:100]}")
+        if answer != {"taken": receiver.taken} or receiver.taken >= receiver.sent:
+            self._drop(receiver, f"it sent {str(answer)[:100]} out of turn")
             return
         receiver.shares.pop(receiver.taken, None)
         receiver.taken += 1
@@ -327,30 +335,32 @@ class Update:
             self._forget(receiver)
 
     def _name(self, receiver: _Receiver, gpu: Any) -> None:
-        """The handles of the buffers on its GPU."""
+        """Sends the receiver the handles of the buffers on its GPU."""
         try:
             receiver.gpu = seen(gpu)
             handles = self.buffers.shared(gpu) if isinstance(self.buffers, GpuBuffers) else []
             receiver.shares[NO_TURN] = handles
             send_packet(receiver.connection, {"handles": [one.to_wire() for one in handles]})
         except Exception as error:
-            receiver.count_for_it()
+            receiver.release_shares()
             self._refuse(receiver, error)
             return
         receiver.named = True
-        self._tell(receiver)
+        self._send_turns(receiver)
 
     def _drop_silent(self) -> None:
         limit = time.monotonic() - self._silent_receiver_s
         for receiver in list(self._receivers.values()):
-            if (receiver.taken < receiver.told or not receiver.named) and receiver.since < limit:
+            if (receiver.taken < receiver.sent or not receiver.named) and receiver.since < limit:
                 self._drop(receiver, f"it was silent for {self._silent_receiver_s:g} s")
 
     def _refuse(self, receiver: _Receiver, error: Exception) -> None:
-        """Tells it why it gets nothing more."""
+        """Drops a receiver, and sends it the reason."""
         why, gone = str(error) or type(error).__name__, isinstance(error, ConnectionError)
         if not gone:
-            log.warning("a receiver gets nothing more: %s", repr(error))  # the error itself holds its frames
+            log.warning(
+                "a receiver is dropped: %s", repr(error)
+            )  # log the text: the error itself holds its frames
         with contextlib.suppress(OSError):
             send_packet(receiver.connection, {"error": why})
         self._drop(receiver, why, gone)
@@ -359,12 +369,13 @@ class Update:
         self._why_dropped = why
         if gone and receiver.shares:
             self._hear_closed(receiver)
-            receiver.count_for_it()
-        log.info("a receiver is given up after %d of %d turns: %s", receiver.taken, receiver.told, why)
+            receiver.release_shares()
+        log.info("a receiver is given up after %d of %d turns: %s", receiver.taken, receiver.sent, why)
         self._forget(receiver)
 
     def _hear_closed(self, receiver: _Receiver) -> None:
-        """What it has said before its connection ended. An error of the connection comes once, ahead of that."""
+        """Reads what the receiver sent before its connection ended. An error of the connection comes once, before
+        that."""
         for _ in range(BUFFERS + 2):
             try:
                 answer, _ = read_packet(receiver.connection)
@@ -383,7 +394,7 @@ class Update:
 
     def _release(self) -> None:
         if self._on_gpu:
-            self._await_given_up()
+            self._await_closed_memory()
         if self._own is not None:
             self._own.close()
         if isinstance(self.buffers, GpuBuffers):
@@ -393,8 +404,8 @@ class Update:
         for one in (self._listener, self._woken, self._wake):
             one.close()
 
-    def _await_given_up(self) -> None:
-        """Ends what receivers wait for, and waits until they have given up the GPU's memory."""
+    def _await_closed_memory(self) -> None:
+        """Ends the receivers' waits, and waits until they have closed the GPU's memory."""
         give_up = time.monotonic() + GIVE_UP_S
         for receiver in self._receivers.values():
             with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""The `ipc` transport: weights from a trainer on this machine, through shared memory, or from a GPU's memory.
+"""The receiving half of `ipc`: weights from a trainer on this machine, through shared memory, or from a GPU's memory.
 
-`{backend: ipc, socket: S}`, as `rl_plane.transports.ipc.sender` gives it. What arrives is checked before it is
-believed: who sends it, how large the memory really is, and that it can't become smaller while it is read.
+A request is `{backend: ipc, socket: S}`, as the sender's `open` returns it. The receiver checks who sends, how large
+the memory really is, and that it can't become smaller while it is read.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import socket
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgpack
 
-from rl_plane._util.tasks import never
+from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, InvalidWeights, Unavailable
 from rl_plane.protocol.versions import HostTensor
+from rl_plane.transports.base import TransportContext, WeightTransport, check_fields
 from rl_plane.transports.ipc.cuda_buffers import Handle, OpenBuckets, read_opened, remove_counters, uuid_of
 from rl_plane.transports.ipc.in_place import MAX_TOGETHER, read_memory
 from rl_plane.transports.ipc.wire import (
@@ -40,39 +41,33 @@ from rl_plane.transports.ipc.wire import (
     seals,
     send_packet,
 )
-from rl_plane.transports.packed_delivery import PackedDelivery
-from rl_plane.transports.receiver_base import Places, check_fields
-from rl_plane.transports.reception import Cancelled
-from rl_plane.weights.manifest import Bucket, Manifest
+from rl_plane.transports.packed_delivery import PackedDelivery, check_kind
+from rl_plane.weights.checkpoint import Kind
+from rl_plane.weights.manifest import Manifest, PackedBucket
 from rl_plane.weights.read_ahead import host_memory
 
 FIRST_PACKET_S = 30.0
-"""A sender answers from a thread of its own; only a process that stands still does not."""
+"""The time for the first packet in seconds. A sender answers from a thread of its own, unless its process hangs."""
 
 BUCKET_S = 300.0
-"""A trainer that gathers a sharded model takes seconds for a bucket; before that it may wait for other receivers."""
+"""The time for a bucket in seconds. Gathering a sharded model takes seconds; before, the trainer may wait for other
+receivers."""
 
 LOOK_S = 0.1
-"""How often a receiver that waits looks whether it is still wanted."""
+"""Seconds between two looks at `cancelled`, while the receiver waits."""
 
 _FIX = "is the trainer on this machine, in this network namespace, and still there? else use another transport"
 
 
-class IpcTransport:
-    """The `ipc` backend. Keeps nothing between two updates."""
+class IpcTransport(WeightTransport):
+    """The `ipc` transport of one process. It has no state between two updates."""
 
     backend = BACKEND
 
-    def __init__(self, places: Places) -> None:
-        self._device = places.device
+    def __init__(self, context: TransportContext) -> None:
+        self._device = context.device
 
-    def init(self, config: Mapping[str, Any]) -> None:
-        check_fields(BACKEND, config)
-
-    def destroy(self) -> None:
-        pass
-
-    def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> PackedDelivery:
+    def open(self, request: Mapping[str, Any], kind: Kind) -> PackedDelivery:
         check_platform()
         check_fields(BACKEND, request, "socket")
         name = request.get("socket")
@@ -91,18 +86,18 @@ class IpcTransport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Own:
-    """A bucket whose tensors lie where the trainer has them: those that have bytes."""
+class _LentBucket:
+    """A bucket whose non-empty tensors are read in the trainer's memory."""
 
     starts: Sequence[int]
     handles: Any
     descriptors: Sequence[int]
     places: Sequence[memoryview]
-    """For them, here."""
+    """The memory here into which the tensors go."""
 
 
 class _Mapped:
-    """Buffers in shared memory, read where they are; or memory of the trainer's own, out of which tensors are read."""
+    """The trainer's memory on the host: its buffers are read in place, lent tensors are copied."""
 
     copies = False
 
@@ -111,11 +106,11 @@ class _Mapped:
 
     def read(self, number: int, nbytes: int) -> memoryview:
         if not self._maps:
-            raise _refuse("it gave no buffers")
+            raise _refuse("it sent no buffers")
         with memoryview(self._maps[number % BUFFERS]) as whole:
             return whole[:nbytes]
 
-    def read_own(self, number: int, own: _Own) -> None:
+    def read_own(self, number: int, own: _LentBucket) -> None:
         if len(own.descriptors) != len(own.places):
             raise _refuse(f"{len(own.descriptors)} descriptors came for {len(own.places)} tensors")
         for descriptor, start, place in zip(own.descriptors, own.starts, own.places, strict=True):
@@ -127,23 +122,24 @@ class _Mapped:
 
 
 class _OnGpu:
-    """Buffers on a GPU, read into one of the host."""
+    """The trainer's memory on a GPU, from which buckets and tensors are copied to the host."""
 
     copies = True
 
     def __init__(self, handles: list[Handle], uuid: str, connection: socket.socket) -> None:
         self._uuid = uuid
         self._handles = handles
-        """Also of tensors: those, each of whose counters' files is another one."""
-        self._given_up = 0
-        """Turns."""
+        """The handles of the buffers, and one handle of lent tensors for each further file of counters."""
+        self._closed_turns = 0
+        """The number of turns that are closed."""
         self._connection = connection
         self._pid = peer_pid(connection)
         try:
             self._pidfd = os.pidfd_open(self._pid)
         except OSError as error:
             raise Unavailable(
-                f"the trainer's process can't be watched: {error}", fix="share its PID namespace, too"
+                f"the trainer's process can't be watched: {error}",
+                fix="let the worker share the trainer's PID namespace",
             ) from error
         self._open: OpenBuckets | None = None
         try:
@@ -154,19 +150,19 @@ class _OnGpu:
 
     def read(self, number: int, nbytes: int) -> memoryview:
         if self._open is None:
-            raise _refuse("it gave no buffers")
+            raise _refuse("it sent no buffers")
         return self._open.read(number, nbytes)
 
-    def read_own(self, number: int, own: _Own) -> None:
+    def read_own(self, number: int, own: _LentBucket) -> None:
         if not isinstance(own.handles, list) or len(own.handles) != len(own.places):
-            raise _refuse(f"it gave no handles of the {len(own.places)} tensors")
+            raise _refuse(f"it sent no handles of the {len(own.places)} tensors")
         handles = [
             Handle.from_wire(wire, place.nbytes, start)
             for wire, start, place in zip(own.handles, own.starts, own.places, strict=True)
         ]
         known = {one.counter for one in self._handles}
         self._handles += [one for one in handles if one.counter not in known]
-        self._given_up = number + 1  # whatever comes of it
+        self._closed_turns = number + 1  # even if reading fails
         try:
             read_opened(self._uuid, handles, own.starts, own.places)
         except Exception as error:
@@ -179,7 +175,7 @@ class _OnGpu:
             self._open.close()
             self._open = None
         try:
-            send_packet(self._connection, {"closed": self._given_up})
+            send_packet(self._connection, {"closed": self._closed_turns})
         except OSError:
             remove_counters(self._handles, self._pid, self._pidfd)
         os.close(self._pidfd)
@@ -187,6 +183,8 @@ class _OnGpu:
 
 
 class IpcDelivery(PackedDelivery):
+    """The delivery of one version from a trainer on this machine."""
+
     def __init__(self, manifest: Manifest, connection: socket.socket, source: _Mapped | _OnGpu) -> None:
         self._taking = self._take()
         super().__init__(manifest, self._taking, refetchable=False)
@@ -200,25 +198,26 @@ class IpcDelivery(PackedDelivery):
             yield name, tensor
 
     def close(self) -> None:
-        """From any thread: one that waits for a bucket gets Unavailable."""
+        """Ends the delivery, from any thread. A thread that waits for a bucket gets Unavailable."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RD)
         try:
             self._taking.close()
         except ValueError:
-            return  # that thread is in it, and ends it
+            return  # another thread is in the generator, and ends the delivery
         self._end()
 
     def _end(self) -> None:
-        # An error's traceback may hold what was looked at last, for long; the memory is to go now.
-        with contextlib.suppress(BufferError):  # a thread is at it: it goes with that
+        # An error's traceback may hold the last memory for a long time, so release it now.
+        with contextlib.suppress(BufferError):  # a thread still reads: the memory is freed with it
             self._tensor.release()
             self._bucket.release()
             self._source.close()
         self._connection.close()
 
     def _take(self) -> Generator[memoryview, None, None]:
-        """Bucket by bucket. What was taken is told when the next one is asked for, or as soon as it is copied."""
+        """Yields bucket by bucket. Answers `taken` when the next bucket is asked for, or as soon as a bucket is
+        copied."""
         try:
             last = len(self._manifest.buckets) - 1
             for number, bucket in enumerate(self._manifest.buckets):
@@ -233,14 +232,14 @@ class IpcDelivery(PackedDelivery):
                     self._taken(number)
             digest = self._await("end", None)[0]["end"]
             if digest is not None and not isinstance(digest, str):
-                raise _refuse("its digest is no text")
+                raise _refuse("its digest is not a text")
             self.digest = digest
             self._taken(last + 1)
         finally:
             self._end()
 
-    def _read(self, number: int, bucket: Bucket) -> bool:
-        """Into memory of our own?"""
+    def _read(self, number: int, bucket: PackedBucket) -> bool:
+        """Reads one bucket. Returns True if it is in memory of this process."""
         packet, descriptors = self._await("bucket", number, MAX_TOGETHER)
         try:
             starts = packet.get("starts")
@@ -251,10 +250,10 @@ class IpcDelivery(PackedDelivery):
             filled = [one for one in bucket.tensors if one.spec.nbytes]
             places = [whole[one.offset :][: one.spec.nbytes] for one in filled]
             if not isinstance(starts, list) or [type(one) for one in starts] != [int] * len(filled):
-                raise ValueError(f"not where each of {len(filled)} tensors begins")
+                raise ValueError(f"no start for each of {len(filled)} tensors")
             if not all(0 <= one < 1 << 62 for one in starts):
-                raise ValueError("tensors that begin nowhere")
-            self._source.read_own(number, _Own(starts, packet.get("handles"), descriptors, places))
+                raise ValueError("impossible starts of tensors")
+            self._source.read_own(number, _LentBucket(starts, packet.get("handles"), descriptors, places))
             self._bucket = whole
             return True
         except ValueError as error:
@@ -267,7 +266,7 @@ class IpcDelivery(PackedDelivery):
         more = {"starts", "handles"} if key == "bucket" and "starts" in packet else set()
         if packet.keys() - more != {key} or expected not in (None, packet[key]):
             close_all(given)
-            raise _refuse(f"it said {str(packet)[:100]} out of turn")
+            raise _refuse(f"it sent {str(packet)[:100]} out of turn")
         return packet, given
 
     def _taken(self, number: int) -> None:
@@ -301,7 +300,7 @@ def _connected(name: str) -> socket.socket:
         raise
 
 
-def _opened(connection: socket.socket, kind: Literal["base", "lora"], device: str) -> IpcDelivery:
+def _opened(connection: socket.socket, kind: Kind, device: str) -> IpcDelivery:
     first, descriptors = _packet(connection, FIRST_PACKET_S, 1 + BUFFERS)
     try:
         if first.get("protocol") != PROTOCOL:
@@ -310,9 +309,7 @@ def _opened(connection: socket.socket, kind: Literal["base", "lora"], device: st
         if not descriptors or type(nbytes) is not int or type(room) is not int:
             raise _refuse("its first packet has no manifest and buffers")
         manifest = _manifest(descriptors[0], nbytes)
-        if (manifest.adapter_config is None) != (kind == "base"):
-            wanted, came = ("base weights", "an adapter") if kind == "base" else ("an adapter", "base weights")
-            raise InvalidWeights(f"{came} came, not {wanted}", field="target.kind", fix=f"send {wanted}")
+        check_kind(manifest, kind)
         needed = buffer_bytes(manifest)
         if first.get("cuda") is True:
             source: _Mapped | _OnGpu = _on_gpu(connection, room, needed, device)
@@ -338,12 +335,12 @@ def _mapped(descriptors: list[int], room: int, needed: int, count: int) -> _Mapp
 
 
 def _on_gpu(connection: socket.socket, room: int, needed: int, device: str) -> _OnGpu:
-    """By handles of the buffers on this rank's own GPU."""
+    """Opens the buffers on this rank's own GPU."""
     uuid = uuid_of(device)
     if uuid is None:
         raise Unavailable(
-            "the weights are on the trainer's GPU, and this engine's on the CPU",
-            fix="publish again: the sender looks where all engines are",
+            "the weights are on the trainer's GPU, but this engine is on the CPU",
+            fix="publish again: the sender then finds where each engine is",
         )
     try:
         send_packet(connection, {"gpu": uuid})
@@ -366,13 +363,13 @@ def _manifest(descriptor: int, nbytes: int) -> Manifest:
     _check_memory(descriptor, nbytes)
     try:
         wire = msgpack.unpackb(os.pread(descriptor, nbytes, 0))
-    except Exception as error:  # msgpack has no common root for them
+    except Exception as error:  # msgpack's errors have no common base
         raise _refuse(f"its manifest can't be read: {error}") from error
     return Manifest.from_wire(wire)
 
 
 def _check_memory(descriptor: int, needed: int) -> None:
-    """It is so large, and stays so: reading behind the end of a map ends a process."""
+    """Refuses memory that is too small, or may shrink: reading beyond the end of a map ends the process."""
     if not seals(descriptor) & fcntl.F_SEAL_SHRINK:
         raise _refuse("its memory could shrink while it is read")
     if os.fstat(descriptor).st_size < needed:
@@ -414,7 +411,7 @@ def _not_opened(uuid: str, error: Exception) -> Unavailable:
 
 def _gone(error: BaseException) -> Unavailable:
     return Unavailable(
-        f"the trainer has gone, or has ended the update, before all weights had come: {error}", fix="publish again"
+        f"the trainer is gone, or has ended the update, before all weights had come: {error}", fix="publish again"
     )
 
 

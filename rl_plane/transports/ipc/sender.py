@@ -1,57 +1,50 @@
-"""The sender of the `ipc` transport: weights for the engines on the trainer's own machine.
+"""The sending half of `ipc`: weights for the engines on the trainer's own machine. See `wire` for the protocol.
 
-Two buffers, in memory without a name which receivers map read-only, or on a GPU (`ipc_cuda`). A bucket is packed into
-one of them while the other is read; a buffer is used again when every receiver that is still there has taken what was
-in it. One that dies is noticed at once; one that stands still is given up. See `ipc_wire`.
+There are two buffers, in unnamed memory that receivers map read-only, or on a GPU (`cuda_buffers`). A bucket is packed
+into one while receivers read the other. A buffer is used again when every receiver that is still there has taken its
+bucket. The death of a receiver is noticed at once; a receiver that hangs is given up after a time.
 
-Or, in the layout `tensors`, receivers read the trainer's own tensors, where that is possible: see `ipc_tensors`.
+In the layout `tensors` receivers read the trainer's own tensors in place, as far as possible (`in_place`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 from rl_plane.errors import InvalidRequest
-from rl_plane.membership.worker_reply import engine_replies
+from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.versions import TensorSpec
+from rl_plane.transports.base import LendingSender, SenderContext, world_size
 from rl_plane.transports.ipc.cuda_buffers import GpuBuffers
 from rl_plane.transports.ipc.host_buffers import HostBuffers
-from rl_plane.transports.ipc.in_place import OwnTensors, pack_modules
-from rl_plane.transports.ipc.ipc_session import Update, closed
+from rl_plane.transports.ipc.in_place import LentTensors, pack_modules
+from rl_plane.transports.ipc.ipc_session import IpcUpdate, closed
 from rl_plane.transports.ipc.wire import BACKEND, buffer_bytes, check_platform
-from rl_plane.transports.packing import Place, Tensor
-from rl_plane.transports.sender_base import Surroundings, world_size
-from rl_plane.weights.manifest import Bucket, Manifest, pack
+from rl_plane.transports.packing import Buffer, Tensor
+from rl_plane.weights.manifest import Manifest, PackedBucket, pack
 
 log = logging.getLogger("rl_plane.transports.ipc.sender")
 
 FIRST_RECEIVER_S = 300.0
-"""The update may wait for the fleet's lock, and for an earlier one to end."""
+"""The time for the first receiver in seconds: the update may wait for the fleet's lock, and for an earlier update."""
 
 OTHER_RECEIVERS_S = 30.0
-"""After the first: they are asked at once, but one may have to end an earlier reception before."""
+"""The time for all others after the first, in seconds. A receiver may have to end an earlier reception."""
 
 SILENT_RECEIVER_S = 60.0
-"""For one bucket. Before the first, an engine that is overwritten lets its running requests end."""
+"""The time for a receiver to take one bucket, in seconds. Before the first bucket an engine that is overwritten may
+finish its requests."""
 
 
 Layout = Literal["packed", "tensors"]
 
 
-class IpcSender:
-    """A Sender. `receivers`: how many will come to an update, asked when it is opened, and while one is late: each rank
-    of each engine is one.
-    `on_gpus`: whether all of them have GPUs. Buffers in host memory stay for the next update, those of a GPU don't.
-    `layout` `tensors`: what is lent is not packed, and receivers are answered from the first of `lend`, `buffer`,
-    `send` and `finish` on."""
+class IpcSender(LendingSender):
+    """Sends to receivers on this machine. Buffers in host memory stay for the next update, those on a GPU do not."""
 
     backend = BACKEND
-    device = "cpu"
-    """Where the tensors of the next update are."""
-    receivers_from: ClassVar[Literal["open", "finish"]] = "open"
-    """When the fleet is to be asked: the buffers hold two buckets, and receivers make room for more."""
 
     def __init__(
         self,
@@ -63,6 +56,18 @@ class IpcSender:
         other_receivers_s: float = OTHER_RECEIVERS_S,
         silent_receiver_s: float = SILENT_RECEIVER_S,
     ) -> None:
+        """Makes the sender.
+
+        Args:
+            receivers: returns how many receivers an update has: one for each rank of each engine. It is called when an
+                update is opened, and while a receiver is late.
+            layout: `packed`, or `tensors`: lent tensors are not packed. Receivers are then answered from the first call
+                of `lend`, `buffer`, `send` or `finish` on.
+            on_gpus: returns whether all receivers have GPUs.
+            first_receiver_s: the time for the first receiver.
+            other_receivers_s: the time for all others after the first.
+            silent_receiver_s: the time for a receiver to take one bucket.
+        """
         check_platform()
         if layout not in get_args(Layout):
             raise InvalidRequest(
@@ -75,43 +80,43 @@ class IpcSender:
         self._other_receivers_s = other_receivers_s
         self._silent_receiver_s = silent_receiver_s
         self._buffers = HostBuffers()
-        self._told_of_host = self._told_of_packing = False
+        self._warned_of_host = self._warned_of_packing = False
         self._at: str | None = None
-        """The GPU from which the open update is sent."""
-        self._update: Update | None = None
+        """The GPU from which the open update is sent; None for host memory."""
+        self._update: IpcUpdate | None = None
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
         self.close()
         self._at = self.device if self.device.startswith("cuda") and self._on_gpus() else None
-        if self._at is None and self.device.startswith("cuda") and not self._told_of_host:
-            self._told_of_host = True
-            log.warning(
-                "the weights on %s go by host memory, since not every worker's engine is on a GPU", self.device
-            )
-        self._update = Update(
+        if self._at is None and self.device.startswith("cuda") and not self._warned_of_host:
+            self._warned_of_host = True
+            log.warning("the weights on %s go by host memory, because not every engine is on a GPU", self.device)
+        self._update = IpcUpdate(
             manifest, self._receivers, self._first_receiver_s, self._other_receivers_s, self._silent_receiver_s
         )
         if self._layout == "packed":
             self._begun()
         return {"backend": BACKEND, "socket": self._update.name}
 
-    def pack(self, tensors: Iterable[tuple[str, TensorSpec]], bucket_bytes: int) -> tuple[Bucket, ...]:
+    def pack(self, tensors: Iterable[tuple[str, TensorSpec]], bucket_bytes: int) -> tuple[PackedBucket, ...]:
         return pack(tensors, bucket_bytes) if self._layout == "packed" else pack_modules(tensors, bucket_bytes)
 
     def lend(self, tensors: Mapping[str, Tensor]) -> Collection[int]:
-        """In the layout `tensors`: those that torch shares, in host memory, or those on the GPU that is sent from."""
+        """Lends tensors in the layout `tensors`: those that torch shares in host memory, or those on the sending
+        GPU."""
         if self._layout == "packed":
             return ()
-        own = OwnTensors(self._open_update().manifest, tensors, self._at)
-        if len(own.lent) < len(self._open_update().manifest.buckets) and not self._told_of_packing:
-            self._told_of_packing = True
+        own = LentTensors(self._open_update().manifest, tensors, self._at)
+        if len(own.lent) < len(self._open_update().manifest.buckets) and not self._warned_of_packing:
+            self._warned_of_packing = True
             log.warning(
-                "some buckets are packed, whose tensors don't all lie in shared memory, or on %s", self.device
+                "some buckets are packed, because not all of their tensors are in shared memory or on %s",
+                self.device,
             )
         self._begun(own)
         return own.lent
 
-    def buffer(self, number: int) -> Place:
+    def buffer(self, number: int) -> Buffer:
         update = self._begun()
         update.await_free(number)
         assert update.buffers is not None, "not everything is lent"
@@ -127,7 +132,7 @@ class IpcSender:
         update.await_taken(len(manifest.buckets) + 1)
 
     def close(self) -> None:
-        """From any thread: whoever waits here then gets Unavailable."""
+        """Ends the update, from any thread. A call that waits raises Unavailable."""
         update, self._update = self._update, None
         if update is not None:
             update.close()
@@ -136,8 +141,8 @@ class IpcSender:
         self.close()
         self._buffers = HostBuffers()
 
-    def _begun(self, own: OwnTensors | None = None) -> Update:
-        """With buffers for what is not lent. From here on receivers are answered."""
+    def _begun(self, own: LentTensors | None = None) -> IpcUpdate:
+        """The open update, with buffers for what is not lent. From here on receivers are answered."""
         update = self._open_update()
         if update.begun:
             return update
@@ -155,19 +160,19 @@ class IpcSender:
             raise
         return update
 
-    def _open_update(self) -> Update:
+    def _open_update(self) -> IpcUpdate:
         if self._update is None:
             raise closed()
         return self._update
 
 
-def build(around: Surroundings) -> IpcSender:
-    """Options: `layout`, `packed` (the default) or `tensors`."""
-    around.check_options(BACKEND, "layout")
+def build(context: SenderContext) -> IpcSender:
+    """Makes the sender. Options: `layout`, which is `packed` (default) or `tensors`."""
+    context.check_options(BACKEND, "layout")
 
     def on_gpus() -> bool:
-        rows = engine_replies(around.run("describe", {}))
+        rows = engine_replies(context.run("describe", {}))
         return all(str(row.get("device", "")).startswith("cuda") for row in rows)
 
-    layout = around.options.get("layout", "packed")
-    return IpcSender(lambda: world_size(around.workers()) - 1, layout=layout, on_gpus=on_gpus)
+    layout = context.options.get("layout", "packed")
+    return IpcSender(lambda: world_size(context.workers()) - 1, layout=layout, on_gpus=on_gpus)

@@ -1,20 +1,21 @@
-"""How an IpcSender and its receivers speak: what both sides must agree on.
+"""The protocol between an IpcSender and its receivers.
 
-Over a Unix socket of the kind SEQPACKET under an abstract name, which nobody has to remove. A message is one packet: a
-small msgpack map. The bytes of the weights, and the manifest, which can be large, are in memory that has no name and
-comes as descriptors with the first packet; the kernel frees it when the last process that has it ends.
+It uses a Unix socket of the kind SEQPACKET with an abstract name, which need not be removed. A message is one packet: a
+small msgpack map. The weights, and the manifest, which may be large, are in unnamed memory, whose descriptors come with
+the first packet. The kernel frees that memory when the last process that holds it ends.
 
-    trainer → receiver   {protocol, manifest, buffer, cuda} and the descriptors of the manifest and of the buffers
-                         {handles}                     of two buffers on its GPU, for a receiver that has said which
-                         {bucket: 0}, {bucket: 1}, …   each in its turn, in the buffer number % BUFFERS, or
-                         {bucket, starts}              where each tensor that has bytes begins in its own descriptor
-                         {bucket, starts, handles}     or in its own share on the receiver's GPU
-                         {end: digest | None}          of the version, in the turn after the last bucket
-                         {error: text}                 in place of any of them
-    receiver → trainer   {gpu: UUID}                   of its own, where the buffers are on GPUs
-                         {taken: 0}, {taken: 1}, …     one for each turn; the buffer may be used again
-                         {closed: turns}               before the last turn: it has given up the GPU's memory, that of
-                                                       the buffers and of the first so many turns
+    trainer → receiver   {protocol, manifest, buffer, cuda}   with the descriptors of the manifest and of the buffers
+                         {handles}                     the two buffers on the GPU that the receiver has named
+                         {bucket: 0}, {bucket: 1}, …   one turn each; the bucket is in the buffer number % BUFFERS
+                         {bucket, starts}              a lent bucket: the start of each non-empty tensor in a
+                                                       descriptor of its own
+                         {bucket, starts, handles}     the same in shares on the receiver's GPU
+                         {end: digest | None}          the version's digest, in the turn after the last bucket
+                         {error: text}                 instead of any of these
+    receiver → trainer   {gpu: UUID}                   the receiver's GPU, if the buffers are on GPUs
+                         {taken: 0}, {taken: 1}, …     one for each turn: its buffer may be used again
+                         {closed: turns}               before the last turn: the receiver has closed the GPU's memory of
+                                                       the buffers and of the first `turns` turns
 """
 
 from __future__ import annotations
@@ -38,27 +39,28 @@ BACKEND = "ipc"
 PROTOCOL = 3
 
 BUFFERS = 2
-"""One is packed while the other is read."""
+"""One buffer is packed while the other is read."""
 
 MAX_PACKET_BYTES = 64 << 10
-"""The largest has the handles of a bucket's tensors. Three, which may be on their way at once, fit into a socket."""
+"""The longest packet: the handles of a bucket's tensors. Three may be under way at once, and fit into a socket."""
 
 MAX_MANIFEST_BYTES = 256 << 20
-"""MAX_TENSORS tensors, their names, shapes and digests: some 200 bytes each, and room."""
+"""The longest manifest: MAX_TENSORS tensors with about 200 bytes each, and room."""
 
 NAME = re.compile(r"rl-plane-ipc-[0-9a-f]{32}")
-"""Of a socket. Nothing else can be connected to by asking a worker for an update."""
+"""The name of a sender's socket. A request can't make a worker connect to any other socket."""
 
 F_SEAL_FUTURE_WRITE = 0x10
-"""Linux 5.1: only the maps that are there already may write. Not in Python's `fcntl`."""
+"""The seal (Linux 5.1) after which only existing maps may write. Python's `fcntl` does not have it."""
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 def check_platform() -> None:
+    """Raises Unsupported unless this is Linux."""
     if sys.platform != "linux":
         raise Unsupported(
-            "ipc needs Linux: memory and sockets without names",
+            "ipc needs Linux, for unnamed memory and abstract sockets",
             field="transport.backend",
             fix="use nixl or filesystem",
         )
@@ -69,8 +71,8 @@ def address(name: str) -> str:
 
 
 def same_user(connection: socket.socket) -> bool:
-    """Is the process at the other end (of a connection that we made: the one that listens) of our user? Others may
-    know the name: it is in /proc/net/unix."""
+    """True if the peer of the connection runs as this process's user. A socket's name is no secret: /proc/net/unix has
+    it."""
     return _credentials(connection)[1] == os.geteuid()
 
 
@@ -85,7 +87,7 @@ def _credentials(connection: socket.socket) -> tuple[int, int, int]:
 
 
 def buffer_bytes(manifest: Manifest) -> int:
-    """A buffer has room for every bucket."""
+    """The length of a buffer, which has room for each bucket."""
     return max(ALIGN_BYTES, *(bucket.nbytes for bucket in manifest.buckets))
 
 
@@ -98,14 +100,16 @@ def send_packet(connection: socket.socket, content: dict[str, Any], descriptors:
 
 
 def read_packet(connection: socket.socket, max_descriptors: int = 0) -> tuple[dict[str, Any], list[int]]:
-    """EOFError when the other side has gone, ValueError for what is no packet of ours. The descriptors are the
-    caller's."""
+    """Reads one packet, and the descriptors that came with it, which the caller must close.
+
+    Raises EOFError if the peer is gone, and ValueError if the packet is not of this protocol.
+    """
     data, descriptors, flags, _ = socket.recv_fds(
         connection, MAX_PACKET_BYTES, max_descriptors, socket.MSG_CMSG_CLOEXEC
     )
     try:
         if not data:
-            raise EOFError("the other side has gone")
+            raise EOFError("the other side is gone")
         if flags & socket.MSG_TRUNC:
             raise ValueError(f"a packet of more than {MAX_PACKET_BYTES} bytes")
         return _content(data), descriptors
@@ -117,7 +121,7 @@ def read_packet(connection: socket.socket, max_descriptors: int = 0) -> tuple[di
 def _content(data: bytes) -> dict[str, Any]:
     try:
         content = msgpack.unpackb(data)
-    except Exception as error:  # msgpack has no common root for them
+    except Exception as error:  # msgpack's errors have no common base
         raise ValueError(f"a packet that can't be read: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"a packet that holds a {type(content).__name__}")
@@ -130,7 +134,7 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 
 def seals(descriptor: int) -> int:
-    """0 of what can have none."""
+    """The seals of a descriptor; 0 if it can't have any."""
     try:
         return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:

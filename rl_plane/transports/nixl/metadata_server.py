@@ -1,4 +1,4 @@
-"""Where pullers learn where to pull from: who shows a key is told what is offered under it (see `nixl_wire`)."""
+"""Tells receivers that know a version's key where in memory to pull it from (see `nixl.wire`)."""
 
 from __future__ import annotations
 
@@ -18,26 +18,30 @@ from rl_plane.weights.manifest import Manifest
 log = logging.getLogger("rl_plane.transports.nixl.sender")
 
 REQUEST_S = 10.0
-"""A puller sends its request as soon as it has connected."""
+"""The time for a receiver's request in seconds. It sends the request as soon as it has connected."""
 
 ANSWER_S = 60.0
-"""For it to take a manifest of megabytes, over any network."""
+"""The time for a receiver to take the answer in seconds: a manifest of megabytes, over a slow network."""
 
 LEAVE_S = 1.0
-"""For pullers to leave what is withdrawn: they look every half a millisecond while they read. One that stands still so
-long finds, when it goes on, that it was withdrawn, and uses nothing of what it reads then."""
+"""The time in seconds for receivers to leave a version that is withdrawn. While they read they look for it every half
+millisecond. A receiver that hangs longer finds later that the version was withdrawn, and uses nothing of what it
+read."""
 
 ACCEPT_AGAIN_S = 0.2
-"""After a puller that could not be taken: without descriptors, or threads, the next one can't be either at once."""
+"""Seconds to wait after a failed accept: without descriptors or threads the next one fails at once."""
 
 MAX_REQUEST_BYTES = 1024
 
 OTHER_PROTOCOL = frame_of({"error": f"this trainer speaks version {PROTOCOL}: update both sides"})
-NOT_KEPT = frame_of({"error": "source_gone: these weights are not kept any more"})
+NOT_KEPT = frame_of({"error": "source_gone: these weights are no longer kept"})
 
 
-class Desk:
-    """Tells those who know a version's key where it is. A thread for each that asks: they are as many as ranks."""
+class MetadataServer:
+    """Answers receivers over TCP, with a thread for each; there are as many as ranks.
+
+    A receiver keeps its connection open while it pulls, so the server knows when it has left.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         self.host = host
@@ -60,7 +64,7 @@ class Desk:
         threading.Thread(target=self._accept, name="nixl sender", daemon=True).start()
 
     def transport(self, key: str) -> dict[str, Any]:
-        """Of the request for what is offered under this key."""
+        """The `transport` object of the request for what is offered under this key."""
         return {"backend": BACKEND, "host": self.host, "port": self.port, "key": key}
 
     def offer(
@@ -72,9 +76,16 @@ class Desk:
         *,
         refetchable: bool = True,
     ) -> None:
-        """`metadata`: what an agent needs to read this memory, and nothing else of ours. `places`: for each bucket
-        (address, bytes) of the whole of it, or of each of its tensors. `refetchable`: it will be kept. Again under the
-        same key: those who pull from where it was have left as after `withdraw`, and may ask again."""
+        """Offers a version. If the key is in use, receivers have left the old memory when this returns, and may ask
+        again.
+
+        Args:
+            key: the secret that a receiver must know.
+            metadata: what an agent needs to read this memory, and no other memory of this process.
+            manifest: the version's tensors.
+            places: for each bucket, (address, bytes) of the whole bucket or of each of its tensors.
+            refetchable: the version stays on offer after its update.
+        """
         answer = {
             "metadata": metadata,
             "manifest": manifest.to_wire(),
@@ -94,13 +105,13 @@ class Desk:
             self._dismiss(pulling)
 
     def withdraw(self, key: str) -> None:
-        """Tells those who pull it, and waits until they have left, at most LEAVE_S."""
+        """Ends an offer. Tells its receivers, and waits until they have left, at most LEAVE_S."""
         with self._left:
             self._offers.pop(key, None)
             self._dismiss(self._pulling.pop(key, set()))
 
     def _dismiss(self, pulling: set[socket.socket]) -> None:
-        """The lock is held."""
+        """Ends the connections of receivers. The caller holds the lock."""
         for connection in pulling:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
@@ -118,13 +129,13 @@ class Desk:
         self._listener.close()
 
     def _accept(self) -> None:
-        """Until it is closed, whatever fails: workers heal from here for as long as the trainer lives."""
+        """Accepts receivers until `close`, whatever fails: workers heal from here as long as the trainer lives."""
         while not self._closed.is_set():
             try:
                 connection, _ = self._listener.accept()
             except OSError as error:
                 if not self._closed.wait(ACCEPT_AGAIN_S):
-                    log.warning("a puller could not be accepted: %s", error)
+                    log.warning("a receiver could not be accepted: %s", error)
                 continue
             not_for_children.add(connection)
             serving = threading.Thread(target=self._serve, args=(connection,), name="nixl puller", daemon=True)
@@ -133,7 +144,7 @@ class Desk:
             except RuntimeError as error:
                 connection.close()
                 self._closed.wait(ACCEPT_AGAIN_S)
-                log.warning("a puller could not be served: %s", error)
+                log.warning("a receiver could not be served: %s", error)
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, EOFError, ValueError):
@@ -147,11 +158,11 @@ class Desk:
                 connection.sendall(answer or NOT_KEPT)
                 if answer is not None:
                     connection.settimeout(None)
-                    connection.recv(1)  # until one of us hangs up
+                    connection.recv(1)  # returns when either side closes the connection
 
     @contextlib.contextmanager
     def _held(self, key: str, connection: socket.socket) -> Iterator[bytes | None]:
-        """The answer for a key, and a place among those who pull it."""
+        """The answer for a key. Meanwhile the connection counts as one of the receivers of that key."""
         with self._lock:
             answer = self._offers.get(key)
             pulling = self._pulling.get(key, set())

@@ -1,8 +1,8 @@
-"""The `nixl` transport: weights that are pulled one-sided out of the trainer's memory.
+"""The receiving half of `nixl`: weights that are pulled, one-sided, out of the trainer's memory.
 
-`{backend: nixl, host: H, port: P, key: K}`, as `rl_plane.transports.nixl.sender` gives it. Two registered buffers take
-the buckets, one of which is filled while the other is used. A source that dies is noticed by UCX, or by the connection
-to it, and one that stands still by a bound.
+A request is `{backend: nixl, host: H, port: P, key: K}`, as the sender's `open` returns it. The buckets go into two
+registered buffers: one is filled while the other is used. UCX or the connection to the source reports its death; a time
+bound finds a source that hangs.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
 from rl_plane._util.framing import read_frame, send_frame
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unavailable
 from rl_plane.protocol.versions import HostTensor
-from rl_plane.transports.nixl.peer_source import Shelf, address_towards
-from rl_plane.transports.nixl.wire import BACKEND, PROTOCOL, Memory, have_nixl, make_agent
-from rl_plane.transports.packed_delivery import PackedDelivery
-from rl_plane.transports.receiver_base import Places, check_fields
-from rl_plane.weights.manifest import Bucket, Manifest
+from rl_plane.transports.base import OfferingTransport, TransportContext, check_fields
+from rl_plane.transports.nixl.peer_source import PeerSource, address_towards
+from rl_plane.transports.nixl.wire import BACKEND, PROTOCOL, RegisteredMemory, have_nixl, make_agent
+from rl_plane.transports.packed_delivery import PackedDelivery, check_kind
+from rl_plane.weights.checkpoint import Kind
+from rl_plane.weights.manifest import Manifest, PackedBucket
 
 if not have_nixl():
     raise ModuleNotFoundError("nixl is not installed", name="nixl")
@@ -31,22 +32,22 @@ if not have_nixl():
 log = logging.getLogger("rl_plane.transports.nixl.receiver")
 
 CONNECT_S = 10.0
-"""The trainer answers on a thread of its own; only a process that stands still does not."""
+"""The time for an answer in seconds. The trainer answers on a thread of its own, unless its process hangs."""
 
 READ_BYTES = 32 << 20
-"""One read, so that its bound fits any network and a cancelled update waits for no large tensor."""
+"""The most bytes of one read, so that its time bound fits any network, and a cancelled update ends soon."""
 
 READ_PIECES = 1024
-"""More small tensors in one read gain nothing."""
+"""The most pieces of one read. More small tensors gain nothing."""
 
 READ_S = 20.0
-"""For one read, on the slowest link that is of use. Below what an abort waits for the receive that it ends."""
+"""The time for one read in seconds, on the slowest useful link. An abort waits longer for the receive that it ends."""
 
 POLL_S = 0.0005
-"""Within one machine a read is done before it is asked after; on a network it takes milliseconds."""
+"""Seconds between two looks at a read. Within one machine it is done at once; on a network it takes milliseconds."""
 
 BUFFERS = 2
-"""One is read into while the other is used."""
+"""One buffer is filled while the other is used."""
 
 MAX_PORT = 65535
 MAX_TEXT_CHARS = 255
@@ -54,22 +55,22 @@ MAX_TEXT_CHARS = 255
 _FIELDS = ("host", "port", "key")
 _PUBLISH = "publish the weights again"
 
-Place = tuple[int, int, int]
-"""(address, bytes, device), in the source's memory."""
+SourceRange = tuple[int, int, int]
+"""(address, bytes, device) in the source's memory."""
 
-Piece = tuple[int, Place]
-"""Where it goes in its bucket, and where it is."""
+Piece = tuple[int, SourceRange]
+"""The offset of a piece in its bucket, and its place at the source."""
 
 
-class NixlTransport:
-    """The `nixl` backend. Keeps its agent and buffers from one update to the next."""
+class NixlTransport(OfferingTransport):
+    """The `nixl` transport of one process. Its agent and buffers stay from one update to the next."""
 
     backend = BACKEND
 
-    def __init__(self, places: Places) -> None:
-        self._nats_url = places.nats_url
+    def __init__(self, context: TransportContext) -> None:
+        self._nats_url = context.nats_url
         self._idle: list[Puller] = []
-        self._shelf: Shelf | None = None
+        self._peer_source: PeerSource | None = None
 
     def init(self, config: Mapping[str, Any]) -> None:
         check_fields(BACKEND, config)
@@ -77,11 +78,11 @@ class NixlTransport:
 
     def destroy(self) -> None:
         self._idle.clear()
-        shelf, self._shelf = self._shelf, None
-        if shelf is not None:
-            shelf.close()
+        source, self._peer_source = self._peer_source, None
+        if source is not None:
+            source.close()
 
-    def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> PackedDelivery:
+    def open(self, request: Mapping[str, Any], kind: Kind) -> PackedDelivery:
         check_fields(BACKEND, request, *_FIELDS)
         connection = _connected(request)
         try:
@@ -91,39 +92,41 @@ class NixlTransport:
             raise
 
     def offer(self, tensors: Mapping[str, HostTensor]) -> Mapping[str, Any]:
-        if self._shelf is None:
-            self._shelf = Shelf(address_towards(self._nats_url))
-        return self._shelf.offer(tensors)
+        if self._peer_source is None:
+            self._peer_source = PeerSource(address_towards(self._nats_url))
+        return self._peer_source.offer(tensors)
 
     def withdraw(self) -> None:
-        if self._shelf is not None:
-            self._shelf.withdraw()
+        if self._peer_source is not None:
+            self._peer_source.withdraw()
 
     def take(self) -> Puller:
+        """An idle Puller, or a new one."""
         return self._idle.pop() if self._idle else Puller()
 
     def give_back(self, puller: Puller) -> None:
+        """Returns a Puller after an update without an error."""
         self._idle = [puller]
 
 
 class Puller:
-    """An agent with its buffers."""
+    """An agent with its registered buffers."""
 
     def __init__(self) -> None:
         self.agent = make_agent(f"rl-plane-{secrets.token_hex(8)}")
-        self._buffers: list[Memory] = []
+        self._buffers: list[RegisteredMemory] = []
 
-    def buffers(self, count: int, nbytes: int) -> Sequence[Memory]:
+    def buffers(self, count: int, nbytes: int) -> Sequence[RegisteredMemory]:
         if len(self._buffers) < count or self._buffers[0].nbytes < nbytes:
             for memory in self._buffers:
                 self.agent.deregister_memory(memory.registered)
-            self._buffers.clear()  # before there are new ones
-            self._buffers = [Memory(self.agent, nbytes) for _ in range(count)]
+            self._buffers.clear()  # first, to make room in memory
+            self._buffers = [RegisteredMemory(self.agent, nbytes) for _ in range(count)]
         return self._buffers
 
 
 class Pull(PackedDelivery):
-    """A Delivery of one version, from its source."""
+    """The delivery of one version that is pulled from its source."""
 
     def __init__(
         self,
@@ -145,12 +148,12 @@ class Pull(PackedDelivery):
         self._ended = False
 
     def _received(self) -> Iterator[memoryview]:
-        """Each is used while the next one is read, by a thread of its own."""
+        """Yields each bucket while a thread reads the next one."""
         buckets = self._manifest.buckets
         buffers = self._begin(min(len(buckets), BUFFERS), max(bucket.nbytes for bucket in buckets))
         coming = self._ahead.submit(self._read, 0, buffers[0])
         for number, bucket in enumerate(buckets):
-            coming.result()  # bounded: each of its reads is
+            coming.result()  # bounded, since each of its reads is
             if number + 1 < len(buckets):
                 coming = self._ahead.submit(self._read, number + 1, buffers[(number + 1) % BUFFERS])
             yield buffers[number % BUFFERS].view(0, bucket.nbytes).toreadonly()
@@ -159,24 +162,24 @@ class Pull(PackedDelivery):
         self._ended = True
         self._ahead.shutdown(wait=True, cancel_futures=True)
         if self._puller is not None:
-            with contextlib.suppress(Exception):  # it has gone by itself
+            with contextlib.suppress(Exception):  # the agent has removed it already
                 self._puller.agent.remove_remote_agent(self._source)
             self._transport.give_back(self._puller)
             self._puller = None
         self._connection.close()
 
-    def _begin(self, count: int, nbytes: int) -> Sequence[Memory]:
+    def _begin(self, count: int, nbytes: int) -> Sequence[RegisteredMemory]:
         self._puller = self._transport.take()
         try:
             self._source = self._puller.agent.add_remote_agent(self._metadata)
-        except Exception as error:  # nixl's errors have no root of their own
+        except Exception as error:  # nixl's errors have no common base
             self._look()
             raise _refuse(f"its metadata can't be used: {error}") from error
         return self._puller.buffers(count, nbytes)
 
-    def _read(self, number: int, buffer: Memory) -> None:
-        """After an error its agent goes, and nobody uses the buffers again: bytes may come late, even after a read was
-        released."""
+    def _read(self, number: int, buffer: RegisteredMemory) -> None:
+        """Reads one bucket. After an error the agent and its buffers are not used again, since bytes may still arrive,
+        even after a read was released."""
         for pieces in _reads(self._places[number]):
             here = [(buffer.address + at, place[1], 0) for at, place in pieces]
             try:
@@ -184,11 +187,13 @@ class Pull(PackedDelivery):
             except PlaneError:
                 self._puller = None
                 raise
-            except Exception as error:  # nixl's errors have no root of their own
+            except Exception as error:  # nixl's errors have no common base
                 self._puller = None
-                raise _gone(error) from error.with_traceback(None)  # whose frames would keep the agent
+                raise _gone(error) from error.with_traceback(
+                    None
+                )  # the frames of the traceback would keep the agent
 
-    def _read_pieces(self, here: list[Place], there: list[Place]) -> None:
+    def _read_pieces(self, here: list[SourceRange], there: list[SourceRange]) -> None:
         assert self._puller is not None
         agent = self._puller.agent
         handle = agent.initialize_xfer(
@@ -207,13 +212,13 @@ class Pull(PackedDelivery):
             if state != "DONE":
                 raise Unavailable(f"a read ended as {state}", fix=_PUBLISH)
         finally:
-            with contextlib.suppress(Exception):  # it says so when it has to break the read off
+            with contextlib.suppress(Exception):  # nixl raises if it has to break off the read
                 handle.release()
             del handle, agent
         self._look()
 
     def _look(self) -> None:
-        """Is it still wanted, and still there?"""
+        """Raises if the update was cancelled, or the source has closed the connection."""
         if self._ended or self.cancelled():
             raise EngineFailed("staging was cancelled")
         try:
@@ -222,14 +227,14 @@ class Pull(PackedDelivery):
             return
         except OSError as error:
             raise _gone(error) from error
-        raise _gone("it has hung up")
+        raise _gone("it has closed the connection")
 
 
 def _connected(request: Mapping[str, Any]) -> socket.socket:
     for name, fits in (("host", _is_text), ("port", _is_port), ("key", _is_text)):
         if not fits(request.get(name)):
             raise InvalidRequest(
-                f"transport.{name} is missing, or not what a sender gives",
+                f"transport.{name} is missing, or is not what a sender gives",
                 field=f"transport.{name}",
                 fix="pass on the `transport` that the sender's `open` gave",
             )
@@ -252,7 +257,7 @@ def _is_port(value: Any) -> bool:
 
 
 def _asked(
-    connection: socket.socket, key: str, kind: Literal["base", "lora"]
+    connection: socket.socket, key: str, kind: Kind
 ) -> tuple[Manifest, Sequence[Sequence[Piece]], bytes, bool]:
     try:
         send_frame(connection, {"protocol": PROTOCOL, "key": key})
@@ -261,14 +266,12 @@ def _asked(
         raise DeadlineExceeded(f"the trainer did not answer in {CONNECT_S:g} s", fix=_PUBLISH) from error
     except (OSError, EOFError) as error:
         raise _gone(error) from error
-    except Exception as error:  # msgpack's have no root of their own
+    except Exception as error:  # msgpack's errors have no common base
         raise _refuse(f"it sent {error}") from error
     if isinstance(answer.get("error"), str):
         raise InvalidRequest(answer["error"][:500], field="transport", fix=_PUBLISH)
     manifest = Manifest.from_wire(answer.get("manifest"))
-    if (manifest.adapter_config is None) != (kind == "base"):
-        wanted, came = ("base weights", "an adapter") if kind == "base" else ("an adapter", "base weights")
-        raise InvalidWeights(f"{came} came, not {wanted}", field="target.kind", fix=f"send {wanted}")
+    check_kind(manifest, kind)
     if not isinstance(answer.get("metadata"), bytes):
         raise _refuse("it gave no metadata")
     connection.setblocking(False)
@@ -276,30 +279,30 @@ def _asked(
     return manifest, places, answer["metadata"], answer.get("refetchable") is not False
 
 
-def _checked_places(places: Any, buckets: Sequence[Bucket]) -> Sequence[Sequence[Piece]]:
+def _checked_places(places: Any, buckets: Sequence[PackedBucket]) -> Sequence[Sequence[Piece]]:
     if not isinstance(places, list) or len(places) != len(buckets):
-        raise _refuse("it gave not places for each bucket")
-    return [_checked_pieces(told, bucket) for told, bucket in zip(places, buckets, strict=True)]
+        raise _refuse("it did not give places for each bucket")
+    return [_checked_pieces(pieces, bucket) for pieces, bucket in zip(places, buckets, strict=True)]
 
 
-def _checked_pieces(told: Any, bucket: Bucket) -> Sequence[Piece]:
-    """The bucket in one run, or each of its tensors by itself."""
-    if not isinstance(told, list) or not all(isinstance(place, list) and len(place) == 3 for place in told):
+def _checked_pieces(pieces: Any, bucket: PackedBucket) -> Sequence[Piece]:
+    """The pieces of a bucket: the whole bucket, or each of its tensors."""
+    if not isinstance(pieces, list) or not all(isinstance(place, list) and len(place) == 3 for place in pieces):
         raise _refuse("its places are not [address, bytes, device]")
-    if not all(_is_address(value) for place in told for value in place):
+    if not all(_is_address(value) for place in pieces for value in place):
         raise _refuse("its places are not [address, bytes, device]")
-    sizes = [place[1] for place in told]
+    sizes = [place[1] for place in pieces]
     if sizes == [bucket.nbytes]:
         starts = [0]
     elif sizes == [placed.spec.nbytes for placed in bucket.tensors]:
         starts = [placed.offset for placed in bucket.tensors]
     else:
         raise _refuse(f"it gave {sum(sizes)} bytes for a bucket of {bucket.nbytes}")
-    return [(at, (address, nbytes, device)) for at, (address, nbytes, device) in zip(starts, told, strict=True)]
+    return [(at, (address, nbytes, device)) for at, (address, nbytes, device) in zip(starts, pieces, strict=True)]
 
 
 def _reads(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """The same bytes, in pieces of which each read takes at most READ_BYTES and READ_PIECES."""
+    """Splits pieces into reads of at most READ_BYTES and READ_PIECES each."""
     found: list[Piece] = []
     room = READ_BYTES
     for at, (address, nbytes, device) in pieces:
@@ -320,7 +323,7 @@ def _is_address(value: Any) -> bool:
 
 
 def _gone(why: object) -> Unavailable:
-    return Unavailable(f"the trainer has gone, or keeps these weights no longer: {why}", fix=_PUBLISH)
+    return Unavailable(f"the trainer is gone, or has withdrawn these weights: {why}", fix=_PUBLISH)
 
 
 def _refuse(what: str) -> InvalidWeights:

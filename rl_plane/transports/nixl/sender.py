@@ -1,9 +1,8 @@
-"""The sender of the `nixl` transport: weights that stay in the trainer's memory, for engines to pull when they like.
+"""The sending half of `nixl`: weights stay in the trainer's memory, and engines pull them.
 
-One agent, whose registered memory holds the version that is committed. The next one is pulled from the trainer's own
-tensors where these stay as they are meanwhile, and takes the place of the committed one once it is committed itself; or
-it is packed beside it. Nobody waits for anybody: a receiver that is slow or dead costs the others nothing, and one that
-comes late, to heal, finds the committed version for as long as the trainer lives.
+The sender keeps the committed version in registered memory. Receivers pull the next version from the trainer's own
+tensors, if these stay unchanged during the update; else it is packed beside the committed one. A slow or dead receiver
+costs the others nothing. A worker that comes late, to heal, finds the committed version as long as the trainer lives.
 """
 
 from __future__ import annotations
@@ -13,25 +12,25 @@ import logging
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Self
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.versions import HostTensor
-from rl_plane.transports.nixl.metadata_server import Desk
-from rl_plane.transports.nixl.wire import BACKEND, Memory, is_ours, make_agent
+from rl_plane.transports.base import KeepingSender, LendingSender, SenderContext
+from rl_plane.transports.nixl.metadata_server import MetadataServer
+from rl_plane.transports.nixl.wire import BACKEND, RegisteredMemory, is_ours, make_agent
 from rl_plane.transports.packing import Tensor, raw_bytes, spec_of
-from rl_plane.transports.sender_base import Surroundings
-from rl_plane.weights.manifest import Bucket, Manifest
+from rl_plane.weights.manifest import Manifest, PackedBucket
 
 log = logging.getLogger("rl_plane.transports.nixl.sender")
 
 Region = tuple[int, int]
-"""(address, bytes)."""
+"""The address and the length in bytes of some memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Loan:
-    """Memory of the trainer's own, registered for as long as it lends the same."""
+    """Memory of the trainer, registered as long as the trainer lends the same tensors."""
 
     tensors: Mapping[str, HostTensor]
     regions: Sequence[Region]
@@ -40,18 +39,20 @@ class _Loan:
 
 @dataclass(slots=True)
 class _Version:
+    """One version, and the memory from which it is pulled."""
+
     manifest: Manifest
     key: str
     lent: Mapping[int, Sequence[Region]] = field(default_factory=dict)
-    """Of the buckets that are read where their tensors are, these tensors."""
-    area: Memory | None = None
-    """Of the other ones; None: nothing is packed yet."""
+    """For each bucket that is read in place, the memory of its tensors."""
+    area: RegisteredMemory | None = None
+    """The memory of the other buckets; None before one is packed."""
     offered: Manifest | None = None
-    """With its digests, once it can be pulled."""
+    """The manifest with its digests, once the version can be pulled."""
 
     @property
     def offsets(self) -> Mapping[int, int]:
-        """In the area, of the buckets in it."""
+        """The offset in the area of each bucket that is packed."""
         found, end = {}, 0
         for number, bucket in enumerate(self.manifest.buckets):
             if number not in self.lent:
@@ -76,24 +77,28 @@ class _Version:
         ]
 
 
-class NixlSender:
-    """A Sender that is pulled from: fill all buckets and `finish`, and only then send the update; `keep` what is
-    committed. `host`: this machine's address, as the workers reach it. `keep_copy` False: nothing is kept, so workers
-    that come late heal from one another. `destroy` ends it all."""
+class NixlSender(KeepingSender, LendingSender):
+    """Lets receivers pull a version once it is finished, and keeps what is committed."""
 
     backend = BACKEND
-    receivers_from: ClassVar[Literal["open", "finish"]] = "finish"
-
+    receivers_from = "finish"
     bucket_bytes = 32 << 20
-    """What its buckets are best packed by: a receiver has two of them."""
+    """A receiver has two buckets in memory."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, *, keep_copy: bool = True) -> None:
+        """Makes the sender.
+
+        Args:
+            host: this machine's address, as the workers reach it.
+            port: the port at which receivers ask; 0 takes any free one.
+            keep_copy: False keeps no committed version, so workers that come late heal from one another.
+        """
         self._agent = make_agent(f"rl-plane-{secrets.token_hex(8)}")
-        self._desk = Desk(host, port)
+        self._server = MetadataServer(host, port)
         self._keep_copy = keep_copy
-        self._free: list[Memory] = []
+        self._free: list[RegisteredMemory] = []
         self._kept: dict[str | None, list[_Version]] = {}
-        """Of each target, the full version and its deltas."""
+        """For each target (None: base weights), the full version and its deltas."""
         self._loan: _Loan | None = None
         self._opened: _Version | None = None
 
@@ -101,7 +106,7 @@ class NixlSender:
         self._live_agent()
         self.close()
         self._opened = _Version(manifest, secrets.token_hex(16))
-        return self._desk.transport(self._opened.key)
+        return self._server.transport(self._opened.key)
 
     def lend(self, tensors: Mapping[str, Tensor]) -> Collection[int]:
         version = self._open_version()
@@ -121,8 +126,8 @@ class NixlSender:
             self._return_loan()
             try:
                 registered = self._live_agent().register_memory(_described(regions), "DRAM")
-            except Exception as error:  # nixl's errors have no root of their own
-                log.warning("the tensors are packed, since their own memory can't be registered: %s", error)
+            except Exception as error:  # nixl's errors have no common base
+                log.warning("the tensors are packed, because their memory can't be registered: %s", error)
                 return ()
         named = {placed.name: tensors[placed.name] for bucket in whole.values() for placed in bucket.tensors}
         self._loan = _Loan(named, regions, registered)
@@ -132,11 +137,11 @@ class NixlSender:
     def buffer(self, number: int) -> memoryview:
         version = self._open_version()
         if not version.lent:
-            self._return_loan()  # before there is memory for this one
+            self._return_loan()  # first, to make room in memory
         return self._with_area(version).view(number)
 
     def send(self, number: int) -> None:
-        """It is there to be pulled once all are."""
+        """Does nothing: receivers pull once all buckets are packed."""
         self._open_version()
 
     def finish(self, digests: Mapping[str, str] | None) -> None:
@@ -145,21 +150,20 @@ class NixlSender:
         self._offer(version)
 
     def keep(self, adapter: str | None = None, onto_previous: bool = False) -> None:
-        """What was sent last is committed, as the base weights or as this adapter: it stays until the next one is.
-        `onto_previous`: a delta, with what it changes. What is lent is copied, since the trainer changes it now."""
+        """Keeps the version, as in the contract. Lent tensors are copied first, since the trainer changes them next."""
         version = self._open_version()
         if not self._keep_copy:
             return  # `close` withdraws it
         if not onto_previous:
-            for old in self._kept.pop(adapter, []):  # there is room for one
+            for old in self._kept.pop(adapter, []):  # first, to make room in memory
                 self._withdraw(old)
-        self._own(version)
+        self._copy_lent(version)
         self._kept.setdefault(adapter, []).append(version)
         self._opened = None
         self._trim()
 
     def close(self) -> None:
-        """What was sent last, and not kept, can't be pulled any more."""
+        """Withdraws a version that was not kept. In a forked child it does nothing."""
         if not is_ours(self._agent):
             return
         version, self._opened = self._opened, None
@@ -168,11 +172,11 @@ class NixlSender:
             self._trim()
 
     def destroy(self) -> None:
-        """Nothing can be pulled any more. In a child that was forked it does nothing, as `close`."""
+        """Withdraws every version, and ends the agent. In a forked child it does nothing."""
         if not is_ours(self._agent):
             return
-        self._desk.close()
-        self._agent = None  # before the memory that it has registered
+        self._server.close()
+        self._agent = None  # before the memory that it has registered is freed
         self._opened = self._loan = None
         self._kept.clear()
         self._free.clear()
@@ -184,7 +188,7 @@ class NixlSender:
         self.destroy()
 
     def _return_loan(self) -> None:
-        """Of a version before, which nobody reads any more."""
+        """Deregisters the tensors of an earlier version, which no receiver reads now."""
         loan, self._loan = self._loan, None
         if loan is not None:
             self._live_agent().deregister_memory(loan.registered)
@@ -199,10 +203,10 @@ class NixlSender:
         metadata = agent.get_partial_agent_metadata(
             agent.get_reg_descs(_described(regions), "DRAM"), True, ["UCX"]
         )
-        self._desk.offer(version.key, metadata, version.offered, places, refetchable=self._keep_copy)
+        self._server.offer(version.key, metadata, version.offered, places, refetchable=self._keep_copy)
 
-    def _own(self, version: _Version) -> None:
-        """What is lent goes into memory of ours, from which it is pulled from now on."""
+    def _copy_lent(self, version: _Version) -> None:
+        """Copies lent tensors into memory of the sender, and offers the version from there."""
         if not version.lent:
             return
         assert self._loan is not None
@@ -221,13 +225,13 @@ class NixlSender:
             self._free.append(packed)
 
     def _withdraw(self, version: _Version) -> None:
-        """Its memory is free once nobody reads it any more."""
-        self._desk.withdraw(version.key)
+        """Withdraws a version. Its memory is free when no receiver reads it."""
+        self._server.withdraw(version.key)
         if version.area is not None:
             self._free.append(version.area)
 
     def _trim(self) -> None:
-        """Free memory stays where the next version of what is kept fits into it."""
+        """Releases free memory, except where the next version of something that is kept would fit."""
         kept = [one.area.nbytes for versions in self._kept.values() for one in versions if one.area is not None]
         for memory in [one for one in self._free if one.nbytes not in kept]:
             self._free.remove(memory)
@@ -235,25 +239,25 @@ class NixlSender:
                 self._agent.deregister_memory(memory.registered)
 
     def _with_area(self, version: _Version) -> _Version:
-        """If it has any bucket to be packed."""
+        """Gives the version memory for the buckets that have to be packed, and returns it."""
         if version.area is None and len(version.lent) < len(version.manifest.buckets):
             version.area = self._area(version.packed_bytes)
         return version
 
-    def _area(self, nbytes: int) -> Memory:
+    def _area(self, nbytes: int) -> RegisteredMemory:
         for number, memory in enumerate(self._free):
             if memory.nbytes == max(nbytes, 1):
                 return self._free.pop(number)
-        return Memory(self._live_agent(), nbytes)
+        return RegisteredMemory(self._live_agent(), nbytes)
 
     def _live_agent(self) -> Any:
         if self._agent is None:
-            raise InvalidRequest("this sender was stopped", field="sender", fix="make another one")
+            raise InvalidRequest("this sender was destroyed", field="sender", fix="make another one")
         if not is_ours(self._agent):
             raise InvalidRequest(
-                "this sender belongs to the process that has forked this one",
+                "this sender belongs to the parent of this forked process",
                 field="sender",
-                fix="publish from that one",
+                fix="publish from the parent",
             )
         return self._agent
 
@@ -272,12 +276,12 @@ def _in_host_memory(tensors: Mapping[str, Tensor]) -> Mapping[str, HostTensor]:
     }
 
 
-def _regions(bucket: Bucket, tensors: Mapping[str, HostTensor]) -> list[Region]:
+def _regions(bucket: PackedBucket, tensors: Mapping[str, HostTensor]) -> list[Region]:
     return [(address_of(tensors[placed.name]), placed.spec.nbytes) for placed in bucket.tensors]
 
 
 def address_of(tensor: HostTensor) -> int:
-    """Of its first byte; 0: it has none."""
+    """The address of the tensor's first byte; 0 for an empty tensor."""
     return ctypes.addressof(ctypes.c_char.from_buffer(tensor.data)) if tensor.data.nbytes else 0
 
 
@@ -285,13 +289,13 @@ def _described(regions: Sequence[Region]) -> list[tuple[int, int, int, str]]:
     return [(address, nbytes, 0, "") for address, nbytes in regions]
 
 
-def build(around: Surroundings) -> NixlSender:
-    """Options: see `Surroundings.address`; `keep_copy`, of what is committed, for workers that heal: where the trainer
-    stays."""
-    around.check_options(BACKEND, "host", "port", "keep_copy")
-    keep_copy = around.options.get("keep_copy", around.stays)
+def build(context: SenderContext) -> NixlSender:
+    """Makes the sender. Options: `host`, `port` (see `SenderContext.address`), `keep_copy` (default: the trainer
+    stays)."""
+    context.check_options(BACKEND, "host", "port", "keep_copy")
+    keep_copy = context.options.get("keep_copy", context.trainer_stays)
     if not isinstance(keep_copy, bool):
         raise InvalidRequest(
             f"keep_copy is {str(keep_copy)[:64]!r}", field="options.keep_copy", fix="give True or False"
         )
-    return NixlSender(*around.address(), keep_copy=keep_copy)
+    return NixlSender(*context.address(), keep_copy=keep_copy)

@@ -1,10 +1,14 @@
-"""What both sides of a pull by NIXL share: an agent, registered memory, and how a puller asks where to pull from.
+"""Defines what both halves of `nixl` share: the agent, registered memory, and the protocol by which a receiver asks for
+places.
 
-It asks over TCP, with one frame each way: four bytes of length, big-endian, and so much msgpack. The request is
-`{protocol, key}`, the answer `{metadata, manifest, places, refetchable}` or `{error}`: for each bucket its places,
-`[address, bytes, device]`, either one with all of it or one for each of its tensors; and whether it will be kept once
-it is committed. The connection stays open for as long as it pulls: its end says that the source has died, or keeps
-these weights no longer.
+A receiver asks over TCP, with one frame each way: four bytes of length, big-endian, and so many bytes of msgpack.
+
+    receiver → sender   {protocol, key}
+    sender → receiver   {metadata, manifest, places, refetchable}   or {error}
+
+`places` has for each bucket a list of `[address, bytes, device]`: one for the whole bucket, or one for each tensor.
+`refetchable` says whether the version stays on offer after its update. The connection stays open while the receiver
+pulls: when it ends, the source has died, or has withdrawn the weights.
 """
 
 from __future__ import annotations
@@ -25,48 +29,52 @@ PROTOCOL = 2
 EXTRA = "pip install 'rl-plane[nixl]'"
 
 WAKE_US = 100_000
-"""How long the agent's own thread sleeps when nothing comes. With nixl's default of 0 it spins, on a whole core."""
+"""Microseconds that the agent's thread sleeps when it is idle. With nixl's default of 0 it keeps a core busy."""
 
 _ours: weakref.WeakSet[Any] = weakref.WeakSet()
-"""This process's agents."""
+"""The agents that this process has made."""
 
 
 def have_nixl() -> bool:
+    """True if the package is installed."""
     return importlib.util.find_spec("nixl") is not None
 
 
 def make_agent(name: str) -> Any:
-    """A nixl_agent over UCX: RDMA where there is some, else shared memory or TCP."""
+    """Makes a nixl_agent over UCX: RDMA if there is any, else shared memory or TCP."""
     if not have_nixl():
         raise Unsupported("nixl is not installed here", field="transport.backend", fix=EXTRA)
-    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # else it writes to stdout, which is not its own
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # else nixl writes to stdout, which belongs to the program
     try:
         import nixl
 
         agent = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=[]))
-        config = nixl._bindings.nixlAgentConfig()  # the public one can't set the delay
+        config = nixl._bindings.nixlAgentConfig()  # the public config can't set the delay
         config.useProgThread = True
         config.pthrDelay = WAKE_US
         agent.agent = nixl._bindings.nixlAgent(name, config)
         agent.create_backend("UCX")
-    except Exception as error:  # nixl's errors have no root of their own, and a broken install raises any
+    except Exception as error:  # nixl's errors have no common base, and a broken install may raise any error
         raise Unsupported(
             f"nixl does not work here: {error}",
             field="transport.backend",
-            fix=f"install it anew ({EXTRA}), or use another transport",
+            fix=f"install it again ({EXTRA}), or use another transport",
         ) from error
     _ours.add(agent)
     return agent
 
 
 def is_ours(agent: Any) -> bool:
-    """It was made by this process: a child that is forked has its parent's, and must leave them alone."""
+    """True if this process has made the agent. A forked child has its parent's agents, and must not touch them."""
     return agent in _ours
 
 
 def _leave_in_child() -> None:
-    """Nothing there may end an agent, not even the interpreter's end: UCX would take its connections out of epoll sets
-    that are the parent's too, which dies of that. So there is a reference to each that nobody gives back."""
+    """Keeps a forked child from ending an agent, even when its interpreter ends.
+
+    UCX would remove its connections from epoll sets that the child shares with its parent, and the parent would die. So
+    each agent gets a reference that is never released.
+    """
     for agent in list(_ours):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
     _ours.clear()
@@ -75,13 +83,13 @@ def _leave_in_child() -> None:
 os.register_at_fork(after_in_child=_leave_in_child)
 
 
-class Memory:
-    """Host memory that is registered with an agent, once. Keep it as long as anybody may still read or write it."""
+class RegisteredMemory:
+    """Host memory that is registered with an agent. Keep the object while any process may read or write the memory."""
 
     def __init__(self, agent: Any, nbytes: int) -> None:
         self.nbytes = max(nbytes, 1)
         self.map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # the kernel has no huge pages
             self.map.madvise(mmap.MADV_HUGEPAGE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
         self.registered = agent.register_memory([(self.address, self.nbytes, 0, "")], "DRAM")

@@ -1,8 +1,8 @@
-"""A blocking NATS connection for bulk bytes: payloads go from and to the caller's own buffers.
+"""A blocking NATS connection for bulk bytes, whose payloads go from and to the caller's own buffers.
 
-nats-py copies each payload some five times while it holds the interpreter: about 1 GB for each second of a core, where
-this takes some 5. It is for one thread, and it never comes back by itself: what breaks it is an OSError (a time-out and
-a protocol error included), after which its user makes another one and goes on where it was.
+nats-py copies each payload about five times and holds the interpreter meanwhile: it moves about 1 GB per second of a
+core, this connection about 5. It is for one thread and does not reconnect. It ends with an OSError, time-outs and
+protocol errors included; its user then makes another connection, and continues where the first one ended.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from rl_plane.errors import Unsupported
 
 DEFAULT_PORT = 4222
 BUFFER_BYTES = 1 << 16
-"""For protocol lines and headers; payloads don't pass through it, apart from what came with a line."""
+"""The buffer for protocol lines and headers. Of payloads only the bytes that came with a line pass through it."""
 MAX_LINE_BYTES = 1 << 15
-"""The server's INFO is the longest; it lists a cluster's addresses."""
+"""The longest protocol line: the server's INFO, which lists a cluster's addresses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A message whose payload is still to be taken: `NatsSocket.take` or `take_into`, before the next one."""
+    """A message whose payload must be taken, by `NatsSocket.take` or `take_into`, before the next message."""
 
     subject: str
     headers: dict[str, str]
-    """`Status` too, where the server tells one."""
+    """The message's headers, with `Status` if the server sends one."""
     nbytes: int
 
     @property
@@ -41,10 +41,10 @@ class Arrival:
 
 
 class NatsSocket:
-    """Connects when made. `inbox` is subscribed to: whatever is published with a reply to it arrives here."""
+    """A connection that subscribes to an inbox of its own. It connects when it is made."""
 
     def __init__(self, url: str, name: str, bound_s: float) -> None:
-        """`bound_s`: for the connection, and then for every read and write by itself."""
+        """`bound_s`: the time in seconds to connect, and then for each single read and write."""
         where = urlsplit(url if "://" in url else f"nats://{url}")
         if where.scheme not in ("nats", "tls"):
             raise Unsupported(
@@ -78,13 +78,13 @@ class NatsSocket:
                 options |= user if where.password is not None else {"auth_token": where.username}
             self._socket.sendall(b"CONNECT %b\r\nSUB %b 1\r\nPING\r\n" % (_json(options), self.inbox.encode()))
             while (line := self._line()) != b"PONG":
-                self._told(line)
+                self._handle(line)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """From any thread: what blocks there ends with an OSError."""
+        """Closes the connection, from any thread. A call that blocks in it ends with an OSError."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -97,7 +97,7 @@ class NatsSocket:
         reply: bool = False,
         headers: dict[str, str] | None = None,
     ) -> None:
-        """`reply`: the answer is to come to the inbox."""
+        """Sends a message. `reply`: the answer comes to the inbox."""
         to = f"{subject} {self.inbox}" if reply else subject
         if headers:
             head = "".join(["NATS/1.0\r\n", *(f"{key}: {value}\r\n" for key, value in headers.items()), "\r\n"])
@@ -112,7 +112,7 @@ class NatsSocket:
             self._socket.sendall(b"\r\n")
 
     def next(self, bound_s: float) -> Arrival:
-        """The next message; TimeoutError when none has begun to come within `bound_s`."""
+        """The next message. Raises TimeoutError if none begins to arrive within `bound_s` seconds."""
         assert not self._left, "the payload before was not taken"
         give_up = time.monotonic() + bound_s
         while True:
@@ -128,10 +128,10 @@ class NatsSocket:
                 if not self._left:
                     self._skip_end()
                 return arrival
-            self._told(line)
+            self._handle(line)
 
     def take_into(self, view: memoryview) -> None:
-        """The payload, which is as long as `view`."""
+        """Reads the payload into `view`, which has the same length."""
         assert len(view) == self._left
         if self._left:
             self._fill(view)
@@ -139,12 +139,13 @@ class NatsSocket:
             self._skip_end()
 
     def take(self) -> bytes:
+        """Reads the payload."""
         payload = bytearray(self._left)
         self.take_into(memoryview(payload))
         return bytes(payload)
 
     def request(self, subject: str, body: dict[str, Any] | None, bound_s: float) -> dict[str, Any]:
-        """JetStream's answer, `error` included; {} when nobody is there to give one. Nothing else may be due."""
+        """JetStream's answer, perhaps an `error`; {} if no JetStream answers. No other message may be due."""
         self.publish(subject, b"" if body is None else _json(body), reply=True)
         arrival = self.next(bound_s)
         answer = self.take()
@@ -152,19 +153,20 @@ class NatsSocket:
             return {}
         found = json.loads(answer)
         if not isinstance(found, dict):
-            raise ConnectionError("the answer is no object")
+            raise ConnectionError("the answer is not a JSON object")
         return found
 
     # ---- the protocol ----
 
-    def _told(self, line: bytes) -> None:
+    def _handle(self, line: bytes) -> None:
         if line == b"PING":
             self._socket.sendall(b"PONG\r\n")
         elif line.startswith(b"-ERR"):
             raise ConnectionError(f"the server says {line[5:].decode(errors='replace')}")
 
     def _line(self, give_up: float | None = None) -> bytes:
-        """`give_up`: by when it must have come; a line that is not there yet is left for the next call."""
+        """The next protocol line. `give_up`: the monotonic time by which it must be here, or TimeoutError; the next
+        call then continues."""
         seen = self._begin
         while True:
             found = bytes(self._buffer[seen : self._end]).find(b"\r\n")
@@ -173,8 +175,8 @@ class NatsSocket:
                 self._begin = seen + found + 2
                 return line
             if self._end - self._begin > MAX_LINE_BYTES:
-                raise ConnectionError("the server sent no line")
-            if self._begin:  # to the front
+                raise ConnectionError("the server sent a line that is too long")
+            if self._begin:  # move the rest to the front
                 rest = bytes(self._buffer[self._begin : self._end])
                 self._buffer[: len(rest)] = rest
                 self._begin, self._end = 0, len(rest)
@@ -209,7 +211,8 @@ def _json(value: dict[str, Any]) -> bytes:
 
 
 def _parsed(block: bytes) -> dict[str, str]:
-    """Headers: `NATS/1.0`, or with a status `NATS/1.0 404 Message Not Found`; then a line each."""
+    """Parses headers: a line `NATS/1.0`, perhaps with a status (`NATS/1.0 404 Message Not Found`), then one line
+    each."""
     first, *lines = block.decode(errors="replace").split("\r\n")
     headers = {key: value.strip() for key, _, value in (line.partition(":") for line in lines if line)}
     status = first.split(" ")[1:2]

@@ -1,9 +1,8 @@
-"""The `object_store` transport: weights from NATS, where a publisher has put them
-(`rl_plane.transports.object_store.sender`).
+"""The receiving half of `object_store`: weights that a publisher has stored in NATS.
 
-`{backend: object_store, object: ID}`: an object of this worker's own component. It is read in batches by direct get,
-which asks nothing of the server between two of them; what breaks off is asked for again from the chunk after the last
-good one. A version that is still being written is followed.
+A request is `{backend: object_store, object: ID}`, for an object of this worker's own component. It is read in batches
+by direct get. After an interruption the receiver asks again, from the chunk after the last good one. It can read a
+version that is still being written.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any
 from rl_plane.bus.connection import CONNECT_TIMEOUT_S
 from rl_plane.errors import BusUnreachable, InvalidWeights, Unavailable
 from rl_plane.protocol.subjects import StoredObject, Subjects, check_object_id
+from rl_plane.transports.base import TransportContext, WeightTransport, check_fields
 from rl_plane.transports.object_store.bulk_socket import NatsSocket
 from rl_plane.transports.object_store.wire import (
     ANSWER_S,
@@ -31,22 +31,21 @@ from rl_plane.transports.object_store.wire import (
     decode_manifest,
     with_digests,
 )
-from rl_plane.transports.packed_delivery import PackedDelivery
-from rl_plane.transports.receiver_base import Places, check_fields
+from rl_plane.transports.packed_delivery import PackedDelivery, check_kind
 from rl_plane.weights.checkpoint import Kind
-from rl_plane.weights.read_ahead import Ahead, host_memory
+from rl_plane.weights.read_ahead import ReadAhead, host_memory
 
 log = logging.getLogger("rl_plane.transports.object_store.receiver")
 
 BATCH = 16
-"""Chunks asked for at once; two batches are on their way, half of what the server holds for a slow client."""
+"""The chunks of one request. Two requests are under way, half of what the server buffers for a slow client."""
 STALL_S = 25.0
-"""How long no chunk may come, be it that NATS is away or that the publisher stands still. Shorter than an abort waits
-for a receive to end (`worker.reconcile.staged_updates.ABORT_WAIT_S`)."""
+"""The longest time without a chunk in seconds, because NATS is away or the publisher hangs. Shorter than the time that
+an abort waits for a receive to end (`worker.reconcile.staged_updates.ABORT_WAIT_S`)."""
 
 
 class StoredReader:
-    """Reads the chunks of one object."""
+    """Reads the chunks of one object. Reconnects as often as it must."""
 
     def __init__(self, url: str, stored: StoredObject) -> None:
         self._url = url
@@ -60,15 +59,15 @@ class StoredReader:
             self.close()
             raise
         self.last_sequence = int(info["state"]["last_seq"])
-        """When it was opened."""
+        """The sequence number of the last chunk when the object was opened."""
 
     def read(self, sequence: int, view: memoryview) -> None:
-        """Fills `view` from the messages from `sequence` on; Unavailable when none has come for STALL_S."""
+        """Fills `view` with the chunks from `sequence` on. Raises Unavailable after STALL_S without a chunk."""
         chunks = self.layout.cut(view)
         done, give_up = 0, time.monotonic() + STALL_S
         while done < len(chunks):
             before = done
-            why = "its publisher has sent no more"
+            why = "the publisher has sent no more"
             try:
                 for _ in self._arriving(sequence + done, chunks[done:]):
                     done, give_up = done + 1, time.monotonic() + STALL_S
@@ -79,12 +78,12 @@ class StoredReader:
                 if time.monotonic() > give_up:
                     raise Unavailable(f"no chunk of the object {self._stored.id} came for {STALL_S:g} s: {why}")
                 time.sleep(RETRY_S)
-                self._info(give_up)  # is it still there?
+                self._info(give_up)  # raises if the object is gone
 
     def _arriving(self, sequence: int, chunks: list[memoryview]) -> Iterator[None]:
-        """Fills the chunks that are there, in order; a step for each."""
+        """Fills the chunks that are stored, in order, and yields once for each."""
         connection, first, end = self._connected(), sequence, sequence + len(chunks)
-        asked, due = first, deque[int]()  # up to which sequence each batch goes
+        asked, due = first, deque[int]()  # `due`: the end of each batch that is under way
         while True:
             while asked < end and len(due) < 2:
                 batch = min(BATCH, end - asked)
@@ -99,9 +98,9 @@ class StoredReader:
             if arrival.status is not None:
                 connection.take()
                 if due.popleft() > sequence:
-                    asked = end  # it was cut short: no more of them now
+                    asked = end  # the batch was cut short: ask for no more now
             elif arrival.headers.get("Nats-Sequence") != str(sequence):
-                connection.take()  # after one that was cut short
+                connection.take()  # a message after a batch that was cut short
             else:
                 chunk = chunks[sequence - first]
                 if arrival.nbytes != len(chunk):
@@ -111,7 +110,7 @@ class StoredReader:
                 yield
 
     def _info(self, give_up: float) -> dict[str, Any]:
-        """InvalidWeights when it is not there, or is not this component's."""
+        """The stream's info. Raises InvalidWeights if the object does not exist, or belongs to another component."""
         while True:
             try:
                 info = ask(self._connected(), f"STREAM.INFO.{self._stored.stream}")
@@ -139,7 +138,7 @@ class StoredReader:
             raise Unavailable("the delivery was closed")
         if (connection := self._socket) is None:
             connection = self._socket = NatsSocket(self._url, "rl-plane-receiver", CONNECT_TIMEOUT_S)
-            if self._closed:  # meanwhile
+            if self._closed:  # closed while it connected
                 self._drop()
                 raise Unavailable("the delivery was closed")
         return connection
@@ -155,16 +154,17 @@ class StoredReader:
 
 
 class ObjectDelivery(PackedDelivery):
-    """A Delivery of an object."""
+    """The delivery of one stored version."""
 
-    def __init__(self, reader: StoredReader) -> None:
+    def __init__(self, reader: StoredReader, kind: Kind) -> None:
         raw = memoryview(bytearray(reader.layout.manifest_bytes))
         reader.read(1, raw)
         manifest = decode_manifest(bytes(raw))
+        check_kind(manifest, kind, "transport.object")
         digests = memoryview(bytearray(DIGEST_BYTES * len(manifest.specs)))
         *starts, after = reader.layout.starts(manifest)
         whole = reader.last_sequence >= after + reader.layout.pieces(len(digests)) - 1
-        if whole:  # so a wrong tensor is found when it comes, not at the end
+        if whole:  # with the digests at hand, a wrong tensor is found when it arrives
             reader.read(after, digests)
             manifest = with_digests(manifest, digests)
 
@@ -177,39 +177,25 @@ class ObjectDelivery(PackedDelivery):
                 reader.read(after, digests)
                 self.digest = with_digests(manifest, digests).digest
 
-        ahead = Ahead(buckets(), lambda: self.cancelled(), reader.close)
+        ahead = ReadAhead(buckets(), lambda: self.cancelled(), reader.close)
         super().__init__(manifest, iter(ahead), refetchable=True, owned=True, close=ahead.close)
 
 
-class ObjectStoreTransport:
-    """The `object_store` backend. Keeps nothing between two updates."""
+class ObjectStoreTransport(WeightTransport):
+    """The `object_store` transport of one process. It has no state between two updates."""
 
     backend = BACKEND
 
-    def __init__(self, places: Places) -> None:
-        self._url = places.nats_url
-        self._subjects = Subjects(places.namespace, places.component)
-
-    def init(self, config: Mapping[str, Any]) -> None:
-        check_fields(BACKEND, config)
-
-    def destroy(self) -> None:
-        pass
+    def __init__(self, context: TransportContext) -> None:
+        self._url = context.nats_url
+        self._subjects = Subjects(context.namespace, context.component)
 
     def open(self, request: Mapping[str, Any], kind: Kind) -> ObjectDelivery:
         check_fields(BACKEND, request, "object")
         object_id = check_object_id("transport.object", request.get("object"))
         reader = StoredReader(self._url, self._subjects.object(object_id))
         try:
-            delivery = ObjectDelivery(reader)
-            if (kind == "lora") != (delivery.adapter_config is not None):
-                is_one = "not an adapter" if kind == "lora" else "an adapter, not base weights"
-                raise InvalidWeights(
-                    f"the object {object_id} is {is_one}",
-                    field="transport.object",
-                    fix="name an object of what the update's target says",
-                )
-            return delivery
+            return ObjectDelivery(reader, kind)
         except BaseException:
             reader.close()
             raise

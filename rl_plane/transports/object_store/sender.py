@@ -1,8 +1,8 @@
-"""The `object_store` transport's sender: a version goes into a stream of NATS, from where workers fetch it at any time.
+"""The sending half of `object_store`: a version goes into a stream of NATS, from which workers fetch it at any time.
 
-It goes on where it was when the connection breaks or the server starts again. Opening a version removes those of the
-same publisher that nobody needs any more: all but the newest few and the ones that the fleet's record names, and what
-was left half-written when it died. Receivers may read a version while it is written.
+After a broken connection, or a restart of the server, the sender continues where it was. Opening a version removes old
+versions of the same publisher (but not the newest few, nor those that the fleet's record names), and unfinished
+versions that it left when it died. Receivers may read a version while it is written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, TypeVar
 
 from rl_plane.bus.connection import CONNECT_TIMEOUT_S, WRONG_LAST_SEQUENCE
 from rl_plane.errors import BusUnreachable, InvalidRequest, Unavailable
@@ -28,6 +28,7 @@ from rl_plane.protocol.subjects import (
     StoredObject,
     Subjects,
 )
+from rl_plane.transports.base import Sender, SenderContext
 from rl_plane.transports.object_store.bulk_socket import NatsSocket
 from rl_plane.transports.object_store.wire import (
     ANSWER_S,
@@ -45,32 +46,31 @@ from rl_plane.transports.object_store.wire import (
     encode_manifest,
     refused,
 )
-from rl_plane.transports.sender_base import Surroundings
 from rl_plane.weights.manifest import Manifest
 
 log = logging.getLogger("rl_plane.transports.object_store.sender")
 
 NAME = "rl-plane-publisher"
-"""Of the connection, for who looks at the server."""
+"""The name of the connection, as the NATS server shows it."""
 DEFAULT_KEEP = 2
-"""Versions beside the committed ones: to go back, and for workers that are still fetching."""
+"""The number of versions that stay beside the committed ones: for a roll-back, and for workers that still fetch."""
 IN_FLIGHT = 16
-"""Chunks that are not acknowledged yet: enough to keep the server busy, and a small part of what it buffers."""
+"""The most chunks without an acknowledgement: they keep the server busy, and fill little of its buffer."""
 OUTAGE_S = 30.0
-"""How long NATS may be away: a restart takes a second, and some more with a large store."""
+"""The longest time that NATS may be away, in seconds. A restart takes a second, and a few with a large store."""
 ABANDONED_S = 300.0
-"""Without a write: longer than a trainer takes between two buckets."""
+"""Seconds without a write after which an unfinished version is abandoned. Between two buckets a trainer takes less."""
 HALF_AGE_S = 86_400.0
-"""A half-written version's bytes go by themselves then; none takes so long to write."""
+"""Seconds after which NATS itself removes the chunks of an unfinished version. No version takes so long."""
 
 T = TypeVar("T")
 
 
-class ObjectStoreSender:
-    """A Sender. For one thread; one version at a time."""
+class ObjectStoreSender(Sender):
+    """Stores each version as a stream of its own. For one thread."""
 
     backend = BACKEND
-    receivers_from: ClassVar[Literal["open", "finish"]] = "finish"
+    receivers_from = "finish"
     slow = True
 
     def __init__(
@@ -82,22 +82,27 @@ class ObjectStoreSender:
         keep: int = DEFAULT_KEEP,
         publisher: str = "",
     ) -> None:
-        """`keep`: versions that stay, beside those that the fleet's record names and the one that is written.
-        `publisher`: whose they are, by a name that is the same after a restart."""
-        if keep < 0:
-            raise InvalidRequest(f"keep is {keep}", field="keep", fix="0 or more")
+        """Makes the sender.
+
+        Args:
+            nats_url: the URL of the fleet's NATS.
+            namespace: the fleet's namespace.
+            component: the fleet's component. Only its workers read the versions.
+            keep: how many versions stay beside those that the fleet's record names and the one that is written.
+            publisher: the publisher's name, the same after a restart.
+        """
         self._url = nats_url
         self._subjects = Subjects(namespace, component)
         self._keep = keep
         self._publisher = publisher
         self._socket: NatsSocket | None = None
-        self._object: StoredObject | None = None  # the one that is being written
+        self._object: StoredObject | None = None  # the version that is being written
         self._config: dict[str, Any] = {}
         self._layout: Layout
         self._manifest: Manifest
         self._buffer = memoryview(b"")
-        self._closed = 0  # how often
-        self._written = 0  # the stream's last sequence, as far as it is known
+        self._closed = 0  # how often `close` was called
+        self._written = 0  # the stream's last known sequence number
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
         self.close()
@@ -142,13 +147,13 @@ class ObjectStoreSender:
     def finish(self, digests: Mapping[str, str] | None) -> None:
         made = self._writing()
         self._append(memoryview(encode_digests(self._manifest, digests)))
-        # Sealing denies both: said again, in case that the first answer is lost.
+        # Sealing sets these two. They are in the request, so that a repeated call after a lost answer changes nothing.
         sealed = {**self._config, "max_age": 0, "sealed": True, "deny_delete": True, "deny_purge": True}
         self._persistently(lambda connection: ask(connection, f"STREAM.UPDATE.{made.stream}", sealed))
         self._object = None
 
     def close(self) -> None:
-        """What is not finished goes. From any thread: what blocks there ends with Unavailable."""
+        """Removes an unfinished version. From any thread: a call that blocks ends with Unavailable."""
         made, self._object = self._object, None
         self._closed += 1
         self._drop()
@@ -165,14 +170,14 @@ class ObjectStoreSender:
         self.close()
 
     def remove(self, object_id: str) -> None:
-        """A version that is not wanted any more, before its turn. Again: nothing."""
+        """Removes a version early. If it is gone already, this does nothing."""
         stream = self._subjects.object(object_id).stream
         self._persistently(lambda connection: _delete(connection, stream))
 
     # ---- chunks ----
 
     def _append(self, data: memoryview) -> None:
-        """Writes `data` as the stream's next messages; returns when the server has them."""
+        """Writes `data` as the stream's next chunks, and returns when the server has acknowledged them."""
         made, base = self._writing(), self._written
         chunks = self._layout.cut(data)
 
@@ -208,7 +213,7 @@ class ObjectStoreSender:
             raise InvalidRequest("no version is open", field="tensors", fix="open one first")
         return self._object
 
-    # ---- what goes ----
+    # ---- removing old versions ----
 
     def _retire(self, connection: NatsSocket) -> None:
         record = self._record(connection)
@@ -224,9 +229,9 @@ class ObjectStoreSender:
             if object_id in named:
                 continue
             if config.get("sealed"):
-                if ours and record is not None:  # else it is not known what is needed
+                if ours and record is not None:  # without a record it is unknown which versions are needed
                     whole.append(object_id)
-            elif silent_s >= (ABANDONED_S if ours else HALF_AGE_S):  # by then its bytes have gone by themselves
+            elif silent_s >= (ABANDONED_S if ours else HALF_AGE_S):  # NATS has removed its chunks by then
                 abandoned.append(object_id)
         for object_id in [*abandoned, *sorted(whole, reverse=True)[self._keep :]]:
             log.info("the object %s is removed", object_id)
@@ -267,7 +272,8 @@ class ObjectStoreSender:
         before_again: Callable[[NatsSocket], None] = lambda connection: None,
         progress: Callable[[], int] = lambda: 0,
     ) -> T:
-        """`work`, again on a new connection where one breaks; BusUnreachable after OUTAGE_S without progress."""
+        """Runs `work`, again on a new connection if one breaks. Raises BusUnreachable after OUTAGE_S without
+        progress."""
         give_up, reached, again, closed = time.monotonic() + OUTAGE_S, progress(), False, self._closed
         while True:
             try:
@@ -288,7 +294,7 @@ class ObjectStoreSender:
             except NoSuchObject:
                 raise Unavailable("the object was removed while it was written") from None
             except BaseException:
-                self._drop()  # answers may still be due
+                self._drop()  # this connection may still deliver answers
                 raise
 
 
@@ -298,7 +304,7 @@ def _delete(connection: NatsSocket, stream: str) -> None:
 
 
 def _named(record: DecisionRecord | None) -> set[Any]:
-    """The objects that a worker which heals would fetch."""
+    """The ids of the objects that a worker would fetch to heal."""
     return {
         source.transport.get("object")
         for source in (record.sources if record is not None else ())
@@ -306,28 +312,29 @@ def _named(record: DecisionRecord | None) -> set[Any]:
     }
 
 
-def _time(told: str) -> datetime:
-    return datetime.fromisoformat(told)
+def _time(text: str) -> datetime:
+    return datetime.fromisoformat(text)
 
 
-def build(around: Surroundings) -> ObjectStoreSender:
-    """Options: `nats_url`, where the fleet is known by the facade's URL; `keep`; `publisher` (see
-    `Surroundings.publisher`)."""
-    around.check_options(BACKEND, "nats_url", "keep", "publisher")
-    url, keep = around.options.get("nats_url", around.nats_url), around.options.get("keep", DEFAULT_KEEP)
+def build(context: SenderContext) -> ObjectStoreSender:
+    """Makes the sender.
+
+    Options: `nats_url` (needed if the fleet was given by the frontend's URL), `keep` (versions), `publisher` (see
+    `SenderContext.publisher`).
+    """
+    context.check_options(BACKEND, "nats_url", "keep", "publisher")
+    url, keep = context.options.get("nats_url", context.nats_url), context.keep_option(DEFAULT_KEEP, least=0)
     if not isinstance(url, str):
         raise InvalidRequest(
-            "where NATS is is not known from the facade's URL",
+            "the frontend's URL does not tell where NATS is",
             field="options.nats_url",
             fix="options={'nats_url': 'nats://…'} (--option nats_url=nats://…), as the workers have it",
         )
-    if type(keep) is not int:
-        raise InvalidRequest(f"keep is {keep!r}", field="options.keep", fix="give a whole number of versions")
-    fleets = {(str(worker["namespace"]), str(worker["component"])) for worker in around.workers()}
+    fleets = {(str(worker["namespace"]), str(worker["component"])) for worker in context.workers()}
     if len(fleets) != 1:
         raise InvalidRequest(
-            f"workers of {len(fleets)} components are there, and an object belongs to one",
+            f"there are workers of {len(fleets)} components, and an object belongs to one",
             field="component",
-            fix="publish to each by itself",
+            fix="make a publisher for each component",
         )
-    return ObjectStoreSender(url, *fleets.pop(), keep=keep, publisher=around.publisher())
+    return ObjectStoreSender(url, *fleets.pop(), keep=keep, publisher=context.publisher())

@@ -1,8 +1,9 @@
-"""How a version's weights lie in NATS, and the JetStream calls that both ends make.
+"""The layout of a version in NATS, and the JetStream calls that both halves of `object_store` make.
 
-A version has a stream of its own, whose messages are chunks of one length (the last of a part may be shorter): first
-the manifest, then each bucket, then the digests of the tensors. So the manifest and the chunks' length say which
-sequence holds what, and a chunk is written only as the one after those before. A stream is sealed once it is whole.
+A version has a stream of its own. Its messages are chunks of one length, except that the last chunk of a part may be
+shorter. The parts are the manifest, each bucket, and the digests of the tensors. So the manifest and the length of a
+chunk say which sequence number holds what. Each chunk is written with the sequence number that it must get. A stream is
+sealed once it is complete.
 """
 
 from __future__ import annotations
@@ -21,43 +22,47 @@ from rl_plane.weights.manifest import Manifest
 BACKEND = "object_store"
 
 MAX_CHUNK_BYTES = 1 << 20
-"""Beyond the usual limit of a NATS message larger ones gain nothing; below it they cost the server more."""
+"""The longest chunk, at NATS's usual limit for a message. Smaller chunks cost the server more."""
 HEADROOM_BYTES = 4096
-"""For the headers that go with a chunk: a server counts them as payload."""
+"""Room for the headers of a chunk, which the server counts as payload."""
 MAX_MANIFEST_BYTES = 64 << 20
-"""Of some 500,000 tensors."""
+"""The longest manifest: about 500,000 tensors."""
 DIGEST_BYTES = 32
 
 ANSWER_S = 5.0
-"""JetStream answers within milliseconds; what takes so long is tried again on a new connection."""
+"""The time for an answer in seconds; then the call is tried again on a new connection. JetStream takes milliseconds."""
 RETRY_S = 0.1
-"""Between two tries while the server is away, or a chunk is not there yet."""
+"""Seconds between two tries, while the server is away or a chunk is not there yet."""
 
 PUBLISHER = "rl_plane_publisher"
-"""Stream metadata: who made it."""
+"""The key of a stream's metadata with the name of its publisher."""
 LAYOUT = "rl_plane_layout"
-"""Stream metadata: what `Layout` says, as JSON."""
+"""The key of a stream's metadata with its Layout, as JSON."""
 
 _NO_STREAM, _NO_MESSAGE = 10059, 10037
 
 
 class NoSuchObject(Exception):
-    """There is no such stream, or no such message in it."""
+    """The stream does not exist, or has no such message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
+    """The lengths that say where everything is in a stream."""
+
     chunk_bytes: int
     manifest_bytes: int
 
     def pieces(self, nbytes: int) -> int:
+        """The number of chunks of a part of so many bytes."""
         return -(-nbytes // self.chunk_bytes)
 
     def cut(self, data: memoryview) -> list[memoryview]:
+        """The chunks of a part."""
         return [data[at : at + self.chunk_bytes] for at in range(0, len(data), self.chunk_bytes)]
 
     def starts(self, manifest: Manifest) -> list[int]:
-        """The first sequence of each bucket, and then of the digests."""
+        """The sequence number of the first chunk of each bucket, and then of the digests."""
         found = [1 + self.pieces(self.manifest_bytes)]
         for bucket in manifest.buckets:
             found.append(found[-1] + self.pieces(bucket.nbytes))
@@ -67,19 +72,19 @@ class Layout:
         return json.dumps({"v": 1, "chunk_bytes": self.chunk_bytes, "manifest_bytes": self.manifest_bytes})
 
     @classmethod
-    def decode(cls, told: Any) -> Layout:
-        """InvalidWeights for what is no layout."""
+    def decode(cls, text: Any) -> Layout:
+        """Parses a stream's metadata. Raises InvalidWeights if it is not a layout."""
         try:
-            found = json.loads(told)
+            found = json.loads(text)
             sizes = found["chunk_bytes"], found["manifest_bytes"]
             good = found["v"] == 1 and all(type(size) is int and size > 0 for size in sizes)
         except (TypeError, ValueError, KeyError):
             good = False
         if not good or sizes[0] > MAX_CHUNK_BYTES or sizes[1] > MAX_MANIFEST_BYTES:
             raise InvalidWeights(
-                "the object is of no layout that is known here",
+                "the object has a layout that this version does not know",
                 field="transport.object",
-                fix="publish it with rl_plane.transports.object_store.sender, of this version of rl_plane",
+                fix="publish it again with the same version of rl_plane",
             )
         return cls(*sizes)
 
@@ -97,14 +102,14 @@ def decode_manifest(raw: bytes) -> Manifest:
 
 
 def encode_digests(manifest: Manifest, digests: Mapping[str, str] | None) -> bytes:
-    """In the manifest's order; zeros where none were made: the layout is the same."""
+    """The digests in the manifest's order; zeros if the trainer has made none, so that the layout stays the same."""
     if digests is None:
         return bytes(DIGEST_BYTES * len(manifest.specs))
     return bytes.fromhex("".join(digests[name] for name in manifest.specs))
 
 
 def with_digests(manifest: Manifest, raw: memoryview) -> Manifest:
-    """`raw`: what `encode_digests` made."""
+    """The manifest with the digests that `encode_digests` has written."""
     if not any(raw):
         return manifest
     each = [raw[at : at + DIGEST_BYTES].hex() for at in range(0, len(raw), DIGEST_BYTES)]
@@ -112,8 +117,13 @@ def with_digests(manifest: Manifest, raw: memoryview) -> Manifest:
 
 
 def ask(connection: NatsSocket, call: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """JetStream's answer. NoSuchObject when there is no such stream or message, Unavailable when it refuses,
-    ConnectionError when nobody answers now."""
+    """Calls JetStream's API, and returns the answer.
+
+    Raises:
+        NoSuchObject: the stream or the message does not exist.
+        Unavailable: JetStream refuses.
+        ConnectionError: no JetStream answers at the moment.
+    """
     answer = connection.request(f"$JS.API.{call}", body, ANSWER_S)
     error = answer.get("error")
     if error is None:
@@ -122,12 +132,13 @@ def ask(connection: NatsSocket, call: str, body: dict[str, Any] | None = None) -
         return answer
     if error.get("err_code") in (_NO_STREAM, _NO_MESSAGE):
         raise NoSuchObject
-    if error.get("code") == 503:  # while a server starts, or a cluster chooses its leader
+    if error.get("code") == 503:  # the server is starting, or the cluster is choosing its leader
         raise ConnectionError(str(error.get("description")))
     raise refused(call, error)
 
 
 def refused(what: str, error: dict[str, Any]) -> Unavailable:
+    """The error for an answer by which JetStream refuses something."""
     return Unavailable(
         f"NATS refused {what}: {str(error.get('description'))[:200]}",
         fix="JetStream must be enabled for this account, with room for a few versions of the weights",

@@ -160,7 +160,7 @@ def test_a_users_own_worker_py_does_not_shadow_ours(tmp_path: Path) -> None:
         assert done.stderr.splitlines()[-1].startswith("rl-plane: error: ")
 
 
-def test_what_comes_from_outside_can_not_control_the_terminal() -> None:
+def test_text_from_outside_can_not_control_the_terminal() -> None:
     assert one_line("a\x1b[2Jb\nc") == "a?[2Jb c"
     assert one_line("no server at nats://user:geheim@host:4222") == "no server at nats://…@host:4222"
 

@@ -409,7 +409,7 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fix: start one (`rl-plane up`)" in err
 
 
-def test_a_silent_facade_is_not_waited_for_longer_than_told(
+def test_a_silent_frontend_is_waited_for_within_the_bound(
     facade: Facade, capsys: pytest.CaptureFixture[str]
 ) -> None:
     facade.delay.clear()

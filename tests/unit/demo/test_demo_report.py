@@ -156,7 +156,7 @@ def newcomer_gone(story: Story) -> None:
         (newcomer_gone, "the worker that joined is gone"),
     ],
 )
-def test_what_makes_it_fail(spoil: Any, why: str) -> None:
+def test_each_fault_is_named_as_a_failure(spoil: Any, why: str) -> None:
     story = a_story()
     spoil(story)
     report = make_report(story)
@@ -164,7 +164,7 @@ def test_what_makes_it_fail(spoil: Any, why: str) -> None:
     assert any(failure.startswith(why) or why in failure for failure in report["failures"]), report["failures"]
 
 
-def test_what_ended_the_run_early_is_the_reason() -> None:
+def test_the_error_that_ended_the_run_early_is_the_reason() -> None:
     report = make_report(a_story(), "worker b ended with -9")
     assert (report["ok"], report["failures"]) == (False, ["worker b ended with -9"])
 

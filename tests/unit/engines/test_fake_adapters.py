@@ -12,8 +12,8 @@ import pytest
 
 from rl_plane.errors import EngineFailed, InvalidRequest
 from rl_plane.protocol.versions import HostTensor, WeightVersion
+from rl_plane.transports.base import TransportContext
 from rl_plane.transports.filesystem.receiver import FilesystemTransport
-from rl_plane.transports.receiver_base import Places
 from tests.support.fake_runs import (
     BOUND_S,
     PROMPT,
@@ -178,7 +178,7 @@ class SlowOffer(FilesystemTransport):
     """A transport whose offer takes long, as the registration of a large model's memory does."""
 
     def __init__(self, root: Path) -> None:
-        super().__init__(Places((root,)))
+        super().__init__(TransportContext((root,)))
         self.begun, self.go_on = threading.Event(), threading.Event()
 
     def offer(self, tensors: Mapping[str, HostTensor]) -> Mapping[str, Any]:

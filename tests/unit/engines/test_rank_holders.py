@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
 from rl_plane.errors import InvalidWeights, Unsupported
+from rl_plane.transports.base import TransportContext
 from rl_plane.transports.filesystem.receiver import FilesystemTransport
-from rl_plane.transports.receiver_base import Places
 from worker.engines.common.checkpoint_spec import CheckpointSpec, checkpoint_spec
 from worker.engines.common.rank_holder import RankHolder
 from worker.engines.common.torch_weights import StagedTensors
@@ -162,7 +162,7 @@ def test_what_the_config_ties_comes_as_one(tmp_path: Path, kind: str) -> None:
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     assert holder.tied_tensors() == {head: embedding}
     assert head not in holder.weight_spec()
-    transport = FilesystemTransport(Places((tmp_path,)))
+    transport = FilesystemTransport(TransportContext((tmp_path,)))
     tensors = load_file(tmp_path / "model" / "model.safetensors")
 
     def send(name: str, given: torch.Tensor) -> StagedTensors:
@@ -270,7 +270,7 @@ def test_a_cast_rounds_nothing_that_the_engine_keeps(tmp_path: Path, kind: str) 
     (tmp_path / "new").mkdir()
     wide = {name: torch.full_like(tensors[name], exact, dtype=torch.float64) for name in (router, other)}
     save_file({**tensors, **wide}, tmp_path / "new" / "model.safetensors")
-    delivery = FilesystemTransport(Places((tmp_path,))).open(
+    delivery = FilesystemTransport(TransportContext((tmp_path,))).open(
         {"backend": "filesystem", "path": str(tmp_path / "new")}, "base"
     )
     staged, _ = receive(holder, delivery, cast=True, expected_digest=None, cancelled=lambda: False)

@@ -13,9 +13,9 @@ import pytest
 
 from rl_plane.errors import InvalidRequest, Unavailable
 from rl_plane.protocol.versions import HostTensor
+from rl_plane.transports.base import SenderContext
 from rl_plane.transports.filesystem.sender import FilesystemSender, build
 from rl_plane.transports.packing import fill
-from rl_plane.transports.sender_base import Surroundings
 from rl_plane.weights.checkpoint import open_published
 from rl_plane.weights.manifest import Manifest
 from tests.support.packed_manifest import MANIFEST, TENSORS
@@ -147,7 +147,7 @@ def test_a_killed_trainer_leaves_no_half_checkpoint(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [path, again]
 
 
-def test_a_full_or_absent_disk_is_told(tmp_path: Path) -> None:
+def test_a_full_or_absent_disk_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Unavailable, match="can't be written") as caught:
         FilesystemSender(tmp_path / "file" / "root").open(MANIFEST)
@@ -158,7 +158,7 @@ def test_a_full_or_absent_disk_is_told(tmp_path: Path) -> None:
     ("root", "options", "field"),
     [
         (None, {}, "root"),
-        ("/x", {"keep": 0}, "keep"),
+        ("/x", {"keep": 0}, "options.keep"),
         ("/x", {"keep": "2"}, "options.keep"),
         ("/x", {"colour": 1}, "options.colour"),
         ("/x", {"publisher": ""}, "options.publisher"),
@@ -166,6 +166,6 @@ def test_a_full_or_absent_disk_is_told(tmp_path: Path) -> None:
 )
 def test_wrong_options_are_named(root: str | None, options: dict[str, object], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        build(Surroundings(lambda op, body: {}, Path(root) if root else None, options))
+        build(SenderContext(lambda op, body: {}, Path(root) if root else None, options))
     assert caught.value.facts["field"] == field
     assert caught.value.facts["fix"]

@@ -6,7 +6,7 @@ import torch
 
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.publish.host_copy import HostCopy
-from rl_plane.publish.sources.model_sources import Taken
+from rl_plane.publish.sources.base import Taken
 from tests.support.small_versions import Road, Tensors, same, spec_of, step, weights
 
 
@@ -15,7 +15,7 @@ def taken(tensors: Tensors) -> Taken:
 
 
 def test_the_trainers_copy_tells_what_has_changed() -> None:
-    """Of torch's tensors, however they lie in memory."""
+    """The copy finds changes in torch's tensors, however they lie in memory."""
     wide = torch.arange(64, dtype=torch.float32).reshape(8, 8)
     one = {**weights(), "slanted": wide.t(), "yes": torch.tensor([True, False])}
     two = {**step(weights(), 1), "slanted": wide.clone().t(), "yes": torch.tensor([True, True])}

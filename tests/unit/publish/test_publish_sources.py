@@ -17,17 +17,13 @@ torch = pytest.importorskip("torch")
 from rl_plane.errors import InvalidRequest, InvalidWeights  # noqa: E402
 from rl_plane.protocol.versions import HostTensor, TensorSpec  # noqa: E402
 from rl_plane.publish.host_copy import HostCopy  # noqa: E402
-from rl_plane.publish.sources.model_sources import (  # noqa: E402
-    AdapterSource,
-    DirectorySource,
-    ExportSource,
-    ModuleSource,
-    Source,
-    StateDictSource,
-    Taken,
-    as_source,
-    peft_base_name,
-)
+from rl_plane.publish.sources.adapter import AdapterSource  # noqa: E402
+from rl_plane.publish.sources.base import Taken, WeightSource  # noqa: E402
+from rl_plane.publish.sources.choice import as_source  # noqa: E402
+from rl_plane.publish.sources.directory import DirectorySource  # noqa: E402
+from rl_plane.publish.sources.export import ExportSource  # noqa: E402
+from rl_plane.publish.sources.module import ModuleSource, peft_base_name  # noqa: E402
+from rl_plane.publish.sources.state_dict import StateDictSource  # noqa: E402
 from rl_plane.transports.packing import fill  # noqa: E402
 from rl_plane.weights.manifest import Manifest, pack  # noqa: E402
 from tests.support.paths import ROOT  # noqa: E402
@@ -45,7 +41,7 @@ RANKS_S = 300.0
 
 
 def digest_of(taken: Taken) -> str:
-    """As a receiver computes it; buckets are so small that there are several."""
+    """The digest that a receiver computes. The buckets are so small that there are several."""
     manifest = Manifest(pack(taken.specs, 4096), taken.adapter_config)
     digests: dict[str, str] = {}
     sizes = [bucket.nbytes for bucket in manifest.buckets]
@@ -57,7 +53,7 @@ def digest_of(taken: Taken) -> str:
     return digest
 
 
-def names_of(source: Source) -> list[str]:
+def names_of(source: WeightSource) -> list[str]:
     return [name for name, _ in source.take().specs]
 
 
@@ -154,7 +150,7 @@ def test_an_adapter_of_transformers_own_is_as_transformers_saves_it(tmp_path: Pa
 def test_the_base_of_a_model_with_an_adapter_is_published_by_names(
     tmp_path: Path, own_adapter: Any, wrapped: bool
 ) -> None:
-    """As the fix says it, and the documentation; merged, or without what was trained."""
+    """The names are those of the error's fix and of the docs; the adapter is merged or left out."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -201,7 +197,7 @@ def test_names_are_mapped(names: Any, expected: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("names", "words"),
-    [({"a": "b"}, "two tensors"), ({"a": "with space"}, "no name"), (lambda name: None, "no tensors")],
+    [({"a": "b"}, "two tensors"), ({"a": "with space"}, "can't be the name"), (lambda name: None, "no tensors")],
 )
 def test_names_that_can_not_be_are_refused(names: Any, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
@@ -248,7 +244,7 @@ def test_names_are_words(name: Any, names: Any, field: str, words: str, exported
     assert caught.value.facts["fix"]
 
 
-def test_an_export_that_turns_unreadable_is_told() -> None:
+def test_an_export_that_turns_unreadable_is_refused() -> None:
     weights = iter([torch.eye(3), torch.eye(3), torch.eye(3).to_sparse()])
     source = ExportSource(lambda: [("weight", next(weights))])
     digest_of(source.take())
@@ -286,16 +282,16 @@ def test_an_export_is_made_once_for_each_version() -> None:
     assert len(made) == 4
 
 
-def test_an_export_that_changes_its_mind_is_told() -> None:
+def test_an_export_that_changes_its_tensors_is_refused() -> None:
     shapes = iter([2, 2, 3])
     source = ExportSource(lambda: [("weight", torch.zeros(next(shapes)))])
     digest_of(source.take())
-    with pytest.raises(InvalidRequest, match="announced next"):
+    with pytest.raises(InvalidRequest, match="with another dtype or shape"):
         digest_of(source.take())
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_an_export_that_grows_is_told(copied: bool) -> None:
+def test_an_export_that_grows_is_refused(copied: bool) -> None:
     """Whether it is packed or brought into the publisher's copy, which stays at the version before."""
     count, copy = 2, HostCopy()
 
@@ -309,7 +305,7 @@ def test_an_export_that_grows_is_told(copied: bool) -> None:
     read = copy.read if copied else digest_of
     read(source.take())
     before, count = copy.digest, 3
-    with pytest.raises(InvalidRequest, match=r"nothing was announced next, and 'layer\.2' came"):
+    with pytest.raises(InvalidRequest, match=r"expected nothing next, but 'layer\.2' came"):
         read(source.take())
     assert copy.digest == before
 
@@ -350,7 +346,7 @@ def test_directories_need_no_torch(tmp_path: Path) -> None:
     fake = make_fake_model(tmp_path / "fake", 3)
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from rl_plane.publish.sources.model_sources import as_source\n"
+        "from rl_plane.publish.sources.choice import as_source\n"
         f"print(len(list(as_source({str(fake)!r}).take().tensors)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -27,7 +27,7 @@ def test_a_turn_is_closed_once(completion: list[int], end: list[int], closed: li
     assert next_prompt([1, 2], completion, [3], end) == [1, 2, *closed, 3]
 
 
-def test_what_is_built_goes_on_and_nothing_else_does() -> None:
+def test_only_a_built_prompt_continues_the_turn_before() -> None:
     source = random.Random(1)
 
     def some(least: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a part of a fed update is, and where its ranks are. Pure."""
+"""The parts of an update that is sent part by part, and the ranks of its group. No I/O."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_part_that_is_longer_than_a_message(layout: dict[str, Any]) -> None:
         assert [chunk for one in told for chunk in chunks(one)] == chunks(long)
     assert pieces(part()) == [part()]
     for one_broadcast in ({"layout": "flat"}, {"layout": "packed"}):
-        with pytest.raises(PayloadTooLarge, match="20000 tensors in one broadcast") as refused:
+        with pytest.raises(PayloadTooLarge, match="a broadcast of 20000 tensors") as refused:
             pieces(long.model_copy(update={"check_only": False, "bucket_bytes": 1 << 30, **one_broadcast}))
         assert (refused.value.facts["field"], bool(refused.value.facts["fix"])) == ("names", True)
 
@@ -159,8 +159,7 @@ def test_what_is_fed_is_a_full_checkpoint(wrong: dict[str, Any]) -> None:
     ],
 )
 def test_how_long_a_part_is_waited_for(asked: float | None, configured: float, waited: float) -> None:
-    """As the trainer says when it forms its group, else as the receiving side is told; the broadcasts' own bound is the
-    same."""
+    """The trainer states it when it forms its group, else the receiving side has its own. It bounds broadcasts, too."""
     info = InitInfo(backend="gloo", master_address="h", master_port=1, world_size=3, timeout_s=asked)
     transfer = Transfer.of(info, "g", configured)
     assert init_body(info, transfer)["timeout_s"] == waited

@@ -20,15 +20,14 @@ import pytest
 
 import rl_plane.transports.ipc.receiver as receiving
 from rl_plane.errors import InvalidWeights, PlaneError, Unavailable
-from rl_plane.publish.sources.model_sources import as_source
+from rl_plane.publish.sources.choice import as_source
+from rl_plane.transports.base import SenderContext, TransportContext
 from rl_plane.transports.ipc import cuda_buffers, in_place, ipc_session
 from rl_plane.transports.ipc import wire as ipc_wire
 from rl_plane.transports.ipc.cuda_buffers import COUNTERS, Handle
 from rl_plane.transports.ipc.receiver import IpcTransport
 from rl_plane.transports.ipc.sender import IpcSender, build
 from rl_plane.transports.packing import fill
-from rl_plane.transports.receiver_base import Places
-from rl_plane.transports.sender_base import Surroundings
 from rl_plane.weights.manifest import Manifest, pack
 from tests.support.ipc_memory import BOUND_S, descriptors, impostor, memory, pool, raw_receiver
 
@@ -125,7 +124,7 @@ def bytes_of(named: dict[str, Any]) -> dict[str, bytes]:
 
 
 def receive(transport: dict[str, Any], device: str = "cuda:0") -> tuple[dict[str, bytes], str | None]:
-    delivery = IpcTransport(Places(device=device)).open(transport, "base")
+    delivery = IpcTransport(TransportContext(device=device)).open(transport, "base")
     try:
         return {name: bytes(tensor.data) for name, tensor in delivery.tensors()}, delivery.digest
     finally:
@@ -169,16 +168,14 @@ def test_each_rank_reads_from_its_own_gpu_and_all_is_given_back(cuda: Cuda, pool
     assert descriptors() == before
 
 
-def test_nobody_is_told_of_a_bucket_before_its_copies_are_there(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = ipc_session.Update.send
+def test_a_bucket_is_announced_after_its_copies_have_ended(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = ipc_session.IpcUpdate.send
 
     def send(self: Any, turn: dict[str, Any]) -> None:
         cuda.calls.append(f"told {turn['bucket']}")
         told(self, turn)
 
-    monkeypatch.setattr(ipc_session.Update, "send", send)
+    monkeypatch.setattr(ipc_session.IpcUpdate, "send", send)
     with sender_of(1) as (sender, _):
         sender.buffer(0)
         cuda.calls.clear()
@@ -202,7 +199,7 @@ def test_a_receiver_that_dies_is_counted_for(cuda: Cuda, pool: ThreadPoolExecuto
 def test_memory_is_freed_when_those_who_read_it_have_given_it_up(cuda: Cuda, pool: ThreadPoolExecutor) -> None:
     """CUDA wants it in this order, for an update that is broken off too."""
     with sender_of(1) as (sender, transport):
-        delivery = IpcTransport(Places(device="cuda:0")).open(transport, "base")
+        delivery = IpcTransport(TransportContext(device="cuda:0")).open(transport, "base")
         taking = pool.submit(list, delivery.tensors())
         sender.buffer(0)
         sender.send(0)
@@ -215,7 +212,7 @@ def test_memory_is_freed_when_those_who_read_it_have_given_it_up(cuda: Cuda, poo
     assert cuda.held == []
 
 
-def test_a_receiver_that_stands_still_holds_up_the_end_for_a_bounded_time(
+def test_a_receiver_that_hangs_delays_the_end_for_a_bounded_time(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ipc_session, "GIVE_UP_S", 0.1)
@@ -276,7 +273,7 @@ def second_share_fails(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share)
 
 
-def test_shares_that_nobody_is_told_of_are_given_up(
+def test_shares_that_no_receiver_knows_are_released(
     cuda: Cuda, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the sender goes on with the others."""
@@ -301,7 +298,7 @@ def test_what_names_no_gpu_is_refused(cuda: Cuda, pool: ThreadPoolExecutor, gpu:
         assert arriving.result(BOUND_S) == (bytes_of(tensors()), digest)
 
 
-def test_a_trainer_that_can_not_be_watched_is_told(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_that_can_not_be_watched_is_an_error(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of another PID namespace has no id here."""
     monkeypatch.setattr(receiving, "peer_pid", lambda connection: 0)
     with sender_of(1) as (_, transport), pytest.raises(Unavailable, match="can't be watched") as refused:
@@ -360,7 +357,7 @@ def test_each_tensor_is_shared_with_each_rank_on_its_own_gpu(
 def test_a_receiver_of_tensors_that_dies_is_counted_for(
     cuda: Cuda, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, opens: int
 ) -> None:
-    """Of what it was told, be it that it has taken the first bucket."""
+    """The sender releases all shares that it has sent, even if the receiver has taken the first bucket."""
     with own_sender_of(2, monkeypatch) as (sender, transport):
         arriving = pool.submit(receive, transport)
         dying = pool.submit(_dies_after, transport, opens)
@@ -406,7 +403,7 @@ def test_tensors_that_can_not_be_opened_are_given_up_and_said_to_be(
     assert cuda.held == []
 
 
-def test_a_share_that_fails_is_told_to_its_receiver(
+def test_a_share_that_fails_is_reported_to_its_receiver(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
 ) -> None:
     second_share_fails(cuda, monkeypatch)
@@ -497,7 +494,7 @@ def instead(place: int, value: Any) -> list[Any]:
     return [*GOOD[:place], value, *GOOD[place + 1 :]]
 
 
-def test_a_handle_comes_back_as_it_was() -> None:
+def test_a_handle_survives_its_wire_form() -> None:
     assert Handle.from_wire(GOOD, NEEDED).to_wire() == GOOD
 
 
@@ -602,7 +599,7 @@ def test_where_all_are_on_gpus_the_weights_stay_there(
         }
         return {"workers": [facts[op](engine) for engine in engines]}
 
-    sender = build(Surroundings(run))
+    sender = build(SenderContext(run))
     sender.device = device
     with raw_receiver(sender.open(MANIFEST)) as (_, given):
         assert len(given) == (1 if on_gpu else 3)
@@ -616,20 +613,20 @@ def test_where_all_are_on_gpus_the_weights_stay_there(
 @pytest.mark.parametrize("lies", ["cuda:1", "cpu"])
 def test_a_gathered_tensor_is_on_this_ranks_gpu(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, lies: str) -> None:
     """Not on the first one, where its bytes would be packed: a mesh tells of no number. `cpu`: it is offloaded."""
-    from rl_plane.publish.sources.model_sources import _device
+    from rl_plane.publish.sources.torch_tensors import device_of
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     sharded = SimpleNamespace(device=torch.device(lies), device_mesh=SimpleNamespace(device_type="cuda"))
-    assert cuda_buffers.uuid_of(_device(sharded)) == GPUS[1]
+    assert cuda_buffers.uuid_of(device_of(sharded)) == GPUS[1]
 
 
 def test_a_source_knows_where_its_tensors_are() -> None:
     there = SimpleNamespace(device="cuda:1", dtype=torch.float32, shape=(2,))
     assert SOURCE.device == "cpu"
     assert cuda_buffers.uuid_of(SOURCE.device) is None
-    from rl_plane.publish.sources.model_sources import _device
+    from rl_plane.publish.sources.torch_tensors import device_of
 
-    assert _device(there) == "cuda:1"
+    assert device_of(there) == "cuda:1"
 
 
 def test_errors_of_torch_are_ours(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:

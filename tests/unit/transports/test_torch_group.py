@@ -23,15 +23,15 @@ pytest.importorskip("torch")
 from rl_plane._util.own_address import own_address
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, Unavailable, Unsupported
 from rl_plane.protocol.versions import TensorSpec
+from rl_plane.transports.base import TransportContext
 from rl_plane.transports.group import peer_liveness as lifelines
 from rl_plane.transports.group import torch_group
-from rl_plane.transports.group.peer_liveness import Lifelines
+from rl_plane.transports.group.peer_liveness import PeerLiveness
 from rl_plane.transports.group.rank_layout import Place
 from rl_plane.transports.group.receiver import GlooTransport
 from rl_plane.transports.group.sender import GroupSender
 from rl_plane.transports.group.streamed_delivery import received
 from rl_plane.transports.group.torch_group import CHUNK_BYTES, Group, import_torch
-from rl_plane.transports.receiver_base import Places
 from rl_plane.weights.manifest import Manifest, pack
 from tests.support.told_process import forked
 
@@ -81,7 +81,7 @@ def is_closed(line: socket.socket) -> bool:
 @pytest.mark.parametrize("bound", ["HELLO_S", "STRANGERS"])
 def test_who_does_not_say_who_it_is_is_not_kept(monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
     monkeypatch.setattr(lifelines, bound, 0)
-    trainer = Lifelines.of_trainer("127.0.0.1")
+    trainer = PeerLiveness.of_trainer("127.0.0.1")
     done = threading.Event()
     watching = threading.Thread(target=trainer.watch, args=("g", done.is_set))
     with socket.create_connection(("127.0.0.1", trainer.port)) as stranger:
@@ -93,8 +93,8 @@ def test_who_does_not_say_who_it_is_is_not_kept(monkeypatch: pytest.MonkeyPatch,
     trainer.close()
 
 
-def test_a_rank_that_has_said_who_it_is_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = Lifelines.of_trainer("127.0.0.1")
+def test_the_connection_of_a_known_rank_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = PeerLiveness.of_trainer("127.0.0.1")
     address = ("127.0.0.1", trainer.port)
     looks = iter(range(10))
     with contextlib.ExitStack() as lines:
@@ -111,7 +111,7 @@ def test_a_rank_that_has_said_who_it_is_is_kept(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_rank_says_once_who_it_is() -> None:
-    trainer = Lifelines.of_trainer("127.0.0.1")
+    trainer = PeerLiveness.of_trainer("127.0.0.1")
     address = ("127.0.0.1", trainer.port)
     done = threading.Event()
     why: list[str] = []
@@ -144,8 +144,8 @@ def test_a_rank_says_once_who_it_is() -> None:
 
 @pytest.mark.parametrize("ends", ["its trainer", "rank 1"])
 def test_a_lifeline_ends_with_its_process_and_not_with_a_child_of_it(ends: str) -> None:
-    trainer = Lifelines.of_trainer("127.0.0.1")
-    rank = Lifelines.of_rank(replace(PLACE, lifeline_port=trainer.port))
+    trainer = PeerLiveness.of_trainer("127.0.0.1")
+    rank = PeerLiveness.of_rank(replace(PLACE, lifeline_port=trainer.port))
     assert rank is not None
     assert trainer.watch("g", lambda: trainer._ranks) == ""
     child = forked()
@@ -163,7 +163,7 @@ def test_a_lifeline_ends_with_its_process_and_not_with_a_child_of_it(ends: str) 
 def test_an_accept_that_fails_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr("rl_plane.transports.group.peer_liveness.time.sleep", slept.append)
-    trainer = Lifelines.of_trainer("127.0.0.1")
+    trainer = PeerLiveness.of_trainer("127.0.0.1")
 
     def accept() -> Any:
         raise OSError(24, "Too many open files")
@@ -175,14 +175,14 @@ def test_an_accept_that_fails_is_not_tried_again_at_once(monkeypatch: pytest.Mon
 
 
 class Nccl:
-    """As torch's group of nccl, where it is told apart from gloo's: its ranks connect by the store's `0`, when they are
-    asked to or else in the first collective, and its errors are torch's. The bytes go by gloo."""
+    """A stand-in for torch's nccl group, over gloo. Its ranks connect by the store's `0`, when they are asked to or
+    else in the first collective, and its errors are torch's."""
 
     class Options:
         _timeout: timedelta
 
     connecting: Callable[[Nccl], None] = staticmethod(lambda group: None)
-    """What happens there."""
+    """The events of the stand-in, in order."""
 
     def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
         self.store, self.rank, self.size, self.timeout = store, rank, size, options._timeout
@@ -247,7 +247,7 @@ def trainers_own(store: Any, rank: int, timeout_s: float = BOUND_S, join_timeout
 def test_nccl_connects_as_it_forms_and_writes_into_receivers_alone(store: Any, nccl: type[Nccl]) -> None:
     torch = import_torch()
     trainers: list[Group] = []
-    lifelines = Lifelines.of_trainer("127.0.0.1")
+    lifelines = PeerLiveness.of_trainer("127.0.0.1")
     joining = threading.Thread(
         target=lambda: trainers.append(Group(nccl_place(store, 0), BOUND_S, lifelines)), daemon=True
     )
@@ -278,7 +278,7 @@ def test_nccl_connects_as_it_forms_and_writes_into_receivers_alone(store: Any, n
 
 
 @pytest.mark.parametrize("form", ["plane", "torch"])
-def test_nccls_own_words_are_told(form: str, store: Any, nccl: type[Nccl]) -> None:
+def test_nccls_own_message_is_in_the_error(form: str, store: Any, nccl: type[Nccl]) -> None:
     said = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"
 
     def connecting(group: Nccl) -> None:
@@ -311,7 +311,7 @@ def test_a_trainer_does_not_wait_for_ranks_that_have_died_while_they_connect(sto
         raise RuntimeError("it has no peers")
 
     nccl.connecting = staticmethod(connecting)
-    trainer = Lifelines.of_trainer("127.0.0.1")
+    trainer = PeerLiveness.of_trainer("127.0.0.1")
     line = socket.create_connection(("127.0.0.1", trainer.port))
     line.sendall(b"g 1\n")
 
@@ -345,8 +345,8 @@ def test_a_trainers_own_group_waits_for_its_first_broadcast_as_long_as_for_any(
 
 
 class Unconnected:
-    """As nccl's group while a rank is missing: its first collective begins when that one comes. An abort ends nothing
-    before."""
+    """A stand-in for nccl's group while a rank is missing: its first collective begins when the rank comes. An abort
+    has no effect before."""
 
     def __init__(self) -> None:
         self.waits, self.go_on, self.aborted = threading.Event(), threading.Event(), threading.Event()
@@ -413,7 +413,7 @@ def test_an_abort_is_heeded_while_the_ranks_connect() -> None:
 
 
 @pytest.mark.parametrize("ends", ["before it is posted", "while it connects", "on its way"])
-def test_memory_that_may_be_written_to_is_kept_until_the_group_is_aborted(ends: str) -> None:
+def test_memory_that_may_be_written_stays_until_the_group_is_aborted(ends: str) -> None:
     group, there = nccl_group(BOUND_S)
     aborts, go_on = threading.Event(), threading.Event()
     held: list[weakref.ref[Any]] = []
@@ -453,7 +453,7 @@ def test_memory_that_may_be_written_to_is_kept_until_the_group_is_aborted(ends: 
     assert held[0]() is None
 
 
-def test_what_cuda_says_drops_the_group_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_cuda_drops_the_group_and_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = import_torch()
 
     def fails(*args: Any, **how: Any) -> Any:
@@ -505,7 +505,7 @@ def test_a_group_of_nccl_has_no_watchdog_and_the_environment_stays(monkeypatch: 
 
 
 @pytest.mark.parametrize("said", [RuntimeError("Connection reset"), b"many"])
-def test_a_store_that_breaks_while_the_group_forms_is_told(said: Any) -> None:
+def test_a_store_that_breaks_while_the_group_forms_is_an_error(said: Any) -> None:
     def get(key: str) -> Any:
         if isinstance(said, Exception):
             raise said
@@ -513,14 +513,14 @@ def test_a_store_that_breaks_while_the_group_forms_is_told(said: Any) -> None:
 
     sender = GroupSender(join_timeout_s=BOUND_S)
     sender._store = SimpleNamespace(check=lambda keys: True, get=get, port=1)
-    lifelines = Lifelines.of_trainer("127.0.0.1")
+    lifelines = PeerLiveness.of_trainer("127.0.0.1")
     with pytest.raises(Unavailable, match="can't be read"):
         sender._join("g", lifelines, threading.Event())
     assert lifelines._listener is not None
     assert lifelines._listener.fileno() == -1
 
 
-def test_a_lifeline_that_breaks_at_once_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lifeline_that_breaks_at_once_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = threading.Event()
 
     def sendall(data: bytes) -> None:
@@ -529,17 +529,17 @@ def test_a_lifeline_that_breaks_at_once_is_told(monkeypatch: pytest.MonkeyPatch)
     line = SimpleNamespace(sendall=sendall, close=closed.set)
     monkeypatch.setattr(lifelines, "connected", lambda *args: line)
     with pytest.raises(Unavailable, match="lifeline broke"):
-        Lifelines.of_rank(Place("gloo", "g", "127.0.0.1", 1, 2, 1, lifeline_port=1))
+        PeerLiveness.of_rank(Place("gloo", "g", "127.0.0.1", 1, 2, 1, lifeline_port=1))
     assert closed.is_set()
 
 
 class Posting(SimpleNamespace):
-    """As torch's group, which may be referred to weakly."""
+    """A stand-in for torch's group that allows weak references."""
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_who_posts_does_not_wait_for_the_end_of_what_was_posted(fails: bool) -> None:
-    """As whoever lets go of torch's group last does, for as long as an update may take."""
+    """Releasing torch's group last may take as long as an update, so another thread does it."""
     group, _ = nccl_group(BOUND_S)
     group._device = None
     there, ended, let_go = Posting(), threading.Event(), threading.Event()
@@ -590,7 +590,7 @@ def test_the_manifest_of_an_update_that_failed_is_not_left_in_the_store(monkeypa
 
 
 def test_the_digest_of_a_manifest_that_is_not_stored_is_refused() -> None:
-    transport = GlooTransport(Places())
+    transport = GlooTransport(TransportContext())
     transport._group = group_with(None)
     request = {"manifest": {"buckets": [[["a", "F32", [1]]]]}, "manifest_digest": "blake3:" + "0" * 64}
     with pytest.raises(InvalidRequest) as refused:
@@ -599,7 +599,7 @@ def test_the_digest_of_a_manifest_that_is_not_stored_is_refused() -> None:
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "a..b"])
-def test_an_address_that_is_none_of_ours_is_told_before_a_group_is_left(host: str) -> None:
+def test_an_address_of_another_machine_is_refused_before_a_group_is_left(host: str) -> None:
     sender = GroupSender(host=host, join_timeout_s=1.0)
     there = sender._group = group_with(None)
     with pytest.raises(InvalidRequest, match="can't listen") as refused:
@@ -609,7 +609,7 @@ def test_an_address_that_is_none_of_ours_is_told_before_a_group_is_left(host: st
     assert not there.why_dropped
 
 
-def test_a_port_that_is_taken_is_told() -> None:
+def test_a_port_in_use_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         sender = GroupSender(port=taken.getsockname()[1])
         with pytest.raises(InvalidRequest, match="can't listen") as refused:
@@ -617,9 +617,9 @@ def test_a_port_that_is_taken_is_told() -> None:
     assert refused.value.facts["field"] == "options.port"
 
 
-def test_a_trainers_address_that_is_no_name_is_told() -> None:
+def test_a_trainers_address_that_is_no_name_is_an_error() -> None:
     with pytest.raises(InvalidRequest, match=r"does not answer at a\.\.b:1") as refused:
-        GlooTransport(Places()).init(
+        GlooTransport(TransportContext()).init(
             {
                 "backend": "gloo",
                 "group": "g",

@@ -14,7 +14,7 @@ from rl_plane.errors import InvalidRequest, InvalidWeights
 from rl_plane.protocol.versions import HostTensor, TensorSpec, config_line, tensors_digest
 from rl_plane.transports.packed_delivery import PackedDelivery
 from rl_plane.transports.packing import fill
-from rl_plane.weights.manifest import ALIGN_BYTES, Bucket, Manifest, pack
+from rl_plane.weights.manifest import ALIGN_BYTES, Manifest, PackedBucket, pack
 
 SPECS = {
     "a": TensorSpec("BF16", (3, 5)),
@@ -113,11 +113,11 @@ def test_buckets_that_are_not_the_manifests_are_refused() -> None:
 
 
 def test_a_source_that_gives_other_tensors_than_it_announced_is_refused() -> None:
-    made = Manifest((Bucket.of(SPECS.items()),))
+    made = Manifest((PackedBucket.of(SPECS.items()),))
     buffer = memoryview(bytearray(made.buckets[0].nbytes))
     right = list(tensors().items())
     for wrong in (right[:-1], right[::-1], [("a", right[1][1]), *right[1:]], [*right, ("more", right[0][1])]):
-        with pytest.raises(InvalidRequest, match="announced"):
+        with pytest.raises(InvalidRequest, match="expected"):
             list(fill(made, wrong, lambda _: buffer))
 
 

@@ -12,13 +12,13 @@ import pytest
 
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.weights import read_ahead
-from rl_plane.weights.read_ahead import HUGE_BYTES, Ahead, host_memory
+from rl_plane.weights.read_ahead import HUGE_BYTES, ReadAhead, host_memory
 
 BOUND_S = 30.0
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, HUGE_BYTES - 1, HUGE_BYTES, 3 * HUGE_BYTES + 5])
-def test_memory_is_as_long_as_asked_and_nobody_elses(nbytes: int) -> None:
+def test_memory_has_the_requested_length_and_one_owner(nbytes: int) -> None:
     one, other = host_memory(nbytes), host_memory(nbytes)
     one[:], other[:] = b"x" * nbytes, b"y" * nbytes
     assert (bytes(one), bytes(other)) == (b"x" * nbytes, b"y" * nbytes)
@@ -41,7 +41,7 @@ def test_memory_is_taken_again_once_nothing_is_left_in_it() -> None:
     assert len(read_ahead._given_back) == 2
 
 
-def test_no_more_memory_is_kept_than_was_used_at_once() -> None:
+def test_no_more_memory_stays_than_was_used_at_once() -> None:
     read_ahead._given_back.clear()
     most = 6 * HUGE_BYTES
     for nbytes in (HUGE_BYTES, 2 * HUGE_BYTES, 3 * HUGE_BYTES, 5 * HUGE_BYTES + 1, HUGE_BYTES + 1):
@@ -105,7 +105,7 @@ def test_items_come_in_order_and_one_is_made_while_one_is_used() -> None:
             yield number
 
     taken = []
-    for number in Ahead(items()):
+    for number in ReadAhead(items()):
         if number == 0:
             assert second.wait(BOUND_S), "it reads ahead"
         taken.append(number)
@@ -119,7 +119,7 @@ def test_what_is_raised_there_is_raised_here() -> None:
         yield 1
         raise ValueError("no more")
 
-    ahead = iter(Ahead(items()))
+    ahead = iter(ReadAhead(items()))
     assert next(ahead) == 1
     with pytest.raises(ValueError, match="no more"):
         next(ahead)
@@ -137,7 +137,7 @@ def test_who_stops_early_leaves_no_thread() -> None:
             ended.set()
 
     for close_first in (False, True):
-        ahead = Ahead(items())
+        ahead = ReadAhead(items())
         taking = iter(ahead)
         next(taking)
         if close_first:
@@ -147,7 +147,7 @@ def test_who_stops_early_leaves_no_thread() -> None:
         assert ended.wait(BOUND_S)
         ended.clear()
         assert not threads()
-    Ahead(items()).close()  # never begun
+    ReadAhead(items()).close()  # never begun
 
 
 def test_staged_weights_keep_what_they_own_and_copy_what_is_lent_or_askew() -> None:

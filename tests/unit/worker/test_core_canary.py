@@ -1,4 +1,4 @@
-"""When a worker opens after the numeric canary, by events: the core that decides, without loop, clock or engine."""
+"""Tests by events when a worker opens after the numeric canary: the core alone, without loop, clock or engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EXPECTED = replace(NEXT, canary=CanaryRecord(SEQUENCES, ((-1.0, -2.0),)))
 
 
 def swapped(record: DecisionRecord, at: float) -> WorkerCore:
-    """A worker that has swapped the version of `record` in, at this moment."""
+    """Makes a worker that has just swapped in the version of `record`."""
     core = WorkerCore(WorkerState("w", "i", digest="d0"), "d0", KIND)
     core.learnt(FIRST, 1, 0.0)
     core.relabelled(FIRST)
@@ -76,7 +76,7 @@ def test_a_worker_that_the_record_judges_opens_when_the_gate_ends() -> None:
     assert core.state.closed == {}
 
 
-def test_a_commit_tells_what_failed_before_the_weights_are_fetched_again() -> None:
+def test_a_commit_reports_the_failure_before_the_weights_are_fetched_again() -> None:
     core = swapped(replace(EXPECTED, open=True, rolling_from=FIRST.held), 10.0)
     core.scored(Scores(SEQUENCES, WRONG), 10.0)
     assert not core.ticked(10.5, busy=True)
@@ -88,7 +88,7 @@ def test_a_commit_tells_what_failed_before_the_weights_are_fetched_again() -> No
 
 
 @pytest.mark.parametrize("told", [7, [], {"vectors": RIGHT, "kind": [1]}, {"kind": "x"}, {}])
-def test_what_a_worker_reports_breaks_no_coordinator(told: object) -> None:
+def test_no_report_of_a_worker_breaks_a_coordinator(told: object) -> None:
     good = WorkerReply("a", "i", "ok", {"canary": {"kind": KIND, "vectors": RIGHT}})
     settlement, rows = settled(EXPECTED, [good, WorkerReply("b", "i", "ok", {"canary": told})])
     assert settlement is not None
@@ -99,7 +99,7 @@ def test_what_a_worker_reports_breaks_no_coordinator(told: object) -> None:
         assert [row.ok for row in rows] == [True, False]
 
 
-def test_the_answer_says_where_nothing_can_come_back() -> None:
+def test_the_answer_says_if_no_version_can_come_back() -> None:
     row = WorkerReply("w", "i", "ok", {"canary": {"kind": KIND, "vectors": WRONG}})
     pushed = replace(EXPECTED, on_canary_failure="rollback")
     settlement, _ = settled(pushed, [row])

@@ -1,4 +1,4 @@
-"""The dispatcher's bounds, without a worker: a bus that only keeps what is answered."""
+"""Tests the dispatcher's bounds without a worker: the bus only stores the answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Asked:
         self.answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.go = asyncio.Event()
         self.at_work, self.full = 0, asyncio.Event()
-        """How many of those that tokenize have begun; as many as may at once."""
+        """Set when as many ops that tokenize have begun as may run at once."""
         self._bus: Any = SimpleNamespace(nc=self)
 
         async def later(body: Any, fence: int) -> Mapping[str, Any]:
@@ -59,7 +59,7 @@ class Asked:
             return await self.answers.get()
 
 
-async def test_those_who_tokenize_leave_room_for_the_rest() -> None:
+async def test_ops_that_tokenize_leave_room_for_other_ops() -> None:
     asked = Asked({"tokens": [1], "max_model_len": 8})
     for _ in range(MAX_TOKENIZING):
         await asked.ask("tokenize", prompt="a")
@@ -78,7 +78,7 @@ async def test_those_who_tokenize_leave_room_for_the_rest() -> None:
     await asked.dispatcher.stop()
 
 
-async def test_who_waits_to_tokenize_waits_for_as_long_as_its_caller() -> None:
+async def test_an_op_that_waits_to_tokenize_ends_with_its_deadline() -> None:
     asked = Asked({"tokens": [1], "max_model_len": 8})
     for _ in range(TOKENIZING_AT_ONCE):
         await asked.ask("tokenize", prompt="a")
@@ -99,7 +99,7 @@ async def test_who_waits_to_tokenize_waits_for_as_long_as_its_caller() -> None:
         ("detokenize", {"tokens": [1]}, "payload_too_large", "tokens"),
     ],
 )
-async def test_a_reply_that_is_too_long_is_told_what_made_it_so(
+async def test_the_error_of_a_reply_that_is_too_long_names_the_field(
     op: str, body: dict[str, Any], code: str, field: str
 ) -> None:
     asked = Asked({"long": "x" * MAX_MESSAGE_BYTES})
@@ -109,7 +109,7 @@ async def test_a_reply_that_is_too_long_is_told_what_made_it_so(
     assert (error["code"], error["field"], error["fix"]) == (code, field, "send it in parts")
 
 
-async def test_of_what_failed_the_reply_tells_which_ranks() -> None:
+async def test_the_reply_of_a_failure_has_the_ranks() -> None:
     ranks = [{"rank": 0}, {"rank": 1, "error": {"code": "engine_failed", "message": "no"}}]
     asked = Asked(EngineFailed("no", rank_results=ranks))
     asked.go.set()

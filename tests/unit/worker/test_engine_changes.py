@@ -1,4 +1,4 @@
-"""Whose turn it is to change a worker's engine, without an engine."""
+"""Tests which coordinator may change a worker's engine, without an engine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def changes_of(state: WorkerState) -> EngineChanges:
     return EngineChanges(core, NOTHING, NOTHING, NOTHING, NOTHING, lambda: None)
 
 
-async def test_a_coordinator_that_was_replaced_while_it_waited_has_no_turn() -> None:
-    """The dispatcher has let it in: its fence was live when it asked."""
+async def test_a_coordinator_that_was_replaced_while_it_waited_is_refused() -> None:
+    """The dispatcher accepted the op, because its fence was live then."""
     state = WorkerState("0" * 16, "me", fence=5)
     one = changes_of(state)
     turns: list[int] = []

@@ -1,4 +1,4 @@
-"""The copy of a version that a worker keeps, to which it applies deltas."""
+"""Tests the copy of a version in host memory, and the deltas that change it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from rl_plane.protocol.update_requests import (
 )
 from rl_plane.protocol.validation import parse_body
 from rl_plane.protocol.versions import HostTensor, TensorSpec, tensors_digest
-from rl_plane.transports.reception import Staged, TensorStream
 from tests.support.receive_requests import NamedRequest, named_request
 from tests.support.small_versions import Road, Tensors, raw, same, spec_of, step, weights
 from worker.engines.common.torch_weights import StagedTensors, host_copies
+from worker.receive.weight_holder import Staged, TensorStream
 from worker.receive.weight_receiver import Receiver
 from worker.reconcile.staged_updates import WeightUpdates
 
 
 class Holder:
-    """A WeightHolder of the tensors `wanted`; `tied` may come too."""
+    """A WeightHolder for the tensors `wanted`. Those in `tied` may come too."""
 
     def __init__(self, wanted: Mapping[str, TensorSpec], tied: Mapping[str, str] = MappingProxyType({})) -> None:
         self.wanted = wanted
@@ -59,7 +59,7 @@ class Holder:
 
 
 class Worker:
-    """A Receiver, and what reaches it."""
+    """A Receiver with a transport and a holder."""
 
     def __init__(self, tied: Mapping[str, str] = MappingProxyType({})) -> None:
         self.road = Road()
@@ -83,7 +83,7 @@ class Worker:
         yield from self.receiver.kept.tensors.items()
 
 
-def test_what_was_swapped_in_is_kept() -> None:
+def test_swapped_weights_are_kept() -> None:
     worker = Worker()
     digest = worker.road.put("one", weights())
     assert worker.stage("one") == digest
@@ -100,7 +100,7 @@ def test_what_was_swapped_in_is_kept() -> None:
 
 
 @pytest.mark.parametrize("how", ["full", "in place", "discarded"])
-def test_other_base_weights_take_the_place_of_what_was_kept(how: str) -> None:
+def test_other_base_weights_replace_the_copy(how: str) -> None:
     worker = Worker()
     worker.road.put("one", weights())
     worker.road.put("two", weights(2))
@@ -116,7 +116,7 @@ def test_other_base_weights_take_the_place_of_what_was_kept(how: str) -> None:
 
 
 @pytest.mark.parametrize("why", ["cast", "tied"])
-def test_what_differs_from_what_was_published_is_not_kept(why: str) -> None:
+def test_weights_that_differ_from_the_published_ones_are_not_kept(why: str) -> None:
     worker = Worker({"tied": "b"})
     tensors = weights()
     if why == "cast":
@@ -130,7 +130,7 @@ def test_what_differs_from_what_was_published_is_not_kept(why: str) -> None:
 
 
 class Chain:
-    """Versions on a Road: `v0` is full, each `d<n>` the delta from the one before, `v<n>` the same whole."""
+    """Versions on a Road: `v0` is full, each `d<n>` is the delta from the version before, `v<n>` the full version."""
 
     def __init__(self, road: Road, length: int) -> None:
         self.versions = [weights()]
@@ -150,7 +150,7 @@ class Chain:
         return DeltaChainEntry(digest=self.digests[number], transport=transport, refetchable=refetchable)
 
 
-def test_a_delta_changes_what_is_kept() -> None:
+def test_a_delta_changes_the_copy() -> None:
     worker = Worker()
     chain = Chain(worker.road, 3)
     worker.stage("v0")
@@ -167,7 +167,7 @@ def test_a_delta_changes_what_is_kept() -> None:
     assert worker.road.opened == ["v0", "d1", "d2"], "no more was fetched"
 
 
-def test_a_delta_that_is_discarded_leaves_what_was_kept() -> None:
+def test_a_discarded_delta_leaves_the_copy() -> None:
     worker = Worker()
     chain = Chain(worker.road, 2)
     worker.stage("v0")
@@ -186,7 +186,7 @@ def test_a_delta_that_is_discarded_leaves_what_was_kept() -> None:
     assert same(worker.receiver.kept.tensors, chain.versions[1])
 
 
-def test_a_delta_that_fails_leaves_what_was_kept() -> None:
+def test_a_failed_delta_leaves_the_copy() -> None:
     worker = Worker()
     chain = Chain(worker.road, 2)
     worker.stage("v0")
@@ -210,7 +210,7 @@ def test_a_delta_that_fails_leaves_what_was_kept() -> None:
 
 
 @pytest.mark.parametrize("after", range(6))
-def test_a_delta_that_is_cancelled_leaves_what_was_kept(after: int) -> None:
+def test_a_cancelled_delta_leaves_the_copy(after: int) -> None:
     worker = Worker()
     chain = Chain(worker.road, 2)
     worker.stage("v0")
@@ -224,7 +224,7 @@ def test_a_delta_that_is_cancelled_leaves_what_was_kept(after: int) -> None:
 
 
 @pytest.mark.parametrize("at", [None, 0, 2])
-def test_a_worker_that_is_behind_fetches_the_way_up_to_the_base(at: int | None) -> None:
+def test_a_worker_that_is_behind_fetches_the_chain_up_to_the_base(at: int | None) -> None:
     worker = Worker()
     chain = Chain(worker.road, 5)
     if at is not None:
@@ -248,7 +248,7 @@ def test_a_worker_that_is_behind_fetches_the_way_up_to_the_base(at: int | None) 
     assert worker.road.opened == ["d4", "d4"], "what it makes is there already"
 
 
-def test_a_way_that_went_wrong_is_begun_anew() -> None:
+def test_a_chain_that_failed_is_fetched_from_its_beginning() -> None:
     worker = Worker()
     chain = Chain(worker.road, 4)
     good = worker.road.there["d2"]
@@ -273,7 +273,7 @@ def test_a_copy_that_was_damaged_is_not_kept() -> None:
     assert worker.stage("d1", **chain.delta(1)) == chain.digests[1], "from where the base came"
 
 
-def test_what_lies_on_the_way_must_be_deltas() -> None:
+def test_the_versions_of_a_chain_must_be_deltas() -> None:
     worker = Worker()
     chain = Chain(worker.road, 4)
     for tensors, words in (
@@ -286,7 +286,7 @@ def test_what_lies_on_the_way_must_be_deltas() -> None:
     assert worker.receiver.kept is None
 
 
-def test_a_staging_that_nobody_discarded_is_taken_back_before_the_next() -> None:
+def test_an_old_staging_is_taken_back_before_the_next() -> None:
     worker = Worker()
     chain = Chain(worker.road, 2)
     worker.stage("v0")
@@ -300,7 +300,7 @@ def test_a_staging_that_nobody_discarded_is_taken_back_before_the_next() -> None
 
 
 class Engine:
-    """Of an adapter what WeightUpdates calls, and in which order."""
+    """Records which methods of an adapter WeightUpdates calls, in order."""
 
     def __init__(self) -> None:
         self.called: list[str] = []
@@ -324,7 +324,7 @@ class Engine:
         return await work
 
 
-async def test_a_delta_waits_until_no_swap_reads_what_it_changes() -> None:
+async def test_a_delta_waits_until_no_swap_reads_the_copy() -> None:
     engine: Any = Engine()
     info: Any = SimpleNamespace(transports=("road",), vocab_size=512, max_model_len=512)
     updates = WeightUpdates(engine, info, engine, lambda staging: None, lambda: None)
@@ -351,7 +351,7 @@ def wait_for(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_base_that_can_not_be_had_is_told_before_a_byte_comes() -> None:
+def test_a_missing_base_is_refused_before_a_byte_comes() -> None:
     worker = Worker({"tied": "b"})
     chain = Chain(worker.road, 3)
     gone = [chain.link(0), chain.link(1, refetchable=False)]
@@ -360,18 +360,18 @@ def test_a_base_that_can_not_be_had_is_told_before_a_byte_comes() -> None:
             worker.receiver.open(*worker.reception("d2", **{**chain.delta(2), "base_chain": before}))
     worker.stage("v0")
     worker.swap("v0")
-    with pytest.raises(NotAtBase, match=f"keeps {chain.digests[0]}"):
+    with pytest.raises(NotAtBase, match=f"has a copy of {chain.digests[0]}"):
         worker.receiver.open(*worker.reception("d2", **{**chain.delta(2), "base_chain": gone}))
     tied = {**chain.versions[0], "tied": chain.versions[0]["b"]}
     link = DeltaChainEntry(
         digest=worker.road.put("v0", tied),
         transport=Transport.model_validate({"backend": "road", "path": "v0"}),
     )
-    with pytest.raises(NotAtBase, match="differs from what was published"):
+    with pytest.raises(NotAtBase, match="stages other bytes than were published"):
         worker.stage("d1", base=link.digest, digest=chain.digests[1], base_chain=[link])
 
 
-def test_what_is_not_staged_can_not_be_kept() -> None:
+def test_weights_in_place_can_not_be_kept() -> None:
     body = {"transport": {"backend": "ipc"}, "policy": {"staging": "none", "keep_staged": True}}
     with pytest.raises(InvalidRequest) as caught:
         parse_body(UpdateWeights, body)

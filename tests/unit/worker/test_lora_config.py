@@ -1,4 +1,4 @@
-"""Which `adapter_config.json` is taken, and which tensors it asks for."""
+"""Tests which `adapter_config.json` is accepted, and which tensors it asks for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_
 LINEAR = {"model.0.q_proj": (3, 5), "model.1.q_proj": (3, 5), "model.1.up": (3, 7), "model.11.up": (3, 7)}
 
 
-def test_what_is_asked_for() -> None:
+def test_a_config_asks_for_these_tensors() -> None:
     lora = parse_lora(CONFIG)
     assert lora.scaling == 2.0
     modules = target_modules(lora, LINEAR, frozenset({"model.norm", "eq_proj"}))
@@ -50,7 +50,7 @@ def test_whole_names_fit_too() -> None:
         {"a_key_of_a_later_peft": False},
     ],
 )
-def test_what_changes_nothing_is_taken(extra: dict[str, Any]) -> None:
+def test_keys_that_change_nothing_are_accepted(extra: dict[str, Any]) -> None:
     assert parse_lora(CONFIG | extra) == parse_lora(CONFIG)
 
 
@@ -103,7 +103,7 @@ def test_what_changes_nothing_is_taken(extra: dict[str, Any]) -> None:
         ("k" * 5000, {"x": "y" * 5000}),
     ],
 )
-def test_what_is_refused_names_the_key_and_a_fix(key: str, value: Any) -> None:
+def test_a_refusal_names_the_key_and_a_fix(key: str, value: Any) -> None:
     with pytest.raises(InvalidWeights) as caught:
         parse_lora(CONFIG | {key: value})
     assert caught.value.facts["field"] == f"adapter_config.{key[:64]}"
@@ -112,7 +112,7 @@ def test_what_is_refused_names_the_key_and_a_fix(key: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("missing", ["peft_type", "r", "lora_alpha", "target_modules"])
-def test_what_must_be_there(missing: str) -> None:
+def test_missing_keys_are_refused(missing: str) -> None:
     with pytest.raises(InvalidWeights) as caught:
         parse_lora({key: value for key, value in CONFIG.items() if key != missing})
     assert caught.value.facts["field"] == f"adapter_config.{missing}"

@@ -1,4 +1,4 @@
-"""The hook by which a test holds a worker's op open: see worker/testing/phase_hooks.py."""
+"""Tests the hook that holds a worker's op at a phase: see worker/testing/phase_hooks.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watching an engine's processes, and ending them."""
+"""Tests the watch over an engine's processes, and how they are ended."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def children() -> Iterator[list[subprocess.Popen[bytes]]]:
         child.communicate()
 
 
-async def test_the_first_vital_death_is_told_once(children: list[subprocess.Popen[bytes]]) -> None:
+async def test_the_first_vital_death_is_reported_once(children: list[subprocess.Popen[bytes]]) -> None:
     told: asyncio.Queue[int] = asyncio.Queue()
     pids = [child.pid for child in children]
     assert set(pids) <= engine_processes([]).keys()
@@ -63,7 +63,7 @@ async def test_the_first_vital_death_is_told_once(children: list[subprocess.Pope
     watch.close()
 
 
-async def test_one_that_is_gone_already(children: list[subprocess.Popen[bytes]]) -> None:
+async def test_a_process_that_has_ended_before_the_watch(children: list[subprocess.Popen[bytes]]) -> None:
     children[0].kill()
     children[0].wait()
     told: asyncio.Queue[int] = asyncio.Queue()
@@ -73,7 +73,7 @@ async def test_one_that_is_gone_already(children: list[subprocess.Popen[bytes]])
     watch.close()
 
 
-async def test_after_stop_nothing_is_told(children: list[subprocess.Popen[bytes]]) -> None:
+async def test_nothing_is_reported_after_stop(children: list[subprocess.Popen[bytes]]) -> None:
     told: asyncio.Queue[int] = asyncio.Queue()
     watch = ProcessWatch({children[0].pid: "x::1"}, "x::", told.put_nowait)
     watch.stop()
@@ -85,7 +85,7 @@ async def test_after_stop_nothing_is_told(children: list[subprocess.Popen[bytes]
     watch.close()
 
 
-async def test_what_is_left_of_a_dead_sglang_is_killed(
+async def test_the_processes_that_a_dead_sglang_leaves_are_killed(
     children: list[subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     process = SglangProcess(EngineOptions(tmp_path), {}, "cpu", 0)
@@ -111,7 +111,7 @@ def _rank(told: Any) -> NoReturn:
 
 
 class Building:
-    """Of an engine of two ranks, of which the last ends; its own thread waits for the first."""
+    """An engine has two ranks. The last one ends, while the engine's own thread waits for the first."""
 
     def __init__(self) -> None:
         self.pipes = [SPAWN.Pipe(duplex=False) for _ in range(2)]
@@ -158,7 +158,7 @@ def building() -> Iterator[Building]:
     building.close()
 
 
-def test_a_kill_while_an_engine_is_built_ends_those_for_which_the_building_waits(building: Building) -> None:
+def test_a_kill_while_an_engine_is_built_ends_the_processes_that_it_waits_for(building: Building) -> None:
     other = SPAWN.Process(target=time.sleep, args=(600,), daemon=True)
     other.start()
     try:
@@ -175,10 +175,10 @@ def test_a_kill_while_an_engine_is_built_ends_those_for_which_the_building_waits
     ("end", "code"),
     [(Building.end_itself, 1), (Building.be_told, -signal.SIGTERM), (Building.crash, -signal.SIGABRT)],
 )
-def test_one_that_ends_otherwise_is_the_engines_to_tell_of(
+def test_the_engine_reports_a_process_that_ends_by_itself(
     building: Building, end: Callable[[Building], None], code: int
 ) -> None:
-    """It would end so again."""
+    """A new process would end in the same way."""
     with pytest.raises(RuntimeError, match=f"rank 1 has ended: {code}$"):
         building.run(end, waits_for=1)
     assert building.ranks[0].is_alive()
@@ -210,7 +210,7 @@ async def test_an_error_that_a_death_makes_before_it_is_seen_is_of_the_death(die
     assert isinstance(caught.value, EngineDied) is dies
 
 
-async def test_bad_input_is_told_at_once() -> None:
+async def test_bad_input_is_reported_at_once() -> None:
     async def refused() -> None:
         raise InvalidRequest("no such file", field="model", fix="name another")
 
@@ -218,7 +218,7 @@ async def test_bad_input_is_told_at_once() -> None:
         await or_death(refused(), asyncio.get_running_loop().create_future())
 
 
-def test_a_process_that_is_closed_meanwhile_is_nobodys_concern() -> None:
+def test_a_process_that_is_closed_meanwhile_is_not_reported() -> None:
     with StartWatch() as watch:
         helper = SPAWN.Process(target=time.sleep, args=(6 * BOUND_S,), daemon=True)
         helper.start()
@@ -231,7 +231,7 @@ def test_a_process_that_is_closed_meanwhile_is_nobodys_concern() -> None:
         helper.close()
 
 
-def test_a_process_that_is_closed_while_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_closed_during_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     helper = SPAWN.Process(target=time.sleep, args=(0,), daemon=True)
     helper.start()
 

@@ -1,4 +1,4 @@
-"""Receivers in other processes: the agent of a rank and its client, with the fake engine's holder behind them."""
+"""Tests a rank's agent and its client, with the fake engine's holder."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ import pytest
 import rl_plane._util.framing as frames
 import worker.receive.rank_agents.agent_client as client_module
 import worker.receive.rank_agents.agent_messages as wire
-from rl_plane._util.tasks import never
+from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, PlaneError
-from rl_plane.transports.receiver_base import Places
-from rl_plane.transports.reception import Cancelled
+from rl_plane.transports.base import TransportContext
 from tests.support.receive_requests import NamedRequest, files_request
 from worker.engines.base import EngineOptions
 from worker.engines.fake.adapter import FakeEngine, make_fake_model
@@ -99,7 +98,7 @@ def test_every_rank_receives(ranks: Ranks, engines: list[FakeEngine], tmp_path: 
 
 
 @pytest.mark.engines("nixl")
-def test_what_the_first_rank_keeps_is_there_for_others(
+def test_the_copy_of_the_first_rank_is_offered_to_others(
     ranks: Ranks, engines: list[FakeEngine], tmp_path: Path
 ) -> None:
     from rl_plane.transports.nixl.receiver import NixlTransport
@@ -115,7 +114,7 @@ def test_what_the_first_rank_keeps_is_there_for_others(
     assert place == ranks.offer()
     assert engines[1].receiver._place is None
     assert place["digest"] == model_digest(new)
-    transport = NixlTransport(Places())
+    transport = NixlTransport(TransportContext())
     delivery = transport.open(place["transport"], "base")
     stream = DigestingStream(delivery, expected_digest=model_digest(new))
     assert len(list(stream)) == 4
@@ -127,7 +126,9 @@ def test_what_the_first_rank_keeps_is_there_for_others(
         transport.open(place["transport"], "base")
 
 
-def test_what_is_not_open_is_not_received(ranks: Ranks, engines: list[FakeEngine], tmp_path: Path) -> None:
+def test_a_staging_that_is_not_open_is_not_received(
+    ranks: Ranks, engines: list[FakeEngine], tmp_path: Path
+) -> None:
     with pytest.raises(EngineFailed, match="nothing is open"):
         ranks.receive("s", never)
     ranks.open(*reception(make_fake_model(tmp_path / "new", 1)))
@@ -146,7 +147,9 @@ def test_an_error_keeps_its_type_and_facts(ranks: Ranks, tmp_path: Path) -> None
     assert weights.value.facts["unexpected"]["count"] == 1
 
 
-def test_what_one_rank_refuses_none_keeps(ranks: Ranks, engines: list[FakeEngine], tmp_path: Path) -> None:
+def test_weights_that_one_rank_refuses_are_staged_in_none(
+    ranks: Ranks, engines: list[FakeEngine], tmp_path: Path
+) -> None:
     engines[1].fail_stage = True
     ranks.open(*reception(make_fake_model(tmp_path / "new", 1)))
     with pytest.raises(EngineFailed, match="fail_stage"):
@@ -252,7 +255,7 @@ def test_frames_are_bounded(serve: Serve, directory: Path, monkeypatch: pytest.M
 
 
 def test_a_child_dies_with_its_parent() -> None:
-    """The parent is killed, without a last word."""
+    """The parent is killed with SIGKILL."""
     child = (
         "from worker.receive.rank_agents.agent_server import die_with_parent; "
         "die_with_parent(); print('up', flush=True); input()"

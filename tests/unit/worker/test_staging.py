@@ -1,4 +1,4 @@
-"""The half of prepare that knows neither engine nor transport: specs, digests, staging."""
+"""Tests the checks between transport and engine: specs, digests, staging."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ import pytest
 from blake3 import blake3
 
 import rl_plane.weights.checkpoint as checkpoint
-from rl_plane._util.tasks import never
+from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights
 from rl_plane.protocol.versions import HostTensor, TensorSpec, tensors_digest
+from rl_plane.transports.base import Delivery, TransportContext, WeightTransport
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
-from rl_plane.transports.receiver_base import Delivery, Places
-from rl_plane.transports.reception import Cancelled, Staged, TensorStream
 from rl_plane.weights.checkpoint import open_published, write_manifest
 from rl_plane.weights.safetensors_file import write_safetensors
 from tests.support.receive_requests import named_request
@@ -39,6 +38,7 @@ from worker.receive.staging import (
     receive,
     receive_adapter,
 )
+from worker.receive.weight_holder import Staged, TensorStream
 from worker.receive.weight_receiver import Receiver
 
 F32, BF16, I64 = TensorSpec("F32", (2, 3)), TensorSpec("BF16", (2, 3)), TensorSpec("I64", (2, 3))
@@ -49,8 +49,8 @@ def hexed(data: bytes) -> str:
     return str(blake3(data).hexdigest())
 
 
-class Memory:
-    """A Delivery from memory, which can lie."""
+class Memory(Delivery):
+    """A Delivery from memory, which may send other tensors than it states."""
 
     def __init__(self, tensors: Mapping[str, bytes], shape: tuple[int, ...] | None = None) -> None:
         self.specs: Mapping[str, TensorSpec] = {
@@ -78,7 +78,7 @@ class Memory:
 
 
 class Engine:
-    """A WeightHolder that wants what a Memory offers; `take` is how it stages."""
+    """A WeightHolder that wants the tensors of a Memory, and stages them by `take`."""
 
     def __init__(self, delivery: Memory, take: Callable[[TensorStream], Any] = list) -> None:
         self.begun = False
@@ -177,7 +177,7 @@ def test_dtypes_and_cast() -> None:
 
 @pytest.mark.parametrize("cast", [True, False])
 @pytest.mark.parametrize("other", ["I64", "U8", "BOOL", "F8_E4M3", "F8_E5M2"])
-def test_what_cast_does_not_convert(cast: bool, other: str) -> None:
+def test_dtypes_that_cast_does_not_convert(cast: bool, other: str) -> None:
     spec = TensorSpec(other, (2, 3))
     for wanted, offered in ((F32, spec), (spec, F32)):
         with pytest.raises(InvalidWeights) as caught:
@@ -289,7 +289,7 @@ def test_a_stated_digest_that_is_not_the_expected_one_costs_no_byte() -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_what_comes_under_tied_names_is_the_same(in_place: bool) -> None:
+def test_tied_tensors_must_be_equal(in_place: bool) -> None:
     def send(delivery: Memory, digest: str | None = None) -> str:
         engine = Engine(delivery)
         del engine.wanted["tied"]
@@ -350,7 +350,7 @@ def test_an_engine_that_swallows_the_error() -> None:
         run(Engine(delivery, swallow), delivery, "blake3:" + "0" * 64)
 
 
-def test_what_an_engine_raises_comes_through_and_the_delivery_is_closed() -> None:
+def test_an_engines_error_passes_and_the_delivery_is_closed() -> None:
     def fail(stream: TensorStream) -> None:
         next(iter(stream))
         raise EngineFailed("no memory")
@@ -378,7 +378,7 @@ async def test_from_files_into_an_engine(tmp_path: Path) -> None:
     manifest = write_manifest(new)
     engine = FakeEngine(EngineOptions(base))
     await engine.start()
-    delivery: Delivery = FilesystemTransport(Places((tmp_path,))).open(
+    delivery: Delivery = FilesystemTransport(TransportContext((tmp_path,))).open(
         {"backend": "filesystem", "path": str(new)}, "base"
     )
     staged, digest = receive(
@@ -391,13 +391,15 @@ async def test_from_files_into_an_engine(tmp_path: Path) -> None:
 
 
 async def test_bytes_that_are_not_the_manifests(tmp_path: Path) -> None:
-    """Equal names, shapes and length: only the digest tells."""
+    """Names, shapes and lengths are equal, so only the digest differs."""
     base, new = make_fake_model(tmp_path / "base", 1), make_fake_model(tmp_path / "new", 2)
     write_manifest(new)
     make_fake_model(new, 3)
     engine = FakeEngine(EngineOptions(base))
     await engine.start()
-    delivery = FilesystemTransport(Places((tmp_path,))).open({"backend": "filesystem", "path": str(new)}, "base")
+    delivery = FilesystemTransport(TransportContext((tmp_path,))).open(
+        {"backend": "filesystem", "path": str(new)}, "base"
+    )
     with pytest.raises(InvalidWeights, match="its publisher stated"):
         receive(FakeHolder(engine), delivery, cast=False, expected_digest=None, cancelled=lambda: False)
     await engine.close()
@@ -418,12 +420,12 @@ class Silent(Memory):
         yield  # a generator, as the contract wants
 
 
-class SilentTransport:
-    """A transport of a third party: it shares no class with the product's."""
+class SilentTransport(WeightTransport):
+    """A transport of a third party: it shares only the contract with the product's."""
 
     backend = "silent"
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: TransportContext) -> None:
         self.delivery = Silent()
 
     def init(self, config: Mapping[str, Any]) -> None:
@@ -437,7 +439,7 @@ class SilentTransport:
 
 
 def test_a_third_partys_delivery_that_waits_for_bytes_is_cancelled() -> None:
-    transport = SilentTransport(Places())
+    transport = SilentTransport(TransportContext())
     receiver = Receiver(Engine(transport.delivery), {"silent": transport})
     receiver.open(*named_request("s", {"backend": "silent"}))
     cancelled = threading.Event()
@@ -451,7 +453,7 @@ def test_a_third_partys_delivery_that_waits_for_bytes_is_cancelled() -> None:
 
 
 class Derived(FilesystemDelivery):
-    """Somebody else's: it tells of each tensor that it has the digest that its publisher stated."""
+    """A third party's delivery, which claims of each tensor the digest that its publisher stated."""
 
     def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
         assert self.tensor_digests is not None
@@ -504,7 +506,7 @@ def test_model_digest_errors_name_the_model(tmp_path: Path, no_descriptor_leaks:
 
 @pytest.mark.parametrize("other", [(TensorSpec("F32", (2,)), b"87654321"), (TensorSpec("U8", (8,)), b"12345678")])
 def test_a_models_digest_is_of_no_tie_that_it_breaks(tmp_path: Path, other: tuple[TensorSpec, bytes]) -> None:
-    """Told apart by the bytes alone, or by what they are."""
+    """The digests differ by the bytes alone, or by dtype and shape."""
     embedding = (TensorSpec("F32", (2,)), b"12345678")
     file = tmp_path / "model.safetensors"
     for tensors in ({"head": embedding, "embedding": embedding}, {"embedding": embedding}, {"head": other}):
@@ -586,7 +588,7 @@ async def test_an_adapter_from_files(tmp_path: Path) -> None:
     for stated in (None, digest):
         if stated is not None:
             assert write_manifest(path)["digest"] == digest
-        delivery = FilesystemTransport(Places((tmp_path,))).open(
+        delivery = FilesystemTransport(TransportContext((tmp_path,))).open(
             {"backend": "filesystem", "path": str(path)}, "lora"
         )
         assert delivery.digest == stated
@@ -616,7 +618,7 @@ def test_overwriting_gives_the_digest() -> None:
     assert (engine.begun, delivery.closed) == (True, 1)
 
 
-def test_what_is_known_to_be_wrong_does_not_touch_the_engine() -> None:
+def test_weights_that_are_known_to_be_wrong_do_not_touch_the_engine() -> None:
     unfit, lying = two(), two()
     lying.digest = lying.true_digest()
     engines = [Engine(unfit), Engine(lying)]

@@ -1,4 +1,4 @@
-"""What a worker does by itself, by events and expected instructions: no loop, no clock, no engine."""
+"""Tests a worker's own actions by events and expected instructions: no loop, no clock, no engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from worker.reconcile.worker_state import WorkerState
 
 RUN, MODEL = "run-1", "d0"
 LINE = ("server", 1)
-"""The connection."""
+"""The connection on which the leader answers."""
 
 
 def version(sequence: int, digest: str = "", run: str = RUN) -> WeightVersion:
@@ -55,7 +55,7 @@ def after(
     load: str | None = None,
     unload: str | None = None,
 ) -> DecisionRecord:
-    """The next decision: of the base, or of one adapter."""
+    """Makes the next decision: on the base, or on one adapter."""
     made = version(base.sequence + 1, digest, base.version.run)
     adapters = dict(base.adapters)
     whence = source(made.sequence, refetchable)
@@ -91,7 +91,7 @@ def reasons(core: WorkerCore) -> dict[str, str]:
 
 
 def valid(core: WorkerCore) -> None:
-    """What holds after every event."""
+    """Checks the invariants, which hold after every event."""
     state, record = core.state, core.record
     if not state.closed:
         assert record is not None
@@ -113,7 +113,7 @@ def valid(core: WorkerCore) -> None:
 
 
 def serving(*records: DecisionRecord, now: float = 0.0) -> WorkerCore:
-    """A worker that has followed these, and holds the last."""
+    """Makes a worker that has followed these records and holds the last."""
     core = fresh()
     for written, record in enumerate(records or (R0,), 1):
         assert core.learnt(record.opened(), written, now)
@@ -123,7 +123,7 @@ def serving(*records: DecisionRecord, now: float = 0.0) -> WorkerCore:
 
 
 def hold(core: WorkerCore, now: float) -> None:
-    """Does all that it says, successfully."""
+    """Carries out all instructions, successfully."""
     for _ in range(20):
         did = core.next(now)
         valid(core)
@@ -151,7 +151,7 @@ def act(core: WorkerCore, did: Instruction, now: float) -> bool:
 
 
 def gone(core: WorkerCore, fence: int, held: bool, waiting_for: str | None) -> str | None:
-    """The update that the worker drops, by the lock and the session that the leader told of."""
+    """Returns the update that the worker drops, by the leader's lock and session."""
     if core.coordinator_holds(fence, held, 0.0):
         return None
     given_up = core.given_up(waiting_for)
@@ -159,7 +159,7 @@ def gone(core: WorkerCore, fence: int, held: bool, waiting_for: str | None) -> s
 
 
 def stage(core: WorkerCore, record: DecisionRecord, fence: int = 5) -> None:
-    """Its coordinator has prepared it here."""
+    """Notes that a coordinator has prepared the update here."""
     name = next((name for name, one in record.adapters.items() if one.version == record.made), None)
     core.is_staged(StagedVersion(record.update_id, name, record.made.digest, fence))
 
@@ -237,7 +237,7 @@ def test_a_learnt_decision_gates_until_it_is_opened() -> None:
     assert reasons(core) == {}
 
 
-def test_a_gate_that_nobody_lifts_ends_when_no_lease_can_be_left() -> None:
+def test_a_gate_that_no_coordinator_lifts_ends_when_no_lease_can_be_left() -> None:
     assert GATE_S >= SERVING_LEASE_S + LEASE_MARGIN_S
     core = serving()
     core.learnt(R1, 2, 10.0)
@@ -251,7 +251,7 @@ def test_a_gate_that_nobody_lifts_ends_when_no_lease_can_be_left() -> None:
     assert "updating" in reasons(core), "the next one has its own time"
 
 
-def test_the_gate_is_not_lengthened_by_what_is_told_again() -> None:
+def test_a_repeated_record_does_not_lengthen_the_gate() -> None:
     core = serving()
     core.learnt(R1, 2, 10.0)
     core.leader_said(R1, 5, 14.0, LINE, 14.0)
@@ -273,7 +273,7 @@ def test_the_same_bytes_under_another_label_close_until_they_are_labelled() -> N
     assert core.commit_step(same.opened()) is None
 
 
-def test_staged_it_waits_for_its_coordinators_commit_then_swaps_by_itself() -> None:
+def test_a_prepared_worker_waits_for_its_commit_and_then_swaps_by_itself() -> None:
     core = serving()
     stage(core, R1)
     assert core.next(9.0) == Wait(), "undecided"
@@ -282,7 +282,7 @@ def test_staged_it_waits_for_its_coordinators_commit_then_swaps_by_itself() -> N
     assert core.next(10.0 + COMMIT_GRACE_S) == Swap("u1", None, R1.version, "keep")
 
 
-def test_what_a_commit_is_answered() -> None:
+def test_the_answers_to_a_commit() -> None:
     core = serving()
     with pytest.raises(Conflict, match="another update was committed since"):
         core.commit_step(R1)  # the record is told with the commit, so it is another that counts
@@ -309,7 +309,7 @@ def test_what_a_commit_is_answered() -> None:
         core.commit_step(R1)
 
 
-def test_a_commit_goes_on_through_everything_that_differs() -> None:
+def test_a_commit_changes_everything_that_differs() -> None:
     with_a = after(R0, load="a")
     core = serving(R0, with_a)
     dropping = replace(after(with_a), adapters={})
@@ -326,7 +326,7 @@ def test_a_commit_goes_on_through_everything_that_differs() -> None:
 
 
 def failing(core: WorkerCore, now: float) -> float:
-    """One failed fetch; the next try."""
+    """Fails one fetch, and returns the time of the next try."""
     did = core.next(now)
     assert isinstance(did, Fetch), did
     core.fetch_failed("no such file", now)
@@ -369,7 +369,7 @@ def test_an_operator_or_a_new_decision_brings_the_next_try_at_once() -> None:
     assert isinstance(core.next(100.0), Wait), "the same decision, written again"
 
 
-def test_what_others_keep_can_be_fetched_from_them() -> None:
+def test_a_version_that_other_workers_keep_is_fetched_from_them() -> None:
     core = serving()
     gone = after(R0, refetchable=False)
     kept = replace(gone, source=replace(gone.source, keep_staged=True))
@@ -377,7 +377,7 @@ def test_what_others_keep_can_be_fetched_from_them() -> None:
     assert core.next(0.0) == Fetch("heal-1", None, kept.version, kept.source)
 
 
-def test_what_can_not_be_fetched_again_waits_for_the_next_update() -> None:
+def test_a_version_that_can_not_be_fetched_again_waits_for_the_next_update() -> None:
     core = serving()
     gone = after(R0, refetchable=False)
     core.learnt(gone.opened(), 2, 0.0)
@@ -394,7 +394,7 @@ def test_what_can_not_be_fetched_again_waits_for_the_next_update() -> None:
     assert isinstance(core.commit_step(gone), Swap), "staged, it needs no source"
 
 
-def test_another_update_that_is_being_prepared_is_waited_for_and_no_longer() -> None:
+def test_a_worker_waits_for_another_update_that_is_being_prepared() -> None:
     core = serving()
     core.learnt(R1.opened(), 2, 0.0)
     core.is_staged(StagedVersion("u9", None, "d9", 5))
@@ -406,7 +406,7 @@ def test_another_update_that_is_being_prepared_is_waited_for_and_no_longer() -> 
     assert isinstance(core.next(400.0), Fetch), "waiting was no failure"
 
 
-def test_released_memory_is_waited_for() -> None:
+def test_a_worker_waits_for_released_memory() -> None:
     core = serving()
     core.state.released = {"weights"}
     assert core.next(0.0) == Wait(), "the committed weights are here"
@@ -422,7 +422,7 @@ def test_released_memory_is_waited_for() -> None:
 
 
 def test_weights_that_are_back_take_an_update_while_the_kv_cache_is_released() -> None:
-    """As trainers on the same GPU do it; nobody is served before the KV cache is back."""
+    """Trainers on the same GPU do this. The worker serves no request before the KV cache is back."""
     core = serving()
     core.state.release(["weights", "kv_cache"])
     core.state.take_back(["weights"])
@@ -447,7 +447,7 @@ def test_weights_that_are_back_take_an_update_while_the_kv_cache_is_released() -
     assert isinstance(core.next(0.0), Fetch), "no update has come"
 
 
-def test_what_was_decided_while_the_kv_cache_is_released_is_swapped_in_without_its_coordinator() -> None:
+def test_a_decision_during_the_release_of_the_kv_cache_is_swapped_in_without_its_coordinator() -> None:
     core = serving()
     core.state.release(["kv_cache"])
     stage(core, R1)
@@ -462,7 +462,7 @@ def test_what_was_decided_while_the_kv_cache_is_released_is_swapped_in_without_i
 
 
 @pytest.mark.parametrize("fence", [5, None])
-def test_what_nobody_will_swap_in_any_more_is_dropped(fence: int | None) -> None:
+def test_staged_weights_that_no_coordinator_will_swap_in_are_dropped(fence: int | None) -> None:
     core = serving(R0, R1)
     core.is_staged(StagedVersion("u1" if fence else "heal-1", None, "d1", fence))
     assert core.next(0.0) == Drop("u1" if fence else "heal-1")
@@ -471,8 +471,8 @@ def test_what_nobody_will_swap_in_any_more_is_dropped(fence: int | None) -> None
 
 
 @pytest.mark.parametrize("left", [StagedVersion("heal-2", None, "d9", None), StagedVersion("u2", "b", "d9", 5)])
-def test_what_is_left_staged_does_not_keep_a_worker_from_healing(left: StagedVersion) -> None:
-    """Fetched for a version that is not the committed one any more, or brought by a late copy of a prepare."""
+def test_old_staged_weights_do_not_keep_a_worker_from_healing(left: StagedVersion) -> None:
+    """The weights were fetched for a version that is no longer committed, or came by a late copy of a prepare."""
     core = serving(R0, R1)
     core.learnt(R2.opened(), 3, 0.0)
     core.is_staged(left)
@@ -484,7 +484,7 @@ def test_what_is_left_staged_does_not_keep_a_worker_from_healing(left: StagedVer
 # ---- adapters ----
 
 
-def test_what_is_too_much_goes_first_then_comes_the_base_then_what_is_missing_or_wrong() -> None:
+def test_adapters_are_unloaded_first_then_the_base_changes_then_the_other_adapters() -> None:
     core = serving(R0, (a := after(R0, load="a")), (b := after(a, load="b")), after(b, load="c"))
     made = {name: version(10 + number) for number, name in enumerate("bcd")}
     wanted = replace(
@@ -512,7 +512,7 @@ def test_what_is_too_much_goes_first_then_comes_the_base_then_what_is_missing_or
 
 
 def test_a_staged_adapter_is_swapped_first_where_the_base_is_missing_too() -> None:
-    """Staging holds one at a time: else each would wait for the other, for ever."""
+    """Staging has room for one version. Otherwise each would wait for the other, for ever."""
     core = fresh()
     loading = after(R1, load="a", refetchable=False)
     core.learnt(R1.opened(), 1, 0.0)
@@ -539,7 +539,7 @@ def test_an_unload_that_fails_is_repeated_later() -> None:
 
 
 def with_a_swap_that_failed(why: str, **how: bool) -> tuple[WorkerCore, DecisionRecord, DecisionRecord]:
-    """Of the adapter `a`, which was loaded: the record of that, and of the swap."""
+    """Returns the record that loaded the adapter `a`, and the record of its swap."""
     core = serving(R0, (loaded := after(R0, load="a")))
     swapping = after(loaded, load="a")
     stage(core, swapping)
@@ -568,8 +568,8 @@ def test_a_change_of_an_adapter_that_was_cut_short_may_have_ended_either_way() -
     assert (reasons(core), core.state.adapters) == ({}, {"a": loaded.made})
 
 
-def test_an_adapter_that_is_lost_with_a_change_of_it_is_held_no_more() -> None:
-    """Also where what is committed next is the one that was lost."""
+def test_an_adapter_that_is_lost_in_a_change_is_forgotten() -> None:
+    """The next committed version may be the one that was lost."""
     core, loaded, swapping = with_a_swap_that_failed("broken", lost=True)
     back = replace(after(swapping, load="a"), adapters=loaded.adapters)
     core.learnt(back.opened(), 4, 0.0)
@@ -586,7 +586,7 @@ def test_an_adapter_that_is_lost_with_a_change_of_it_is_held_no_more() -> None:
     assert (reasons(core), core.state.adapters) == ({}, {})
 
 
-def test_what_is_staged_outlasts_an_unload() -> None:
+def test_staged_weights_outlast_an_unload() -> None:
     core = serving(R0, (loaded := after(R0, load="a")))
     dropping = replace(after(loaded, refetchable=False), adapters={})
     stage(core, dropping)
@@ -631,7 +631,7 @@ def test_a_swap_that_fails_leaves_no_base_weights() -> None:
     assert reasons(core) == {}
 
 
-def test_a_swap_that_could_not_begin_is_tried_again_with_what_is_staged() -> None:
+def test_a_swap_that_could_not_begin_is_tried_again_with_the_staged_weights() -> None:
     core = serving()
     stage(core, R1)
     core.learnt(R1, 2, 0.0)
@@ -648,7 +648,7 @@ def test_a_swap_that_could_not_begin_is_tried_again_with_what_is_staged() -> Non
 # ---- rolling ----
 
 
-def test_in_a_rolling_update_the_old_is_served_until_its_turn() -> None:
+def test_in_a_rolling_update_a_worker_serves_the_old_version_until_its_turn() -> None:
     core = serving()
     rolling = after(R0, rolling=True)
     stage(core, rolling)
@@ -664,7 +664,7 @@ def test_in_a_rolling_update_the_old_is_served_until_its_turn() -> None:
     assert (reasons(core), core.state.sequence) == ({}, 1)
 
 
-def test_the_end_of_a_rolling_update_ends_the_old() -> None:
+def test_the_end_of_a_rolling_update_ends_the_old_version() -> None:
     core = serving()
     rolling = after(R0, rolling=True)
     core.learnt(rolling, 2, 0.0)
@@ -674,7 +674,7 @@ def test_the_end_of_a_rolling_update_ends_the_old() -> None:
     assert isinstance(core.next(0.0), Fetch)
 
 
-def test_without_its_coordinator_a_rolling_update_goes_on_by_itself() -> None:
+def test_without_its_coordinator_a_worker_finishes_a_rolling_update_by_itself() -> None:
     core = serving()
     rolling = after(R0, rolling=True)
     stage(core, rolling)
@@ -691,7 +691,7 @@ def test_without_its_coordinator_a_rolling_update_goes_on_by_itself() -> None:
     assert reasons(core) == {}, "it may serve the old again, and holds it"
 
 
-def test_who_joins_while_it_rolls_takes_the_new() -> None:
+def test_a_worker_that_joins_during_a_rolling_update_takes_the_new_version() -> None:
     core = fresh()
     core.learnt(after(R0, rolling=True), 2, 0.0)
     assert isinstance(core.next(0.0), Fetch)
@@ -700,7 +700,7 @@ def test_who_joins_while_it_rolls_takes_the_new() -> None:
 # ---- over the served weights ----
 
 
-def test_what_is_overwritten_is_of_no_version_until_the_commit() -> None:
+def test_overwritten_weights_are_of_no_version_until_the_commit() -> None:
     core = serving()
     core.overwriting()
     assert core.state.digest is None
@@ -756,7 +756,7 @@ def test_the_lease_is_confirmed_by_a_leader_that_knows_as_much() -> None:
     assert "behind" in reasons(core), "the lease is of what the leader says"
 
 
-def test_a_lost_store_gets_back_what_this_worker_knows() -> None:
+def test_a_lost_store_gets_the_record_of_this_worker_back() -> None:
     core = serving(R0, R1, R2)
     assert core.leader_said(None, 0, 0.0, LINE, 0.0) == Restore(R2.opened())
     assert core.leader_said(R1.opened(), 40, 0.0, LINE, 0.0) == Restore(R2.opened())
@@ -766,7 +766,7 @@ def test_a_lost_store_gets_back_what_this_worker_knows() -> None:
     assert core.learnt(R2, 3, 0.0) is False
 
 
-def test_of_two_decisions_of_one_rank_the_leaders_counts() -> None:
+def test_the_leaders_decision_wins_among_two_of_one_rank() -> None:
     core = serving(R0, R1)
     other = replace(after(R0, digest="dx"), update_id="ux").opened()
     assert not core.learnt(other, 2, 0.0), "not written after the one that is known"
@@ -778,8 +778,8 @@ def test_of_two_decisions_of_one_rank_the_leaders_counts() -> None:
     assert reasons(core) == {}, "that is what it holds"
 
 
-def test_the_record_that_was_sealed_last_counts_whatever_it_says() -> None:
-    """Its coordinator has asked every worker for the newest, and so knew of all that is decided."""
+def test_the_record_that_was_sealed_last_wins() -> None:
+    """Its coordinator has asked every worker for the newest record, so it knew every decision."""
     core = serving(R0, R1)
     sealed = replace(R0, seal=9)
     assert core.learnt(sealed, 3, 0.0)
@@ -792,7 +792,7 @@ def test_the_record_that_was_sealed_last_counts_whatever_it_says() -> None:
     assert not core.learnt(replace(R1, seal=9), 8, 0.0), "it was open already"
 
 
-def test_the_seal_of_the_next_coordinator_changes_nothing_but_who_may_write() -> None:
+def test_the_seal_of_the_next_coordinator_changes_only_who_may_write() -> None:
     core = serving()
     core.learnt(R1, 2, 10.0)
     assert core.learnt(replace(R1, seal=7), 3, 14.0)
@@ -804,7 +804,7 @@ def test_the_seal_of_the_next_coordinator_changes_nothing_but_who_may_write() ->
     assert core.record.seal == 7
 
 
-def test_of_two_runs_that_nobody_asked_for_the_further_counts_else_the_elder_and_a_new_run_over_both() -> None:
+def test_the_further_of_two_accidental_runs_wins_then_the_older_and_a_new_run_over_both() -> None:
     core = serving(R0)
     younger, elder = first(run="run-2"), first(run="run-0")
     assert core.leader_said(younger, 9, 0.0, LINE, 0.0) == Restore(R0)
@@ -821,7 +821,7 @@ def test_of_two_runs_that_nobody_asked_for_the_further_counts_else_the_elder_and
 # ---- coordinators ----
 
 
-def test_what_is_staged_is_given_up_with_its_coordinator() -> None:
+def test_staged_weights_are_dropped_with_their_coordinator() -> None:
     core = serving()
     assert not core.depends_on_coordinator()
     core.is_staged(StagedVersion("u1", None, "d1", 5))
@@ -839,7 +839,7 @@ def test_what_is_staged_is_given_up_with_its_coordinator() -> None:
     assert gone(core, 9, False, None) is None, "its own"
 
 
-def test_who_is_barred_is_the_coordinator_that_asked_last() -> None:
+def test_the_worker_bars_the_coordinator_that_asked_last() -> None:
     core = serving()
     core.is_staged(StagedVersion("u1", None, "d1", 5))
     assert core.given_up(None) == CoordinatedUpdate("u1", 5)
@@ -851,7 +851,7 @@ def test_who_is_barred_is_the_coordinator_that_asked_last() -> None:
     assert not core.coordinator_holds(9, True, 0.0)
 
 
-def test_what_is_received_is_given_up_with_its_coordinator() -> None:
+def test_a_receive_is_dropped_with_its_coordinator() -> None:
     core = serving()
     core.receiving = CoordinatedUpdate("u1", 5)
     assert core.depends_on_coordinator()
@@ -861,7 +861,7 @@ def test_what_is_received_is_given_up_with_its_coordinator() -> None:
     assert gone(core, 9, True, None) == "u1"
 
 
-def test_what_is_decided_is_not_aborted() -> None:
+def test_a_decided_update_is_not_aborted() -> None:
     core = serving()
     core.check_undecided(None)
     core.is_staged(StagedVersion("u1", None, "d1", 5))
@@ -874,7 +874,7 @@ def test_what_is_decided_is_not_aborted() -> None:
     core.check_undecided("another")
 
 
-def test_small_words() -> None:
+def test_the_words_of_an_error() -> None:
     assert why(Conflict("so")) == "so"
     assert why(ValueError("so")) == "ValueError: so"
 
@@ -883,7 +883,7 @@ def test_small_words() -> None:
 
 
 class Walk:
-    """A worker among a store that may go back, coordinators that come and go, and an engine that fails."""
+    """Drives a worker with a store that may lose writes, coordinators that come and go, and an engine that fails."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -1009,7 +1009,7 @@ class Walk:
         valid(self.core)
 
     def calm(self) -> None:
-        """Nothing more goes wrong: in bounded time it holds the newest, and is open."""
+        """Ends all faults. In bounded time the worker holds the newest version and is open."""
         core, last = self.core, replace(after(self.known[-1].opened()).opened(), adapters={})  # all can be fetched
         self.under_way = None
         core.state.take_back(["weights", "kv_cache"])
@@ -1026,7 +1026,7 @@ class Walk:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_whatever_happens_a_worker_serves_only_what_is_committed_and_comes_back(seed: int) -> None:
+def test_after_any_events_a_worker_serves_only_the_committed_weights_and_recovers(seed: int) -> None:
     walk = Walk(seed)
     for _ in range(120):
         walk.step()

@@ -1,4 +1,4 @@
-"""What one worker makes of the numeric canary, without an engine: when it scores, serves, waits and fetches again."""
+"""Tests one worker's numeric canary without an engine: when it scores, serves, waits and fetches again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def record(sequence: int, canary: CanaryRecord | None = TRAINED, open: bool = Fa
 
 
 def serving(kind: str | None = KIND) -> WorkerCore:
-    """A worker that serves version 0, which has no canary."""
+    """Makes a worker that serves version 0, which has no canary."""
     core = WorkerCore(WorkerState("w", "i", digest="d0"), "d0", kind)
     core.learnt(record(0, None, open=True), 1, 0.0)
     relabel = core.next(0.0)
@@ -45,7 +45,7 @@ def serving(kind: str | None = KIND) -> WorkerCore:
 
 
 def swapped(core: WorkerCore, decided: DecisionRecord, now: float = 0.0) -> None:
-    """Its coordinator has had the version staged, and commits it."""
+    """Stages the version for a coordinator, and commits it."""
     core.is_staged(StagedVersion(decided.update_id, None, decided.version.digest, 5))
     core.learnt(decided, decided.sequence + 10, now)
     swap = core.commit_step(decided)
@@ -62,7 +62,7 @@ def closed(core: WorkerCore) -> set[str]:
     return {str(reason) for reason in core.state.closed}
 
 
-def test_after_a_swap_it_scores_before_a_token_goes_out() -> None:
+def test_a_worker_scores_after_a_swap_before_a_token_goes_out() -> None:
     core = serving()
     swapped(core, record(1))
     assert closed(core) == {"updating", "numerics"}
@@ -77,7 +77,7 @@ def test_after_a_swap_it_scores_before_a_token_goes_out() -> None:
     assert closed(core) == set()
 
 
-def test_what_it_computes_beside_the_trainers_values_goes_nowhere() -> None:
+def test_tokens_of_weights_that_miss_the_trainers_values_do_not_go_out() -> None:
     core = serving()
     swapped(core, record(1))
     scored(core, WRONG)
@@ -101,7 +101,7 @@ def test_with_nothing_to_compare_with_tokens_wait_for_the_other_workers() -> Non
         core.numerics.delivers(0)
 
 
-def test_with_nobody_to_wait_for_it_delivers_what_it_has() -> None:
+def test_a_worker_with_no_other_to_wait_for_delivers_its_tokens() -> None:
     core = serving()
     swapped(core, record(1, CANARY))
     scored(core, RIGHT)
@@ -123,7 +123,7 @@ def test_with_nobody_to_wait_for_it_delivers_what_it_has() -> None:
     assert closed(core) == set()
 
 
-def test_a_coordinator_that_seals_the_record_is_waited_for_anew() -> None:
+def test_a_worker_waits_again_for_a_coordinator_that_seals_the_record() -> None:
     core = serving()
     swapped(core, record(1, CANARY))
     scored(core, RIGHT)
@@ -157,7 +157,7 @@ def test_a_request_that_ran_on_weights_that_failed_delivers_nothing_after_they_h
         core.numerics.delivers(before)
 
 
-def test_a_decision_that_comes_before_the_verdict_cuts_what_waits() -> None:
+def test_a_decision_before_the_verdict_cuts_waiting_tokens() -> None:
     core = serving()
     swapped(core, record(1, CANARY))
     core.learnt(record(2), 13, 0.0)
@@ -165,7 +165,7 @@ def test_a_decision_that_comes_before_the_verdict_cuts_what_waits() -> None:
         core.numerics.delivers(0)
 
 
-def test_while_other_weights_come_in_what_waits_is_cut() -> None:
+def test_waiting_tokens_are_cut_while_other_weights_come_in() -> None:
     core = serving()
     swapped(core, record(1, CANARY))
     core.state.lose_weights("swapping")
@@ -173,7 +173,7 @@ def test_while_other_weights_come_in_what_waits_is_cut() -> None:
         core.numerics.delivers(0)
 
 
-def test_weights_that_compute_something_else_are_fetched_again_a_few_times() -> None:
+def test_weights_that_fail_the_canary_are_fetched_again_a_few_times() -> None:
     core = serving()
     swapped(core, record(1, open=True))
     now = 0.0
@@ -204,7 +204,7 @@ def test_weights_that_compute_something_else_are_fetched_again_a_few_times() -> 
     assert core.state.digest is None, "an operator has it tried again"
 
 
-def test_of_a_tie_no_worker_heals() -> None:
+def test_no_worker_heals_after_a_tie() -> None:
     core = serving()
     swapped(core, record(1, replace(CANARY, undecided=True), open=True))
     scored(core, RIGHT)
@@ -213,7 +213,7 @@ def test_of_a_tie_no_worker_heals() -> None:
     assert core.state.digest == "d1"
 
 
-def test_what_failed_stays_closed_until_other_weights_are_here() -> None:
+def test_a_worker_that_failed_stays_closed_until_other_weights_are_here() -> None:
     core = serving()
     swapped(core, record(1))
     scored(core, WRONG)
@@ -233,7 +233,7 @@ def test_an_engine_that_can_not_score_is_not_asked() -> None:
     assert core.numerics.delivers(0)
 
 
-def test_an_engine_that_could_not_score_serves_nobody() -> None:
+def test_an_engine_that_could_not_score_serves_no_request() -> None:
     core = serving()
     swapped(core, record(1))
     core.scored(Scores(SEQUENCES, [], "out of memory"), 0.0)
@@ -252,7 +252,7 @@ def test_released_memory_is_not_scored() -> None:
     assert core.next(0.0) == ScoreCanary(TRAINED)
 
 
-def test_what_other_sequences_gave_says_nothing() -> None:
+def test_scores_of_other_sequences_are_ignored() -> None:
     core = serving()
     swapped(core, record(1, open=True))
     scored(core, RIGHT)

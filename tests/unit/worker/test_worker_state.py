@@ -1,4 +1,4 @@
-"""What a worker knows of itself, without a worker."""
+"""Tests the state of a worker without a worker."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_lost_weights_are_no_version_and_close() -> None:
 # ---- load ----
 
 
-def test_a_request_weighs_its_prompt_then_what_was_made_too() -> None:
+def test_a_request_counts_its_prompt_and_then_its_tokens_too() -> None:
     load = TokenLoad()
     one, other, never = TokenShare(load, 100), TokenShare(load, 7), TokenShare(load, 3)
     assert (load.running, load.waiting) == (0, 110)
@@ -163,5 +163,5 @@ def test_a_request_weighs_its_prompt_then_what_was_made_too() -> None:
         (".1", {".1"}),
     ],
 )
-def test_a_reply_and_a_choice_name_what_is_tried_for_them(stream_id: str, names: set[str]) -> None:
+def test_the_ids_of_a_reply_and_of_a_choice_name_their_tries(stream_id: str, names: set[str]) -> None:
     assert set(names_of(stream_id)) == names

@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import Unsupported
 from rl_plane.protocol.versions import TensorSpec
-from rl_plane.transports.reception import Cancelled, Staged, TensorStream
+from worker.receive.weight_holder import Staged, TensorStream
 
 
 class BaseWeights(ABC):

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import InvalidWeights
 from rl_plane.protocol.versions import TensorSpec
-from rl_plane.transports.reception import Cancelled, TensorStream
 from worker.engines.common.checkpoint_spec import LinearModules, checkpoint_spec, linear_modules
 from worker.engines.common.lora import LoraConfig, lora_spec, parse_lora, target_modules
 from worker.engines.common.torch_weights import NAME_OF_DTYPE, StagedTensors, host_copies
+from worker.receive.weight_holder import TensorStream
 
 
 class RankHolder(ABC):

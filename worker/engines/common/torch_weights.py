@@ -15,9 +15,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
 from rl_plane.protocol.versions import DTYPE_BYTES, HostTensor, TensorSpec
-from rl_plane.transports.reception import TensorStream
 from rl_plane.weights.read_ahead import host_memory
 from worker.engines.common.weight_checks import TensorChecks, write_noise
+from worker.receive.weight_holder import TensorStream
 
 NAME_OF_DTYPE = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",

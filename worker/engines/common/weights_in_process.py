@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec
-from rl_plane.transports.reception import Cancelled
 from worker.engines.base import EngineAdapter
 from worker.receive.weight_receiver import Receiver
 
@@ -40,8 +40,8 @@ class WeightsInProcess(EngineAdapter):
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
         return self.receiver.receive(staging, cancelled)
 
-    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
-        return self.receiver.feed(staging, part, cancelled)
+    def receive_part(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+        return self.receiver.receive_part(staging, part, cancelled)
 
     def cached_digest(self) -> str | None:
         return self.receiver.cached_digest

@@ -7,9 +7,9 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec
-from rl_plane.transports.reception import Cancelled
 from worker.engines.base import EngineAdapter
 from worker.receive.rank_agents.ranks import Ranks
 
@@ -59,8 +59,8 @@ class WeightsInRanks(EngineAdapter):
         asyncio.run_coroutine_threadsafe(self.after_overwrite(), self.engine_loop).result()
         return reply
 
-    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
-        return self.ranks.feed(staging, part, cancelled)
+    def receive_part(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+        return self.ranks.receive_part(staging, part, cancelled)
 
     def cached_digest(self) -> str | None:
         return self.ranks.cached_digest()

@@ -26,7 +26,7 @@ from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted, Unsupport
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, Rendering
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
 from rl_plane.protocol.worker_ops import Tokenize
-from rl_plane.transports.receiver_base import WeightTransport
+from rl_plane.transports.base import WeightTransport
 from rl_plane.weights.checkpoint import Checkpoint, open_checkpoint
 from worker.engines.base import EngineInfo, EngineOptions, PauseMode
 from worker.engines.capabilities import CheckAction, FullEngine

@@ -9,12 +9,13 @@ from typing import Any, Protocol
 
 from blake3 import blake3
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed
 from rl_plane.protocol.versions import HostTensor, TensorSpec
-from rl_plane.transports.reception import Cancelled, TensorStream
 from worker.engines.common.lora import lora_spec, parse_lora, target_modules
 from worker.engines.fake.config import FakeConfig
 from worker.engines.fake.fake_model import FakeAdapter, FakeTensor, FakeWeights, linear_modules
+from worker.receive.weight_holder import TensorStream
 
 STEP_S = 0.02
 """Seconds between two looks for a cancel during a delay on a thread."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import Unsupported
 from rl_plane.protocol.versions import TensorSpec
-from rl_plane.transports.reception import Cancelled, TensorStream
 from worker.engines.common.torch_weights import ModelWeights, StagedTensors
 from worker.engines.hf.peft_layers import NO_PEFT, HfStagedAdapter, ModelAdapters, have_peft
+from worker.receive.weight_holder import TensorStream
 
 
 class HfHolder:

@@ -15,9 +15,9 @@ import torch
 
 from rl_plane.errors import EngineFailed
 from rl_plane.protocol.versions import TensorSpec
-from rl_plane.transports.reception import TensorStream
 from worker.engines.common.lora import LoraConfig, lora_spec, parse_lora, target_modules
 from worker.engines.common.torch_weights import NAME_OF_DTYPE, host_copies
+from worker.receive.weight_holder import TensorStream
 
 NO_PEFT = "peft is not installed here: install rl-plane[hf]"
 

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
-from rl_plane.transports.reception import Cancelled, TensorStream
 from worker.engines.common.lora import SWITCH_ON, LoraConfig, lora_spec
 from worker.engines.common.rank_holder import RankHolder
 from worker.engines.common.torch_weights import DTYPE_OF_NAME, host_copies
 from worker.engines.common.weight_checks import TensorChecks, write_noise
 from worker.engines.sglang.limits import check_updates
 from worker.engines.sglang.lora_references import lora_reference
+from worker.receive.weight_holder import TensorStream
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, PlaneError
-from rl_plane.transports.receiver_base import Places
-from rl_plane.transports.reception import Cancelled, Staged
+from rl_plane.transports.base import TransportContext
 from worker.engines.common.torch_weights import StagedTensors
 from worker.engines.sglang.holder import SglangHolder, SglangStagedAdapter, model_device
 from worker.engines.sglang.scorer import score_between_steps
 from worker.receive.rank_agents.agent_server import AgentServer, receiver_methods
+from worker.receive.weight_holder import Staged
 from worker.receive.weight_receiver import Receiver, load_transports
 
 
@@ -29,7 +30,9 @@ class Rank:
         self._scheduler = scheduler
         self._holder = SglangHolder(model, scheduler)
         device = str(model_device(scheduler.tp_worker.model_runner.model))
-        self._receiver = Receiver(self._holder, load_transports(Places.from_wire(told["places"]), device))
+        self._receiver = Receiver(
+            self._holder, load_transports(TransportContext.from_wire(told["places"]), device)
+        )
         self._taken: Staged | None = None
         self._outcome: dict[str, Any] = {}
         """The result of the last call, or its `error`: SGLang passes on the first rank's error alone, and only as

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
-from rl_plane.transports.reception import Cancelled, TensorStream
 from worker.engines.common.lora import SWITCH_ON, LoraConfig
 from worker.engines.common.rank_holder import RankHolder
 from worker.engines.common.torch_weights import DTYPE_OF_NAME, host_copies
 from worker.engines.common.weight_checks import TensorChecks, noise
 from worker.engines.vllm.adapter_files import write_adapter
 from worker.engines.vllm.dtypes import dtypes_of_load
+from worker.receive.weight_holder import TensorStream
 
 IDENTITY_ROWS = 256
 """Rows of a packed layer's weights that are read at once."""

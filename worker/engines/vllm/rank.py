@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, PlaneError
-from rl_plane.transports.receiver_base import Places
-from rl_plane.transports.reception import Cancelled
+from rl_plane.transports.base import TransportContext
 from worker.engines.common.torch_weights import StagedTensors
 from worker.engines.vllm.holder import VllmHolder, VllmStagedAdapter
 from worker.engines.vllm.logits import count_before_sampling
@@ -34,7 +34,7 @@ class RankExtension:
             # At each reload, vLLM warns of tables that are in no checkpoint.
             logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
             holder = VllmHolder(Path(model), Path(directory), self.model_runner, self.rank)
-            transports = load_transports(Places.from_wire(places), str(self.model_runner.device))
+            transports = load_transports(TransportContext.from_wire(places), str(self.model_runner.device))
             self.rl_plane_receiver = Receiver(holder, transports)
             self.rl_plane_holder = holder
             methods = receiver_methods(self.rl_plane_receiver, self.rank)

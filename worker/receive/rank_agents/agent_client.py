@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane._util.framing import read_frame, send_frame
-from rl_plane._util.tasks import never
+from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import DeadlineExceeded, EngineFailed, PlaneError, error_from_wire
-from rl_plane.transports.reception import Cancelled
 from worker.receive.rank_agents.agent_messages import socket_of
 
 ASK_TIMEOUT_S = 60.0

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane._util.framing import read_frame, send_frame
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.update_requests import ReceiveRequest
-from rl_plane.transports.reception import Cancelled
 from worker.receive.rank_agents.agent_messages import socket_of
 from worker.receive.weight_receiver import Receiver
 
@@ -60,8 +60,8 @@ def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
     def receive(body: Mapping[str, Any], cancelled: Cancelled) -> Mapping[str, Any]:
         return receiver.receive(body["staging"], cancelled)
 
-    def feed(body: Mapping[str, Any], cancelled: Cancelled) -> int:
-        return receiver.feed(body["staging"], body["part"], cancelled)
+    def receive_part(body: Mapping[str, Any], cancelled: Cancelled) -> int:
+        return receiver.receive_part(body["staging"], body["part"], cancelled)
 
     def discard(body: Mapping[str, Any], _: Cancelled) -> None:
         receiver.discard(body["staging"])
@@ -92,7 +92,7 @@ def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
         "offer": offer,
         "open": open_,
         "receive": receive,
-        "feed": feed,
+        "receive_part": receive_part,
         "discard": discard,
         "cached_digest": cached_digest,
         "init_transport": init_transport,

@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
+from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, PlaneError, error_from_wire
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec
-from rl_plane.transports.reception import Cancelled
 from worker.receive.rank_agents.agent_client import AgentClient
 
 RECEIVE_TIMEOUT_S = 86_400.0
@@ -66,14 +66,14 @@ class Ranks:
             self._forget(staging)
             raise
         reply: PreparedReply = replies[0]
-        told = ("digest", "tensors", "bytes")
-        rows = [{"rank": rank, **{key: one[key] for key in told}} for rank, one in enumerate(replies)]
+        shown = ("digest", "tensors", "bytes")
+        rows = [{"rank": rank, **{key: one[key] for key in shown}} for rank, one in enumerate(replies)]
         return {**reply, "ranks": rows}
 
-    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+    def receive_part(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
         body = {"staging": staging, "part": dict(part)}
         bound_s = part["timeout_s"] + PART_MARGIN_S
-        missing: list[int] = self._client.ask("feed", body, cancelled=cancelled, timeout_s=bound_s)
+        missing: list[int] = self._client.ask("receive_part", body, cancelled=cancelled, timeout_s=bound_s)
         return max(missing)
 
     def cached_digest(self) -> str | None:

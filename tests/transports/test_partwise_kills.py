@@ -1,4 +1,4 @@
-"""Who dies in an update that is fed part by part, at each point of it: on real processes."""
+"""Deaths of real processes at each point of an update that is sent part by part."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Scene(deaths.Scene):
         return caught.value
 
 
-async def test_the_next_version_comes_whoever_has_died(plane: Plane) -> None:
+async def test_the_next_version_arrives_after_any_process_has_died(plane: Plane) -> None:
     async with deaths.scene_of(plane, Scene, FedTrainer, POINTS, real="in a part") as (scene, trainers, doomed):
         client = scene.client
         feeding = Feeding(client, trainers["workers die"])

@@ -110,7 +110,7 @@ async def test_what_is_refused(plane: Plane) -> None:
         ):
             error = await refused(client.run("init_transport", {**where, **wrong}), InvalidRequest, ".")
             assert error.facts["field"] == field
-        error = await refused(feeding.prepare(), InvalidRequest, "no such gloo group|group")
+        error = await refused(feeding.prepare(), InvalidRequest, "there is no gloo group|group")
         await feeding.form(3)
         await refused(client.run("receive_weights_part", first), UpdateAborted, "no such update is prepared")
         transport = {"backend": "gloo", "group": feeding.group, "in_parts": True}

@@ -1,0 +1,91 @@
+"""The options of a WeightPublisher that hold for every version, checked once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.fleet_ops import DEFAULT_WAIT_S
+from rl_plane.protocol.update_requests import UpdateWeights
+from rl_plane.protocol.validation import parse_body
+from rl_plane.sync import call_bound_s
+from rl_plane.transports.registry import AUTO
+from rl_plane.weights.delta_codec import import_numba
+
+Encoding = Literal["auto", "full", "delta"]
+
+DRAIN_S = 600.0
+"""Seconds that `close` and the next `publish` wait for the version under way, beside the update's own time-outs: a
+large model over a slow network."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishOptions:
+    """See `WeightPublisher.__init__` for the meaning of each. InvalidRequest names the option that is wrong."""
+
+    transport: str = AUTO
+    root: Path | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    adapter: str | None = None
+    policy: dict[str, Any] = field(default_factory=dict)
+    cast: bool = False
+    encoding: Encoding = "auto"
+    bucket_bytes: int | None = None
+    workers: int = 1
+    wait_s: float = DEFAULT_WAIT_S
+    trainer_stays: bool = True
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes is not None and self.bucket_bytes < 1:
+            raise InvalidRequest(
+                f"bucket_bytes is {self.bucket_bytes}", field="bucket_bytes", fix="give at least 1"
+            )
+        if self.encoding not in get_args(Encoding):
+            raise InvalidRequest(
+                f"encoding is {str(self.encoding)[:64]!r}", field="encoding", fix="use auto, full, or delta"
+            )
+        if self.encoding != "delta":
+            return
+        if self._only_full:
+            raise InvalidRequest(
+                "encoding delta needs staged copies: it excludes cast, staging none and keep_staged false",
+                field="encoding",
+                fix="leave encoding out, or leave those out",
+            )
+        if self.adapter is not None:
+            raise InvalidRequest("an adapter is always sent in full", field="encoding", fix="leave encoding out")
+        import_numba()
+
+    @property
+    def _only_full(self) -> bool:
+        return self.cast or self.policy.get("staging") == "none" or self.policy.get("keep_staged") is False
+
+    @property
+    def delta_mode(self) -> Encoding:
+        """`encoding`, with `auto` resolved to `full` where a delta can never be sent."""
+        if self.encoding == "auto" and (self._only_full or self.adapter is not None or not self.trainer_stays):
+            return "full"
+        return self.encoding
+
+    def body(self, version: str | None) -> dict[str, Any]:
+        """The body of an update, without its `transport`. Raises InvalidRequest for a wrong field."""
+        body: dict[str, Any] = {"cast": self.cast, "policy": self.policy}
+        if version is not None:
+            body["version"] = version
+        if self.adapter is not None:
+            body["target"] = {"kind": "lora", "op": "load", "name": self.adapter}
+        parse_body(UpdateWeights, {**body, "transport": {"backend": "any"}})
+        return body
+
+    def bound_s(self) -> float:
+        """The longest time in seconds that one version may take."""
+        return DRAIN_S + call_bound_s("update_weights", {"policy": self.policy})
+
+
+def absolute_root(root: Path | str | None) -> Path | None:
+    """The directory that trainer and workers share, as an absolute path with `~` expanded."""
+    return None if root is None else Path(os.path.abspath(os.path.expanduser(root)))

@@ -1,0 +1,409 @@
+"""The contracts of a transport's two halves: `Sender` in the trainer, `WeightTransport` in the engine.
+
+A transport moves bytes. It knows nothing of engines, versions or commits: digests, checks, staging and the commit are
+outside of it. A transport is one folder with `sender.py`, `receiver.py` and, where both halves share a format,
+`wire.py`.
+
+One update, on each side:
+
+    trainer (a Sender)                                 engine (a WeightTransport)
+    open(manifest) -> the request's `transport`   →    open(request, kind) -> a Delivery
+    buffer(0), send(0), buffer(1), send(1), …     →    delivery.tensors(cancelled) yields (name, HostTensor)
+    finish(digests)
+    close()                                            delivery.close()
+
+Both halves are found by their entry points: the group `rl_plane.transports` names the WeightTransport class, the group
+`rl_plane.senders` names a function that takes a SenderContext and returns a Sender. A receiving half alone is enough
+for `update_weights` over HTTP or NATS.
+"""
+
+from __future__ import annotations
+
+import platform
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rl_plane._util.tasks import Cancelled
+from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.canary import Canary
+from rl_plane.protocol.envelope import engine_replies
+from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
+from rl_plane.protocol.update_requests import ReceivePart
+from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.transports.packing import Buffer, Tensor
+from rl_plane.weights.checkpoint import Kind
+from rl_plane.weights.manifest import DEFAULT_BUCKET_BYTES, Manifest, PackedBucket, pack
+from rl_plane.weights.rooted_files import listed
+
+RunOp = Callable[[str, dict[str, Any]], dict[str, Any]]
+"""Runs one op of the fleet: (op, body) to its merged reply. It blocks, and raises the fleet's PlaneError."""
+
+CheckSpecs = Callable[[Mapping[str, TensorSpec], Mapping[str, TensorSpec]], None]
+"""`(wanted, offered)`: raises InvalidWeights unless the offered tensors fit the wanted ones."""
+
+# ---- the receiving half ----
+
+
+@dataclass(frozen=True, slots=True)
+class TransportContext:
+    """The limits that the operator sets for a receiving half, and the device of the model."""
+
+    weight_roots: tuple[Path, ...] = ()
+    """The only directories that a transport may read, with symlinks resolved."""
+    nats_url: str = DEFAULT_NATS_URL
+    namespace: str = DEFAULT_NAMESPACE
+    component: str = DEFAULT_COMPONENT
+    """The only namespace and component whose stored objects a transport may read."""
+    device: str = "cpu"
+    """The device of the model in this process, in torch's notation."""
+
+    def to_wire(self) -> dict[str, Any]:
+        return {**asdict(self), "weight_roots": [str(root.absolute()) for root in self.weight_roots]}
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> TransportContext:
+        return cls(**{**wire, "weight_roots": tuple(map(Path, wire["weight_roots"]))})
+
+
+class Delivery(ABC):
+    """The tensors of one update, before and while they arrive. Used by one thread, but for `close`."""
+
+    specs: Mapping[str, TensorSpec]
+    """Name to dtype and shape of every tensor that will arrive. Known before the first byte."""
+
+    digest: str | None = None
+    """The version's digest, if the publisher has stated it. A publisher that sends while it computes states the digest
+    at the end: then this is None until the last tensor was taken. The worker computes the digest of the bytes
+    anyway."""
+
+    tensor_digests: Mapping[str, str] | None = None
+    """Name to blake3 hex digest, if the publisher has stated them. Each is there when its tensor is yielded."""
+
+    adapter_config: Mapping[str, Any] | None = None
+    """The PEFT config of an adapter; None for base weights."""
+
+    adapter_config_raw: bytes | None = None
+    """The bytes from which `adapter_config` was parsed. The digest of an adapter's version covers them."""
+
+    refetchable: bool = False
+    """True if a worker can fetch the same bytes again later, by the same request, to heal."""
+
+    canary: Canary | InvalidRequest | None = None
+    """The numeric canary that the publisher has put beside the weights, or what is wrong with it. None: nothing."""
+
+    @abstractmethod
+    def tensors(self, cancelled: Cancelled, /) -> Iterator[tuple[str, HostTensor]]:
+        """Yields each tensor of `specs` once, in any order. May be called once.
+
+        The bytes are contiguous, row-major and in host memory. The buffer of a HostTensor that is not `owned` is valid
+        until the next tensor is asked for.
+
+        Args:
+            cancelled: becomes true, on another thread, when the update is aborted. A delivery that waits for bytes
+                calls it at least once a second. Between two tensors the receiver calls it.
+
+        Raises:
+            EngineFailed: `cancelled` became true.
+            InvalidWeights: what arrives is not what `specs` said.
+            Unavailable: the source is gone.
+            DeadlineExceeded: nothing arrived within the transport's own bound.
+        """
+
+    def close(self) -> None:  # noqa: B027  (a delivery that holds nothing need not close anything)
+        """Frees what the delivery holds. Called on every path, perhaps twice, perhaps before the last tensor."""
+
+
+class PartwiseDelivery(Delivery):
+    """A Delivery whose trainer announces its tensors part by part, while `tensors` waits for them.
+
+    `specs` begin as those of the model. Each part's own specs replace them before its bytes arrive.
+    """
+
+    @abstractmethod
+    def expect(self, wanted: Mapping[str, TensorSpec], tied: Mapping[str, str], check: CheckSpecs) -> None:
+        """States what a full checkpoint must and may hold. Called once, before anything else.
+
+        Args:
+            wanted: every tensor that the model needs, by its checkpoint name.
+            tied: names that a checkpoint may also hold, each with the wanted tensor to which the model ties it.
+            check: compares the specs of a part with those that are wanted.
+        """
+
+    @abstractmethod
+    def receive_part(self, part: ReceivePart, cancelled: Cancelled) -> int:
+        """Receives the tensors of one part. Returns how many tensors are still to come.
+
+        Runs on another thread than `tensors`, and returns when `tensors` has yielded the whole part. An error ends the
+        update: `tensors` raises it too.
+        """
+
+
+class WeightTransport(ABC):
+    """The receiving half of a transport, in the process that holds the model. Called by one thread at a time."""
+
+    backend: str
+    """The name of the entry point, and of `transport.backend` in a request."""
+
+    def __init__(self, context: TransportContext) -> None:  # noqa: B027
+        """Makes the transport of one process. Raises Unsupported if it can't work there."""
+
+    def init(self, config: Mapping[str, Any]) -> None:
+        """Sets up what outlives one update, such as a group. Idempotent. `config`: the body of `init_transport`."""
+        check_fields(self.backend, config)
+
+    def destroy(self) -> None:  # noqa: B027
+        """Takes down what `init` has set up. Without `init` it does nothing."""
+
+    @abstractmethod
+    def open(self, request: Mapping[str, Any], kind: Kind) -> Delivery:
+        """Checks all that can be checked without receiving a tensor, and returns the Delivery.
+
+        Args:
+            request: the `transport` object of the update, `backend` included. Not to be changed.
+            kind: what the update's target needs.
+
+        Raises:
+            InvalidRequest: a field of `request` is wrong.
+            InvalidWeights: what lies at the source is not usable.
+        """
+
+
+class GroupedTransport(WeightTransport):
+    """A WeightTransport that can be in several groups at once, each under a name."""
+
+    @abstractmethod
+    def leave(self, name: str) -> None:
+        """Leaves this group only. Without such a group it does nothing."""
+
+
+class OfferingTransport(WeightTransport):
+    """A WeightTransport from which other workers may fetch what this process keeps (see `Receiver.kept`)."""
+
+    @abstractmethod
+    def offer(self, tensors: Mapping[str, HostTensor]) -> Mapping[str, Any]:
+        """Lets other workers read these tensors until `withdraw`. Returns the `transport` object of their request.
+
+        The memory of the tensors is lent: it does not change before `withdraw` returns.
+        """
+
+    @abstractmethod
+    def withdraw(self) -> None:
+        """Ends the offer. When it returns, no other worker reads the tensors. Without an offer it does nothing."""
+
+
+def check_fields(backend: str, given: Mapping[str, Any], *known: str) -> None:
+    """Raises InvalidRequest for a field that the backend doesn't know. Every backend knows `backend`."""
+    unknown = sorted(str(key)[:64] for key in given if key not in ("backend", *known))
+    if unknown:
+        raise InvalidRequest(
+            f"the {backend} transport has no field {listed(unknown)}",
+            field=f"transport.{unknown[0]}",
+            fix=f"use only {', '.join(sorted(('backend', *known)))}",
+        )
+
+
+# ---- the sending half ----
+
+
+@dataclass(frozen=True, slots=True)
+class SenderContext:
+    """The fleet to which a sender sends, and the options of the trainer."""
+
+    run: RunOp
+    """Runs one op of the fleet, such as `workers` or `init_transport`."""
+    root: Path | None = None
+    """A directory that trainer and workers share, if the trainer has named one."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The transport's own options. A sender refuses an option that it doesn't know (`check_options`)."""
+    nats_url: str | None = None
+    """The URL of the fleet's NATS, with its namespace and component; None if the trainer has only the frontend's
+    URL."""
+    namespace: str | None = None
+    component: str | None = None
+    adapter: str | None = None
+    """The name of the adapter that is published; None for base weights."""
+    trainer_stays: bool = True
+    """True if the trainer's process lives on after a commit, so that workers may fetch from it."""
+
+    def workers(self) -> Sequence[Mapping[str, Any]]:
+        """The rows of `GET /v1/rl/workers` at this moment, engines only."""
+        return members(self.run("workers", {}))
+
+    def colocated(self, workers: Sequence[Mapping[str, Any]]) -> bool:
+        """True if all of these workers run on this machine."""
+        return all(worker["host"] == platform.node() for worker in workers)
+
+    def address(self) -> tuple[str, int]:
+        """(host, port) at which workers reach this machine: the options `host` and `port` (0: any free port)."""
+        host, port = self.options.get("host"), self.options.get("port", 0)
+        if host is None and self.colocated(self.workers()):
+            host = "127.0.0.1"
+        if not isinstance(host, str):
+            raise InvalidRequest(
+                "some workers run on other machines, and need an address of this one",
+                field="options.host",
+                fix="options={'host': ADDRESS} (--option host=ADDRESS), an address of this machine",
+            )
+        if type(port) is not int or not 0 <= port < 1 << 16:
+            raise InvalidRequest(f"port is {port!r}", field="options.port", fix="give a free port, or 0")
+        return host, port
+
+    def check_options(self, backend: str, *known: str) -> None:
+        """Raises InvalidRequest for an option that the backend doesn't know."""
+        unknown = sorted(self.options.keys() - set(known))
+        if unknown:
+            raise InvalidRequest(
+                f"the {backend} transport has no option {unknown[0]!r}",
+                field=f"options.{unknown[0]}",
+                fix=f"use {', '.join(known)}" if known else "leave it out",
+            )
+
+    def keep_option(self, default: int, *, least: int) -> int:
+        """The option `keep`: how many versions stay."""
+        keep = self.options.get("keep", default)
+        if type(keep) is not int or keep < least:
+            raise InvalidRequest(f"keep is {keep!r}", field="options.keep", fix=f"give a number, at least {least}")
+        return keep
+
+    def publisher(self) -> str:
+        """The name of this publisher, the same after a restart. It tells the versions of one publisher from another's.
+
+        The option `publisher`, or this machine's name and what is published.
+        """
+        default = f"{platform.node()}/{'base' if self.adapter is None else f'adapter {self.adapter}'}"
+        name = self.options.get("publisher", default)
+        if not isinstance(name, str) or not name:
+            raise InvalidRequest(
+                f"publisher is {name!r}", field="options.publisher", fix="give each publisher a name of its own"
+            )
+        return name
+
+    def sources(self) -> list[Mapping[str, Any]] | None:
+        """The `transport` objects by which a worker fetches what is committed, to heal; None while that is unknown."""
+        state = self.run("state", {})
+        return None if state["version"] is None else state["sources"]
+
+
+class Sender(ABC):
+    """The sending half of a transport, in the trainer's process. It packs nothing: it lends buffers and sends them.
+
+    All methods block, and run on threads of the publisher, one at a time. Only `close` may come from another thread, in
+    the middle of another call: that call then ends with Unavailable.
+
+    A Sender is made by a function that takes a SenderContext (entry point group `rl_plane.senders`). That function
+    raises Unsupported if the transport can't work here (a package is missing, for example), and InvalidRequest with the
+    field `options.<name>` for a wrong, unknown or missing option. After either error, `auto` tries the next transport.
+    """
+
+    backend: str
+    """The name of the entry point, and of `transport.backend` in a request."""
+
+    receivers_from: Literal["open", "finish"] = "open"
+    """The moment at which the publisher sends `update_weights` to the fleet: after `open`, so that receivers read while
+    the trainer sends, or after `finish`, when everything can be fetched."""
+
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    """The size in bytes at which a bucket is full, unless the trainer gives `bucket_bytes`."""
+
+    slow: bool | None = None
+    """True if to send the bytes takes longer than to compare them with the version before, so that deltas pay. None:
+    deltas pay where a worker is on another machine."""
+
+    device: str = "cpu"
+    """The device of the tensors of the next update, in torch's notation. The publisher sets it before `open`."""
+
+    def pack(self, specs: Iterable[tuple[str, TensorSpec]], bucket_bytes: int) -> tuple[PackedBucket, ...]:
+        """Groups tensors into buckets, in the order given. Called before `open`."""
+        return pack(specs, bucket_bytes)
+
+    @abstractmethod
+    def open(self, manifest: Manifest) -> dict[str, Any]:
+        """Begins one update. Returns the `transport` object of its request, `backend` included."""
+
+    @abstractmethod
+    def buffer(self, number: int) -> Buffer:
+        """The memory into which bucket `number` is packed, as long as the bucket. Blocks until it is free.
+
+        Called for each bucket in order, starting at 0, except for lent ones (see LendingSender).
+        """
+
+    @abstractmethod
+    def send(self, number: int) -> None:
+        """Sends bucket `number`, which is packed. May return before the bytes have left.
+
+        The publisher hashes the bytes meanwhile, so they must not change before the next `buffer`.
+
+        Raises:
+            Unavailable: no receiver is left.
+            DeadlineExceeded: a bound of the transport ran out.
+        """
+
+    @abstractmethod
+    def finish(self, digests: Mapping[str, str] | None) -> None:
+        """Waits until every receiver that is still there has every bucket.
+
+        Args:
+            digests: name to blake3 hex digest of each tensor; None if the trainer has made none.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the update and frees what it held, finished or not. Called on every path, perhaps twice. The next
+        `open` may follow."""
+
+    def destroy(self) -> None:  # noqa: B027
+        """Ends what outlives an update, such as a group or registered memory. Called after the last `close`."""
+
+
+class KeepingSender(Sender):
+    """A Sender from which workers may fetch a version after its update, to heal."""
+
+    @abstractmethod
+    def keep(self, adapter: str | None = None, onto_previous: bool = False) -> None:
+        """Holds the weights that were sent last, until the next `keep` of the same kind.
+
+        Called after the commit and before `close`. Without it `close` withdraws the weights of this update; the weights
+        of an earlier `keep` stay.
+
+        Args:
+            adapter: the name of the adapter that was committed; None for base weights.
+            onto_previous: the version is a delta of the one before. That one stays as long as this one does.
+        """
+
+
+class LendingSender(Sender):
+    """A Sender whose receivers can read tensors in the trainer's own memory, without packing."""
+
+    @abstractmethod
+    def lend(self, tensors: Mapping[str, Tensor]) -> Collection[int]:
+        """Offers tensors that are contiguous, and that stay unchanged and in place until the update is closed.
+
+        Called between `open` and the first `buffer`. Returns the numbers of the buckets that receivers read from
+        there; `buffer` is not called for them. The memory must stay allocated until the next version, or `destroy`.
+        """
+
+
+class PushingSender(Sender):
+    """A Sender that needs its receivers to listen before it sends.
+
+    The publisher prepares the update before the first bucket, and completes it after `finish`.
+    """
+
+    fingerprint: str
+    """The fingerprint of the fleet for which the sender was opened."""
+
+
+def members(reply: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The engines' rows of a reply to `workers`, without workers that have left: of these only the name is known."""
+    return [row for row in engine_replies(reply) if "transports" in row]
+
+
+def world_size(workers: Sequence[Mapping[str, Any]]) -> int:
+    """The size of a group of the trainer's rank 0 and every rank of every engine.
+
+    A worker's own `world_size` counts its TP and PP ranks. Each DP replica is a worker of its own.
+    """
+    return 1 + sum(int(worker["world_size"]) for worker in workers)

@@ -1,0 +1,58 @@
+"""The contract between a receiver and the engine that holds the model, inside one process.
+
+The receiving half of a transport runs where the model is: in the worker's own process, or in each rank's process. A
+`Receiver` there takes a `ReceiveRequest`, brings the tensors by a transport, and gives them to the engine's
+`WeightHolder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from rl_plane._util.tasks import Cancelled
+from rl_plane.protocol.versions import HostTensor, TensorSpec
+
+TensorStream = Iterable[tuple[str, HostTensor]]
+"""Tensors by checkpoint name, each valid until the next one is asked for, unless it is `owned`."""
+
+
+class Staged(Protocol):
+    """Complete and verified weights in host memory, which a holder's `stage` has made."""
+
+
+@runtime_checkable
+class KeepableStaged(Staged, Protocol):
+    """Staged weights that an engine can swap in more than once."""
+
+    def host_tensors(self) -> Mapping[str, HostTensor]:
+        """Returns its own memory, writable, by checkpoint name."""
+
+
+class WeightHolder(Protocol):
+    """Holds the model of one rank. The receiver calls it on a thread, one call at a time."""
+
+    def weight_spec(self) -> Mapping[str, TensorSpec]:
+        """Returns every tensor that a full checkpoint must have, by its checkpoint name."""
+
+    def tied_tensors(self) -> Mapping[str, str]:
+        """Returns the names that a checkpoint may also have → the tensor of `weight_spec` to which each is tied. The
+        bytes of both must be equal."""
+
+    def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> Staged:
+        """Copies tensors into host memory, ready to swap, while generation continues. The receiver has checked names,
+        shapes and dtypes. Raises EngineFailed when `cancelled()`."""
+
+    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
+        """Writes the tensors over the served weights as they come. The engine is paused. When this raises, its weights
+        are of no version."""
+
+    def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
+        """Returns every tensor that an adapter with this PEFT config (`adapter_config.json`) must have, by its name in
+        `adapter_model.safetensors`, with the engine's dtypes. InvalidWeights for a config that this model or engine
+        can't take."""
+
+    def stage_adapter(
+        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
+    ) -> Staged:
+        """Does the same as `stage` for an adapter."""
