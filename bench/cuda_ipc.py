@@ -25,7 +25,7 @@ from bench.engine_cycle import LAYER, LAYER_BYTES, SEEDS, SMALL, Reader, copy_s
 from rl_plane._util.processes import die_with_parent
 from rl_plane.protocol.update_requests import ReceiveRequest, Transport
 from rl_plane.protocol.versions import WeightVersion
-from rl_plane.publish.sources.choice import as_source
+from rl_plane.publish.sources.source_choice import as_source
 from rl_plane.transports.ipc.cuda_buffers import GpuBuffers, Handle, OpenBuckets, seen, uuid_of
 from rl_plane.transports.ipc.sender import IpcSender
 from rl_plane.transports.packing import fill

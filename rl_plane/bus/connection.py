@@ -30,7 +30,7 @@ from nats.aio.transport import TcpTransport
 from nats.js import JetStreamContext, api
 
 from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, PlaneError
-from rl_plane.protocol.subjects import DEFAULT_NATS_URL, Bucket, Entry
+from rl_plane.protocol.subjects import DEFAULT_NATS_URL, Entry, KeyValueBucket
 
 log = logging.getLogger("rl_plane.bus.connection")
 
@@ -114,7 +114,7 @@ async def _translated(what: str) -> AsyncIterator[None]:
         raise BusUnreachable(f"NATS did not {what}: {_words(error)}", retry_after_s=1.0) from error
 
 
-def _check_owner(bucket: Bucket, config: dict[str, Any]) -> None:
+def _check_owner(bucket: KeyValueBucket, config: dict[str, Any]) -> None:
     """Refuses the bucket of another component: `a_b.c` and `a.b_c` would share a bucket's name."""
     owner = (config.get("metadata") or {}).get(OWNER, "")
     if owner != bucket.owner:
@@ -125,7 +125,7 @@ def _check_owner(bucket: Bucket, config: dict[str, Any]) -> None:
         )
 
 
-def _check_one_copy(bucket: Bucket, config: dict[str, Any]) -> None:
+def _check_one_copy(bucket: KeyValueBucket, config: dict[str, Any]) -> None:
     """Refuses a stream with replicas. A leader that was replaced may still answer reads, and acknowledged writes can be
     lost while every connection stays up. The commit protocol relies on the opposite (docs/protocol.md)."""
     if (replicas := int(config.get("num_replicas", 1))) > 1:
@@ -292,7 +292,7 @@ class Bus:
 
     # ---- buckets ----
 
-    async def ensure_bucket(self, bucket: Bucket) -> None:
+    async def ensure_bucket(self, bucket: KeyValueBucket) -> None:
         """Creates the bucket if it does not exist.
 
         Its sequences begin at the Unix milliseconds of its creation. So epochs and fences still rise when a bucket is
@@ -323,10 +323,10 @@ class Bus:
                 if error.err_code != STREAM_EXISTS:
                     raise  # else another process has just created it
 
-    async def bucket_exists(self, bucket: Bucket) -> bool:
+    async def bucket_exists(self, bucket: KeyValueBucket) -> bool:
         return await self._config(bucket) is not None
 
-    async def _config(self, bucket: Bucket) -> dict[str, Any] | None:
+    async def _config(self, bucket: KeyValueBucket) -> dict[str, Any] | None:
         """The configuration of the bucket's stream. None: there is no such stream."""
         async with _translated(f"read the bucket {bucket.name}"):
             try:
@@ -338,7 +338,7 @@ class Bus:
 
     async def put(
         self,
-        bucket: Bucket,
+        bucket: KeyValueBucket,
         key: str,
         value: bytes,
         *,
@@ -362,7 +362,7 @@ class Bus:
             ack = await self._request(bucket.key(key), value, headers or None)
         return int(ack["seq"])
 
-    async def create(self, bucket: Bucket, key: str, value: bytes, ttl_s: int | None = None) -> int:
+    async def create(self, bucket: KeyValueBucket, key: str, value: bytes, ttl_s: int | None = None) -> int:
         """Writes the key if it is absent. A purge or expiry marker counts as absent."""
         try:
             return await self.put(bucket, key, value, last=0, ttl_s=ttl_s)
@@ -372,14 +372,14 @@ class Bus:
                 raise
             return await self.put(bucket, key, value, last=entry.sequence, ttl_s=ttl_s)
 
-    async def purge(self, bucket: Bucket, key: str, last: int) -> int:
+    async def purge(self, bucket: KeyValueBucket, key: str, last: int) -> int:
         """Deletes the key if it is at the sequence `last`. Leaves a marker, which expires without a new sequence."""
         headers = {"KV-Operation": "PURGE", "Nats-Rollup": "sub", _EXPECTED: str(last), _TTL: str(MARKER_TTL_S)}
         async with _translated(f"purge {bucket.name}/{key}"):
             ack = await self._request(bucket.key(key), b"", headers)
         return int(ack["seq"])
 
-    async def get(self, bucket: Bucket, key: str) -> Entry | None:
+    async def get(self, bucket: KeyValueBucket, key: str) -> Entry | None:
         """Reads the key's newest message from the leader. None: the key was never written, or its marker has
         expired."""
         reply = await self._ask(bucket, "STREAM.MSG.GET", {"last_by_subj": bucket.key(key)})
@@ -390,20 +390,22 @@ class Bus:
         value = None if is_marker(headers) else base64.b64decode(message.get("data", ""))
         return Entry(key, value, message["seq"], headers.get("Nats-Marker-Reason") == "MaxAge")
 
-    async def last_sequence(self, bucket: Bucket) -> int:
+    async def last_sequence(self, bucket: KeyValueBucket) -> int:
         """Reads the stream's last sequence from the leader."""
         info = await self._ask(bucket, "STREAM.INFO")
         assert info is not None, "there is a stream, or an error"
         return int(info["state"]["last_seq"])
 
-    async def server_time(self, bucket: Bucket) -> float:
+    async def server_time(self, bucket: KeyValueBucket) -> float:
         """Reads the clock of the stream's leader, in Unix seconds. Processes compare times by this clock, so their own
         clocks need not agree."""
         info = await self._ask(bucket, "STREAM.INFO")
         assert info is not None, "there is a stream, or an error"
         return datetime.fromisoformat(info["ts"]).timestamp()
 
-    async def _ask(self, bucket: Bucket, call: str, body: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    async def _ask(
+        self, bucket: KeyValueBucket, call: str, body: dict[str, Any] | None = None
+    ) -> dict[str, Any] | None:
         """Sends a request to the stream's leader. None: there is no such message."""
         ask = json.dumps(body).encode() if body else b""
         async with _translated(f"read the bucket {bucket.name}"):
@@ -414,17 +416,17 @@ class Bus:
                     return None
                 raise
 
-    async def keep_newest(self, bucket: Bucket, keys: str, count: int) -> None:
+    async def keep_newest(self, bucket: KeyValueBucket, keys: str, count: int) -> None:
         """Deletes all matching keys but the `count` newest. The deleted keys leave no marker."""
         ask = json.dumps({"filter": bucket.key(keys), "keep": count}).encode()
         async with _translated(f"shorten {bucket.name}/{keys}"):
             await self._request(f"$JS.API.STREAM.PURGE.{bucket.stream}", ask)
 
-    async def read_all(self, bucket: Bucket) -> tuple[list[Entry], int]:
+    async def read_all(self, bucket: KeyValueBucket) -> tuple[list[Entry], int]:
         """Reads the newest message of every key, in order, and the sequence up to which they are complete."""
         return await self.read_keys(bucket, ">")
 
-    async def read_keys(self, bucket: Bucket, keys: str) -> tuple[list[Entry], int]:
+    async def read_keys(self, bucket: KeyValueBucket, keys: str) -> tuple[list[Entry], int]:
         """Reads the newest message of every matching key, in order, and the sequence up to which they are complete."""
         while True:
             entries = await self._batch_get(bucket, keys)
@@ -435,7 +437,7 @@ class Bus:
             if top >= last or not await self._has_message_from(bucket, top + 1, keys):
                 return entries, max(top, last)
 
-    async def list_keys(self, bucket: Bucket, keys: str) -> list[Entry]:
+    async def list_keys(self, bucket: KeyValueBucket, keys: str) -> list[Entry]:
         """Reads the newest message of every matching key, as complete as the leader had them at the call."""
         while True:
             entries = await self._batch_get(bucket, keys)
@@ -443,7 +445,7 @@ class Bus:
             if not await self._has_message_from(bucket, top + 1, keys):  # else a lagging replica has answered
                 return entries
 
-    async def _batch_get(self, bucket: Bucket, keys: str) -> list[Entry]:
+    async def _batch_get(self, bucket: KeyValueBucket, keys: str) -> list[Entry]:
         entries: list[Entry] = []
         loop = asyncio.get_running_loop()
         end: asyncio.Future[tuple[str, int]] = loop.create_future()
@@ -478,7 +480,7 @@ class Bus:
             finally:
                 await subscription.unsubscribe()
 
-    async def _has_message_from(self, bucket: Bucket, sequence: int, keys: str) -> bool:
+    async def _has_message_from(self, bucket: KeyValueBucket, sequence: int, keys: str) -> bool:
         ask = {"seq": sequence, "next_by_subj": bucket.key(keys)}
         return await self._ask(bucket, "STREAM.MSG.GET", ask) is not None
 

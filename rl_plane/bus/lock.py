@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import Bus, WrongSequence
 from rl_plane.errors import BusUnreachable, Locked, StaleFence
-from rl_plane.protocol.subjects import LOCK, Bucket, Entry
+from rl_plane.protocol.subjects import LOCK, Entry, KeyValueBucket
 
 log = logging.getLogger("rl_plane.bus.lock")
 
@@ -48,7 +48,9 @@ renewal on."""
 class HeldLock:
     """The lock while a call holds it. `fence` goes into every changing request."""
 
-    def __init__(self, bus: Bus, bucket: Bucket, holder: Holder, fence: int, *, taken: bool = False) -> None:
+    def __init__(
+        self, bus: Bus, bucket: KeyValueBucket, holder: Holder, fence: int, *, taken: bool = False
+    ) -> None:
         """`taken`: the former holder has not released the lock, so it may still have a write on its way."""
         self.fence = fence
         self.taken = taken
@@ -174,7 +176,7 @@ async def _renewals(held: HeldLock, reconnected: asyncio.Event) -> None:
 @asynccontextmanager
 async def hold_lock(
     bus: Bus,
-    bucket: Bucket,
+    bucket: KeyValueBucket,
     owner: str,
     *,
     wait_s: float = DEFAULT_LOCK_WAIT_S,
@@ -206,7 +208,7 @@ async def hold_lock(
 
 
 async def _acquire(
-    bus: Bus, bucket: Bucket, mine: Holder, wait_s: float, died: DiedCheck, same_wait_s: float
+    bus: Bus, bucket: KeyValueBucket, mine: Holder, wait_s: float, died: DiedCheck, same_wait_s: float
 ) -> HeldLock:
     start = time.monotonic()
     while True:
@@ -238,7 +240,7 @@ def _holder(entry: Entry | None) -> Holder | None:
     return holder
 
 
-async def raise_sequence(bus: Bus, bucket: Bucket, least: int) -> None:
+async def raise_sequence(bus: Bus, bucket: KeyValueBucket, least: int) -> None:
     """Raises the bucket's last sequence to `least`. Without this a store that has lost writes would give fences that
     are lower than those of workers and records."""
     if await bus.last_sequence(bucket) >= least:
@@ -249,7 +251,7 @@ async def raise_sequence(bus: Bus, bucket: Bucket, least: int) -> None:
             return
 
 
-async def read_holder(bus: Bus, bucket: Bucket) -> Holder | None:
+async def read_holder(bus: Bus, bucket: KeyValueBucket) -> Holder | None:
     """Reads the holder of the lock from the leader. None: the lock is free."""
     return _holder(await bus.get(bucket, LOCK))
 

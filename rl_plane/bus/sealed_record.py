@@ -18,7 +18,7 @@ from rl_plane.bus.lock import HeldLock
 from rl_plane.bus.state_store import record_of
 from rl_plane.errors import StaleFence
 from rl_plane.protocol.record import DecisionRecord, newer
-from rl_plane.protocol.subjects import RECORD, Bucket, Entry
+from rl_plane.protocol.subjects import RECORD, Entry, KeyValueBucket
 
 log = logging.getLogger("rl_plane.bus.sealed_record")
 
@@ -32,7 +32,7 @@ Newest = Callable[[DecisionRecord | None], DecisionRecord | None]
 class SealedRecord:
     """Reads and writes the record for a coordinator that holds the lock."""
 
-    def __init__(self, bus: Bus, bucket: Bucket, held: HeldLock) -> None:
+    def __init__(self, bus: Bus, bucket: KeyValueBucket, held: HeldLock) -> None:
         self._bus = bus
         self._bucket = bucket
         self._held = held
@@ -138,7 +138,7 @@ def _lowest_fence(record: DecisionRecord | None) -> int:
     return max(record.seal, record.barred + 1) if record is not None else 0
 
 
-async def bar(bus: Bus, bucket: Bucket, entry: Entry, fence: int) -> bool:
+async def bar(bus: Bus, bucket: KeyValueBucket, entry: Entry, fence: int) -> bool:
     """Bars the coordinator with this fence, and every earlier one, from the record at `entry`. A worker calls this
     before it drops what that coordinator has staged, when no other coordinator is there. False: the record has
     changed."""
@@ -153,7 +153,7 @@ async def bar(bus: Bus, bucket: Bucket, entry: Entry, fence: int) -> bool:
     return True
 
 
-async def bar_former(bus: Bus, bucket: Bucket, held: HeldLock) -> None:
+async def bar_former(bus: Bus, bucket: KeyValueBucket, held: HeldLock) -> None:
     """Bars the former holder of the lock from the record, before this holder acts. A call that seals the record does
     not need this."""
     for _ in range(SEAL_TRIES):
@@ -166,7 +166,7 @@ async def bar_former(bus: Bus, bucket: Bucket, held: HeldLock) -> None:
     raise StaleFence(f"the record has changed {SEAL_TRIES} times during the call", fix="repeat the call")
 
 
-async def restore(bus: Bus, bucket: Bucket, record: DecisionRecord, entry: Entry | None) -> None:
+async def restore(bus: Bus, bucket: KeyValueBucket, record: DecisionRecord, entry: Entry | None) -> None:
     """Writes back a record that the store has lost, over the value that was read as `entry`. Does nothing if another
     writer has replaced that value."""
     there = record_of(entry)

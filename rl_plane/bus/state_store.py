@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rl_plane.bus.connection import Bus
 from rl_plane.protocol.record import DecisionRecord, DesiredMemory, DesiredPause, UpdateSession
-from rl_plane.protocol.subjects import FRONTEND_PREFIX, MEMORY, PAUSE, RECORD, SESSION, Bucket, Entry
+from rl_plane.protocol.subjects import FRONTEND_PREFIX, MEMORY, PAUSE, RECORD, SESSION, Entry, KeyValueBucket
 
 
 def record_of(entry: Entry | None) -> DecisionRecord | None:
@@ -22,28 +22,28 @@ def session_of(entry: Entry | None) -> UpdateSession | None:
     return UpdateSession.decode(entry.value) if entry is not None and entry.value else None
 
 
-async def read_record(bus: Bus, state: Bucket) -> DecisionRecord | None:
+async def read_record(bus: Bus, state: KeyValueBucket) -> DecisionRecord | None:
     """Reads the record from the leader. None: no worker has fixed sequence 0 yet."""
     return record_of(await bus.get(state, RECORD))
 
 
-async def read_pause(bus: Bus, state: Bucket) -> DesiredPause:
+async def read_pause(bus: Bus, state: KeyValueBucket) -> DesiredPause:
     """Reads the desired pause from the leader."""
     return pause_of(await bus.get(state, PAUSE))
 
 
-async def read_memory(bus: Bus, state: Bucket) -> DesiredMemory | None:
+async def read_memory(bus: Bus, state: KeyValueBucket) -> DesiredMemory | None:
     """Reads the desired memory from the leader. None: no memory was released yet, or the store has lost the key."""
     entry = await bus.get(state, MEMORY)
     return DesiredMemory.decode(entry.value) if entry is not None and entry.value else None
 
 
-async def read_session(bus: Bus, state: Bucket) -> UpdateSession | None:
+async def read_session(bus: Bus, state: KeyValueBucket) -> UpdateSession | None:
     """Reads the update that waits for its next call. None: there is none, or its trainer was silent for too long."""
     return session_of(await bus.get(state, SESSION))
 
 
-async def read_frontends(bus: Bus, state: Bucket) -> list[str]:
+async def read_frontends(bus: Bus, state: KeyValueBucket) -> list[str]:
     """Reads the ids of the frontends that may deliver tokens now.
 
     A frontend writes its key, which expires, before it confirms the record. So a frontend that is not listed after a

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import queue
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -210,41 +211,40 @@ def _over_nats(op: str, body: dict[str, Any], bound_s: float, given: Command) ->
 
     values = given.values
     component = (body.get("component") or [DEFAULT_COMPONENT])[0]
-    with SyncRlClient.connect(values["nats_url"], values["namespace"], component, name="rl-plane") as fleet:
-        stop = threading.Event()
-        shower = threading.Thread(target=_show_waiting, args=(op, stop), daemon=True)
-        shower.start()
-        try:
-            return fleet.run(op, body, timeout_s=bound_s)
-        finally:
-            stop.set()
-            shower.join(TICK_S)
+    connected = SyncRlClient.connect(values["nats_url"], values["namespace"], component, name="rl-plane")
+    with connected as fleet, _seconds_shown(op):
+        return fleet.run(op, body, timeout_s=bound_s)
 
 
 def waiting(op: str, call: Callable[[], dict[str, Any]], bound_s: float) -> dict[str, Any]:
     """Makes a call on a thread, so that its bound holds for all of it, and Ctrl-C ends the wait at once."""
-    answers: queue.Queue[dict[str, Any] | BaseException] = queue.Queue()
+    answer: Future[dict[str, Any]] = Future()
 
     def work() -> None:
         try:
-            answers.put(call())
+            answer.set_result(call())
         except BaseException as error:
-            answers.put(error)
+            answer.set_exception(error)
 
     threading.Thread(target=work, name=op, daemon=True).start()
+    with _seconds_shown(op):
+        done, _ = wait([answer], timeout=bound_s + TICK_S)
+    if not done:
+        raise DeadlineExceeded(f"no answer within {bound_s:g} s")
+    return answer.result()
+
+
+@contextmanager
+def _seconds_shown(op: str) -> Iterator[None]:
+    """Shows on stderr for how long a call has run."""
     stop = threading.Event()
     shower = threading.Thread(target=_show_waiting, args=(op, stop), daemon=True)
     shower.start()
     try:
-        answer = answers.get(timeout=bound_s + TICK_S)
-    except queue.Empty:
-        raise DeadlineExceeded(f"no answer within {bound_s:g} s") from None
+        yield
     finally:
         stop.set()
         shower.join(TICK_S)
-    if isinstance(answer, BaseException):
-        raise answer
-    return answer
 
 
 def _show_waiting(op: str, stop: threading.Event) -> None:

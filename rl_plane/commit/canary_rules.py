@@ -72,7 +72,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class CanaryScore:
     """The report of one worker after a swap."""
 
     kind: str
@@ -173,7 +173,7 @@ def evaluate_worker(record: CanaryRecord, kind: str, vectors: object) -> Verdict
     return verdict
 
 
-def consensus(record: CanaryRecord, scores: Mapping[str, Score]) -> Consensus:
+def consensus(record: CanaryRecord, scores: Mapping[str, CanaryScore]) -> Consensus:
     """The verdicts on workers (instance_id → score) that have all swapped in the version of `record`. Workers whose
     engine can't score are left out of `scores`."""
     verdicts: dict[str, Verdict] = {}
@@ -207,7 +207,7 @@ def consensus(record: CanaryRecord, scores: Mapping[str, Score]) -> Consensus:
     )
 
 
-def settle(record: CanaryRecord, scores: Mapping[str, Score], on_failure: OnCanaryFailure) -> Settlement:
+def settle(record: CanaryRecord, scores: Mapping[str, CanaryScore], on_failure: OnCanaryFailure) -> Settlement:
     """Decides about the version of `record`, which these workers have swapped in and do not serve yet.
 
     Workers that fail are excluded. `on_failure` decides only where every worker fails. For a version that is itself a

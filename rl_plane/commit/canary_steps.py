@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl_plane.commit.canary_rules import Score, Settlement, settle
+from rl_plane.commit.canary_rules import CanaryScore, Settlement, settle
 from rl_plane.commit.rules import serves
 from rl_plane.commit.steps import Outcome
 from rl_plane.errors import CanaryFailed, DeadlineExceeded, NotPrepared, Unsupported
@@ -109,11 +109,11 @@ def settled(record: DecisionRecord, replies: Sequence[WorkerReply]) -> tuple[Set
     return settlement, [_with_verdict(reply, settlement) for reply in replies]
 
 
-def _score_of(told: object) -> Score:
+def _score_of(told: object) -> CanaryScore:
     """The score in a worker's report, which may be anything. A report without vectors fails the canary."""
     score = told if isinstance(told, Mapping) else {}
     kind = score.get("kind")
-    return Score(kind[:MAX_KIND_CHARS] if isinstance(kind, str) else "", score.get("vectors"))
+    return CanaryScore(kind[:MAX_KIND_CHARS] if isinstance(kind, str) else "", score.get("vectors"))
 
 
 def _with_verdict(reply: WorkerReply, settlement: Settlement) -> WorkerReply:

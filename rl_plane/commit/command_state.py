@@ -12,7 +12,7 @@ from rl_plane.commit.steps import Instruction, Members, Result, Surveyed, Update
 from rl_plane.errors import PlaneError
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import CanaryHistory
-from rl_plane.protocol.record import DecisionRecord, DesiredPause, Source
+from rl_plane.protocol.record import DecisionRecord, DesiredPause, WeightSource
 from rl_plane.protocol.update_requests import UpdateWeights
 
 Steps = Generator[Instruction, Any, Result]
@@ -55,7 +55,7 @@ class CommandState:
         assert self.command.body is not None
         return self.command.body
 
-    def changed_source(self, base: DecisionRecord, body: UpdateWeights) -> Source | None:
+    def changed_source(self, base: DecisionRecord, body: UpdateWeights) -> WeightSource | None:
         """The source of the version that a delta changes. None: the update is not a delta."""
         return (self.command.before or base.source) if body.encoding == "delta" else None
 

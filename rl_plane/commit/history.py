@@ -27,7 +27,7 @@ from rl_plane.errors import (
     error_from_wire,
 )
 from rl_plane.protocol.record import DecisionRecord, UpdateSession
-from rl_plane.protocol.subjects import HISTORY_PREFIX, Bucket, Entry
+from rl_plane.protocol.subjects import HISTORY_PREFIX, Entry, KeyValueBucket
 from rl_plane.protocol.versions import WeightVersion
 
 KEEP = 256
@@ -275,13 +275,13 @@ def _decoded(entry: Entry | None) -> UpdateEntry | None:
     return UpdateEntry.decode(entry.value) if entry is not None and entry.value else None
 
 
-async def read_entry(bus: Bus, state: Bucket, update_id: str) -> UpdateEntry | None:
+async def read_entry(bus: Bus, state: KeyValueBucket, update_id: str) -> UpdateEntry | None:
     """Reads an entry from the leader."""
     found = _decoded(await bus.get(state, history_key(update_id)))
     return found if found is not None and found.update_id == update_id else None
 
 
-async def read_history(bus: Bus, state: Bucket, limit: int = KEEP) -> list[UpdateEntry]:
+async def read_history(bus: Bus, state: KeyValueBucket, limit: int = KEEP) -> list[UpdateEntry]:
     """Reads the entries, the newest first, and completes unfinished ones."""
     stored, _ = await bus.read_keys(state, HISTORY_PREFIX + ">")
     entries = [found for entry in reversed(stored) if (found := _decoded(entry)) is not None]
@@ -303,7 +303,7 @@ async def read_history(bus: Bus, state: Bucket, limit: int = KEEP) -> list[Updat
     return judged[:limit]
 
 
-async def first_answer(bus: Bus, state: Bucket, update_id: str, request: str) -> UpdateEntry | None:
+async def first_answer(bus: Bus, state: KeyValueBucket, update_id: str, request: str) -> UpdateEntry | None:
     """The entry of this request id, if its answer is to be repeated. None: the update may run, or continue from its
     decision. InvalidRequest: the id belongs to a different request."""
     entry = await read_entry(bus, state, update_id)
@@ -320,7 +320,7 @@ async def first_answer(bus: Bus, state: Bucket, update_id: str, request: str) ->
     return entry if await is_answered(bus, state, entry) else None
 
 
-async def is_answered(bus: Bus, state: Bucket, entry: UpdateEntry) -> bool:
+async def is_answered(bus: Bus, state: KeyValueBucket, entry: UpdateEntry) -> bool:
     """Reports whether the entry's answer is final. If the outcome was not reported, it is not final while the version
     is the committed one, because its workers can be asked. If too few workers served the version, the canary may have
     taken it back since."""

@@ -35,7 +35,7 @@ from rl_plane.errors import (
     Unavailable,
 )
 from rl_plane.protocol.record import DecisionRecord
-from rl_plane.protocol.subjects import HISTORY_PREFIX, Bucket
+from rl_plane.protocol.subjects import HISTORY_PREFIX, KeyValueBucket
 from rl_plane.protocol.update_requests import PUSHED
 
 log = logging.getLogger("rl_plane.commit.journal")
@@ -47,7 +47,7 @@ class Journal:
     def __init__(
         self,
         bus: Bus,
-        state: Bucket,
+        state: KeyValueBucket,
         held: HeldLock,
         who: str,
         update_id: str,

@@ -8,7 +8,7 @@ from typing import Any
 from rl_plane.commit.history import UpdateEntry
 from rl_plane.errors import Conflict, NotFound
 from rl_plane.membership.core import Member
-from rl_plane.protocol.record import Source
+from rl_plane.protocol.record import WeightSource
 from rl_plane.protocol.versions import WeightVersion
 
 SHOWN_VERSIONS = 20
@@ -68,9 +68,9 @@ def target_of(entry: UpdateEntry, loaded: Iterable[str]) -> dict[str, Any]:
     return target
 
 
-def before_of(entry: UpdateEntry) -> Source | None:
+def before_of(entry: UpdateEntry) -> WeightSource | None:
     """The source of the version that a delta changed. None: the version was not sent as a delta."""
-    return Source.from_wire(entry.before) if entry.before is not None else None
+    return WeightSource.from_wire(entry.before) if entry.before is not None else None
 
 
 def source_of(entry: UpdateEntry, members: Iterable[Member]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from rl_plane.commit.steps import (
 )
 from rl_plane.errors import Locked, MembershipChanged, PlaneError
 from rl_plane.membership.worker_reply import WorkerReply
-from rl_plane.protocol.record import DecisionRecord, Source, UpdateSession
+from rl_plane.protocol.record import DecisionRecord, UpdateSession, WeightSource
 from rl_plane.protocol.update_requests import ReceiveRequest, UpdateWeights
 
 
@@ -73,7 +73,7 @@ def prepare(
 
 
 def ask_to_prepare(
-    op: str, update_id: str, label: str, body: UpdateWeights, workers: Members, before: Source | None
+    op: str, update_id: str, label: str, body: UpdateWeights, workers: Members, before: WeightSource | None
 ) -> Generator[Instruction, Any, Sequence[WorkerReply]]:
     """Sends `prepare_update` or `listen_update`. Returns a reply for each of the workers."""
     request = ReceiveRequest.of_update(body, update_id, label, before).model_dump()

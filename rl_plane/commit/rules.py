@@ -21,7 +21,14 @@ from rl_plane.errors import (
 )
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import CanaryRecord
-from rl_plane.protocol.record import MAX_DELTAS, Adapter, DecisionRecord, Source, UpdateSession, newer
+from rl_plane.protocol.record import (
+    MAX_DELTAS,
+    CommittedAdapter,
+    DecisionRecord,
+    UpdateSession,
+    WeightSource,
+    newer,
+)
 from rl_plane.protocol.update_requests import LoraTarget, UpdatePolicy, UpdateWeights
 from rl_plane.protocol.versions import WeightVersion
 
@@ -54,7 +61,7 @@ def next_record(
     update_id: str,
     prepared: Prepared,
     now: float,
-    before: Source | None = None,
+    before: WeightSource | None = None,
     canary: CanaryRecord | None = None,
 ) -> DecisionRecord:
     """The decision record of the update that was prepared, on top of the committed one. `before`: for a delta, the
@@ -65,7 +72,7 @@ def next_record(
     if transport is not None and not prepared.refetchable:
         transport = {"backend": transport["backend"]}  # the rest may be long, and no worker can fetch by it
     keep = policy.keep_staged or body.encoding == "delta"
-    source = Source(
+    source = WeightSource(
         transport, body.cast, prepared.refetchable, policy.staging, keep, body.encoding, body.base, before
     )
     adapters = dict(base.adapters)
@@ -73,7 +80,7 @@ def next_record(
     if isinstance(body.target, LoraTarget):
         adapters.pop(body.target.name, None)
         if body.target.op != "unload":
-            adapters[body.target.name] = Adapter(made, source)
+            adapters[body.target.name] = CommittedAdapter(made, source)
     else:
         version, base_source = made, source
         adapters = adapters if body.target.adapters == "keep" else {}
@@ -98,7 +105,7 @@ def next_record(
     )
 
 
-def check_against(base: DecisionRecord, body: UpdateWeights, before: Source | None = None) -> None:
+def check_against(base: DecisionRecord, body: UpdateWeights, before: WeightSource | None = None) -> None:
     """Refuses an update that can't become the next version, before any worker is asked. `before`: for a delta, the
     source of the version that it changes."""
     target, policy = body.target, body.policy
@@ -126,7 +133,7 @@ def check_against(base: DecisionRecord, body: UpdateWeights, before: Source | No
         )
 
 
-def _check_delta(base: DecisionRecord, body: UpdateWeights, before: Source) -> None:
+def _check_delta(base: DecisionRecord, body: UpdateWeights, before: WeightSource) -> None:
     if before is base.source and body.base != base.version.digest:
         raise NotAtBase(
             f"the delta changes {body.base}, but the committed version {base.version.label} is {base.version.digest}",

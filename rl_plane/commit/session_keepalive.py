@@ -15,7 +15,7 @@ from rl_plane.errors import BusUnreachable
 from rl_plane.membership.view import MembershipView
 from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.protocol.record import UpdateSession
-from rl_plane.protocol.subjects import SESSION, Bucket
+from rl_plane.protocol.subjects import SESSION, KeyValueBucket
 
 log = logging.getLogger("rl_plane.commit.session_keepalive")
 
@@ -41,7 +41,7 @@ async def lock_with_keepalive(
         await end_tasks(renewals)
 
 
-async def _renewals(bus: Bus, state: Bucket, session: UpdateSession) -> None:
+async def _renewals(bus: Bus, state: KeyValueBucket, session: UpdateSession) -> None:
     """Writes the session again and again until the update has ended, so that the server counts its silence from
     then."""
     while True:

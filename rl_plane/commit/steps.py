@@ -12,7 +12,7 @@ from typing import Any, Literal
 from rl_plane.errors import PlaneError
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import CanaryHistory
-from rl_plane.protocol.record import DecisionRecord, DesiredPause, PauseMode, Source, UpdateSession
+from rl_plane.protocol.record import DecisionRecord, DesiredPause, PauseMode, UpdateSession, WeightSource
 from rl_plane.protocol.update_requests import Part, UpdateWeights
 from rl_plane.protocol.versions import WeightVersion
 
@@ -289,5 +289,5 @@ class UpdateCommand:
     """For `receive_part`: replaces the pause mode of the policy."""
     min_ready: int = 1
     """For `complete` of an update that was decided: the policy's value, which the ended session does not have."""
-    before: Source | None = None
+    before: WeightSource | None = None
     """For a roll-back to a delta: the source of the version that the delta changed."""

@@ -20,7 +20,7 @@ from rl_plane.fleet.fleet_replies import answered, ended, head, updated
 from rl_plane.membership.core import Snapshot
 from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.protocol import fleet_ops, update_requests
-from rl_plane.protocol.record import Source, UpdateSession
+from rl_plane.protocol.record import UpdateSession, WeightSource
 from rl_plane.protocol.validation import Empty, same_values
 from rl_plane.protocol.versions import WeightVersion
 
@@ -86,7 +86,7 @@ class FleetUpdates:
 
     async def _with_source(
         self, call: FleetCall[Any], asked: update_requests.UpdateCall, snapshot: Snapshot
-    ) -> tuple[update_requests.UpdateWeights, Source | None]:
+    ) -> tuple[update_requests.UpdateWeights, WeightSource | None]:
         """The update to coordinate. A rollback becomes an update with the source and digest that the history has; for a
         delta, the second value is the source of the version that it changed."""
         if asked.rollback is None:

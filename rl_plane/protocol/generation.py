@@ -170,7 +170,7 @@ class GenerateRequest(BaseModel):
     """Divides a positive raw logit, and multiplies a negative one, of each token that was generated or is in the
     prompt."""
     seed: int | None = Field(None, ge=0, lt=1 << 63)
-    """The same seed, weights and prompt give the same tokens, whatever other requests the engine runs."""
+    """Equal seed, weights and prompt give the same tokens, whatever other requests the engine runs."""
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
     """Generation ends after one of these tokens. The token is part of the reply."""
     stop: list[StopString] = Field(default_factory=list, max_length=MAX_STOPS)

@@ -33,7 +33,7 @@ a worker stays closed if only other workers' scores can show that it passes the 
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class WeightSource:
     """The source from which a version's bytes can be fetched again."""
 
     transport: Mapping[str, Any] | None
@@ -45,7 +45,7 @@ class Source:
     encoding: Encoding = "full"
     base: str | None = None
     """For a delta: the digest of the version that it changes."""
-    before: Source | None = None
+    before: WeightSource | None = None
     """For a delta: the source of that version."""
 
     @property
@@ -53,7 +53,7 @@ class Source:
         """The number of deltas on top of a full version."""
         return 0 if self.before is None else 1 + self.before.deltas
 
-    def chain(self, digest: str) -> list[tuple[str, Source]]:
+    def chain(self, digest: str) -> list[tuple[str, WeightSource]]:
         """The (digest, source) of the full version and of each delta on top of it, up to this one."""
         before = [] if self.before is None or self.base is None else self.before.chain(self.base)
         return [*before, (digest, self)]
@@ -76,17 +76,17 @@ class Source:
         }
 
     @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> Source:
+    def from_wire(cls, wire: Mapping[str, Any]) -> WeightSource:
         before = wire.get("before")
         return cls(**{**wire, "before": cls.from_wire(before) if before is not None else None})
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class CommittedAdapter:
     """A LoRA adapter in the committed state."""
 
     version: WeightVersion
-    source: Source
+    source: WeightSource
 
     def to_wire(self) -> dict[str, Any]:
         return {"version": self.version.to_wire(), "source": self.source.to_wire()}
@@ -97,7 +97,7 @@ class Held:
     """A state of the weights: the one in a worker's engine, or the committed one."""
 
     version: WeightVersion
-    """Of the base weights."""
+    """The version of the base weights."""
     adapters: Mapping[str, WeightVersion] = field(default_factory=dict)
 
     def to_wire(self) -> dict[str, Any]:
@@ -115,13 +115,13 @@ class DecisionRecord:
     """The committed state, and the sources from which a worker can fetch its bytes."""
 
     version: WeightVersion
-    """Of the base weights."""
-    source: Source
+    """The version of the base weights."""
+    source: WeightSource
     update_id: str
     """The id of the request that made it. Empty for sequence 0."""
     made: WeightVersion
     """The version that this update made: `version`, an adapter's version, or the mark of an unloaded adapter."""
-    adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    adapters: Mapping[str, CommittedAdapter] = field(default_factory=dict)
     run_number: int = 0
     """The number of runs before this one. A new run begins only by an explicit call."""
     rolling_from: Held | None = None
@@ -154,23 +154,25 @@ class DecisionRecord:
         return self.made.sequence
 
     @property
-    def made_source(self) -> Source:
+    def made_source(self) -> WeightSource:
         """The source of the version that this update made."""
         for adapter in self.adapters.values():
             if adapter.version == self.made:
                 return adapter.source
-        return self.source if self.version == self.made else Source(None)  # an unloaded adapter has no source
+        return (
+            self.source if self.version == self.made else WeightSource(None)
+        )  # an unloaded adapter has no source
 
     @property
     def held(self) -> Held:
         return Held(self.version, {name: adapter.version for name, adapter in self.adapters.items()})
 
     @property
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[WeightSource]:
         """All sources from which a worker that heals may fetch."""
-        found: list[Source] = []
+        found: list[WeightSource] = []
         for source in (self.source, *(adapter.source for adapter in self.adapters.values())):
-            before: Source | None = source
+            before: WeightSource | None = source
             while before is not None:
                 found.append(before)
                 before = before.before
@@ -216,7 +218,7 @@ class DecisionRecord:
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> DecisionRecord:
         adapters = {
-            name: Adapter(WeightVersion.from_wire(one["version"]), Source.from_wire(one["source"]))
+            name: CommittedAdapter(WeightVersion.from_wire(one["version"]), WeightSource.from_wire(one["source"]))
             for name, one in wire["adapters"].items()
         }
         rolling, canary, fallback = wire["rolling_from"], wire["canary"], wire["fallback"]
@@ -225,7 +227,7 @@ class DecisionRecord:
                 **wire,
                 "version": WeightVersion.from_wire(wire["version"]),
                 "made": WeightVersion.from_wire(wire["made"]),
-                "source": Source.from_wire(wire["source"]),
+                "source": WeightSource.from_wire(wire["source"]),
                 "adapters": adapters,
                 "rolling_from": Held.from_wire(rolling) if rolling is not None else None,
                 "canary": CanaryRecord.from_wire(canary) if canary is not None else None,
@@ -249,7 +251,7 @@ def new_run() -> str:
 def first_record(digest: str, run_number: int = 0) -> DecisionRecord:
     """The record of sequence 0 of a new run: each worker's own model."""
     version = WeightVersion(new_run(), 0, "initial", digest)
-    return DecisionRecord(version, Source(None), "", version, run_number=run_number)
+    return DecisionRecord(version, WeightSource(None), "", version, run_number=run_number)
 
 
 def newer(one: DecisionRecord, other: DecisionRecord | None) -> bool:

@@ -87,12 +87,14 @@ class Subjects:
         return f"{self.namespace}.{self.component}.status"
 
     @property
-    def members(self) -> Bucket:
-        return Bucket(f"rlp_{self.namespace}_{self.component}_members", f"{self.namespace}.{self.component}")
+    def members(self) -> KeyValueBucket:
+        return KeyValueBucket(
+            f"rlp_{self.namespace}_{self.component}_members", f"{self.namespace}.{self.component}"
+        )
 
     @property
-    def state(self) -> Bucket:
-        return Bucket(f"rlp_{self.namespace}_{self.component}_state", f"{self.namespace}.{self.component}")
+    def state(self) -> KeyValueBucket:
+        return KeyValueBucket(f"rlp_{self.namespace}_{self.component}_state", f"{self.namespace}.{self.component}")
 
     def object(self, object_id: str) -> StoredObject:
         return StoredObject(
@@ -118,7 +120,7 @@ class StoredObject:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class KeyValueBucket:
     """A JetStream key-value bucket: its stream, its keys' subjects, and the feed that republishes its writes."""
 
     name: str

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, mo
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.canary import Canary, OnCanaryFailure, PolicyCanary
-from rl_plane.protocol.record import DecisionRecord, Encoding, PauseMode, Source
+from rl_plane.protocol.record import DecisionRecord, Encoding, PauseMode, WeightSource
 from rl_plane.protocol.validation import (
     DIGEST,
     LABEL_CHARS,
@@ -115,7 +115,9 @@ class ReceiveRequest(Body):
     """Reads the `canary.json` beside the checkpoint, because the update gives no canary. Else it may be broken."""
 
     @classmethod
-    def of_update(cls, update: UpdateWeights, update_id: str, label: str, base_source: Source | None) -> Self:
+    def of_update(
+        cls, update: UpdateWeights, update_id: str, label: str, base_source: WeightSource | None
+    ) -> Self:
         """Builds the request for every worker of an update. `base_source`: where the base of a delta comes from."""
         return cls(
             update_id=update_id,
@@ -159,7 +161,7 @@ class ReceiveRequest(Body):
         return self.model_copy(update={"base_chain": tuple(chain)})
 
     def full_from(self, transport: Transport) -> Self:
-        """The same version, fetched whole from `transport`."""
+        """A request for this version as a whole, from `transport`."""
         return self.model_copy(update={"transport": transport, "encoding": "full", "base": None, "base_chain": ()})
 
     @model_validator(mode="after")
@@ -168,7 +170,7 @@ class ReceiveRequest(Body):
         return self
 
 
-def delta_chain(source: Source | None, base: str | None) -> tuple[DeltaChainEntry, ...]:
+def delta_chain(source: WeightSource | None, base: str | None) -> tuple[DeltaChainEntry, ...]:
     """The versions from a full one up to `base`, with the transports in `source`."""
     if source is None or base is None:
         return ()
@@ -384,7 +386,7 @@ class UpdatePolicy(Body):
     """The token sequences that every worker scores after the swap, before it serves the version. None: sequences that
     follow from the size of the vocabulary. `off`: no worker scores anything."""
     on_canary_failure: OnCanaryFailure = "rollback"
-    """What happens if every worker fails the canary. `rollback`: the fleet returns to the version before. `exclude`: no
+    """The reaction if every worker fails the canary. `rollback`: the fleet returns to the version before. `exclude`: no
     worker serves the version. `warn`: the workers serve it, and the answer says so. A worker that fails while
     another one passes is excluded in every case."""
 

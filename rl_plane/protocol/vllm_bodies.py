@@ -26,16 +26,16 @@ ANOTHER_WAY = (
     "rl_plane.publish"
 )
 
-P = TypeVar("P", bound="VllmBody")
+P = TypeVar("P", bound="VllmInfo")
 
 
-class VllmBody(BaseModel):
+class VllmInfo(BaseModel):
     """A part of a vLLM body. Unknown fields are dropped, because vLLM's clients send fields of newer servers."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-class InitInfo(VllmBody):
+class InitInfo(VllmInfo):
     """`init_info` of a trainer that broadcasts"""
 
     backend: str | None = None
@@ -60,7 +60,7 @@ class InitInfo(VllmBody):
     """Not supported."""
 
 
-class UpdateInfo(VllmBody):
+class UpdateInfo(VllmInfo):
     """`update_info`: tensors that the trainer broadcasts now, in this order"""
 
     names: list[str]
@@ -205,7 +205,7 @@ def begun_before(error: Locked, update_id: str | None) -> PlaneError:
     return under_way(update_id)
 
 
-def unknown_of(model: type[VllmBody], given: Iterable[str]) -> list[str]:
+def unknown_of(model: type[VllmInfo], given: Iterable[str]) -> list[str]:
     return sorted(set(given) - model.model_fields.keys())
 
 

@@ -10,10 +10,10 @@ try:
     from rl_plane.publish.publisher import WeightPublisher
     from rl_plane.publish.sources.adapter import AdapterSource
     from rl_plane.publish.sources.base import Taken, WeightSource
-    from rl_plane.publish.sources.choice import as_source
     from rl_plane.publish.sources.directory import DirectorySource
     from rl_plane.publish.sources.export import ExportSource
     from rl_plane.publish.sources.module import ModuleSource, peft_base_name
+    from rl_plane.publish.sources.source_choice import as_source
     from rl_plane.publish.sources.state_dict import StateDictSource
     from rl_plane.publish.trainer_canary import expected_logprobs
 except ModuleNotFoundError as error:

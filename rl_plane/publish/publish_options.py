@@ -25,11 +25,14 @@ large model over a slow network."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishOptions:
-    """See `WeightPublisher.__init__` for the meaning of each. InvalidRequest names the option that is wrong."""
+    """The options of one publisher. `WeightPublisher.__init__` documents each; `transport_options` is its `options`.
+
+    Raises InvalidRequest for a wrong option.
+    """
 
     transport: str = AUTO
     root: Path | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    transport_options: Mapping[str, Any] = field(default_factory=dict)
     adapter: str | None = None
     policy: dict[str, Any] = field(default_factory=dict)
     cast: bool = False

@@ -33,7 +33,7 @@ from rl_plane.publish.publication import Progress, Publication, RunningPublicati
 from rl_plane.publish.publish_options import Encoding, PublishOptions, absolute_root
 from rl_plane.publish.send_plan import SendPlan
 from rl_plane.publish.sources.base import Names
-from rl_plane.publish.sources.choice import as_source
+from rl_plane.publish.sources.source_choice import as_source
 from rl_plane.publish.threads import at_callers_gpu, on_thread
 from rl_plane.publish.trainer_canary import CanarySource, PublishedCanary
 from rl_plane.transports.registry import AUTO
@@ -111,10 +111,10 @@ class WeightPublisher:
                 each value if that is more.
 
             admin_key: the frontend's admin key, if it has one. For an `http://` URL.
-            namespace: the fleet's namespace. For a `nats://` URL.
+            namespace: the fleet's namespace, for a `nats://` URL. Default: `demo`.
             component: the fleet's component, for either kind of URL. Default: the only one.
             workers: how many workers must be there before a version is sent. Default: 1.
-            wait_s: how long to wait for them, in seconds.
+            wait_s: how long to wait for them, in seconds. Default: 5.
 
             rank: this process's rank. Default: that of torch.distributed if it is initialised, else 0.
             initial: a label. The fleet serves the source under it when the constructor returns. If every worker serves
@@ -140,7 +140,7 @@ class WeightPublisher:
         self._options = PublishOptions(
             transport=transport,
             root=absolute_root(root),
-            options=dict(options or {}),
+            transport_options=dict(options or {}),
             adapter=adapter,
             policy={**(policy or {}), **canary_policy},
             cast=cast,

@@ -75,7 +75,7 @@ class SendPlan:
         context = SenderContext(
             run=self.fleet.run,
             root=options.root,
-            options=options.options,
+            options=options.transport_options,
             nats_url=self.fleet.nats_url,
             namespace=self.fleet.namespace,
             component=self.fleet.component,
@@ -85,7 +85,7 @@ class SendPlan:
         colocated = context.colocated(workers)
         # A sender that was made for this machine alone can't be reached from another, unless the trainer gave an
         # address.
-        too_far = self._colocated and not colocated and "host" not in options.options
+        too_far = self._colocated and not colocated and "host" not in options.transport_options
         refused: dict[str, PlaneError] = {}
         for backend in backends:
             if self._sender is not None and backend == self.backend and not too_far:

@@ -590,7 +590,7 @@ async def test_what_is_shared_on_one_machine(
     killed = trainer_of(mixed.tiny(1), many, holds=[ipc.MIDDLE])
     update, _ = await ipc.holding(client, killed, "killed")
     killed.kill()
-    with pytest.raises(UpdateAborted, match="trainer has gone"):
+    with pytest.raises(UpdateAborted, match="trainer is gone"):
         await update
     await proven(http, mixed, "ipc 3", mixed.base(3))
     await mixed.witnessed(client)

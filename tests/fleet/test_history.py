@@ -34,7 +34,7 @@ from rl_plane.errors import (
 )
 from rl_plane.membership.core import Member
 from rl_plane.protocol import update_requests, validation
-from rl_plane.protocol.record import DecisionRecord, Source, UpdateSession
+from rl_plane.protocol.record import DecisionRecord, UpdateSession, WeightSource
 from rl_plane.protocol.subjects import HISTORY_PREFIX, RECORD
 from rl_plane.protocol.versions import WeightVersion
 from tests.support.dying_coordinator import ENDS, _Dies, ends_at
@@ -113,7 +113,7 @@ def test_a_request_is_the_same_whatever_its_policy() -> None:
 def test_an_unfinished_entry_is_judged_by_the_record_the_lock_and_the_session() -> None:
     entry = UpdateEntry("u", "step_3", "running", "me", began_at=1.0)
     record = DecisionRecord(
-        version(3), Source({"backend": "filesystem", "path": "/x"}), "u", version(3), decided_at=9.0
+        version(3), WeightSource({"backend": "filesystem", "path": "/x"}), "u", version(3), decided_at=9.0
     )
     before = replace(record, update_id="before")
     session = UpdateSession("u", "step_3", {}, DIGEST, True, {}, idle_s=120)
@@ -253,7 +253,7 @@ async def test_committed_and_aborted_updates_are_listed_newest_first(plane: Plan
 async def test_the_history_is_read_without_workers_and_has_an_end(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history, "KEEP", 3)
+    monkeypatch.setattr("rl_plane.commit.journal.KEEP", 3)
     client = await plane.client()
     assert await told(client) == []
     worker = plane.spawn()

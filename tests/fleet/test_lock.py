@@ -17,7 +17,7 @@ from rl_plane.bus.connection import Bus
 from rl_plane.bus.lock import LOCK_TTL_S, POLL_S, fence_of, read_holder
 from rl_plane.client import RlClient
 from rl_plane.errors import Locked, StaleFence
-from rl_plane.protocol.subjects import LOCK, Bucket
+from rl_plane.protocol.subjects import LOCK, KeyValueBucket
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -36,7 +36,7 @@ asyncio.run(main())
 """
 
 
-async def live_fence(bus: Bus, bucket: Bucket) -> tuple[int, bool]:
+async def live_fence(bus: Bus, bucket: KeyValueBucket) -> tuple[int, bool]:
     return fence_of(await bus.get(bucket, LOCK))
 
 

@@ -15,7 +15,7 @@ from rl_plane.bus.server import NatsServer
 from rl_plane.bus.state_store import read_record
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, PlaneError, StaleFence
-from rl_plane.protocol.record import DecisionRecord, Source
+from rl_plane.protocol.record import DecisionRecord, WeightSource
 from rl_plane.protocol.subjects import RECORD
 from rl_plane.protocol.versions import WeightVersion
 from tests.support.fleet_updates import generated, states, update_of
@@ -161,7 +161,7 @@ async def test_a_decision_does_not_go_over_one_that_is_written_back_meanwhile(
         base = await read_record(other.bus, state)
         if base is not None and base.sequence == 0:
             made = WeightVersion(base.version.run, 7, "lost", digest)
-            source = Source({"backend": "filesystem", "path": str(plane.model(2))})
+            source = WeightSource({"backend": "filesystem", "path": str(plane.model(2))})
             lost = replace(base, version=made, made=made, source=source, update_id="lost", seal=base.seal + 100)
             await other.bus.put(state, RECORD, lost.encode())
         return await decide(self, record)

@@ -22,7 +22,7 @@ from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, Conflict, DeadlineExceeded, NotAdmitted
 from rl_plane.membership.core import Changed, Member
 from rl_plane.membership.view import MembershipView
-from rl_plane.protocol.subjects import MEMBER_PREFIX, Bucket, Subjects
+from rl_plane.protocol.subjects import MEMBER_PREFIX, KeyValueBucket, Subjects
 from tests.support.faults import Stream
 from worker import exit_codes
 from worker.runtime.registration import Registration
@@ -405,7 +405,7 @@ async def test_workers_that_make_the_lost_store_anew_know_the_highest_epoch(
     before = await agreed(plane, [view], 2)
     ensure, members = client.bus.ensure_bucket, client.subjects().members
 
-    async def after_the_workers(bucket: Bucket) -> None:
+    async def after_the_workers(bucket: KeyValueBucket) -> None:
         if bucket == members:
             await plane.until(lambda: client.bus.bucket_exists(bucket))
         await ensure(bucket)

@@ -185,7 +185,7 @@ def test_tokens_without_logprobs_or_labels_are_not_joined() -> None:
     for key, value in (("logprobs", {"token_logprobs": [-0.1]}), ("weight_versions", [])):
         with pytest.raises(Unlabelled):
             rollout.with_reply(200, {**told, "choices": [{**told["choices"][0], key: value}]})
-    with pytest.raises(InvalidRequest, match="not the one that was sent"):
+    with pytest.raises(InvalidRequest, match="another prompt than the request"):
         rollout.with_reply(200, {**told, "prompt_token_ids": [5, 5]})
 
 

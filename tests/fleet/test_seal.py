@@ -18,7 +18,7 @@ from rl_plane.bus.sealed_record import SEAL_TRIES, SealedRecord, bar, restore
 from rl_plane.bus.state_store import read_record
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, StaleFence
-from rl_plane.protocol.record import DecisionRecord, Source, first_record
+from rl_plane.protocol.record import DecisionRecord, WeightSource, first_record
 from rl_plane.protocol.subjects import LOCK, RECORD, Entry
 from rl_plane.protocol.versions import WeightVersion
 from tests.support.faults import hold_back
@@ -31,7 +31,9 @@ BASE = first_record("model")
 
 def decision(update_id: str = "u1", base: DecisionRecord = BASE) -> DecisionRecord:
     made = WeightVersion(base.version.run, base.sequence + 1, update_id, f"digest of {update_id}")
-    return replace(base, version=made, made=made, source=Source({"backend": "filesystem"}), update_id=update_id)
+    return replace(
+        base, version=made, made=made, source=WeightSource({"backend": "filesystem"}), update_id=update_id
+    )
 
 
 def as_stored(stored: DecisionRecord | None) -> DecisionRecord | None:

@@ -251,7 +251,7 @@ async def test_what_names_only_a_stage_is_refused(plane: Plane) -> None:
     engine, stage = plane.spawn(), spawn_stage(plane)
     both = [engine.instance_id, stage.instance_id]
     for op in ("pause", "resume", "flush_cache", "release_memory", "check_weights", "disable", "liveness"):
-        with pytest.raises(Unsupported, match="only stages are meant") as refusal:
+        with pytest.raises(Unsupported, match="means stages only") as refusal:
             await client.run(op, {"workers": [stage.instance_id]})
         assert refusal.value.http_status == 501
         assert row_of(stage, refusal.value.facts) == SKIPPED
@@ -404,7 +404,7 @@ async def test_a_stage_is_no_success_when_the_last_engine_dies_under_a_call(plan
     pause = asyncio.create_task(client.run("pause", {}))
     await held.reached(plane, "pause.before", 1)
     engine.kill()
-    with pytest.raises(NoWorkers, match="only stages are meant") as refusal:
+    with pytest.raises(NoWorkers, match="means stages only") as refusal:
         await pause
     assert row_of(stage, refusal.value.facts) == SKIPPED
     assert not (await read_pause(client.bus, client.subjects().state)).paused
@@ -417,10 +417,10 @@ async def test_stages_alone_do_nothing_and_say_so(plane: Plane) -> None:
     client = await plane.client()
     one, two = spawn_stage(plane, plane.model(7)), spawn_stage(plane, plane.tmp)  # where no weights are to be read
     for op, body in (("pause", {}), ("update_weights", update_of(plane, 1)), ("ready", {}), ("state", {})):
-        with pytest.raises(NoWorkers, match="beside 2 stages"):
+        with pytest.raises(NoWorkers, match="and 2 stages"):
             await client.run(op, {**body, "wait_s": 0})
     for op in ("pause", "resume", "flush_cache", "release_memory", "check_weights", "liveness"):
-        with pytest.raises(NoWorkers, match="only stages are meant") as refusal:
+        with pytest.raises(NoWorkers, match="means stages only") as refusal:
             await client.run(op, {"min_workers": 0})
         assert row_of(one, refusal.value.facts) == SKIPPED
     state = await client.run("state", {"min_workers": 0})

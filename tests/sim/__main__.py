@@ -19,7 +19,7 @@ from tests.sim.guards import FIXES, GUARDS, without
 from tests.sim.run import Result, adapters, run_seed
 
 CHUNKS_PER_PROCESS = 250
-"""What a thousand runs leave behind in the memory of a process is small, of twenty thousand it would not be."""
+"""Runs of one process. A thousand runs leave little behind in its memory; twenty thousand would leave too much."""
 
 
 def main() -> int:

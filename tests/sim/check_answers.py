@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 AFTERMATH_S = 2.0
 
 TOUCHING = frozenset({"commit_update", "set_admission", "follow_record", "a pause of the engine", "an overwrite"})
-"""What an update may not have done to anybody when it is refused as invalid."""
+"""The ops that an update may not have sent to any worker if it is refused as invalid."""
 DECIDING = ("update_weights", "complete_weights_update")
 
 

@@ -23,7 +23,7 @@ VOCABULARY = 512
 
 
 def miscomputed(digest: str) -> str:
-    """What an engine computes with instead, if it miscomputes."""
+    """The name of the weights that an engine computes with if it miscomputes."""
     return f"other than {digest}"
 
 
@@ -130,7 +130,8 @@ class ServingChecks:
     def _check_age(
         self, frontend: str, base: WeightVersion, name: str | None, adapter: WeightVersion | None, start: float
     ) -> None:
-        """Of a request that began at `start`: what was told as committed before, and what was served before."""
+        """The versions that were reported as committed, and those that were served, before a request began at
+        `start`."""
         checks = self._checks
         for at, told in checks.told:
             if at >= start or told.run != base.run:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rl_plane.protocol.canary import CanaryRecord
 from rl_plane.protocol.envelope import Request
 from rl_plane.protocol.record import DecisionRecord, Held
-from rl_plane.protocol.subjects import LOCK, MEMBER_PREFIX, RECORD, Bucket
+from rl_plane.protocol.subjects import LOCK, MEMBER_PREFIX, RECORD, KeyValueBucket
 from rl_plane.protocol.versions import WeightVersion
 from tests.sim import product
 from tests.sim.check_answers import AnswerChecks
@@ -59,7 +59,7 @@ class CallRecord:
     decided_before: int
     """Decisions that there were when it began."""
     fences: list[int] = field(default_factory=list)
-    """Of the locks that were held for it."""
+    """The fences of the locks that were held for it."""
     wrong: str = ""
     """Why it can't be accepted. Empty: it may."""
     shared: bool = False
@@ -81,14 +81,14 @@ class Checks:
         self.decided_at: dict[tuple[str, int, str, str], float] = {}
         self.opened_at: dict[tuple[str, int, str, str], float] = {}
         self.record: Decision | None = None
-        """As the store has it."""
+        """The newest decision in the store."""
         self.told: list[tuple[float, Decision]] = []
-        """When an update was answered as committed, and what it decided."""
+        """The time at which an update was answered as committed, and its decision."""
         self.final_at: dict[tuple[str, int, str, str], float] = {}
         self.rolled_from: dict[tuple[str, int, str, str], Held] = {}
-        """Of each rolling decision: the state before."""
+        """Rolling decision → the state before it."""
         self.forgotten: set[tuple[str, int, str, str]] = set()
-        """Decisions that the store lost before anybody had heard of them: nobody will ever know."""
+        """Decisions that the store lost before any process had learnt them."""
         self.lost_at: dict[str, float] = {}
         """Bucket → when the store last lost writes of it."""
         self.canaries: dict[tuple[str, int], list[tuple[float, CanaryRecord | None]]] = {}
@@ -108,7 +108,7 @@ class Checks:
         self._fence_of: dict[str, int] = {}
         """Incarnation → the newest fence under which it has done something."""
         self._recovered_at = 0.0
-        """When a decision that the store had lost was last seen to be missing."""
+        """The last time at which a decision that the store had lost was missing."""
 
     def fail(self, invariant: str, text: str) -> None:
         """Ends the run at once."""
@@ -137,7 +137,7 @@ class Checks:
 
     # ---- the record: I6, and I2's other half ----
 
-    def written(self, bucket: Bucket, key: str, value: bytes | None, sequence: int) -> None:
+    def written(self, bucket: KeyValueBucket, key: str, value: bytes | None, sequence: int) -> None:
         subjects = self.world.subjects
         if bucket == subjects.members and key.startswith(MEMBER_PREFIX):
             self.fingerprints.append((self.now, self.world.fingerprint()))
@@ -197,7 +197,7 @@ class Checks:
             if known and world.undisturbed(process, WITNESS_S):
                 self.fail("I2", f"{decision} stays, and {process.name} has failed its canary")
 
-    def replaced(self, by: str, bucket: Bucket, key: str, before: Key, value: bytes | None) -> None:
+    def replaced(self, by: str, bucket: KeyValueBucket, key: str, before: Key, value: bytes | None) -> None:
         """A lock is renewed and given back by its holder alone; a taker puts its own name there."""
         if bucket != self.world.subjects.state or key != LOCK or self.lost_at:
             return
@@ -244,7 +244,7 @@ class Checks:
             self.fail("I1", f"{decision} is decided under {decision.fence}, after workers have obeyed {newer}")
 
     def _check_staged(self, decision: Decision) -> None:
-        """Whoever has staged it has it still: a worker gives up only what can't be decided any more."""
+        """Checks that each worker still has what it has staged: it drops only what can't be decided any more."""
         if decision.missed:
             return  # nothing is staged of it
         for process, at in self.staged.get(decision.update_id, {}).items():
@@ -281,7 +281,7 @@ class Checks:
         """Two workers found a lost store empty, and each began a run: the one that comes further counts."""
         return record.sequence == 0 and self.world.subjects.state.name in self.lost_at
 
-    def lost_writes(self, bucket: Bucket) -> None:
+    def lost_writes(self, bucket: KeyValueBucket) -> None:
         """The store has just lost some."""
         self.lost_at[bucket.name] = self.now
         if bucket == self.world.subjects.state:

@@ -11,13 +11,13 @@ class Clock:
 
     def __init__(self) -> None:
         self.offset = 0.0
-        """Of the monotonic clock: machines count from their starts."""
+        """The start of the monotonic clock: machines count from their own starts."""
         self.rate = 1.0
         """Monotonic seconds in a true second."""
         self.skew_s = 0.0
-        """How far the wall clock is ahead."""
+        """The seconds by which the wall clock is ahead."""
         self.stood_s = 0.0
-        """How long the monotonic clock stood still, in true seconds: a virtual machine was paused."""
+        """The true seconds for which the monotonic clock stood still, because the virtual machine was paused."""
 
     def monotonic(self, now: float) -> float:
         return self.offset + self.rate * (now - self.stood_s)

@@ -1,5 +1,5 @@
-"""Which transitions of the two machines a run has taken, by name, and before which of them a partition has cut messages
-of their process; and the list of all that there are."""
+"""The transitions of the two machines that a run has taken, by name, and those before which a partition has cut
+messages of their process. Has the list of all transitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trainers and operators want of the fleet, by the answers that they got: pauses, disabled workers, memory."""
+"""The state that trainers and operators have asked for, by their answers: pauses, disabled workers, memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 MAX_SKEW_S = 60.0
-"""Of two processes' wall clocks, by which a pause ends that a worker reads when it joins."""
+"""The difference of two wall clocks, by which a pause may end late for a worker that reads it when it joins."""
 UNSURE_S = 5.0
 """A lease's end, give or take what a call takes."""
 
@@ -27,7 +27,7 @@ class Desired:
         """Has an operator undone everything?"""
 
     def _calls(self, *ops: str) -> list[CallRecord]:
-        """That held the lock, in their order."""
+        """The calls of these ops that held the lock, in order."""
         found = [call for call in self._world.calls if call.op in ops and call.fences]
         return sorted(found, key=lambda call: call.fences[-1])
 

@@ -1,4 +1,4 @@
-"""What can go wrong in a run, and how: each seed has some of it."""
+"""The faults of a run. Each seed has some of them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FAULTS: dict[Kind, float] = {
     "cut_plane": 1.0,
     "write_over": 0.7,
 }
-"""How often each happens, relative to the others, in a run that has it."""
+"""Fault → its frequency relative to the others, in a run that has it."""
 RARE = {
     "lose_writes": 0.25,
     "lose_store": 0.2,
@@ -63,7 +63,7 @@ RARE = {
 FOCUSED = 0.25
 """In how many runs little goes wrong, and that often: much at once excuses more than it shows."""
 CLUSTER: dict[Kind, float] = {"change_leader": 1.5, "keep_old_leader": 1.5}
-"""What only a cluster does, which the protocol does not claim to bear: `--cluster` has them in every run."""
+"""Faults of a cluster, which the protocol does not claim to survive. `--cluster` has them in every run."""
 
 PARTITION: dict[Kind, float] = {"partition": 3.0}
 PARTITIONED = 0.3
@@ -73,7 +73,7 @@ other runs are what they would be without."""
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What a seed is about."""
+    """The contents of a seed."""
 
     workers: int
     frontends: int

@@ -1,4 +1,4 @@
-"""What can go wrong with NATS and on the way to it."""
+"""The faults of NATS and of the way to it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ HOLDER_TRIES = 600
 
 
 WAYS: tuple[Way, ...] = ("lost", "lost", "late")
-"""What becomes of the messages that a partition cuts. `--cluster` has `refused` too: the plane takes a 503 for the
-proof that a process is dead, which it is only where there is one server."""
+"""The fates of messages that a partition cuts. `--cluster` has `refused` too: the plane takes a 503 for a proof that a
+process is dead, which is true only with one server."""
 
 
 class NatsFaults:

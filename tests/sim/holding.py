@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rl_plane.protocol.subjects import LOCK, RECORD, Bucket
+from rl_plane.protocol.subjects import LOCK, RECORD, KeyValueBucket
 
 if TYPE_CHECKING:
     from tests.sim.sim_client import SimConn
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.01
 DECISION = "decision"
-"""Of the writes of the record, only those that decide something."""
+"""Only writes of the record that decide something."""
 MAX_HELD_S = 8.0
-"""As long as a path may stand still."""
+"""The longest time for which a path may stand still."""
 
 
 class Holding:
@@ -28,7 +28,7 @@ class Holding:
     def __init__(
         self,
         server: SimServer,
-        bucket: Bucket,
+        bucket: KeyValueBucket,
         conn: SimConn,
         key: str,
         skip: int,
@@ -49,7 +49,7 @@ class Holding:
         self._holder: Any = None
         self._give_up = server.loop.now + MAX_HELD_S
 
-    def sending(self, conn: SimConn, bucket: Bucket, key: str, value: bytes) -> None:
+    def sending(self, conn: SimConn, bucket: KeyValueBucket, key: str, value: bytes) -> None:
         """A write is about to be sent."""
         if self._holds or conn is not self._conn or bucket != self._bucket:
             return
@@ -95,7 +95,7 @@ class Holding:
         return bool(json.loads(value)["update_id"] != before)
 
     def _now(self) -> tuple[str, str] | None:
-        """Who has the lock."""
+        """The holder of the lock."""
         found = self._server.value(self._bucket, LOCK)
         holder = json.loads(found.value) if found is not None and found.value else None
         return (holder["owner"], holder["nonce"]) if holder is not None else None

@@ -57,7 +57,7 @@ def mutated(mutant: Mutant, text: str) -> str:
 
 
 def copy_to(folder: Path) -> None:
-    """What the killers need. The compiled files stay valid, since all times are kept."""
+    """Copies the packages that the killers need, with their times, so that compiled files stay valid."""
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from tests.sim.process import Process
 
 Way = Literal["lost", "late", "refused"]
-"""What becomes of a message that the partition cuts. `lost`: nothing tells its sender. `late`: the message arrives, in
-its order, when the partition heals. `refused`: the servers have noticed, so a request is answered 503 where only the
-other group listens."""
+"""The fate of a message that the partition cuts. `lost`: its sender gets no error. `late`: the message arrives, in
+order, when the partition heals. `refused`: the servers have noticed, so a request that only the other group could
+answer gets a 503."""
 
 
 class Partition:

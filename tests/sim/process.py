@@ -26,17 +26,18 @@ class Process:
         self.buses: list[SimBus] = []
         self.stood_still_s = 0.0
         self.disturbed_at = 0.0
-        """When it, its engine, its connection or its source was last tampered with, or until when that lasts."""
+        """The time of the last fault of the process, its engine, its connection or its source, or the end of that
+        fault."""
         self.plane = ""
-        """What becomes of bytes that it wants to receive: `fails`, `hangs`; empty: they come."""
+        """The fate of bytes that it wants to receive: `fails` or `hangs`. Empty: they arrive."""
         self.cut_messages = 0
-        """How many of its messages partitions have cut."""
+        """The number of its messages that partitions have cut."""
         self.on_phase: Callable[[str], None] = lambda phase: None
         """Called with the phase that a coordinator of this process enters, before it asks anything in it."""
         self.noted_cuts = 0
-        """How many of these the coverage has noted."""
+        """The number of these that the coverage has noted."""
         self.miscomputed = False
-        """Has its engine computed something else than its weights say?"""
+        """Whether its engine has computed with other weights than its own."""
         self._thaw_at = 0.0
         self._clock_stopped_at: float | None = None
         self._loop = loop

@@ -1,4 +1,4 @@
-"""What the simulation reads from inside the product, in one place: its checks look at nothing else of it."""
+"""Everything that the simulation reads from inside the product. Its checks look at nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_plane.client import RlClient
 from rl_plane.protocol.canary import CanaryRecord, Sequences, Vectors
 from rl_plane.protocol.envelope import Request
 from rl_plane.protocol.generation import VersionSpan
-from rl_plane.protocol.record import DecisionRecord, Held, Source
+from rl_plane.protocol.record import DecisionRecord, Held, WeightSource
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.fake.adapter import FakeEngine, fake_prompt_logprobs
 from worker.worker import Worker
@@ -19,7 +19,7 @@ from worker.worker import Worker
 
 @dataclass(frozen=True)
 class Decision:
-    """One decision of the fleet, whoever wrote its record last."""
+    """One decision of the fleet, without the writer of its record."""
 
     run_number: int
     run: str
@@ -27,14 +27,14 @@ class Decision:
     update_id: str
     held: Held
     before: Held | None
-    """Of a rolling update, while it goes on: what may be served beside it."""
+    """During a rolling update: the state before, which may be served too."""
     missed: bool
-    """It brings the version before back, since every worker failed the canary of the update's own."""
+    """Whether it brings the version before back, because every worker failed the canary of the update's version."""
     fence: int
     seal: int
     barred: int
     canary: CanaryRecord | None
-    sources: tuple[tuple[str, Source], ...]
+    sources: tuple[tuple[str, WeightSource], ...]
     """Digest → whence it can be fetched: of the base and of each adapter, and of what their deltas change."""
 
     @property
@@ -84,7 +84,7 @@ def can_be_fetched(decision: Decision, digest_at: Callable[[str | None], str | N
 
 
 def vectors_of(digest: str, sequences: Sequences) -> Vectors:
-    """What an engine that computes as it should gives for these sequences."""
+    """The vectors that a correct engine gives for these sequences."""
     rows = (fake_prompt_logprobs(digest, list(tokens))[1:] for tokens in sequences)
     return tuple(tuple(value for value in row if value is not None) for row in rows)
 
@@ -135,7 +135,7 @@ def staged_in(worker: Worker) -> str | None:
 
 
 def holds(worker: Worker) -> Held | None:
-    """What it says is in its engine; None: nothing of a known version."""
+    """The weights that the worker reports in its engine. None: of no known version."""
     state = worker.state
     if state.version is None or state.digest != state.version.digest:
         return None
@@ -143,7 +143,7 @@ def holds(worker: Worker) -> Held | None:
 
 
 def in_engine(engine: FakeEngine, adapter: str | None) -> tuple[Held | None, str]:
-    """What its labels say is in an engine, and what is wrong with that, by its bytes."""
+    """The weights in an engine by its labels, and an error if its bytes are others."""
     version, weights = engine._version, engine._weights
     if version is None or weights is None:
         return None, "weights of no version"
@@ -186,7 +186,7 @@ def is_paused(worker: Worker) -> bool:
 
 
 def label_in(request: Request) -> str | None:
-    """Of the decision that an op carries: it may be an earlier one, which a coordinator finishes first."""
+    """The label of the decision in an op. It may be an earlier one, which a coordinator finishes first."""
     label: str | None = request.body.get("record", {}).get("made", {}).get("label")
     return label
 

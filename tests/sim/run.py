@@ -44,16 +44,16 @@ ADAPTER_FILES = 3
 STEPS_S = 4.0
 """Calls and faults a second."""
 LONG_SHARE = 0.05
-"""Of the requests: long enough to live through something."""
+"""The tokens of a request: long enough to see a fault."""
 REST_S = 200.0
 """After the last fault: leases, retries with growing pauses and the idle limit of a prepared update fit in."""
 QUIET_S = 4.0
 """The fleet must not only become whole, but stay so."""
 LOOK_S = 1.0
 MAX_DRIFT = 0.02
-"""By which two clocks run apart, in a second: much more than real ones, and much less than the leases allow for."""
+"""The drift of two clocks in a second: much more than real clocks have, and much less than the leases allow."""
 SHORT_IDLE_S = 3
-"""Of a prepared update in some runs: in the others nobody lives to see the end of the real one."""
+"""The idle limit of a prepared update in some runs. In the others the real one is longer than a run."""
 
 
 @lru_cache(maxsize=1)
@@ -66,7 +66,7 @@ def models() -> list[Path]:
 
 @lru_cache(maxsize=1)
 def deltas() -> dict[tuple[str, str], Path]:
-    """What leads from each good checkpoint's digest to each other one's."""
+    """The deltas from each good checkpoint to each other one, by their digests."""
     digests = {model_digest(path): path for path in models()[:-2]}
     found = {}
     for (base, old), (digest, new) in permutations(digests.items(), 2):
@@ -112,7 +112,7 @@ class Result:
     reached: frozenset[str]
     """Transitions of the machines."""
     migrated: int = 0
-    """Of those served, that went on at another worker."""
+    """The number of served requests that continued at another worker."""
 
 
 class _NoCanary:

@@ -48,7 +48,7 @@ class Sessions:
         return name, body
 
     def _with_canary(self, policy: dict[str, Any], digest: str) -> None:
-        """What the trainer's own model gives; or, if the trainer is at fault, what another one would."""
+        """Adds the values of the trainer's own model, or of another model if the trainer is at fault."""
         rng = self.world.rng
         policy["on_canary_failure"] = rng.choice(["rollback", "rollback", "exclude", "warn"])
         chance = rng.random()

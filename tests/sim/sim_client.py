@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plane.bus.connection import Bus, WrongSequence
 from rl_plane.errors import BusUnreachable
-from rl_plane.protocol.subjects import Bucket, Entry
+from rl_plane.protocol.subjects import Entry, KeyValueBucket
 from tests.sim.sim_store import MARKER_S
 from tests.sim.virtual_loop import PROCESS
 
@@ -59,7 +59,7 @@ class Subscription:
 
 
 class SimConn:
-    """What the plane uses of a nats-py client."""
+    """The part of a nats-py client that the plane uses."""
 
     max_payload = 1 << 20
 
@@ -71,11 +71,11 @@ class SimConn:
         self.up = asyncio.Event()
         self.is_closed = False
         self.context: Context = copy_context()
-        """Of the process whose client this is."""
+        """The context of the client's process."""
         self.process = PROCESS.get()
         self.subscriptions: list[Subscription] = []
         self.pending: list[Callable[[], None]] = []
-        """What was sent while it was cut off: nats-py sends it later."""
+        """Messages that were sent while it was cut off. nats-py sends them later."""
         self.bus: SimBus
 
     def new_inbox(self) -> str:
@@ -118,7 +118,7 @@ class SimBus(Bus):
             server.later(server.rng.uniform(*RECONNECT_S), server.reconnect, self.conn)
 
     async def connected(self) -> None:
-        """As `Bus.connect` waits."""
+        """Waits for the connection, as `Bus.connect` does."""
         if not self.conn.is_connected:
             await self.conn.up.wait()
 
@@ -174,16 +174,16 @@ class SimBus(Bus):
     async def flush(self) -> None:
         await self._request(lambda: None, on_disk=False)
 
-    async def ensure_bucket(self, bucket: Bucket) -> None:
+    async def ensure_bucket(self, bucket: KeyValueBucket) -> None:
         await self._request(lambda: self.server.make(bucket))
 
-    async def bucket_exists(self, bucket: Bucket) -> bool:
+    async def bucket_exists(self, bucket: KeyValueBucket) -> bool:
         found: bool = await self._request(lambda: bucket.name in self.server.streams)
         return found
 
     async def put(
         self,
-        bucket: Bucket,
+        bucket: KeyValueBucket,
         key: str,
         value: bytes,
         *,
@@ -198,13 +198,13 @@ class SimBus(Bus):
         )
         return sequence
 
-    async def purge(self, bucket: Bucket, key: str, last: int) -> int:
+    async def purge(self, bucket: KeyValueBucket, key: str, last: int) -> int:
         sequence: int = await self._request(
             lambda: self.server.write_of(self.conn, bucket, key, None, last, int(MARKER_S), None)
         )
         return sequence
 
-    async def get(self, bucket: Bucket, key: str) -> Entry | None:
+    async def get(self, bucket: KeyValueBucket, key: str) -> Entry | None:
         def read() -> Entry | None:
             found = self.server.told(self.conn, bucket).keys.get(key)
             return Entry(key, found.value, found.sequence, found.expired) if found else None
@@ -212,18 +212,18 @@ class SimBus(Bus):
         entry: Entry | None = await self._request(read)
         return entry
 
-    async def last_sequence(self, bucket: Bucket) -> int:
+    async def last_sequence(self, bucket: KeyValueBucket) -> int:
         last: int = await self._request(lambda: self.server.told(self.conn, bucket).last)
         return last
 
-    async def server_time(self, bucket: Bucket) -> float:
+    async def server_time(self, bucket: KeyValueBucket) -> float:
         now: float = await self._request(lambda: 1.7e9 + self.server.loop.time())
         return now
 
-    async def read_all(self, bucket: Bucket) -> tuple[list[Entry], int]:
+    async def read_all(self, bucket: KeyValueBucket) -> tuple[list[Entry], int]:
         return await self.read_keys(bucket, ">")
 
-    async def read_keys(self, bucket: Bucket, keys: str) -> tuple[list[Entry], int]:
+    async def read_keys(self, bucket: KeyValueBucket, keys: str) -> tuple[list[Entry], int]:
         def read() -> tuple[list[Entry], int]:
             stream = self.server.told(self.conn, bucket)
             found = [
@@ -234,10 +234,10 @@ class SimBus(Bus):
         entries: tuple[list[Entry], int] = await self._request(read)
         return entries
 
-    async def list_keys(self, bucket: Bucket, keys: str) -> list[Entry]:
+    async def list_keys(self, bucket: KeyValueBucket, keys: str) -> list[Entry]:
         return (await self.read_keys(bucket, keys))[0]
 
-    async def keep_newest(self, bucket: Bucket, keys: str, count: int) -> None:
+    async def keep_newest(self, bucket: KeyValueBucket, keys: str, count: int) -> None:
         def shorten() -> None:
             stream = self.server.stream(bucket)
             for key in sorted(stream.matching(keys), key=lambda key: stream.keys[key].sequence)[:-count]:

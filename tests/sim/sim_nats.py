@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rl_plane.errors import BusUnreachable
-from rl_plane.protocol.subjects import ADVISORY, Bucket
+from rl_plane.protocol.subjects import ADVISORY, KeyValueBucket
 from tests.sim.holding import Holding
 from tests.sim.partition import Partition
 from tests.sim.sim_client import RECONNECT_S, SimConn, SimMsg, Subscription
@@ -33,9 +33,9 @@ SLOW_SHARE = 0.01
 STALL_S = (0.6, 8.0)
 """With `stalls`: a path that stands still for a while."""
 LATE_S = (0.0, 6.0)
-"""How much later the second copy of a request comes."""
+"""The delay of the second copy of a request."""
 PING_S = (4.0, 6.0)
-"""How long a server and its clients wait for the answers to their PINGs."""
+"""The time for which a server and its clients wait for answers to their PINGs."""
 
 
 def _process(conn: SimConn | None) -> Process | None:
@@ -44,10 +44,10 @@ def _process(conn: SimConn | None) -> Process | None:
 
 @dataclass(frozen=True, slots=True)
 class OldLeader:
-    """Of a cluster: a node that was cut off from the others, and has not noticed yet that it leads no more."""
+    """A node of a cluster that was cut off, and has not noticed yet that it is not the leader any more."""
 
     conns: Sequence[SimConn]
-    """Whose reads it answers."""
+    """The connections whose reads it answers."""
     since: float
 
 
@@ -63,14 +63,14 @@ class SimServer(SimStore):
         self.restarts = 0
         self.lost_answers = 0.0
         self.stalls = 0.0
-        """Of the messages, how many stand still on their way, and all behind them on the same path."""
+        """The share of messages that stop on their way, with all messages behind them on the same path."""
         self.stalled = False
         """Has anything?"""
         self.duplicates = 0.0
-        """Of the requests, how many come twice."""
+        """The share of requests that arrive twice."""
         self.numbers = itertools.count(1)
         self.conns: list[SimConn] = []
-        self.on_replaced: Callable[[str, Bucket, str, Key, bytes | None], None] = lambda *_: None
+        self.on_replaced: Callable[[str, KeyValueBucket, str, Key, bytes | None], None] = lambda *_: None
         """Called with who has written over which value of a key."""
         self.holding: Holding | None = None
         """Messages to the server that are held back now."""
@@ -80,8 +80,8 @@ class SimServer(SimStore):
         self._patterns: list[Subscription] = []
         self._free_at: dict[tuple[int, int], float] = {}
 
-    def told(self, conn: SimConn, bucket: Bucket) -> Stream:
-        """What this client reads."""
+    def told(self, conn: SimConn, bucket: KeyValueBucket) -> Stream:
+        """The stream that this client reads."""
         stream, old = self.stream(bucket), self.old_leader
         return stream.as_of(old.since) if old is not None and conn in old.conns else stream
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_plane.bus.connection import WrongSequence
 from rl_plane.errors import BusUnreachable
-from rl_plane.protocol.subjects import Bucket
+from rl_plane.protocol.subjects import KeyValueBucket
 from tests.sim.clocks import UNIX_S
 from tests.sim.virtual_loop import VirtualLoop
 
@@ -29,11 +29,11 @@ class Key:
 
 @dataclass(slots=True)
 class Stream:
-    bucket: Bucket
+    bucket: KeyValueBucket
     last: int
     keys: dict[str, Key] = field(default_factory=dict)
     log: list[tuple[float, int, str, Key | None]] = field(default_factory=list)
-    """Of each write: when, the last sequence before it, its key, and what that held: to undo it."""
+    """The facts to undo each write: its time, the last sequence before it, its key, and the key's former value."""
 
     def matching(self, keys: str) -> list[str]:
         """`prefix.>`, or `>` for all."""
@@ -62,7 +62,9 @@ class SimStore:
         self.still_until = 0.0
         """The server's process stands still until then: nothing is taken and nothing is sent."""
         self.streams: dict[str, Stream] = {}
-        self.on_write: Callable[[Bucket, str, bytes | None, int], None] = lambda bucket, key, value, sequence: None
+        self.on_write: Callable[[KeyValueBucket, str, bytes | None, int], None] = (
+            lambda bucket, key, value, sequence: None
+        )
         self._context = copy_context()
 
     def later(self, delay: float, work: Callable[..., None], *args: Any) -> None:
@@ -82,25 +84,25 @@ class SimStore:
     ) -> None:
         raise NotImplementedError
 
-    def make(self, bucket: Bucket) -> None:
-        """As `Bus.ensure_bucket` makes it: from the Unix milliseconds of now on."""
+    def make(self, bucket: KeyValueBucket) -> None:
+        """Creates a bucket as `Bus.ensure_bucket` does: its sequences begin at the Unix milliseconds of now."""
         first = int((UNIX_S + self.loop.now) * 1000)
         if bucket.name not in self.streams:
             self.streams[bucket.name] = Stream(bucket, first - 1)
 
-    def stream(self, bucket: Bucket) -> Stream:
+    def stream(self, bucket: KeyValueBucket) -> Stream:
         if bucket.name not in self.streams:
             raise BusUnreachable(f"simulated: no stream {bucket.name}")
         return self.streams[bucket.name]
 
-    def value(self, bucket: Bucket, key: str) -> Key | None:
-        """What a key holds, for who looks from outside."""
+    def value(self, bucket: KeyValueBucket, key: str) -> Key | None:
+        """The value of a key, for the checks."""
         stream = self.streams.get(bucket.name)
         return stream.keys.get(key) if stream is not None else None
 
     def write(
         self,
-        bucket: Bucket,
+        bucket: KeyValueBucket,
         key: str,
         value: bytes | None,
         last: int | None,
@@ -144,7 +146,7 @@ class SimStore:
         else:
             self.write(stream.bucket, key, None, None, int(MARKER_S), None, expired=True)
 
-    def lose_writes(self, bucket: Bucket, count: int) -> int:
+    def lose_writes(self, bucket: KeyValueBucket, count: int) -> int:
         """The newest writes of a bucket were acknowledged, and are gone; how many."""
         stream = self.streams.get(bucket.name)
         lost = 0
@@ -160,7 +162,7 @@ class SimStore:
             lost += 1
         return lost
 
-    def lose_since(self, bucket: Bucket, at: float) -> int:
+    def lose_since(self, bucket: KeyValueBucket, at: float) -> int:
         stream = self.streams.get(bucket.name)
         return self.lose_writes(bucket, sum(when >= at for when, *_ in stream.log)) if stream is not None else 0
 

@@ -1,4 +1,4 @@
-"""Where weights come from: checkpoints that go, come back and change, and trainers that push."""
+"""The sources of weights: checkpoints that vanish, return and change, and trainers that push."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Sources:
         self.gone: set[str] = set()
         """Checkpoints that are not there now."""
         self.pushes: dict[str, str] = {}
-        """What a trainer pushes under this name: `sent` or `broken`; absent: it is awaited."""
+        """The fate of a trainer's push under this name: `sent` or `broken`. Absent: it is awaited."""
         self.failed = False
         """Has any ever been gone, changed or broken?"""
         self._rng = rng
@@ -51,7 +51,7 @@ class Sources:
         self._being_written.clear()
 
     def read(self, path: str) -> str:
-        """What a reader that opens this path now sees."""
+        """The checkpoint that a reader of this path sees now."""
         if path in self.gone:
             return path + "-gone"
         if path in self._being_written and self._rng.random() < 0.5:
@@ -59,7 +59,7 @@ class Sources:
         return self._now.get(path, path)
 
     def digest_at(self, path: str | None) -> str | None:
-        """Of the model that lies there; None: none does."""
+        """The digest of the model at this path. None: there is none."""
         path = self._first if path is None else path
         return digest_of(Path(self._now.get(path, path))) if path in self._models else None
 

@@ -1,4 +1,4 @@
-"""What trainers and operators ask of the fleet."""
+"""The calls of trainers and operators."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Trainers(Sessions):
             self._labels.append(name)
 
     async def _twice(self, by: Coordinator) -> None:
-        """The same update, asked for by way of two coordinators under one id."""
+        """Sends one update to two coordinators under one id."""
         world = self.world
         name, body = self.body()
         request_id = f"id-{name}"
@@ -245,4 +245,4 @@ KINDS = (
     "small",
     "read",
 )
-"""What a run's trainers may do beside plain updates."""
+"""The kinds of calls that a run's trainers may make beside plain updates."""

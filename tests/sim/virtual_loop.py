@@ -22,30 +22,30 @@ from typing import Any, Protocol
 from tests.sim.clocks import UNIX_S, Clock
 
 THREAD_DELAY_S = (0.0, 0.02)
-"""What runs on a thread is done at once in real time, and takes so long in virtual time."""
+"""Work on a thread runs at once in real time, and takes this long in virtual time."""
 PRUNE_AT = 500
 """Cancelled timers in the heap before it is rebuilt: time-outs are mostly cancelled, an hour ahead of their time."""
 MAX_TURNS = 3_000_000
-"""Of a whole run: a hundred times the longest one's."""
+"""The turns of a whole run: a hundred times those of the longest one."""
 LIVELOCK_TURNS = 20_000
-"""Of the loop, at one moment of virtual time."""
+"""Turns of the loop at one moment of virtual time."""
 CLOSING_TURNS = 100
-"""Of the loop, at the end: nested clean-ups end one after another."""
+"""Turns of the loop at the end. Nested clean-ups end one after another."""
 
 
 ROUNDING_S = 1e-9
-"""By which a time that was converted between two clocks may be off."""
+"""The error of a time that was converted between two clocks."""
 LATE_S = 1e-6
 BLOCKED_LOOK_S = 0.05
-"""How often a thread that is blocked looks whether it can go on."""
+"""The interval at which a blocked thread looks whether it can continue."""
 
 
 class Blocked(Exception):
-    """What runs on a thread would wait here: it is called again a moment later."""
+    """Raised where work on a thread would wait. The work is called again a moment later."""
 
 
 class Life(Protocol):
-    """What the loop knows of a process."""
+    """The loop's facts about a process."""
 
     alive: bool
     frozen: bool
@@ -113,7 +113,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._turns = self._all_turns = 0
         self._burying = False
         self.slow_thread_share = 0.0
-        """Of what runs on threads, how much takes seconds: a large checkpoint, a slow disk."""
+        """The share of the work on threads that takes seconds: a large checkpoint, a slow disk."""
         self._rng = rng
         self._queue: deque[Handle] = deque()
         self._timers: list[tuple[float, int, Handle]] = []
@@ -144,7 +144,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Any, *args: Any, context: Context | None = None
     ) -> Any:
-        """`when`: by the clock of the process that the context belongs to."""
+        """Schedules a callback. `when`: by the clock of the context's process."""
         handle = Handle(self, callback, args, context if context is not None else copy_context(), when)
         self._set(handle)
         return handle
@@ -170,7 +170,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self.call_at(now + delay, callback, *args, context=context)
 
     def again(self, handles: list[Handle]) -> None:
-        """What a process was about to do when it was stopped."""
+        """Takes the callbacks that a process was about to run when it was stopped."""
         for handle in handles:
             if self._is_early(handle):
                 self._set(handle)

@@ -39,7 +39,7 @@ ADMISSION_WAIT_S = 10.0
 
 @dataclass(eq=False)
 class Coordinator:
-    """Whoever may change the fleet: a frontend, or a trainer with an RlClient of its own."""
+    """A process that may change the fleet: a frontend, or a trainer with an RlClient of its own."""
 
     process: Process
     client: RlClient
@@ -59,9 +59,9 @@ class World:
     models: list[Path]
     adapters: list[Path]
     deltas: dict[tuple[str, str], Path]
-    """By the digests of the version before and the one after."""
+    """(digest of the version before, digest of the version after) → path of the delta."""
     tensors: list[tuple[str, TensorSpec]]
-    """Of each good checkpoint."""
+    """The tensors of each good checkpoint."""
     trace: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -81,15 +81,15 @@ class World:
         self.coordinators: list[Coordinator] = []
         self.calls: list[CallRecord] = []
         self.memory_at = 0.0
-        """When memory was last released."""
+        """The time at which memory was last released."""
         self.outage_s = 0.0
-        """How long the server was away, all together."""
+        """The seconds for which the server was down, in total."""
         self.reset_at = 0.0
-        """When an operator last overwrote weights with noise."""
+        """The time at which an operator last overwrote weights with noise."""
         self.clock_drift = 0.0
-        """By how much the clocks of two processes run apart, at most, in a second."""
+        """The largest drift of two processes' clocks in a second."""
         self.doubles: list[Process] = []
-        """Whose instance id another process has taken, while they stood still."""
+        """Workers whose instance id another process has taken while they stood still."""
         self.engines: list[SimEngine] = []
         self._worker_of: dict[Process, Worker] = {}
         self.ask_something: Callable[[Coordinator], Any] = lambda by: None
@@ -100,8 +100,8 @@ class World:
 
     @property
     def good_models(self) -> list[Path]:
-        """What trainers publish. Before them is what workers start with, after them what is used at rest alone, then
-        what fits no worker."""
+        """The models that trainers publish. Before them is the model that workers start with; after them the one that
+        is used only at rest, then one that fits no worker."""
         return self.models[1:-2]
 
     def say(self, text: str) -> None:

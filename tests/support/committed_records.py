@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rl_plane.protocol.generation import AdapterSpan, VersionSpan
-from rl_plane.protocol.record import Adapter, DecisionRecord, Source
+from rl_plane.protocol.record import CommittedAdapter, DecisionRecord, WeightSource
 from rl_plane.protocol.versions import WeightVersion
 
-SOURCE = Source({"backend": "filesystem", "path": "/x"})
+SOURCE = WeightSource({"backend": "filesystem", "path": "/x"})
 
 
 def version(sequence: int, run: str = "r") -> WeightVersion:
@@ -17,7 +17,7 @@ def version(sequence: int, run: str = "r") -> WeightVersion:
 
 def record(base: int, run: str = "r", /, **adapters: int) -> DecisionRecord:
     """The newest of all is what it made."""
-    loaded = {name: Adapter(version(sequence, run), SOURCE) for name, sequence in adapters.items()}
+    loaded = {name: CommittedAdapter(version(sequence, run), SOURCE) for name, sequence in adapters.items()}
     made = version(max(base, *adapters.values(), 0), run)
     return DecisionRecord(version(base, run), SOURCE, "u", made, loaded, decided_at=0.0)
 

@@ -17,7 +17,7 @@ from rl_plane.bus.token_stream import StreamReceiver
 from rl_plane.client import RlClient
 from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.protocol.record import DecisionRecord
-from rl_plane.protocol.subjects import RECORD, Bucket
+from rl_plane.protocol.subjects import RECORD, KeyValueBucket
 
 if TYPE_CHECKING:
     from tests.conftest import Plane, Spawned
@@ -167,7 +167,7 @@ def hold_back(bus: Bus) -> tuple[asyncio.Event, asyncio.Event]:
     """A decision stands still on its way: (is it on its way?, let it go)."""
     real, on_its_way, go_on = bus.put, asyncio.Event(), asyncio.Event()
 
-    async def put(bucket: Bucket, key: str, value: bytes, **conditions: Any) -> int:
+    async def put(bucket: KeyValueBucket, key: str, value: bytes, **conditions: Any) -> int:
         if key == RECORD and DecisionRecord.decode(value).update_id and not on_its_way.is_set():
             on_its_way.set()
             await go_on.wait()

@@ -40,7 +40,7 @@ def parts_of(directory: Path, count: int, dtype: str = "") -> list[dict[str, Any
 
 
 def form_group(group: str, port: int, world_size: int, timeout_s: float) -> Any:
-    """As `init_custom_process_group` of SGLang and slime."""
+    """Forms a group like `init_custom_process_group` of SGLang and slime."""
     from torch.distributed import PrefixStore, rendezvous
     from torch.distributed import distributed_c10d as c10d
 

@@ -48,7 +48,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def descriptors(pid: int | str = "self") -> list[str]:
-    """What a process has open, without the files that come and go, and what tracebacks of expected errors hold."""
+    """The open descriptors of a process, without transient files and those that tracebacks of expected errors hold."""
     if pid == "self":
         gc.collect()
     found = []
@@ -65,7 +65,7 @@ def maps(pid: int | str = "self") -> list[str]:
 
 
 def shared_memory(pid: int | str = "self") -> list[str]:
-    """Of ours, open or mapped in a process."""
+    """The memory of ipc senders that is open or mapped in a process."""
     return maps(pid) + [one for one in descriptors(pid) if "memfd:rl-plane-ipc" in one]
 
 
@@ -136,7 +136,7 @@ def model_of(plane: Plane, seed: int) -> Path:
 
 
 BUCKET_BYTES = 2048
-"""Of the 12 kB of a model."""
+"""The size of a bucket; a model has 12 kB."""
 
 MIDDLE = 4
 """All have taken the buckets 0 to 2 by then."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 BOUND_S = 60.0
-"""Of a process on a busy machine that only copies."""
+"""The bound for a process that only copies, on a busy machine."""
 
 
 class Trainer:
@@ -121,7 +121,7 @@ def publish(
 
 
 def _shared(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """As a trainer's own after `module.share_memory()`."""
+    """The tensors in shared memory, like a trainer's after `module.share_memory()`."""
     import torch
 
     from worker.engines.common.torch_weights import DTYPE_OF_NAME

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rl_plane.transports.nixl.receiver import NixlTransport
 
 BOUND_S = 60.0
-"""Of a process on a busy machine that only copies."""
+"""The bound for a process that only copies, on a busy machine."""
 
 SMALL_BUCKETS = 1024
 """A tensor of a fake model."""
@@ -69,7 +69,7 @@ class Trainer:
         return transport
 
     async def keeps(self, adapter: str | None = None) -> int:
-        """How often it has registered memory so far."""
+        """Keeps the version. Returns the number of registrations of memory so far."""
         return int((await self.does(do="keep", adapter=adapter))["registrations"])
 
     async def ends(self) -> int:
@@ -107,7 +107,7 @@ def offer(sender: NixlSender, directory: Path, kind: Literal["base", "lora"], bu
 
 
 def pass_on(worker: NixlTransport, transport: dict[str, Any]) -> dict[str, Any]:
-    """What is pulled by it is offered again, as staged weights are."""
+    """Pulls a version, and offers it again, like staged weights."""
     delivery = worker.open(transport, "base")
     try:
         staged = {name: HostTensor(one.spec, memoryview(bytearray(one.data))) for name, one in delivery.tensors()}

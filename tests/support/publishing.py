@@ -1,4 +1,4 @@
-"""What tests of publications have in common: their sources, and what the fleet serves."""
+"""Sources for tests of publications, and the versions that a fleet serves."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Held:
 
 
 class Gathering(Held):
-    """As sharded weights are: every rank must use the iterator up."""
+    """A collective source, like sharded weights: every rank must use up the iterator."""
 
     collective = True
 
@@ -125,7 +125,7 @@ class Changing:
 
 
 def nudged(plane: Plane, model: Path, number: int) -> Path:
-    """The same weights, but for a few bits of one tensor."""
+    """A model that differs in a few bits of one tensor."""
     tensors = tensors_in(model)
     name = sorted(tensors)[number % len(tensors)]
     spec, data = tensors[name]

@@ -1,4 +1,4 @@
-"""What the ranks of a trainer do that tests start by torchrun, as `SCRIPT URL NAMESPACE COMPONENT WAY…`.
+"""The ranks of a trainer that tests start by torchrun, as `SCRIPT URL NAMESPACE COMPONENT WAY…`.
 
 By each way they publish some versions, each the one before plus one. Each rank prints a JSON line for each.
 """
@@ -25,7 +25,7 @@ GATHER_S = 60.0
 
 
 class Rank:
-    """What a script does otherwise, it overrides."""
+    """One rank. A script overrides what it does differently."""
 
     def __init__(self) -> None:
         self.model = fsdp2(fresh())

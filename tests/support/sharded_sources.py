@@ -19,8 +19,8 @@ import torch.distributed as dist
 from rl_plane.errors import InvalidRequest
 from rl_plane.publish.sources.adapter import AdapterSource
 from rl_plane.publish.sources.base import WeightSource
-from rl_plane.publish.sources.choice import as_source
 from rl_plane.publish.sources.module import ModuleSource
+from rl_plane.publish.sources.source_choice import as_source
 from rl_plane.publish.sources.state_dict import StateDictSource
 from rl_plane.transports.packing import Tensor, fill
 from rl_plane.weights.manifest import Manifest, pack

@@ -36,7 +36,7 @@ def _engine_types() -> Any:
         packed_buffer_size_bytes: int
 
     class GlooEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
-        """As vLLM's own for NCCL, call for call, over a torch group."""
+        """A copy of vLLM's own engine for NCCL, call for call, over a torch group."""
 
         init_info_cls = GlooInitInfo
         group: Any
@@ -142,7 +142,7 @@ def _client_of(kind: str, url: str, **more: str) -> Any:
 
 
 class _Served:
-    """What the lines ask for."""
+    """Does what the lines ask for."""
 
     def __init__(self) -> None:
         from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
@@ -174,7 +174,7 @@ class _Served:
         self._engine = self._factory.trainer_init(info, client=self._client, source=ModuleSource(self._model))
 
     def load(self, directory: str) -> None:
-        """What the trainer has learnt."""
+        """Loads the weights that the trainer has learnt."""
         from transformers import AutoModelForCausalLM
 
         self._model.load_state_dict(AutoModelForCausalLM.from_pretrained(directory, dtype="auto").state_dict())

@@ -22,7 +22,7 @@ from rl_plane.errors import (
     Unavailable,
     UpdateAborted,
 )
-from rl_plane.protocol.record import Source, first_record
+from rl_plane.protocol.record import WeightSource, first_record
 from rl_plane.protocol.subjects import Subjects
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.base import TransportContext
@@ -138,7 +138,7 @@ async def test_a_publisher_that_dies_half_way_leaves_no_version(plane: Plane, pu
     await trainer.step("send")
     update = asyncio.create_task(client.run("update_weights", update_of(half, "half")))
     trainer.kill()
-    with pytest.raises(UpdateAborted, match="its publisher has sent no more"):
+    with pytest.raises(UpdateAborted, match="the publisher has sent no more"):
         await update
     state = (await states(client))[worker.instance_id]
     assert state["admission"]["open"]
@@ -176,8 +176,10 @@ async def test_the_newest_and_the_committed_stay(plane: Plane, publisher: MakePu
 
 
 def test_what_a_committed_delta_changes_stays_too() -> None:
-    full = Source({"backend": "object_store", "object": "full"})
-    changes = [Source({"backend": "object_store", "object": name}, encoding="delta", base="d") for name in "ab"]
+    full = WeightSource({"backend": "object_store", "object": "full"})
+    changes = [
+        WeightSource({"backend": "object_store", "object": name}, encoding="delta", base="d") for name in "ab"
+    ]
     source = replace(changes[1], before=replace(changes[0], before=full))
     assert _named(replace(first_record("d"), source=source)) == {"full", "a", "b"}
 
@@ -472,7 +474,7 @@ def test_a_stream_that_is_no_object_is_refused(plane: Plane, layout: str | None)
     config = {"name": made.stream, "subjects": [made.subject], "metadata": {"rl_plane_layout": layout or ""}}
     ask(connection, f"STREAM.CREATE.{made.stream}", config)
     try:
-        with pytest.raises(InvalidWeights, match="no layout"):
+        with pytest.raises(InvalidWeights, match="has a layout"):
             transport_of(plane).open({"backend": "object_store", "object": made.id}, "base")
     finally:
         ask(connection, f"STREAM.DELETE.{made.stream}")

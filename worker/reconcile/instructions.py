@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rl_plane.protocol.canary import CanaryRecord
-from rl_plane.protocol.record import DecisionRecord, PauseMode, Source
+from rl_plane.protocol.record import DecisionRecord, PauseMode, WeightSource
 from rl_plane.protocol.versions import WeightVersion
 
 
@@ -65,7 +65,7 @@ class Fetch:
     name: str | None
     """The adapter. None: base weights."""
     version: WeightVersion
-    source: Source
+    source: WeightSource
 
 
 @dataclass(frozen=True, slots=True)

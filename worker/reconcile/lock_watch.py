@@ -6,14 +6,14 @@ from nats.aio.msg import Msg
 
 from rl_plane.bus.connection import Bus, is_marker
 from rl_plane.bus.lock import fence_of, raise_sequence
-from rl_plane.protocol.subjects import LOCK, Bucket, Entry
+from rl_plane.protocol.subjects import LOCK, Entry, KeyValueBucket
 from worker.reconcile.worker_state import WorkerState
 
 
 class LockWatch:
     """Raises the fence in the worker's state with each write to the lock."""
 
-    def __init__(self, bus: Bus, bucket: Bucket, state: WorkerState) -> None:
+    def __init__(self, bus: Bus, bucket: KeyValueBucket, state: WorkerState) -> None:
         self._held = False
         self._asked_on: tuple[str, int] | None = None
         """The connection on which the leader was last asked. A worker misses the writes between two connections."""

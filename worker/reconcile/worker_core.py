@@ -21,7 +21,7 @@ from rl_plane.protocol.record import (
     TAKEOVER_S,
     DecisionRecord,
     Held,
-    Source,
+    WeightSource,
     first_record,
     newer,
 )
@@ -61,7 +61,7 @@ class _Change:
     name: str | None
     version: WeightVersion | None
     """None: the adapter is to be unloaded."""
-    source: Source | None
+    source: WeightSource | None
 
 
 class WorkerCore:

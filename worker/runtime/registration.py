@@ -13,7 +13,7 @@ from nats.aio.msg import Msg
 from rl_plane.bus.connection import Bus, WrongSequence, is_marker
 from rl_plane.errors import BusUnreachable
 from rl_plane.membership.core import Member
-from rl_plane.protocol.subjects import MEMBER_PREFIX, Bucket, Entry
+from rl_plane.protocol.subjects import MEMBER_PREFIX, Entry, KeyValueBucket
 
 log = logging.getLogger("worker.runtime.registration")
 
@@ -35,7 +35,7 @@ class Registration:
     def __init__(
         self,
         bus: Bus,
-        members: Bucket,
+        members: KeyValueBucket,
         instance_id: str,
         incarnation: str,
         info: dict[str, Any],

@@ -24,7 +24,7 @@ from rl_plane.protocol.vllm_bodies import (
     InitInfo,
     Transfer,
     UpdateInfo,
-    VllmBody,
+    VllmInfo,
     begun_before,
     check_entries,
     check_init,
@@ -122,7 +122,7 @@ class FleetWeightSyncClient:
         self._fleet.run("complete_weights_update", {**self._begun(), **label})
         self._update_id = None
 
-    def _report_unknown(self, where: str, model: type[VllmBody], given: Iterable[str]) -> None:
+    def _report_unknown(self, where: str, model: type[VllmInfo], given: Iterable[str]) -> None:
         """Warns about fields that this client does not know, once for each."""
         for name in unknown_of(model, given):
             if (field := f"{where}.{name}") not in self._reported:

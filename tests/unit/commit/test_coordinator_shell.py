@@ -1,4 +1,4 @@
-"""What the coordinator's shell makes of answers, without NATS: whom it tells, and for whom it waits how long."""
+"""The coordinator's shell without NATS: the processes to which it sends a record, and its waits for the silent ones."""
 
 from __future__ import annotations
 

@@ -64,7 +64,14 @@ from rl_plane.errors import (
 )
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import engine_kind
-from rl_plane.protocol.record import MAX_DELTAS, Adapter, DecisionRecord, DesiredPause, Source, UpdateSession
+from rl_plane.protocol.record import (
+    MAX_DELTAS,
+    CommittedAdapter,
+    DecisionRecord,
+    DesiredPause,
+    UpdateSession,
+    WeightSource,
+)
 from rl_plane.protocol.update_requests import Part, UpdateWeights
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
@@ -72,14 +79,16 @@ from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
 MEMBERS = {"a": "ia", "b": "ib", "c": "ic"}
 NOW = 1000.0
 FENCE = 15
-"""Of the coordinator that runs the machine."""
+"""The fence of the coordinator that runs the machine."""
 NEW = "blake3:" + "1" * 64
 FILES = {"backend": "filesystem", "path": "/new"}
 
 V0 = WeightVersion("run-1", 0, "initial", "model")
-R0 = DecisionRecord(V0, Source(None), "", V0)
+R0 = DecisionRecord(V0, WeightSource(None), "", V0)
 V1 = WeightVersion("run-1", 1, "one", "d1")
-R1 = DecisionRecord(V1, Source({"backend": "filesystem", "path": "/1"}), "u1", V1, open=False, decided_at=5.0)
+R1 = DecisionRecord(
+    V1, WeightSource({"backend": "filesystem", "path": "/1"}), "u1", V1, open=False, decided_at=5.0
+)
 R1_OPEN = R1.opened()
 LOST = BusUnreachable("NATS does not answer")
 FENCED = StaleFence("another coordinator has taken over")
@@ -123,7 +132,7 @@ def state(key: str, record: DecisionRecord, serves: bool = True) -> WorkerReply:
 
 
 def states(record: DecisionRecord, serving: str) -> Answered:
-    """Those that are not among `serving` are behind."""
+    """The states of all workers. A worker that is not in `serving` is behind."""
     return Answered([state(key, record, serves=key in serving) for key in MEMBERS])
 
 
@@ -287,7 +296,7 @@ def test_a_whole_update() -> None:
     }
     made = WeightVersion("run-1", 1, "new", NEW)
     decision = DecisionRecord(
-        made, Source(FILES), "u9", made, on_canary_failure="rollback", open=False, decided_at=NOW
+        made, WeightSource(FILES), "u9", made, on_canary_failure="rollback", open=False, decided_at=NOW
     )
     assert driver.one(Write, "decide").record == decision
     decided = driver.decided
@@ -470,7 +479,7 @@ def test_what_all_can_fetch_again_is_refetchable_else_not() -> None:
 
 
 OLD = WeightVersion("run-1", 0, "initial", "blake3:" + "0" * 64)
-FULL = DecisionRecord(OLD, Source(None), "", OLD)
+FULL = DecisionRecord(OLD, WeightSource(None), "", OLD)
 DELTA = {"encoding": "delta", "base": OLD.digest, "digest": NEW}
 
 
@@ -481,7 +490,9 @@ def test_a_delta_brings_along_where_its_base_comes_from() -> None:
     assert (prepare["encoding"], prepare["base"], prepare["keep_staged"]) == ("delta", OLD.digest, True)
     assert prepare["base_chain"] == ({"digest": OLD.digest, "transport": None, "refetchable": True},)
     decided = driver.one(Write, "decide").record
-    assert decided.source == Source(FILES, keep_staged=True, encoding="delta", base=OLD.digest, before=FULL.source)
+    assert decided.source == WeightSource(
+        FILES, keep_staged=True, encoding="delta", base=OLD.digest, before=FULL.source
+    )
     assert [digest for digest, _ in decided.source.chain(NEW)] == [OLD.digest, NEW]
     assert DecisionRecord.decode(decided.encode()) == decided
     # The next one is on top of it, until the chain is long enough.
@@ -500,12 +511,12 @@ def test_a_delta_of_another_version_than_the_committed_one_touches_nobody() -> N
     driver = Driver(update(**{**DELTA, "base": NEW}), FULL)
     assert driver.error(NotAtBase).facts["base"] == OLD.digest
     assert driver.all(SendOp, "prepare") == []
-    cast = replace(FULL, source=Source(None, cast=True))
+    cast = replace(FULL, source=WeightSource(None, cast=True))
     assert "was cast" in Driver(update(**DELTA), cast).error(NotAtBase).message
 
 
 def test_back_to_a_version_that_was_a_delta() -> None:
-    before = Source({"backend": "filesystem", "path": "/base"}, keep_staged=True)
+    before = WeightSource({"backend": "filesystem", "path": "/base"}, keep_staged=True)
     other = {**DELTA, "base": "blake3:" + "7" * 64}
     driver = Driver(replace(update(**other), before=before), R1_OPEN)
     driver.outcome()
@@ -798,7 +809,7 @@ def test_what_is_prepared_is_completed_by_anybody() -> None:
     assert (asked.op, list(asked.workers), asked.body["update_id"]) == ("prepare_update", list(MEMBERS), "u9")
     decided = driver.decided
     assert (decided.update_id, decided.made.label, decided.made.digest) == ("u9", "new", NEW)
-    assert (decided.pause_mode, decided.source) == ("abort", Source(FILES))
+    assert (decided.pause_mode, decided.source) == ("abort", WeightSource(FILES))
     assert driver.one(EndSession, "session")
     assert outcome.excluded == []
 
@@ -887,7 +898,7 @@ def test_what_was_pushed_is_waited_for_and_committed() -> None:
     assert (asked.op, asked.body["update_id"], asked.body["transport"]) == ("prepare_update", "u9", PUSH)
     decided = driver.one(Write, "decide").record
     assert (decided.update_id, decided.made.label, decided.made.digest) == ("u9", "new", NEW)
-    assert decided.source == Source({"backend": "gloo"}, refetchable=False), "nobody fetches by a manifest"
+    assert decided.source == WeightSource({"backend": "gloo"}, refetchable=False), "nobody fetches by a manifest"
     assert outcome.excluded == []
 
 
@@ -1227,7 +1238,7 @@ def test_a_new_run_begins_by_the_model_of_all() -> None:
     assert driver.phases == ["survey", "begin", *WHOLE[3:]]
     record = driver.decided
     assert (record.sequence, record.version.digest, record.run_number) == (0, "model", 1)
-    assert (record.source, record.adapters, record.open, record.update_id) == (Source(None), {}, False, "n1")
+    assert (record.source, record.adapters, record.open, record.update_id) == (WeightSource(None), {}, False, "n1")
     assert record.version.run != V1.run
     assert list(driver.one(SendOp, "commit").workers) == []
     assert outcome.excluded == []
@@ -1256,7 +1267,9 @@ def test_a_new_run_that_nobody_serves_is_no_success() -> None:
 # ---- adapters ----
 
 X1 = WeightVersion("run-1", 2, "x1", "dx")
-WITH_X = replace(R1_OPEN, made=X1, update_id="ux", adapters={"x": Adapter(X1, Source({"backend": "filesystem"}))})
+WITH_X = replace(
+    R1_OPEN, made=X1, update_id="ux", adapters={"x": CommittedAdapter(X1, WeightSource({"backend": "filesystem"}))}
+)
 
 
 @pytest.mark.parametrize(("op", "base"), [("load", R1_OPEN), ("swap", WITH_X)])
@@ -1267,7 +1280,7 @@ def test_an_adapter_is_loaded_or_swapped_beside_the_same_base(op: str, base: Dec
     assert driver.one(SendOp, "prepare").body["target"] == {"kind": "lora", "op": op, "name": "x"}
     record = driver.one(Write, "decide").record
     assert (record.version, record.source) == (base.version, base.source)
-    assert record.adapters == {"x": Adapter(outcome.version, Source(FILES))}
+    assert record.adapters == {"x": CommittedAdapter(outcome.version, WeightSource(FILES))}
     assert outcome.version == WeightVersion("run-1", base.sequence + 1, str(base.sequence + 1), NEW)
 
 
@@ -1278,7 +1291,7 @@ def test_an_adapter_is_unloaded_without_a_transport() -> None:
     assert driver.one(SendOp, "prepare").body["transport"] is None
     record = driver.one(Write, "decide").record
     assert (record.adapters, record.version, record.sequence) == ({}, V1, 3)
-    assert record.made_source == Source(None)
+    assert record.made_source == WeightSource(None)
 
 
 @pytest.mark.parametrize(
@@ -1320,7 +1333,7 @@ KIND = engine_kind("hf", "5.0", "float32", "cpu", 1)
 
 
 def scored(*values: float) -> Callable[[SendOp], Answered]:
-    """What each of them scores, the first worker first: the trainer expects -1 and -2."""
+    """The replies with each worker's first score. The trainer expects -1 and -2."""
     replies = [
         ok(key, canary={"kind": KIND, "vectors": [[one, -2.0]]}) for key, one in zip("abc", values, strict=True)
     ]

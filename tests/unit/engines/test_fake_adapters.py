@@ -12,7 +12,7 @@ import pytest
 
 from rl_plane.errors import EngineFailed, InvalidRequest
 from rl_plane.protocol.versions import HostTensor, WeightVersion
-from rl_plane.transports.base import TransportContext
+from rl_plane.transports.base import OfferingTransport, TransportContext
 from rl_plane.transports.filesystem.receiver import FilesystemTransport
 from tests.support.fake_runs import (
     BOUND_S,
@@ -174,8 +174,8 @@ async def test_adapter_swaps_that_are_refused_change_nothing(base: Path, loras: 
         await drain(engine.generate(ask(adapter="fresh")))
 
 
-class SlowOffer(FilesystemTransport):
-    """A transport whose offer takes long, as the registration of a large model's memory does."""
+class SlowOffer(FilesystemTransport, OfferingTransport):
+    """A transport whose offer takes long, for example because it registers the memory of a large model."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(TransportContext((root,)))
@@ -189,7 +189,7 @@ class SlowOffer(FilesystemTransport):
     def withdraw(self) -> None: ...
 
 
-async def test_an_adapter_is_swapped_while_what_is_kept_is_being_offered(
+async def test_an_adapter_is_swapped_while_the_copy_is_being_offered(
     base: Path, new: Path, loras: list[Path]
 ) -> None:
     slow = SlowOffer(base.parent)

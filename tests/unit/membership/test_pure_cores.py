@@ -31,7 +31,7 @@ from rl_plane.membership.probe import (
     ProbeCore,
 )
 from rl_plane.membership.worker_reply import WorkerReply
-from rl_plane.protocol.record import Adapter, DecisionRecord, Held, Source
+from rl_plane.protocol.record import CommittedAdapter, DecisionRecord, Held, WeightSource
 from rl_plane.protocol.subjects import Entry
 from rl_plane.protocol.update_requests import UpdatePolicy
 from rl_plane.protocol.versions import WeightVersion
@@ -52,7 +52,7 @@ def purged(name: str, sequence: int) -> Entry:
 
 
 def valid(core: MembershipCore) -> None:
-    """What holds after every event."""
+    """Checks the invariants after an event."""
     snapshot = core.snapshot()
     assert snapshot.epoch == core.epoch
     assert list(snapshot) == sorted(core.members.values(), key=lambda one: one.instance_id)
@@ -429,8 +429,8 @@ def test_the_callers_fault_is_told_as_such() -> None:
 
 def test_a_record_on_the_wire_has_all_its_fields() -> None:
     version = WeightVersion("run", 3, "step", "blake3:00")
-    source = Source({"backend": "filesystem", "path": "/weights"}, cast=True)
-    adapters = {"a": Adapter(version, source)}
+    source = WeightSource({"backend": "filesystem", "path": "/weights"}, cast=True)
+    adapters = {"a": CommittedAdapter(version, source)}
     record = DecisionRecord(version, source, "id", version, adapters, rolling_from=Held(version, {"a": version}))
     assert record.to_wire() == asdict(record)
     assert DecisionRecord.decode(record.encode()) == record

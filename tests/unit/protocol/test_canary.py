@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 
-from rl_plane.commit.canary_rules import Score, Verdict, consensus, evaluate_worker, mismatch_kl, settle
+from rl_plane.commit.canary_rules import CanaryScore, Verdict, consensus, evaluate_worker, mismatch_kl, settle
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.canary import (
     ACROSS_KINDS,
@@ -80,8 +80,8 @@ def shifted(by: float) -> Vectors:
     return tuple(tuple(value + by for value in vector) for vector in RIGHT)
 
 
-def scores(**by_worker: tuple[str, Any]) -> dict[str, Score]:
-    return {worker: Score(*one) for worker, one in by_worker.items()}
+def scores(**by_worker: tuple[str, Any]) -> dict[str, CanaryScore]:
+    return {worker: CanaryScore(*one) for worker, one in by_worker.items()}
 
 
 def passed(verdicts: Any) -> set[str]:
@@ -341,11 +341,11 @@ def test_mismatch_kl_is_the_mean_of_k3() -> None:
 @pytest.mark.parametrize("kind", [HF, VLLM])
 @pytest.mark.parametrize("seed", range(5))
 def test_fewer_than_half_that_differ_are_found(count: int, kind: str, seed: int) -> None:
-    """Whoever they are, wherever they differ, and though the others differ a little too."""
+    """They may be any workers and differ anywhere, and the others may differ a little too."""
     rng = random.Random(seed)
     wrong = set(rng.sample(range(count), rng.randint(1, (count - 1) // 2)))
     given = {
-        f"w{number}": Score(
+        f"w{number}": CanaryScore(
             kind, off(FAR * rng.choice([1, -1]), number) if number in wrong else off(TIGHT, number)
         )
         for number in range(count)
@@ -362,13 +362,13 @@ def test_fewer_than_half_that_differ_are_found(count: int, kind: str, seed: int)
 
 def test_wrong_workers_do_not_pass_by_agreeing_a_little() -> None:
     """Each is near to some other, and none to more than half."""
-    found = consensus(RECORD, {f"w{number}": Score(HF, shifted(-number * 0.009)) for number in range(6)})
+    found = consensus(RECORD, {f"w{number}": CanaryScore(HF, shifted(-number * 0.009)) for number in range(6)})
     assert found.failed_by_all
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_tie_fails_all_of_them(count: int) -> None:
-    given = {f"w{number}": Score(HF, RIGHT if number % 2 else off(FAR)) for number in range(count)}
+    given = {f"w{number}": CanaryScore(HF, RIGHT if number % 2 else off(FAR)) for number in range(count)}
     found = consensus(RECORD, given)
     assert found.failed_by_all
     assert {verdict.reason for verdict in found.verdicts.values()} == {"tie"}
@@ -415,16 +415,16 @@ def test_kinds_may_differ_by_more_than_workers_of_one_kind() -> None:
 
 
 def test_two_kinds_that_disagree_are_a_tie_however_many_workers_one_has() -> None:
-    """What is wrong in an engine is wrong in each worker of its kind."""
-    many = {f"v{number}": Score(VLLM, off(FAR)) for number in range(9)}
-    found = consensus(RECORD, {**many, "s": Score(SGLANG, RIGHT)})
+    """An error of an engine is in each worker of its kind."""
+    many = {f"v{number}": CanaryScore(VLLM, off(FAR)) for number in range(9)}
+    found = consensus(RECORD, {**many, "s": CanaryScore(SGLANG, RIGHT)})
     assert found.failed_by_all
     assert {verdict.reason for verdict in found.verdicts.values()} == {"tie"}
 
 
 def test_of_three_kinds_the_one_that_disagrees_fails() -> None:
-    many = {f"v{number}": Score(VLLM, off(FAR)) for number in range(9)}
-    found = consensus(RECORD, {**many, "s": Score(SGLANG, RIGHT), "h": Score(HF, shifted(-ACROSS))})
+    many = {f"v{number}": CanaryScore(VLLM, off(FAR)) for number in range(9)}
+    found = consensus(RECORD, {**many, "s": CanaryScore(SGLANG, RIGHT), "h": CanaryScore(HF, shifted(-ACROSS))})
     assert passed(found.verdicts) == {"s", "h"}
     assert set(found.references) == {SGLANG, HF}
 
@@ -530,7 +530,7 @@ def test_after_a_tie_no_worker_serves_until_the_next_version() -> None:
 
 def test_a_fleet_of_many_kinds_stores_the_first_few() -> None:
     kinds = [engine_kind("e", str(number), "float32", "cpu", 1) for number in range(MAX_KINDS + 3)]
-    settled = settle(RECORD, {kind: Score(kind, RIGHT) for kind in kinds}, "rollback")
+    settled = settle(RECORD, {kind: CanaryScore(kind, RIGHT) for kind in kinds}, "rollback")
     assert len(settled.record.references) == MAX_KINDS
     assert all(evaluate_worker(settled.record, kind, shifted(-ACROSS / 9)).passed for kind in kinds)
 

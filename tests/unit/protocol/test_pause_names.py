@@ -73,7 +73,7 @@ def test_a_contradiction_is_refused_by_name(
 
 
 def test_an_adapters_own_modes_are_three() -> None:
-    """What is prepared on a worker comes from the plane, which has no other names."""
+    """A worker's requests come from the plane, which has no other names."""
     with pytest.raises(InvalidRequest, match="pause_mode"):
         validation.parse_body(
             update_requests.ReceiveRequest, {**SOURCE, "update_id": "u", "label": "l", "pause_mode": "retract"}

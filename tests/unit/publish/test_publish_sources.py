@@ -19,10 +19,10 @@ from rl_plane.protocol.versions import HostTensor, TensorSpec  # noqa: E402
 from rl_plane.publish.host_copy import HostCopy  # noqa: E402
 from rl_plane.publish.sources.adapter import AdapterSource  # noqa: E402
 from rl_plane.publish.sources.base import Taken, WeightSource  # noqa: E402
-from rl_plane.publish.sources.choice import as_source  # noqa: E402
 from rl_plane.publish.sources.directory import DirectorySource  # noqa: E402
 from rl_plane.publish.sources.export import ExportSource  # noqa: E402
 from rl_plane.publish.sources.module import ModuleSource, peft_base_name  # noqa: E402
+from rl_plane.publish.sources.source_choice import as_source  # noqa: E402
 from rl_plane.publish.sources.state_dict import StateDictSource  # noqa: E402
 from rl_plane.transports.packing import fill  # noqa: E402
 from rl_plane.weights.manifest import Manifest, pack  # noqa: E402
@@ -346,7 +346,7 @@ def test_directories_need_no_torch(tmp_path: Path) -> None:
     fake = make_fake_model(tmp_path / "fake", 3)
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from rl_plane.publish.sources.choice import as_source\n"
+        "from rl_plane.publish.sources.source_choice import as_source\n"
         f"print(len(list(as_source({str(fake)!r}).take().tensors)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -20,7 +20,7 @@ import pytest
 
 import rl_plane.transports.ipc.receiver as receiving
 from rl_plane.errors import InvalidWeights, PlaneError, Unavailable
-from rl_plane.publish.sources.choice import as_source
+from rl_plane.publish.sources.source_choice import as_source
 from rl_plane.transports.base import SenderContext, TransportContext
 from rl_plane.transports.ipc import cuda_buffers, in_place, ipc_session
 from rl_plane.transports.ipc import wire as ipc_wire

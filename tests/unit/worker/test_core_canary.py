@@ -10,7 +10,7 @@ from rl_plane.commit.canary_steps import goes_back, settled
 from rl_plane.errors import DeadlineExceeded
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import CanaryRecord
-from rl_plane.protocol.record import TAKEOVER_S, DecisionRecord, Source
+from rl_plane.protocol.record import TAKEOVER_S, DecisionRecord, WeightSource
 from rl_plane.protocol.versions import WeightVersion
 from worker.reconcile.instructions import Fetch, ScoreCanary, StagedVersion, Swap
 from worker.reconcile.worker_core import GATE_S, WorkerCore
@@ -20,14 +20,14 @@ KIND = "fake-1/float32/cpu/tp1"
 SEQUENCES = ((1, 2, 3),)
 RIGHT, WRONG = [[-1.0, -2.0]], [[-1.0, -5.0]]
 FIRST = DecisionRecord(
-    WeightVersion("run", 0, "step_0", "d0"), Source(None), "", WeightVersion("run", 0, "step_0", "d0")
+    WeightVersion("run", 0, "step_0", "d0"), WeightSource(None), "", WeightVersion("run", 0, "step_0", "d0")
 )
 MADE = WeightVersion("run", 1, "step_1", "d1")
 NEXT = replace(
     FIRST,
     version=MADE,
     made=MADE,
-    source=Source({"backend": "filesystem", "path": "/1"}),
+    source=WeightSource({"backend": "filesystem", "path": "/1"}),
     update_id="u1",
     open=False,
     seal=1,

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from rl_plane.errors import Conflict, NotAdmitted, NotPrepared
-from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S, Adapter, DecisionRecord, Source, first_record
+from rl_plane.protocol.record import (
+    LEASE_MARGIN_S,
+    SERVING_LEASE_S,
+    CommittedAdapter,
+    DecisionRecord,
+    WeightSource,
+    first_record,
+)
 from rl_plane.protocol.versions import WeightVersion
 from worker.reconcile.instructions import (
     CoordinatedUpdate,
@@ -36,13 +43,13 @@ def version(sequence: int, digest: str = "", run: str = RUN) -> WeightVersion:
     return WeightVersion(run, sequence, f"step_{sequence}", digest or f"d{sequence}")
 
 
-def source(sequence: int, refetchable: bool = True) -> Source:
-    return Source({"backend": "filesystem", "path": f"/{sequence}"}, refetchable=refetchable)
+def source(sequence: int, refetchable: bool = True) -> WeightSource:
+    return WeightSource({"backend": "filesystem", "path": f"/{sequence}"}, refetchable=refetchable)
 
 
 def first(digest: str = MODEL, run: str = RUN, run_number: int = 0) -> DecisionRecord:
     made = version(0, digest, run)
-    return DecisionRecord(made, Source(None), "", made, run_number=run_number)
+    return DecisionRecord(made, WeightSource(None), "", made, run_number=run_number)
 
 
 def after(
@@ -60,7 +67,7 @@ def after(
     adapters = dict(base.adapters)
     whence = source(made.sequence, refetchable)
     if load is not None:
-        adapters[load] = Adapter(made, whence)
+        adapters[load] = CommittedAdapter(made, whence)
     if unload is not None:
         del adapters[unload]
     is_base = load is None and unload is None
@@ -173,7 +180,12 @@ def test_the_first_worker_fixes_sequence_0_by_its_model() -> None:
     restore = core.leader_said(None, 0, 1.0, LINE, 1.0)
     assert restore is not None
     record = restore.record
-    assert (record.sequence, record.version.digest, record.source, record.open) == (0, "mine", Source(None), True)
+    assert (record.sequence, record.version.digest, record.source, record.open) == (
+        0,
+        "mine",
+        WeightSource(None),
+        True,
+    )
     assert reasons(core) == {"starting": ""}
     assert core.state.lease.until == 0, "no lease before the leader has it"
     assert core.leader_said(record, 1, 2.0, LINE, 2.0) is None
@@ -491,7 +503,7 @@ def test_adapters_are_unloaded_first_then_the_base_changes_then_the_other_adapte
         R1.opened(),
         made=version(20),
         version=version(20),
-        adapters={name: Adapter(made[name], source(made[name].sequence)) for name in ("d", "c", "b")},
+        adapters={name: CommittedAdapter(made[name], source(made[name].sequence)) for name in ("d", "c", "b")},
     )
     core.learnt(wanted, 9, 0.0)
     did = []

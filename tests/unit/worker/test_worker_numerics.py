@@ -8,7 +8,7 @@ import pytest
 
 from rl_plane.errors import WrongNumerics
 from rl_plane.protocol.canary import CanaryRecord, Vectors, engine_kind
-from rl_plane.protocol.record import TAKEOVER_S, DecisionRecord, Source
+from rl_plane.protocol.record import TAKEOVER_S, DecisionRecord, WeightSource
 from rl_plane.protocol.versions import WeightVersion
 from worker.reconcile.instructions import Fetch, Relabel, ScoreCanary, StagedVersion, Swap, Wait
 from worker.reconcile.numerics import HEAL_TRIES, NOT_SCORED
@@ -29,7 +29,7 @@ def version(sequence: int) -> WeightVersion:
 
 def record(sequence: int, canary: CanaryRecord | None = TRAINED, open: bool = False) -> DecisionRecord:
     made = version(sequence)
-    source = Source({"backend": "filesystem", "path": f"/{sequence}"})
+    source = WeightSource({"backend": "filesystem", "path": f"/{sequence}"})
     return DecisionRecord(made, source, f"u{sequence}", made, canary=canary, open=open, decided_at=0.0)
 
 
