@@ -15,13 +15,16 @@ class _Dies(BaseException):
     """As a SIGKILL: nothing that the coordinator would do at its end is done."""
 
 
-def ends_at(patch: pytest.MonkeyPatch, phase: str, error: BaseException) -> None:
-    """Coordinators get so far, and no further."""
-    real = Coordinator._carry_out
+def ends_at(patch: pytest.MonkeyPatch, phase: str, error: BaseException, after: int = 0) -> None:
+    """Coordinators get so far, and no further. `after`: how many times they carry the phase out before."""
+    real, left = Coordinator._carry_out, after
 
     async def carry_out(self: Coordinator, instruction: Instruction) -> Event:
+        nonlocal left
         if instruction.phase == phase:
-            raise error
+            left -= 1
+            if left < 0:
+                raise error
         return await real(self, instruction)
 
     patch.setattr(Coordinator, "_carry_out", carry_out)
