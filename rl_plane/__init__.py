@@ -40,6 +40,7 @@ from rl_plane.errors import (
     UpdateAborted,
     WorkerLost,
     WrongIncarnation,
+    WrongNumerics,
 )
 from rl_plane.membership.core import Changed, Member, Snapshot
 from rl_plane.membership.worker_reply import WorkerReply
@@ -128,6 +129,7 @@ __all__ = [
     "WorkerLost",
     "WorkerReply",
     "WrongIncarnation",
+    "WrongNumerics",
     "check_next_prompt",
     "gather_enough",
     "next_prompt",

@@ -21,6 +21,7 @@
     │   ├── NoWorkers                nobody to ask
     │   ├── Locked                   another update is under way
     │   ├── NotAdmitted              the worker takes no generation now
+    │   │   └── WrongNumerics        the worker's new weights failed the numeric canary
     │   ├── WorkerLost               the worker died or left before it answered
     │   ├── OutcomeUnknown           the decision's answer was lost, and the record can't be read
     │   ├── Overloaded          429  too much is queued here: send less at a time
@@ -179,6 +180,12 @@ class Locked(Unavailable):
 
 class NotAdmitted(Unavailable):
     code = "not_admitted"
+
+
+class WrongNumerics(NotAdmitted):
+    """The worker's new weights failed the numeric canary. The tokens so far are good; the rest are not delivered."""
+
+    code = "wrong_numerics"
 
 
 class WorkerLost(Unavailable):

@@ -38,14 +38,19 @@ class UpdateRecovery:
         while True:
             await asyncio.sleep(LOOK_S)
             record = self._view.record
-            if record is not None and not record.final and record == before:
+            # Without a worker no score tells whether the version may be served.
+            if record is not None and not record.final and record == before and self._view.snapshot():
                 await self._complete(record)
             before = record
 
     async def _complete(self, record: DecisionRecord) -> None:
         try:
-            await self._fleet.finish()
-            log.warning("the update %s was left half done; this frontend has completed it", record.update_id)
+            version = await self._fleet.finish()
+            if version == record.made:
+                how = "this frontend has completed it"
+            else:
+                how = f"this frontend has judged it, and {version.label} is committed now"
+            log.warning("the update %s was left half done; %s", record.update_id, how)
         except Locked:
             pass  # its coordinator lives, or another frontend completes it
         except PlaneError as error:

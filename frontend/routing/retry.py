@@ -19,6 +19,7 @@ from rl_plane.errors import (
     Unsupported,
     WorkerLost,
     WrongIncarnation,
+    WrongNumerics,
 )
 from rl_plane.membership.core import Member
 from rl_plane.protocol.generation import FinishReason
@@ -102,6 +103,8 @@ def after_error(error: PlaneError, member: Member, tries: Tries, standing: Stand
     """The try at this worker failed."""
     if isinstance(error, Lost):
         return _after_loss(error, member, tries, standing)
+    if isinstance(error, WrongNumerics) and standing.fresh:
+        return _after_failed_canary(error, standing)
     if isinstance(error, Unavailable):
         # A full or closed worker. Other causes (NATS, a label) are no better at another worker.
         is_refusal = isinstance(error, (NotAdmitted, Overloaded)) or type(error) is Unavailable
@@ -129,6 +132,14 @@ def _after_loss(error: Lost, member: Member, tries: Tries, standing: Standing) -
     elif standing.fresh:
         failure = None
     return TryAgain(Tries(lost, None, failure), "migrated" if standing.made else "retried")
+
+
+def _after_failed_canary(error: WrongNumerics, standing: Standing) -> Decision:
+    """The worker is closed until it has other weights, for example those of the version before. It may continue the
+    choice itself then, so it does not count as lost."""
+    if standing.is_pinned or not (standing.demands.migrate and standing.can_move):
+        return Fail(error)
+    return Finish("length") if standing.is_full else TryAgain(Tries(refusal=error), "migrated")
 
 
 def after_unmet(unmet: Unmet, tries: Tries, standing: Standing, may_wait: bool) -> Decision:

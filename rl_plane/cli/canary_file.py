@@ -26,7 +26,11 @@ def read_canary(path: Path) -> Canary:
             fix='give a file such as {"sequences": [[1, 2, 3]]}',
         )
     try:
-        return parse_canary(parse_json_object(data), "canary")
+        values = parse_json_object(data)
+    except InvalidRequest as error:  # it calls the file a body
+        raise BadSetting(f"{path}: {error.message}", **{**error.facts, "field": FLAG}) from error
+    try:
+        return parse_canary(values, "canary")
     except InvalidRequest as error:
         field = str(error.facts["field"])
         words = error.message if error.message.startswith(field) else f"{field}: {error.message}"

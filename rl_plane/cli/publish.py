@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import click
 
+from rl_plane.cli.canary_file import read_canary
 from rl_plane.cli.output import BadSetting, note, say, say_json
 from rl_plane.cli.settings import Command, command, pairs
 from rl_plane.cli.show import show
 from rl_plane.cli.steer import POLICY, REACH, UPDATE_MARGIN_S, policy_of, waiting
+from rl_plane.protocol.canary import CANARY_NAME
 from rl_plane.protocol.update_requests import UpdatePolicy
 
 SEND_S = 3600.0
@@ -50,6 +53,9 @@ def publish(given: Command) -> int:
     if len(components) > 1:
         raise BadSetting("weights go to one component", field="--component", fix="name one, command by command")
     policy: UpdatePolicy = policy_of(values)
+    beside = Path(path) / CANARY_NAME
+    if policy.canary is None and not adapter and beside.is_file():
+        policy = policy.model_copy(update={"canary": read_canary(beside)})
     reach: dict[str, Any] = {"fleet": values["url"], "admin_key": values["admin_key"]}
     if "nats_url" in given.flags:
         reach = {"fleet": values["nats_url"], "namespace": values["namespace"]}

@@ -183,6 +183,8 @@ def _canary_cell(canary: Any) -> str | None:
         failed = f"{canary['failed']}/{canary['scored']} failed" if canary.get("failed") else ""
     else:
         failed = "" if canary["passed"] else f"failed: {canary.get('reason')}"
+        if canary.get("warning"):
+            failed = "failed, and served (warn)"
     if canary.get("difference") is None:
         return failed or "nothing to compare"
     numbers = f"{canary['difference']:.2g} {canary['against']}, kl {canary['mismatch_kl']:.2g}"

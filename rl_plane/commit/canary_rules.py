@@ -63,6 +63,8 @@ class Verdict:
     """The two log probabilities at that place."""
     mismatch_kl: float | None = None
     """The mean of exp(d) - 1 - d over all tokens, where d is the expected minus the measured log probability."""
+    warning: str = ""
+    """Why the worker serves although these weights failed: `on_canary_failure` is `warn`. Empty: they have not."""
 
     def to_wire(self) -> dict[str, Any]:
         """The fields that are known."""
@@ -132,7 +134,12 @@ class Settlement:
         )
         reasons = Counter(verdict.reason for verdict in self.verdicts.values() if verdict.reason is not None)
         failed = sum(reasons.values())
-        wire: dict[str, Any] = {"action": self.action, "scored": len(self.verdicts), "failed": failed}
+        wire: dict[str, Any] = {
+            "action": self.action,
+            "scored": len(self.verdicts),
+            "failed": failed,
+            "origin": self.record.origin,
+        }
         if reasons:
             wire["reasons"] = dict(reasons)
         if worst is not None:
@@ -160,7 +167,10 @@ def evaluate_worker(record: CanaryRecord, kind: str, vectors: object) -> Verdict
             "tie",
             "the workers' values for this version differed, and nothing showed which ones are right",
         )
-    return _by_record(record, kind, checked)
+    verdict = _by_record(record, kind, checked)
+    if record.overruled and verdict.passed:
+        return Verdict(True, "nothing", warning=record.overruled)  # what it agrees with are values that failed
+    return verdict
 
 
 def consensus(record: CanaryRecord, scores: Mapping[str, CanaryScore]) -> Consensus:
@@ -215,9 +225,10 @@ def settle(record: CanaryRecord, scores: Mapping[str, CanaryScore], on_failure: 
         without_trainer = replace(without_trainer, references={})
         again = consensus(without_trainer, scores)
     excluded = [] if again.failed_by_all else again.failed
-    served = replace(without_trainer, references=again.references)
     first = next(iter(found.verdicts.values()))
-    return Settlement("open", found.verdicts, excluded, served, f"every worker failed the canary: {first.message}")
+    warning = f"every worker failed the canary: {first.message}"
+    served = replace(without_trainer, references=again.references, overruled=warning)
+    return Settlement("open", found.verdicts, excluded, served, warning)
 
 
 def mismatch_kl(expected: Vectors, measured: Vectors) -> float:

@@ -11,12 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_plane.commit.canary_rules import CanaryScore, Settlement, settle
-from rl_plane.errors import CanaryFailed, DeadlineExceeded, Unsupported
+from rl_plane.commit.rules import serves
+from rl_plane.commit.steps import Outcome
+from rl_plane.errors import CanaryFailed, DeadlineExceeded, NotPrepared, Unsupported
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import (
     MAX_KIND_CHARS,
     Canary,
     CanaryHistory,
+    CanaryOrigin,
     CanaryRecord,
     check_vocabulary,
     default_canary,
@@ -72,16 +75,17 @@ def canary_of(
         return base.canary  # the base weights stay as they are
     if body.policy.canary == "off" or limits is None:
         return None
+    origin: CanaryOrigin = "default"
     if isinstance(body.policy.canary, Canary):
-        canary = body.policy.canary
+        canary, origin = body.policy.canary, "update"
     else:
         found = [reply.body["canary"] for reply in prepared if reply.ok and reply.body.get("canary") is not None]
         if found:
-            canary = parse_canary(found[0], "canary.json")
+            canary, origin = parse_canary(found[0], "canary.json"), "canary.json"
             check_vocabulary(canary, limits.vocab_size, limits.max_model_len, "canary.json")
         else:
             canary = shortened(default_canary(limits.vocab_size), limits.max_model_len)
-    return CanaryRecord.begun(canary, history, digest)
+    return CanaryRecord.begun(canary, history, digest, origin)
 
 
 def settled(record: DecisionRecord, replies: Sequence[WorkerReply]) -> tuple[Settlement | None, list[WorkerReply]]:
@@ -153,16 +157,61 @@ def message_of(settlement: Settlement) -> str:
     return next((one.message for one in settlement.verdicts.values() if not one.passed), "")
 
 
-def missed_error(record: DecisionRecord, replies: Sequence[WorkerReply] = ()) -> CanaryFailed:
-    """The error of an update that failed the canary. `record` has brought the version before it back."""
+def awaits_scores(
+    record: DecisionRecord, replies: Sequence[WorkerReply], settlement: Settlement | None
+) -> list[str]:
+    """The workers whose scores the verdict still lacks: they are fetching the version by themselves, because its first
+    coordinator died. Empty: a worker has passed, or nothing is decided by the scores."""
+    if record.canary is None or record.version != record.made or record.on_canary_failure == "exclude":
+        return []
+    if settlement is not None and any(verdict.passed for verdict in settlement.verdicts.values()):
+        return []
+    return [reply.instance_id for reply in replies if isinstance(reply.error, NotPrepared)]
+
+
+def missed_error(
+    record: DecisionRecord, replies: Sequence[WorkerReply] = (), states: Sequence[WorkerReply] = ()
+) -> CanaryFailed:
+    """The answer of an update in the place of which `record` has brought the version before back. `replies`: how each
+    worker fared with the update's own version. `states`: what the workers serve since, if that is known."""
     missed: Mapping[str, Any] = record.missed or {}
+    canary = {key: value for key, value in missed.items() if key not in ("version", "message")}
+    serving = [reply.instance_id for reply in states if serves(reply, record)]
+    label, failed = record.version.label, f"every worker failed the numeric canary of {missed['version']['label']}"
+    fix = "compare the trainer's model with the engines': the same weights must give the same log probabilities"
+    if states and not serving:
+        why = next((reason for reply in states for reason in _reasons(reply)), "no worker answers")
+        canary["warning"] = f"{label} is committed again, and no worker could bring it back: {why}"
+        message = f"{failed}, and no worker serves {label}, which is committed again ({why}): {missed['message']}"
+        fix = f"publish a version, or bring the source of {label} back; then {fix}"
+    else:
+        of_all = f" on {len(serving)} of {len(states)} workers" if len(serving) < len(states) else ""
+        message = f"{failed}, so the fleet is back at {label}{of_all}: {missed['message']}"
     return CanaryFailed(
-        f"every worker failed the numeric canary of {missed['version']['label']}, so the fleet went back to "
-        f"{record.version.label}: {missed['message']}",
+        message,
         field="policy.canary",
-        canary={key: value for key, value in missed.items() if key not in ("version", "message")},
+        canary=canary,
         version=record.version.to_wire(),
         failed_version=missed["version"],
         workers=[reply.to_wire() for reply in replies],
-        fix="compare the trainer's model with the engines': the same weights must give the same log probabilities",
+        serving=serving if states else None,
+        fix=fix,
+    )
+
+
+def _reasons(reply: WorkerReply) -> Sequence[str]:
+    return reply.body["admission"]["reasons"] if reply.ok else ()
+
+
+def unserved_error(record: DecisionRecord, outcome: Outcome, settlement: Settlement) -> CanaryFailed:
+    """The answer of an update that every worker fails and that stays committed."""
+    return CanaryFailed(
+        f"every worker failed the numeric canary of {record.made.label}, which stays committed, and no worker serves "
+        f"it: {message_of(settlement)}",
+        field="policy.canary",
+        canary=settlement.summary(),
+        version=record.made.to_wire(),
+        workers=[reply.to_wire() for reply in outcome.replies],
+        excluded=list(outcome.excluded),
+        fix="publish another version, or publish this one with on_canary_failure=warn",
     )

@@ -17,7 +17,15 @@ from rl_plane.bus.connection import Bus
 from rl_plane.bus.lock import read_holder
 from rl_plane.bus.state_store import read_record, read_session
 from rl_plane.commit.canary_steps import missed_error
-from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unavailable, UpdateAborted, error_from_wire
+from rl_plane.errors import (
+    CanaryFailed,
+    Conflict,
+    InvalidRequest,
+    PlaneError,
+    Unavailable,
+    UpdateAborted,
+    error_from_wire,
+)
 from rl_plane.protocol.record import DecisionRecord, UpdateSession
 from rl_plane.protocol.subjects import HISTORY_PREFIX, Entry, KeyValueBucket
 from rl_plane.protocol.versions import WeightVersion
@@ -29,6 +37,9 @@ MAX_ENTRY_BYTES = 512_000
 MAX_FACTS_BYTES = 8_000
 """The size of an error's facts. A larger error keeps only its code, message, field and fix."""
 MAX_MESSAGE_CHARS = 500
+
+WAY_BACK = "/rollback"
+"""Ends the id of the entry for the decision that brought the version before back, after the failed update's own id."""
 
 EntryOutcome = Literal["running", "prepared", "committed", "aborted"]
 """`prepared`: the update was prepared by a call of its own, and waits for complete or abort."""
@@ -133,6 +144,11 @@ class UpdateEntry:
         """Reports whether the update is committed, and no caller was told how many workers serve it."""
         return self.outcome == "committed" and self.try_again
 
+    @property
+    def unserved(self) -> bool:
+        """Reports whether the update is committed, and every worker failed its canary."""
+        return self.outcome == "committed" and (self.error or {}).get("code") == CanaryFailed.code
+
     def first_error(self) -> PlaneError:
         """The error that answers a repeated call: the first answer of an aborted update, or of one that too few workers
         serve. If the outcome was not reported, the error says that it can't be reported any more."""
@@ -191,6 +207,29 @@ def from_record(record: DecisionRecord, entry: UpdateEntry | None = None) -> Upd
     )
 
 
+def way_back(record: DecisionRecord, failed: UpdateEntry | None = None) -> UpdateEntry | None:
+    """The entry of the decision that brought the version before back. `failed`: the entry of the update that failed its
+    canary. None: `record` is no such decision."""
+    if record.missed is None:
+        return None
+    entry = UpdateEntry(
+        record.update_id + WAY_BACK,
+        record.version.label,
+        "running",
+        failed.who if failed is not None else "",
+        began_at=record.decided_at,
+        rollback={"label": record.version.label},
+    )
+    return from_record(replace(record, missed=None), entry)
+
+
+def is_told_by(record: DecisionRecord, entry: UpdateEntry | None) -> bool:
+    """Reports whether `entry` is the final entry of the record's update."""
+    if entry is None or not entry.final:
+        return False
+    return entry.outcome == "aborted" if record.missed is not None else entry.version == record.made
+
+
 def _target_in(record: DecisionRecord) -> dict[str, Any] | None:
     """The target of an update whose entry was lost with the store. None: the base weights."""
     if record.made == record.version:
@@ -208,12 +247,10 @@ def evaluate_entry(
     holder: str | None,
 ) -> UpdateEntry:
     """The entry with the outcome that follows from the record, the session, and `holder`: the update that the lock is
-    held for. A committed entry stays as it is."""
-    if entry.outcome == "committed":
-        return entry
-    if record is not None and record.update_id == entry.update_id:
-        return from_record(record, entry)
-    if entry.outcome == "aborted":
+    held for. A committed entry stays as it is, unless the canary took the update back afterwards."""
+    if record is not None and record.update_id == entry.update_id and not is_told_by(record, entry):
+        return entry if entry.outcome == "committed" and record.missed is None else from_record(record, entry)
+    if entry.final:
         return entry
     if holder is not None and holder == entry.update_id:
         return entry
@@ -259,7 +296,10 @@ async def read_history(bus: Bus, state: KeyValueBucket, limit: int = KEEP) -> li
         again = entry if entry.final else await read_entry(bus, state, entry.update_id) or entry
         judged.append(evaluate_entry(again, record, session, whose))
     if record is not None and all(entry.version != record.made for entry in [*judged, *entries[limit:]]):
-        judged.insert(0, from_record(record))
+        failed = next((entry for entry in judged if entry.update_id == record.update_id), None)
+        if record.missed is not None and failed is None:
+            judged.insert(0, from_record(record))
+        judged.insert(0, way_back(record, failed) or from_record(record))
     return judged[:limit]
 
 
@@ -282,8 +322,11 @@ async def first_answer(bus: Bus, state: KeyValueBucket, update_id: str, request:
 
 async def is_answered(bus: Bus, state: KeyValueBucket, entry: UpdateEntry) -> bool:
     """Reports whether the entry's answer is final. If the outcome was not reported, it is not final while the version
-    is the committed one, because its workers can be asked."""
-    if not entry.outcome_unreported:
+    is the committed one, because its workers can be asked. If too few workers served the version, the canary may have
+    taken it back since."""
+    if not entry.final or entry.outcome == "aborted" or entry.error is None:
         return entry.final
     record = await read_record(bus, state)
-    return record is None or record.update_id != entry.update_id
+    if record is None or record.update_id != entry.update_id:
+        return True
+    return not entry.outcome_unreported and record.missed is None

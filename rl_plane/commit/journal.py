@@ -19,11 +19,21 @@ from rl_plane.commit.history import (
     first_answer,
     from_record,
     history_key,
+    is_told_by,
     read_entry,
     short_error,
+    way_back,
 )
 from rl_plane.commit.steps import Outcome
-from rl_plane.errors import BusUnreachable, Conflict, OutcomeUnknown, PlaneError, StaleFence, Unavailable
+from rl_plane.errors import (
+    BusUnreachable,
+    CanaryFailed,
+    Conflict,
+    OutcomeUnknown,
+    PlaneError,
+    StaleFence,
+    Unavailable,
+)
 from rl_plane.protocol.record import DecisionRecord
 from rl_plane.protocol.subjects import HISTORY_PREFIX, KeyValueBucket
 from rl_plane.protocol.update_requests import PUSHED
@@ -113,10 +123,18 @@ class Journal:
         if record is None:
             return
         entry = await read_entry(self._bus, self._state, record.update_id)
-        if entry is None or not entry.final or entry.version != record.made:
-            # No caller has asked for sequence 0.
-            settled = _outcome_unreported(record, entry) if record.update_id else from_record(record, entry)
+        if not is_told_by(record, entry):
+            # No caller has asked for sequence 0, and the record has the whole outcome of an update that was taken back.
+            known = not record.update_id or record.missed is not None
+            settled = from_record(record, entry) if known else _outcome_unreported(record, entry)
             await self._held.put(history_key(record.update_id), settled.encode())
+        back = way_back(record, entry)
+        if back is not None and not await self._has(back):
+            await self._held.put(history_key(back.update_id), back.encode())
+
+    async def _has(self, entry: UpdateEntry) -> bool:
+        found = await read_entry(self._bus, self._state, entry.update_id)
+        return found is not None and found.version == entry.version
 
     async def take_up(self) -> None:
         """Takes up the entry of an update that another call has prepared, or that was decided and not answered."""
@@ -175,11 +193,16 @@ class Journal:
         except BusUnreachable:
             return
         decided = record is not None and record.update_id == entry.update_id
-        if self._entry.outcome_unreported and not (decided and type(error) is Conflict):
-            return  # still unreported: the only answer is that too few workers serve it
+        if self._entry.outcome_unreported and not (decided and type(error) in (Conflict, CanaryFailed)):
+            return  # still unreported: the only answers are too few workers that serve it, and a failed canary
         phases = {**entry.phases, **error.facts.get("phases", {})}
         ended = from_record(record, entry) if decided and record else replace(entry, outcome="aborted")
-        await self._end(replace(ended, phases=phases, error=entry.error))
+        if not (decided and record and record.missed) or isinstance(error, CanaryFailed):
+            ended = replace(ended, error=entry.error)  # else the record says more than this error
+        await self._end(replace(ended, phases=phases))
+        back = way_back(record, ended) if decided and record else None
+        if back is not None:
+            await self._put_if_held(replace(back, workers=_serving(error)))
 
     async def _end(self, entry: UpdateEntry) -> Mapping[str, float]:
         """Writes the end. Returns the phases, with the time that no phase was measured in."""
@@ -210,15 +233,36 @@ class Journal:
     async def _write_if_held(self, entry: UpdateEntry) -> None:
         """Writes the entry. If the lock is lost, the outcome stands all the same: the record and the next holder show
         it."""
+        self._entry = entry if await self._put_if_held(entry) else self._entry
+
+    async def _put_if_held(self, entry: UpdateEntry) -> bool:
         try:
-            await self._write(entry)
+            await self._held.put(history_key(entry.update_id), entry.encode())
         except (BusUnreachable, StaleFence) as error:
             log.warning("the history of %s could not be written: %s", entry.update_id, error)
+            return False
+        return True
 
 
 def _outcome_unreported(record: DecisionRecord, entry: UpdateEntry | None) -> UpdateEntry:
     error = Unavailable("its coordinator ended before it could tell how many workers serve it")
     return replace(from_record(record, entry), error=error.to_wire(), workers={})
+
+
+def _serving(error: PlaneError) -> dict[str, dict[str, Any]]:
+    """The workers of the way back, by the answer of the update that failed."""
+    serving = error.facts.get("serving")
+    if serving is None:
+        return {}
+    behind = {"code": "not_admitted", "message": "it did not serve the version yet when the update was answered"}
+    every = {str(row["instance_id"]): row for row in error.facts.get("workers", ())}
+    return {
+        key: {
+            **({"incarnation": every[key]["incarnation"]} if "incarnation" in every.get(key, {}) else {}),
+            **({"status": "ok"} if key in serving else {"status": "error", "error": behind}),
+        }
+        for key in sorted({*every, *serving})
+    }
 
 
 def _without_manifest(transport: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -13,7 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from rl_plane.commit.canary_steps import check_canary, goes_back, limits_of, missed_error, record_back, settled
+from rl_plane.commit.canary_steps import (
+    awaits_scores,
+    check_canary,
+    goes_back,
+    limits_of,
+    missed_error,
+    record_back,
+    settled,
+)
 from rl_plane.commit.command_state import CommandState, Steps
 from rl_plane.commit.opening import (
     LEASES_END_S,
@@ -58,6 +66,11 @@ from rl_plane.errors import (
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.record import DecisionRecord, UpdateSession
 from rl_plane.protocol.update_requests import UpdatePolicy
+
+SCORE_RETRY_S = 1.0
+SCORE_TRIES = 60
+"""How often, and how many times, a coordinator asks a worker that fetches the version by itself for its scores. The
+commit's own time-out ends it earlier."""
 
 
 class UpdateMachine:
@@ -124,7 +137,9 @@ def survey(
         yield from swap_all(state, Written(base, seen.written), seen.members, UpdatePolicy())
         if goes_back(base, state.settlement):
             base, _ = yield from go_back(state, base, UpdatePolicy())
-        base, state.settlement = opened_record(state, base), None
+        base = opened_record(state, base)
+        if base.update_id != state.command.update_id:  # else the answer needs what the canary has shown
+            state.settlement = None
         state.see((yield Survey("recheck")))  # a worker that only this update had closed is open now
     return session, base
 
@@ -166,8 +181,8 @@ def carry_out(
         swap = roll if record.rolling_from is not None else swap_all
         replies += yield from swap(state, decided, prepared.ready, policy)
         if goes_back(record, state.settlement):
-            back, serving = yield from go_back(state, record, policy)
-            raise missed_error(back, serving)
+            back, states = yield from go_back(state, record, policy)
+            raise missed_error(back, replies, states)
         return (yield from answer(state, record, policy, replies, meant))
     except (BusUnreachable, StaleFence):
         pass  # the shell has logged it
@@ -193,8 +208,17 @@ def swap_all(
     swapping = [key for key in still_there(ready, acks.members) if key in shut]
     commit = commit_body(record, decided.sequence, state.pause.left_s(state.now))
     committed: Answered = yield SendOp("commit", "commit_update", commit, swapping, policy.commit_timeout_s)
-    replies = [*(reply for reply in acks.replies if not reply.ok), *committed.replies]
-    state.settlement, replies = settled(record, replies)
+    reported = [*(reply for reply in acks.replies if not reply.ok), *committed.replies]
+    state.settlement, replies = settled(record, reported)
+    until = state.elapsed_s + policy.commit_timeout_s
+    for _ in range(SCORE_TRIES):
+        late = awaits_scores(record, reported, state.settlement)
+        if not late or state.elapsed_s > until:
+            break
+        yield Watch(record, SCORE_RETRY_S)
+        again: Answered = yield SendOp("commit", "commit_update", commit, late, policy.commit_timeout_s)
+        reported = [*(reply for reply in reported if reply.instance_id not in late), *again.replies]
+        state.settlement, replies = settled(record, reported)
     if not goes_back(record, state.settlement):
         yield from wait_for_leases(acks)
         opened = yield from open_record(state, record)

@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl_plane.commit.canary_steps import missed_error
+from rl_plane.commit.canary_steps import missed_error, unserved_error
 from rl_plane.commit.command_state import CommandState
 from rl_plane.commit.rules import enough, is_enough, outcome_of
 from rl_plane.commit.steps import (
@@ -79,10 +79,11 @@ def answer(
     if record.missed is not None:
         raise missed_error(record)
     late_s = max(policy.commit_timeout_s, LEASES_END_S)
-    none_passed = state.settlement is not None and state.settlement.action != "open"
-    for timeout_s in (0.0,) if none_passed else (0.0, late_s):
+    for timeout_s in (0.0, late_s):
         watched: Answered = yield Watch(record, timeout_s)
         outcome = with_canary(state, outcome_of(record, watched.replies, replies, prepared))
+        if state.settlement is not None and state.settlement.action != "open":
+            raise unserved_error(record, outcome, state.settlement)  # more time changes nothing
         if is_enough(outcome, policy):
             break
     return enough(outcome, policy)

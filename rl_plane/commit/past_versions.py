@@ -20,11 +20,15 @@ def rollback_target(
     """The committed version with this label or sequence. NotFound lists the versions that the history has."""
     known = [(entry, entry.version) for entry in newest_first if entry.outcome == "committed"]
     mine = [(entry, version) for entry, version in known if version is not None and version.run == run]
-    found = [
-        entry
-        for entry, version in mine
-        if (version.sequence == sequence if sequence is not None else version.label == label)
-    ]
+    unserved = [entry for entry, version in mine if entry.unserved and _is_named(version, label, sequence)]
+    mine = [(entry, version) for entry, version in mine if not entry.unserved]
+    found = [entry for entry, version in mine if _is_named(version, label, sequence)]
+    if unserved and not found:
+        raise Conflict(
+            f"every worker failed the numeric canary of {unserved[0].label}, so no worker has ever served it",
+            field="rollback",
+            fix="publish it again with on_canary_failure=warn, or go back to another version",
+        )
     there = [{"sequence": version.sequence, "label": version.label} for _, version in mine[:SHOWN_VERSIONS]]
     names = ", ".join(f"{one['sequence']} ({one['label']})" for one in there)
     if not found:
@@ -43,6 +47,10 @@ def rollback_target(
             versions=there,
         )
     return found[0]
+
+
+def _is_named(version: WeightVersion, label: str | None, sequence: int | None) -> bool:
+    return version.sequence == sequence if sequence is not None else version.label == label
 
 
 def target_of(entry: UpdateEntry, loaded: Iterable[str]) -> dict[str, Any]:

@@ -52,6 +52,7 @@ from rl_plane.protocol.fleet_ops import FLEET_OPS, Select
 from rl_plane.protocol.record import DesiredMemory, DesiredPause, version_wire
 from rl_plane.protocol.subjects import ADMISSION_PREFIX, MEMORY, PAUSE, check_name
 from rl_plane.protocol.validation import Empty, parse_body, same_values
+from rl_plane.protocol.versions import WeightVersion
 from rl_plane.transports.group.torch_group import FORM_MARGIN_S, JOIN_TORCH_S
 
 READY_POLL_S = 0.2
@@ -441,6 +442,7 @@ class Fleet:
         body = {"open": is_open}
         return await self._on_all(call, "set_admission", body, admission=b"" if is_open else DISABLED)
 
-    async def finish(self) -> None:
-        """Finishes or drops an update whose coordinator has died. Locked while a coordinator is alive."""
-        await self._updates.finish()
+    async def finish(self) -> WeightVersion:
+        """Finishes or drops an update whose coordinator has died. Returns what the newest decision has made. Locked
+        while a coordinator is alive."""
+        return await self._updates.finish()

@@ -22,6 +22,7 @@ from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.protocol import fleet_ops, update_requests
 from rl_plane.protocol.record import UpdateSession, VersionSource
 from rl_plane.protocol.validation import Empty, same_values
+from rl_plane.protocol.versions import WeightVersion
 
 
 class FleetUpdates:
@@ -341,11 +342,14 @@ class FleetUpdates:
         asked_for = UpdateCommand("new_run", call.request_id)
         return await self._once(call, request, asked_for, {"version": "initial"})
 
-    async def finish(self) -> None:
-        """Finishes or drops an update whose coordinator has died. Locked while a coordinator is alive."""
+    async def finish(self) -> WeightVersion:
+        """Finishes or drops an update whose coordinator has died. Returns what the newest decision has made. Locked
+        while a coordinator is alive."""
         view = await self._calls.view()
         async with self._calls.lock(view, 0.0) as held:
-            await Coordinator(self._calls, view, held).run(UpdateCommand("finish", ""))
+            outcome = await Coordinator(self._calls, view, held).run(UpdateCommand("finish", ""))
+        assert isinstance(outcome, Outcome)
+        return outcome.version
 
     async def check_none_waits(self, call: FleetCall[Any], held: HeldLock) -> None:
         """Raises Locked while a prepared update waits. Drops an update that can't be completed any more."""

@@ -78,6 +78,8 @@ MAX_HISTORY_BYTES = 512_000
 Vectors = tuple[tuple[float, ...], ...]
 Sequences = tuple[tuple[int, ...], ...]
 OnCanaryFailure = Literal["rollback", "exclude", "warn"]
+CanaryOrigin = Literal["update", "canary.json", "default"]
+"""Where an update's sequences come from: its request, the file beside its checkpoint, or the vocabulary."""
 
 TokenId = Annotated[int, Field(strict=True, ge=0, le=MAX_TOKEN_ID)]
 Logprob = Annotated[float, Field(strict=True, ge=MIN_LOGPROB, le=LOGPROB_EPSILON)]
@@ -240,13 +242,19 @@ class CanaryRecord:
     """The update's tolerance for `expected` and across kinds. None: ACROSS_KINDS and ROUNDING_ACROSS_KINDS."""
     undecided: bool = False
     """The workers' values differed, and nothing told which ones are right. No worker passes then."""
+    overruled: str = ""
+    """Why every worker failed a version that is served all the same (`warn`): its `references` are the values that
+    failed. Empty: no failure was overruled."""
+    origin: CanaryOrigin = "default"
 
     @classmethod
-    def begun(cls, canary: Canary, history: CanaryHistory, digest: str) -> CanaryRecord:
+    def begun(
+        cls, canary: Canary, history: CanaryHistory, digest: str, origin: CanaryOrigin = "default"
+    ) -> CanaryRecord:
         """The record at the time of the decision, before any worker has scored the version `digest`."""
         sequences = tuple(tuple(tokens) for tokens in canary.sequences)
         expected = rounded(canary.expected) if canary.expected is not None else None
-        return cls(sequences, expected, history.values(digest, sequences), canary.tolerance)
+        return cls(sequences, expected, history.values(digest, sequences), canary.tolerance, origin=origin)
 
     def across(self, kinds: Iterable[str]) -> Tolerance:
         """The tolerance between engines of these kinds, and between them and the trainer's values."""
@@ -267,6 +275,8 @@ class CanaryRecord:
             "references": {kind: _vectors_wire(vectors) for kind, vectors in self.references.items()},
             "tolerance": self.tolerance,
             "undecided": self.undecided,
+            "overruled": self.overruled,
+            "origin": self.origin,
         }
 
     @classmethod
@@ -278,6 +288,8 @@ class CanaryRecord:
             {kind: _vectors(vectors) for kind, vectors in wire["references"].items()},
             wire["tolerance"],
             wire["undecided"],
+            wire["overruled"],
+            wire["origin"],
         )
 
 

@@ -111,6 +111,8 @@ class ReceiveRequest(Body):
     keep_staged: bool = False
     pause_mode: PauseMode = "keep"
     """With staging `none`: what happens to running requests before the first byte is written."""
+    canary_file: bool = False
+    """Reads the `canary.json` beside the checkpoint, because the update gives no canary. Else it may be broken."""
 
     @classmethod
     def of_update(
@@ -130,6 +132,7 @@ class ReceiveRequest(Body):
             staging=update.policy.staging,
             keep_staged=update.policy.keep_staged or update.encoding == "delta",
             pause_mode=update.policy.pause_mode,
+            canary_file=update.policy.canary is None,
         )
 
     @property

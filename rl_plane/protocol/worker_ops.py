@@ -82,6 +82,8 @@ class CanaryState(TypedDict):
     reason: str | None
     """The reason of a failure: `trainer`, `reference`, `fleet`, `tie` or `unusable`. None: the worker passed. Its
     admission has the details."""
+    warning: str
+    """Why the worker serves weights that every worker has failed with (`on_canary_failure: warn`). Empty: none has."""
     difference: float | None
     """The largest difference of a log probability. None: there was nothing to compare with."""
     tolerance: float | None

@@ -150,6 +150,10 @@ class WeightPublisher:
             wait_s=wait_s,
             trainer_stays=trainer_stays,
         )
+        if canary is not None and (policy or {}).get("canary") is not None:
+            raise InvalidRequest(
+                "canary is given twice: by canary= and in policy", field="canary", fix="leave policy's canary out"
+            )
         self._copy = HostCopy()
         self._canary = CanarySource(canary, tolerance, self._source, source, adapter is not None)
         self._progress = progress

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_plane.errors import InvalidRequest
-from rl_plane.protocol.canary import LOGPROB_EPSILON, MIN_LOGPROB, Canary, parse_canary
+from rl_plane.protocol.canary import LOGPROB_EPSILON, MIN_LOGPROB, Canary, check_vocabulary, parse_canary
 from rl_plane.publish.sources.base import WeightSource
 from rl_plane.publish.sources.module import ModuleSource
 
@@ -49,8 +49,10 @@ class CanarySource:
             )
         if callable(canary):
             return
-        self._sequences = list(map(list, canary)) if isinstance(canary, (list, tuple)) else canary
-        self._checked({"sequences": self._sequences})
+        given_sequences: Any = canary
+        if isinstance(canary, (list, tuple)):
+            given_sequences = [list(one) if isinstance(one, (list, tuple)) else one for one in canary]
+        self._sequences = self._checked({"sequences": given_sequences}).sequences
         if self._module is None:
             raise InvalidRequest(
                 "log probabilities need a module, and the source has none",
@@ -95,6 +97,7 @@ def expected_logprobs(model: Any, sequences: Sequence[Sequence[int]]) -> list[li
     """
     import torch
 
+    _check_tokens(model, sequences)
     device = next(iter(model.parameters())).device
     found = []
     with torch.no_grad(), _in_eval_mode(model), _without_adapters(model):
@@ -106,6 +109,16 @@ def expected_logprobs(model: Any, sequences: Sequence[Sequence[int]]) -> list[li
             chosen = scores.gather(1, ids[0, 1:, None])[:, 0].tolist()
             found.append([min(max(value, MIN_LOGPROB), LOGPROB_EPSILON) for value in chosen])
     return found
+
+
+def _check_tokens(model: Any, sequences: Sequence[Sequence[int]]) -> None:
+    """InvalidRequest for a token outside the model's vocabulary, if the model tells its vocabulary. On a GPU such a
+    token would end the trainer's process."""
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if type(size) is int:
+        check_vocabulary(
+            parse_canary({"sequences": [list(tokens) for tokens in sequences]}, "canary"), size, field="canary"
+        )
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from rl_plane.errors import (
     Unavailable,
     Unlabelled,
     WorkerLost,
+    WrongNumerics,
     error_from_wire,
 )
 from rl_plane.rollouts.multi_turn import next_prompt
@@ -46,7 +47,7 @@ TRIES = 5
 """The number of times that one call sends a completion that a worker may have begun. An update that aborts, a worker's
 death, the end of a connection, and a time-out of the client each use one try. A request that no worker has begun,
 because all are full, closed or restarting, is sent again until the time is over."""
-BEGUN = (WorkerLost, Unlabelled, StaleWeights, Stalled)
+BEGUN = (WorkerLost, WrongNumerics, Unlabelled, StaleWeights, Stalled)
 """Errors of a request that a worker had begun. They count as tries, so that a request that kills its workers is not
 sent for ever."""
 OF_NO_CONNECTION = (ConnectionRefusedError, socket.gaierror)

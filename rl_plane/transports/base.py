@@ -91,8 +91,8 @@ class Delivery(ABC):
     refetchable: bool = False
     """True if a worker can fetch the same bytes again later, by the same request, to heal."""
 
-    canary: Canary | None = None
-    """The numeric canary that the publisher has put beside the weights, if any."""
+    canary: Canary | InvalidRequest | None = None
+    """The numeric canary that the publisher has put beside the weights, or what is wrong with it. None: nothing."""
 
     @abstractmethod
     def tensors(self, cancelled: Cancelled, /) -> Iterator[tuple[str, HostTensor]]:

@@ -84,8 +84,8 @@ class Checkpoint:
         """`config`: the adapter's config, if this is an adapter."""
         self.files = files
         self.config = config
-        self.canary: Canary | None = None
-        """The content of `canary.json` beside the files, if there is one."""
+        self.canary: Canary | InvalidRequest | None = None
+        """The content of `canary.json` beside the files, or what is wrong with it. None: there is no such file."""
         self.places: dict[str, tuple[SafetensorsFile, StoredTensor]] = {
             name: (file, stored) for file in files for name, stored in file.tensors.items()
         }
@@ -323,10 +323,13 @@ def _open_directory(
             raise directory.refuse(
                 f"{ADAPTER_NAME} has a tensor {ADAPTER_CONFIG_NAME!r}, the config's name", "rename it"
             )
-        canary: Canary | None = None
+        canary: Canary | InvalidRequest | None = None
         if with_manifest and config is None and directory.has(CANARY_NAME):
-            values, _, identities[CANARY_NAME] = directory.read_json(CANARY_NAME, MAX_CANARY_BYTES)
-            canary = parse_canary(values, CANARY_NAME)
+            try:
+                values, _, identities[CANARY_NAME] = directory.read_json(CANARY_NAME, MAX_CANARY_BYTES)
+                canary = parse_canary(values, CANARY_NAME)
+            except InvalidRequest as error:
+                canary = error
         for name, identity in identities.items():
             directory.check_same(name, identity)
         checkpoint = Checkpoint(files, config)

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
-from rl_plane.errors import CanaryFailed, Conflict, InvalidRequest, InvalidWeights, NotAdmitted, PlaneError
+from rl_plane.errors import (
+    CanaryFailed,
+    Conflict,
+    InvalidRequest,
+    InvalidWeights,
+    NotAdmitted,
+    PlaneError,
+    WrongNumerics,
+)
 from rl_plane.fleet.fleet import Fleet
 from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.protocol.canary import default_canary
 from rl_plane.protocol.subjects import CANARY_HISTORY
+from tests.support.dying_coordinator import _Dies, ends_at
 from tests.support.faults import Faulty, Stream, Told, spawn_faulty
+from tests.support.frontend_process import PROMPT, tokens_under
+from tests.support.streaming_client import Streaming, http, ready
 from worker.engines.fake.adapter import fake_prompt_logprobs, fake_token
 from worker.receive.staging import model_digest
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
+
+__all__ = ["http"]
 
 SEQUENCES = [[3, 5, 7, 9], [11, 13]]
 
@@ -119,10 +134,60 @@ async def test_no_token_goes_out_that_a_running_request_made_before_its_worker_f
     await stream.until(tokens=3)
     bad.fail("miscompute")
     await fleet.run("update_weights", update_of(plane.model(1), "one"))
-    with pytest.raises(NotAdmitted):
+    with pytest.raises(WrongNumerics):
         await stream.end()
     before = model_digest(plane.model(0))
     assert stream.tokens == [fake_token(before, [1, 2], place) for place in range(len(stream.tokens))]
+
+
+async def test_a_request_whose_worker_fails_continues_at_another_one(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    fleet = await plane.fleet()
+    bad, *others = (spawn_faulty(plane, token_delay_s="0.01") for _ in range(3))
+    await ready(plane, 3)
+    ids = [worker.instance_id for worker in others]
+    await fleet.run("disable", {"workers": ids})
+    async with Streaming(http, max_tokens=300, migrate=True) as moving, Streaming(http, max_tokens=300) as ending:
+        for stream in (moving, ending):
+            await stream.until(lambda stream: len(stream.tokens) >= 3)
+        await fleet.run("enable", {"workers": ids})
+        bad.fail("miscompute")
+        await fleet.run("update_weights", update_of(plane.model(1), "one"))
+        await moving.end()
+        await ending.end()
+    old, new = model_digest(plane.model(0)), model_digest(plane.model(1))
+    assert moving.error is None
+    seam = moving.spans[0]["end"]
+    assert [(span["version"], span["start"], span["end"]) for span in moving.spans] == [
+        ("initial", 0, seam),
+        ("one", seam, 300),
+    ]
+    after = [fake_token(new, PROMPT + moving.tokens[:seam], place) for place in range(300 - seam)]
+    assert moving.tokens == tokens_under(old, 0, seam) + after
+    assert moving.last["instance_id"] in ids
+    assert ending.error is not None
+    assert ending.error["code"] == "wrong_numerics"
+    assert ending.error["partial"]["token_ids"] == ending.tokens == tokens_under(old, 0, len(ending.tokens))
+
+
+async def test_a_request_continues_under_the_version_that_comes_back(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    fleet = await plane.fleet()
+    spawn_faulty(plane, token_delay_s="0.01")
+    await ready(plane, 1)
+    wrong = {"sequences": SEQUENCES, "expected": scores_of(plane.model(3))}
+    async with Streaming(http, max_tokens=300, migrate=True) as stream:
+        await stream.until(lambda stream: len(stream.tokens) >= 3)
+        await failed_update(fleet, update_of(plane.model(1), "one", canary=wrong), CanaryFailed)
+        await stream.end()
+    assert stream.error is None
+    seam = stream.spans[0]["end"]
+    assert [(span["version"], span["sequence"]) for span in stream.spans] == [("initial", 0), ("initial", 2)]
+    old = model_digest(plane.model(0))
+    after = [fake_token(old, PROMPT + stream.tokens[:seam], place) for place in range(300 - seam)]
+    assert stream.tokens == tokens_under(old, 0, seam) + after
 
 
 async def test_a_running_request_goes_on_where_its_worker_passes(plane: Plane) -> None:
@@ -154,18 +219,135 @@ async def test_a_version_that_all_miss_goes_back_to_the_one_before(plane: Plane)
     with pytest.raises(CanaryFailed) as repeated:
         await fleet.run("update_weights", wrong, request_id="again")
     assert repeated.value.facts["repeated"]
-    newest = (await fleet.run("updates", {}))["updates"][0]
-    assert (newest["outcome"], newest["error"]["code"], newest["canary"]["failed"]) == ("aborted", "numerics", 2)
     reply = await fleet.run("update_weights", update_of(plane.model(2), "two"))
     assert reply["version"]["sequence"] == 4
+
+
+Row = tuple[str, str, int | None, str | None]
+
+
+async def rows_of(fleet: Fleet) -> list[Row]:
+    """The history, newest first."""
+    return [
+        (
+            entry["label"],
+            entry["outcome"],
+            entry["version"] and entry["version"]["sequence"],
+            entry.get("error", {}).get("code"),
+        )
+        for entry in (await fleet.run("updates", {}))["updates"]
+    ]
+
+
+async def test_a_later_update_leaves_the_history_of_a_roll_back_as_it_was(plane: Plane) -> None:
+    fleet, workers = await fleet_of(plane, 2)
+    ids = sorted(worker.instance_id for worker in workers)
+    await fleet.run("update_weights", update_of(plane.model(1), "one"))
+    wrong = update_of(
+        plane.model(2), "two", canary={"sequences": SEQUENCES, "expected": scores_of(plane.model(3))}
+    )
+    with pytest.raises(CanaryFailed):
+        await fleet.run("update_weights", wrong, request_id="bad")
+    before: list[Row] = [
+        ("one", "committed", 3, None),
+        ("two", "aborted", None, "numerics"),
+        ("one", "committed", 1, None),
+        ("initial", "committed", 0, None),
+    ]
+    assert await rows_of(fleet) == before
+    back, failed, *_ = (await fleet.run("updates", {}))["updates"]
+    assert {key: row["error"]["code"] for key, row in failed["workers"].items()} == dict.fromkeys(ids, "numerics")
+    assert {key: row["status"] for key, row in back["workers"].items()} == dict.fromkeys(ids, "ok")
+    assert back["who"] == failed["who"] != ""
+    await fleet.run("update_weights", update_of(plane.model(3), "three"))
+    after: list[Row] = [("three", "committed", 4, None), *before]
+    assert await rows_of(fleet) == after
+    with pytest.raises(CanaryFailed) as repeated:
+        await fleet.run("update_weights", wrong, request_id="bad")
+    assert repeated.value.facts["repeated"]
+    assert await rows_of(fleet) == after, "nothing has run again"
+    reply = await fleet.run("update_weights", {"rollback": {"sequence": 3}})
+    assert (reply["version"]["label"], reply["version"]["sequence"]) == ("one", 5)
+
+
+async def test_the_roll_back_of_a_dead_coordinator_is_in_the_history(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, _ = await fleet_of(plane, 1)
+    await fleet.run("update_weights", update_of(plane.model(1), "one"))
+    wrong = update_of(
+        plane.model(2), "two", canary={"sequences": SEQUENCES, "expected": scores_of(plane.model(3))}
+    )
+    with monkeypatch.context() as patch:
+        ends_at(patch, "commit", _Dies())
+        with pytest.raises(_Dies):
+            await fleet.run("update_weights", wrong, request_id="bad")
+    await fleet.finish()
+    before: list[Row] = [
+        ("one", "committed", 3, None),
+        ("two", "aborted", None, "numerics"),
+        ("one", "committed", 1, None),
+        ("initial", "committed", 0, None),
+    ]
+    assert await rows_of(fleet) == before
+    await fleet.run("update_weights", update_of(plane.model(3), "three"))
+    assert await rows_of(fleet) == [("three", "committed", 4, None), *before]
+    with pytest.raises(CanaryFailed):
+        await fleet.run("update_weights", wrong, request_id="bad")
+    assert (await rows_of(fleet))[0] == ("three", "committed", 4, None)
+
+
+async def test_scores_reach_the_next_coordinator_while_failed_weights_are_fetched_again(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, (only,) = await fleet_of(plane, 1)
+    await fleet.run("update_weights", update_of(plane.model(1), "one"))
+    directory = plane.model(1).parent / "gone"
+    shutil.copytree(plane.model(2), directory)
+    wrong = update_of(directory, "two", canary={"sequences": SEQUENCES, "expected": scores_of(plane.model(3))})
+    with monkeypatch.context() as patch:
+        ends_at(patch, "decide", _Dies(), after=1)  # before it can bring the version before back
+        with pytest.raises(_Dies):
+            await fleet.run("update_weights", wrong)
+    shutil.rmtree(directory)  # so it is fetched for as long as the test takes
+
+    async def fetching() -> bool:
+        reasons = (await state_of(fleet.client, only.instance_id))["admission"]["reasons"]
+        return any(reason.startswith("behind") for reason in reasons)
+
+    await plane.until(fetching)
+    await fleet.finish()
+    await until_serving(plane, fleet.client, only.instance_id, "one")
+
+
+async def test_a_roll_back_that_no_worker_can_fetch_is_not_told_as_served(plane: Plane) -> None:
+    fleet, (only,) = await fleet_of(plane, 1)
+    directory = plane.model(1).parent / "gone"
+    shutil.copytree(plane.model(1), directory)
+    await fleet.run("update_weights", update_of(directory, "one"))
+    shutil.rmtree(directory)
+    canary = {"sequences": SEQUENCES, "expected": scores_of(plane.model(3))}
+    body = update_of(plane.model(2), "two", canary=canary, commit_timeout_s=1)
+    error = await failed_update(fleet, body, CanaryFailed)
+    assert error.facts["serving"] == []
+    assert "no worker serves one, which is committed again" in error.message
+    assert "no worker could bring it back" in error.facts["canary"]["warning"]
+    back = (await fleet.run("updates", {}))["updates"][0]
+    assert back["workers"][only.instance_id]["status"] == "error"
+    reply = await fleet.run("update_weights", update_of(plane.model(3), "three"))
+    assert reply["excluded"] == []
 
 
 async def test_exclude_leaves_a_version_that_all_miss_unserved(plane: Plane) -> None:
     fleet, workers = await fleet_of(plane, 2)
     canary = {"sequences": SEQUENCES, "expected": scores_of(plane.model(3))}
     body = update_of(plane.model(2), "two", canary=canary, on_canary_failure="exclude")
-    error = await failed_update(fleet, body, Conflict)
+    error = await failed_update(fleet, body, CanaryFailed)
     assert error.facts["canary"].items() >= {"action": "exclude", "failed": 2}.items()
+    assert "which stays committed" in error.message
+    assert (await rows_of(fleet))[0] == ("two", "committed", 1, "numerics")
+    with pytest.raises(Conflict, match="no worker has ever served it"):
+        await fleet.run("update_weights", {"rollback": {"label": "two"}})
     for worker in workers:
         assert not (await state_of(fleet.client, worker.instance_id))["ready"]
     reply = await fleet.run("update_weights", update_of(plane.model(1), "one"))
@@ -183,7 +365,10 @@ async def test_warn_serves_a_version_that_all_miss(plane: Plane) -> None:
     noted = await fleet.client.bus.get(fleet.client.subjects().state, CANARY_HISTORY)
     assert noted is None, "values that missed the trainer's are no measure for later"
     for worker in workers:
-        assert (await state_of(fleet.client, worker.instance_id))["ready"]
+        state = await state_of(fleet.client, worker.instance_id)
+        assert state["ready"]
+        assert (state["canary"]["against"], state["canary"]["difference"]) == ("nothing", None)
+        assert "every worker failed the canary" in state["canary"]["warning"]
 
 
 async def test_two_workers_that_differ_go_back_where_nothing_tells_who_is_right(plane: Plane) -> None:
@@ -301,7 +486,7 @@ async def test_a_canary_beside_the_checkpoint_is_the_versions_own(plane: Plane) 
     assert model_digest(plane.model(1)) == before, "no digest covers it"
     bad.fail("miscompute")
     reply = await fleet.run("update_weights", update_of(plane.model(1), "one"))
-    assert reply["canary"]["against"] == "trainer"
+    assert (reply["canary"]["against"], reply["canary"]["origin"]) == ("trainer", "canary.json")
     assert reply["excluded"] == [bad.instance_id]
     reply = await fleet.run("update_weights", update_of(plane.model(1), "two", canary="off"))
     assert "canary" not in reply
@@ -330,6 +515,18 @@ async def test_a_wrong_canary_beside_the_checkpoint_is_refused_before_anything_i
         assert "canary.json" in error.message
     state = await state_of(fleet.client, only.instance_id)
     assert (state["sequence"], state["staged"], state["ready"]) == (0, None, True)
+
+
+@pytest.mark.parametrize("text", ["{", '{"sequences": [[1, 600]]}'])
+async def test_a_wrong_canary_file_is_ignored_where_the_update_gives_its_own(plane: Plane, text: str) -> None:
+    fleet, _ = await fleet_of(plane, 1)
+    (plane.model(1) / "canary.json").write_text(text)
+    reply = await fleet.run("update_weights", update_of(plane.model(1), "one", canary=canary_of(plane.model(1))))
+    assert (reply["canary"]["against"], reply["canary"]["origin"]) == ("trainer", "update")
+    (plane.model(2) / "canary.json").write_text(text)
+    assert "canary" not in await fleet.run("update_weights", update_of(plane.model(2), "two", canary="off"))
+    reply = await fleet.run("update_weights", update_of(plane.model(3), "three"))
+    assert reply["canary"]["origin"] == "default"
 
 
 async def test_the_answer_names_why_workers_failed(plane: Plane) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -69,6 +70,8 @@ def test_what_can_not_be_computed_is_refused_with_its_fix(tmp_path: Path) -> Non
     model = Toy()
     assert refusal(ModuleSource(model), canary=[[1]])["field"] == "canary.sequences.0"
     assert refusal(ModuleSource(model), canary="on")["field"] == "canary.sequences"
+    assert refusal(ModuleSource(model), canary=[3, 5, 7])["field"] == "canary.sequences.0"
+    assert refusal(ModuleSource(model), canary=SEQUENCES, policy={"canary": "off"})["field"] == "canary"
     assert refusal(ModuleSource(model), tolerance=0.1)["field"] == "tolerance"
     facts = refusal(DirectorySource(tmp_path), canary=SEQUENCES)
     assert facts["field"] == "canary"
@@ -76,6 +79,14 @@ def test_what_can_not_be_computed_is_refused_with_its_fix(tmp_path: Path) -> Non
     sharded = ModuleSource(model)
     sharded.collective = True
     assert "expected_logprobs" in refusal(sharded, canary=SEQUENCES)["fix"]
+
+
+def test_a_token_outside_the_vocabulary_is_refused_before_the_model_computes() -> None:
+    model = Toy()
+    model.config = SimpleNamespace(vocab_size=model.table.num_embeddings)
+    with pytest.raises(InvalidRequest) as caught:
+        expected_logprobs(model, [[1, 2], [1, model.table.num_embeddings]])
+    assert caught.value.facts["field"] == "canary.sequences.1.1"
 
 
 @pytest.mark.timeout(300)

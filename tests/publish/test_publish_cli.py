@@ -161,6 +161,17 @@ def test_wrong_usage(more: list[str], words: str, tmp_path: Path, capsys: pytest
     assert words in capsys.readouterr().err
 
 
+def test_a_wrong_canary_beside_the_checkpoint_is_refused_before_anything_is_sent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_fake_model(tmp_path / "m", 1)
+    (model / "canary.json").write_text('{"sequences": [[1]]}')
+    argv = ["publish", str(model), "--url", "http://127.0.0.1:9", "--root", str(tmp_path / "root")]
+    assert main.run(argv) == 2
+    assert "canary.json: canary.sequences.0" in capsys.readouterr().err
+    assert main.run([*argv, "--canary", "off"]) == 1, "then the file is not read"
+
+
 def test_no_facade_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_fake_model(tmp_path / "m", 1)
     assert main.run(["publish", str(model), "--url", "http://127.0.0.1:9", "--root", str(tmp_path / "root")]) == 1

@@ -36,7 +36,7 @@ class AnswerChecks:
         mine = [one for one in decided if one.made.label == call.name and not one.missed]
         if outcome == "ok" and call.op in DECIDING:
             self._check_committed(call, facts)
-        elif outcome == "numerics":
+        elif outcome == "numerics" and "failed_version" in facts:
             self._check_taken_back(call, mine, facts)
         elif mine and outcome not in self._excuses(call) and not self._is_told_as_committed(mine[-1], facts):
             checks.fail("I2", f"the update {call.name} was told as {outcome}, and is committed")

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from tests.sim.process import Process
     from tests.sim.world import World
 
+SCORED_S = 4.0
+"""A coordinator that opens a version so long after a worker has scored it could know the scores."""
 WITNESS_S = 10.0
 """A worker that was undisturbed so long could be asked by every coordinator."""
 
@@ -93,6 +95,10 @@ class Checks:
         """Run and sequence of the base → since when a record says what it has to compute."""
         self.staged: dict[str, dict[Process, float]] = {}
         """Update → in which processes it was staged, and when."""
+        self.scored_at: dict[tuple[Process, WeightVersion], float] = {}
+        """When a process first scored the canary of which version."""
+        self.goes_back: set[tuple[str, int, str, str]] = set()
+        """Decisions whose canary every worker fails, and in whose place the version before has to come back."""
         self.done: list[tuple[int, str, str, str | None]] = []
         """Under which fence, what, in which worker, and the label that it was about."""
         self.fingerprints: list[tuple[float, str]] = []
@@ -151,14 +157,45 @@ class Checks:
             self._check_staged(decision)
             self.decided.append(decision)
             self.decided_at[decision.key] = self.now
+            if self._must_go_back(record):
+                self.goes_back.add(decision.key)
             if decision.before is not None:
                 self.rolled_from[decision.key] = decision.before
         elif before is not None and before.key != decision.key and _order(decision) < _order(before):
             self.fail("I6", f"the record went back from {before} to {decision}")
         if record.open:
             self.opened_at.setdefault(decision.key, self.now)
-        if record.final:
-            self.final_at.setdefault(decision.key, self.now)
+        if record.final and decision.key not in self.final_at:
+            self._check_judged(decision)
+            self.final_at[decision.key] = self.now
+
+    @staticmethod
+    def _must_go_back(record: DecisionRecord) -> bool:
+        """Does every worker fail it, by the trainer's values, and can the version before come back?"""
+        canary = record.canary
+        if record.fallback is None or record.on_canary_failure != "rollback" or canary is None:
+            return False
+        truth = product.vectors_of(record.version.digest, canary.sequences)
+        return canary.expected is not None and not product.near(canary.expected, truth)
+
+    def scored(self, process: Process, version: WeightVersion) -> None:
+        """A worker's engine has scored this version's canary."""
+        self.scored_at.setdefault((process, version), self.now)
+
+    def _check_judged(self, decision: Decision) -> None:
+        """A version that every worker fails is not opened where a coordinator could know that: the version before
+        comes back, whichever coordinator judges. What excuses: a lost store, released memory, and a worker that this
+        update was not staged on or that something was done to."""
+        world = self.world
+        if decision.key not in self.goes_back or self.lost_at or world.memory_at:
+            return
+        for process, _ in world.live_workers():
+            at = self.scored_at.get((process, decision.made))
+            known = (
+                at is not None and self.now > at + SCORED_S and process in self.staged.get(decision.update_id, {})
+            )
+            if known and world.undisturbed(process, WITNESS_S):
+                self.fail("I2", f"{decision} stays, and {process.name} has failed its canary")
 
     def replaced(self, by: str, bucket: KeyValueBucket, key: str, before: Key, value: bytes | None) -> None:
         """A lock is renewed and given back by its holder alone; a taker puts its own name there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,6 +97,13 @@ class SimEngine(FakeEngine):
             self.failing_swaps -= 1
             raise EngineFailed("simulated: the swap failed")
         return await super().swap(staging, version)
+
+    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
+        vectors = await super().score(sequences, adapter)
+        held, _ = product.in_engine(self, None)
+        if held is not None:
+            self._world.checks.scored(self._process, held.version)
+        return vectors
 
     @contextmanager
     def half_written(self) -> Iterator[dict[str, FakeTensor]]:

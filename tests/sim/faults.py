@@ -188,8 +188,9 @@ class Faults(NatsFaults):
             one = world.rng.choice(alive)
             world.say(f"kill {one.process.name}")
             one.process.kill()
+            soon = world.rng.uniform(0.0, 1.0)
             world.server.later(
-                world.rng.uniform(0.0, 1.0),
+                soon if soon < 0.8 else 10.0 * soon,  # some come when each worker has given up to wait
                 world.start_frontend if one.frontend is not None else world.start_trainer,
             )
 

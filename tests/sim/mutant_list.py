@@ -14,6 +14,8 @@ ATTACK = "tests/sim/test_protocol_attacks.py::test_"
 LEASE = "tests/fleet/test_frontend_lease.py::test_"
 LABELS = "tests/unit/frontend/test_committed.py::test_"
 CANARY = "tests/unit/protocol/test_canary.py::test_"
+RETRY = "tests/unit/frontend/test_retry.py::test_"
+CANARY_FLEET = "tests/fleet/test_canary_fleet.py::test_"
 NUMERICS = "tests/unit/worker/test_worker_numerics.py::test_"
 SHELL = "tests/unit/commit/test_coordinator_shell.py::test_"
 WATCH = "tests/fleet/test_lock_watch.py::test_"
@@ -461,6 +463,55 @@ MUTANTS = [
         "evaluated = record.canary is None or state.settlement is not None",
         "evaluated = True",
         MACHINE + "an_update_that_is_lost_before_its_canary_is_judged_is_left_to_the_next_coordinator",
+    ),
+    Mutant(
+        "canary: no coordinator waits for scores",
+        "rl_plane/commit/machine.py",
+        "        if not late or state.elapsed_s > until:\n            break\n",
+        "        break\n",
+        MACHINE + "a_coordinator_waits_for_the_scores_of_workers_that_fetch_by_themselves",
+    ),
+    Mutant(
+        "canary: a coordinator waits for scores for ever",
+        "rl_plane/commit/machine.py",
+        "        if not late or state.elapsed_s > until:\n",
+        "        if not late:\n",
+        MACHINE + "a_coordinator_waits_for_scores_only_as_long_as_a_commit_may_take",
+    ),
+    Mutant(
+        "canary: the answer forgets who serves what came back",
+        "rl_plane/commit/canary_steps.py",
+        "    if states and not serving:\n",
+        "    if False:\n",
+        MACHINE + "the_answer_names_how_many_workers_serve_the_version_that_came_back",
+    ),
+    Mutant(
+        "retry: a choice whose worker fails its canary ends",
+        "frontend/routing/retry.py",
+        "    if isinstance(error, WrongNumerics) and standing.fresh:\n",
+        "    if False:\n",
+        RETRY + "a_choice_whose_worker_fails_the_canary_continues_and_may_come_back_to_it",
+    ),
+    Mutant(
+        "history: a roll-back is written over by the next update",
+        "rl_plane/commit/history.py",
+        '    return entry.outcome == "aborted" if record.missed is not None else entry.version == record.made\n',
+        "    return entry.version == record.made\n",
+        CANARY_FLEET + "a_later_update_leaves_the_history_of_a_roll_back_as_it_was",
+    ),
+    Mutant(
+        "history: a roll-back that its coordinator did not note is lost",
+        "rl_plane/commit/journal.py",
+        "        if back is not None and not await self._has(back):\n",
+        "        if False:\n",
+        CANARY_FLEET + "the_roll_back_of_a_dead_coordinator_is_in_the_history",
+    ),
+    Mutant(
+        "canary: values that failed count as a measure",
+        "rl_plane/commit/canary_rules.py",
+        "    if record.overruled and verdict.passed:\n",
+        "    if False:\n",
+        CANARY_FLEET + "warn_serves_a_version_that_all_miss",
     ),
     Mutant(
         "canary: rolling goes on after a miss",
@@ -937,6 +988,27 @@ MUTANTS = [
         "        return scores is not None and scores.sequences == canary.sequences\n",
         "        return scores is not None\n",
         NUMERICS + "scores_of_other_sequences_are_ignored",
+    ),
+    Mutant(
+        "numerics: the scores of dropped weights are forgotten",
+        "worker/reconcile/numerics.py",
+        "        for scores in (here, self.failed):\n",
+        "        for scores in (here,):\n",
+        NUMERICS + "a_worker_that_fetches_failed_weights_again_still_reports_what_they_gave",
+    ),
+    Mutant(
+        "numerics: the scores of the version before are reported",
+        "worker/reconcile/numerics.py",
+        "        here = state.scores if state.digest == record.version.digest else None\n",
+        "        here = state.scores\n",
+        NUMERICS + "a_worker_that_fetches_failed_weights_again_still_reports_what_they_gave",
+    ),
+    Mutant(
+        "numerics: failed scores outlive their decision",
+        "worker/reconcile/numerics.py",
+        "        self._tries = 0\n        self.failed = None\n",
+        "        self._tries = 0\n",
+        NUMERICS + "a_worker_that_fetches_failed_weights_again_still_reports_what_they_gave",
     ),
     Mutant(
         "numerics: heals for ever",

@@ -21,7 +21,7 @@ from tests.sim import product
 from tests.sim.calls import call
 from tests.sim.checks import CallRecord
 from tests.sim.run import _simulated, adapters, deltas, models
-from tests.sim.sessions import PHASES
+from tests.sim.sessions import CANARY, PHASES
 from tests.sim.world import Coordinator, World
 from worker.receive.staging import model_digest
 from worker.reconcile.instructions import CoordinatedUpdate
@@ -508,3 +508,59 @@ def test_a_coordinator_whose_connection_broke_during_a_long_prepare_keeps_its_lo
     world = live(attack)
     assert outcome(world, "theirs") == "locked"
     assert outcome(world, "long") == "ok"
+
+
+def test_a_version_that_all_workers_fail_goes_back_whenever_the_next_coordinator_comes() -> None:
+    """Its coordinator dies before it has judged the scores, and the workers have dropped the weights by then: they
+    fetch them again, which takes as long as their source is away."""
+
+    async def life(world: World) -> None:
+        by = world.frontends()[0]
+        path = str(world.models[1])
+        failed = by.process.spawn(call(world, by, "update_weights", failing(world), "failed"))
+        await until(lambda: len(world.checks.scored_at) == 2)
+        by.process.kill()
+        trainer(world).process.kill()
+        await asyncio.sleep(0.1)
+        world.sources.gone.add(path)
+        await until(lambda: all("behind" in product.closed(worker) for _, worker in world.live_workers()))
+        world.start_frontend()
+        await until(lambda: labels(world)[-1] == "initial" and len(labels(world)) == 3)
+        world.sources.gone.clear()
+        del failed
+
+    world = live(life)
+    assert labels(world) == ["initial", "failed", "initial"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_version_goes_back_though_all_workers_begin_anew_before_the_next_coordinator_comes(workers: int) -> None:
+    """No process knows a score any more: the next coordinator waits for new ones."""
+
+    async def life(world: World) -> None:
+        by = world.frontends()[0]
+        failed = by.process.spawn(call(world, by, "update_weights", failing(world), "failed"))
+        await until(lambda: len(world.checks.scored_at) == workers)
+        by.process.kill()
+        trainer(world).process.kill()
+        path = str(world.models[1])
+        world.sources.gone.add(path)
+        for process, _ in list(world.live_workers()):
+            process.kill()
+        for instance_id in list(world.started):
+            world.start_worker(instance_id)
+        world.start_frontend()
+        await asyncio.sleep(10.0)
+        world.sources.gone.clear()
+        await until(lambda: labels(world)[-1] == "initial" and len(labels(world)) == 3)
+        del failed
+
+    world = live(life, workers=workers)
+    assert labels(world) == ["initial", "failed", "initial"]
+
+
+def failing(world: World) -> dict[str, Any]:
+    """An update with another model's values, which every worker fails."""
+    expected = [list(vector) for vector in product.vectors_of("another", tuple(map(tuple, CANARY)))]
+    update = body(world, 1, "failed")
+    return {**update, "policy": {**PHASES, "canary": {"sequences": CANARY, "expected": expected}}}

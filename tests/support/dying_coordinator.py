@@ -20,8 +20,11 @@ def ends_at(patch: pytest.MonkeyPatch, phase: str, error: BaseException) -> None
     real = Coordinator._carry_out
 
     async def carry_out(self: Coordinator, instruction: Instruction) -> Event:
+        nonlocal left
         if instruction.phase == phase:
-            raise error
+            left -= 1
+            if left < 0:
+                raise error
         return await real(self, instruction)
 
     patch.setattr(Coordinator, "_carry_out", carry_out)

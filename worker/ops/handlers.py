@@ -333,6 +333,7 @@ def _canary_state(verdict: Verdict | None) -> worker_ops.CanaryState | None:
         passed=verdict.passed,
         against=verdict.against,
         reason=verdict.reason,
+        warning=verdict.warning,
         difference=verdict.difference,
         tolerance=verdict.tolerance,
         mismatch_kl=verdict.mismatch_kl,

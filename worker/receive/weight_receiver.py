@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase, PlaneError, Unsupported
-from rl_plane.protocol.canary import CANARY_NAME, check_vocabulary
+from rl_plane.protocol.canary import CANARY_NAME, Canary, check_vocabulary
 from rl_plane.protocol.update_requests import (
     CanaryLimits,
     DeltaChainEntry,
@@ -137,7 +137,7 @@ class Receiver:
                 self.discard(left)
         assert request.transport is not None, "an unload receives nothing"
         delivery = self._open(request.transport, _kind(request))
-        _check_canary(delivery, limits)
+        _check_canary(request, delivery, limits)
         if isinstance(delivery, PartwiseDelivery):
             wanted, tied = self.holder.weight_spec(), self.holder.tied_tensors()
             delivery.expect(wanted, tied, partial(_check_part, tied, request.cast))
@@ -179,7 +179,7 @@ class Receiver:
         self._partwise.pop(staging, None)
         size = sum(spec.nbytes for spec in delivery.specs.values())  # a partwise delivery knows it only now
         reply = PreparedReply(digest=digest, tensors=len(delivery.specs), bytes=size, refetchable=refetchable)
-        if delivery.canary is not None:
+        if isinstance(delivery.canary, Canary):
             reply["canary"] = delivery.canary.model_dump()
         return reply
 
@@ -362,11 +362,19 @@ def _check_part(
     check_specs(wanted, tied, offered, cast)
 
 
-def _check_canary(delivery: Delivery, limits: CanaryLimits | None) -> None:
-    """InvalidRequest for a `canary.json` that the engine can't score. Closes the delivery when it raises."""
-    if limits is None or delivery.canary is None:
+def _check_canary(request: ReceiveRequest, delivery: Delivery, limits: CanaryLimits | None) -> None:
+    """InvalidRequest for a `canary.json` that is broken, or that the engine can't score. Closes the delivery when it
+    raises. An update that gives its own canary, or `off`, does not look at the file."""
+    if delivery.canary is None:
+        return
+    if not request.canary_file:
+        delivery.canary = None
         return
     try:
+        if isinstance(delivery.canary, InvalidRequest):
+            raise delivery.canary
+        if limits is None:
+            return
         check_vocabulary(delivery.canary, limits["vocab_size"], limits["max_model_len"], CANARY_NAME)
     except BaseException:
         delivery.close()

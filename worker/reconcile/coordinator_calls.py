@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable
 
-from rl_plane.errors import Conflict, InvalidRequest
+from rl_plane.errors import Conflict, InvalidRequest, NotPrepared
 from rl_plane.protocol.update_requests import (
     Commit,
     CommittedReply,
@@ -82,14 +82,19 @@ class CoordinatorCalls:
             if done is None or done["version"] != record.made.to_wire():
                 # Otherwise the coordinator asks a second time, or the worker has swapped by itself.
                 done = CommittedReply(version=record.made.to_wire(), cache_flushed=False, swap_s=0.0)
-            while (step := self._core.commit_step(record)) is not None:
-                done = await self._changes.step(step, body.pause_s, None) or done
-            await self._changes.score_wanted()
-            scores, kind = self._state.scores, self._core.numerics.kind
-            wanted = record.canary.sequences if record.canary is not None else None
-            if scores is not None and kind is not None and scores.sequences == wanted:
+            numerics = self._core.numerics
+            try:
+                while (step := self._core.commit_step(record)) is not None:
+                    done = await self._changes.step(step, body.pause_s, None) or done
+                await self._changes.score_wanted()
+            except NotPrepared:
+                if numerics.scores_for(record) is None:
+                    raise
+                # These weights have failed the canary, and are fetched again: the verdict needs what they gave.
+            scores = numerics.scores_for(record)
+            if scores is not None and numerics.kind is not None:
                 vectors = [list(vector) for vector in scores.vectors]
-                done = {**done, "canary": ScoresReply(kind=kind, vectors=vectors)}
+                done = {**done, "canary": ScoresReply(kind=numerics.kind, vectors=vectors)}
         self._changes.look()
         self._tell()
         return done

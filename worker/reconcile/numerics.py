@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Literal
 
 from rl_plane.commit.canary_rules import Verdict, evaluate_worker
-from rl_plane.errors import NotAdmitted
+from rl_plane.errors import WrongNumerics
 from rl_plane.protocol.canary import CanaryRecord
 from rl_plane.protocol.record import DecisionRecord
-from worker.reconcile.worker_state import WorkerState
+from worker.reconcile.worker_state import Scores, WorkerState
 
 HEAL_TRIES = 3
 """After so many swaps in a row that fail, the engine would fail each time. The worker waits for the next decision."""
@@ -36,6 +36,9 @@ class Numerics:
         self.cuts = 0
         """Counts how often all running requests were ended. A request that began before the last time delivers no more:
         its reader may be slow, so tokens that must not go out may still wait for it."""
+        self.failed: Scores | None = None
+        """What the weights of this decision gave when they last failed. They may be dropped, and fetched again, while
+        a coordinator still asks for the scores."""
         self._state = state
         self._tries = 0
 
@@ -51,6 +54,7 @@ class Numerics:
     def new_decision(self, record: DecisionRecord) -> None:
         """Takes a new decision. Weights without a verdict get none any more, so tokens made with them do not go out."""
         self._tries = 0
+        self.failed = None
         if self.have_run and record.version.digest != self._state.digest:
             self.flow = "cut"
 
@@ -94,10 +98,24 @@ class Numerics:
         if not verdict.passed:
             state.close("numerics", state.scores.error or verdict.message)
             self.flow = "cut"
+            self.failed = state.scores
             return
+        self.failed = None
         state.open("numerics")
         if self.flow == "held" and (final or verdict.against != "nothing"):
             self.flow = "open"
+
+    def scores_for(self, record: DecisionRecord) -> Scores | None:
+        """What a coordinator of this decision has to know: the scores of the weights that are here, or of weights that
+        failed and are being fetched again. None: the engine has not scored this decision's canary."""
+        if record.canary is None or self.kind is None:
+            return None
+        state = self._state
+        here = state.scores if state.digest == record.version.digest else None
+        for scores in (here, self.failed):
+            if scores is not None and scores.sequences == record.canary.sequences:
+                return scores
+        return None
 
     def take_heal(self) -> bool:
         """Returns whether to fetch these weights again. Each True counts as one try."""
@@ -111,13 +129,14 @@ class Numerics:
         self._tries = 0
 
     def delivers(self, began: int) -> bool:
-        """Returns whether a token may go out now. NotAdmitted: never, because its request continues on another worker.
+        """Returns whether a token may go out now. WrongNumerics: never: its request continues on another worker.
         `began`: the value of `cuts` when the request began."""
         lost = self.flow == "held" and self._state.digest is None
         if self.flow == "cut" or lost or began != self.cuts:
-            raise NotAdmitted(
+            raise WrongNumerics(
                 f"worker {self._state.instance_id} has failed the canary with its new weights",
                 retry_after_s=1.0,
+                fix="send it again; if error.partial has tokens, after those (migrate: true does so)",
             )
         return self.flow == "open"
 

@@ -154,11 +154,13 @@ class Driver:
         self.session: UpdateSession | None = None
         self.reports: list[WorkerReply] | None = None
         self.pause = DesiredPause(False), 0
+        self.step_s = 0.0
+        """How long each instruction takes."""
 
     def run(self) -> End:
         event: Event | None = None
         while True:
-            instruction = self.machine.step(event, NOW)
+            instruction = self.machine.step(event, NOW, self.step_s * len(self.trace))
             assert self.machine.phase == instruction.phase
             if isinstance(instruction, End):
                 return instruction
@@ -290,6 +292,7 @@ def test_a_whole_update() -> None:
         "staging": "host",
         "keep_staged": False,
         "pause_mode": "keep",
+        "canary_file": True,
     }
     made = WeightVersion("run-1", 1, "new", NEW)
     decision = DecisionRecord(
@@ -1384,6 +1387,20 @@ def test_a_version_that_all_workers_fail_is_never_opened_and_the_version_before_
     assert [one.record.made for one in driver.all(Write, "open")] == [back.made]
     assert [one.record.made for one in driver.all(Announce)] == [failed.made, back.made, back.made]
     assert error.facts["failed_version"] == failed.made.to_wire()
+    assert [row["error"]["code"] for row in error.facts["workers"]] == ["numerics"] * 3
+    assert error.facts["serving"] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("keys", ["", "ab"])
+def test_the_answer_names_how_many_workers_serve_the_version_that_came_back(keys: str) -> None:
+    error = with_canary(scored(-5.0, -5.0, -5.0), watch=serving(keys)).error(CanaryFailed)
+    assert error.facts["serving"] == [*keys]
+    if keys:
+        assert "the fleet is back at initial on 2 of 3 workers" in error.message
+        assert "warning" not in error.facts["canary"]
+    else:
+        assert "no worker serves initial, which is committed again (behind: it fetches them)" in error.message
+        assert "no worker could bring it back: behind: it fetches them" in error.facts["canary"]["warning"]
 
 
 def test_a_rolling_update_that_fails_its_canary_reaches_only_the_first_worker() -> None:
@@ -1399,7 +1416,9 @@ def test_if_no_earlier_version_can_return_the_failed_one_stays_and_no_worker_ser
         (replace(R1_OPEN, source=replace(R1.source, refetchable=False)), "rollback"),
     ):
         driver = with_canary(scored(-5.0, -5.0, -5.0), base, on_failure, watch=serving(""))
-        error = driver.error(Conflict)
+        error = driver.error(CanaryFailed)
+        assert "no worker serves it" in error.message
+        assert "publish another version" in error.facts["fix"]
         assert len(driver.all(Write, "decide")) == 1
         assert driver.one(Write, "decide").record.fallback is None
         assert error.facts["excluded"] == ["a", "b", "c"]
@@ -1449,6 +1468,59 @@ def test_a_coordinator_that_finishes_a_version_that_all_workers_fail_returns_to_
     again = Driver(UpdateCommand("update", "u9", body()), driver.record)
     again.error(CanaryFailed)
     assert again.phases == ["survey"]
+
+
+def left_by_a_dead_coordinator(on_failure: str = "rollback") -> DecisionRecord:
+    first = with_canary(scored(-5.0, -5.0, -5.0), on_failure=on_failure)
+    first.run()
+    return replace(first.all(Write, "decide")[0].record, fence=8)
+
+
+def fetching(keys: str) -> Answered:
+    """These workers swap by themselves, and have nothing to report yet."""
+    return Answered([bad(key, NotPrepared("the update is not staged here")) for key in keys])
+
+
+@pytest.mark.parametrize("kind", ["finish", "update"])
+def test_a_coordinator_waits_for_the_scores_of_workers_that_fetch_by_themselves(kind: Any) -> None:
+    left = left_by_a_dead_coordinator()
+    miss = scored(-5.0, -5.0, -5.0)
+    call = UpdateCommand(kind, "u9" if kind == "update" else "", body())
+    driver = Driver(call, left, commit=[fetching("abc"), fetching("abc"), miss])
+    driver.run()
+    assert driver.phases[:6] == ["survey", "gate", "commit", "watch", "commit", "watch"]
+    assert driver.one(Write, "decide").record.version.digest == V0.digest
+    assert left.made not in [one.record.made for one in driver.all(Write, "open")]
+
+
+def test_a_coordinator_waits_for_no_more_scores_once_a_worker_has_passed() -> None:
+    left = left_by_a_dead_coordinator()
+    passed = Answered(
+        [*scored(-1.0, -1.0, -1.0)(SendOp("commit", "", {}, ["a"])).replies, *fetching("bc").replies]
+    )
+    driver = Driver(UpdateCommand("finish", ""), left, commit=passed)
+    driver.outcome()
+    assert driver.phases == ["survey", "gate", "commit", "open", "open", "open", "recheck"]
+    driver = Driver(UpdateCommand("finish", ""), left_by_a_dead_coordinator("exclude"), commit=fetching("abc"))
+    driver.outcome()
+    assert driver.phases == ["survey", "gate", "commit", "open", "open", "recheck"], "no score would change that"
+
+
+def test_a_coordinator_waits_for_scores_only_as_long_as_a_commit_may_take() -> None:
+    driver = Driver(UpdateCommand("finish", ""), left_by_a_dead_coordinator(), commit=fetching("abc"))
+    driver.step_s = 10.0
+    driver.outcome()
+    assert driver.phases.count("commit") == 5
+    assert driver.one(Write, "open").record.fallback is None
+
+
+def test_asked_again_an_update_that_stays_unserved_tells_why() -> None:
+    left = left_by_a_dead_coordinator("exclude")
+    driver = Driver(
+        UpdateCommand("update", "u9", body()), left, commit=scored(-5.0, -5.0, -5.0), watch=serving("")
+    )
+    error = driver.error(CanaryFailed)
+    assert error.facts["canary"]["action"] == "exclude"
 
 
 def test_a_canary_that_the_engines_can_not_score_touches_nobody() -> None:

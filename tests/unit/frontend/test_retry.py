@@ -36,6 +36,7 @@ from rl_plane.errors import (
     Unsupported,
     WorkerLost,
     WrongIncarnation,
+    WrongNumerics,
 )
 from rl_plane.membership.core import Member
 
@@ -156,3 +157,12 @@ def test_weights_that_do_not_meet_the_demands(
     else:
         assert isinstance(found, Fail)
         assert (found.error.code, found.error.facts["field"]) == ("demand_unmet", "max_lag")
+
+
+def test_a_choice_whose_worker_fails_the_canary_continues_and_may_come_back_to_it() -> None:
+    error, before = WrongNumerics("x"), Tries(lost=(OTHER,))
+    assert decide(error, MIGRATES, before) == TryAgain(Tries(refusal=error), "migrated")
+    assert decide(error, FRESH, before) == TryAgain(replace(before, refusal=error), "refused")
+    assert decide(error, replace(MIGRATES, is_full=True)) == Finish("length")
+    for ends in (HALF, replace(MIGRATES, can_move=False), replace(MIGRATES, is_pinned=True)):
+        assert decide(error, ends) == Fail(error)

@@ -503,7 +503,7 @@ def test_warn_serves_what_the_fleet_agrees_on() -> None:
     assert "the trainer's value" in settled.warning
     assert settled.summary()["warning"] == settled.warning
     assert settled.summary()["failed"] == 3
-    assert settled.record == replace(RECORD, references={HF: off(FAR)})
+    assert settled.record == replace(RECORD, references={HF: off(FAR)}, overruled=settled.warning)
     assert evaluate_worker(settled.record, HF, off(FAR)).passed
     assert not evaluate_worker(settled.record, HF, RIGHT).passed
 
@@ -512,14 +512,14 @@ def test_warn_keeps_the_values_of_before_where_only_the_trainers_are_missed() ->
     record = replace(TRAINED, references={HF: off(FAR)})
     settled = settle(record, scores(a=(HF, off(FAR)), b=(HF, off(FAR))), "warn")
     assert (settled.action, settled.excluded) == ("open", [])
-    assert settled.record == replace(record, expected=None)
+    assert settled.record == replace(record, expected=None, overruled=settled.warning)
 
 
 def test_warn_serves_even_a_tie_and_judges_no_worker_by_it() -> None:
     settled = settle(RECORD, scores(a=(HF, RIGHT), b=(HF, off(FAR))), "warn")
     assert (settled.action, settled.excluded) == ("open", [])
     assert "nothing shows" in settled.warning
-    assert settled.record == RECORD
+    assert settled.record == replace(RECORD, overruled=settled.warning)
 
 
 def test_after_a_tie_no_worker_serves_until_the_next_version() -> None:
@@ -554,3 +554,12 @@ def test_the_tolerance_grows_with_the_logits_that_an_unlikely_token_has() -> Non
     verdict = evaluate_worker(trained, VLLM, ((-30.0, -32.3, -0.7), (-26.0, -40.0)))
     assert (verdict.sequence, verdict.token) == (0, 3), "the place where it is the most of what it may be"
     assert verdict.difference == pytest.approx(0.3)
+
+
+def test_a_worker_that_agrees_with_overruled_values_is_not_shown_as_one_that_passed() -> None:
+    settled = settle(TRAINED, MISSED, "warn")
+    verdict = evaluate_worker(settled.record, HF, off(FAR))
+    assert (verdict.passed, verdict.against, verdict.difference) == (True, "nothing", None)
+    assert verdict.warning == settled.warning
+    assert not evaluate_worker(settled.record, HF, off(3 * FAR)).passed, "it differs from the others"
+    assert CanaryRecord.from_wire(json.loads(json.dumps(settled.record.to_wire()))) == settled.record

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rl_plane.errors import NotAdmitted
+from rl_plane.errors import WrongNumerics
 from rl_plane.protocol.canary import CanaryRecord, Vectors, engine_kind
 from rl_plane.protocol.record import TAKEOVER_S, DecisionRecord, VersionSource
 from rl_plane.protocol.versions import WeightVersion
@@ -82,7 +82,7 @@ def test_tokens_of_weights_that_miss_the_trainers_values_do_not_go_out() -> None
     swapped(core, record(1))
     scored(core, WRONG)
     assert closed(core) == {"updating", "numerics"}
-    with pytest.raises(NotAdmitted):
+    with pytest.raises(WrongNumerics):
         core.numerics.delivers(0)
     core.learnt(record(1, open=True), 12, 0.0)
     assert "numerics" in closed(core), "it is open for the others"
@@ -97,7 +97,7 @@ def test_with_nothing_to_compare_with_tokens_wait_for_the_other_workers() -> Non
     agreed = replace(CANARY, references={KIND: RIGHT})
     core.learnt(record(1, agreed, open=True), 12, 0.0)
     assert "numerics" in closed(core)
-    with pytest.raises(NotAdmitted):
+    with pytest.raises(WrongNumerics):
         core.numerics.delivers(0)
 
 
@@ -153,7 +153,7 @@ def test_a_request_that_ran_on_weights_that_failed_delivers_nothing_after_they_h
     core.swapped(swap, now)
     scored(core, RIGHT, now)
     assert core.numerics.delivers(core.numerics.cuts), "a request that began since"
-    with pytest.raises(NotAdmitted):
+    with pytest.raises(WrongNumerics):
         core.numerics.delivers(before)
 
 
@@ -161,7 +161,7 @@ def test_a_decision_before_the_verdict_cuts_waiting_tokens() -> None:
     core = serving()
     swapped(core, record(1, CANARY))
     core.learnt(record(2), 13, 0.0)
-    with pytest.raises(NotAdmitted):
+    with pytest.raises(WrongNumerics):
         core.numerics.delivers(0)
 
 
@@ -169,7 +169,7 @@ def test_waiting_tokens_are_cut_while_other_weights_come_in() -> None:
     core = serving()
     swapped(core, record(1, CANARY))
     core.state.lose_weights("swapping")
-    with pytest.raises(NotAdmitted):
+    with pytest.raises(WrongNumerics):
         core.numerics.delivers(0)
 
 
@@ -262,3 +262,28 @@ def test_scores_of_other_sequences_are_ignored() -> None:
     core.learnt(replace(other, version=same_bytes, made=same_bytes), 14, 0.0)
     core.ticked(0.0)
     assert core.state.closed["numerics"] == NOT_SCORED
+
+
+def test_a_worker_that_fetches_failed_weights_again_still_reports_what_they_gave() -> None:
+    core = serving()
+    decided = record(1)
+    core.state.scores = Scores(SEQUENCES, [list(vector) for vector in RIGHT])
+    assert core.numerics.scores_for(decided) is None, "other weights gave that"
+    swapped(core, decided)
+    scored(core, WRONG)
+    assert core.ticked(GATE_S, busy=False)
+    assert core.state.scores is None
+    found = core.numerics.scores_for(decided)
+    assert found is not None
+    assert found.vectors == [list(vector) for vector in WRONG]
+    assert core.numerics.scores_for(record(1, replace(TRAINED, sequences=((4, 5, 6),)))) is None
+    core.is_staged(StagedVersion("heal-1", None, decided.version.digest, None))
+    swap = core.commit_step(decided)
+    assert isinstance(swap, Swap)
+    core.swapping(swap)
+    core.swapped(swap, GATE_S)
+    scored(core, RIGHT, GATE_S)
+    assert core.numerics.failed is None, "they have healed"
+    scored(core, WRONG, GATE_S)
+    core.learnt(record(2), 20, GATE_S)
+    assert core.numerics.failed is None, "another decision has other weights"
