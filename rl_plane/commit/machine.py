@@ -69,8 +69,8 @@ from rl_plane.protocol.update_requests import UpdatePolicy
 
 SCORE_RETRY_S = 1.0
 SCORE_TRIES = 60
-"""How often, and how many times, a coordinator asks a worker that fetches the version by itself for its scores. The
-commit's own time-out ends it earlier."""
+"""The seconds between two questions to a worker that fetches the version by itself for its scores, and the most such
+questions. The commit's own time-out ends it earlier."""
 
 
 class UpdateMachine:

@@ -9,6 +9,7 @@ from rl_plane.commit.history import UpdateEntry
 from rl_plane.errors import Conflict, NotFound
 from rl_plane.membership.core import Member
 from rl_plane.protocol.record import VersionSource
+from rl_plane.protocol.versions import WeightVersion
 
 SHOWN_VERSIONS = 20
 """Versions that an error lists, of those that a roll-back could name."""

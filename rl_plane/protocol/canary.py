@@ -79,7 +79,7 @@ Vectors = tuple[tuple[float, ...], ...]
 Sequences = tuple[tuple[int, ...], ...]
 OnCanaryFailure = Literal["rollback", "exclude", "warn"]
 CanaryOrigin = Literal["update", "canary.json", "default"]
-"""Where an update's sequences come from: its request, the file beside its checkpoint, or the vocabulary."""
+"""The origin of an update's sequences: its request, the file beside its checkpoint, or the vocabulary."""
 
 TokenId = Annotated[int, Field(strict=True, ge=0, le=MAX_TOKEN_ID)]
 Logprob = Annotated[float, Field(strict=True, ge=MIN_LOGPROB, le=LOGPROB_EPSILON)]

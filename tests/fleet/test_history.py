@@ -294,7 +294,7 @@ async def test_a_repeated_update_returns_its_first_answer_and_changes_nothing_af
     assert caught.value.facts["field"] == "Idempotency-Key"
 
 
-async def test_asked_again_an_aborted_update_gives_its_error_again(plane: Plane) -> None:
+async def test_a_repeated_aborted_update_gives_its_error_again(plane: Plane) -> None:
     client = await plane.client()
     worker = plane.spawn(fail_stage="true")
     body = update_of(plane.model(1), "step_1")

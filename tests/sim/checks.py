@@ -92,17 +92,17 @@ class Checks:
         self.lost_at: dict[str, float] = {}
         """Bucket → when the store last lost writes of it."""
         self.canaries: dict[tuple[str, int], list[tuple[float, CanaryRecord | None]]] = {}
-        """Run and sequence of the base → since when a record says what it has to compute."""
+        """Run and sequence of the base → the canary that each record stores for it, and since when."""
         self.staged: dict[str, dict[Process, float]] = {}
-        """Update → in which processes it was staged, and when."""
+        """Update → the processes in which it was staged, and when."""
         self.scored_at: dict[tuple[Process, WeightVersion], float] = {}
-        """When a process first scored the canary of which version."""
+        """Process and version → the time of the process's first scores of the version's canary."""
         self.goes_back: set[tuple[str, int, str, str]] = set()
-        """Decisions whose canary every worker fails, and in whose place the version before has to come back."""
+        """Decisions whose canary every worker fails. The version before has to return in place of each."""
         self.done: list[tuple[int, str, str, str | None]] = []
-        """Under which fence, what, in which worker, and the label that it was about."""
+        """The changes that workers carried out: fence, change, worker, and label."""
         self.fingerprints: list[tuple[float, str]] = []
-        """Since when the fleet has which fingerprint."""
+        """The fingerprints of the fleet, each with the time since when it holds."""
         self.serving = ServingChecks(self)
         self.answers = AnswerChecks(self)
         self._fence_of: dict[str, int] = {}

@@ -15,9 +15,9 @@ class _Dies(BaseException):
     """Ends a coordinator like a SIGKILL: it runs none of its cleanup."""
 
 
-def ends_at(patch: pytest.MonkeyPatch, phase: str, error: BaseException) -> None:
-    """Makes each coordinator fail with `error` when it reaches `phase`."""
-    real = Coordinator._carry_out
+def ends_at(patch: pytest.MonkeyPatch, phase: str, error: BaseException, after: int = 0) -> None:
+    """Makes each coordinator fail with `error` in `phase`. `after`: how many times it carries the phase out before."""
+    real, left = Coordinator._carry_out, after
 
     async def carry_out(self: Coordinator, instruction: Instruction) -> Event:
         nonlocal left

@@ -37,8 +37,8 @@ class Numerics:
         """Counts how often all running requests were ended. A request that began before the last time delivers no more:
         its reader may be slow, so tokens that must not go out may still wait for it."""
         self.failed: Scores | None = None
-        """What the weights of this decision gave when they last failed. They may be dropped, and fetched again, while
-        a coordinator still asks for the scores."""
+        """The scores of this decision's weights when they last failed. The weights may be dropped and fetched again
+        while a coordinator still asks for the scores."""
         self._state = state
         self._tries = 0
 
@@ -106,7 +106,7 @@ class Numerics:
             self.flow = "open"
 
     def scores_for(self, record: DecisionRecord) -> Scores | None:
-        """What a coordinator of this decision has to know: the scores of the weights that are here, or of weights that
+        """Returns the scores that a coordinator of this decision needs: of the present weights, or of weights that
         failed and are being fetched again. None: the engine has not scored this decision's canary."""
         if record.canary is None or self.kind is None:
             return None

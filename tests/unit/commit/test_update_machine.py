@@ -155,7 +155,7 @@ class Driver:
         self.reports: list[WorkerReply] | None = None
         self.pause = DesiredPause(False), 0
         self.step_s = 0.0
-        """How long each instruction takes."""
+        """The seconds that each instruction takes."""
 
     def run(self) -> End:
         event: Event | None = None

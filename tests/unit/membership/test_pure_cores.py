@@ -274,7 +274,7 @@ def test_a_new_registration_starts_anew() -> None:
     assert not core.probed("a", 3, "no_responder", 7.0)
 
 
-def test_the_prober_forgets_a_worker_that_has_left() -> None:
+def test_who_has_left_is_forgotten() -> None:
     core = ProbeCore()
     core.probed("a", 1, "no_responder", 0.0)
     core.keep_only({"b"})
