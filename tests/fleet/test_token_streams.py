@@ -382,5 +382,5 @@ async def test_work_that_does_not_end_lets_its_caller_go(
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
-    assert "stubborn has no caller any more, and does not end" in caplog.text
+    assert "stubborn does not end after its caller was cancelled" in caplog.text
     engine_loop[1].call_soon_threadsafe(may_end.set)
