@@ -863,7 +863,7 @@ async def test_a_frontend_that_hears_no_decision_has_read_it_before_it_is_served
         pass
 
     monkeypatch.setattr("rl_plane.membership.view.MembershipView._record_feed", deaf)
-    monkeypatch.setattr("frontend.routing.routing_lease.FrontendLease._message", deaf)
+    monkeypatch.setattr("frontend.routing.routing_lease.FrontendLease._on_message", deaf)
     plane.spawn()
     async with frontend(plane) as http:
         await ask(http)
@@ -875,7 +875,7 @@ async def test_a_frontend_that_hears_no_status_asks(plane: Plane, monkeypatch: p
     async def deaf(*args: object) -> None:
         pass
 
-    monkeypatch.setattr("frontend.routing.fleet_status.FleetStatus._message", deaf)
+    monkeypatch.setattr("frontend.routing.fleet_status.FleetStatus._on_message", deaf)
     async with frontend(plane, admission_wait_s=10) as http:
         worker = plane.spawn()
         await ask(http)

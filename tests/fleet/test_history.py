@@ -496,7 +496,7 @@ async def test_a_repeated_call_for_an_unreported_outcome_fails_once_another_is_c
     await two.run("update_weights", update_of(plane.model(2), "step_2"), "id-2")
     before = await served(two)
     for client in (one, two):
-        with pytest.raises(Conflict, match="step_1 was committed, and another one since") as caught:
+        with pytest.raises(Conflict, match="step_1 was committed, and another version since") as caught:
             await ask(client)
         assert (caught.value.facts["version"]["label"], caught.value.facts["repeated"]) == ("step_1", True)
     assert await served(two) == before
@@ -527,14 +527,14 @@ async def test_a_repeated_call_takes_no_worker_back_after_a_lost_later_decision(
         assert entry.value is not None
         await client.bus.put(state, key, entry.value)
     if calls == 2:
-        with pytest.raises(Conflict, match="step_1 was committed, and another one since"):
+        with pytest.raises(Conflict, match="step_1 was committed, and another version since"):
             await client.run("prepare_weights_update", body, "id-1")
-    with pytest.raises(Conflict, match="step_1 was committed, and another one since"):
+    with pytest.raises(Conflict, match="step_1 was committed, and another version since"):
         await ask(client)
     assert await served(client) == before
     found = next(entry for entry in await told(client) if entry["update_id"] == "id-1")
     assert (found["outcome"], found["version"]["sequence"]) == ("committed", 1)
-    with pytest.raises(Conflict, match="step_1 was committed, and another one since"):
+    with pytest.raises(Conflict, match="step_1 was committed, and another version since"):
         await ask(client)
     assert await served(client) == before
 

@@ -170,7 +170,7 @@ async def unheard(
         pass
 
     monkeypatch.setattr(Registration, "_heard", lost)
-    monkeypatch.setattr("worker.registration.CHECK_S", 0.05)
+    monkeypatch.setattr("worker.runtime.registration.CHECK_S", 0.05)
     bus = await Bus.connect(plane.url)
     members = Subjects(plane.namespace, plane.component).members
     registration = Registration(bus, members, "a", "ia", {}, on_registered=registered, on_superseded=on_superseded)

@@ -150,7 +150,7 @@ async def test_a_silent_worker_begins_no_run(plane: Plane) -> None:
     silent, _ = plane.spawn_many(2)
     await client.wait_for(2)
     silent.stop()
-    with pytest.raises(Conflict, match="1 are silent"):
+    with pytest.raises(Conflict, match="1 did not answer"):
         await client.run("new_run")
     silent.go_on()
 

@@ -381,5 +381,5 @@ async def test_the_caller_of_work_that_ignores_cancellation_returns_after_a_boun
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
-    assert "stubborn has no caller any more, and does not end" in caplog.text
+    assert "stubborn does not end after its caller was cancelled" in caplog.text
     engine_loop[1].call_soon_threadsafe(may_end.set)
