@@ -85,8 +85,8 @@ def client_of(plane: Plane, kind: str, http: httpx.AsyncClient) -> dict[str, Any
 
 @pytest.mark.parametrize("kind", ["vllm", "trl", "nats"])
 async def test_vllms_trainer_factory_drives_a_fleet(plane: Plane, trainer: ToldProcess, kind: str) -> None:
-    """By vLLM's `HTTPVLLMWeightSyncClient`, by TRL's asynchronous client, and by ours over NATS. TRL trains in float32
-    unless it is told otherwise, whatever the fleet serves in."""
+    """The trainers use vLLM's `HTTPVLLMWeightSyncClient`, TRL's asynchronous client, and ours over NATS. TRL trains in
+    float32 by default, whatever dtype the fleet serves."""
     dtype = "float32" if kind == "vllm" else "bfloat16"
     ids = await fleet(plane, 2, dtype)
     async with facade(plane) as http:

@@ -773,8 +773,8 @@ async def test_a_flush_that_was_not_done_is_a_400(plane: Plane) -> None:
 
 
 async def test_an_update_that_fails_at_its_end_leaves_nobody_paused(plane: Plane) -> None:
-    """`continue_generation` commits. Where that fails, nothing of the update is left, so the fleet goes on as it was;
-    where it has not begun, the update is still here, and the error says for how long the fleet stands still."""
+    """`continue_generation` commits. If it fails, nothing of the update is left and the fleet continues as before. If
+    it has not begun, the update remains, and the error says for how long the fleet stays paused."""
     plane.spawn_copies(2)
     part = tensors_of(plane, 1)
     async with facade(plane) as http:

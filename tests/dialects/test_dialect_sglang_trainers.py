@@ -763,8 +763,8 @@ async def test_a_fleet_that_is_gone_after_a_part(plane: Plane) -> None:
 
 
 async def test_a_group_that_nobody_comes_to(plane: Plane) -> None:
-    """A trainer whose count is wrong is told so at once; one that dies on the way leaves workers that are looked after
-    before they get requests again."""
+    """A trainer with a wrong count gets an error at once. If a trainer dies while the group forms, the workers stay
+    closed until they are enabled."""
     witnesses = Witnesses(plane)
     await asyncio.to_thread(witnesses.spawn, 1)
     worker = plane.spawned[0].process.pid

@@ -22,16 +22,17 @@ RL_PLANE = Path(sys.executable).with_name("rl-plane")
 RUN_S = 240
 """The bound that the demo promises."""
 ENGINE_RUN_S = 630
-"""And with an engine that takes long to start. On two cores of its own a run takes a minute or so."""
+"""The bound in seconds of a run with an engine that takes long to start. On two cores of its own a run takes about a
+minute."""
 ENGINE_STEPS = 20
 """The reward rises by 0.2 or more within them, the demo asks for 0.1; it asks for at least 10 steps."""
 INTERRUPT_S = 75
-"""Before the first worker one process imports torch."""
+"""The bound in seconds of an interrupt. Before the first worker one process imports torch."""
 
 
 @contextmanager
 def demo(cwd: Path, *arguments: str, tmp: Path | None = None) -> Iterator[subprocess.Popen[str]]:
-    """Its temporary folders go to `tmp`, or to `cwd`/tmp."""
+    """Runs the demo. Its temporary folders go to `tmp`, or to `cwd`/tmp."""
     tmp = tmp or cwd / "tmp"
     tmp.mkdir(exist_ok=True)
     with subprocess.Popen(

@@ -574,7 +574,7 @@ async def test_a_wait_that_is_cancelled_leaves_it_as_it_was(engine: FullEngine, 
 
 
 async def waited_for(engine: FullEngine) -> tuple[Run, Run, asyncio.Task[bool]]:
-    """A request that was frozen and goes on, one that came while it was, and the `wait` for the first."""
+    """Returns a request that was frozen and continues, a request that came meanwhile, and the `wait` for the first."""
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(1)
     await engine.pause("keep", True)
@@ -1067,7 +1067,7 @@ async def test_a_reset_under_a_request_of_an_adapter_that_was_replaced(engine: F
 
 
 async def test_an_adapter_that_is_replaced_goes_on_with_its_requests(engine: FullEngine, models: Models) -> None:
-    """Also in the middle of the tokens that were asked for, and with all that belongs to them."""
+    """This also holds in the middle of the requested tokens, and with everything that belongs to them."""
     await update(engine, models.tiny[1], 1)
     await load_adapter(engine, "x", models.adapters[1])
     prompt = prompt_of(5, 12)

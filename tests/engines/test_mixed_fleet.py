@@ -727,8 +727,8 @@ async def test_trainers_own_clients_drive_all_three(
 async def test_verls_own_client_drives_all_three(
     client: RlClient, http: httpx.AsyncClient, mixed: Mixed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its client of one SGLang, unchanged: buckets and adapters as safetensors; its pickles are refused. A worker is
-    killed between two buckets, which nobody has yet but the frontend, and another one while all stage them."""
+    """verl's unchanged client of one SGLang sends buckets and adapters as safetensors. Its pickles are refused. One
+    worker is killed between two buckets, which only the frontend has yet, and another while all workers stage them."""
     await mixed.witnessed(client)
     view = await client.view()
     holds = mixed.plane.tmp / "holds"

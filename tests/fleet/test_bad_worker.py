@@ -119,7 +119,7 @@ def test_one_worker_that_can_not_read_the_weights(curl: Curl, tmp_path: Path) ->
     status, reply = curl("curl -s 'localhost:8002/v1/rl/ready?min_workers=3&wait_s=30'")
     assert status == 200, reply
 
-    # All or none: nobody moves, whoever could.
+    # All or none: no worker changes, even if it could.
     status, reply = curl(
         """curl -s localhost:8002/v1/rl/update_weights -d '{
           "transport": {"backend": "filesystem", "path": "'"$PWD"'/checkpoints/step_1"},
@@ -164,7 +164,7 @@ def test_one_worker_that_can_not_read_the_weights(curl: Curl, tmp_path: Path) ->
     status, reply = curl("curl -s 'localhost:8002/v1/rl/ready?min_workers=2'")
     assert status == 200, reply
 
-    # The cause goes; nobody tells it.
+    # The cause is removed; no call announces it.
     status, reply = curl(
         f"""ln -sfn checkpoints mount
         curl -s 'localhost:8002/v1/rl/ready?min_workers=3&wait_s={HEAL_S}'"""

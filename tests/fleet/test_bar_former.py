@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize("given_back", [False, True])
 async def test_a_decision_that_comes_after_the_lock_was_lost(plane: Plane, given_back: bool) -> None:
-    """The taker is a call such as `pause`, which never writes the record. After a lock that was given back there is
-    nobody to bar, and nothing is written."""
+    """The new holder is a call such as `pause`, which never writes the record. After a lock that was released there is
+    no holder to bar, and nothing is written."""
     first, second = await plane.client("first"), await plane.client("second")
     bus, bucket = first.bus, first.subjects().state
     base = first_record("blake3:" + "0" * 64)

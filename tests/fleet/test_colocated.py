@@ -83,7 +83,8 @@ async def test_a_caller_waits_until_the_kv_cache_is_back_or_is_told_why_not(plan
 
 
 async def test_running_requests_wait_for_all_memory_whatever_is_resumed(plane: Plane) -> None:
-    """Frozen by a pause, they go on behind the last `resume_memory`, not at `resume`: a step has no place before."""
+    """Requests that a pause froze continue after the last `resume_memory`, not at `resume`: a step has no memory
+    before."""
     one = plane.spawn(token_delay_s=0.01)
     fleet = await plane.fleet()
     stream = Stream(fleet.client, one.instance_id, PROMPT, TOKENS)
@@ -139,7 +140,7 @@ async def test_a_pause_outlasts_the_memory_that_comes_back(plane: Plane) -> None
 def two_of_which_one_is_held(
     plane: Plane, point: str, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Spawned, Spawned, Path]:
-    """The other one, the one that stands still at the point, and the file that is there once it does."""
+    """Returns the other worker, the worker that is held at the point, and the file that appears once it is held."""
     holds = plane.tmp / "holds"
     holds.mkdir()
     monkeypatch.setenv(VARIABLE, str(holds))
@@ -230,7 +231,7 @@ async def test_a_worker_that_was_away_has_the_memory_that_the_fleet_has(plane: P
     await plane.until(released, 30)
     await changed("resume_memory")
     await plane.until(lambda: all_serve(client, "initial"), 30)
-    # By its id, one alone is meant; and a worker that has none to give back keeps nobody from taking theirs.
+    # An id names one worker. A worker without memory to return does not keep others from taking theirs.
     await fleet.run("release_memory", {"workers": [away.instance_id]})
     for one in (away, stays):
         one.kill()

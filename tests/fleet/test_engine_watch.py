@@ -197,7 +197,8 @@ def _hanging(name):
 _hanging("liveness")
 _hanging("pause")
 """
-"""With a file `hang` nothing comes back from the engine; a file of its name tells that a method was called since."""
+"""A patch: with a file `hang` no method of the engine returns. A file named after a method shows that it was called
+since."""
 
 
 def hanging(plane: Plane) -> Spawned:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 BOUND_S = 30.0
 WAIT_S = 60.0
-"""For a worker: none of these requests comes to the end of it."""
+"""The seconds that a request may wait for a worker. No request of these tests reaches the bound."""
 LONG = 2000
 
 

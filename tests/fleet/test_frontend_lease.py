@@ -119,7 +119,8 @@ async def test_a_frontend_that_vanishes_leaves_the_list_by_itself(
 async def test_a_frontend_listens_before_it_is_listed_and_asks_for_its_lease_last(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A coordinator that finds the frontend in the list can reach it. One that does not has decided before it asked."""
+    """A coordinator that finds the frontend in the list can reach it. A coordinator that does not find it decided
+    before the frontend asked."""
     client = await plane.client()
     view = await (await plane.client("frontend")).view()
     one = FrontendLease(view, "0" * 16)

@@ -1,5 +1,5 @@
-"""Sessions, capabilities, demands on versions, and choices that go on at another worker: over `fake` workers, whose
-tokens tell which weights made them."""
+"""Sessions, capabilities, demands on versions, and choices that continue at another worker: over `fake` workers, whose
+tokens show which weights made them."""
 
 from __future__ import annotations
 
@@ -197,7 +197,8 @@ async def test_a_long_request_goes_to_a_worker_that_has_room_for_it(
 
 
 def unchosen(size: int, **more: Any) -> list[tuple[str, dict[str, Any]]]:
-    """By each route, a prompt of so many tokens with nothing said of a length: as tokens, as a text, as a chat's."""
+    """Returns a request for each route with a prompt of `size` tokens and no length: as tokens, as a text, as a
+    chat's."""
     ids, text, chat = [5] * size, "x" * size, [{"role": "user", "content": "x" * size}]
     told = {"return_token_ids": True, **more}
     return [

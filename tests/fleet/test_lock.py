@@ -293,8 +293,8 @@ async def test_a_new_fence_is_taken_without_giving_the_lock_away(plane: Plane) -
 async def test_a_holder_whose_connection_broke_and_came_back_keeps_the_lock(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server tells that the connection of the lock is closed, and whoever waits would take it at once. A long
-    prepare renews the lock only now and then."""
+    """The server announces that the connection of the lock is closed, and a waiting call would take the lock at once.
+    A long prepare renews the lock only now and then."""
     monkeypatch.setattr(rl_plane.bus.lock, "RENEW_S", 60)
     one, two = await plane.client("one"), await plane.client("two")
     view, state = await two.view(), one.subjects().state

@@ -156,7 +156,8 @@ async def test_a_silent_worker_begins_no_run(plane: Plane) -> None:
 
 
 async def test_a_fleet_that_was_trained_goes_back_to_its_own_model(plane: Plane) -> None:
-    """The new run's weights are the workers' own: those that hold others fetch them from their model's folder."""
+    """The new run's weights are the workers' own. Workers with other weights fetch theirs from their model's
+    folder."""
     client = await plane.client()
     ids = plane.spawn_copies(2)
     await client.list_workers()

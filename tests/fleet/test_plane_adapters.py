@@ -40,7 +40,7 @@ HEAL_S = 40.0
 
 
 async def proven(client: RlClient, worker: str, base: dict[str, Any], **adapters: dict[str, Any]) -> None:
-    """By tokens: this worker serves exactly these."""
+    """Checks by tokens that this worker serves exactly these adapters."""
     plain = await generate(client, worker, PROMPT, 3)
     assert plain.tokens == [fake_token(base["digest"], PROMPT, n) for n in range(3)]
     assert [span["adapter"] for span in plain.spans] == [None]

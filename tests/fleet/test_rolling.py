@@ -74,8 +74,8 @@ async def test_workers_roll_one_by_one_and_one_always_serves(plane: Plane) -> No
 
 
 async def test_tokens_are_labelled_by_the_version_that_made_them(plane: Plane) -> None:
-    """Callers by way of a frontend: they wait for nobody, and get the old version or the new one until it is answered,
-    then the new one only."""
+    """Clients of a frontend wait for no worker. They get the old or the new version until the update is answered, then
+    only the new one."""
     client = await plane.client()
     plane.spawn_many(3, swap_delay_s=0.2, token_delay_s=0.01)
     await client.wait_for(3)

@@ -312,7 +312,7 @@ async def test_a_stage_joins_a_fleet_that_stands_still(plane: Plane) -> None:
 
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 async def test_a_published_version_goes_to_the_engines_only(plane: Plane, transport: str) -> None:
-    """Also by a group, which every rank of the fleet has to join."""
+    """This also holds for a group, which every rank of the fleet has to join."""
     if transport == "gloo":
         pytest.importorskip("torch")
     client = await plane.client()
@@ -380,7 +380,7 @@ async def _beside(client: RlClient, *stages: Spawned) -> bool:
 
 
 async def test_a_killed_stage_leaves_and_one_that_is_told_to_end_too(plain_plane: Plane) -> None:
-    """By a server that tells nobody of it: stages are looked after as engines are."""
+    """The server announces no death. The plane checks stages like engines."""
     plane = plain_plane
     client = await plane.client()
     plane.spawn()

@@ -316,7 +316,7 @@ async def test_what_an_engine_makes_in_one_turn_crosses_at_once(
 async def test_a_cancelled_caller_waits_until_its_work_has_cleaned_up(
     engine_loop: tuple[EngineLoop, asyncio.AbstractEventLoop],
 ) -> None:
-    """Else the next change of the engine would run beside it."""
+    """Otherwise the next change of the engine would run beside the cleanup."""
     engine, its_loop = engine_loop
     begun, undoing, may_end, ended = threading.Event(), threading.Event(), asyncio.Event(), threading.Event()
 

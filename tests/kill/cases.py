@@ -40,7 +40,7 @@ DECIDE_S = 0.015
 HEAL = "heal"
 """No update's: the worker was killed, and its next process receives what is committed."""
 LOAD = "load"
-"""Its first tensor has been written over the served weights: `staging: none`."""
+"""The point at which the first tensor has overwritten the served weights: `staging: none`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ async def run_case(fleet: RealFleet, case: Case) -> None:
     await _check_outcome(fleet, case, before, after, [update.result(), answer], policy, worker)
     outcomes = await fleet.outcome_of(key)
     check(outcomes == ["committed" if answer.version else "aborted"], f"the history tells {outcomes}: {answer}")
-    if not answer.version:  # what was undone stands in nobody's way
+    if not answer.version:  # an undone update blocks no later one
         again = await fleet.clear_answer(other, {**body, "version": f"{label}-again"}, uuid.uuid4().hex)
         check(again.status == 200, f"the update after it: {again}")
         after = (await fleet.whole())["version"]
@@ -192,7 +192,7 @@ async def _strike(
     chance: random.Random,
     repeat: Callable[[], Awaitable[Answer]],
 ) -> Answer:
-    """The fault, and the clear answer that came in the end. What was stopped goes on."""
+    """Carries out the fault and returns the final clear answer. A stopped process continues afterwards."""
     long = chance.random() < 0.8
     if case.fault == "kill":
         if case.victim == "engine":
@@ -207,7 +207,7 @@ async def _strike(
         fleet.release()
         if case.of_a_worker:
             return await _ended(update)
-        if case.victim == "coordinator":  # its lease runs out, and another goes on
+        if case.victim == "coordinator":  # its lease runs out, and another coordinator takes over
             return await repeat()
         await asyncio.sleep(OUTAGE_S if long else SHORT_OUTAGE_S)
     finally:

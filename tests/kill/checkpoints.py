@@ -39,7 +39,7 @@ class Models(Protocol):
 
     @property
     def pause_s(self) -> float:
-        """Between two requests of a client."""
+        """The seconds between two requests of a client."""
 
     async def make(self, number: int) -> Checkpoint:
         """Number n differs from the few before it."""

@@ -16,7 +16,7 @@ from tests.kill.checkpoints import Models, Wrong, check
 from worker.testing.tiny_model import VOCAB_SIZE
 
 REPLY_S = 30.0
-"""For a completion: a frontend holds it back up to 10 s, and may be stopped meanwhile."""
+"""The bound in seconds of a completion: a frontend holds it for up to 10 s, and may be stopped meanwhile."""
 TRANSIENT = frozenset({503, 504})
 
 
@@ -127,7 +127,7 @@ class Rollouts:
         self._check_spans(prompt, tokens, spans, floor)
         self.answers[client] += 1
         if not self.rolling and spans:
-            # Admitted under this version: whoever asks from now on gets it, or a newer one.
+            # Admitted under this version: every request from now on gets it, or a newer one.
             self.floor = max(self.floor, spans[0]["sequence"])
 
     def _check_spans(self, prompt: list[int], tokens: list[int], spans: list[dict[str, Any]], floor: int) -> None:

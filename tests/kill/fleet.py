@@ -35,14 +35,14 @@ connection."""
 REACH_S = 20.0
 """From the call to the last boundary, with a busy machine."""
 ANSWER_S = 40.0
-"""For an update, whatever happens to it: a serving lease, a lock's, and the outage of nats-server, each twice."""
+"""The bound in seconds of an update: a serving lease, a lock's lease, and the outage of nats-server, each twice."""
 CLEAR_S = 60.0
-"""For an answer to the repeated call that is neither "try again" nor a lost connection."""
+"""The bound in seconds until the repeated call gets an answer other than "try again" or a lost connection."""
 GONE_S = 15.0
 """An engine's death is noticed within 2 s; then its worker ends."""
 POLL_S = 0.02
 VITAL = ("VLLM::", "sglang::")
-"""So begin the names of the processes that an engine can't do without."""
+"""The beginnings of the names of the processes that an engine can't run without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Answer:
 
 
 def _name(process: psutil.Process) -> str:
-    """Nothing of one that has ended since it was found: an engine that starts has some for a moment."""
+    """Returns the name of a process; empty if it has ended meanwhile, as helpers of a starting engine do."""
     with suppress(psutil.NoSuchProcess):
         return str(process.name())
     return ""
@@ -163,7 +163,7 @@ class RealFleet(KeptFleet):
         child.kill()
 
     async def gone(self) -> None:
-        """Once nothing is left of what was killed last."""
+        """Waits until no process of the last kill is left."""
         give_up = time.monotonic() + GONE_S
         while orphans := [str(process) for process in self._doomed if lives(process)]:
             check(time.monotonic() < give_up, f"they live after {GONE_S:g} s: {orphans}")
@@ -231,7 +231,7 @@ class RealFleet(KeptFleet):
             await asyncio.sleep(0.2)
 
     async def whole(self) -> dict[str, Any]:
-        """Once every worker serves the committed version, with nothing left of any update, as every frontend tells."""
+        """Waits until every worker serves the committed version, and no frontend reports a part of any update."""
         give_up = time.monotonic() + WHOLE_S
         while True:
             try:
@@ -315,7 +315,7 @@ class RealFleet(KeptFleet):
         return all((self.holds / f"reached.{point}.{instance_id}").exists() for instance_id in instance_ids)
 
     async def started_to(self, point: str, instance_id: str) -> None:
-        """Once a worker that starts stands at this point."""
+        """Waits until a starting worker stands at this point."""
         give_up = time.monotonic() + WHOLE_S
         while not self._reached(point, [instance_id]):
             check(time.monotonic() < give_up, f"{point} was not reached within {WHOLE_S:g} s")

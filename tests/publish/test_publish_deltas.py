@@ -209,7 +209,7 @@ async def test_a_delta_is_chosen_where_bytes_are_slow_and_there_is_memory(
 async def test_deltas_that_are_chosen_overlap_the_next_step(
     transport: str, plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And when all are on one machine again, what was lent of the copy is given back."""
+    """The memory lent from the copy is returned once all workers are on one machine again."""
     pytest.importorskip({"gloo": "torch"}.get(transport, transport))
     plane.spawn()
     client, source = await plane.client(), Changing()

@@ -28,7 +28,7 @@ EXAMPLE_S = 150.0
 PROMPT = [5, 6, 7]
 TOKENS = 8
 LOGPROB = 2e-3
-"""Between two ways to compute the same float32 model, in nats."""
+"""The tolerance in nats between two ways to compute the same float32 model."""
 
 
 async def says(http: httpx.AsyncClient, ids: list[str], base: Path, adapter: Path | None = None) -> None:

@@ -92,7 +92,7 @@ async def test_a_version_is_published_by_each_kind_of_client(plane: Plane) -> No
 
 @pytest.mark.parametrize("backend", sorted(installed().keys() - {"nccl"}))
 async def test_every_sender_publishes_and_fails_cleanly(backend: str, plane: Plane) -> None:
-    """By many buckets; with a GPU's transport left out."""
+    """The weights take many buckets. Transports that need a GPU are left out."""
     shape = {"tensors": 40, "nbytes": 65536}
     plane.spawn_many(2, model=plane.model(0, **shape))
     one, two = plane.model(1, **shape), plane.model(2, **shape)
@@ -171,7 +171,8 @@ async def test_a_worker_that_ends_while_it_receives_is_named_and_why(
 async def test_a_worker_that_died_before_it_connected_is_not_waited_for(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the look at the fleet and the update: the others get it meanwhile."""
+    """The worker dies between the publisher's look at the fleet and the update. The other workers get the version
+    meanwhile."""
     shape = {"tensors": 8, "nbytes": 1000}
     plane.spawn_many(2, model=plane.model(0, **shape))
     looks = 0
@@ -195,7 +196,7 @@ async def test_a_worker_that_died_before_it_connected_is_not_waited_for(
 async def test_another_trainers_group_takes_no_update_that_is_sent(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits for a while; the one that is sent is committed."""
+    """The second trainer waits for a while. The version that is being sent is committed."""
     pytest.importorskip("torch")
     plane.spawn_many(2)
     monkeypatch.setattr(attempts, "OTHERS_S", 0.0)
@@ -724,7 +725,7 @@ class Joining:
 
 @pytest.mark.parametrize("encoding", ["full", "delta"])
 async def test_if_a_worker_joins_the_version_is_pushed_to_all_workers_again(encoding: Any, plane: Plane) -> None:
-    """By a trainer that waits, and by a publisher that sends from its copy."""
+    """The publisher is a trainer that waits, or sends from its copy."""
     pytest.importorskip("torch")
     plane.spawn()
     one = plane.model(1)

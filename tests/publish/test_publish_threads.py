@@ -98,7 +98,7 @@ class OnGpu(Gathering):
 async def test_what_is_read_on_another_thread_is_read_by_the_callers_gpu(
     collective: bool, plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else every rank would gather by number 0."""
+    """Otherwise every rank would gather on GPU 0."""
     plane.spawn()
     fleet = await plane.fleet()
     current = CurrentGpu()

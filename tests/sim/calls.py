@@ -34,7 +34,8 @@ async def call(
     request_id: str = "",
     wrong: str = "",
 ) -> dict[str, Any] | None:
-    """The reply; None for an error, which is told to the checks. `wrong`: why it can't be accepted."""
+    """Returns the reply, or None for an error, which the checks get. `wrong`: the reason why the reply can't be
+    accepted."""
     record = CallRecord(by.process, op, dict(body), name, world.loop.now, len(world.checks.decided))
     record.shared, record.wrong = bool(request_id), wrong
     world.calls.append(record)

@@ -278,7 +278,7 @@ class Checks:
         return "wrong" if process.miscomputed else ""
 
     def _began_twice(self, record: Decision) -> bool:
-        """Two workers found a lost store empty, and each began a run: the one that comes further counts."""
+        """Two workers found a lost store empty, and each began a run. The run with the higher sequence counts."""
         return record.sequence == 0 and self.world.subjects.state.name in self.lost_at
 
     def lost_writes(self, bucket: KeyValueBucket) -> None:

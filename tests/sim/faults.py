@@ -203,7 +203,7 @@ class Faults(NatsFaults):
             process.freeze(seconds)
 
     def _pause_machine(self) -> None:
-        """Its clock does not count the time."""
+        """Pauses a machine, whose clock does not count the time."""
         world = self._world
         if processes := world.processes():
             process = world.rng.choice(processes)
@@ -231,7 +231,7 @@ class Faults(NatsFaults):
         world.start_worker(instance_id)
 
     def _cut_off(self) -> None:
-        """Its connection breaks, and comes back."""
+        """Breaks a process's connection, which it makes again later."""
         world = self._world
         processes = [process for process in world.processes() if process.buses]
         if processes and world.server.up:
@@ -319,7 +319,7 @@ class Faults(NatsFaults):
         world.say(f"gone: {sorted(one[-2:] for one in gone)}")
 
     def _write_over(self) -> None:
-        """A trainer writes a checkpoint over one that was published, while workers may be reading it."""
+        """A trainer overwrites a published checkpoint while workers may be reading it."""
         world, rng = self._world, self._world.rng
         path, other = rng.sample(world.good_models, 2)
         world.say(f"{other.name} is written over {path.name}")

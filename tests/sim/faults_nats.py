@@ -158,7 +158,7 @@ class NatsFaults:
             self._part(processes[:cut][:2], processes[cut:])
 
     def _part_holder(self, holder: Coordinator, bus: SimBus) -> None:
-        """Once its call enters a chosen phase."""
+        """Partitions the holder once its call enters a chosen phase."""
         world, rng = self._world, self._world.rng
         chosen = rng.choice(CUT_PHASES)
 

@@ -98,7 +98,7 @@ GUARDS: dict[str, dict[str, Any]] = {
         "rl_plane.commit.sessions.decide": _undecided,
         "rl_plane.commit.commands.decide": _undecided,
     },
-    # The record is written only under the lock, by its newest holder, and workers obey nobody else.
+    # The record is written only under the lock, by its newest holder, and workers obey only this holder.
     "fence": {
         "rl_plane.bus.lock.HeldLock.put": _unguarded_put,
         "rl_plane.bus.lock.HeldLock.renew": _nothing,
@@ -115,7 +115,7 @@ GUARDS: dict[str, dict[str, Any]] = {
     "nonce": {"rl_plane.bus.lock._nonce": _one_nonce},
     # A worker serves weights only if its engine computes with them what it should.
     "canary": {"worker.reconcile.numerics.evaluate_worker": _passes},
-    # Only who computes with the committed weights counts as one that serves them.
+    # Only a worker that computes with the committed weights counts as serving them.
     "answer": {"rl_plane.commit.rules.serves": _yes, "rl_plane.commit.coordinator.serves": _yes},
     # Closed workers and those without a serving lease take no requests, frontends without one route none, and tokens
     # of other versions than the committed ones are not delivered.

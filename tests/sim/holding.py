@@ -89,7 +89,7 @@ class Holding:
             self._server.later(LOOK_S, self._look)
 
     def _decides(self, value: bytes) -> bool:
-        """Is it the record of another update than the one that is there?"""
+        """Returns True if the record is of another update than the present one."""
         there = self._server.value(self._bucket, RECORD)
         before = json.loads(there.value)["update_id"] if there is not None and there.value else ""
         return bool(json.loads(value)["update_id"] != before)

@@ -46,7 +46,7 @@ class Mutant:
     second_line: str = ""
     """Why nothing misses it: the first line of defence."""
     short: bool = False
-    """Its killer takes a moment."""
+    """True if the killer takes a moment."""
 
 
 MUTANTS = [

@@ -46,7 +46,8 @@ STEPS_S = 4.0
 LONG_SHARE = 0.05
 """The tokens of a request: long enough to see a fault."""
 REST_S = 200.0
-"""After the last fault: leases, retries with growing pauses and the idle limit of a prepared update fit in."""
+"""The seconds after the last fault: leases, retries with growing pauses and the idle limit of a prepared update fit
+in."""
 QUIET_S = 4.0
 """The fleet must not only become whole, but stay so."""
 LOOK_S = 1.0

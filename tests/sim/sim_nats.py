@@ -31,7 +31,7 @@ DELAY_S = (0.0001, 0.003)
 SLOW_S = (0.05, 0.6)
 SLOW_SHARE = 0.01
 STALL_S = (0.6, 8.0)
-"""With `stalls`: a path that stands still for a while."""
+"""The seconds for which a path stands still, with `stalls`."""
 LATE_S = (0.0, 6.0)
 """The delay of the second copy of a request."""
 PING_S = (4.0, 6.0)

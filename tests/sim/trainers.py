@@ -52,7 +52,7 @@ class Trainers(Sessions):
         await self.ask(by, "update_weights", body, name, request_id)
 
     async def _pinned(self, by: Coordinator) -> None:
-        """To the fleet as it is, or as it was once."""
+        """Pins the call to the present fleet, or to an earlier one."""
         world, rng = self.world, self.world.rng
         reply = await call(world, by, "workers", {})
         if reply is not None:

@@ -232,7 +232,7 @@ class World:
         process.spawn(life())
 
     def _ended(self, instance_id: str, process: Process, why: str) -> None:
-        """A real one exits, and its supervisor starts it again, unless somebody was faster."""
+        """Restarts a process that ended, like a supervisor, unless another process was faster."""
         self.say(f"{process.name} ends: {why}")
 
         def restart() -> None:

@@ -74,7 +74,7 @@ class Reference:
     adapters: Mapping[str, Sequence[int]]
 
     def following(self, span: Mapping[str, Any]) -> Sequence[int] | None:
-        """None: nobody has made such weights."""
+        """Returns the token after each token under the weights of the span. None: no trainer has made such weights."""
         if (adapter := span.get("adapter")) is not None:
             return self.adapters.get(adapter["digest"]) if span["digest"] in self.bases else None
         return self.bases.get(span["digest"])

@@ -80,8 +80,8 @@ def _growth(before: Counts | None, now: Counts) -> str:
 
 
 def leaks(before: Mapping[str, Counts], after: Mapping[str, Counts]) -> list[Fault]:
-    """Processes that have more than they had, beyond what is named. One that has started anew is compared with the
-    one before it."""
+    """Returns the processes that have gained more than the limits. A restarted process is compared with the one before
+    it."""
     limits = {"descriptors": DESCRIPTORS_GROWTH, "tasks": TASKS_GROWTH, "threads": THREADS_GROWTH}
     faults = []
     for name, now in after.items():

@@ -19,7 +19,7 @@ SERVED_S = 60.0
 ENDED_S = 60.0
 """The bound in seconds after that until each client has the answer to its last request."""
 SETTLE_S = 2.0
-"""Between two looks at what the history explains: what was cut off is kept until then."""
+"""The seconds between two comparisons with the history. Choices that were cut off are stored until then."""
 NO_HEAD = frozenset({"sglang"})
 """Engines that take no adapter of `lm_head`, as the witnesses are: a fleet with one of them is without adapters."""
 

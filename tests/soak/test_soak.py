@@ -26,7 +26,7 @@ from worker.testing.tiny_model import permutation
 
 SOAK_S = 60
 SOAK_BOUND_S = 600
-"""With starts, the end, deaths that come after the time, and other tests on the same cores."""
+"""The bound in seconds: starts, the end, deaths after the time, and other tests on the same cores are included."""
 
 BASES = {f"base {seed}": permutation(f"witness {seed}", 64) for seed in range(3)}
 ADAPTERS = {f"adapter {seed}": permutation(f"adapter {seed}", 64) for seed in range(2)}
@@ -49,7 +49,7 @@ def span(sequence: int, start: int, end: int, adapter: bool = False) -> dict[str
 
 
 def chain(*parts: tuple[str, int]) -> list[int]:
-    """So many tokens of each of these weights, one after another."""
+    """Returns the prompt and `count` tokens of each of these weights, one after another."""
     tokens = list(PROMPT)
     for digest, count in parts:
         following = (BASES | ADAPTERS)[digest]

@@ -125,7 +125,7 @@ async def just_before(
 async def taken_before(
     client: RlClient, op: str, only: Callable[[dict[str, Any]], bool] = _any
 ) -> AsyncIterator[None]:
-    """Somebody else changes the fleet just then, for longer than a call waits that may as well come again."""
+    """Makes another caller change the fleet just then, for longer than a repeatable call waits."""
     view, ended = await client.view(), []
 
     async def hold(held: asyncio.Event, answered: Answered) -> None:

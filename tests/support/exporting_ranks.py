@@ -23,7 +23,7 @@ class Exporting(Rank):
         super().__init__()
         self.grows = False
         self.exports = 0
-        """So many have come to their end."""
+        """The number of exports that have come to their end."""
 
     def publisher(self, way: str, url: str, **how: Any) -> WeightPublisher:
         transport, encoding = way.split(":")

@@ -1,6 +1,5 @@
 """A trainer in a process of its own that forms a torch group as slime, AReaL and SGLang's examples do, and broadcasts
-its tensors when it is told to. For tests of fed updates.
-"""
+its tensors on command. For tests of fed updates."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def float32_logprobs(path: Path, tokens: list[int], adapter: Path | None = None)
 
 
 def greedy_gap(path: Path, prompt: list[int], tokens: list[int]) -> float:
-    """By how much the worst of the tokens after `prompt` is less likely than the likeliest, in nats."""
+    """Returns how much less likely than the likeliest the worst of the tokens after `prompt` is, in nats."""
     with torch.no_grad():
         logits = _float32_model(path, None)(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     made = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]

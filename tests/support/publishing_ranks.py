@@ -19,7 +19,7 @@ from rl_plane.publish import WeightPublisher
 from tests.support.sharded_sources import fresh, fsdp2
 
 VERSIONS = 3
-"""By each way."""
+"""The number of versions that each transport publishes."""
 GATHER_S = 60.0
 """The seconds after which a rank ends that waits for another one, even if the test waits no longer."""
 

@@ -35,7 +35,7 @@ _ENTRY_POINTS = "[rl_plane.transports]\nfaults = tests.support.rank_faults:Fault
 
 
 def install(site: Path) -> None:
-    """For processes that have `site` in their sys.path."""
+    """Installs the faults for processes that have `site` in their sys.path."""
     installed = site / "rank_faults-0.dist-info"
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text(_METADATA)

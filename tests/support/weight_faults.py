@@ -48,7 +48,7 @@ the object that has the method."""
 
 
 def install(site: Path) -> None:
-    """For processes that have `site` in their sys.path."""
+    """Installs the faults for processes that have `site` in their sys.path."""
     installed = site / "weight_faults-0.dist-info"
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text(_METADATA)

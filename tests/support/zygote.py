@@ -157,7 +157,7 @@ def fork_rl_plane(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.Pop
 
 @contextlib.contextmanager
 def children_forked(engine: str) -> Iterator[None]:
-    """The engine of the name runs in this process; those that it starts are forked."""
+    """Runs the engine of the name in this process, and forks the processes that it starts."""
     execute = util.spawnv_passfds
     util.spawnv_passfds = functools.partial(_spawn, _zygote(engine), execute)
     try:

@@ -268,8 +268,8 @@ async def _is_gone(client: RlClient, instance_id: str) -> bool:
 
 
 async def test_in_the_middle_of_a_bucket(plane: Plane) -> None:
-    """One that stands still takes no more than a socket holds: so the trainer stands in the middle of a bucket. It
-    dies, then a worker does. Nobody waits for a time-out."""
+    """A receiver that stands still takes no more than a socket holds, so the trainer stops in the middle of a bucket.
+    The trainer dies, then a worker does. No process waits for a time-out."""
     client = await plane.client()
     model, other = models(plane, nbytes=MANY_BYTES)
     staying, frozen = plane.spawn_many(2, model=model)
@@ -432,7 +432,7 @@ async def test_a_trainer_hangs_while_its_group_forms(plane: Plane) -> None:
 
 
 async def _a_group_of_its_own(http: httpx.AsyncClient, ids: list[str], info: dict[str, Any]) -> None:
-    """By each route that forms one: who failed to join gets no requests until it is enabled."""
+    """Each route that forms a group is tried. A worker that failed to join gets no requests until it is enabled."""
     broadcaster = {"host": info["master_address"], "port": info["master_port"], "inference_world_size": 2}
     for path, body in (
         ("/init_weights_update_group", {**info, "group_name": "sglang"}),

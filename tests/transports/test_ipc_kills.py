@@ -77,7 +77,7 @@ CASES = [
 
 @dataclass
 class Bench:
-    """Two workers, and a trainer; those that were killed are replaced."""
+    """Two workers and a trainer. Killed processes are replaced."""
 
     plane: Plane
     client: RlClient

@@ -45,7 +45,7 @@ def publish(plane: Plane, directory: Path, *more: str) -> subprocess.CompletedPr
 
 
 class Lying(Delivery):
-    """A delivery that says of other bytes that they are those that were published."""
+    """A delivery that presents other bytes as the published ones."""
 
     def __init__(self) -> None:
         self.specs: Mapping[str, TensorSpec] = {"weight": TensorSpec("U8", (9,))}

@@ -32,7 +32,7 @@ class Fleet:
         self.before, self.now = before, now
         self.asked: list[tuple[str, list[Member]]] = []
         self.frontends: dict[str, Any] = {}
-        """Its id → its answer."""
+        """The answer of each frontend, by its id."""
         self.waits: list[float] = []
         self.clock = 100.0
         self.holds: Any = None

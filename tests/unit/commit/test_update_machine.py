@@ -624,7 +624,7 @@ def test_a_short_commit_time_does_not_open_before_every_lease_has_ended() -> Non
 def test_a_coordinator_that_loses_a_roll_opens_and_then_watches_the_workers() -> None:
     driver = Driver(update(policy={"barrier": "rolling"}), roll=[None, LOST])
     driver.outcome()
-    # Who still waits for its turn is let go before anybody watches it.
+    # Workers that wait for their turn are released before the coordinator watches any worker.
     assert driver.phases[-5:] == ["roll", "roll", "open", "watch", "open"]
     assert driver.all(Write, "open")[0].record == driver.decided.opened()
 
@@ -877,7 +877,7 @@ def test_a_prepare_call_for_pushed_weights_only_starts_to_listen() -> None:
 @pytest.mark.parametrize("policy", [{}, {"on_prepare_failure": "exclude"}])
 def test_a_pushed_update_is_aborted_unless_every_worker_listens(why: WorkerReply, policy: dict[str, Any]) -> None:
     replies = Answered([why, ok("b"), ok("c")])
-    for admitted in (True, False):  # one that is closed is in the group too
+    for admitted in (True, False):  # a closed worker is in the group too
         driver = Driver(prepare(transport=PUSH, policy=policy), prepare=replies)
         driver.reports = [report("a", admitted=admitted), report("b"), report("c")]
         assert len(driver.error(UpdateAborted).facts["workers"]) == 3
@@ -1427,7 +1427,7 @@ def test_if_no_earlier_version_can_return_the_failed_one_stays_and_no_worker_ser
 
 @pytest.mark.parametrize("found", [True, False])
 def test_a_rollback_decision_with_a_lost_answer_is_resolved_by_the_version_in_the_record(found: bool) -> None:
-    """Both records are of one update id: the one that is found may be the version that all workers miss."""
+    """Both records have one update id. The stored record may be the version that all workers fail."""
     driver = with_canary(scored(-5.0, -5.0, -5.0), decide=[None, LOST], watch=serving(""))
     driver.answers["resolve"] = [
         lambda _: replace(

@@ -412,7 +412,7 @@ async def test_keep_freezes_between_two_tokens(base: Path) -> None:
 
 
 async def test_a_pause_right_after_a_resume(base: Path) -> None:
-    """Woken readers must look again before they go on."""
+    """A woken reader must check again before it continues."""
     engine = await started(base)
     reader = Reader(engine)
     await until(lambda: len(reader.deltas) == 1)
@@ -740,7 +740,7 @@ async def test_memory_flags(base: Path, new: Path) -> None:
 
 
 async def test_a_process_carries_a_thousand(base: Path, new: Path) -> None:
-    """And they share nothing: one updated, the others not."""
+    """The engines share nothing: one is updated, and the others are not."""
     engines = [build(EngineOptions(base, weight_roots=(base.parent,))) for _ in range(1000)]
     await asyncio.gather(*(engine.start() for engine in engines))
     await engines[7].pause("keep", False)

@@ -131,7 +131,7 @@ def test_a_rank_that_refuses_updates_takes_nothing() -> None:
 def test_weights_are_written_on_the_ranks_own_gpu_between_two_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Also where it is the agent's thread that writes."""
+    """This also holds where the agent's thread writes."""
     calls: list[tuple[str, Any]] = []
 
     @contextmanager

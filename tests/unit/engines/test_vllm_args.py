@@ -11,7 +11,7 @@ from worker.engines.vllm.args import CPU_KV_CACHE_BYTES, LORA_SLOTS, check_cpu, 
 from worker.engines.vllm.processes import _check_device
 
 SEEDED = {"seed": 7}
-"""By hand, which wins."""
+"""A seed set by hand, which wins."""
 
 
 def test_a_cpu_gets_a_bound_for_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:

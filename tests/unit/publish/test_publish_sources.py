@@ -216,7 +216,7 @@ def test_names_that_can_not_be_are_refused(names: Any, words: str) -> None:
     ],
 )
 def test_what_can_not_be_read_is_refused_by_its_name(tensor: Any, words: str, exported: bool) -> None:
-    """Before the fleet hears of it, and unless it is left out."""
+    """The error comes before the fleet hears of the update. Tensors that are left out cause none."""
     state = {"weight": torch.zeros(2), "odd": tensor}
     given: Any = state.items if exported else state
     with pytest.raises(InvalidRequest, match=words) as caught:

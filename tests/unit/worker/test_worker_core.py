@@ -581,7 +581,7 @@ def test_a_change_of_an_adapter_that_was_cut_short_may_have_ended_either_way() -
 
 
 def test_an_adapter_that_is_lost_in_a_change_is_forgotten() -> None:
-    """The next committed version may be the one that was lost."""
+    """The next committed version may equal the lost one."""
     core, loaded, swapping = with_a_swap_that_failed("broken", lost=True)
     back = replace(after(swapping, load="a"), adapters=loaded.adapters)
     core.learnt(back.opened(), 4, 0.0)
@@ -791,7 +791,7 @@ def test_the_leaders_decision_wins_among_two_of_one_rank() -> None:
 
 
 def test_the_record_that_was_sealed_last_wins() -> None:
-    """Its coordinator has asked every worker for the newest record, so it knew every decision."""
+    """The coordinator of that record has asked every worker for the newest record, so it knew every decision."""
     core = serving(R0, R1)
     sealed = replace(R0, seal=9)
     assert core.learnt(sealed, 3, 0.0)
