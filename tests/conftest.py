@@ -72,7 +72,7 @@ class Spawned:
 
     def wait_ready(self, bound_s: float = START_S) -> Spawned:
         assert self.process.stdout is not None
-        if select.select([self.process.stdout], [], [], bound_s)[0]:
+        if not self.instance_ids and select.select([self.process.stdout], [], [], bound_s)[0]:
             self.instance_ids = self.process.stdout.readline().split()
         assert self.instance_ids, f"the worker did not start:\n{self.log.read_text()}"
         return self

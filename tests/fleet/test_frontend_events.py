@@ -144,8 +144,6 @@ async def test_an_update_is_followed_from_its_beginning_to_its_end(plane: Plane,
 
 async def test_an_updates_canary_is_told_and_counted(plane: Plane, rl: httpx.AsyncClient) -> None:
     bad, *others = [spawn_faulty(plane) for _ in range(3)]
-    for worker in (bad, *others):
-        worker.worker.wait_ready()
     bad.fail("miscompute")
     async with reading(rl) as reader:
         reply = (await rl.post("update_weights", json=update_of(plane, 1))).json()
