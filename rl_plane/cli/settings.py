@@ -27,7 +27,6 @@ from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
 ENV_PREFIX = "RL_PLANE_"
 
 DEFAULT_URL = "http://127.0.0.1:8002"
-DEFAULT_NATS_PORT = 4222
 START_TIMEOUT_S = 600.0
 """A large model takes minutes to load; longer is a fault."""
 NO_DIALECT = "none"

@@ -86,7 +86,7 @@ class UpdateEntry:
     base: str | None = None
     """For a delta: the digest of the version that it changed."""
     before: Mapping[str, Any] | None = None
-    """For a delta: the Source of that version."""
+    """For a delta: the source of that version."""
     rollback: Mapping[str, Any] | None = None
     """The version that the update went back to, as the caller named it."""
     num_buckets: int | None = None

@@ -201,7 +201,7 @@ def carry_out(
 def swap_all(
     state: CommandState, decided: Written, ready: Members, policy: UpdatePolicy
 ) -> Generator[Instruction, Any, Sequence[WorkerReply]]:
-    """The strict barrier: every member closes, swaps or is excluded, and only then one of them opens."""
+    """The strict barrier: no worker opens before every member has closed, and then swapped or been excluded."""
     record = decided.record
     acks: RecordAcks = yield Announce("gate", record, decided.sequence, policy.gate_timeout_s)
     shut = {reply.instance_id for reply in acks.replies if reply.ok}

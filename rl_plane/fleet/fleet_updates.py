@@ -195,19 +195,19 @@ class FleetUpdates:
                 pause_mode=call.body.pause_mode,
             )
             try:
-                fed = await Coordinator(self._calls, call.view, held, journal).run(asked_for)
+                received = await Coordinator(self._calls, call.view, held, journal).run(asked_for)
             except PlaneError as error:
                 if journal is not None and not isinstance(error, Locked):
                     await journal.failed(error)
                 raise
-        assert isinstance(fed, PartReceived)
+        assert isinstance(received, PartReceived)
         return {
             **head(call, snapshot),
-            "update_id": fed.session.update_id,
-            "missing": fed.missing,
+            "update_id": received.session.update_id,
+            "missing": received.missing,
             "tensors": len(part.names),
             "bytes": sum(spec.nbytes for spec in part.specs),
-            "workers": _rows_of(fed.session.prepared),
+            "workers": _rows_of(received.session.prepared),
         }
 
     async def label(self, call: FleetCall[fleet_ops.LabelUpdate]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class OpHandlers:
             "init_transport": self._init_transport,
             "destroy_transport": self._destroy_transport,
             "listen_update": self._listen,
-            "receive_part": self._feed,
+            "receive_part": self._receive_part,
             "prepare_update": self._prepare,
             "follow_record": self._follow_record,
             "commit_update": self._commit,
@@ -242,7 +242,7 @@ class OpHandlers:
         self._state.check_weights_here()
         return await self._calls.listen(body, fence)
 
-    async def _feed(self, body: update_requests.ReceivePart, fence: int) -> update_requests.PartReply:
+    async def _receive_part(self, body: update_requests.ReceivePart, fence: int) -> update_requests.PartReply:
         self._state.check_fence(fence)
         missing = await self._updates.receive_part(body, fence)
         return update_requests.PartReply(
