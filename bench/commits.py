@@ -1,8 +1,8 @@
 """Updates of tiny weights, beside the raw scatter-gathers that their phases need.
 
-What is left of an update when the weights weigh nothing is control: five scatter-gathers to all workers (report_record,
-prepare_update, follow_record, commit_update, follow_record), the decision's and the history's writes, and the work of
-the workers. The raw ones send as many bytes to as many plain subscribers, and get as many back.
+What is left of an update when the weights weigh nothing is control: six scatter-gathers to all workers (report_record,
+prepare_update, follow_record, commit_update, follow_record, state), the decision's and the history's writes, and the
+work of the workers. The raw ones send as many bytes to as many plain subscribers, and get as many back.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Updater:
             "transport": {"backend": "filesystem", "path": path},
             "policy": {"gate_timeout_s": GATE_TIMEOUT_S},
         }
-        return len((await self._client.update_weights(body))["excluded"])
+        return len((await self._client.run("update_weights", body))["excluded"])
 
 
 @asynccontextmanager

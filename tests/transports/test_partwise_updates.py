@@ -116,7 +116,7 @@ async def test_what_is_refused(plane: Plane) -> None:
         transport = {"backend": "gloo", "group": feeding.group, "in_parts": True}
         await refused(client.run("update_weights", {"transport": transport}), InvalidRequest, "several calls")
         lora = {"kind": "lora", "op": "load", "name": "a"}
-        await refused(feeding.prepare(target=lora), InvalidRequest, "full one")
+        await refused(feeding.prepare(target=lora), InvalidRequest, "all base weights")
         await feeding.prepare(version="kept")
         for wrong in ({"names": []}, {"dtypes": ["pigeon"] * len(first["names"])}, {"layout": "round"}):
             await refused(client.run("receive_weights_part", {**first, **wrong}), InvalidRequest, ".")
@@ -166,7 +166,7 @@ async def test_a_group_that_is_left(plane: Plane) -> None:
         await feeding.form(2, "stays")
         await feeding.form(2, "goes")
         await client.run("destroy_transport", {"backend": "gloo", "group": "goes"})
-        with pytest.raises(InvalidRequest, match="there is stays"):
+        with pytest.raises(InvalidRequest, match="this worker has stays"):
             await feeding.prepare()
         feeding.group = "stays"
         directory = witnesses.base(2)
