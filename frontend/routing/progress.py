@@ -85,7 +85,11 @@ class GenerationProgress(ChoiceTokens):
 
     @property
     def can_move(self) -> bool:
-        """Whether another worker can continue: it needs the prompt's tokens."""
+        """Whether another worker can continue: it needs the prompt's tokens, and a request without state of its own."""
+        try:
+            check_can_continue(self.request)
+        except InvalidRequest:
+            return False
         return self.prompt_token_ids is not None
 
     @property

@@ -136,8 +136,9 @@ def _after_loss(error: Lost, member: Member, tries: Tries, standing: Standing) -
 
 def _after_failed_canary(error: WrongNumerics, standing: Standing) -> Decision:
     """The worker is closed until it has other weights, for example those of the version before. It may continue the
-    choice itself then, so it does not count as lost."""
-    if standing.is_pinned or not (standing.demands.migrate and standing.can_move):
+    choice itself then, so it does not count as lost. The choice needs no `migrate`: it ran across an update, so its
+    next tokens are of other weights in any case."""
+    if standing.is_pinned or not standing.can_move:
         return Fail(error)
     return Finish("length") if standing.is_full else TryAgain(Tries(refusal=error), "migrated")
 

@@ -82,7 +82,17 @@ def same_values(model: type[M], checked: BaseModel) -> M:
     return model.model_construct(_fields_set=checked.model_fields_set & values.keys(), **values)
 
 
-FIXES = {"extra_forbidden": "leave it out", "missing": "add it"}
+FIXES = {
+    "extra_forbidden": "leave it out",
+    "missing": "add it",
+    "too_short": "give at least {min_length}",
+    "too_long": "give at most {max_length}",
+    "greater_than": "give a number above {gt}",
+    "greater_than_equal": "give {ge} or more",
+    "less_than": "give a number below {lt}",
+    "less_than_equal": "give {le} or less",
+}
+"""pydantic's type of an error → the fix, with the values of the error's context."""
 
 
 def invalid_from_pydantic(error: ValidationError, prefix: str = "") -> InvalidRequest:
@@ -90,5 +100,5 @@ def invalid_from_pydantic(error: ValidationError, prefix: str = "") -> InvalidRe
     field = ".".join([prefix] * bool(prefix) + [str(part) for part in first["loc"]]) or "body"
     more = error.error_count() - 1
     message = f"{field}: {first['msg']}" + (f" (and {more} more)" if more else "")
-    fix = FIXES.get(first["type"], str(first["msg"]))
+    fix = FIXES.get(first["type"], "{msg}").format(msg=first["msg"], **first.get("ctx", {}))
     return InvalidRequest(message, field=field, fix=fix)

@@ -148,7 +148,8 @@ async def test_a_request_whose_worker_fails_continues_at_another_one(
     await ready(plane, 3)
     ids = [worker.instance_id for worker in others]
     await fleet.run("disable", {"workers": ids})
-    async with Streaming(http, max_tokens=300, migrate=True) as moving, Streaming(http, max_tokens=300) as ending:
+    penalised = Streaming(http, max_tokens=300, frequency_penalty=0.5)
+    async with Streaming(http, max_tokens=300) as moving, penalised as ending:
         for stream in (moving, ending):
             await stream.until(lambda stream: len(stream.tokens) >= 3)
         await fleet.run("enable", {"workers": ids})
@@ -178,7 +179,7 @@ async def test_a_request_continues_under_the_version_that_comes_back(
     spawn_faulty(plane, token_delay_s="0.01")
     await ready(plane, 1)
     wrong = {"sequences": SEQUENCES, "expected": scores_of(plane.model(3))}
-    async with Streaming(http, max_tokens=300, migrate=True) as stream:
+    async with Streaming(http, max_tokens=300) as stream:
         await stream.until(lambda stream: len(stream.tokens) >= 3)
         await failed_update(fleet, update_of(plane.model(1), "one", canary=wrong), CanaryFailed)
         await stream.end()

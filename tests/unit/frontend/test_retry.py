@@ -164,5 +164,6 @@ def test_a_choice_whose_worker_fails_the_canary_continues_and_may_come_back_to_i
     assert decide(error, MIGRATES, before) == TryAgain(Tries(refusal=error), "migrated")
     assert decide(error, FRESH, before) == TryAgain(replace(before, refusal=error), "refused")
     assert decide(error, replace(MIGRATES, is_full=True)) == Finish("length")
-    for ends in (HALF, replace(MIGRATES, can_move=False), replace(MIGRATES, is_pinned=True)):
+    assert decide(error, HALF) == TryAgain(Tries(refusal=error), "migrated")
+    for ends in (replace(HALF, can_move=False), replace(MIGRATES, is_pinned=True)):
         assert decide(error, ends) == Fail(error)
