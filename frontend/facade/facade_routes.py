@@ -90,6 +90,7 @@ def add_facade_routes(
                 in_query=True,
                 idempotent=op.method == "POST",
                 replies=(FleetReply,),
+                roles=("admin",) if op.admin else (),
             )
         )
     _add_streams(api, events, metrics)
