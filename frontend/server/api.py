@@ -162,7 +162,10 @@ class Api:
         schemas: dict[str, Any] = {}
         paths: dict[str, Any] = {}
         for operation in self._operations:
-            paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation, schemas)
+            described = _described(operation, schemas)
+            if self.keys and operation.needs_key:
+                described["security"] = [{"key": [role]} for role in operation.allowed]
+            paths.setdefault(operation.path, {})[operation.method.lower()] = described
         components: dict[str, Any] = {"schemas": schemas}
         document: dict[str, Any] = {
             "openapi": "3.1.0",
