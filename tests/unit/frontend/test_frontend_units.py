@@ -11,11 +11,12 @@ import pytest
 
 from frontend.completions.caller_ids import CallerIds
 from frontend.completions.native_bodies import plan_vllm
-from frontend.completions.openai_bodies import REFUSED, ChatBody, CompletionBody
+from frontend.completions.openai_bodies import ChatBody, CompletionBody
 from frontend.completions.openai_replies import Chunks, openai_error, whole
 from frontend.completions.plans import DEFAULT_CHAT_TOKENS, Plan, plan_chat, plan_completion
 from frontend.completions.reply_choice import Choice
 from frontend.completions.tokens import parse_tokenize
+from frontend.completions.unserved_fields import UNSERVED
 from frontend.facade.calls import MAX_IN_FLIGHT, FleetCalls
 from frontend.facade.nats_service import call_body
 from frontend.routing.attempts import Accepted
@@ -676,9 +677,9 @@ def test_a_wrong_chat_is_a_400_by_name(body: dict[str, Any], field: str) -> None
 
 
 @pytest.mark.parametrize("plan", [completion, chat])
-@pytest.mark.parametrize("field", sorted(REFUSED))
+@pytest.mark.parametrize("field", sorted(UNSERVED))
 def test_a_known_field_that_is_not_served_is_never_ignored(plan: Callable[..., Plan], field: str) -> None:
-    for neutral in (None, *REFUSED[field]):
+    for neutral in (None, *UNSERVED[field]):
         plan(**{field: neutral})
     if field in (ChatBody if plan is chat else CompletionBody).model_fields:
         return  # the other route's
