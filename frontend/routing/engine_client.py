@@ -186,7 +186,7 @@ class EngineClient:
         since: float,
         progress: GenerationProgress,
     ) -> TryAgain | Finish | Fail | WorkerRequirements:
-        """What follows a try that ended with `failure` or `unmet`. Requirements: another try with these."""
+        """Decides what follows a try that ended with `failure` or `unmet`. Requirements mean another try with these."""
         made = len(progress.token_ids)
         is_pinned = tried.pinned is not None
         standing = Standing(made, progress.fresh, progress.full, progress.can_move, is_pinned, tried.demands)

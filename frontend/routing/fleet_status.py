@@ -23,7 +23,7 @@ from rl_plane.membership.core import Changed, Member
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.generation import VersionSpan
 
-log = logging.getLogger("frontend.status")
+log = logging.getLogger("frontend.routing.fleet_status")
 
 ASK_CLOSED_S = 2.0
 """The interval at which closed, unknown and late workers are asked. A lost message costs no more than this."""

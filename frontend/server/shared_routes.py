@@ -29,7 +29,7 @@ from frontend.server.replies import ErrorShape, error_body, json_response
 from rl_plane.errors import InvalidRequest, PlaneError
 from rl_plane.protocol.validation import parse_body
 
-log = logging.getLogger("frontend.dialects")
+log = logging.getLogger("frontend.server.shared_routes")
 
 MAX_REPORTED = 1000
 """Unknown fields that the log names, each once. A client with made-up names cannot fill the log."""

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from frontend.dialects.sglang.open_sessions import Opened
-from frontend.facade.calls import FleetCalls
+from frontend.facade.op_runner import OpRunner
 from frontend.server import shared_routes
 from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.errors import BusUnreachable, Locked, Unavailable
@@ -225,9 +225,9 @@ async def test_tensors_in_the_body(plane: Plane) -> None:
 async def test_tensors_are_taken_only_after_every_worker_reports_what_its_model_needs(plane: Plane) -> None:
     """A silent worker may need a tensor that the other workers tie, so no tensor is taken before it has answered."""
     plane.spawn_copies(2)
-    run, silent = FleetCalls.run, 1
+    run, silent = OpRunner.run, 1
 
-    async def some_are_silent(calls: FleetCalls, name: str, *more: Any, **how: Any) -> Any:
+    async def some_are_silent(calls: OpRunner, name: str, *more: Any, **how: Any) -> Any:
         reply = await run(calls, name, *more, **how)
         if name != "describe":
             return reply
@@ -238,7 +238,7 @@ async def test_tensors_are_taken_only_after_every_worker_reports_what_its_model_
         for seed in (1, 2):
             body = tensors_of(plane, seed)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(FleetCalls, "run", some_are_silent)
+                patch.setattr(OpRunner, "run", some_are_silent)
                 answer = await http.post("/update_weights_from_tensor", json=body)
             assert f"{silent} of 2 workers did not answer" in refused(answer, 503)["message"]
             assert fine(await http.post("/update_weights_from_tensor", json=body))["weight_version"] == "one"

@@ -19,7 +19,6 @@ import pytest
 from frontend.dialects.common.fleet_as_one import NOT_POSSIBLE, begun, dialect_error, served_version
 from frontend.dialects.sglang import groups as sglang_groups
 from frontend.dialects.sglang.groups import GroupFields, Groups
-from frontend.main import started
 from frontend.server.api import Api, schema_of
 from frontend.server.bodies import MAX_BODY_BYTES, MAX_NAMES_BYTES, parse_hashed
 from frontend.server.options import DIALECTS, FrontendOptions
@@ -36,6 +35,7 @@ from rl_plane.errors import (
     Unsupported,
     WorkerLost,
 )
+from tests.support.frontend_here import started
 from tests.support.paths import ROOT
 from tests.support.settings import values_of
 
@@ -241,13 +241,13 @@ async def test_an_unknown_field_is_told_of_once(
         return request.fields.number
 
     routes.add(["POST"], "/told", numbers, summary="", fields=Numbers)
-    caplog.set_level(logging.WARNING, "frontend.dialects")
+    caplog.set_level(logging.WARNING, "frontend.server.shared_routes")
     async with speaking(routes) as http:
         for _ in range(3):
             assert (await http.post("/told", json={"number": 1, "colour": "red"})).json() == 1
-    assert [record.getMessage() for record in caplog.records if record.name == "frontend.dialects"] == [
-        "/told: the field 'colour' has no effect: it is not known here, and is dropped"
-    ]
+    assert [
+        record.getMessage() for record in caplog.records if record.name == "frontend.server.shared_routes"
+    ] == ["/told: the field 'colour' has no effect: it is not known here, and is dropped"]
 
 
 FOUND_BY = {"/v1/rl/update_weights": {"weight_dir": ""}, "/update_weight_version": {"abort_all_requests": "no"}}
@@ -259,7 +259,7 @@ async def test_every_route_tells_of_a_field_that_it_does_not_know(
 ) -> None:
     """The warning comes whatever else the route answers."""
     monkeypatch.setattr("frontend.server.shared_routes._reported", set())
-    caplog.set_level(logging.WARNING, "frontend.dialects")
+    caplog.set_level(logging.WARNING, "frontend.server.shared_routes")
     plane.spawn()
     async with facade(plane) as http:
         paths = (await http.get("/openapi.json")).json()["paths"]

@@ -25,7 +25,7 @@ from rl_plane.transports.packing import fill
 from rl_plane.weights.manifest import Manifest, pack
 from rl_plane.weights.safetensors_file import parse_header
 
-log = logging.getLogger("frontend.dialects")
+log = logging.getLogger("frontend.dialects.sglang.body_tensors")
 
 ANOTHER_WAY = (
     "send them by update_weights_from_distributed or update_weights_from_disk, or as safetensors "

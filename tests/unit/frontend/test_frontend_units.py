@@ -17,8 +17,8 @@ from frontend.completions.plans import DEFAULT_CHAT_TOKENS, Plan, plan_chat, pla
 from frontend.completions.reply_choice import Choice
 from frontend.completions.tokens import parse_tokenize
 from frontend.completions.unserved_fields import UNSERVED
-from frontend.facade.calls import MAX_IN_FLIGHT, FleetCalls
 from frontend.facade.nats_service import call_body
+from frontend.facade.op_runner import MAX_IN_FLIGHT, OpRunner
 from frontend.routing.attempts import Accepted
 from frontend.routing.fleet_status import CLOSED_REASONS
 from frontend.server.bodies import list_fields, merge_query
@@ -229,9 +229,9 @@ class SlowFleet:
         return {"call": len(self.calls)}
 
 
-def _calls() -> tuple[SlowFleet, FleetCalls]:
+def _calls() -> tuple[SlowFleet, OpRunner]:
     fleet = SlowFleet()
-    return fleet, FleetCalls(fleet)  # type: ignore[arg-type]
+    return fleet, OpRunner(fleet)  # type: ignore[arg-type]
 
 
 async def _started(fleet: SlowFleet, count: int) -> None:

@@ -10,13 +10,13 @@ from frontend.server.in_flight import InFlight
 from rl_plane.fleet.fleet import Fleet
 from rl_plane.protocol.fleet_ops import FLEET_OPS
 
-log = logging.getLogger("frontend.facade.calls")
+log = logging.getLogger("frontend.facade.op_runner")
 
 MAX_IN_FLIGHT = 64
 """Different updates that hold the lock or wait for it; more come from a trainer that has gone wrong."""
 
 
-class FleetCalls:
+class OpRunner:
     """Runs the ops of a Fleet."""
 
     def __init__(self, fleet: Fleet) -> None:
