@@ -21,8 +21,8 @@ from frontend.completions.service import Generation
 from frontend.completions.tokens import Tokens
 from frontend.dialects import mount_dialects
 from frontend.dialects.common.context import DialectCalls, DialectContext
+from frontend.dialects.common.dynamo_discovery import with_discovery
 from frontend.dialects.common.fleet_as_one import dialect_error
-from frontend.dialects.dynamo import with_discovery
 from frontend.facade.events import FleetEvents
 from frontend.facade.facade_routes import add_facade_routes
 from frontend.facade.nats_service import FleetService

@@ -241,11 +241,11 @@ def _plan(
             f"prompt_logprobs: {body.prompt_logprobs}",
         )
     nvext, chat = body.nvext or NvExt(), isinstance(body, ChatBody)
-    told = [
+    asked = [
         tells_tokens(body.extra_fields, "extra_fields"),
         tells_tokens(nvext.extra_fields, "nvext.extra_fields"),
     ]
-    tokens_out = any(told) or bool(body.return_token_ids or nvext.return_token_ids)
+    tokens_out = any(asked) or bool(body.return_token_ids or nvext.return_token_ids)
     own = {
         "id": request_id,
         "max_tokens": max_tokens or (DEFAULT_CHAT_TOKENS if chat else DEFAULT_MAX_TOKENS),

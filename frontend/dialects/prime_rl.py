@@ -8,11 +8,11 @@ from typing import Any
 from pydantic import Field
 
 from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.dynamo_discovery import mount as mount_discovery
 from frontend.dialects.common.fleet_as_one import begun, unretried, world_size
 from frontend.dialects.common.pause_and_adapters import absent_path, mount_adapters, mount_pause
 from frontend.dialects.common.rpc import RpcFields
 from frontend.dialects.common.transaction import Transactions
-from frontend.dialects.dynamo import mount as mount_discovery
 from frontend.server.bodies import MAX_NAMES_BYTES
 from frontend.server.shared_routes import DialectRequest, Fields, NoFields, ParsedRequest, SharedRoutes, report
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError

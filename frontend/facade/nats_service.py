@@ -117,7 +117,7 @@ class FleetService:
                 call_status=reply["status"],
                 fix="name fewer workers in targets, or ask over HTTP",
             )
-            told = {key: reply[key] for key in ("v", "id", "op")}
-            packed = encode({**told, **error_body(error, time.monotonic() - start)}, form)
+            head = {key: reply[key] for key in ("v", "id", "op")}
+            packed = encode({**head, **error_body(error, time.monotonic() - start)}, form)
         with contextlib.suppress(nats.errors.Error):  # a caller that lost its connection repeats the call
             await self._bus.nc.publish(message.reply, packed)

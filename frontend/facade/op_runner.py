@@ -32,8 +32,8 @@ class OpRunner:
         other call."""
         if op not in FLEET_OPS or not FLEET_OPS[op].coalesce:
             return await self.fleet.run(op, body, request_id)
-        told = body if digest is None else {name: one for name, one in body.items() if not isinstance(one, list)}
-        content = json.dumps([told, digest], sort_keys=True, default=str)
+        short = body if digest is None else {name: one for name, one in body.items() if not isinstance(one, list)}
+        content = json.dumps([short, digest], sort_keys=True, default=str)
         return await self._in_flight.share(op, request_id, content, lambda: self.fleet.run(op, body, request_id))
 
     async def close(self, grace_s: float) -> None:

@@ -159,10 +159,12 @@ async def _next(batches: AsyncIterator[list[dict[str, Any]]]) -> list[dict[str, 
 
 
 def _accepted(message: dict[str, Any]) -> Accepted:
-    told = message.get("accepted")
-    if not isinstance(told, dict) or not isinstance(told.get("version"), dict):
+    accepted = message.get("accepted")
+    if not isinstance(accepted, dict) or not isinstance(accepted.get("version"), dict):
         raise Unlabelled("the worker does not say which weights it serves", retry_after_s=1.0)
-    return Accepted(str(told["instance_id"]), str(told["incarnation"]), WeightVersion.from_wire(told["version"]))
+    return Accepted(
+        str(accepted["instance_id"]), str(accepted["incarnation"]), WeightVersion.from_wire(accepted["version"])
+    )
 
 
 def _deltas(batch: list[dict[str, Any]], request: GenerateRequest) -> Iterator[GenerateDelta]:

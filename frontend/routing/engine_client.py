@@ -63,7 +63,7 @@ class EngineClient:
         self._attempts = Attempts(receiver, view, status, committed, self.router)
         self._selector = WorkerSelector(self.router, view, status, committed, lease, admission_wait_s)
         self._stop_listening: list[Callable[[], None]] = []
-        status.on_load = self._on_load
+        status.on_status.append(self._on_load)
 
     def start(self) -> None:
         self._stop_listening = [

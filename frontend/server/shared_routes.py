@@ -213,7 +213,7 @@ class SharedRoutes:
     def mount(self, api: Api) -> None:
         for (method, path), entries in self._entries.items():
             first, *others = sorted(entries, key=lambda each: each.claims is not None)
-            told = [f"`{entry.tag}`: {entry.summary}" for entry in (first, *others)]
+            handlers = [f"`{entry.tag}`: {entry.summary}" for entry in (first, *others)]
             replies = dict.fromkeys(entry.reply for entry in entries if entry.reply is not None)
             api.add(
                 Operation(
@@ -223,7 +223,9 @@ class SharedRoutes:
                     name=f"{method.lower()}{path.replace('/', '_')}",
                     summary=first.summary,
                     tags=tuple(dict.fromkeys(entry.tag for entry in (first, *others))),
-                    description="The body decides which handler answers:\n" + "\n".join(told) if others else "",
+                    description="The body decides which handler answers:\n" + "\n".join(handlers)
+                    if others
+                    else "",
                     bodies=tuple(dict.fromkeys(entry.fields for entry in entries)),
                     in_query=True,
                     idempotent=method == "POST",

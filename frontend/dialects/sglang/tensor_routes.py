@@ -82,8 +82,10 @@ def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Update
         async with held.turn:
             if only_tied and not held and not await updates.opened.is_open():
                 # They come before the update, or after its commit. Nothing says which.
-                told = f"{len(tensors)} tensors come with others, to which the model ties them; they were not compared"
-                return {"success": True, "message": told}
+                return {
+                    "success": True,
+                    "message": f"the model ties all {len(tensors)} tensors to others; they were not compared",
+                }
             if await updates.session() is not None:
                 raise Conflict(
                     "an update is received by broadcasts already", field=FIELD, fix="send one in one way"
@@ -96,8 +98,8 @@ def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Update
             except Locked:  # the update has not begun, and the client sends this call again
                 held.take_back(tensors)
                 raise
-        told = joined(reply, "Succeeded to update parameter online.")
-        return {"success": True, "message": told, "weight_version": reply["version"]["label"]}
+        message = joined(reply, "Succeeded to update parameter online.")
+        return {"success": True, "message": message, "weight_version": reply["version"]["label"]}
 
     @routes.post(
         "/load_lora_adapter_from_tensors",

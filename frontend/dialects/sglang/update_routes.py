@@ -91,10 +91,10 @@ def mount_updates(routes: SharedRoutes, context: DialectContext, updates: Update
         report_unused(request, fields)
         reply = await updates.take_part(fields, request.digest)
         if "version" in reply:
-            told = joined(reply, "Succeeded to update parameter online.")
-            return {"success": True, "message": told, "weight_version": reply["version"]["label"]}
-        told = joined(reply, f"{reply['tensors']} tensors are staged, {reply['missing']} are missing")
-        return {"success": True, "message": told}
+            message = joined(reply, "Succeeded to update parameter online.")
+            return {"success": True, "message": message, "weight_version": reply["version"]["label"]}
+        message = joined(reply, f"{reply['tensors']} tensors are staged, {reply['missing']} are missing")
+        return {"success": True, "message": message}
 
     @routes.post("/update_weights_from_disk", DiskFields, "New weights from a directory.", once=True)
     async def from_disk(request: ParsedRequest[DiskFields]) -> Any:
