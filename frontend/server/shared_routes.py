@@ -120,6 +120,13 @@ def report(path: str, name: str, why: str = "it is not known here, and is droppe
         log.warning("%s: the field %.100r has no effect: %s", path, name, why)
 
 
+def report_given(path: str, fields: BaseModel, **reasons: str) -> None:
+    """Reports the fields among `reasons` that ask for something: field → why it changes nothing."""
+    for name, why in reasons.items():
+        if getattr(fields, name):
+            report(path, name, why)
+
+
 @dataclass(frozen=True)
 class _Entry:
     """One handler of a path."""

@@ -7,9 +7,13 @@ from typing import Any
 
 from frontend.completions.service import Generation
 from frontend.facade.op_runner import OpRunner
+from rl_plane.bus.connection import Bus
+from rl_plane.bus.state_store import read_session
 from rl_plane.fleet.fleet import Fleet
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.fleet_ops import FLEET_OPS
+from rl_plane.protocol.record import UpdateSession
+from rl_plane.protocol.subjects import KeyValueBucket
 
 
 class DialectCalls:
@@ -41,3 +45,16 @@ class DialectContext:
     generation: Generation
     part_timeout_s: float
     """The time for the tensors of one call, where the dialect has no field for it."""
+
+    @property
+    def bus(self) -> Bus:
+        return self.calls.fleet.client.bus
+
+    @property
+    def state(self) -> KeyValueBucket:
+        return self.view.subjects.state
+
+    async def session(self, owner: str) -> UpdateSession | None:
+        """The fleet's session, if it is an update of this owner that waits for its parts or its end."""
+        session = await read_session(self.bus, self.state)
+        return session if session is not None and session.owner == owner else None

@@ -140,8 +140,7 @@ async def served_version(context: DialectContext) -> dict[str, Any]:
 async def last_begun(context: DialectContext) -> str | None:
     """The id of the fleet's newest update of the base weights, whatever its outcome. A client that lost the answer to
     an end asks for this update again, and never for an older one."""
-    client = context.calls.fleet.client
-    for entry in await read_history(client.bus, context.view.subjects.state):
+    for entry in await read_history(context.bus, context.state):
         if (entry.target or {}).get("kind", "base") == "base":
             return entry.update_id
     return None
