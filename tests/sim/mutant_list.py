@@ -696,15 +696,15 @@ MUTANTS = [
     Mutant(
         "coordinator: a frontend's error is an acknowledgement",
         "rl_plane/commit/coordinator.py",
-        'if answer is Missing.SILENT or (isinstance(answer, bytes) and decode(answer).get("status") != "ok"):',
-        "if answer is Missing.SILENT:",
+        'if reply is None or reply.get("status") != "ok"]',
+        "if reply is None]",
         SHELL + "a_frontend_that_has_not_acknowledged_is_silent",
     ),
     Mutant(
         "coordinator: waits for less than a lease",
         "rl_plane/commit/coordinator.py",
-        "        until = self._told_at + SERVING_LEASE_S + LEASE_MARGIN_S\n",
-        "        until = self._told_at + 2.0\n",
+        "        until = self._announced_at + SERVING_LEASE_S + LEASE_MARGIN_S\n",
+        "        until = self._announced_at + 2.0\n",
         SHELL + "a_silent_worker_is_waited_for_until_its_lease_has_ended",
     ),
     Mutant(
