@@ -63,7 +63,7 @@ TIMED = frozenset({"prepare", "receive", "gate", "commit", "roll", "leases", "op
 
 
 class Coordinator:
-    """Carries out one command under the lock. `journal` gets its entry when work begins."""
+    """Carries out one command under the lock. `journal` gets its entry when work begins. `clock`: monotonic seconds."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Coordinator:
         view: MembershipView,
         held: HeldLock,
         journal: Journal | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.phases: dict[str, float] = {}
         """Phase → seconds."""
@@ -79,7 +79,7 @@ class Coordinator:
         self._view = view
         self._held = held
         self._journal = journal
-        self._clock = clock
+        self._clock = clock or time.monotonic
         self._state = view.subjects.state
         self._record = SealedRecord(calls.bus, view.subjects.state, held)
         self._announced_at = 0.0
