@@ -57,7 +57,7 @@ class HfArguments:
 
     num_blocks: int = 256
     page_size: int = 32
-    """Tokens per block. Prompts share whole blocks only."""
+    """Tokens per block."""
     max_batch_tokens: int = 512
     """Tokens per step. Longer prompts take several steps. The attention mask has this number times the cache's
     tokens."""
@@ -114,6 +114,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
                 max_batch_tokens=self._arguments.max_batch_tokens,
                 use_async_batching=False,  # our sampler runs on the host, in each step
                 use_cuda_graph=False,
+                allow_block_sharing=False,  # each request computes its own KV, so none of it outlives an update
                 auto_switch_to_flash=False,  # it would fetch kernels from the network
             )
             adapters, experts = self._held().adapters, self._experts
@@ -284,8 +285,9 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         await self._call(lambda loop: loop.thaw())
 
     async def flush_cache(self) -> bool:
-        flushed: bool = await self._call(lambda loop: loop.flush())
-        return flushed
+        """Returns True: there is no prefix cache, and no request uses another one's KV."""
+        self._running()
+        return True
 
     def load(self) -> tuple[int, int]:
         loop, total = self._loop, len(self._streams)
@@ -298,15 +300,14 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         staged, weights = self.receiver.take(staging), self._held().weights
         assert isinstance(staged, StagedTensors), "base weights"
 
-        def between_two_steps(loop: GenerationLoop) -> bool:
+        def between_two_steps(loop: GenerationLoop) -> None:
             loop.restart_requests()
             loop.version = None  # half-way, the weights are of no version
             weights.load(staged)
             loop.version = version
-            return loop.flush()
 
-        flushed: bool = await self._call(between_two_steps)
-        return flushed
+        await self._call(between_two_steps)
+        return await self.flush_cache()
 
     def set_version(self, version: WeightVersion) -> None:
         self._running().version = version
@@ -331,7 +332,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
                 loop.put_adapter(name, staged, version)
 
         await self._call(between_two_steps)
-        return False  # no request finds its part of the prefix cache any more
+        return False  # there is no prefix cache
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None:
         versions = self._running().adapter_versions
