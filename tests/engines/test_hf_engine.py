@@ -452,7 +452,7 @@ async def test_the_end_of_a_prompt(start: Start, models: Models) -> None:
     [
         ({"prompt": ""}, "prompt"),
         ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "messages"),
-        ({}, "prompt_token_ids"),
+        ({}, "prompt"),
         ({"prompt_token_ids": [1, VOCAB_SIZE]}, "prompt_token_ids"),
         ({"prompt": "a", "stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
         ({"prompt_token_ids": [5] * 60, "max_tokens": 5}, "max_tokens"),

@@ -9,19 +9,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
+from pydantic import Field
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 from transformers.utils.logging import disable_progress_bar
 
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.routed_experts import RoutedExperts
+from rl_plane.protocol.validation import Body
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions, PauseMode
 from worker.engines.capabilities import CanCheckWeights, CanLoadAdapters, CanScore, CheckAction
@@ -51,35 +52,17 @@ CLOSE_TIMEOUT_S = 10.0
 _NO_SLEEP = "the hf engine has no sleep mode: its weights and cache stay where they are"
 
 
-@dataclass(frozen=True, slots=True)
-class HfArguments:
+class HfArguments(Body):
     """The engine arguments (`--engine-arg key=value`). The cache has room for num_blocks × page_size tokens."""
 
-    num_blocks: int = 256
-    page_size: int = 32
+    num_blocks: int = Field(256, ge=1)
+    page_size: int = Field(32, ge=4)
     """Tokens per block."""
-    max_batch_tokens: int = 512
+    max_batch_tokens: int = Field(512, ge=1)
     """Tokens per step. Longer prompts take several steps. The attention mask has this number times the cache's
     tokens."""
-    max_model_len: int | None = None
+    max_model_len: int | None = Field(None, ge=1)
     """None: as many tokens as the model and the cache allow."""
-
-    @classmethod
-    def parse(cls, extra: Mapping[str, str]) -> HfArguments:
-        values = {}
-        for key, text in extra.items():
-            if key not in cls.__dataclass_fields__:
-                known = ", ".join(cls.__dataclass_fields__)
-                raise InvalidRequest(
-                    f"unknown engine argument {key}", field=f"engine_arg.{key}", fix=f"one of {known}"
-                )
-            low = 4 if key == "page_size" else 1
-            if not text.isdecimal() or int(text) < low:
-                raise InvalidRequest(
-                    f"{key}={text} is not a number of at least {low}", field=f"engine_arg.{key}", fix="give one"
-                )
-            values[key] = int(text)
-        return cls(**values)
 
 
 def build(options: EngineOptions) -> EngineAdapter:
@@ -90,7 +73,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
     def __init__(self, options: EngineOptions) -> None:
         super().__init__()
         self._options = options
-        self._arguments = HfArguments.parse(options.extra)
+        self._arguments = options.arguments(HfArguments)
         options.check_model()
         options.refuse_modes("the hf engine does not have this", "use vllm or sglang")
         self._model: Any = None
