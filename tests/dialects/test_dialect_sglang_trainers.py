@@ -27,6 +27,8 @@ from frontend.dialects.sglang.open_sessions import Opened
 from frontend.dialects.sglang.sglang_session import Updates
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, Holder, read_holder
 from rl_plane.errors import BusUnreachable, EngineFailed, Locked
+from tests.support.broadcast_trainer import HOST, BroadcastTrainer, parts_of
+from tests.support.broadcast_updates import GLOO_S, free_port
 from tests.support.dialect_facade import (
     HEAL_S,
     facade,
@@ -37,8 +39,6 @@ from tests.support.dialect_facade import (
     served,
     taken_before,
 )
-from tests.support.fed_trainer import HOST, FedTrainer, parts_of
-from tests.support.fed_updates import GLOO_S, free_port
 from tests.support.hf_fleet import START_S, Witnesses
 from tests.support.sglang_calls import aborts_what_runs, one_by_one
 from tests.support.sglang_replay import Replay
@@ -49,7 +49,7 @@ from worker.testing.tiny_model import make_tiny_model
 if TYPE_CHECKING:
     from rl_plane.client import RlClient
     from tests.conftest import Plane
-    from tests.support.told_process import ToldProcess
+    from tests.support.commanded_process import CommandedProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -62,7 +62,7 @@ ENDS_S = 30.0
 async def test_trainers_that_speak_to_sglang(plane: Plane) -> None:
     witnesses = Witnesses(plane)
     ids = await asyncio.to_thread(witnesses.spawn, WORKERS)
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http:
             replay = Replay(http, trainer)
             for one in (_slime, _miles, _areal, _two_phases, _without_a_pause, _from_disk, _verl, _nemo_rl):
@@ -304,7 +304,7 @@ async def test_groups_that_form_side_by_side(plane: Plane) -> None:
     client = await plane.client()
     state = (await client.view()).subjects.state
     asked = {"master_address": HOST, "rank_offset": 1, "world_size": WORKERS + 1, "backend": "gloo"}
-    with FedTrainer(plane) as trainer, FedTrainer(plane) as another:
+    with BroadcastTrainer(plane) as trainer, BroadcastTrainer(plane) as another:
         async with facade(plane) as http, facade(plane) as http_of_another:
             calls = []
             for stage, by in enumerate((http, http, http_of_another)):
@@ -315,7 +315,7 @@ async def test_groups_that_form_side_by_side(plane: Plane) -> None:
             for _ in range(2):
                 assert (await http.post("/v1/rl/flush_cache")).status_code == 503
 
-            async def come(own: ToldProcess, *stages: int) -> None:
+            async def come(own: CommandedProcess, *stages: int) -> None:
                 for stage in stages:
                     body, call = calls[stage]
                     told = {"group": body["group_name"], "port": body["master_port"], "timeout_s": GLOO_S}
@@ -335,7 +335,7 @@ async def test_a_worker_that_is_killed_between_two_buckets(plane: Plane) -> None
     workers left."""
     witnesses = Witnesses(plane)
     ids = await asyncio.to_thread(witnesses.spawn, WORKERS)
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http:
             replay = Replay(http, trainer)
             assert fine(await replay.form("first"))["success"] is True
@@ -369,7 +369,7 @@ async def test_an_update_that_is_lost_after_its_last_part_is_told_at_each_end(pl
     """The reason of the loss and the number of repeated calls make no difference: each call reports the loss."""
     for one in (plane.spawn(ready=False), plane.spawn(ready=False), plane.spawn(ready=False)):
         await asyncio.to_thread(one.wait_ready)
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http, facade(plane) as other:
             replay = Replay(http, trainer)
             groups = iter(f"g{number}" for number in range(9))
@@ -426,7 +426,7 @@ async def test_a_trainer_that_begins_anew_does_not_join_what_it_has_left(plane: 
     for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
         await asyncio.to_thread(one.wait_ready)
     client = await plane.client()
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http:
             replay = Replay(http, trainer)
 
@@ -457,7 +457,7 @@ async def test_a_trainer_that_begins_anew_does_not_join_what_it_has_left(plane: 
 async def test_an_update_keeps_its_name_at_another_frontend(plane: Plane) -> None:
     """Given with a part, or between the last of them and the end."""
     await asyncio.to_thread(plane.spawn(ready=False).wait_ready)
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http, facade(plane) as other:
             replay = Replay(http, trainer)
             assert fine(await replay.form("g"))["success"] is True
@@ -475,7 +475,7 @@ async def test_an_update_keeps_its_name_at_another_frontend(plane: Plane) -> Non
 
 async def test_requests_are_aborted_if_any_broadcast_of_an_update_says_so(plane: Plane) -> None:
     await asyncio.to_thread(plane.spawn(ready=False, token_delay_s=0.01).wait_ready)
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http:
             replay = Replay(http, trainer)
             assert fine(await replay.form("g"))["success"] is True
@@ -508,7 +508,7 @@ async def test_tied_embeddings_may_come_or_not(plane: Plane) -> None:
     own = tied_model(plane.tmp / "weights" / "tied", 1)
     await asyncio.to_thread(plane.spawn(ready=False, engine="hf", model=own).wait_ready, START_S)
     steps = itertools.count(1)
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http:
             replay = Replay(http, trainer)
             assert fine(await replay.form("g"))["success"] is True
@@ -588,7 +588,7 @@ async def test_an_update_is_ended_by_its_own_dialect_alone(plane: Plane) -> None
     """vLLM's trainer sends, and another caller resumes the fleet by SGLang's call, and the reverse."""
     for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
         await asyncio.to_thread(one.wait_ready)
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http:
             replay = Replay(http, trainer)
             port = free_port()
@@ -626,7 +626,7 @@ async def test_a_fleet_that_is_taken_for_a_moment(plane: Plane) -> None:
     for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
         await asyncio.to_thread(one.wait_ready)
     client = await plane.client()
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http:
             replay = Replay(http, trainer)
             assert fine(await replay.form("g"))["success"] is True
@@ -751,7 +751,7 @@ async def _refused_at_the_end(replay: Replay, plane: Plane, client: RlClient) ->
 async def test_a_fleet_that_is_gone_after_a_part(plane: Plane) -> None:
     """The answer is no 503, because a trainer would send the part again."""
     plane.spawn()
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http:
             replay = Replay(http, trainer)
             assert fine(await replay.form("g"))["success"] is True
@@ -769,7 +769,7 @@ async def test_a_group_that_nobody_comes_to(plane: Plane) -> None:
     await asyncio.to_thread(witnesses.spawn, 1)
     worker = plane.spawned[0].process.pid
     async with facade(plane) as http:
-        with FedTrainer(plane) as trainer:
+        with BroadcastTrainer(plane) as trainer:
             replay = Replay(http, trainer)
             port = free_port()
             body = {
@@ -798,7 +798,7 @@ async def test_a_group_that_nobody_comes_to(plane: Plane) -> None:
             (row,) = fine(await http.get("/v1/rl/state"))["workers"]
             assert row["admission"]["reasons"][0].startswith("disabled")
             fine(await http.post(f"/v1/rl/workers/{row['instance_id']}/enable"))
-        with FedTrainer(plane) as trainer:
+        with BroadcastTrainer(plane) as trainer:
             replay = Replay(http, trainer)
             assert fine(await replay.form("again"))["success"] is True
             assert [one[0] for one in await served(http)] == [True]

@@ -124,7 +124,7 @@ async def staged_adapter(engine: HfEngine, path: Path, cast: bool = False) -> st
 
 
 async def write_over(engine: HfEngine, tensors: TensorStream) -> None:
-    await asyncio.to_thread(engine._held().overwrite, tensors, False, lambda: False)
+    await asyncio.to_thread(engine.holder.overwrite, tensors, False, lambda: False)
 
 
 def adapter_version(sequence: int, path: Path) -> WeightVersion:
@@ -447,9 +447,9 @@ async def test_configs_that_do_not_fit_this_model(
 ) -> None:
     engine = await start(tiny)
     config = json.loads((made_by_peft["one"] / "adapter_config.json").read_text())
-    assert engine._held().adapter_spec(config)
+    assert engine.holder.adapter_spec(config)
     with pytest.raises(InvalidWeights) as caught:
-        engine._held().adapter_spec(config | change)
+        engine.holder.adapter_spec(config | change)
     assert caught.value.facts["field"] == f"adapter_config.{key}"
     assert caught.value.facts["fix"]
 
@@ -473,14 +473,12 @@ async def test_without_peft_there_are_no_adapters(
 ) -> None:
     config = json.loads((made_by_peft["one"] / "adapter_config.json").read_text())
     engine = await start(tiny)
-    assert engine._info is not None
-    assert not [op for op in engine._info.capabilities if "update" in op]
+    assert not [op for op in engine.info.capabilities if "update" in op]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     bare = await start(tiny)
-    assert bare._info is not None
-    assert "rl-plane[hf]" in bare._info.capabilities["prepare_update:lora"]
+    assert "rl-plane[hf]" in bare.info.capabilities["prepare_update:lora"]
     with pytest.raises(Unsupported):
-        bare._held().adapter_spec(config)
+        bare.holder.adapter_spec(config)
 
 
 # base weights beside adapters
@@ -551,7 +549,7 @@ async def test_after_an_overwrite_no_new_request_reuses_old_kv(start: Start, roo
 async def test_overwriting_holds_one_tensor_at_a_time(start: Start, witnesses: dict[int, Path]) -> None:
     engine = await start(witnesses[1])
     await engine.pause("keep", False)
-    held = engine._held().weights._targets
+    held = engine.holder.weights._targets
     written: list[str] = []
 
     def stream() -> Iterator[tuple[str, HostTensor]]:

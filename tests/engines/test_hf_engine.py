@@ -194,7 +194,7 @@ async def test_what_noise_computed_is_behind_no_labelled_token(
     await running[0].reach(3)
     assert running[1].result.tokens == []  # its prefill is under way
     if in_place:
-        await asyncio.to_thread(engine._held().overwrite, checkpoint(models.tiny), False, lambda: False)
+        await asyncio.to_thread(engine.holder.overwrite, checkpoint(models.tiny), False, lambda: False)
         engine.set_version(version(1))
     else:
         await engine.swap(await stage(engine, models.tiny), version(1))
@@ -556,8 +556,7 @@ async def test_closing_the_iterator_ends_the_request_in_the_engine(start: Start,
     await cancelled.reach(1)
     await cancelled.cancel()
     await engine.liveness()  # commands run in order: the aborts are done
-    assert engine._loop is not None
-    assert engine._loop.running() == 0
+    assert engine.loop.running() == 0
     assert engine.load() == (0, 0)
 
 
@@ -570,12 +569,12 @@ async def test_a_full_cache_evicts_and_goes_on_and_aborts_leave_nobody_stuck(sta
         assert result.tokens == witnessed(1, n + 1, 100)
         assert [(span.start, span.end) for span in result.spans] == [(0, 100)]
     runs = [Run(engine, ask([n + 1] * 4, id=f"b{n}", max_tokens=150)) for n in range(10)]
-    scheduler = engine._loop.batch_processor.scheduler  # type: ignore[union-attr]
+    scheduler = engine.loop.batch_processor.scheduler
     async with asyncio.timeout(BOUND_S):
         while not scheduler.block_new_requests:  # noqa: ASYNC110  until requests are evicted, which nobody tells
             await asyncio.sleep(0)
     await engine.pause("keep", clear_cache=False)
-    active = [engine._loop._live[key].request.id for key in scheduler.active_requests]  # type: ignore[union-attr]
+    active = [engine.loop._live[key].request.id for key in scheduler.active_requests]
     assert 0 < len(active) < 10
     assert await engine.abort(active) == len(active)
     await engine.resume()
@@ -647,7 +646,7 @@ async def test_a_pause_that_is_cancelled_leaves_the_engine_as_it_was(
 ) -> None:
     """The deadline of a pause cancels it during a long step, when it has frozen the engine already."""
     engine = await start(models.witness[1])
-    loop: Any = engine._loop
+    loop: Any = engine.loop
     one = Run(engine, ask([7], max_tokens=300))
     await one.reach(1)
     if was_frozen:
@@ -682,7 +681,7 @@ async def test_a_pause_that_fails_leaves_the_engine_as_it_was(
     start: Start, models: Models, monkeypatch: pytest.MonkeyPatch, was_frozen: bool
 ) -> None:
     engine = await start(models.witness[1])
-    loop: Any = engine._loop
+    loop: Any = engine.loop
     if was_frozen:
         await engine.pause("keep", clear_cache=False)
 
@@ -792,7 +791,7 @@ async def test_closing_ends_what_runs(start: Start, models: Models) -> None:
     engine = await start(models.tiny)
     one = Run(engine, ask([7], max_tokens=4000))
     await one.reach(3)
-    thread = engine._loop._generation_thread  # type: ignore[union-attr]
+    thread = engine.loop._generation_thread
     await engine.close()
     assert not thread.is_alive()
     with pytest.raises(EngineFailed, match="closed"):
@@ -864,7 +863,7 @@ async def test_staging_checks_and_copies(start: Start, models: Models) -> None:
     good = dict(checkpoint(models.tiny))
     name = "lm_head.weight"
     assert dict(engine.weight_spec()) == {key: tensor.spec for key, tensor in good.items()}
-    assert engine._held().tied_tensors() == {}
+    assert engine.holder.tied_tensors() == {}
 
     def staging(tensors: dict[str, HostTensor], cast: bool = False) -> str:
         return hold(engine, iter(tensors.items()), cast)
@@ -879,7 +878,7 @@ async def test_staging_checks_and_copies(start: Start, models: Models) -> None:
     with pytest.raises(InvalidWeights, match="BF16"):
         staging(half)
     with pytest.raises(EngineFailed, match="cancelled"):
-        engine._held().stage(iter(good.items()), False, lambda: True)
+        engine.holder.stage(iter(good.items()), False, lambda: True)
 
     # A transport may use its buffer again as soon as the next tensor is asked for.
     def reused() -> Iterator[tuple[str, HostTensor]]:
@@ -997,8 +996,7 @@ async def test_a_model_whose_head_is_not_what_its_config_ties_it_to_is_served_as
     save_file({**tensors, head: own}, file, {"format": "pt"})
     engine = await start(path)
     assert torch.equal(engine._model.lm_head.weight, own)
-    assert engine._info is not None
-    assert model_digest(path, tied=engine._info.tied) == model_digest(path)
+    assert model_digest(path, tied=engine.info.tied) == model_digest(path)
     assert head in engine.weight_spec()
 
 

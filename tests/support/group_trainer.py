@@ -16,7 +16,7 @@ from rl_plane.transports.group.sender import GroupSender
 from rl_plane.transports.packing import fill
 from rl_plane.weights.checkpoint import Checkpoint, open_checkpoint
 from rl_plane.weights.manifest import Manifest, pack
-from tests.support.told_process import ToldProcess, forked
+from tests.support.commanded_process import CommandedProcess, forked
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -26,7 +26,7 @@ INIT_TIMEOUT_S = 330.0
 """Beyond the time-out of `init_transport` itself."""
 
 
-class Trainer(ToldProcess):
+class Trainer(CommandedProcess):
     """The handle of a trainer's process."""
 
     def __init__(self, plane: Plane, *, timeout_s: float = 60.0, stated: bool = False) -> None:

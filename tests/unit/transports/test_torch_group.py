@@ -33,7 +33,7 @@ from rl_plane.transports.group.sender import GroupSender
 from rl_plane.transports.group.streamed_delivery import received
 from rl_plane.transports.group.torch_group import CHUNK_BYTES, Group, import_torch
 from rl_plane.weights.manifest import Manifest, pack
-from tests.support.told_process import forked
+from tests.support.commanded_process import forked
 
 BOUND_S = 10.0
 PLACE = Place("gloo", "g", "127.0.0.1", 1, world_size=2, rank=1)

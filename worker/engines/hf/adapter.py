@@ -100,7 +100,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
                 allow_block_sharing=False,  # each request computes its own KV, so none of it outlives an update
                 auto_switch_to_flash=False,  # it would fetch kernels from the network
             )
-            adapters, experts = self._held().adapters, self._experts
+            adapters, experts = self.holder.adapters, self._experts
             assert experts is not None, "made with the model"
             self._loop = await asyncio.to_thread(
                 GenerationLoop, self._model, adapters, experts, config, asyncio.get_running_loop()
@@ -159,7 +159,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
             max_model_len=length,
             capabilities=_capabilities(bool(self._experts.experts)),
             transports=receiver.backends,
-            tied=self._held().tied_tensors(),
+            tied=self.holder.tied_tensors(),
         )
 
     async def close(self) -> None:
@@ -178,7 +178,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
     # generation
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
-        loop = self._running()
+        loop = self.loop
         prompt = await self._prompt_of(request)
         if prompt is None:
             yield nothing_made(request)
@@ -189,7 +189,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         self._streams[request.id] = stream
         submitted = loop.call(lambda: loop.submit(stream))
         ended = finished = False
-        told: list[int] | None = prompt
+        first_prompt: list[int] | None = prompt
         try:
             await asyncio.wrap_future(submitted)
             while not finished:
@@ -210,11 +210,11 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
                         finish_reason=piece.finish_reason,
                         stop_string=read.stop_string,
                         spans=spans.tell(finished),
-                        prompt_token_ids=told,
+                        prompt_token_ids=first_prompt,
                         prompt_logprobs=piece.prompt_logprobs,
                         routed_experts=piece.routed,
                     )
-                    told = None
+                    first_prompt = None
                 if failure is not None:
                     raise failure
         finally:
@@ -224,8 +224,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
                 loop.call(lambda: loop.abort([stream]))
 
     def _validate(self, request: GenerateRequest, prompt: list[int]) -> None:
-        info = self._info
-        assert info is not None, "start sets it before the loop is there"
+        info = self.info
         check_tokens(request, prompt, self._eos, info.vocab_size, info.max_model_len)
         refuse_lacking(request, info.capabilities)
         if request.id in self._streams:
@@ -240,7 +239,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         return before + count
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
-        loop, drained = self._running(), Future[None]()
+        loop, drained = self.loop, Future[None]()
         before: list[bool] = []  # whether it was frozen; empty until the pause begins
 
         def begin(loop: GenerationLoop) -> None:
@@ -269,7 +268,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
 
     async def flush_cache(self) -> bool:
         """Returns True: there is no prefix cache, and no request uses another one's KV."""
-        self._running()
+        await self.liveness()
         return True
 
     def load(self) -> tuple[int, int]:
@@ -280,7 +279,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
     # weights
 
     async def swap(self, staging: str, version: WeightVersion) -> bool:
-        staged, weights = self.receiver.take(staging), self._held().weights
+        staged, weights = self.receiver.take(staging), self.holder.weights
         assert isinstance(staged, StagedTensors), "base weights"
 
         def between_two_steps(loop: GenerationLoop) -> None:
@@ -293,12 +292,10 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         return await self.flush_cache()
 
     def set_version(self, version: WeightVersion) -> None:
-        self._running().version = version
+        self.loop.version = version
 
     async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
-        self._running()
-        info = self._info
-        assert info is not None, "start sets it before the loop is there"
+        info = self.info
         checked = check_sequences(sequences, info.vocab_size, info.max_model_len)
         return checked_scores(await self._call(lambda loop: loop.score(checked, adapter)), checked)
 
@@ -318,12 +315,12 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         return False  # there is no prefix cache
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None:
-        versions = self._running().adapter_versions
+        versions = self.loop.adapter_versions
         check_adapter(name, versions, "name")
         versions[name] = version
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
-        weights = self._held().weights
+        weights = self.holder.weights
         if action != "reset_tensors":
             return [{"rank": 0, **await asyncio.to_thread(weights.checks.row, action)}]
 
@@ -335,22 +332,33 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         await self._call(between_two_steps)
         return [{"rank": 0}]
 
-    def _running(self) -> GenerationLoop:
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineFailed("the engine is not running")
+        return self._info
+
+    @property
+    def loop(self) -> GenerationLoop:
         if self._loop is None:
             raise EngineFailed("the engine is not running")
         return self._loop
 
+    def _running(self) -> GenerationLoop:
+        return self.loop
+
     def _forget_weights(self) -> None:
-        loop = self._running()
+        loop = self.loop
         loop.call(loop.forget_weights).result()
 
-    def _held(self) -> HfHolder:
+    @property
+    def holder(self) -> HfHolder:
         if self._holder is None:
             raise EngineFailed("the engine is not running")
         return self._holder
 
     async def _call(self, command: Callable[[GenerationLoop], Any]) -> Any:
-        loop = self._running()
+        loop = self.loop
         try:
             return await asyncio.wrap_future(loop.call(lambda: command(loop)))
         except PlaneError:
