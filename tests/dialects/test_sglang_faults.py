@@ -19,6 +19,8 @@ from frontend.dialects.sglang.open_sessions import Opened
 from frontend.dialects.sglang.sglang_session import Updates
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, Holder, read_holder
 from rl_plane.errors import BusUnreachable, EngineFailed, Locked
+from tests.support.broadcast_trainer import HOST, BroadcastTrainer, parts_of
+from tests.support.broadcast_updates import GLOO_S, free_port
 from tests.support.dialect_facade import (
     HEAL_S,
     facade,
@@ -29,8 +31,6 @@ from tests.support.dialect_facade import (
     served,
     taken_before,
 )
-from tests.support.broadcast_trainer import HOST, BroadcastTrainer, parts_of
-from tests.support.broadcast_updates import GLOO_S, free_port
 from tests.support.hf_fleet import Witnesses
 from tests.support.sglang_calls import aborts_what_runs
 from tests.support.sglang_replay import Replay

@@ -175,7 +175,7 @@ async def test_a_mixed_batch_is_what_peft_makes_of_each(
 
 
 async def test_more_modules_than_peft_takes_by_name(start: Start, root: Path) -> None:
-    """From 20 names on PEFT looks for shorter ones that mean the same."""
+    """PEFT replaces 20 or more names by shorter ones that mean the same."""
     deep = make_tiny_model(root / "deep", seed=1, num_hidden_layers=5, hidden_size=64)
     every = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     paths = [

@@ -153,7 +153,7 @@ NAMES_OF_STAGINGS = (f"staging-{number}" for number in itertools.count())
 
 
 def hold(engine: HfEngine, tensors: TensorStream, cast: bool = False) -> str:
-    """In staging without a transport."""
+    """Puts tensors into staging without a transport."""
     name = next(NAMES_OF_STAGINGS)
     engine.receiver._staged[name] = engine.holder.stage(tensors, cast, lambda: False)
     return name
