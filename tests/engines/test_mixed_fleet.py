@@ -740,7 +740,7 @@ async def test_verls_own_client_drives_all_three(
         await asyncio.to_thread(one.wait_ready, START_S)
 
     async def served(seed: int) -> None:
-        """By each of the three, and as its own client sees it."""
+        """Checks that each of the three serves this version, and that its own client sees it."""
         version = (await client.run("weight_version"))["version"]
         await proven(http, mixed, version["label"], mixed.base(seed))
         assert await verl.do("generate") == witnessed(seed, verl_client.TOKENS)
