@@ -53,7 +53,7 @@ def _openings(name: str, tree: ast.Module) -> Iterator[str]:
 
 
 def _imports_of_tests(name: str, tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in _blocks(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             paths = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
             if any(re.match(r"tests\..*\btest_\w+$", path) for path in paths):
@@ -62,14 +62,23 @@ def _imports_of_tests(name: str, tree: ast.Module) -> Iterator[str]:
 
 def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yields line and text of each docstring, also of those after a constant or a field."""
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if not isinstance(body, list):
-            continue
-        for statement in body:
-            match statement:
-                case ast.Expr(value=ast.Constant(value=str() as text)):
-                    yield statement.lineno, text
+    for node in _blocks(tree):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str() as text)):
+                yield node.lineno, text
+
+
+def _blocks(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yields all statements, handlers and cases. Most nodes of a tree are in expressions, which this doesn't enter."""
+    pending: list[ast.AST] = [tree]
+    while pending:
+        inner = [
+            node
+            for node in ast.iter_child_nodes(pending.pop())
+            if isinstance(node, (ast.stmt, ast.excepthandler, ast.match_case))
+        ]
+        yield from inner
+        pending += inner
 
 
 def _same_modules(trees: dict[str, ast.Module]) -> list[str]:
