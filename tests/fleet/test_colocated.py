@@ -206,6 +206,8 @@ async def test_a_worker_that_starts_while_memory_is_released_releases_its_own(
     await plane.until(lambda: all_serve(client, "step_1"), 30)
 
 
+@pytest.mark.slow
+@pytest.mark.parallel
 async def test_a_worker_that_was_away_has_the_memory_that_the_fleet_has(plane: Plane) -> None:
     """The worker is suspended until the fleet removes it, and returns when the fleet has changed."""
     away, stays = plane.spawn_many(2)

@@ -529,7 +529,7 @@ def _id(prepared: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_other_bytes_than_were_stated_are_found(plane: Plane) -> None:
-    """By the receivers, before anything is committed; asked again, the answer is the same."""
+    """The receivers find them before anything is committed. Asked again, the answer is the same."""
     client = await plane.client()
     model, other = models(plane)
     plane.spawn_copies(2, model=model)
