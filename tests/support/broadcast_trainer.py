@@ -23,7 +23,7 @@ class BroadcastTrainer(CommandedProcess):
 
 
 def parts_of(directory: Path, count: int, dtype: str = "") -> list[dict[str, Any]]:
-    """`{names, dtypes, shapes}` of about so many parts, as a trainer makes them; the tensors in the model's order."""
+    """`{names, dtypes, shapes}` of about so many parts, as a trainer makes them, in the order of the model."""
     from safetensors import safe_open
 
     described = []

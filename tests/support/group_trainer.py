@@ -36,7 +36,7 @@ class Trainer(CommandedProcess):
 
 
 class Update:
-    """There: one that is being sent."""
+    """An update that the trainer's process is sending."""
 
     def __init__(self, sender: GroupSender, directory: str, bucket_bytes: int, stated: bool) -> None:
         self._sender = sender
@@ -63,7 +63,7 @@ class Update:
         return iter((name, found[name]) for name in self._checkpoint.specs)
 
     def send(self, count: int | None) -> int:
-        """So many buckets more (None: all that are left); the number of the last one."""
+        """Sends `count` more buckets, or all that are left for None. Returns the number of the last one."""
         last = -1
         for number in self._filled:
             self._sender.send(number)

@@ -39,7 +39,7 @@ class Scene(deaths.Scene):
         return 1 + len(await self.client.list_workers())
 
     async def come_to(self, point: str, broadcasts: Broadcasts) -> asyncio.Task[dict[str, Any]] | None:
-        """The call that is under way there, if one is."""
+        """Brings the update to the point. Returns the call that is under way there, if there is a call."""
         await broadcasts.form(await self.size())
         if point == "formed":
             return None
