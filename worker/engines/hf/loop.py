@@ -23,13 +23,14 @@ from transformers.generation.continuous_batching.continuous_api import OutputRou
 from rl_plane.errors import EngineDied, EngineFailed
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.common.finite_logits import NOT_FINITE
+from worker.engines.common.pieces import Piece
 from worker.engines.common.scoring import in_batches
 from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import check_adapter
 from worker.engines.hf.experts import ExpertRecorder
 from worker.engines.hf.peft_layers import HfStagedAdapter, ModelAdapters
 from worker.engines.hf.prefix_sharing import PrefixKeys, salted
-from worker.engines.hf.streams import HfPiece, HfStream, choose, likeliest, score_batch
+from worker.engines.hf.streams import HfStream, choose, likeliest, score_batch
 
 IDLE_WAIT_S = 0.1
 """Seconds that an idle or paused loop sleeps. Each command wakes it, so this only bounds a missed wake-up."""
@@ -86,7 +87,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         self._held: deque[HfStream] = deque()
         self._stale: set[str] = set()  # running since before the last flush: their KV is never shared
         self._broken: list[str] = []
-        self._outbox: list[tuple[HfStream, HfPiece | EngineFailed]] = []
+        self._outbox: list[tuple[HfStream, Piece | EngineFailed]] = []
 
     def start(self) -> None:
         # The library's own thread would keep the process alive if the engine is not closed.
@@ -437,6 +438,6 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         return failure
 
 
-def _hand_out(outbox: list[tuple[HfStream, HfPiece | EngineFailed]]) -> None:
+def _hand_out(outbox: list[tuple[HfStream, Piece | EngineFailed]]) -> None:
     for stream, piece in outbox:
-        stream.pieces.put_nowait(piece)
+        stream.pieces.put(piece)
