@@ -355,7 +355,7 @@ def test_the_load_can_be_asked_for_while_requests_come_and_go(
     of: Callable[[], tuple[Callable[[], object], dict[str, Any]]],
 ) -> None:
     load, requests = of()
-    one, end = SimpleNamespace(admitted=True, begun=True), threading.Event()
+    one, end = SimpleNamespace(admitted=True, begun=True, tokenizing=False), threading.Event()
     requests |= {str(number): one for number in range(64)}
 
     def come_and_go() -> None:

@@ -22,8 +22,8 @@ from worker.engines.common.tokenizing import Tokenizing, eos_tokens, load_tokeni
 class _Request:
     begun: bool = False
     """It has a token."""
-    tokenizing: bool = False
-    """The engine does not know the request yet."""
+    tokenizing: bool = True
+    """The engine does not have the request yet."""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set if the request is aborted while its prompt is being tokenized."""
 
@@ -82,6 +82,7 @@ class Generating(EngineAdapter, Tokenizing):
                 return
             check_tokens(request, prompt, self._eos, self.info.vocab_size, self.info.max_model_len)
             refuse_lacking(request, self.info.capabilities)
+            one.tokenizing = False
             text, spans = ReplyText(self._tokenizer, request, prompt), SpanLog()
             async with contextlib.aclosing(self._pieces(request, prompt)) as pieces:
                 async for piece in pieces:
@@ -116,12 +117,10 @@ class Generating(EngineAdapter, Tokenizing):
             return await prompt_tokens(self._tokenizer, request)  # does not wait
         work = asyncio.create_task(prompt_tokens(self._tokenizer, request))
         until = asyncio.create_task(one.aborted.wait())
-        one.tokenizing = True
         try:
             await asyncio.wait((work, until), return_when=asyncio.FIRST_COMPLETED)
             return None if one.aborted.is_set() else work.result()
         finally:
-            one.tokenizing = False
             work.cancel()
             until.cancel()
 
@@ -135,6 +134,6 @@ class Generating(EngineAdapter, Tokenizing):
         return len(ended)
 
     def load(self) -> tuple[int, int]:
-        requests = list(self._requests.values())
+        requests = [one for one in list(self._requests.values()) if not one.tokenizing]
         running = sum(one.begun for one in requests)
         return running, len(requests) - running

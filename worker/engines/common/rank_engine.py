@@ -1,4 +1,4 @@
-"""What engines share whose ranks are processes of their own: vLLM and SGLang."""
+"""The base class of vLLM and SGLang, whose ranks are processes of their own."""
 
 from __future__ import annotations
 
