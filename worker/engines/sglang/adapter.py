@@ -186,13 +186,8 @@ class SglangEngine(RankEngine[SglangProcess]):
         return Label(self._version, adapter, loaded.version if loaded is not None else None)
 
     def _adapter_in_engine(self, name: str | None) -> str | None:
-        if name is None:
-            return None
-        return self._adapter(name, "model").engine_name
-
-    def _adapter(self, name: str, field: str) -> LoadedAdapter:
-        check_adapter(name, self._adapters, field)
-        return self._adapters[name]
+        check_adapter(name, self._adapters, "model")
+        return None if name is None else self._adapters[name].engine_name
 
     async def abort(self, request_ids: list[str] | None) -> int:
         feeder = self._requests_in_sglang()
@@ -385,7 +380,8 @@ class SglangEngine(RankEngine[SglangProcess]):
         await self._process.manager.lora_registry.register(lora_reference(old.engine_name, old.lora_id))
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None:
-        self._adapter(name, "name").version = version
+        check_adapter(name, self._adapters, "name")
+        self._adapters[name].version = version
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
         if action != "reset_tensors":

@@ -159,10 +159,6 @@ class Feeder:
         self._numbers = itertools.count()
         self.streams: dict[str, SglangStream] = {}
 
-    @property
-    def is_open(self) -> bool:
-        return self._open.is_set()
-
     def open(self) -> None:
         self._open.set()
 

@@ -94,6 +94,7 @@ class VllmEngine(RankEngine[VllmProcess]):
         from vllm.platforms import current_platform
 
         model, parallel = self._process.config.model_config, self._process.config.parallel_config
+        lora = self._process.config.lora_config
         return EngineInfo(
             engine="vllm",
             engine_version=vllm.__version__,
@@ -111,7 +112,7 @@ class VllmEngine(RankEngine[VllmProcess]):
             deterministic=self._options.deterministic,
             memory_saver=bool(model.enable_sleep_mode),
             max_adapters=self._lora_places(),
-            max_lora_rank=self._lora_rank(),
+            max_lora_rank=None if lora is None else int(lora.max_lora_rank),
         )
 
     def _lacking(self) -> dict[str, str]:
@@ -162,10 +163,8 @@ class VllmEngine(RankEngine[VllmProcess]):
         return self._streams
 
     def _lora_of(self, request: GenerateRequest) -> Any:
-        if request.adapter is None:
-            return None
         check_adapter(request.adapter, self._loras, "model")
-        return self._loras[request.adapter].request()
+        return None if request.adapter is None else self._loras[request.adapter].request()
 
     def _label(self, name: str | None, adapter: str | None) -> Label:
         state = self._states.get(name or "") or _State()
@@ -311,10 +310,6 @@ class VllmEngine(RankEngine[VllmProcess]):
             return None
         # On a CPU the last slot stays empty: see `completed`.
         return int(limits.max_loras - 1 if current_platform.is_cpu() else limits.max_cpu_loras or limits.max_loras)
-
-    def _lora_rank(self) -> int | None:
-        limits = self._process.config.lora_config
-        return None if limits is None else int(limits.max_lora_rank)
 
     async def _add_lora(self, lora: _Lora) -> None:
         """Replaces the adapter of this number, if there is one. On a rank where this one does not load, the old one
