@@ -16,7 +16,7 @@ from worker.receive.rank_agents.agent_client import AgentClient
 from worker.receive.rank_agents.agent_messages import socket_directory
 from worker.receive.rank_agents.ranks import Ranks
 
-log = logging.getLogger("worker.engines")
+log = logging.getLogger("worker.engines.common.engine_process")
 
 END_TIMEOUT_S = 5.0
 """Seconds that killed processes may take to end."""

@@ -78,7 +78,7 @@ class Generating(EngineAdapter, Tokenizing):
         try:
             prompt = await self._prompt_of(request, one)
             if prompt is None:
-                self._forget(request, one)  # the id may be used again at once
+                self._forget_request(request, one)  # the id may be used again at once
                 yield GenerateDelta(token_ids=[], logprobs=[] if request.logprobs else None, finish_reason="abort")
                 return
             check_tokens(request, prompt, self._eos, self.info.vocab_size, self.info.max_model_len)
@@ -109,9 +109,9 @@ class Generating(EngineAdapter, Tokenizing):
                     if finished:
                         return  # a stop string ends the request here; closing ends it in the engine
         finally:
-            self._forget(request, one)
+            self._forget_request(request, one)
 
-    def _forget(self, request: GenerateRequest, one: _Request) -> None:
+    def _forget_request(self, request: GenerateRequest, one: _Request) -> None:
         if self._requests.get(request.id) is one:
             del self._requests[request.id]
 
