@@ -293,7 +293,7 @@ async def test_a_rollout_of_an_ending_frontend_continues_at_the_next() -> None:
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """By us: what asyncio says of an earlier test may come at any time."""
+    """Returns what rl_plane logged. What asyncio logs about an earlier test may come at any time."""
     return [one.getMessage() for one in caplog.records if one.name.startswith("rl_plane")]
 
 

@@ -185,7 +185,7 @@ def test_no_facade_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.Captur
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """By us: what asyncio says of an earlier test may come at any time."""
+    """Returns what rl_plane logged. What asyncio logs about an earlier test may come at any time."""
     return [one.getMessage() for one in caplog.records if one.name.startswith("rl_plane")]
 
 
@@ -260,7 +260,7 @@ async def test_skyrl_settings_publish_and_override_a_group_that_is_there(plane: 
 
 
 async def test_the_same_lora_disk_load_at_each_sync(plane: Plane) -> None:
-    """By the drop-in of the examples: other bytes at the same path, as SkyRL writes them."""
+    """The drop-in of the examples loads other bytes from the same path, as SkyRL writes them."""
     plane.spawn()
     client, path = await plane.client(), plane.tmp / "weights" / "skyrl_lora_sync"
     sync = await asyncio.to_thread(SyncRlClient.connect, plane.url, plane.namespace, plane.component)

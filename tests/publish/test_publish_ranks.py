@@ -54,7 +54,7 @@ async def test_when_rank_0_fails_in_the_middle_of_sending_all_ranks_go_on(plane:
 
 
 async def test_rank_0_uses_an_export_up_as_the_others_do(plane: Plane) -> None:
-    """Also what comes after the last tensor that is sent: one that is left out is gathered, and a barrier is met. One
+    """Rank 0 gathers a tensor that is left out and meets a barrier, even after the last tensor that is sent. A tensor
     that was not announced fails the version."""
     ways = ("gloo:full", "ipc:full", "ipc:delta")
     versions, told = await told_by_two_ranks(plane, "tests/support/exporting_ranks.py", *ways)

@@ -86,7 +86,7 @@ async def _soak(fleet: SoakFleet, weights: Weights, report: Report, count: int) 
 
 
 async def _settle(fleet: SoakFleet, checker: Checker, report: Report) -> None:
-    """So that neither a long soak keeps all it has seen, nor its history forgets what was."""
+    """Checks from time to time what was seen, before the history forgets it, and drops it: memory stays bounded."""
     while True:
         await asyncio.sleep(SETTLE_S)
         try:

@@ -215,7 +215,7 @@ def test_a_seed_is_one_schedule_with_everything_in_it() -> None:
 async def test_a_slow_machine_skips_no_death(
     monkeypatch: pytest.MonkeyPatch, adapters: bool, seconds: float
 ) -> None:
-    """Nor the update that running choices cross; when the time is over, each of them is still made, once."""
+    """It also skips no update that running choices cross. Each step is made once, even after the time is over."""
     steps, made = [replace(step, at_s=0.0) for step in schedule(1, SOAK_S, adapters)], []
 
     async def done(chaos: Chaos, step: Step) -> None:
