@@ -14,11 +14,11 @@ import click
 from click import Choice, IntRange
 from click.core import ParameterSource
 
-from frontend.server.options import DIALECTS
 from rl_plane.cli import setting_types as types
 from rl_plane.cli.output import BadSetting, fix_of, plane_error, say_json
 from rl_plane.cli.setting_types import Seconds
 from rl_plane.errors import PlaneError
+from rl_plane.protocol.dialects import DIALECTS
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
 from rl_plane.protocol.validation import MAX_LEASE_S, PAUSE_WORDS
@@ -162,7 +162,7 @@ SETTINGS: dict[str, Setting] = {
             "The trainers' HTTP dialects on the port of /v1/rl/*: some of vllm, sglang and prime-rl, comma separated, "
             "or none. Default: all.",
             Choice([*DIALECTS, NO_DIALECT]),
-            DIALECTS,
+            tuple(DIALECTS),
             separator=",",
         ),
         Setting(

@@ -59,7 +59,7 @@ def make_report(story: Story, trouble: str = "") -> dict[str, Any]:
         "elapsed_seconds": story.elapsed_s,
     }
     failures = [trouble] if trouble else failures_of(report)
-    return {"ok": not failures, "failures": failures, **report, "per_step": [s.to_wire() for s in story.steps]}
+    return {"ok": not failures, "failures": failures, **report, "per_step": [asdict(step) for step in story.steps]}
 
 
 def failures_of(report: dict[str, Any]) -> list[str]:

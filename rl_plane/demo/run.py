@@ -85,7 +85,7 @@ class Demo:
             self._phase = (event["step"], event["phase"])
             self._table.phase(*self._phase)
         elif kind == "step":
-            self._take(StepRecord.from_wire(event))
+            self._take(StepRecord(**event))
         return bool(kind != "done")
 
     def _take(self, record: StepRecord) -> None:

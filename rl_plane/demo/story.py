@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +38,6 @@ class StepRecord:
     committed: str
     """The label of the step's new weights."""
     digest: str
-
-    def to_wire(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> StepRecord:
-        return cls(**wire)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from frontend.dialects.sglang.groups import GroupFields, Groups
 from frontend.main import started
 from frontend.server.api import Api, schema_of
 from frontend.server.bodies import MAX_BODY_BYTES, MAX_NAMES_BYTES, parse_hashed
-from frontend.server.options import DIALECTS, FrontendOptions
+from frontend.server.options import FrontendOptions
 from frontend.server.shared_routes import DialectRequest, Fields, NoFields, ParsedRequest, SharedRoutes, report
 from rl_plane.cli.settings import for_child
 from rl_plane.errors import (
@@ -36,6 +36,7 @@ from rl_plane.errors import (
     Unsupported,
     WorkerLost,
 )
+from rl_plane.protocol.dialects import DIALECTS
 from tests.support.paths import ROOT
 from tests.support.settings import values_of
 
@@ -149,7 +150,7 @@ async def test_an_unknown_dialect_is_refused() -> None:
 
 
 def test_the_command_line_names_dialects() -> None:
-    assert values_of(["dialects"])["dialects"] == DIALECTS == FrontendOptions().dialects
+    assert values_of(["dialects"])["dialects"] == tuple(DIALECTS) == FrontendOptions().dialects
     for text in ("vllm,prime-rl", "none"):
         values = values_of(["dialects"], RL_PLANE_DIALECTS=text)
         assert values["dialects"] == tuple(text.split(","))
