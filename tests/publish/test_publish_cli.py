@@ -184,7 +184,7 @@ def test_no_facade_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.Captur
 # ---- SkyRL's names ----
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     """By us: what asyncio says of an earlier test may come at any time."""
     return [one.getMessage() for one in caplog.records if one.name.startswith("rl_plane")]
 
@@ -206,7 +206,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_skyrl_settings(given: dict[str, Any], expected: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING", "rl_plane.publish")
     assert publisher_options(**given) == expected
-    assert not told(caplog)
+    assert not warnings_of(caplog)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_skyrl_settings_that_change_nothing_are_named(
     given: dict[str, Any], way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert publisher_options(**given)["transport"] == way
-    (said,) = told(caplog)
+    (said,) = warnings_of(caplog)
     idle = given.keys() - {"weight_sync_backend", "lora"} - ({"lora_sync_path"} if way == "filesystem" else set())
     assert said.endswith(f"by {way}: {', '.join(idle)} has no effect")
 

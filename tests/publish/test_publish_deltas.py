@@ -146,8 +146,8 @@ async def test_no_delta_is_tried_where_a_worker_can_not_keep_what_it_serves(plan
         await publisher.publish_async(f"step {number}")
         await plane.until(functools.partial(serve, client, f"step {number}"), BOUND_S)
     assert None in {row.get("kept") for row in (await client.run("workers"))["workers"]}
-    told = (await client.run("updates"))["updates"]
-    sent = [(one["label"], one["encoding"], one["outcome"]) for one in told if one["label"] != "initial"]
+    updates = (await client.run("updates"))["updates"]
+    sent = [(one["label"], one["encoding"], one["outcome"]) for one in updates if one["label"] != "initial"]
     assert sent == [(f"step {number}", "full", "committed") for number in (2, 1, 0)]
     await asyncio.to_thread(publisher.close)
 

@@ -132,9 +132,9 @@ def test_a_gpu_that_has_failed_is_for_its_readers_to_tell(monkeypatch: pytest.Mo
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr("torch.cuda.device", failed)
-    told: Future[str] = Future()
-    on_thread(lambda: told.set_result("read"))
-    assert told.result(BOUND_S) == "read"
+    outcome: Future[str] = Future()
+    on_thread(lambda: outcome.set_result("read"))
+    assert outcome.result(BOUND_S) == "read"
 
 
 async def test_a_trainer_without_cuda_does_not_initialise_it(
