@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -33,6 +34,8 @@ NO_DIALECT = "none"
 OFF = "off"
 HELP_CHARS = 110
 """The widest line of a help text, on a terminal that is as wide."""
+DEMO_STEPS = 40
+"""By then the reward of the demo has risen from a half to above 0.9 of its range."""
 MAX_COUNT = 10_000
 """The number of workers in the largest fleet that was measured."""
 
@@ -289,9 +292,9 @@ SETTINGS: dict[str, Setting] = {
             "checksum",
         ),
         # the demo
-        Setting("out", "The folder of the report. Default: demo-out.", types.PATH),
-        Setting("steps", "The number of optimiser steps.", IntRange(1, 1_000_000)),
-        Setting("seed", "The seed of everything random.", IntRange(0, 2**31 - 1)),
+        Setting("out", "The folder of the report. Default: demo-out.", types.PATH, Path("demo-out")),
+        Setting("steps", "The number of optimiser steps.", IntRange(1, 1_000_000), DEMO_STEPS),
+        Setting("seed", "The seed of everything random.", IntRange(0, 2**31 - 1), 0),
     )
 }
 
