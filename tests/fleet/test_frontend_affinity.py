@@ -47,7 +47,7 @@ async def by_whom(http: httpx.AsyncClient, **headers: str) -> str:
 # ---- sessions ----
 
 
-async def test_a_session_has_one_worker_until_that_is_gone(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_a_session_keeps_its_worker_until_that_worker_is_gone(plane: Plane, http: httpx.AsyncClient) -> None:
     workers = plane.spawn_many(3)
     await ready(plane, 3)
     for header in ("X-Session-ID", "X-SMG-Routing-Key"):
@@ -111,7 +111,9 @@ async def test_a_request_goes_to_a_worker_that_can_do_it(plane: Plane, http: htt
     assert (await http.post("/v1/completions", json={**pinned, "min_tokens": 0})).status_code == 200
 
 
-async def test_what_an_engine_cant_witness_is_told_as_unknown(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_versions_that_an_engine_cannot_prove_are_reported_as_unknown(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
     """This holds for requests without demands on the weights. Others get another worker, or are refused by name."""
     silent = plane.spawn(witnesses="false")
     described = await (await plane.client()).call(silent.instance_id, "describe")
@@ -180,7 +182,7 @@ def unchosen(size: int, **more: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 async def lengths(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[int]:
-    """The number of tokens of each choice."""
+    """Returns the number of tokens of each choice."""
     response = await http.post(path, json=body)
     assert response.status_code == 200, response.text
     made: Counter[int] = Counter()
@@ -192,7 +194,7 @@ async def lengths(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> l
 
 
 @pytest.mark.parametrize("pinned", [None, 0, 1])
-async def test_tokens_that_the_caller_did_not_count_are_as_many_as_its_worker_has_room_for(
+async def test_a_default_length_is_the_room_of_the_chosen_worker(
     plane: Plane, http: httpx.AsyncClient, pinned: int | None
 ) -> None:
     """The length is the chosen worker's room, not the least room of all workers: workers with too little room
@@ -229,9 +231,7 @@ async def test_each_of_several_prompts_has_the_length_that_is_left(plane: Plane,
         assert (error["field"], error["fix"]) == (f"{field}.1", "send at most 63")
 
 
-async def test_a_length_that_nobody_chose_waits_for_no_longer_worker(
-    plane: Plane, http: httpx.AsyncClient
-) -> None:
+async def test_a_default_length_waits_for_no_worker_with_more_room(plane: Plane, http: httpx.AsyncClient) -> None:
     """The caller gets fewer tokens now, rather than more when a closed worker opens or a lost worker returns."""
     plane.spawn(max_model_len=16)
     longer = plane.spawn(max_model_len=64)
@@ -245,7 +245,7 @@ async def test_a_length_that_nobody_chose_waits_for_no_longer_worker(
         assert await lengths(http, path, body) == [7], body
 
 
-async def test_a_length_that_nobody_chose_takes_a_shorter_worker_while_the_longer_one_is_full(
+async def test_a_default_length_takes_a_worker_with_less_room_while_the_other_is_full(
     plane: Plane, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -266,7 +266,7 @@ async def test_a_length_that_nobody_chose_takes_a_shorter_worker_while_the_longe
 
 
 @pytest.mark.parametrize(("rooms", "total"), [((64, 32), 12), ((32, 64), 16), ((32, 32), 12)])
-async def test_a_length_that_nobody_chose_counts_what_was_made_before(
+async def test_a_default_length_counts_the_tokens_of_a_lost_worker(
     plane: Plane, http: httpx.AsyncClient, rooms: tuple[int, int], total: int
 ) -> None:
     """The tokens of a lost worker count, whatever its room: the total never exceeds the default, nor the last worker's
@@ -297,7 +297,8 @@ NEEDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 async def lose_the_able_one(
     plane: Plane, http: httpx.AsyncClient, waiting: set[asyncio.Task[Any] | None], need: str
 ) -> tuple[Spawned, asyncio.Task[Any]]:
-    """Killed before its first token of the request, while the other one is open; what waited before is forgotten."""
+    """Kills the able worker before its first token of the request, while the other worker is open. Forgets earlier
+    waits."""
     lesser, more, body = NEEDS[need]
     other, able = plane.spawn(**lesser), plane.spawn(token_delay_s=60, **more)
     await ready(plane, 2)
@@ -334,7 +335,7 @@ async def test_a_request_that_only_an_absent_worker_can_serve_waits_for_it(
 async def test_more_tokens_than_an_open_worker_has_room_for_wait_for_a_longer_one(
     plane: Plane, http: httpx.AsyncClient, waiting: set[asyncio.Task[Any] | None]
 ) -> None:
-    """The tokens that the caller asked for with `min_tokens`, where it did not choose the length."""
+    """The caller asks for tokens by `min_tokens`, and gives no length."""
     plane.spawn(max_model_len=16)
     longer = plane.spawn(max_model_len=64)
     await ready(plane, 2)
@@ -387,7 +388,7 @@ async def test_a_request_that_only_an_absent_worker_can_serve_is_refused_if_it_s
         assert error_of(await http.post("/v1/completions", json=body), status)["field"] == field
 
 
-async def test_a_choice_with_tokens_waits_for_a_worker_that_can_go_on(
+async def test_a_choice_with_tokens_waits_for_a_worker_that_can_continue_it(
     plane: Plane, http: httpx.AsyncClient, waiting: set[asyncio.Task[Any] | None]
 ) -> None:
     plane.spawn(patch=CANT)
@@ -407,7 +408,7 @@ async def test_a_choice_with_tokens_waits_for_a_worker_that_can_go_on(
 # ---- too much at once ----
 
 
-async def test_a_full_fleet_is_told_at_once(
+async def test_a_full_fleet_refuses_at_once(
     plane: Plane, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = plane.spawn(token_delay_s=PACE_S)
@@ -423,7 +424,7 @@ async def test_a_full_fleet_is_told_at_once(
     await ask(http)
 
 
-async def test_a_full_worker_is_left_for_another_and_then_told(plane: Plane) -> None:
+async def test_a_request_leaves_a_full_worker_and_is_refused_if_all_are_full(plane: Plane) -> None:
     one = "import worker.generation_service as generation; generation.MAX_STREAMS = 1"
     plane.spawn_many(2, patch=one, token_delay_s=PACE_S)
     await ready(plane, 2)
@@ -439,7 +440,7 @@ async def test_a_full_worker_is_left_for_another_and_then_told(plane: Plane) -> 
 
 
 async def other_than(http: httpx.AsyncClient, stream: Streaming) -> str:
-    """A worker that takes a request beside this one."""
+    """Returns another worker, which takes a request beside this stream."""
     await stream.more()
     return await by_whom(http)
 

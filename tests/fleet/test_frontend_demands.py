@@ -46,7 +46,8 @@ __all__ = ["http", "waiting"]
 
 
 def kept(go: asyncio.Event) -> Script:
-    """The first request's tokens are made by 1 before `go`, and come after it; what comes later is made by 2."""
+    """Version 1 makes the tokens of the first request before `go`; they arrive after it. Version 2 makes later
+    tokens."""
     first = [True]
 
     async def script(stream: Stream) -> None:
@@ -101,7 +102,7 @@ async def test_during_a_rolling_update_requests_that_demand_the_new_version_go_t
 async def test_a_demand_is_kept_where_a_worker_is_known_before_the_record(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, demand: dict[str, Any]
 ) -> None:
-    """The record is asked for: what told it is still on its way."""
+    """The frontend asks for the record, because the change notice is still on its way."""
     take, read, hears = MembershipView.take_record, Committed.try_read, asyncio.Event()
 
     def taken(view: MembershipView, *told: Any) -> None:

@@ -134,7 +134,7 @@ async def test_a_choice_that_waited_for_the_other_choices_must_still_meet_its_de
 async def test_a_choice_that_is_cut_before_its_reader_had_its_tokens_has_its_prompt(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, stream: bool, demand: dict[str, Any], then: DecisionRecord
 ) -> None:
-    """A slow reader: when it takes the first tokens, they are too old, and what follows was cut already."""
+    """A slow reader takes the first tokens when they are too old already, and when the rest has been cut."""
     taken: list[int] = []
     calls: list[GenerationCall] = []
     decided, go = asyncio.Event(), asyncio.Event()
@@ -185,7 +185,7 @@ async def test_a_choice_that_is_cut_before_its_reader_had_its_tokens_has_its_pro
         assert generation.engines.moves["cut"] == len(choices)
 
 
-async def test_a_choice_that_keeps_its_demand_goes_on_across_an_update(
+async def test_a_choice_that_meets_its_demand_continues_across_an_update(
     plane: Plane, http: httpx.AsyncClient
 ) -> None:
     plane.spawn(token_delay_s=PACE_S)
@@ -201,7 +201,7 @@ async def test_a_choice_that_keeps_its_demand_goes_on_across_an_update(
 
 
 def continued_under(digest: str, parts: list[int]) -> list[int]:
-    """So many tokens by each worker, each asked for the prompt and the tokens before."""
+    """Returns the tokens of each worker in turn. Each worker gets the prompt and the tokens before."""
     made: list[int] = []
     for count in parts:
         made += [fake_token(digest, PROMPT + made, position) for position in range(count)]
@@ -212,7 +212,7 @@ def worker_of(workers: list[Spawned], instance_id: str) -> Spawned:
     return next(worker for worker in workers if worker.instance_id == instance_id)
 
 
-async def test_a_choice_goes_on_at_another_worker(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_a_choice_continues_at_another_worker(plane: Plane, http: httpx.AsyncClient) -> None:
     workers = plane.spawn_many(3, token_delay_s=PACE_S)
     await ready(plane, 3)
     digest = (await ask(http))["nvext"]["weight_version"]["digest"]
@@ -235,7 +235,9 @@ async def test_a_choice_goes_on_at_another_worker(plane: Plane, http: httpx.Asyn
     assert (span["digest"], span["start"], span["end"]) == (digest, 0, 240)
 
 
-async def test_whole_replies_and_every_choice_go_on_too(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_unstreamed_replies_and_each_of_several_choices_continue_too(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
     workers = plane.spawn_many(2, token_delay_s=PACE_S)
     await ready(plane, 2)
     client = await plane.client()
@@ -263,7 +265,7 @@ async def test_whole_replies_and_every_choice_go_on_too(plane: Plane, http: http
     assert reply["usage"]["prompt_tokens"] == len(PROMPT)
 
 
-async def test_both_versions_are_told_where_the_weights_changed_on_the_way(
+async def test_both_versions_are_reported_if_the_weights_change_during_a_choice(
     plane: Plane, http: httpx.AsyncClient
 ) -> None:
     doomed, other = plane.spawn(token_delay_s=PACE_S), plane.spawn()
@@ -293,7 +295,7 @@ async def test_both_versions_are_told_where_the_weights_changed_on_the_way(
 
 
 def failing(base: int, go: asyncio.Event) -> Script:
-    """One token; then the engine fails. Of a request for a single token, that one."""
+    """Sends one token, and then the engine fails. A request for a single token gets that token."""
 
     async def script(stream: Stream) -> None:
         alone = stream.body["request"]["max_tokens"] == 1
@@ -308,8 +310,8 @@ def failing(base: int, go: asyncio.Event) -> Script:
 async def asked_while_rolling(
     stage: Stage, maker: int, others: list[tuple[Script, int]], **demand: Any
 ) -> tuple[dict[str, Any], list[ScriptedWorker]]:
-    """The choice of a worker that serves version `maker`, of 1 and 2, and fails after its first token, when each of
-    the others is known and idle; and those."""
+    """Returns the choice of a worker that serves version `maker` (1 or 2) and fails after its first token, and the
+    other workers. At that moment the frontend knows each other worker as idle."""
     go = asyncio.Event()
     rolls = rolling(record(2), record(1))
     await stage.decide(rolls)
@@ -334,7 +336,7 @@ async def asked_while_rolling(
     return choice, workers
 
 
-async def test_a_choice_of_one_version_goes_on_where_that_is_served(plane: Plane) -> None:
+async def test_a_choice_of_one_version_continues_at_a_worker_that_serves_it(plane: Plane) -> None:
     """In a rolling update, a worker that is already updated does not continue the choice, even if its turn came
     earlier."""
     async with staged(plane) as stage:
@@ -346,7 +348,7 @@ async def test_a_choice_of_one_version_goes_on_where_that_is_served(plane: Plane
 
 
 @pytest.mark.parametrize(("demand", "maker"), [({"one_version": True}, 1), ({"min_version": 2}, 2)])
-async def test_a_choice_with_tokens_that_nobody_may_go_on_with_is_cut(
+async def test_a_choice_with_tokens_is_cut_if_no_worker_may_continue_it(
     plane: Plane, demand: dict[str, Any], maker: int
 ) -> None:
     """The choice ends at once, and no worker generates it again."""

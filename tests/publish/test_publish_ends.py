@@ -100,10 +100,11 @@ async def test_in_the_loop_of_its_client_a_publisher_is_closed_without_blocking_
     assert await served(plane) == {("two", model_digest(plane.model(2)), 2)}
 
 
-async def test_a_block_that_is_left_in_the_loop_of_its_client_tells_its_own_error(
+async def test_a_block_that_fails_raises_its_own_error_in_the_loop_of_its_client(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cancelled while a version is under way; what the transport held is freed once that has ended."""
+    """The task is cancelled while a version is under way. The transport frees its memory once that version has
+    ended."""
     plane.spawn()
     alive: list[str] = []
     monkeypatch.setattr(send_plan, "make_sender", lambda name, around: Noted(name, root_of(plane), alive))
@@ -140,7 +141,7 @@ async def test_a_block_that_is_left_in_the_loop_of_its_client_tells_its_own_erro
 async def test_ctrl_c_in_the_middle_gives_the_version_up(
     transport: str, how: dict[str, Any], plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once the error is raised the tensors may change. No worker gets changed tensors."""
+    """The tensors may change as soon as the error is raised. No worker gets changed tensors."""
     pytest.importorskip("torch")
     pytest.importorskip({"nixl": "nixl"}.get(transport, "rl_plane"))
     shape = {"tensors": 40, "nbytes": 65536}

@@ -34,6 +34,7 @@ from tests.conftest import Plane
 from tests.support.delta_updates import tensors_in
 from tests.support.publishing import (
     BOUND_S,
+    Changing,
     Gathering,
     Held,
     Lending,
@@ -47,7 +48,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
 
 class Meanwhile(DirectorySource):
-    """Something happens when some tensors are read."""
+    """Calls a function when some of its tensors have been read."""
 
     def __init__(self, path: Path, happens: Callable[[], object], after: int = 10) -> None:
         super().__init__(path)
@@ -71,7 +72,8 @@ class Meanwhile(DirectorySource):
 async def test_a_worker_that_ends_while_it_receives_is_named_and_why(
     backend: str, ends: str, plane: Plane
 ) -> None:
-    """The others, which only take part in its failure, are not. (To `nixl` they come when everything is there.)"""
+    """The error does not name the workers that only take part in that failure. A `nixl` receiver comes when all
+    tensors are there."""
     pytest.importorskip({"gloo": "torch", "nixl": "nixl"}.get(backend, "rl_plane"))
     shape = {"tensors": 40, "nbytes": 65536}
     others = plane.spawn_many(2, model=plane.model(0, **shape))
@@ -126,10 +128,12 @@ async def test_a_worker_that_died_before_it_connected_is_not_waited_for(
 async def test_a_publication_that_gets_no_thread_has_ended(
     gathered: bool, plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the fleet's side too, where it was prepared."""
+    """The fleet's prepared update ends too."""
     pytest.importorskip("torch")
     plane.spawn()
-    source = Gathering(plane.model(1)) if gathered else plane.model(1)
+    changing = Changing()
+    changing.path = plane.model(1)
+    source = Gathering(plane.model(1)) if gathered else changing
     how: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "bucket_bytes": 1500}
     publisher = WeightPublisher(source, plane.url, transport="gloo", **how)
 
@@ -141,7 +145,7 @@ async def test_a_publication_that_gets_no_thread_has_ended(
         with pytest.raises(RuntimeError, match="new thread"):
             await publisher.publish_async("one")
     if not gathered:  # and what is under way is waited for all the same
-        held = publisher._source = Held(plane.model(2))
+        held = changing.source = Held(plane.model(2))
         before = publisher.publish("before", wait=False)
         await asyncio.to_thread(held.begun.wait, BOUND_S)
         with monkeypatch.context() as patch:
@@ -151,7 +155,7 @@ async def test_a_publication_that_gets_no_thread_has_ended(
         assert publisher._previous is before
         held.go.set()
         await before.wait()
-        publisher._source = DirectorySource(plane.model(1))
+        changing.source = None
     async with asyncio.timeout(BOUND_S):
         await publisher.publish_async("two")
     assert await served(plane) == {("two", model_digest(plane.model(1)), 1 if gathered else 2)}
@@ -188,7 +192,8 @@ async def test_a_failure_names_the_worker_and_leaves_the_fleet_as_it_was(plane: 
 
 
 class Losing:
-    """The first answer to an op, be it an error. `at_once`: before it is there."""
+    """Loses the first answer to an op, which may be an error. With `at_once` it loses the answer before the op has
+    ended."""
 
     def __init__(self, patch: pytest.MonkeyPatch, op: str, *, at_once: bool = False) -> None:
         self.asked: list[str] = []
@@ -218,7 +223,7 @@ class Losing:
 
 
 async def test_an_answer_that_was_lost_is_asked_for_again(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under the same id: the version is committed once."""
+    """The publisher repeats the call with the same id, so the version is committed once."""
     plane.spawn()
     losing = Losing(monkeypatch, "update_weights")
     publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane))
@@ -355,7 +360,7 @@ async def test_the_fleets_error_is_raised_although_another_failure_follows(
 
 
 class Lost(Gathering):
-    """Once nothing can be sent any more, it can't be gathered either."""
+    """A source that can't gather any more once the transport can't send."""
 
     def __init__(self, path: Path, error: BaseException) -> None:
         super().__init__(path)

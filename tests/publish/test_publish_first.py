@@ -81,7 +81,7 @@ async def test_the_fleet_has_the_trainers_weights_from_the_start(
 
 
 async def test_a_committed_version_that_no_worker_serves_is_sent_when_the_publisher_starts(plane: Plane) -> None:
-    """Trainer and worker have ended, and what would bring the version is gone."""
+    """Trainer and worker have ended, and no process or file has the version."""
     worker, client, model = plane.spawn(), await plane.client(), plane.model(1)
     options: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "root": root_of(plane)}
 
@@ -99,7 +99,7 @@ async def test_a_committed_version_that_no_worker_serves_is_sent_when_the_publis
     assert await served(plane) == {("step_0", model_digest(model), 2)}
 
 
-async def test_what_came_while_it_was_compared_does_not_stay(plane: Plane) -> None:
+async def test_a_version_committed_during_the_comparison_is_replaced(plane: Plane) -> None:
     plane.spawn()
     fleet, model = await plane.fleet(), plane.model(1)
     options: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "root": root_of(plane)}
@@ -122,7 +122,7 @@ async def test_what_came_while_it_was_compared_does_not_stay(plane: Plane) -> No
 async def test_a_copy_that_is_made_to_be_compared_is_not_lent(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sender holds on to what it was lent: the copy would stay as long as the trainer."""
+    """A sender keeps memory that it was lent, so a lent copy would stay as long as the trainer."""
     plane.spawn()
     lent: list[int] = []
 

@@ -65,7 +65,7 @@ async def test_another_trainers_group_takes_no_update_that_is_sent(
 
 
 async def test_two_trainers_form_their_groups_in_turn(plane: Plane) -> None:
-    """Each takes the place of the other's: before anything is sent, the other forms its own anew."""
+    """Each trainer replaces the other's group. The other trainer forms its group anew before it sends anything."""
     pytest.importorskip("torch")
     plane.spawn_many(2)
 
@@ -201,7 +201,7 @@ async def test_without_a_copy_a_late_worker_heals_from_another_one(plane: Plane)
 
 
 class Joining:
-    """A progress callback: each time that the first bucket is sent a worker joins, up to a number of times."""
+    """A progress callback. Each time that the first bucket is sent it starts a worker, up to a number of times."""
 
     def __init__(self, plane: Plane) -> None:
         self.plane, self.times = plane, 0
@@ -249,7 +249,7 @@ async def test_if_a_worker_joins_the_version_is_pushed_to_all_workers_again(enco
 
 @pytest.mark.parametrize("kind", ["overlapped", "gathered"])
 async def test_a_source_that_may_not_be_read_again_is_not_pushed_again(kind: str, plane: Plane) -> None:
-    """Its tensors may have changed, or other ranks would have to gather with it."""
+    """The source's tensors may have changed, or other ranks would have to gather again."""
     pytest.importorskip("torch")
     plane.spawn()
     source, joining = Gathering(plane.model(1)), Joining(plane)
@@ -276,7 +276,7 @@ async def test_a_source_that_may_not_be_read_again_is_not_pushed_again(kind: str
 async def test_a_worker_that_joins_before_anything_is_read_gets_the_version_too(
     kind: str, plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the group forms, and between that and the update, whether the source may be read again or not."""
+    """One worker joins while the group forms, and another before the update is prepared."""
     pytest.importorskip("torch")
     joining = {"init_transport": 1, "prepare_weights_update": 1}
     ask, run = RlClient.ask, BlockingFleet.run

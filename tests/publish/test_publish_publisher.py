@@ -139,7 +139,9 @@ async def test_a_keeping_sender_keeps_what_is_committed(plane: Plane, monkeypatc
     assert events[0] == ("kept", None)
 
 
-async def test_overlapped_and_one_after_another(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_publications_overlap_the_next_step_and_run_one_after_another(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plane.spawn()
     source = Held(plane.model(1))
     fleet = await plane.fleet()
@@ -222,7 +224,7 @@ async def test_each_transport_brings_one_version_after_another(transport: str, p
 
 
 def test_the_page_of_transports_lists_what_is_tested() -> None:
-    """In every engine, at one rank and two: tests/support/each_transport.py."""
+    """tests/support/each_transport.py lists every engine, with one rank and with two."""
     page = (ROOT / "docs" / "transports.md").read_text()
     everywhere = "| base, LoRA, delta " * 3 + "|"
     listed = {

@@ -55,8 +55,8 @@ async def test_when_rank_0_fails_in_the_middle_of_sending_all_ranks_go_on(plane:
 
 
 async def test_rank_0_uses_an_export_up_as_the_others_do(plane: Plane) -> None:
-    """Also what comes after the last tensor that is sent: one that is left out is gathered, and a barrier is met. One
-    that was not announced fails the version."""
+    """Rank 0 also gathers the tensors that are left out after the last sent tensor, and meets a barrier there. A
+    tensor that was not announced fails the version."""
     ways = ("gloo:full", "ipc:full", "ipc:delta")
     versions, outcomes = await outcomes_on_two_ranks(plane, "tests/support/exporting_ranks.py", *ways)
     refused = f"InvalidRequest: expected nothing next, but {GROWN!r} came"

@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, Unavailable
-from rl_plane.publish.sources.base import Taken
+from rl_plane.publish.sources.base import Taken, WeightSource
 from rl_plane.publish.sources.directory import DirectorySource
 from rl_plane.transports.base import LendingSender, Sender, SenderContext
 from rl_plane.transports.filesystem.sender import FilesystemSender
@@ -117,16 +117,17 @@ class Gathering(Held):
 
 
 class Changing:
-    """A trainer's weights: other ones each time."""
+    """The weights of `source`, or else those of the directory `path`. A test changes either between two versions."""
 
     collective = False
     adapter = False
 
     def __init__(self) -> None:
         self.path = Path()
+        self.source: WeightSource | None = None
 
     def take(self) -> Taken:
-        return DirectorySource(self.path).take()
+        return (self.source or DirectorySource(self.path)).take()
 
 
 def nudged(plane: Plane, model: Path, number: int) -> Path:

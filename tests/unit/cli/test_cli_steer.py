@@ -253,7 +253,7 @@ COMMITTED = {**HEAD, "version": VERSION, "workers": [], "excluded": [], "phases"
         (["--pause-mode", "in_place"], {"pause_mode": "keep", "flush_cache": False}),
     ],
 )
-def test_update_says_how(facade: Facade, argv: list[str], wanted: dict[str, Any]) -> None:
+def test_update_sends_its_policy(facade: Facade, argv: list[str], wanted: dict[str, Any]) -> None:
     facade.answers(COMMITTED)
     assert main.run(["update", "ckpt", *argv]) == 0
     assert facade.asked[0]["body"]["policy"].items() >= wanted.items()

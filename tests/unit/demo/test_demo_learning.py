@@ -89,7 +89,7 @@ def test_logprobs_of_a_ragged_batch_are_those_of_each_row_alone(tiny: Path) -> N
 
 
 def sample(model: Any, prompts: Sequence[list[int]], length: int) -> tuple[list[list[int]], list[list[float]]]:
-    """Samples as the fleet does, by a plain loop."""
+    """Samples completions with a plain loop, as the fleet would."""
     import torch
 
     tokens, logprobs = torch.tensor(prompts), []

@@ -47,7 +47,7 @@ def reply(
     spans: list[dict[str, Any]] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """A frontend's reply to this body. `spans`: of all tokens; None: one span."""
+    """Returns a frontend's reply to this body. `spans` cover all tokens; by default there is one span."""
     choice = {
         "index": 0,
         "token_ids": tokens,
@@ -115,7 +115,7 @@ def test_a_rollout_tells_which_workers_made_it() -> None:
 
 
 def test_routed_experts_are_those_of_the_last_part() -> None:
-    """Its prompt has the parts before."""
+    """The prompt of the last part contains the parts before."""
     rollout = Rollout([5, 6], 10, {"return_routed_experts": True})
     assert rollout.body()["return_routed_experts"]
     for tokens, told in (([1, 2], "a"), ([3], "b"), ([4], None)):
@@ -139,7 +139,7 @@ def test_an_error_brings_its_tokens() -> None:
     assert same is after
 
 
-def test_with_its_last_token_a_rollout_has_ended() -> None:
+def test_a_rollout_ends_with_its_last_token() -> None:
     assert taken(Rollout([5], 2), [1, 2], "abort").finish_reason == "length"
     assert taken(Rollout([5], 2), [], "abort").finish_reason is None
 
@@ -155,12 +155,12 @@ def test_a_field_with_another_meaning_for_a_part_is_refused(name: str) -> None:
     assert caught.value.facts["fix"]
 
 
-def test_penalties_and_stops_that_say_nothing_are_taken() -> None:
+def test_penalties_and_stops_without_effect_are_accepted() -> None:
     options = {"stop": [], "frequency_penalty": 0.0, "presence_penalty": None, "repetition_penalty": 1.1}
     assert Rollout([5], 2, options).body().items() >= options.items()
 
 
-def test_such_a_field_in_nvext_is_refused_too() -> None:
+def test_a_refused_field_is_refused_in_nvext_too() -> None:
     for name in ("one_version", "return_prompt_logprobs"):
         with pytest.raises(InvalidRequest) as caught:
             Rollout([5], 2, {"nvext": {name: True}})
@@ -198,7 +198,8 @@ def test_logprobs_that_are_no_numbers_are_not_joined(value: Any) -> None:
 
 
 class Answers:
-    """Answers a request at once if its prompt is in `at_once`, else when it is stopped, with one token."""
+    """Answers a request at once if its prompt is in `at_once`. Other requests end when they are stopped, with one
+    token."""
 
     def __init__(self, at_once: set[int]) -> None:
         self.at_once = at_once
@@ -228,7 +229,7 @@ def four() -> list[Rollout]:
     return [Rollout([number], 3, key=number) for number in range(4)]
 
 
-async def test_the_rest_are_parked_with_their_tokens_and_go_on() -> None:
+async def test_stopped_rollouts_are_parked_with_their_tokens_and_continue_later() -> None:
     answers = Answers({0, 2})
     got = await gather_enough(four(), answers.call, answers.stop, enough=2, timeout_s=10)
     assert (keys(got.finished), keys(got.parked), got.failed) == ([0, 2], [1, 3], [])
@@ -240,7 +241,7 @@ async def test_the_rest_are_parked_with_their_tokens_and_go_on() -> None:
     assert [one.weight_versions for one in got.finished] == [[{**SPAN, "start": 0, "end": 3}]] * 2
 
 
-async def test_when_the_time_is_over_there_are_fewer() -> None:
+async def test_fewer_rollouts_finish_if_the_time_runs_out() -> None:
     answers = Answers({0})
     got = await gather_enough(four(), answers.call, answers.stop, enough=4, timeout_s=0.5)
     assert (keys(got.finished), keys(got.parked)) == ([0], [1, 2, 3])
@@ -288,7 +289,7 @@ async def test_a_rollout_of_an_ending_frontend_continues_at_the_next() -> None:
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """By us: what asyncio says of an earlier test may come at any time."""
+    """Returns the warnings of rl_plane. asyncio may warn of an earlier test at any time."""
     return [one.getMessage() for one in caplog.records if one.name.startswith("rl_plane")]
 
 
@@ -296,7 +297,7 @@ REQUEST: Any = httpx.Request("POST", "http://127.0.0.1:8000")
 
 
 def said(status: int) -> httpx.HTTPStatusError:
-    """The error that `raise_for_status` raises."""
+    """Returns the error that `raise_for_status` raises."""
     return httpx.HTTPStatusError(str(status), request=REQUEST, response=httpx.Response(status))
 
 
@@ -305,7 +306,7 @@ def raising(error: Exception, cause: Exception | None = None) -> tuple[int, dict
 
 
 async def test_a_request_that_no_worker_takes_is_always_asked_again() -> None:
-    """A fleet that is full or closed, a frontend that ends, and is not there until it has started again."""
+    """The fleet is full or closed, or the frontend ends and is away until it has started again."""
     errors: list[Callable[[], tuple[int, dict[str, Any]]]] = [
         *[lambda: failed(Overloaded("full", retry_after_s=0.0))] * (TRIES + 1),
         *[lambda: failed(NotAdmitted("closed", retry_after_s=0.0))] * (TRIES + 1),
@@ -466,7 +467,7 @@ class ReadTimeoutError(Exception):
 
 
 def broken(error: Exception) -> Call:
-    """After it was sent."""
+    """Returns a call that fails after the request was sent."""
 
     async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         raise error
@@ -528,14 +529,14 @@ async def test_a_failed_rollout_leaves_the_others_alone(bad: Call, why: str, tim
 
 
 @pytest.mark.parametrize("enough", [0, 5])
-async def test_enough_is_of_those_that_are_there(enough: int) -> None:
+async def test_enough_is_at_most_the_number_of_rollouts(enough: int) -> None:
     answers = Answers(set())
     with pytest.raises(InvalidRequest, match="of 4 rollouts"):
         await gather_enough(four(), answers.call, answers.stop, enough=enough, timeout_s=1)
     assert answers.asked == []
 
 
-async def test_its_end_ends_the_requests() -> None:
+async def test_cancelling_gather_enough_cancels_the_requests() -> None:
     answers = Answers(set())
     gathering = asyncio.create_task(gather_enough(four(), answers.call, answers.stop, enough=1, timeout_s=60))
     await answers.all_asked.wait()
