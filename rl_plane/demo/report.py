@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane.demo.reward import REWARD_RANGE, REWARD_TEXT
-from rl_plane.demo.story import Story, mean
+from rl_plane.demo.story import Story
 
 MEAN_OVER = 5
 """The first and the last so many steps are compared by their mean reward: one step's noise is about 0.02."""
@@ -33,8 +33,8 @@ def make_report(story: Story, trouble: str = "") -> dict[str, Any]:
         "steps": len(story.steps),
         "planned_steps": story.planned,
         "reward": REWARD_TEXT,
-        "reward_first": mean(rewards[:MEAN_OVER]) if rewards else None,
-        "reward_last": mean(rewards[-MEAN_OVER:]) if rewards else None,
+        "reward_first": statistics.fmean(rewards[:MEAN_OVER]) if rewards else None,
+        "reward_last": statistics.fmean(rewards[-MEAN_OVER:]) if rewards else None,
         "reward_range": REWARD_RANGE,
         "max_logprob_diff": max((step.max_logprob_diff for step in story.steps), default=None),
         "logprob_tolerance": LOGPROB_TOLERANCE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -81,7 +81,3 @@ class Story:
     def joined(self) -> list[str]:
         """The late workers that made completions."""
         return [key for key in self.started if self.first_step_of(key) is not None]
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
