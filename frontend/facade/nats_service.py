@@ -11,7 +11,7 @@ from typing import Any
 import nats.errors
 from nats.aio.msg import Msg
 
-from frontend.facade.calls import FleetCalls
+from frontend.facade.op_runner import OpRunner
 from frontend.server.replies import error_body, to_json
 from rl_plane.bus.connection import Bus
 from rl_plane.errors import InvalidRequest, PayloadTooLarge, PlaneError, Unavailable
@@ -25,7 +25,7 @@ from rl_plane.protocol.envelope import (
     request_from_wire,
 )
 
-log = logging.getLogger("frontend.fleet")
+log = logging.getLogger("frontend.facade.nats_service")
 
 QUEUE = "frontends"
 MAX_IN_FLIGHT = 256
@@ -56,7 +56,7 @@ def call_body(request: Request) -> dict[str, Any]:
 class FleetService:
     """Answers messages, each in a task of its own. A message without a reply subject is carried out too."""
 
-    def __init__(self, bus: Bus, subject: str, calls: FleetCalls) -> None:
+    def __init__(self, bus: Bus, subject: str, calls: OpRunner) -> None:
         self._bus = bus
         self._subject = subject
         self._calls = calls
@@ -117,7 +117,7 @@ class FleetService:
                 call_status=reply["status"],
                 fix="name fewer workers in targets, or ask over HTTP",
             )
-            told = {key: reply[key] for key in ("v", "id", "op")}
-            packed = encode({**told, **error_body(error, time.monotonic() - start)}, form)
+            head = {key: reply[key] for key in ("v", "id", "op")}
+            packed = encode({**head, **error_body(error, time.monotonic() - start)}, form)
         with contextlib.suppress(nats.errors.Error):  # a caller that lost its connection repeats the call
             await self._bus.nc.publish(message.reply, packed)

@@ -1,20 +1,26 @@
-"""A request gets tokens of a version that it demands, or waits for it within a bound."""
+"""A request's demands on the weights of its tokens are met, or its caller learns why not."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
+from frontend.completions.call import GenerationCall
+from frontend.completions.reply_choice import Choice
 from frontend.main import Frontend
 from frontend.routing import span_check
 from frontend.routing.committed import Committed
 from frontend.routing.demands import Demands
+from frontend.routing.engine_client import Event
 from frontend.routing.fleet_status import FleetStatus
+from frontend.routing.progress import GenerationProgress
 from frontend.routing.routing_lease import FrontendLease
 from rl_plane.commit.history import UpdateEntry, read_history
 from rl_plane.errors import BusUnreachable, DemandUnmet
@@ -26,28 +32,30 @@ from tests.support.frontend_process import (
     PROMPT,
     ask,
     error_of,
+    events_of,
     frontend,
+    tokens_under,
+    until_running,
     update,
 )
 from tests.support.lease_calls import follow, running, scripted, tell
-from tests.support.rollout_calls import LONG, PACE_S, in_next_run, rest, waiting
+from tests.support.rollout_calls import LONG, PACE_S, rest, waiting
 from tests.support.scripted_worker import Script, Stream, decide
 from tests.support.staged_streams import always, staged
 from tests.support.streaming_client import Streaming, http
 from worker.engines.fake.adapter import make_fake_adapter
 
+__all__ = ["http", "waiting"]
+
 if TYPE_CHECKING:
     from tests.conftest import Plane
-
-__all__ = ["http", "waiting"]
 
 
 # ---- demands ----
 
 
 def kept(go: asyncio.Event) -> Script:
-    """Version 1 makes the tokens of the first request before `go`; they arrive after it. Version 2 makes later
-    tokens."""
+    """The first request's tokens are made by 1 before `go`, and come after it; what comes later is made by 2."""
     first = [True]
 
     async def script(stream: Stream) -> None:
@@ -102,7 +110,7 @@ async def test_during_a_rolling_update_requests_that_demand_the_new_version_go_t
 async def test_a_demand_is_kept_where_a_worker_is_known_before_the_record(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, demand: dict[str, Any]
 ) -> None:
-    """The frontend asks for the record, because the change notice is still on its way."""
+    """The record is asked for: what told it is still on its way."""
     take, read, hears = MembershipView.take_record, Committed.try_read, asyncio.Event()
 
     def taken(view: MembershipView, *told: Any) -> None:
@@ -166,6 +174,10 @@ async def test_a_request_that_waited_for_the_lease_uses_the_record_that_arrived_
             await asking
         assert caught.value.facts["field"] == "min_version"
         assert not worker.requests
+
+
+def in_next_run(decided: DecisionRecord) -> DecisionRecord:
+    return replace(decided, run_number=1)
 
 
 @pytest.mark.parametrize(
@@ -419,3 +431,159 @@ async def test_adapters_of_one_label_are_not_taken_for_each_other(plane: Plane) 
         message = refused.json()["error"]["message"]
         assert "no version 'step_5' of the base" in message
         assert "none of the last 256 updates" in message  # a frontend that began later knows no older ones
+
+
+@pytest.mark.parametrize("demand", [{"one_version": True}, {"max_lag": 0}])
+async def test_a_choice_that_breaks_its_demand_is_cut_or_ends_with_an_error(
+    plane: Plane, http: httpx.AsyncClient, demand: dict[str, Any]
+) -> None:
+    worker = plane.spawn(token_delay_s=PACE_S)
+    digest = (await ask(http))["nvext"]["weight_version"]["digest"]
+    client = await plane.client()
+    cut = {"prompt_token_ids": PROMPT, "max_tokens": LONG, "return_token_ids": True, "on_stale": "cut", **demand}
+    whole = asyncio.create_task(http.post("/v1/completions", json=cut))
+    refused = asyncio.create_task(http.post("/v1/completions", json={**cut, "on_stale": None}))
+    native = {"token_ids": PROMPT, "sampling_params": {"max_tokens": LONG}, "on_stale": "cut", **demand}
+    vllm = asyncio.create_task(http.post("/inference/v1/generate", json=native))
+    async with Streaming(http, **cut) as stream:
+        await until_running(plane, client, worker.instance_id, 4)
+        await stream.until(lambda stream: len(stream.tokens) >= 3)
+        await update(plane, 1)
+        await stream.end()
+    assert stream.error is None
+    choices = [stream.last, (await whole).json()["choices"][0], (await vllm).json()["choices"][0]]
+    for choice in choices:
+        assert choice["finish_reason"] == "abort"
+        assert choice["cut"]["demand"] == next(iter(demand))
+        (span,) = choice["weight_versions"]
+        made = stream.tokens if choice is stream.last else choice["token_ids"]
+        assert (span["digest"], span["end"]) == (digest, len(made))
+        assert made == tokens_under(digest, 0, len(made))
+    error = error_of(await refused, 503)
+    assert (error["code"], error["field"]) == ("demand_unmet", next(iter(demand)))
+    partial = error["partial"]["token_ids"]
+    assert partial == tokens_under(digest, 0, len(partial))
+    assert partial
+    await until_running(plane, client, worker.instance_id, 0)
+
+
+NO_LONGER_KEPT = [
+    ({"max_lag": 0}, record(2)),
+    ({"min_version": 1}, in_next_run(record(2, "next"))),
+    ({"min_version": "step_1"}, in_next_run(record(2, "next"))),
+]
+"""Demands that tokens of the first version meet, and the record that is decided while the tokens wait for a slow
+reader."""
+
+
+@pytest.mark.parametrize(("demand", "then"), NO_LONGER_KEPT)
+@pytest.mark.parametrize("on_stale", ["wait", "refuse", "cut"])
+async def test_a_choice_that_waited_for_the_other_choices_must_still_meet_its_demand(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, on_stale: str, demand: dict[str, Any], then: DecisionRecord
+) -> None:
+    """One choice ends under the first version. The other waits and is generated by the second. Both are delivered
+    together."""
+    go, ended = asyncio.Event(), asyncio.Event()
+    take = Choice.take
+
+    def taken(choice: Choice, event: Any) -> None:
+        take(choice, event)
+        if choice.finish_reason is not None:
+            ended.set()
+
+    async def script(stream: Stream) -> None:
+        if stream.body["id"].endswith("-0"):
+            await stream.send([1], span(1, 0, 1), end=True)
+        else:
+            await go.wait()
+            await stream.send([2], span(2, 0, 1, then.version.run), end=True)
+
+    monkeypatch.setattr(Choice, "take", taken)
+    async with staged(plane) as stage:
+        worker = await stage.worker(script, record(1))
+        await stage.decide(record(1))
+        asking = asyncio.create_task(stage.ask(n=2, on_stale=on_stale, **demand))
+        async with asyncio.timeout(10):
+            await ended.wait()
+        await plane.until(lambda: len(worker.requests) == 2)
+        await stage.decide(then)
+        await worker.hold(then)
+        go.set()
+        reply = (await asking).json()
+    if on_stale == "cut":
+        first, second = reply["choices"]
+        assert (first["finish_reason"], first["cut"]["demand"]) == ("abort", next(iter(demand)))
+        assert (second["finish_reason"], "cut" in second) == ("length", False)
+    else:
+        assert (reply["error"]["code"], reply["error"]["index"]) == ("demand_unmet", 0)
+        first, second = reply["error"]["partials"]
+    assert [one["weight_versions"][0]["sequence"] for one in (first, second)] == [1, 2]
+    assert [one["token_ids"] for one in (first, second)] == [[1], [2]]
+
+
+@pytest.mark.parametrize(("demand", "then"), NO_LONGER_KEPT)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_choice_that_is_cut_before_its_reader_had_its_tokens_has_its_prompt(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, stream: bool, demand: dict[str, Any], then: DecisionRecord
+) -> None:
+    """A slow reader: when it takes the first tokens, they are too old, and what follows was cut already."""
+    taken: list[int] = []
+    calls: list[GenerationCall] = []
+    decided, go = asyncio.Event(), asyncio.Event()
+    run, take = GenerationCall._events, GenerationProgress.take
+
+    async def slowly(call: GenerationCall) -> AsyncGenerator[tuple[int, Event], None]:
+        calls.append(call)
+        async with aclosing(run(call)) as events:
+            async for event in events:
+                yield event
+                await go.wait()
+
+    def noted(progress: GenerationProgress, delta: GenerateDelta) -> None:
+        take(progress, delta)
+        taken.extend(delta.token_ids)
+
+    async def script(stream: Stream) -> None:
+        await stream.send([1], span(1, 0, 1))
+        await decided.wait()
+        await stream.send([2])
+
+    monkeypatch.setattr(GenerationCall, "_events", slowly)
+    monkeypatch.setattr(GenerationProgress, "take", noted)
+    async with staged(plane) as stage:
+        worker = await stage.worker(script, record(1))
+        await stage.decide(record(1))
+        body = {"prompt": None, "prompt_token_ids": PROMPT, "n": 2, "on_stale": "cut", **demand}
+        asking = asyncio.create_task(stage.ask(**body, stream=stream, logprobs=1))
+        await plane.until(lambda: taken == [1, 1])
+        (call,) = calls
+        generation = call._service
+        await stage.decide(then)
+        await plane.until(lambda: generation.committed.sequence == 2)
+        decided.set()
+        async with asyncio.timeout(10):
+            for _ in taken:
+                await worker.aborted.get()  # it was cut where its tokens come in
+        go.set()
+        reply = await asking
+        choices = (
+            [chunk["choices"][0] for chunk in events_of(reply.text)[:-1]] if stream else reply.json()["choices"]
+        )
+        assert len(choices) == 2
+        for choice in choices:
+            assert (choice["finish_reason"], choice["cut"]["demand"]) == ("abort", next(iter(demand)))
+            assert (choice["token_ids"], choice["weight_versions"]) == ([], [])
+            assert choice["prompt_token_ids"] == PROMPT
+        assert generation.engines.moves["cut"] == len(choices)
+
+
+async def test_a_choice_that_keeps_its_demand_goes_on_across_an_update(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    plane.spawn(token_delay_s=PACE_S)
+    async with Streaming(http, max_tokens=200, max_lag=1, min_version=0) as stream:
+        await stream.until(lambda stream: len(stream.tokens) >= 3)
+        await update(plane, 1)
+        await stream.end()
+    assert (len(stream.tokens), stream.last["finish_reason"], "cut" in stream.last) == (200, "length", False)
+    assert [span["sequence"] for span in stream.spans] == [0, 1]

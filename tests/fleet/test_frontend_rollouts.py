@@ -1,22 +1,15 @@
-"""A choice continues at another worker, or ends with its tokens. The tokens show which weights made them."""
+"""Sessions, capabilities, demands on versions, and choices that continue at another worker: over `fake` workers, whose
+tokens show which weights made them."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
-from frontend.completions.call import GenerationCall
-from frontend.completions.reply_choice import Choice
-from frontend.routing.engine_client import Event
-from frontend.routing.progress import GenerationProgress
-from rl_plane.protocol.generation import GenerateDelta
-from rl_plane.protocol.record import DecisionRecord
 from tests.support.committed_records import record, rolling, span
 from tests.support.frontend_process import (
     PROMPT,
@@ -29,179 +22,163 @@ from tests.support.frontend_process import (
     until_running,
     update,
 )
-from tests.support.rollout_calls import LONG, PACE_S, in_next_run, rest
+from tests.support.rollout_calls import LONG, PACE_S, rest
 from tests.support.scripted_worker import Script, ScriptedWorker, Stream
 from tests.support.staged_streams import Stage, staged
 from tests.support.streaming_client import Streaming, http, ready
 from worker.engines.fake.adapter import fake_token
+from worker.receive.staging import model_digest
+
+__all__ = ["http"]
 
 if TYPE_CHECKING:
     from tests.conftest import Plane, Spawned
 
-__all__ = ["http"]
+
+async def by_whom(http: httpx.AsyncClient, **headers: str) -> str:
+    response = await http.post("/v1/completions", json={"prompt_token_ids": PROMPT}, headers=headers)
+    assert response.status_code == 200, response.text
+    return str(response.json()["nvext"]["instance_id"])
 
 
-@pytest.mark.parametrize("demand", [{"one_version": True}, {"max_lag": 0}])
-async def test_a_choice_that_breaks_its_demand_is_cut_or_ends_with_an_error(
-    plane: Plane, http: httpx.AsyncClient, demand: dict[str, Any]
+# ---- sessions ----
+
+
+async def test_a_session_has_one_worker_until_that_is_gone(plane: Plane, http: httpx.AsyncClient) -> None:
+    workers = plane.spawn_many(3)
+    await ready(plane, 3)
+    for header in ("X-Session-ID", "X-SMG-Routing-Key"):
+        assert len({await by_whom(http, **{header: header}) for _ in range(6)}) == 1
+    assert {await by_whom(http) for _ in range(6)} == {worker.instance_id for worker in workers}
+    first = await by_whom(http, **{"X-Session-ID": "s"})
+    next(worker for worker in workers if worker.instance_id == first).kill()
+    second = await by_whom(http, **{"X-Session-ID": "s"})
+    assert second != first
+    assert {await by_whom(http, **{"X-Session-ID": "s"}) for _ in range(4)} == {second}
+    fleet = await plane.fleet()
+    await fleet.run("disable", {"workers": [second]})
+    assert await by_whom(http, **{"X-Session-ID": "s"}) not in (first, second)
+    too_long = await http.post("/v1/completions", json={"prompt": "x"}, headers={"X-Session-ID": "s" * 300})
+    assert error_of(too_long, 400)["field"] == "X-Session-ID"
+
+
+async def test_workers_report_the_tokens_that_they_have(plane: Plane, http: httpx.AsyncClient) -> None:
+    worker = plane.spawn(token_delay_s=PACE_S)
+    client = await plane.client()
+
+    async def state() -> dict[str, Any]:
+        return dict((await client.call(worker.instance_id, "state")).body)
+
+    async with Streaming(http, max_tokens=LONG) as stream:
+        await stream.until(lambda stream: len(stream.tokens) >= 5)
+        told = await state()
+        assert told["running_tokens"] >= len(PROMPT) + 5
+        assert told["waiting_tokens"] == 0
+    await until_running(plane, client, worker.instance_id, 0)
+    assert (await state())["running_tokens"] == 0
+    fleet = await plane.fleet()
+    await fleet.run("pause")
+    waiting = asyncio.create_task(ask(http, prompt_token_ids=[5] * 70))
+    await until_running(plane, client, worker.instance_id, 1)
+    assert (await state())["waiting_tokens"] == 70
+    await fleet.run("resume")
+    await waiting
+
+
+async def test_what_an_engine_cant_witness_is_told_as_unknown(plane: Plane, http: httpx.AsyncClient) -> None:
+    """This holds for requests without demands on the weights. Others get another worker, or are refused by name."""
+    silent = plane.spawn(witnesses="false")
+    described = await (await plane.client()).call(silent.instance_id, "describe")
+    assert described.body["witnesses"] is False
+    unknown = {"version": "unknown", "sequence": None, "digest": None, "run": None, "start": 0, "end": 5}
+    digest = model_digest(plane.model())
+    for stream in (False, True):
+        body = {"prompt_token_ids": PROMPT, "max_tokens": 5, "return_token_ids": True, "n": 2, "stream": stream}
+        told = await http.post("/v1/completions", json=body)
+        events = events_of(told.text)[:-1] if stream else [told.json()]
+        choices = [choice for event in events for choice in event["choices"]]
+        assert events[-1]["nvext"]["weight_version"] is None
+        for index in range(2):
+            mine = [choice for choice in choices if choice["index"] == index]
+            made = [token for choice in mine for token in choice["token_ids"]]
+            assert made == tokens_under(digest, 0, 5)
+            assert (mine[-1]["weight_versions"], mine[-1]["instance_id"]) == ([unknown], silent.instance_id)
+            assert mine[-1]["incarnation"] == described.incarnation
+    demands: list[dict[str, Any]] = [{"min_version": 0}, {"max_lag": 9}, {"one_version": True}]
+    pinned = {"nvext": {"instance_id": silent.instance_id}}
+    for demand in demands:
+        for more in ({}, pinned, {"on_stale": "refuse"}):
+            body = {"prompt_token_ids": PROMPT, **demand, **more}
+            error = error_of(await http.post("/v1/completions", json=body), 501)
+            assert (error["code"], [error["field"]]) == ("unsupported", [*demand])
+    able = plane.spawn()
+    await ready(plane, 2)
+    for demand in demands:
+        for _ in range(3):
+            assert (await ask(http, **demand))["nvext"]["instance_id"] == able.instance_id
+        body = {"prompt_token_ids": PROMPT, **demand, **pinned}
+        assert error_of(await http.post("/v1/completions", json=body), 501)["field"] in demand
+    assert (await ask(http, **pinned))["choices"][0]["weight_versions"][0]["version"] == "unknown"
+
+
+# ---- too much at once ----
+
+
+async def test_a_full_fleet_is_told_at_once(
+    plane: Plane, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = plane.spawn(token_delay_s=PACE_S)
-    digest = (await ask(http))["nvext"]["weight_version"]["digest"]
+    monkeypatch.setattr("frontend.routing.router.MAX_STREAMS", 1)
+    async with Streaming(http, max_tokens=LONG) as stream:
+        await stream.more()
+        response = await http.post("/v1/completions", json={"prompt": "hi"})
+        error = error_of(response, 429)
+        assert (error["code"], response.headers["retry-after"]) == ("overloaded", "1")
     client = await plane.client()
-    cut = {"prompt_token_ids": PROMPT, "max_tokens": LONG, "return_token_ids": True, "on_stale": "cut", **demand}
-    whole = asyncio.create_task(http.post("/v1/completions", json=cut))
-    refused = asyncio.create_task(http.post("/v1/completions", json={**cut, "on_stale": None}))
-    native = {"token_ids": PROMPT, "sampling_params": {"max_tokens": LONG}, "on_stale": "cut", **demand}
-    vllm = asyncio.create_task(http.post("/inference/v1/generate", json=native))
-    async with Streaming(http, **cut) as stream:
-        await until_running(plane, client, worker.instance_id, 4)
-        await stream.until(lambda stream: len(stream.tokens) >= 3)
-        await update(plane, 1)
-        await stream.end()
-    assert stream.error is None
-    choices = [stream.last, (await whole).json()["choices"][0], (await vllm).json()["choices"][0]]
-    for choice in choices:
-        assert choice["finish_reason"] == "abort"
-        assert choice["cut"]["demand"] == next(iter(demand))
-        (span,) = choice["weight_versions"]
-        made = stream.tokens if choice is stream.last else choice["token_ids"]
-        assert (span["digest"], span["end"]) == (digest, len(made))
-        assert made == tokens_under(digest, 0, len(made))
-    error = error_of(await refused, 503)
-    assert (error["code"], error["field"]) == ("demand_unmet", next(iter(demand)))
-    partial = error["partial"]["token_ids"]
-    assert partial == tokens_under(digest, 0, len(partial))
-    assert partial
     await until_running(plane, client, worker.instance_id, 0)
+    monkeypatch.undo()
+    await ask(http)
 
 
-NO_LONGER_KEPT = [
-    ({"max_lag": 0}, record(2)),
-    ({"min_version": 1}, in_next_run(record(2, "next"))),
-    ({"min_version": "step_1"}, in_next_run(record(2, "next"))),
-]
-"""Demands that tokens of the first version meet, and the record that is decided while the tokens wait for a slow
-reader."""
+async def test_a_full_worker_is_left_for_another_and_then_told(plane: Plane) -> None:
+    one = "import worker.generation_service as generation; generation.MAX_STREAMS = 1"
+    plane.spawn_many(2, patch=one, token_delay_s=PACE_S)
+    await ready(plane, 2)
+    async with (
+        frontend(plane, admission_wait_s=0.3) as http,
+        Streaming(http, max_tokens=LONG) as first,
+        Streaming(http, max_tokens=LONG, nvext={"instance_id": (await other_than(http, first))}) as second,
+    ):
+        await first.more()
+        await second.more()
+        assert first.last["instance_id"] != second.last["instance_id"]
+        assert error_of(await http.post("/v1/completions", json={"prompt": "hi"}), 429)["code"] == "overloaded"
 
 
-@pytest.mark.parametrize(("demand", "then"), NO_LONGER_KEPT)
-@pytest.mark.parametrize("on_stale", ["wait", "refuse", "cut"])
-async def test_a_choice_that_waited_for_the_other_choices_must_still_meet_its_demand(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch, on_stale: str, demand: dict[str, Any], then: DecisionRecord
-) -> None:
-    """One choice ends under the first version. The other waits and is generated by the second. Both are delivered
-    together."""
-    go, ended = asyncio.Event(), asyncio.Event()
-    take = Choice.take
-
-    def taken(choice: Choice, event: Any) -> None:
-        take(choice, event)
-        if choice.finish_reason is not None:
-            ended.set()
-
-    async def script(stream: Stream) -> None:
-        if stream.body["id"].endswith("-0"):
-            await stream.send([1], span(1, 0, 1), end=True)
-        else:
-            await go.wait()
-            await stream.send([2], span(2, 0, 1, then.version.run), end=True)
-
-    monkeypatch.setattr(Choice, "take", taken)
-    async with staged(plane) as stage:
-        worker = await stage.worker(script, record(1))
-        await stage.decide(record(1))
-        asking = asyncio.create_task(stage.ask(n=2, on_stale=on_stale, **demand))
-        async with asyncio.timeout(10):
-            await ended.wait()
-        await plane.until(lambda: len(worker.requests) == 2)
-        await stage.decide(then)
-        await worker.hold(then)
-        go.set()
-        reply = (await asking).json()
-    if on_stale == "cut":
-        first, second = reply["choices"]
-        assert (first["finish_reason"], first["cut"]["demand"]) == ("abort", next(iter(demand)))
-        assert (second["finish_reason"], "cut" in second) == ("length", False)
-    else:
-        assert (reply["error"]["code"], reply["error"]["index"]) == ("demand_unmet", 0)
-        first, second = reply["error"]["partials"]
-    assert [one["weight_versions"][0]["sequence"] for one in (first, second)] == [1, 2]
-    assert [one["token_ids"] for one in (first, second)] == [[1], [2]]
+async def other_than(http: httpx.AsyncClient, stream: Streaming) -> str:
+    """A worker that takes a request beside this one."""
+    await stream.more()
+    return await by_whom(http)
 
 
-@pytest.mark.parametrize(("demand", "then"), NO_LONGER_KEPT)
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_choice_that_is_cut_before_its_reader_had_its_tokens_has_its_prompt(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch, stream: bool, demand: dict[str, Any], then: DecisionRecord
-) -> None:
-    """A slow reader takes the first tokens when they are too old already, and when the rest has been cut."""
-    taken: list[int] = []
-    calls: list[GenerationCall] = []
-    decided, go = asyncio.Event(), asyncio.Event()
-    run, take = GenerationCall._events, GenerationProgress.take
+async def test_frontends_see_each_others_load(plane: Plane, http: httpx.AsyncClient) -> None:
+    busy, idle = plane.spawn_many(2, token_delay_s=PACE_S)
+    await ready(plane, 2)
+    body = {"max_tokens": LONG, "n": 4, "nvext": {"instance_id": busy.instance_id}}
+    async with frontend(plane) as other, Streaming(http, **body) as stream:
+        await stream.more()
 
-    async def slowly(call: GenerationCall) -> AsyncGenerator[tuple[int, Event], None]:
-        calls.append(call)
-        async with aclosing(run(call)) as events:
-            async for event in events:
-                yield event
-                await go.wait()
+        async def spared() -> bool:
+            return {await by_whom(other) for _ in range(6)} == {idle.instance_id}
 
-    def noted(progress: GenerationProgress, delta: GenerateDelta) -> None:
-        take(progress, delta)
-        taken.extend(delta.token_ids)
-
-    async def script(stream: Stream) -> None:
-        await stream.send([1], span(1, 0, 1))
-        await decided.wait()
-        await stream.send([2])
-
-    monkeypatch.setattr(GenerationCall, "_events", slowly)
-    monkeypatch.setattr(GenerationProgress, "take", noted)
-    async with staged(plane) as stage:
-        worker = await stage.worker(script, record(1))
-        await stage.decide(record(1))
-        body = {"prompt": None, "prompt_token_ids": PROMPT, "n": 2, "on_stale": "cut", **demand}
-        asking = asyncio.create_task(stage.ask(**body, stream=stream, logprobs=1))
-        await plane.until(lambda: taken == [1, 1])
-        (call,) = calls
-        generation = call._service
-        await stage.decide(then)
-        await plane.until(lambda: generation.committed.sequence == 2)
-        decided.set()
-        async with asyncio.timeout(10):
-            for _ in taken:
-                await worker.aborted.get()  # it was cut where its tokens come in
-        go.set()
-        reply = await asking
-        choices = (
-            [chunk["choices"][0] for chunk in events_of(reply.text)[:-1]] if stream else reply.json()["choices"]
-        )
-        assert len(choices) == 2
-        for choice in choices:
-            assert (choice["finish_reason"], choice["cut"]["demand"]) == ("abort", next(iter(demand)))
-            assert (choice["token_ids"], choice["weight_versions"]) == ([], [])
-            assert choice["prompt_token_ids"] == PROMPT
-        assert generation.engines.moves["cut"] == len(choices)
-
-
-async def test_a_choice_that_meets_its_demand_continues_across_an_update(
-    plane: Plane, http: httpx.AsyncClient
-) -> None:
-    plane.spawn(token_delay_s=PACE_S)
-    async with Streaming(http, max_tokens=200, max_lag=1, min_version=0) as stream:
-        await stream.until(lambda stream: len(stream.tokens) >= 3)
-        await update(plane, 1)
-        await stream.end()
-    assert (len(stream.tokens), stream.last["finish_reason"], "cut" in stream.last) == (200, "length", False)
-    assert [span["sequence"] for span in stream.spans] == [0, 1]
+        await plane.until(spared)
 
 
 # ---- going on elsewhere ----
 
 
 def continued_under(digest: str, parts: list[int]) -> list[int]:
-    """Returns the tokens of each worker in turn. Each worker gets the prompt and the tokens before."""
+    """So many tokens by each worker, each asked for the prompt and the tokens before."""
     made: list[int] = []
     for count in parts:
         made += [fake_token(digest, PROMPT + made, position) for position in range(count)]
@@ -212,7 +189,7 @@ def worker_of(workers: list[Spawned], instance_id: str) -> Spawned:
     return next(worker for worker in workers if worker.instance_id == instance_id)
 
 
-async def test_a_choice_continues_at_another_worker(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_a_choice_goes_on_at_another_worker(plane: Plane, http: httpx.AsyncClient) -> None:
     workers = plane.spawn_many(3, token_delay_s=PACE_S)
     await ready(plane, 3)
     digest = (await ask(http))["nvext"]["weight_version"]["digest"]
@@ -235,9 +212,7 @@ async def test_a_choice_continues_at_another_worker(plane: Plane, http: httpx.As
     assert (span["digest"], span["start"], span["end"]) == (digest, 0, 240)
 
 
-async def test_unstreamed_replies_and_each_of_several_choices_continue_too(
-    plane: Plane, http: httpx.AsyncClient
-) -> None:
+async def test_whole_replies_and_every_choice_go_on_too(plane: Plane, http: httpx.AsyncClient) -> None:
     workers = plane.spawn_many(2, token_delay_s=PACE_S)
     await ready(plane, 2)
     client = await plane.client()
@@ -265,7 +240,7 @@ async def test_unstreamed_replies_and_each_of_several_choices_continue_too(
     assert reply["usage"]["prompt_tokens"] == len(PROMPT)
 
 
-async def test_both_versions_are_reported_if_the_weights_change_during_a_choice(
+async def test_both_versions_are_told_where_the_weights_changed_on_the_way(
     plane: Plane, http: httpx.AsyncClient
 ) -> None:
     doomed, other = plane.spawn(token_delay_s=PACE_S), plane.spawn()
@@ -295,7 +270,7 @@ async def test_both_versions_are_reported_if_the_weights_change_during_a_choice(
 
 
 def failing(base: int, go: asyncio.Event) -> Script:
-    """Sends one token, and then the engine fails. A request for a single token gets that token."""
+    """One token; then the engine fails. Of a request for a single token, that one."""
 
     async def script(stream: Stream) -> None:
         alone = stream.body["request"]["max_tokens"] == 1
@@ -310,8 +285,8 @@ def failing(base: int, go: asyncio.Event) -> Script:
 async def asked_while_rolling(
     stage: Stage, maker: int, others: list[tuple[Script, int]], **demand: Any
 ) -> tuple[dict[str, Any], list[ScriptedWorker]]:
-    """Returns the choice of a worker that serves version `maker` (1 or 2) and fails after its first token, and the
-    other workers. At that moment the frontend knows each other worker as idle."""
+    """The choice of a worker that serves version `maker`, of 1 and 2, and fails after its first token, when each of
+    the others is known and idle; and those."""
     go = asyncio.Event()
     rolls = rolling(record(2), record(1))
     await stage.decide(rolls)
@@ -336,7 +311,7 @@ async def asked_while_rolling(
     return choice, workers
 
 
-async def test_a_choice_of_one_version_continues_at_a_worker_that_serves_it(plane: Plane) -> None:
+async def test_a_choice_of_one_version_goes_on_where_that_is_served(plane: Plane) -> None:
     """In a rolling update, a worker that is already updated does not continue the choice, even if its turn came
     earlier."""
     async with staged(plane) as stage:
@@ -348,7 +323,7 @@ async def test_a_choice_of_one_version_continues_at_a_worker_that_serves_it(plan
 
 
 @pytest.mark.parametrize(("demand", "maker"), [({"one_version": True}, 1), ({"min_version": 2}, 2)])
-async def test_a_choice_with_tokens_is_cut_if_no_worker_may_continue_it(
+async def test_a_choice_with_tokens_that_nobody_may_go_on_with_is_cut(
     plane: Plane, demand: dict[str, Any], maker: int
 ) -> None:
     """The choice ends at once, and no worker generates it again."""

@@ -1,26 +1,23 @@
-"""Requests and scripts that tests of a frontend's rollouts share."""
+"""Requests of rollouts, and how fast their workers make tokens."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from frontend.routing.fleet_status import FleetStatus
-from rl_plane.protocol.record import DecisionRecord
 from tests.support.committed_records import span
 from tests.support.scripted_worker import Script, Stream
 
 PACE_S = 0.02
-"""Seconds for each token, where something must happen meanwhile."""
+"""Per token, where something is to happen meanwhile."""
 LONG = 2000
 """Tokens that no test waits for."""
 
 
 def native(size: int) -> list[tuple[str, dict[str, Any]]]:
-    """Requests by token ids or text of `size`, on the engines' own paths."""
     return [
         ("/inference/v1/generate", {"token_ids": [5] * size, "sampling_params": {}}),
         ("/generate", {"input_ids": [5] * size}),
@@ -39,10 +36,6 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> set[asyncio.Task[Any] | None]:
 
     monkeypatch.setattr(FleetStatus, "wait_changed", noted)
     return found
-
-
-def in_next_run(decided: DecisionRecord) -> DecisionRecord:
-    return replace(decided, run_number=1)
 
 
 def rest(base: int) -> Script:

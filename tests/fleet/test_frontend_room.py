@@ -1,4 +1,4 @@
-"""A request goes to a worker that has its session, can do what it asks, and has room for its tokens."""
+"""A request goes to a worker that supports its fields and has room for its tokens, or waits for one."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from tests.support.frontend_process import (
     error_of,
     events_of,
     frontend,
-    tokens_under,
     until_running,
 )
-from tests.support.rollout_calls import LONG, PACE_S, native, waiting
+from tests.support.rollout_calls import PACE_S, native, waiting
 from tests.support.streaming_client import Streaming, http, ready
-from worker.receive.staging import model_digest
+
+__all__ = ["http", "waiting"]
 
 if TYPE_CHECKING:
     from tests.conftest import Plane, Spawned
-
-__all__ = ["http", "waiting"]
 
 CANT = """
 import worker.engines.fake.adapter as fake
@@ -36,56 +34,6 @@ async def lacking(self):
         "generate:min_tokens": "it can't count", "generate:stop+seed": "not both"})
 fake.FakeEngine.start = lacking
 """
-
-
-async def by_whom(http: httpx.AsyncClient, **headers: str) -> str:
-    response = await http.post("/v1/completions", json={"prompt_token_ids": PROMPT}, headers=headers)
-    assert response.status_code == 200, response.text
-    return str(response.json()["nvext"]["instance_id"])
-
-
-# ---- sessions ----
-
-
-async def test_a_session_keeps_its_worker_until_that_worker_is_gone(plane: Plane, http: httpx.AsyncClient) -> None:
-    workers = plane.spawn_many(3)
-    await ready(plane, 3)
-    for header in ("X-Session-ID", "X-SMG-Routing-Key"):
-        assert len({await by_whom(http, **{header: header}) for _ in range(6)}) == 1
-    assert {await by_whom(http) for _ in range(6)} == {worker.instance_id for worker in workers}
-    first = await by_whom(http, **{"X-Session-ID": "s"})
-    next(worker for worker in workers if worker.instance_id == first).kill()
-    second = await by_whom(http, **{"X-Session-ID": "s"})
-    assert second != first
-    assert {await by_whom(http, **{"X-Session-ID": "s"}) for _ in range(4)} == {second}
-    fleet = await plane.fleet()
-    await fleet.run("disable", {"workers": [second]})
-    assert await by_whom(http, **{"X-Session-ID": "s"}) not in (first, second)
-    too_long = await http.post("/v1/completions", json={"prompt": "x"}, headers={"X-Session-ID": "s" * 300})
-    assert error_of(too_long, 400)["field"] == "X-Session-ID"
-
-
-async def test_workers_report_the_tokens_that_they_have(plane: Plane, http: httpx.AsyncClient) -> None:
-    worker = plane.spawn(token_delay_s=PACE_S)
-    client = await plane.client()
-
-    async def state() -> dict[str, Any]:
-        return dict((await client.call(worker.instance_id, "state")).body)
-
-    async with Streaming(http, max_tokens=LONG) as stream:
-        await stream.until(lambda stream: len(stream.tokens) >= 5)
-        told = await state()
-        assert told["running_tokens"] >= len(PROMPT) + 5
-        assert told["waiting_tokens"] == 0
-    await until_running(plane, client, worker.instance_id, 0)
-    assert (await state())["running_tokens"] == 0
-    fleet = await plane.fleet()
-    await fleet.run("pause")
-    waiting = asyncio.create_task(ask(http, prompt_token_ids=[5] * 70))
-    await until_running(plane, client, worker.instance_id, 1)
-    assert (await state())["waiting_tokens"] == 70
-    await fleet.run("resume")
-    await waiting
 
 
 # ---- what engines lack ----
@@ -109,44 +57,6 @@ async def test_a_request_goes_to_a_worker_that_can_do_it(plane: Plane, http: htt
         assert (await ask(http, **both))["nvext"]["instance_id"] == able.instance_id
     pinned = {**body, "nvext": {"instance_id": lacking[0].instance_id}}
     assert (await http.post("/v1/completions", json={**pinned, "min_tokens": 0})).status_code == 200
-
-
-async def test_versions_that_an_engine_cannot_prove_are_reported_as_unknown(
-    plane: Plane, http: httpx.AsyncClient
-) -> None:
-    """This holds for requests without demands on the weights. Others get another worker, or are refused by name."""
-    silent = plane.spawn(witnesses="false")
-    described = await (await plane.client()).call(silent.instance_id, "describe")
-    assert described.body["witnesses"] is False
-    unknown = {"version": "unknown", "sequence": None, "digest": None, "run": None, "start": 0, "end": 5}
-    digest = model_digest(plane.model())
-    for stream in (False, True):
-        body = {"prompt_token_ids": PROMPT, "max_tokens": 5, "return_token_ids": True, "n": 2, "stream": stream}
-        told = await http.post("/v1/completions", json=body)
-        events = events_of(told.text)[:-1] if stream else [told.json()]
-        choices = [choice for event in events for choice in event["choices"]]
-        assert events[-1]["nvext"]["weight_version"] is None
-        for index in range(2):
-            mine = [choice for choice in choices if choice["index"] == index]
-            made = [token for choice in mine for token in choice["token_ids"]]
-            assert made == tokens_under(digest, 0, 5)
-            assert (mine[-1]["weight_versions"], mine[-1]["instance_id"]) == ([unknown], silent.instance_id)
-            assert mine[-1]["incarnation"] == described.incarnation
-    demands: list[dict[str, Any]] = [{"min_version": 0}, {"max_lag": 9}, {"one_version": True}]
-    pinned = {"nvext": {"instance_id": silent.instance_id}}
-    for demand in demands:
-        for more in ({}, pinned, {"on_stale": "refuse"}):
-            body = {"prompt_token_ids": PROMPT, **demand, **more}
-            error = error_of(await http.post("/v1/completions", json=body), 501)
-            assert (error["code"], [error["field"]]) == ("unsupported", [*demand])
-    able = plane.spawn()
-    await ready(plane, 2)
-    for demand in demands:
-        for _ in range(3):
-            assert (await ask(http, **demand))["nvext"]["instance_id"] == able.instance_id
-        body = {"prompt_token_ids": PROMPT, **demand, **pinned}
-        assert error_of(await http.post("/v1/completions", json=body), 501)["field"] in demand
-    assert (await ask(http, **pinned))["choices"][0]["weight_versions"][0]["version"] == "unknown"
 
 
 @pytest.mark.parametrize("prompt", [{}, {"prompt_token_ids": None, "prompt": "hello"}])
@@ -182,7 +92,7 @@ def unchosen(size: int, **more: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 async def lengths(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[int]:
-    """Returns the number of tokens of each choice."""
+    """The number of tokens of each choice."""
     response = await http.post(path, json=body)
     assert response.status_code == 200, response.text
     made: Counter[int] = Counter()
@@ -194,7 +104,7 @@ async def lengths(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> l
 
 
 @pytest.mark.parametrize("pinned", [None, 0, 1])
-async def test_a_default_length_is_the_room_of_the_chosen_worker(
+async def test_tokens_that_the_caller_did_not_count_are_as_many_as_its_worker_has_room_for(
     plane: Plane, http: httpx.AsyncClient, pinned: int | None
 ) -> None:
     """The length is the chosen worker's room, not the least room of all workers: workers with too little room
@@ -231,7 +141,9 @@ async def test_each_of_several_prompts_has_the_length_that_is_left(plane: Plane,
         assert (error["field"], error["fix"]) == (f"{field}.1", "send at most 63")
 
 
-async def test_a_default_length_waits_for_no_worker_with_more_room(plane: Plane, http: httpx.AsyncClient) -> None:
+async def test_a_length_that_nobody_chose_waits_for_no_longer_worker(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
     """The caller gets fewer tokens now, rather than more when a closed worker opens or a lost worker returns."""
     plane.spawn(max_model_len=16)
     longer = plane.spawn(max_model_len=64)
@@ -245,7 +157,7 @@ async def test_a_default_length_waits_for_no_worker_with_more_room(plane: Plane,
         assert await lengths(http, path, body) == [7], body
 
 
-async def test_a_default_length_takes_a_worker_with_less_room_while_the_other_is_full(
+async def test_a_length_that_nobody_chose_takes_a_shorter_worker_while_the_longer_one_is_full(
     plane: Plane, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -266,7 +178,7 @@ async def test_a_default_length_takes_a_worker_with_less_room_while_the_other_is
 
 
 @pytest.mark.parametrize(("rooms", "total"), [((64, 32), 12), ((32, 64), 16), ((32, 32), 12)])
-async def test_a_default_length_counts_the_tokens_of_a_lost_worker(
+async def test_a_length_that_nobody_chose_counts_what_was_made_before(
     plane: Plane, http: httpx.AsyncClient, rooms: tuple[int, int], total: int
 ) -> None:
     """The tokens of a lost worker count, whatever its room: the total never exceeds the default, nor the last worker's
@@ -297,8 +209,7 @@ NEEDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 async def lose_the_able_one(
     plane: Plane, http: httpx.AsyncClient, waiting: set[asyncio.Task[Any] | None], need: str
 ) -> tuple[Spawned, asyncio.Task[Any]]:
-    """Kills the able worker before its first token of the request, while the other worker is open. Forgets earlier
-    waits."""
+    """Killed before its first token of the request, while the other one is open; what waited before is forgotten."""
     lesser, more, body = NEEDS[need]
     other, able = plane.spawn(**lesser), plane.spawn(token_delay_s=60, **more)
     await ready(plane, 2)
@@ -335,7 +246,7 @@ async def test_a_request_that_only_an_absent_worker_can_serve_waits_for_it(
 async def test_more_tokens_than_an_open_worker_has_room_for_wait_for_a_longer_one(
     plane: Plane, http: httpx.AsyncClient, waiting: set[asyncio.Task[Any] | None]
 ) -> None:
-    """The caller asks for tokens by `min_tokens`, and gives no length."""
+    """The tokens that the caller asked for with `min_tokens`, where it did not choose the length."""
     plane.spawn(max_model_len=16)
     longer = plane.spawn(max_model_len=64)
     await ready(plane, 2)
@@ -388,7 +299,7 @@ async def test_a_request_that_only_an_absent_worker_can_serve_is_refused_if_it_s
         assert error_of(await http.post("/v1/completions", json=body), status)["field"] == field
 
 
-async def test_a_choice_with_tokens_waits_for_a_worker_that_can_continue_it(
+async def test_a_choice_with_tokens_waits_for_a_worker_that_can_go_on(
     plane: Plane, http: httpx.AsyncClient, waiting: set[asyncio.Task[Any] | None]
 ) -> None:
     plane.spawn(patch=CANT)
@@ -403,56 +314,3 @@ async def test_a_choice_with_tokens_waits_for_a_worker_that_can_continue_it(
         await stream.end()
     assert (stream.error, len(stream.tokens)) == (None, 300)
     assert [maker["instance_id"] for maker in stream.last["instances"]] == [able.instance_id] * 2
-
-
-# ---- too much at once ----
-
-
-async def test_a_full_fleet_refuses_at_once(
-    plane: Plane, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = plane.spawn(token_delay_s=PACE_S)
-    monkeypatch.setattr("frontend.routing.router.MAX_STREAMS", 1)
-    async with Streaming(http, max_tokens=LONG) as stream:
-        await stream.more()
-        response = await http.post("/v1/completions", json={"prompt": "hi"})
-        error = error_of(response, 429)
-        assert (error["code"], response.headers["retry-after"]) == ("overloaded", "1")
-    client = await plane.client()
-    await until_running(plane, client, worker.instance_id, 0)
-    monkeypatch.undo()
-    await ask(http)
-
-
-async def test_a_request_leaves_a_full_worker_and_is_refused_if_all_are_full(plane: Plane) -> None:
-    one = "import worker.generation_service as generation; generation.MAX_STREAMS = 1"
-    plane.spawn_many(2, patch=one, token_delay_s=PACE_S)
-    await ready(plane, 2)
-    async with (
-        frontend(plane, admission_wait_s=0.3) as http,
-        Streaming(http, max_tokens=LONG) as first,
-        Streaming(http, max_tokens=LONG, nvext={"instance_id": (await other_than(http, first))}) as second,
-    ):
-        await first.more()
-        await second.more()
-        assert first.last["instance_id"] != second.last["instance_id"]
-        assert error_of(await http.post("/v1/completions", json={"prompt": "hi"}), 429)["code"] == "overloaded"
-
-
-async def other_than(http: httpx.AsyncClient, stream: Streaming) -> str:
-    """Returns another worker, which takes a request beside this stream."""
-    await stream.more()
-    return await by_whom(http)
-
-
-async def test_frontends_see_each_others_load(plane: Plane, http: httpx.AsyncClient) -> None:
-    busy, idle = plane.spawn_many(2, token_delay_s=PACE_S)
-    await ready(plane, 2)
-    body = {"max_tokens": LONG, "n": 4, "nvext": {"instance_id": busy.instance_id}}
-    async with frontend(plane) as other, Streaming(http, **body) as stream:
-        await stream.more()
-
-        async def spared() -> bool:
-            return {await by_whom(other) for _ in range(6)} == {idle.instance_id}
-
-        await plane.until(spared)
