@@ -50,12 +50,10 @@ def measure_pulls(nbytes: int, receivers: int, rounds: int) -> PullTimes:
         started: list[subprocess.Popen[str]] = []
         stack.callback(stop_peers, started)
 
-        def start(**arguments: Any) -> Peer:
-            started.append(_start(**arguments))
-            return await_ready(started[-1])
-
-        transport = start(role="source", tensors=count).said["transport"]
-        pullers = [start(role="receiver", transport=transport) for _ in range(receivers)]
+        started.append(_start(role="source", tensors=count))
+        transport = await_ready(started[0]).said["transport"]
+        started += [_start(role="receiver", transport=transport) for _ in range(receivers)]
+        pullers = [await_ready(receiver) for receiver in started[1:]]
         for number in range(-1, rounds):  # the first one warms caches
             turn = number % len(WAYS)
             for way in WAYS[turn:] + WAYS[:turn]:  # the kernel still tidies up after what was staged

@@ -155,7 +155,7 @@ async def test_a_slow_engine_closes_only_the_worker_with_the_shorter_time_out(pl
         return plane.spawn(patch=patch)
 
     def stands(name: str) -> Callable[[], object]:
-        """From here on."""
+        """The engine hangs from here on."""
         (plane.tmp / f"answer {name}").unlink()
         return (plane.tmp / f"stands {name}").exists
 

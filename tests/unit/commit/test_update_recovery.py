@@ -1,4 +1,4 @@
-"""A coordinator finishes what a dead coordinator has left, and begins a new run, by events and instructions."""
+"""Tests what a coordinator finishes that a dead one has left, and a new run, by events and expected instructions."""
 
 from __future__ import annotations
 

@@ -102,6 +102,8 @@ def sample(model: Any, prompts: Sequence[list[int]], length: int) -> tuple[list[
     return tokens[:, len(prompts[0]) :].tolist(), torch.cat(logprobs, 1).tolist()
 
 
+@pytest.mark.slow
+@pytest.mark.parallel
 def test_the_policy_learns_and_its_logprobs_are_the_samplers(tiny: Path) -> None:
     import torch
 

@@ -48,13 +48,7 @@ async def prompt_tokens(tokenizer: Any, request: GenerateRequest) -> list[int]:
 
 
 async def _whole_prompt(tokenizer: Any, request: GenerateRequest) -> list[int]:
-    given = [name for name in ("prompt_token_ids", "prompt", "messages") if getattr(request, name) is not None]
-    if len(given) != 1:
-        raise InvalidRequest(
-            f"a request has one of prompt_token_ids, prompt and messages, not {given}",
-            field=given[-1] if given else "prompt_token_ids",
-            fix="give exactly one",
-        )
+    request.check_one_prompt()
     if request.prompt_token_ids is not None:
         return list(request.prompt_token_ids)
     if request.prompt is not None:

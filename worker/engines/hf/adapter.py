@@ -9,19 +9,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
+from pydantic import Field
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 from transformers.utils.logging import disable_progress_bar
 
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.routed_experts import RoutedExperts
+from rl_plane.protocol.validation import Body
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions, PauseMode
 from worker.engines.capabilities import CanCheckWeights, CanLoadAdapters, CanScore, CheckAction
@@ -51,35 +52,17 @@ CLOSE_TIMEOUT_S = 10.0
 _NO_SLEEP = "the hf engine has no sleep mode: its weights and cache stay where they are"
 
 
-@dataclass(frozen=True, slots=True)
-class HfArguments:
+class HfArguments(Body):
     """The engine arguments (`--engine-arg key=value`). The cache has room for num_blocks × page_size tokens."""
 
-    num_blocks: int = 256
-    page_size: int = 32
-    """Tokens per block. Prompts share whole blocks only."""
-    max_batch_tokens: int = 512
+    num_blocks: int = Field(256, ge=1)
+    page_size: int = Field(32, ge=4)
+    """Tokens per block."""
+    max_batch_tokens: int = Field(512, ge=1)
     """Tokens per step. Longer prompts take several steps. The attention mask has this number times the cache's
     tokens."""
-    max_model_len: int | None = None
+    max_model_len: int | None = Field(None, ge=1)
     """None: as many tokens as the model and the cache allow."""
-
-    @classmethod
-    def parse(cls, extra: Mapping[str, str]) -> HfArguments:
-        values = {}
-        for key, text in extra.items():
-            if key not in cls.__dataclass_fields__:
-                known = ", ".join(cls.__dataclass_fields__)
-                raise InvalidRequest(
-                    f"unknown engine argument {key}", field=f"engine_arg.{key}", fix=f"one of {known}"
-                )
-            low = 4 if key == "page_size" else 1
-            if not text.isdecimal() or int(text) < low:
-                raise InvalidRequest(
-                    f"{key}={text} is not a number of at least {low}", field=f"engine_arg.{key}", fix="give one"
-                )
-            values[key] = int(text)
-        return cls(**values)
 
 
 def build(options: EngineOptions) -> EngineAdapter:
@@ -90,7 +73,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
     def __init__(self, options: EngineOptions) -> None:
         super().__init__()
         self._options = options
-        self._arguments = HfArguments.parse(options.extra)
+        self._arguments = options.arguments(HfArguments)
         options.check_model()
         options.refuse_modes("the hf engine does not have this", "use vllm or sglang")
         self._model: Any = None
@@ -114,9 +97,10 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
                 max_batch_tokens=self._arguments.max_batch_tokens,
                 use_async_batching=False,  # our sampler runs on the host, in each step
                 use_cuda_graph=False,
+                allow_block_sharing=False,  # each request computes its own KV, so none of it outlives an update
                 auto_switch_to_flash=False,  # it would fetch kernels from the network
             )
-            adapters, experts = self._held().adapters, self._experts
+            adapters, experts = self.holder.adapters, self._experts
             assert experts is not None, "made with the model"
             self._loop = await asyncio.to_thread(
                 GenerationLoop, self._model, adapters, experts, config, asyncio.get_running_loop()
@@ -175,7 +159,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
             max_model_len=length,
             capabilities=_capabilities(bool(self._experts.experts)),
             transports=receiver.backends,
-            tied=self._held().tied_tensors(),
+            tied=self.holder.tied_tensors(),
         )
 
     async def close(self) -> None:
@@ -194,7 +178,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
     # generation
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
-        loop = self._running()
+        loop = self.loop
         prompt = await self._prompt_of(request)
         if prompt is None:
             yield nothing_made(request)
@@ -205,7 +189,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         self._streams[request.id] = stream
         submitted = loop.call(lambda: loop.submit(stream))
         ended = finished = False
-        told: list[int] | None = prompt
+        first_prompt: list[int] | None = prompt
         try:
             await asyncio.wrap_future(submitted)
             while not finished:
@@ -226,11 +210,11 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
                         finish_reason=piece.finish_reason,
                         stop_string=read.stop_string,
                         spans=spans.tell(finished),
-                        prompt_token_ids=told,
+                        prompt_token_ids=first_prompt,
                         prompt_logprobs=piece.prompt_logprobs,
                         routed_experts=piece.routed,
                     )
-                    told = None
+                    first_prompt = None
                 if failure is not None:
                     raise failure
         finally:
@@ -240,8 +224,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
                 loop.call(lambda: loop.abort([stream]))
 
     def _validate(self, request: GenerateRequest, prompt: list[int]) -> None:
-        info = self._info
-        assert info is not None, "start sets it before the loop is there"
+        info = self.info
         check_tokens(request, prompt, self._eos, info.vocab_size, info.max_model_len)
         refuse_lacking(request, info.capabilities)
         if request.id in self._streams:
@@ -256,7 +239,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         return before + count
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
-        loop, drained = self._running(), Future[None]()
+        loop, drained = self.loop, Future[None]()
         before: list[bool] = []  # whether it was frozen; empty until the pause begins
 
         def begin(loop: GenerationLoop) -> None:
@@ -284,8 +267,9 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         await self._call(lambda loop: loop.thaw())
 
     async def flush_cache(self) -> bool:
-        flushed: bool = await self._call(lambda loop: loop.flush())
-        return flushed
+        """Returns True: there is no prefix cache, and no request uses another one's KV."""
+        await self.liveness()
+        return True
 
     def load(self) -> tuple[int, int]:
         loop, total = self._loop, len(self._streams)
@@ -295,26 +279,23 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
     # weights
 
     async def swap(self, staging: str, version: WeightVersion) -> bool:
-        staged, weights = self.receiver.take(staging), self._held().weights
+        staged, weights = self.receiver.take(staging), self.holder.weights
         assert isinstance(staged, StagedTensors), "base weights"
 
-        def between_two_steps(loop: GenerationLoop) -> bool:
+        def between_two_steps(loop: GenerationLoop) -> None:
             loop.restart_requests()
             loop.version = None  # half-way, the weights are of no version
             weights.load(staged)
             loop.version = version
-            return loop.flush()
 
-        flushed: bool = await self._call(between_two_steps)
-        return flushed
+        await self._call(between_two_steps)
+        return await self.flush_cache()
 
     def set_version(self, version: WeightVersion) -> None:
-        self._running().version = version
+        self.loop.version = version
 
     async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
-        self._running()
-        info = self._info
-        assert info is not None, "start sets it before the loop is there"
+        info = self.info
         checked = check_sequences(sequences, info.vocab_size, info.max_model_len)
         return checked_scores(await self._call(lambda loop: loop.score(checked, adapter)), checked)
 
@@ -331,15 +312,15 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
                 loop.put_adapter(name, staged, version)
 
         await self._call(between_two_steps)
-        return False  # no request finds its part of the prefix cache any more
+        return False  # there is no prefix cache
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None:
-        versions = self._running().adapter_versions
+        versions = self.loop.adapter_versions
         check_adapter(name, versions, "name")
         versions[name] = version
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
-        weights = self._held().weights
+        weights = self.holder.weights
         if action != "reset_tensors":
             return [{"rank": 0, **await asyncio.to_thread(weights.checks.row, action)}]
 
@@ -351,22 +332,33 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         await self._call(between_two_steps)
         return [{"rank": 0}]
 
-    def _running(self) -> GenerationLoop:
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineFailed("the engine is not running")
+        return self._info
+
+    @property
+    def loop(self) -> GenerationLoop:
         if self._loop is None:
             raise EngineFailed("the engine is not running")
         return self._loop
 
+    def _running(self) -> GenerationLoop:
+        return self.loop
+
     def _forget_weights(self) -> None:
-        loop = self._running()
+        loop = self.loop
         loop.call(loop.forget_weights).result()
 
-    def _held(self) -> HfHolder:
+    @property
+    def holder(self) -> HfHolder:
         if self._holder is None:
             raise EngineFailed("the engine is not running")
         return self._holder
 
     async def _call(self, command: Callable[[GenerationLoop], Any]) -> Any:
-        loop = self._running()
+        loop = self.loop
         try:
             return await asyncio.wrap_future(loop.call(lambda: command(loop)))
         except PlaneError:

@@ -91,12 +91,6 @@ class HfStream:
         """The request asks for prompt logprobs, and has not got them yet."""
         return self.request.prompt_logprobs and not self.made
 
-    @property
-    def whole(self) -> bool:
-        """All KV of the prompt must be computed here: none may be shared, since the request asks for what is
-        computed."""
-        return self.scores_prompt or self.request.routed_experts
-
     def restart(self) -> None:
         """Starts again at the prompt's first token. What was sent with tokens stays sent."""
         if not self.made:
