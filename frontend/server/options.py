@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.dialects import DIALECTS
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
 
-DIALECTS = ("vllm", "sglang", "prime-rl")
 DEFAULT_RL_PORT = 8002
 DEFAULT_HTTP_PORT = 8000
 DEFAULT_ADMISSION_WAIT_S = 10.0
@@ -42,7 +42,7 @@ class FrontendOptions:
     """The certificate chain of both listeners, in PEM. With it they speak HTTPS only."""
     tls_key: Path | None = None
     """The private key of the certificate. Both files are read again when they change."""
-    dialects: tuple[str, ...] = DIALECTS
+    dialects: tuple[str, ...] = tuple(DIALECTS)
     """The dialects of trainers' clients that the facade answers. With a dialect, the facade generates too."""
     liveness_timeout_s: float = 5.0
     admission_wait_s: float = DEFAULT_ADMISSION_WAIT_S

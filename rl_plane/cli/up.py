@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import click
 
 from rl_plane.bus.server import NatsServer
-from rl_plane.cli.children import ERR, OUT, Child, Printer, start_process
+from rl_plane.cli.children import ERR, OUT, Printer, run_child
 from rl_plane.cli.output import READY, counted, one_line
 from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, WORKER, check_engine
 from rl_plane.cli.settings import Command, command, for_child
@@ -151,13 +151,7 @@ class Up:
             else:
                 self._line("model", text, fd)
 
-        maker = Child(
-            start_process(python("rl_plane.cli.models", *self.values["engines"]), os.environ), line, lambda _: None
-        )
-        try:
-            code = await maker.wait()
-        finally:
-            maker.signal_group(signal.SIGKILL)
+        code = await run_child(python("rl_plane.cli.models", *self.values["engines"]), os.environ, line)
         if code != 0 or not lines:
             raise PlaneError(
                 "no model is given, and none could be made", fix="see the lines above, or give --model"

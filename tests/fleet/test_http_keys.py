@@ -16,13 +16,13 @@ import httpx
 import pytest
 import trustme
 
-from frontend.main import started
 from frontend.server import keys, listeners
 from frontend.server.options import FrontendOptions
 from rl_plane.errors import Forbidden, InvalidRequest, Unavailable
 from rl_plane.fleet.http_client import call_facade
 from rl_plane.protocol.http_keys import ROLES, Caller, Role, format_entry, hash_key, parse_keys_file
 from tests.conftest import Plane
+from tests.support.frontend_here import started
 
 BOUND_S = 30.0
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"

@@ -15,11 +15,11 @@ import httpx
 import psutil
 import pytest
 
-from frontend.main import started
 from frontend.server import listeners
 from frontend.server.bodies import MAX_BRACKETS, MAX_NAMES_BYTES
 from frontend.server.options import FrontendOptions
 from tests.conftest import Plane
+from tests.support.frontend_here import started
 
 EVIL = {"Referer": "https://evil.example/", "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}
 BOUND_S = 60.0
