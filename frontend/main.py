@@ -84,6 +84,7 @@ class Frontend:
         fleet.liveness_timeout_s = options.liveness_timeout_s
         self.recovery = UpdateRecovery(fleet, view)
         self.calls = OpRunner(fleet)
+        self.calls.on_op = self.events.on_op
         self.service = FleetService(client.bus, view.subjects.fleet, self.calls)
 
     @classmethod

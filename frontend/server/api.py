@@ -22,6 +22,7 @@ from frontend.server.guard import CALLER, Guard, refuse_browser
 from frontend.server.keys import ANYBODY, Keys
 from frontend.server.replies import ErrorShape, MethodNotAllowed, error_body, to_json
 from rl_plane.errors import Forbidden, InvalidRequest, NotFound
+from rl_plane.fleet.fleet_call import ASKED_BY
 from rl_plane.protocol.envelope import MAX_ID_CHARS
 from rl_plane.protocol.http_keys import Caller, Role
 
@@ -204,6 +205,7 @@ def _guarded(operation: Operation) -> Endpoint:
             )
         if caller is ANYBODY and operation.method == "GET" and "steer" in operation.allowed:
             refuse_browser(request.headers)
+        ASKED_BY.set(caller.id)  # each request is a task with a context of its own
         return await operation.endpoint(request)
 
     return answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import ssl
 import subprocess
@@ -134,6 +135,37 @@ def test_a_role_that_does_not_suffice_is_named(plane: Plane, tmp_path: Path) -> 
             assert raised.value.facts["fix"] == "use a key with the role steer"
 
     asyncio.run(call())
+
+
+async def test_history_and_events_say_whose_key_asked(plane: Plane, tmp_path: Path) -> None:
+    plane.spawn()
+    file = write_keys(tmp_path / "keys.toml", KEYS)
+    async with (
+        listeners_of(plane, keys_file=file) as urls,
+        httpx.AsyncClient(base_url=urls["rl_url"], timeout=BOUND_S, headers=bearer("key of steer")) as http,
+        http.stream("GET", "/v1/rl/events") as stream,
+    ):
+        lines = stream.aiter_lines()
+        await anext(lines)
+        assert (await http.get("/v1/rl/ready", params={"wait_s": BOUND_S})).status_code == 200
+        refused = await http.post(
+            "/v1/rl/update_weights", json={"transport": {"backend": "filesystem", "path": "no"}}
+        )
+        assert refused.status_code == 400
+        transport = {"backend": "filesystem", "path": str(plane.model(1))}
+        done = await http.post("/v1/rl/update_weights", json={"transport": transport, "version": "one"})
+        assert done.status_code == 200, done.text
+        assert (await http.post("/v1/rl/pause", headers=bearer("key of admin"))).status_code == 200
+        updates = (await http.get("/v1/rl/updates")).json()["updates"]
+        assert [(one["label"], one["asked_by"]) for one in updates if one["label"] == "one"] == [("one", "steer")]
+        asked: dict[str, str] = {}
+        async with asyncio.timeout(BOUND_S):
+            while not {"pause", "finished"} <= asked.keys():
+                line = await anext(lines)
+                if line.startswith("data: ") and "asked_by" in (event := json.loads(line[6:])):
+                    asked[event.get("op") or event["change"]] = event["asked_by"]
+    assert asked["update_weights"] == asked["began"] == asked["finished"] == "steer"
+    assert asked["pause"] == "admin"
 
 
 @pytest.mark.parametrize(
