@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from frontend.server.keys import ANYBODY, Keys
@@ -67,9 +68,12 @@ class Guard:
                 log.exception("%s %s", scope["method"], scope["path"])
             if started:
                 raise  # cuts the connection, so that no client takes half a reply for a whole one
-            shown = error if isinstance(error, PlaneError) else PlaneError("an unexpected error; see the log")
-            shape = self._shapes.get(scope["path"], self._shape)
-            await error_response(shown, time.monotonic() - start, shape)(scope, receive, send)
+            await self._answer(error, scope["path"], time.monotonic() - start)(scope, receive, send)
+
+    def _answer(self, error: Exception, path: str, elapsed_s: float) -> Response:
+        # A variable of the caller would keep the error, and with it the body of the request, until a collection.
+        shown = error if isinstance(error, PlaneError) else PlaneError("an unexpected error; see the log")
+        return error_response(shown, elapsed_s, self._shapes.get(path, self._shape))
 
     def _caller(self, scope: Scope) -> Caller:
         headers = dict(scope["headers"])

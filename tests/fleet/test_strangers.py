@@ -108,6 +108,19 @@ async def test_a_huge_body_neither_stops_the_frontend_nor_keeps_its_memory(plane
             assert process.memory_info().rss - before < 4 * size + 200_000_000
 
 
+async def test_the_memory_of_refused_tensors_is_given_back(plane: Plane) -> None:
+    plane.spawn()
+    with frontend_process(plane) as (url, process):
+        async with httpx.AsyncClient(base_url=url, timeout=BOUND_S) as http:
+            assert (await http.get("/v1/rl/ready", params={"wait_s": 30})).status_code == 200
+            before = process.memory_info().rss
+            body = {"serialized_named_tensors": ["gASV" * 40_000_000], "load_format": "safetensors"}
+            assert (await http.post("/update_weights_from_tensor", json=body)).status_code == 501
+            async with asyncio.timeout(BOUND_S):
+                while process.memory_info().rss - before > 60_000_000:
+                    await http.get("/v1/rl/health")
+
+
 async def test_many_brackets_are_refused_unless_they_are_text(plane: Plane) -> None:
     async with facade(plane) as http:
         evil = b'{"a":[' + b"[]," * MAX_BRACKETS + b"[]]}"
