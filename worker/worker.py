@@ -297,7 +297,7 @@ class Worker:
 
     async def _publish_status(self, message: bytes) -> None:
         with contextlib.suppress(nats.errors.Error):
-            await self.bus.nc.publish(self.subjects.status, message)
+            await self.bus.nc.publish(self.subjects.status(self.state.instance_id), message)
 
 
 def _engine_kind(info: EngineInfo) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
@@ -42,6 +43,8 @@ class FrontendOptions:
     """The time for the choices under way after SIGTERM."""
     part_timeout_s: float = PART_TIMEOUT_S
     """The time until every rank has the tensors of one call, where a trainer's dialect has no field for it."""
+    credentials: NatsCredentials = NO_CREDENTIALS
+    """The files by which the frontend connects to NATS."""
 
     def __post_init__(self) -> None:
         for name in self.dialects:

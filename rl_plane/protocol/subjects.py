@@ -67,7 +67,12 @@ class Subjects:
         return f"{self.namespace}.{self.component}.rl"
 
     def rl_direct(self, instance_id: str) -> str:
+        """The subject of one worker, for every op."""
         return f"{self.rl}.{instance_id}"
+
+    def read(self, instance_id: str) -> str:
+        """The subject of one worker, for the ops that change nothing. A key that may only read has this one alone."""
+        return f"{self.namespace}.{self.component}.read.{instance_id}"
 
     def generate(self, instance_id: str) -> str:
         return f"{self.namespace}.{self.component}.generate.{instance_id}"
@@ -82,9 +87,18 @@ class Subjects:
         return f"{self.namespace}.{self.component}.fleet"
 
     @property
-    def status(self) -> str:
-        """The subject on which workers report changes of their `state`."""
-        return f"{self.namespace}.{self.component}.status"
+    def fleet_read(self) -> str:
+        """The subject of the fleet's ops that change nothing, likewise."""
+        return f"{self.fleet}.read"
+
+    @property
+    def keep_record(self) -> str:
+        """The subject on which a worker that may not write the record asks the frontends to."""
+        return f"{self.namespace}.{self.component}.keep_record"
+
+    def status(self, instance_id: str) -> str:
+        """The subject on which a worker reports changes of its `state`."""
+        return f"{self.namespace}.{self.component}.status.{instance_id}"
 
     @property
     def members(self) -> KeyValueBucket:

@@ -21,8 +21,6 @@ log = logging.getLogger("worker.reconcile.peers")
 
 TRIED = 3
 """A worker asks so many peers, one after another. A peer that can't be reached costs ten seconds."""
-OFFERS = 1024
-"""So many offers stay in the bucket. Dead workers have the oldest."""
 
 
 class Peers:
@@ -47,7 +45,6 @@ class Peers:
             if place is not None and place != self._offered:
                 self._offered = place
                 await self._bus.put(self._state, self._key, json.dumps(place).encode())
-                await self._bus.keep_newest(self._state, KEPT_PREFIX + ">", OFFERS)
                 log.info("%s offers its weights to other workers", self._bus.name)
         except PlaneError as error:
             log.warning("%s can't offer its weights to other workers: %s", self._bus.name, error)
