@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import ssl
+from collections.abc import Iterable
 
 from rl_plane.bus.credentials import Login, NatsCredentials
 from rl_plane.errors import PermissionDenied, Unauthorized
@@ -12,21 +13,24 @@ NO_TLS = "the server offers no TLS"
 _DENIED = re.compile(r"permissions violation for (publish|subscription) to \"(\S+?)\"", re.IGNORECASE)
 
 
-def refusal_of(error: Exception, login: Login) -> tuple[str, str, PermissionDenied] | None:
-    """What NATS has refused on a connection that stays: `publish` or `subscribe`, the subject, and the error.
-    None: the error is another one."""
+def refusal_of(
+    error: Exception, login: Login, subjects: Iterable[str] = ()
+) -> tuple[str, str, PermissionDenied] | None:
+    """Reads what NATS has refused on a connection that stays: `publish` or `subscribe`, the subject, and the error.
+    None: the error is another one. `subjects`: those that it may mean, because nats-py gives it in lower case."""
     found = _DENIED.search(str(error))
     if found is None:
         return None
     verb = "publish" if found[1].lower() == "publish" else "subscribe"
-    words = f"{login} may not {verb} to {found[2]}"
+    subject = next((each for each in subjects if each.lower() == found[2].lower()), found[2])
+    words = f"{login} may not {verb} to {subject}"
     denied = PermissionDenied(
         f"NATS: {words}",
-        subject=found[2],
+        subject=subject,
         role=login.role,
         fix="use a key of the role that may (docs/security.md has the table)",
     )
-    return verb, found[2], denied
+    return verb, found[2].lower(), denied
 
 
 def why_refused(error: Exception, url: str, login: Login, credentials: NatsCredentials) -> Unauthorized | None:

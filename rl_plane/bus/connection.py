@@ -52,6 +52,8 @@ MAX_PINGS = 2
 """Both ends find a dead TCP peer within 4 to 6 s. The default of nats-py is 120 s × 2."""
 REQUEST_TIMEOUT_S = 2.0
 """A JetStream call takes 0.1 ms, and seconds during a restart of the server."""
+LOOK_S = 0.1
+"""The interval at which a process looks for a bucket that only another one may make."""
 CLOSE_TIMEOUT_S = 2.0
 """`close` sends what was published last. A server that has not taken it in this time hangs."""
 MARKER_TTL_S = 60
@@ -72,7 +74,8 @@ _EXPECTED_SUBJECT = "Nats-Expected-Last-Subject-Sequence-Subject"
 
 AsyncCallback = Callable[[], Awaitable[None]]
 DenialCallback = Callable[[str, PermissionDenied], None]
-"""Gets the subject to which NATS has refused to publish, and the error for the caller that waits for an answer."""
+"""Gets the subject to which NATS has refused to publish, in lower case as nats-py has it, and the error for the caller
+that waits for an answer."""
 
 
 class WrongSequence(Exception):
@@ -245,6 +248,7 @@ class Bus:
                     ping_interval=int(PING_INTERVAL_S),
                     max_outstanding_pings=MAX_PINGS,
                     flush_timeout=REQUEST_TIMEOUT_S,
+                    inbox_prefix=bus.login.inbox,
                     flusher_queue_size=0,  # unlimited: PINGs use it too, and must not wait behind publishers
                 )
         except (nats.errors.Error, TimeoutError, OSError) as error:
@@ -304,13 +308,17 @@ class Bus:
         refused = why_refused(error, _without_password(self.url), self.login, self.credentials)
         if time.monotonic() > self._give_up_at or (self._connecting and refused is not None):
             raise error
-        if (denial := refusal_of(error, self.login)) is not None:
+        if (denial := refusal_of(error, self.login, self._subjects())) is not None:
             self._deny(*denial)
         elif refused is not None and refused.message != self._last_refusal:
             self._last_refusal = refused.message
             log.error("%s: %s; fix: %s", self.name, refused.message, refused.facts.get("fix"))
         else:
             log.debug("%s: NATS: %s", self.name, _words(error))
+
+    def _subjects(self) -> list[str]:
+        """The subjects that a refusal may mean. nats-py gives it in lower case."""
+        return [*(asked for asked, _ in self._requests.values()), *(sub.subject for sub in self.nc._subs.values())]
 
     def on_denial(self, callback: DenialCallback) -> None:
         """Registers a callback for each subject to which NATS refuses to publish. It must not raise."""
@@ -322,9 +330,9 @@ class Bus:
             self._denied = self._denied or error
             log.error("%s: %s; fix: %s", self.name, error.message, error.facts["fix"])
             return
-        log.info("%s: %s", self.name, error.message)
+        log.debug("%s: %s", self.name, error.message)
         for asked, answer in self._requests.values():
-            if asked == subject and not answer.done():
+            if asked.lower() == subject and not answer.done():
                 answer.set_exception(error)
         for callback in list(self._on_denial):
             callback(subject, error)
@@ -415,6 +423,20 @@ class Bus:
             except nats.js.errors.BadRequestError as error:
                 if error.err_code != STREAM_EXISTS:
                     raise  # else another process has just created it
+            except PermissionDenied as denied:
+                await self._until_there(bucket, denied)
+
+    async def _until_there(self, bucket: KeyValueBucket, denied: PermissionDenied) -> None:
+        """Waits until another process has made the bucket, because this one's key may not."""
+        give_up = time.monotonic() + SERVICE_CONNECT_S
+        while await self._config(bucket) is None:
+            if time.monotonic() > give_up:
+                raise PermissionDenied(
+                    f"there is no bucket {bucket.name} yet, and {self.login} may not make it",
+                    role=self.login.role,
+                    fix="start a frontend, which makes it",
+                ) from denied
+            await asyncio.sleep(LOOK_S)
 
     async def bucket_exists(self, bucket: KeyValueBucket) -> bool:
         return await self._config(bucket) is not None
@@ -556,7 +578,7 @@ class Bus:
         inbox, subject = self.nc.new_inbox(), f"$JS.API.DIRECT.GET.{bucket.stream}"
 
         def denied(what: str, error: PermissionDenied) -> None:
-            if what == subject and not end.done():
+            if what == subject.lower() and not end.done():
                 end.set_exception(error)
 
         self._on_denial.append(denied)

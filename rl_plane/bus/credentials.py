@@ -1,4 +1,4 @@
-"""How a process shows NATS who it is, and how it knows that the server is the right one.
+"""Credentials for NATS: they show who a process is, and whether the server is the right one.
 
 `NatsCredentials` has paths only, so it may travel to child processes and be printed. `Login` is what a connection makes
 of them: it reads the files, signs the server's nonce, and makes the TLS context.
@@ -24,7 +24,7 @@ from rl_plane.errors import InvalidRequest
 ROLE, INSTANCE_ID = "role", "instance-id"
 """The notes in a key file of `rl-plane keys`, on lines such as `# role: worker`."""
 INBOX = "_INBOX"
-"""Where answers arrive without a key. With one it is `_INBOX.<public key>`, so no key can read another's answers."""
+"""The prefix of the subjects of answers without a key. With one it is `_INBOX.<public key>`, so no key can read another's answers."""
 TLS_SCHEMES = ("tls", "wss")
 MAX_FILE_BYTES = 1 << 16
 """A key, a token or a certificate has a few kilobytes."""
@@ -103,7 +103,7 @@ NO_CREDENTIALS = NatsCredentials()
 
 
 class Login:
-    """What a connection sends to NATS to be let in."""
+    """The proof by which NATS lets a connection in."""
 
     def __init__(
         self,

@@ -72,7 +72,7 @@ class Scatter:
     def denied(self, subject: str) -> None:
         """Ends the wait for the targets with a subject to which NATS refuses to publish."""
         for index in self.unanswered:
-            if self._targets[index][0] == subject:
+            if self._targets[index][0].lower() == subject:
                 self.answer(index, Missing.DENIED)
 
     async def send(self, index: int) -> None:

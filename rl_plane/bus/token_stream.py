@@ -426,7 +426,7 @@ class StreamReceiver:
 
     def _denied(self, subject: str, error: PermissionDenied) -> None:
         for stream in list(self._open.values()):
-            if stream.subject == subject:
+            if stream.subject.lower() == subject:
                 stream.fail(error)
 
     def just_back(self) -> bool:

@@ -181,6 +181,9 @@ OPENED = "opened"
 """State bucket: the lock, the decision record, the desired pause, the desired memory, an update that spans several
 calls, and the sessions that a trainer has opened with SGLang's calls."""
 
+FENCE_KEY = "fence"
+"""State bucket: a key that is written to raise the bucket's sequence."""
+
 CANARY_HISTORY = "canary_history"
 """State bucket: the values of earlier versions for the numeric canary (`rl_plane.protocol.canary.CanaryHistory`)."""
 
