@@ -73,7 +73,6 @@ bench: setup
 
 docs: setup
 	$(BIN)/python docs/generate_reference.py
-	$(BIN)/python docs/generate_blocking_methods.py
 
 clean:
 	rm -rf $(VENV) demo-out

@@ -12,7 +12,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,9 +107,14 @@ def unhashed(data: memoryview) -> str:
     return bytes(data[:32]).hex().ljust(64, "0")
 
 
-def _read_unhashed(file: SafetensorsFile, offset: int, place: memoryview) -> str:
-    file.read_into(offset, place)
-    return unhashed(place)
+def _read_unhashed(file: SafetensorsFile, offset: int, pieces: Iterable[memoryview]) -> str:
+    digest = unhashed(memoryview(b""))
+    for number, piece in enumerate(pieces):
+        file.read_into(offset, piece)
+        offset += len(piece)
+        if not number:
+            digest = unhashed(piece)
+    return digest
 
 
 def workers(

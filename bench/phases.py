@@ -24,7 +24,7 @@ class Seen:
 def phases_seen() -> Iterator[list[Seen]]:
     """Yields a list that grows while updates are coordinated."""
     seen: list[Seen] = []
-    carry_out = Coordinator._carry_out
+    carry_out = Coordinator.carry_out
 
     async def noted(self: Coordinator, instruction: Instruction) -> Event:
         start = time.perf_counter()
@@ -33,8 +33,8 @@ def phases_seen() -> Iterator[list[Seen]]:
         finally:
             seen.append(Seen(instruction.phase, start, time.perf_counter()))
 
-    Coordinator._carry_out = noted  # type: ignore[method-assign]
+    Coordinator.carry_out = noted  # type: ignore[method-assign]
     try:
         yield seen
     finally:
-        Coordinator._carry_out = carry_out  # type: ignore[method-assign]
+        Coordinator.carry_out = carry_out  # type: ignore[method-assign]

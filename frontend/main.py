@@ -21,12 +21,12 @@ from frontend.completions.service import Generation
 from frontend.completions.tokens import Tokens
 from frontend.dialects import mount_dialects
 from frontend.dialects.common.context import DialectCalls, DialectContext
+from frontend.dialects.common.dynamo_discovery import with_discovery
 from frontend.dialects.common.fleet_as_one import dialect_error
-from frontend.dialects.dynamo import with_discovery
-from frontend.facade.calls import FleetCalls
 from frontend.facade.events import FleetEvents
 from frontend.facade.facade_routes import add_facade_routes
 from frontend.facade.nats_service import FleetService
+from frontend.facade.op_runner import OpRunner
 from frontend.facade.update_recovery import UpdateRecovery
 from frontend.routing.committed import Committed
 from frontend.routing.engine_client import EngineClient
@@ -81,7 +81,7 @@ class Frontend:
         fleet = Fleet(client)
         fleet.liveness_timeout_s = options.liveness_timeout_s
         self.recovery = UpdateRecovery(fleet, view)
-        self.calls = FleetCalls(fleet)
+        self.calls = OpRunner(fleet)
         self.service = FleetService(client.bus, view.subjects.fleet, self.calls)
         self.reading = FleetService(client.bus, view.subjects.fleet_read, self.calls, reads=True)
 
@@ -252,26 +252,3 @@ def _signals(stop: _Stop) -> Iterator[None]:
     finally:
         for number in installed:
             loop.remove_signal_handler(number)
-
-
-@asynccontextmanager
-async def started(options: FrontendOptions) -> AsyncIterator[dict[str, Any]]:
-    """Runs a frontend beside other work in this loop until the block ends. Yields what `on_ready` gets."""
-    urls: dict[str, Any] = {}
-    ready = asyncio.Event()
-
-    def on_ready(found: dict[str, Any]) -> None:
-        urls.update(found)
-        ready.set()
-
-    run = asyncio.create_task(serve(options, on_ready))
-    run.add_done_callback(lambda _: ready.set())
-    try:
-        await ready.wait()
-        if run.done():
-            await run  # raises the error of the start
-        yield urls
-    finally:
-        run.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await run

@@ -14,11 +14,12 @@ from typing import Any
 from rl_plane.bus.connection import Bus
 from rl_plane.errors import DeadlineExceeded
 from rl_plane.fleet.fleet import Fleet
+from rl_plane.fleet.fleet_method import AsyncRun
 from rl_plane.fleet.fleet_methods import FleetMethods
 from rl_plane.membership.worker_calls import WorkerCalls
 
 
-class RlClient(WorkerCalls, FleetMethods):
+class RlClient(WorkerCalls, AsyncRun, FleetMethods):
     """One connection to the fleet: the typed ops of `FleetMethods`, and calls to single workers.
 
     `connect` makes it. Methods may be called concurrently; `close` ends calls under way with an error."""

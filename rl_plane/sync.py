@@ -23,8 +23,9 @@ from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, DeadlineExceeded
-from rl_plane.fleet.blocking_fleet_methods import BlockingFleetMethods
 from rl_plane.fleet.fleet import LOST_RETRIES
+from rl_plane.fleet.fleet_method import BlockingRun
+from rl_plane.fleet.fleet_methods import FleetMethods
 from rl_plane.membership.core import Snapshot
 from rl_plane.membership.worker_calls import EmptyFleet, FanOut
 from rl_plane.membership.worker_reply import WorkerReply
@@ -43,8 +44,8 @@ SIGNAL_S = 0.5
 T = TypeVar("T")
 
 
-class SyncRlClient(BlockingFleetMethods):
-    """One connection to the fleet: the typed ops of `BlockingFleetMethods`, and calls to single workers.
+class SyncRlClient(BlockingRun, FleetMethods):
+    """One connection to the fleet: the typed ops of `FleetMethods`, and calls to single workers.
 
     `connect` makes it. Errors are those of RlClient, and two more:
 

@@ -229,9 +229,9 @@ class GenerationCall:
         """Adds the index of the choice that failed, and names the field as the caller does."""
         if len(self._plan.requests) > 1:
             error.facts["index"] = index
-        if (told := error.facts.get("field")) is not None:
-            named = error.facts["field"] = self._plan.field_of(told, index)
-            if told == "logprobs" != named:
+        if (own_name := error.facts.get("field")) is not None:
+            named = error.facts["field"] = self._plan.field_of(own_name, index)
+            if own_name == "logprobs" != named:
                 error.message = f"{named} asks for log probabilities too: {error.message}"
 
     def _add_partial(self, error: PlaneError) -> None:
@@ -240,11 +240,11 @@ class GenerationCall:
         choices = self._choices
         if isinstance(error, Unlabelled):
             choices[error.facts.get("index", 0)].is_unlabelled = True
-        told = [choice for choice in choices if choice.token_ids and not choice.is_unlabelled]
-        if not told:
+        shown = [choice for choice in choices if choice.token_ids and not choice.is_unlabelled]
+        if not shown:
             return
         failed = error.facts.get("index")
-        first = min(told, key=lambda choice: (choice.index != failed, choice.finish_reason is not None))
+        first = min(shown, key=lambda choice: (choice.index != failed, choice.finish_reason is not None))
         error.facts["partial"] = first.partial()
         if len(choices) > 1:
             error.facts["partials"] = [choice.partial() for choice in choices]

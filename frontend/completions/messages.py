@@ -135,8 +135,8 @@ def _plain_call(where: str, call: ToolCall) -> dict[str, Any]:
         except InvalidRequest as error:
             field = f"{where}.function.arguments"
             raise InvalidRequest(f"{field}: {error}", field=field, fix="send a JSON object") from error
-    told = {} if call.id is None else {"id": call.id}
-    return {**told, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    named = {} if call.id is None else {"id": call.id}
+    return {**named, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def without_nulls_in_messages(body: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The bodies of the engines' own generation routes: vLLM's `/inference/v1/generate` and SGLang's `/generate`.
 
-Both become a `Plan`. The rules for fields that are not served are those of `openai_bodies`.
+Both become a `Plan`. `unserved_fields` has the fields that they refuse.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ from frontend.completions.messages import STRICT
 from frontend.completions.openai_bodies import (
     MAX_N,
     MAX_SEED,
-    NONE,
     SamplingBody,
     StreamOptions,
     TokenIds,
-    unsupported,
-    without,
-    without_of_streams,
 )
 from frontend.completions.plans import DEFAULT_CHAT_TOKENS, ROUTED, Plan, read_prompts, requests_of, top_of
+from frontend.completions.unserved_fields import unsupported, without_unserved
 from frontend.routing.demands import DemandFields, demands_of
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.generation import (
@@ -51,6 +48,8 @@ class VllmSampling(SamplingBody):
     """0 or 1: the logprob of the chosen token. More: also of this many of the likeliest tokens."""
     prompt_logprobs: int | None = Field(None, ge=-1)
     """0 or 1: the logprobs of the prompt's own tokens."""
+    detokenize: bool | None = None
+    """No effect, because the reply has no text."""
 
 
 class VllmGenerateBody(DemandFields):
@@ -73,39 +72,6 @@ class VllmGenerateBody(DemandFields):
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
 
 
-VLLM_REFUSED: dict[str, tuple[Any, ...]] = {
-    "output_mode": ("tokens",),
-    "features": NONE,
-    "content_parts": ([],),
-    "token_offsets": NONE,
-    "reasoning_ended": NONE,
-    "reasoning_parser_kwargs": NONE,
-    "priority": (0,),
-    "kv_transfer_params": NONE,
-    "ec_transfer_params": NONE,
-}
-_OF_TEXT = (True, False)
-"""Both values are the same, because the reply has no text."""
-VLLM_SAMPLING_REFUSED: dict[str, tuple[Any, ...]] = {
-    "bad_words": ([],),
-    "detokenize": _OF_TEXT,
-    "spaces_between_special_tokens": _OF_TEXT,
-    "output_kind": (0, 1, 2),  # `stream` decides
-    "flat_logprobs": (False,),
-    "watermarking": (False,),
-    "stream_interval": (1,),
-    "structured_outputs": NONE,
-    "logprob_token_ids": NONE,
-    "prompt_logprob_token_ids": NONE,
-    "prompt_logprob_start": (0,),
-    "extra_args": ({},),
-    "skip_reading_prefix_cache": NONE,
-    "thinking_token_budget": NONE,
-    "repetition_detection": NONE,
-    "routed_experts_prompt_start": (0,),
-    "trace_decode_token_ids": NONE,
-}
-
 VLLM_FIELDS = {name: f"sampling_params.{name}" for name in VllmSampling.model_fields} | {
     "prompt_token_ids": "token_ids",
     "adapter": "model",
@@ -115,8 +81,7 @@ VLLM_FIELDS = {name: f"sampling_params.{name}" for name in VllmSampling.model_fi
 
 
 def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
-    body = _clean(body, VllmGenerateBody, VLLM_REFUSED, VllmSampling, VLLM_SAMPLING_REFUSED)
-    parsed = parse_body(VllmGenerateBody, without_of_streams(body))
+    parsed = parse_body(VllmGenerateBody, without_unserved(body, VllmGenerateBody))
     assert isinstance(parsed, VllmGenerateBody)
     sampling = parsed.sampling_params
     if sampling.logprobs == -1:
@@ -214,84 +179,6 @@ class SglangGenerateBody(DemandFields):
     stream: bool | None = None
 
 
-_NOT_SERVED = [
-    "session_id",
-    "input_embeds",
-    "image_data",
-    "video_data",
-    "audio_data",
-    "mm_hashes",
-    "mm_content_hashes",
-    "video_config",
-    "watermark",
-    "token_ids_logprob",
-    "sampling_logprobs_mode",
-    "modalities",
-    "session_params",
-    "lora_id",
-    "custom_logit_processor",
-    "positional_embed_overrides",
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
-    "bootstrap_pair_key",
-    "decode_tp_size",
-    "routed_dp_rank",
-    "data_parallel_rank",
-    "disagg_prefill_dp_rank",
-    "routing_key",
-    "conversation_id",
-    "max_thinking_tokens",
-    "priority",
-    "extra_key",
-    "custom_labels",
-    "kv_hints",
-    "mm_processor_kwargs",
-    "images_config",
-    "multi_item_delimiter_indices",
-    "token_indices_to_pool",
-    "external_trace_header",
-    "max_dynamic_patch",
-    "min_dynamic_patch",
-    "image_max_dynamic_patch",
-    "video_max_dynamic_patch",
-    "encoder_urls",
-    "num_items_assigned",
-    "need_wait_for_mm_inputs",
-    "http_worker_ipc",
-    "received_time",
-]
-SGLANG_REFUSED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(_NOT_SERVED, NONE),
-    "return_sampling_mask": (False,),
-    "return_text_in_logprobs": (False,),
-    "return_flat_raw_top_logprobs": (False,),
-    "return_flat_raw_output_top_logprobs": (False,),
-    "return_flat_raw_top_logprobs_b64": (True, False),  # the encoding of a field that is refused
-    "return_hidden_states": (False,),
-    "routed_experts_start_len": (0,),
-    "return_indexer_topk": (False,),
-    "return_entropy": (False,),
-    "return_bytes": (False,),
-    "use_audio_in_video": (False,),
-    "background": (False,),
-    "require_reasoning": (False,),
-    "log_metrics": (True, False),  # the logs of SGLang's own server
-    "no_logs": (True, False),
-}
-SGLANG_SAMPLING_REFUSED: dict[str, tuple[Any, ...]] = {
-    "stop_regex": ([], ""),
-    "beam_width": (1,),
-    "json_schema": ("",),
-    "regex": ("",),
-    "ebnf": ("",),
-    "structural_tag": ("",),
-    "spaces_between_special_tokens": (True, False),  # the served tokenizers have no such spaces
-    "stream_interval": (1,),
-    "custom_params": ({},),
-    "watermark": NONE,
-}
-
 SGLANG_FIELDS = {name: f"sampling_params.{name}" for name in SglangSampling.model_fields} | {
     "max_tokens": "sampling_params.max_new_tokens",
     "min_tokens": "sampling_params.min_new_tokens",
@@ -314,8 +201,7 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
             raise unsupported(field, "send one for all prompts, or a request for each", f"{field} as a list")
     found = [read_prompts(body.get(field), field) for field in ("text", "input_ids")]
     body = {key: value for key, value in body.items() if key not in ("text", "input_ids")}
-    body = _clean(body, SglangGenerateBody, SGLANG_REFUSED, SglangSampling, SGLANG_SAMPLING_REFUSED)
-    parsed = parse_body(SglangGenerateBody, body)
+    parsed = parse_body(SglangGenerateBody, without_unserved(body, SglangGenerateBody))
     assert isinstance(parsed, SglangGenerateBody)
     prompts = found[0] or found[1]
     if prompts is None or all(found):
@@ -367,17 +253,3 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
         batch=len(prompts.each) if prompts.batch else None,
         any_length=given.max_new_tokens is None,
     )
-
-
-def _clean(
-    body: dict[str, Any],
-    served: type[BaseModel],
-    refused: dict[str, tuple[Any, ...]],
-    sampling: type[BaseModel],
-    sampling_refused: dict[str, tuple[Any, ...]],
-) -> dict[str, Any]:
-    """Drops the fields that change nothing, and refuses the others that are not served."""
-    kept = without(refused, body, served, "")
-    if isinstance(given := kept.get("sampling_params"), dict):
-        kept["sampling_params"] = without(sampling_refused, given, sampling, "sampling_params.")
-    return kept

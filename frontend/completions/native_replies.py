@@ -66,7 +66,7 @@ class VllmChunks:
         self._begun = False
 
     def of(self, choice: Choice, delta: GenerateDelta, offset: int) -> dict[str, Any]:
-        told: dict[str, Any] = {
+        row: dict[str, Any] = {
             "index": choice.index,
             "token_ids": delta.token_ids,
             "logprobs": _vllm_logprobs(delta) if self._plan.logprobs else None,
@@ -74,11 +74,11 @@ class VllmChunks:
             **choice.provenance(),
         }
         if delta.spans or delta.finish_reason is not None:
-            told["weight_versions"] = spans_of(choice.labelled())
+            row["weight_versions"] = spans_of(choice.labelled())
         if delta.finish_reason is not None:
-            told["stop_reason"] = choice.stop_reason(self._plan)
-            told["routed_experts"] = as_npy(choice.routed_experts)
-        chunk: dict[str, Any] = {**self._head, "choices": [told]}
+            row["stop_reason"] = choice.stop_reason(self._plan)
+            row["routed_experts"] = as_npy(choice.routed_experts)
+        chunk: dict[str, Any] = {**self._head, "choices": [row]}
         if self._plan.return_token_ids and not self._begun:
             chunk["prompt_token_ids"] = choice.prompt_token_ids
         if delta.prompt_logprobs is not None:
@@ -95,8 +95,8 @@ class VllmChunks:
 
 def sglang_whole(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[str, Any] | list[Any]:
     """One choice, or a list if there are several choices or the prompts came in a list."""
-    told = [_sglang_choice(plan, choice) for choice in choices]
-    return told[0] if len(told) == 1 and plan.batch is None else told
+    rows = [_sglang_choice(plan, choice) for choice in choices]
+    return rows[0] if len(rows) == 1 and plan.batch is None else rows
 
 
 def _sglang_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
@@ -122,10 +122,10 @@ def _sglang_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
         meta["input_token_logprobs"] = [[value, token, None] for token, value in scored]
     if plan.routed_experts and choice.finish_reason is not None:
         meta["routed_experts"] = as_int32(choice.routed_experts)
-    told = {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
+    reply = {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
     if plan.return_token_ids:
-        told["prompt_token_ids"] = prompt
-    return told
+        reply["prompt_token_ids"] = prompt
+    return reply
 
 
 def _sglang_reason(choice: Choice) -> dict[str, Any] | None:

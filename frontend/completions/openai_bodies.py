@@ -1,11 +1,4 @@
-"""The bodies of the OpenAI routes.
-
-| the body has | the route answers |
-|---|---|
-| a field of OpenAI, vLLM or SGLang that is not served, with a value that changes nothing | as without it |
-| the same field with another value | 501, naming the field |
-| a field that none of them knows | 400, naming the field |
-"""
+"""The bodies of the OpenAI routes. `unserved_fields` has the fields that they refuse."""
 
 from __future__ import annotations
 
@@ -14,8 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, field_validator
 
 from frontend.completions.messages import STRICT, TemplateBody
+from frontend.completions.unserved_fields import unsupported
 from frontend.routing.demands import DemandFields
-from rl_plane.errors import InvalidRequest, Unsupported
+from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.generation import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
@@ -187,172 +181,12 @@ class ChatBody(GenerationBody, TemplateBody):
     """With `logprobs`: also the logprobs of this many of the likeliest tokens."""
 
 
-NONE: tuple[Any, ...] = ()
-REFUSED: dict[str, tuple[Any, ...]] = {
-    # Field → the values, besides null, that change nothing.
-    "length_penalty": (1,),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "echo": (False,),
-    "suffix": ("",),
-    "top_logprobs": (0,),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "parallel_tool_calls": (True,),
-    "functions": ([],),
-    "function_call": ("none",),
-    "response_format": ({"type": "text"},),
-    "guided_json": NONE,
-    "guided_regex": NONE,
-    "guided_choice": NONE,
-    "guided_grammar": NONE,
-    "structured_outputs": NONE,
-    "regex": NONE,
-    "json_schema": NONE,
-    "ebnf": NONE,
-    "logits_processors": ([],),
-    "bad_words": ([],),
-    "add_special_tokens": (False,),
-    "spaces_between_special_tokens": (True,),
-    "return_tokens_as_token_ids": (True,),  # replies here are always written so
-    "detokenize": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "chat_template": NONE,
-    "chat_template_kwargs": ({},),
-    "chat_template_args": ({},),
-    "documents": ([],),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-    "audio": NONE,
-    "prediction": NONE,
-    "reasoning_effort": NONE,
-    "verbosity": NONE,
-    "web_search_options": NONE,
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "metadata": ({},),
-    "priority": (0,),
-    "prompt_cache_key": NONE,
-    "safety_identifier": NONE,
-    "lora_path": NONE,
-    "return_hidden_states": (False,),
-    # vLLM's own fields.
-    "request_id": NONE,
-    "session_id": NONE,
-    "prompt_embeds": NONE,
-    "truncation_side": ("left",),
-    "include_reasoning": (True,),
-    "thinking_token_budget": NONE,
-    "logprob_token_ids": NONE,
-    "routed_experts_prompt_start": (0,),
-    "return_token_offsets": (False,),
-    "return_prompt_text": (False,),
-    "media_io_kwargs": ({},),
-    "mm_payload": ("tensors", "none"),  # replies have none
-    "return_mm_kwargs": (False,),
-    "kv_transfer_params": NONE,
-    "ec_transfer_params": NONE,
-    "vllm_xargs": ({},),
-    "watermarking": (False,),
-    "stream_interval": (1,),
-    "repetition_detection": NONE,
-    # SGLang's own fields.
-    "rid": NONE,
-    "input_ids": NONE,
-    "session_params": NONE,
-    "extra_key": NONE,
-    "custom_labels": NONE,
-    "bootstrap_host": NONE,
-    "bootstrap_port": NONE,
-    "bootstrap_room": NONE,
-    "data_parallel_rank": NONE,
-    "routed_dp_rank": NONE,
-    "disagg_prefill_dp_rank": NONE,
-    "stop_regex": ([], ""),
-    "no_stop_trim": (False,),
-    "custom_logit_processor": NONE,
-    "custom_params": ({},),
-    "watermark": NONE,
-    "task": NONE,
-    "thinking": NONE,
-    "separate_reasoning": (True, False),  # a model's reasoning always stands in the text
-    "stream_reasoning": (True, False),
-    "routed_experts_start_len": (0,),
-    "sampling_logprobs_mode": NONE,
-    "return_meta_info": (False,),
-    "return_sampling_mask": (False,),
-    "return_cached_tokens_details": (False,),
-    "return_spec_tokens_details": (False,),
-    "return_prompt_token_ids": (False,),
-    "return_input_ids_in_sglext": (False,),
-    "return_output_ids_in_sglext": (False,),
-    "return_flat_raw_output_top_logprobs": (False,),
-    "return_flat_raw_top_logprobs_b64": (True, False),  # the encoding of a field that is refused
-    "max_dynamic_patch": NONE,
-    "min_dynamic_patch": NONE,
-    "use_audio_in_video": (False,),
-    "images_config": NONE,
-    "video_config": NONE,
-}
-REFUSED_IN_NVEXT: dict[str, tuple[Any, ...]] = {
-    "cache_salt": NONE,
-    "greed_sampling": (False,),
-    "use_raw_prompt": (False,),
-    "annotations": ([],),
-    "backend_instance_id": NONE,
-    "prefill_worker_id": NONE,
-    "decode_worker_id": NONE,
-    "dp_rank": NONE,
-    "prefill_dp_rank": NONE,
-    "max_thinking_tokens": NONE,
-    "agent_hints": ({},),
-    "metadata_upload": NONE,
-}
-REFUSED_OF_STREAMS: dict[str, tuple[Any, ...]] = {
-    "continuous_usage_stats": (False,),
-    "include_obfuscation": (False,),
-}
 _REFUSED_EXTRA_FIELDS = {
     "worker_id": "leave it out",
     "timing": "leave it out",
     "routed_experts": "send return_routed_experts: each choice has them",
     "prompt_logprobs": "send return_prompt_logprobs",
 }
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    """Equality in which true differs from 1."""
-    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-def unsupported(field: str, fix: str = "leave it out", what: str = "") -> Unsupported:
-    return Unsupported(f"{what or field} is not supported here", field=field, fix=fix)
-
-
-def without_neutral(body: dict[str, Any], served: type[BaseModel]) -> dict[str, Any]:
-    kept = without(REFUSED, body, served, "")
-    if isinstance(nvext := kept.get("nvext"), dict):
-        kept["nvext"] = without(REFUSED_IN_NVEXT, nvext, NvExt, "nvext.")
-    return without_of_streams(kept)
-
-
-def without_of_streams(body: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(options := body.get("stream_options"), dict):
-        return body
-    return {**body, "stream_options": without(REFUSED_OF_STREAMS, options, StreamOptions, "stream_options.")}
-
-
-def without(
-    refused: dict[str, tuple[Any, ...]], body: dict[str, Any], served: type[BaseModel], where: str
-) -> dict[str, Any]:
-    kept = {}
-    for key, value in body.items():
-        if key not in refused or key in served.model_fields:
-            kept[key] = value
-        elif value is not None and not any(_same(value, neutral) for neutral in refused[key]):
-            raise unsupported(where + key)
-    return kept
 
 
 def tells_tokens(names: list[str] | None, where: str) -> bool:

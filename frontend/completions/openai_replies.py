@@ -92,19 +92,19 @@ def _nvext(plan: Plan, choices: list[Choice]) -> dict[str, Any]:
         (span.run, span.sequence, span.version, span.digest, span.adapter) for one in choices for span in one.spans
     }
     first = choices[0]
-    told: dict[str, Any] = {"instance_id": first.instance_id, "incarnation": first.incarnation}
+    facts: dict[str, Any] = {"instance_id": first.instance_id, "incarnation": first.incarnation}
     if plan.return_token_ids:
         each = [one.token_ids for one in choices]
-        told["completion_token_ids"] = each[0] if len(each) == 1 else each
+        facts["completion_token_ids"] = each[0] if len(each) == 1 else each
         prompts = [one.prompt_token_ids for one in choices[:: plan.n]]
-        told["token_ids"] = prompts if plan.batch and len(choices) > 1 else prompts[0]
+        facts["token_ids"] = prompts if plan.batch and len(choices) > 1 else prompts[0]
     if len(made) != 1 or any(run is None for run, *_ in made):
-        return {**told, "weight_version": None}
+        return {**facts, "weight_version": None}
     *version, adapter = made.pop()
-    told["weight_version"] = dict(zip(("run", "sequence", "label", "digest"), version, strict=True))
+    facts["weight_version"] = dict(zip(("run", "sequence", "label", "digest"), version, strict=True))
     if adapter is not None:
-        told["adapter"] = adapter.model_dump()
-    return told
+        facts["adapter"] = adapter.model_dump()
+    return facts
 
 
 def whole(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[str, Any]:
@@ -177,29 +177,29 @@ class Chunks:
         if plan.logprobs:
             offsets = [offset] * len(delta.token_ids)
             logprobs = _logprobs(plan.chat, delta, offsets)
-        told: dict[str, Any] = {
+        row: dict[str, Any] = {
             "index": choice.index,
             **content,
             "logprobs": logprobs,
             "finish_reason": delta.finish_reason,
             **choice.provenance(),
         }
-        chunk: dict[str, Any] = {**self._head, "choices": [told]}
+        chunk: dict[str, Any] = {**self._head, "choices": [row]}
         if plan.return_token_ids:
-            told["token_ids"] = delta.token_ids
+            row["token_ids"] = delta.token_ids
             if first and plan.batch is None:
                 chunk["prompt_token_ids"] = choice.prompt_token_ids
             if first and not plan.chat:
-                told["prompt_token_ids"] = choice.prompt_token_ids
+                row["prompt_token_ids"] = choice.prompt_token_ids
         if delta.prompt_logprobs is not None:
-            holder = chunk if plan.chat else told
+            holder = chunk if plan.chat else row
             holder["prompt_logprobs"] = prompt_logprobs(choice)
         if delta.spans or delta.finish_reason is not None:
-            told["weight_versions"] = spans_of(choice.labelled())
+            row["weight_versions"] = spans_of(choice.labelled())
         if delta.finish_reason is not None:
-            told["stop_reason"] = choice.stop_reason(plan)
+            row["stop_reason"] = choice.stop_reason(plan)
             if plan.routed_experts:
-                told["routed_experts"] = as_npy(choice.routed_experts)
+                row["routed_experts"] = as_npy(choice.routed_experts)
             chunk["nvext"] = _nvext(plan, [choice])
         return chunk
 

@@ -19,9 +19,8 @@ from frontend.completions.openai_bodies import (
     SamplingBody,
     TokenIds,
     tells_tokens,
-    unsupported,
-    without_neutral,
 )
+from frontend.completions.unserved_fields import unsupported, without_unserved
 from frontend.routing.demands import NO_DEMANDS, Demands, demands_of
 from frontend.routing.progress import check_can_continue
 from rl_plane.errors import InvalidRequest
@@ -108,7 +107,7 @@ class Plan:
 
 
 def plan_completion(body: dict[str, Any], request_id: str) -> Plan:
-    body = without_neutral(body, CompletionBody)
+    body = without_unserved(body, CompletionBody)
     rest = {key: value for key, value in body.items() if key != "prompt"}
     prompt = read_prompts(body.get("prompt"), "prompt")
     parsed = parse_body(CompletionBody, rest)
@@ -196,7 +195,7 @@ def _only_one(ids: list[int] | None, other: Any, field: str) -> Any:
 
 
 def plan_chat(body: dict[str, Any], request_id: str) -> Plan:
-    body = without_nulls_in_messages(without_neutral(body, ChatBody))
+    body = without_nulls_in_messages(without_unserved(body, ChatBody))
     refuse_in_messages(body)
     if body.get("tool_choice") == "required" or isinstance(body.get("tool_choice"), dict):
         raise unsupported(
@@ -242,11 +241,11 @@ def _plan(
             f"prompt_logprobs: {body.prompt_logprobs}",
         )
     nvext, chat = body.nvext or NvExt(), isinstance(body, ChatBody)
-    told = [
+    asked = [
         tells_tokens(body.extra_fields, "extra_fields"),
         tells_tokens(nvext.extra_fields, "nvext.extra_fields"),
     ]
-    tokens_out = any(told) or bool(body.return_token_ids or nvext.return_token_ids)
+    tokens_out = any(asked) or bool(body.return_token_ids or nvext.return_token_ids)
     own = {
         "id": request_id,
         "max_tokens": max_tokens or (DEFAULT_CHAT_TOKENS if chat else DEFAULT_MAX_TOKENS),

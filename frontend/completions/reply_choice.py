@@ -74,16 +74,16 @@ class Choice(ChoiceTokens):
 
     def provenance(self) -> dict[str, Any]:
         """The worker that made the choice, or each of several. Also the demand that ended it, if one did."""
-        told: dict[str, Any] = {"instance_id": self.instance_id, "incarnation": self.incarnation}
+        facts: dict[str, Any] = {"instance_id": self.instance_id, "incarnation": self.incarnation}
         if len(self.makers) > 1:
             ends = [*(start for start, _, _ in self.makers[1:]), len(self.token_ids)]
-            told["instances"] = [
+            facts["instances"] = [
                 {"instance_id": instance_id, "incarnation": incarnation, "start": start, "end": end}
                 for (start, instance_id, incarnation), end in zip(self.makers, ends, strict=True)
             ]
         if self.stop is not None:
-            told["cut"] = {"demand": self.stop.demand, "message": self.stop.message}
-        return told
+            facts["cut"] = {"demand": self.stop.demand, "message": self.stop.message}
+        return facts
 
     def stop_reason(self, plan: Plan) -> str | int | None:
         """vLLM's `stop_reason`: the stop string, or the token of `stop_token_ids`; null for the model's own."""

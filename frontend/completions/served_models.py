@@ -28,8 +28,8 @@ class ServedModels:
     def of(cls, members: Collection[Member], record: DecisionRecord | None) -> ServedModels:
         sets = [_names(member.info.get("model")) for member in members]
         names = set.intersection(*sets) if sets else set()
-        told = [member.info.get("max_model_len") for member in members]
-        shortest = min((length for length in told if isinstance(length, int)), default=None)
+        lengths = [member.info.get("max_model_len") for member in members]
+        shortest = min((length for length in lengths if isinstance(length, int)), default=None)
         adapters = set(record.adapters) - names if record is not None else set()
         paths = {str(path) for member in members if (path := member.info.get("model_path"))}
         root = paths.pop() if len(paths) == 1 else None
@@ -74,5 +74,5 @@ class ServedModels:
         return {"object": "list", "data": rows}
 
 
-def _names(told: Any) -> set[str]:
-    return set(told) if isinstance(told, (list, tuple)) else {str(told)} if told else set()
+def _names(model: Any) -> set[str]:
+    return set(model) if isinstance(model, (list, tuple)) else {str(model)} if model else set()

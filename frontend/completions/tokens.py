@@ -17,7 +17,7 @@ from frontend.completions.messages import (
     refuse_in_messages,
     without_nulls_in_messages,
 )
-from frontend.completions.openai_bodies import NONE, without
+from frontend.completions.unserved_fields import without_unserved
 from frontend.server.bodies import read_json
 from frontend.server.replies import json_response
 from rl_plane.client import RlClient
@@ -59,17 +59,9 @@ class DetokenizeBody(BaseModel):
     tokens: list[TokenId] = Field(max_length=MAX_PROMPT_TOKENS)
 
 
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "return_token_strs": (False,),
-    "chat_template": NONE,
-    "media_io_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
-}
-
-
 def parse_tokenize(body: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
     """The model, and the body of the workers' op."""
-    body = without_nulls_in_messages(without(REFUSED, body, TokenizeBody, ""))
+    body = without_nulls_in_messages(without_unserved(body, TokenizeBody))
     refuse_in_messages(body)
     parsed = parse_body(TokenizeBody, body)
     assert isinstance(parsed, TokenizeBody)

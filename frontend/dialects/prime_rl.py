@@ -8,15 +8,15 @@ from typing import Any
 from pydantic import Field
 
 from frontend.dialects.common.context import DialectContext
+from frontend.dialects.common.dynamo_discovery import mount as mount_discovery
 from frontend.dialects.common.fleet_as_one import begun, unretried, world_size
-from frontend.dialects.common.pause_and_adapters import absent_path, mount_adapters, mount_pause
+from frontend.dialects.common.pause_and_adapters import load_adapter, mount_adapters, mount_pause
 from frontend.dialects.common.rpc import RpcFields
 from frontend.dialects.common.transaction import Transactions
-from frontend.dialects.dynamo import mount as mount_discovery
 from frontend.server.bodies import MAX_NAMES_BYTES
 from frontend.server.shared_routes import DialectRequest, Fields, NoFields, ParsedRequest, SharedRoutes, report
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError
-from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
+from rl_plane.protocol.validation import Label
 from rl_plane.protocol.vllm_bodies import ANOTHER_WAY
 
 GROUP = "prime-rl"
@@ -52,7 +52,7 @@ class PrimeRlUpdateFields(Fields):
     weight_dir: str | None = None
     """A directory of safetensors below the workers' weight roots. null, "" or with `update_info`: from the
     broadcaster."""
-    weight_version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
+    weight_version: Label | None = None
     reset_prefix_cache: bool = True
     """False has no effect: no new request may reuse KV of older weights."""
     skip_prefix_cache_reset: bool = False
@@ -64,7 +64,7 @@ class PrimeRlUpdateFields(Fields):
 class PrimeRlAdapterFields(Fields):
     """`POST /v1/rl/load_lora_adapter`"""
 
-    lora_name: str = Field(min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
+    lora_name: Label
     lora_path: str = Field(min_length=1)
 
 
@@ -88,10 +88,8 @@ def mount(routes: SharedRoutes, context: DialectContext) -> None:
         claims=lambda raw: not raw.query and raw.body.keys() == PrimeRlAdapterFields.model_fields.keys(),
     )
     async def load(request: ParsedRequest[PrimeRlAdapterFields]) -> Any:
-        try:
-            return await unretried(context.calls.run("load_lora_adapter", request.body, request.request_id))
-        except InvalidRequest as error:
-            raise absent_path(error) from error
+        fields = request.fields
+        return await unretried(load_adapter(context, fields.lora_name, fields.lora_path, request.request_id))
 
     @routes.get(PREFIX + "/v1/models", NoFields, "The models that are served.")
     async def models(request: ParsedRequest[NoFields]) -> Any:

@@ -90,7 +90,7 @@ class FleetEvents:
         self._made = self._view.record.made if self._view.record is not None else None
         self._stop_view = self._view.listen(self._on_member)
         self._stop_record = self._view.listen_record(self._on_record)
-        self._status.on_status = self._on_worker
+        self._status.on_status.append(self._on_worker)
         await self._view.bus.subscribe(state.feed(HISTORY_PREFIX + ">"), self._on_history)
         await self._view.bus.flush()
 
@@ -151,8 +151,8 @@ class FleetEvents:
             what = "joined"
         else:
             what = "reconnected" if change.before.incarnation == change.after.incarnation else "restarted"
-        told = {"change": what, "instance_id": member.instance_id, "incarnation": member.incarnation}
-        self._send("member", {**told, "epoch": self._view.snapshot().epoch})
+        facts = {"change": what, "instance_id": member.instance_id, "incarnation": member.incarnation}
+        self._send("member", {**facts, "epoch": self._view.snapshot().epoch})
 
     def _on_worker(self, instance_id: str, status: WorkerStatus) -> None:
         now = {
@@ -198,7 +198,7 @@ class FleetEvents:
         self._updates[key] = None
         while len(self._updates) > TOLD_UPDATES:
             del self._updates[next(iter(self._updates))]
-        told: dict[str, Any] = {
+        event: dict[str, Any] = {
             "change": _CHANGE_OF[entry.outcome],
             "update_id": entry.update_id,
             "label": entry.label,
@@ -206,12 +206,12 @@ class FleetEvents:
             "who": entry.who,
         }
         if entry.error is not None:
-            told["error"] = {key: entry.error.get(key) for key in ("code", "message")}
+            event["error"] = {key: entry.error.get(key) for key in ("code", "message")}
         if entry.excluded:
-            told["excluded"] = list(entry.excluded)
+            event["excluded"] = list(entry.excluded)
         if entry.canary is not None:
-            told["canary"] = dict(entry.canary)
+            event["canary"] = dict(entry.canary)
             self.on_canary(entry.canary)
         if entry.outcome == "committed":
             self.on_committed(entry.phases)
-        self._send("update", told)
+        self._send("update", event)

@@ -8,8 +8,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from frontend.facade.calls import FleetCalls
 from frontend.facade.events import FleetEvents
+from frontend.facade.op_runner import OpRunner
 from frontend.server.api import Api, Endpoint, Operation
 from frontend.server.bodies import idempotency_key, list_fields, merge_query, read_json
 from frontend.server.event_stream import EventStream
@@ -45,7 +45,7 @@ No event is repeated. Read `state` after the first bytes, then follow. A comment
 
 def add_facade_routes(
     api: Api,
-    calls: FleetCalls,
+    calls: OpRunner,
     events: FleetEvents,
     metrics: FrontendMetrics,
     shared: SharedRoutes,
@@ -95,7 +95,7 @@ def add_facade_routes(
     _add_streams(api, events, metrics)
 
 
-def _op_endpoint(op: FleetOp, calls: FleetCalls, extend: ExtendReply | None) -> Endpoint:
+def _op_endpoint(op: FleetOp, calls: OpRunner, extend: ExtendReply | None) -> Endpoint:
     lists = list_fields(op.request)
 
     async def answer(request: Request) -> Response:
@@ -113,7 +113,7 @@ def _op_endpoint(op: FleetOp, calls: FleetCalls, extend: ExtendReply | None) -> 
     return answer
 
 
-def _unclaimed(op: FleetOp, calls: FleetCalls) -> Handler[Any]:
+def _unclaimed(op: FleetOp, calls: OpRunner) -> Handler[Any]:
     """Runs the op where no dialect has claimed the request."""
     lists = list_fields(op.request)
 

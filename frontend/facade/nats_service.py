@@ -12,7 +12,7 @@ from typing import Any
 import nats.errors
 from nats.aio.msg import Msg
 
-from frontend.facade.calls import FleetCalls
+from frontend.facade.op_runner import OpRunner
 from frontend.server.replies import error_body, to_json
 from rl_plane.bus.connection import Bus
 from rl_plane.errors import InvalidRequest, PayloadTooLarge, PlaneError, Unavailable
@@ -27,7 +27,7 @@ from rl_plane.protocol.envelope import (
 )
 from rl_plane.protocol.fleet_ops import FLEET_OPS
 
-log = logging.getLogger("frontend.fleet")
+log = logging.getLogger("frontend.facade.nats_service")
 
 QUEUE = "frontends"
 MAX_IN_FLIGHT = 256
@@ -58,7 +58,7 @@ def call_body(request: Request) -> dict[str, Any]:
 class FleetService:
     """Answers messages, each in a task of its own. A message without a reply subject is carried out too."""
 
-    def __init__(self, bus: Bus, subject: str, calls: FleetCalls, reads: bool = False) -> None:
+    def __init__(self, bus: Bus, subject: str, calls: OpRunner, reads: bool = False) -> None:
         """`reads`: the subject takes only the ops that change nothing."""
         self._reads = reads
         self._bus = bus
@@ -127,7 +127,7 @@ class FleetService:
                 call_status=reply["status"],
                 fix="name fewer workers in targets, or ask over HTTP",
             )
-            told = {key: reply[key] for key in ("v", "id", "op")}
-            packed = encode({**told, **error_body(error, time.monotonic() - start)}, form)
+            head = {key: reply[key] for key in ("v", "id", "op")}
+            packed = encode({**head, **error_body(error, time.monotonic() - start)}, form)
         with contextlib.suppress(nats.errors.Error):  # a caller that lost its connection repeats the call
             await self._bus.nc.publish(message.reply, packed)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -86,13 +86,44 @@ class Attempts:
         may_make, witnesses = partial(self._status.may_make, member), bool(member.info.get("witnesses", True))
         history = self._committed.history
         check = SpanCheck(history, request.adapter, history.count, may_make, witnesses)
+        opened = self._router.on_start(member.instance_id, request.prompt_size(), affinity)
+        try:
+            async with self._stream(request, stream_id, member) as stream, aclosing(stream.batches()) as batches:
+                first, *batch = await _first(batches)
+                accepted = _accepted(first)
+                if not await self._committed.is_known(accepted.version):
+                    raise NotAdmitted(f"the worker serves {accepted.version.label}, which was never committed")
+                yield accepted
+                begun = False
+                while True:
+                    for delta in _deltas(batch, request):
+                        if delta.token_ids:
+                            if request.prompt_logprobs and not begun:
+                                _check_prompt_logprobs(delta)
+                            begun = True
+                        if delta.spans:
+                            await self._committed.learn(delta.spans)
+                        check.take(delta, stream.arrived)
+                        if delta.token_ids:
+                            self._router.on_tokens(opened, len(delta.token_ids))
+                        yield delta
+                        if delta.finish_reason is not None:
+                            return
+                    batch = await _next(batches)
+        finally:
+            self._router.on_end(opened)
+
+    @asynccontextmanager
+    async def _stream(
+        self, request: GenerateRequest, stream_id: str, member: Member
+    ) -> AsyncIterator[IncomingStream]:
+        """Sends the request. The stream that answers it fails when the worker is lost, and is closed at the end."""
         message = {
             "request": request.model_dump(exclude_defaults=True),
             "sequence": self._committed.sequence,
             "incarnation": member.incarnation,
         }
         subject = self._view.subjects.generate(member.instance_id)
-        opened = self._router.on_start(member.instance_id, request.prompt_size(), affinity)
         streams = self._streams.setdefault(member.instance_id, set())
         stream = None
         try:
@@ -103,42 +134,13 @@ class Attempts:
                 stream.fail(WorkerLost("the worker left just now", instance_id=member.instance_id))
             if self._given_up is not None:
                 stream.fail(self._given_up())
-            async with aclosing(self._events(stream, request, check)) as events:
-                async for event in events:
-                    if isinstance(event, GenerateDelta) and event.token_ids:
-                        self._router.on_tokens(opened, len(event.token_ids))
-                    yield event
+            yield stream
         finally:
-            self._router.on_end(opened)
             if stream is not None:
                 streams.discard(stream)
                 await stream.close()
             if not streams and self._streams.get(member.instance_id) is streams:
                 del self._streams[member.instance_id]
-
-    async def _events(
-        self, stream: IncomingStream, request: GenerateRequest, check: SpanCheck
-    ) -> AsyncGenerator[Accepted | GenerateDelta, None]:
-        async with aclosing(stream.batches()) as batches:
-            first, *batch = await _first(batches)
-            accepted = _accepted(first)
-            if not await self._committed.is_known(accepted.version):
-                raise NotAdmitted(f"the worker serves {accepted.version.label}, which was never committed")
-            yield accepted
-            begun = False
-            while True:
-                for delta in _deltas(batch, request):
-                    if delta.token_ids and not begun:
-                        begun = True
-                        if request.prompt_logprobs:
-                            _check_prompt_logprobs(delta)
-                    if delta.spans:
-                        await self._committed.learn(delta.spans)
-                    check.take(delta, stream.arrived)
-                    yield delta
-                    if delta.finish_reason is not None:
-                        return
-                batch = await _next(batches)
 
 
 async def _first(batches: AsyncIterator[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -157,10 +159,12 @@ async def _next(batches: AsyncIterator[list[dict[str, Any]]]) -> list[dict[str, 
 
 
 def _accepted(message: dict[str, Any]) -> Accepted:
-    told = message.get("accepted")
-    if not isinstance(told, dict) or not isinstance(told.get("version"), dict):
+    accepted = message.get("accepted")
+    if not isinstance(accepted, dict) or not isinstance(accepted.get("version"), dict):
         raise Unlabelled("the worker does not say which weights it serves", retry_after_s=1.0)
-    return Accepted(str(told["instance_id"]), str(told["incarnation"]), WeightVersion.from_wire(told["version"]))
+    return Accepted(
+        str(accepted["instance_id"]), str(accepted["incarnation"]), WeightVersion.from_wire(accepted["version"])
+    )
 
 
 def _deltas(batch: list[dict[str, Any]], request: GenerateRequest) -> Iterator[GenerateDelta]:

@@ -165,10 +165,6 @@ class Committed:
         return self._view.record
 
     @property
-    def version(self) -> WeightVersion | None:
-        return self.record.version if self.record else None
-
-    @property
     def sequence(self) -> int | None:
         """The sequence of the one state that may be served now. None: there is no state yet, or there are two."""
         record = self.record

@@ -16,7 +16,17 @@ from frontend.routing.demands import NO_DEMANDS, Demands, Unmet, at_delivery, po
 from frontend.routing.fleet_status import FleetStatus, WorkerStatus
 from frontend.routing.prefixes import beginnings, beginnings_of
 from frontend.routing.progress import GenerationProgress
-from frontend.routing.retry import Fail, FindRoom, Finish, StaleStop, Standing, Tries, after_error, after_unmet
+from frontend.routing.retry import (
+    Fail,
+    FindRoom,
+    Finish,
+    StaleStop,
+    Standing,
+    Tries,
+    TryAgain,
+    after_error,
+    after_unmet,
+)
 from frontend.routing.router import Affinity, Router
 from frontend.routing.routing_lease import FrontendLease
 from frontend.routing.worker_selector import WorkerRequirements, WorkerSelector
@@ -53,7 +63,7 @@ class EngineClient:
         self._attempts = Attempts(receiver, view, status, committed, self.router)
         self._selector = WorkerSelector(self.router, view, status, committed, lease, admission_wait_s)
         self._stop_listening: list[Callable[[], None]] = []
-        status.on_load = self._on_load
+        status.on_status.append(self._on_load)
 
     def start(self) -> None:
         self._stop_listening = [
@@ -148,37 +158,63 @@ class EngineClient:
                 if failure is None and unmet is None:
                     self._on_computed(member, progress)
                     return
-                standing = _standing(progress, demands, pinned is not None)
-                if failure is not None:
-                    decision = after_error(failure, member, tries, standing)
-                else:
-                    assert unmet is not None
-                    decision = after_unmet(unmet, tries, standing, self._selector.may_wait(since))
-                if isinstance(decision, FindRoom):
-                    prompt = failure.facts.get("prompt_tokens") if failure is not None else None
-                    fitting = self._selector.with_room(tried, member, tries.lost, since, prompt, standing.made)
-                    if fitting is not None:
-                        needs = fitting
-                        continue
-                    decision = Fail(decision.otherwise)
-                if isinstance(decision, Fail):
-                    raise _caused_by(decision.error, failure)
-                if isinstance(decision, Finish):
+                decision = self._decide(failure, unmet, tried, member, tries, since, progress)
+                if isinstance(decision, WorkerRequirements):
+                    needs = decision
+                elif isinstance(decision, Finish):
                     if decision.stop is not None:
                         yield decision.stop
                     yield progress.end(decision.reason)
                     return
-                tries = decision.tries
-                if decision.how == "refused":
-                    await self._on_refusal(member)
-                    if tries.refusal is not None and not self._selector.may_ask_again(since):
-                        raise tries.refusal
-                    continue
-                self.moves[decision.how] += 1
-                if decision.how == "rerun":
-                    self._status.on_refusal(member.instance_id)
+                elif isinstance(decision, Fail):
+                    if decision.error is failure:
+                        raise failure
+                    raise decision.error from failure
                 else:
-                    since = loop.time()
+                    tries = decision.tries
+                    await self._before_next(decision, member, since)
+                    if decision.how in ("retried", "migrated"):
+                        since = loop.time()
+
+    def _decide(
+        self,
+        failure: PlaneError | None,
+        unmet: Unmet | None,
+        tried: WorkerRequirements,
+        member: Member,
+        tries: Tries,
+        since: float,
+        progress: GenerationProgress,
+    ) -> TryAgain | Finish | Fail | WorkerRequirements:
+        """Decides what follows a try that ended with `failure` or `unmet`. Requirements mean another try with these."""
+        made = len(progress.token_ids)
+        is_pinned = tried.pinned is not None
+        standing = Standing(made, progress.fresh, progress.full, progress.can_move, is_pinned, tried.demands)
+        if failure is None:
+            assert unmet is not None
+            return after_unmet(unmet, tries, standing, self._selector.may_wait(since))
+        decision = after_error(failure, member, tries, standing)
+        if not isinstance(decision, FindRoom):
+            return decision
+        prompt = failure.facts.get("prompt_tokens")
+        fitting = self._selector.with_room(tried, member, tries.lost, since, prompt, made)
+        return fitting if fitting is not None else Fail(decision.otherwise)
+
+    async def _before_next(self, decision: TryAgain, member: Member, since: float) -> None:
+        """Counts the move to another try. After a refusal, learns whether the worker or this frontend was behind."""
+        if decision.how == "rerun":
+            self._status.on_refusal(member.instance_id)
+        if decision.how != "refused":
+            self.moves[decision.how] += 1
+            return
+        before = self._committed.record
+        await self._committed.try_read()
+        # If this frontend was behind, the worker may take the request now. Else its status says when it opens.
+        if self._committed.record == before:
+            self._status.on_refusal(member.instance_id)
+        refusal = decision.tries.refusal
+        if refusal is not None and not self._selector.may_ask_again(since):
+            raise refusal
 
     def _unmet(self, demands: Demands, progress: GenerationProgress, delta: GenerateDelta) -> Unmet | None:
         """The demand that these tokens do not meet, by what is committed now."""
@@ -187,13 +223,6 @@ class EngineClient:
             return None
         return at_delivery(demands, spans, point_of(record.held, progress.request.adapter))
 
-    async def _on_refusal(self, member: Member) -> None:
-        before = self._committed.record
-        await self._committed.try_read()
-        # If this frontend was behind, the worker may take the request now. Else its status says when it opens.
-        if self._committed.record == before:
-            self._status.on_refusal(member.instance_id)
-
     def _on_computed(self, member: Member, progress: GenerationProgress) -> None:
         """The next turn of a conversation begins with all of these tokens, and the worker has them in its cache."""
         request, prompt = progress.request, progress.prompt_token_ids
@@ -201,15 +230,3 @@ class EngineClient:
             known = beginnings([*prompt, *progress.token_ids], (request.adapter, request.cache_salt))
             if known is not None:
                 self.router.on_computed(member.instance_id, known)
-
-
-def _standing(progress: GenerationProgress, demands: Demands, is_pinned: bool) -> Standing:
-    made = len(progress.token_ids)
-    return Standing(made, progress.fresh, progress.full, progress.can_move, is_pinned, demands)
-
-
-def _caused_by(error: PlaneError, cause: PlaneError | None) -> PlaneError:
-    """The error, with its cause where that is another error."""
-    if cause is not None and cause is not error:
-        error.__cause__ = cause
-    return error

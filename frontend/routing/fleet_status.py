@@ -23,7 +23,7 @@ from rl_plane.membership.core import Changed, Member
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.generation import VersionSpan
 
-log = logging.getLogger("frontend.status")
+log = logging.getLogger("frontend.routing.fleet_status")
 
 ASK_CLOSED_S = 2.0
 """The interval at which closed, unknown and late workers are asked. A lost message costs no more than this."""
@@ -128,10 +128,8 @@ class FleetStatus:
         self._ask_now = asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
         self._stop_listening: Callable[[], None] | None = None
-        self.on_status: Callable[[str, WorkerStatus], None] = lambda instance_id, status: None
+        self.on_status: list[Callable[[str, WorkerStatus], None]] = []
         """Called with each status of a member, changed or not."""
-        self.on_load: Callable[[str, WorkerStatus], None] = lambda instance_id, status: None
-        """Called likewise, for the router."""
 
     async def start(self) -> None:
         await self._client.bus.subscribe(self._view.subjects.status("*"), self._on_message)
@@ -231,8 +229,8 @@ class FleetStatus:
         before = self._known.get(instance_id)
         refused = self._refused_until.pop(instance_id, None)
         self._known[instance_id] = self._last_status[instance_id] = status
-        self.on_status(instance_id, status)
-        self.on_load(instance_id, status)
+        for listener in self.on_status:
+            listener(instance_id, status)
         # A changed load wakes nothing: it changes all the time.
         if refused is not None or before is None or before.but_load() != status.but_load():
             self.wake()

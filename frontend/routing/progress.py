@@ -1,7 +1,7 @@
-"""The tokens of one choice, and how another worker continues them when its worker is lost. Pure.
+"""The tokens of one choice, and the request by which another worker continues them. Pure.
 
-The next worker gets the prompt and the tokens so far as its prompt, and is asked for as many tokens fewer. Its deltas
-count from 0; `GenerationProgress` turns them into deltas of the choice."""
+When a worker is lost, the next worker gets a longer prompt: the prompt and the tokens so far. It makes the tokens that
+are missing. Its deltas count from 0, and `GenerationProgress` turns them into deltas of the choice."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ChoiceTokens:
     spans: list[VersionSpan] = field(default_factory=list)
     """The spans of the last delta that had some. Later tokens lengthen the last span."""
     prompt_token_ids: list[int] | None = None
-    """The prompt as the worker has rendered it. None: the worker has not said it yet."""
+    """The prompt as the worker has rendered it. It is None until the worker has sent it."""
 
     def labelled(self) -> list[VersionSpan]:
         """The spans of all tokens so far."""
@@ -57,23 +57,23 @@ class ChoiceTokens:
             self.prompt_token_ids = delta.prompt_token_ids
 
     def restart(self) -> None:
-        """Forgets what a lost worker said before its first token."""
+        """Drops what a lost worker sent before its first token."""
         self.spans, self.prompt_token_ids = [], None
 
 
 class GenerationProgress(ChoiceTokens):
-    """A choice as far as its workers have brought it. `rest` is the request to the next worker; `shifted` and `take`
-    add what that worker sends."""
+    """The tokens of one choice, from all workers that made them. `rest` makes the request to the next worker; `shifted`
+    and `take` add the deltas of that worker."""
 
     def __init__(self, request: GenerateRequest) -> None:
         super().__init__()
         self.request = request
         self.most = request.max_tokens
-        """The number of tokens in all that the present worker was asked for."""
+        """The number of tokens that the choice may have when the present worker is done."""
         self._routed = 0
         """Rows of experts that the caller has received."""
         self._routed_again = 0
-        """The number of these rows that the present worker still repeats: it begins with the first row."""
+        """The number of these rows that the present worker has yet to repeat. It begins with the first row."""
         self._start = 0
         """The number of tokens before the present worker began."""
         self._spans_before: list[VersionSpan] = []
@@ -85,7 +85,8 @@ class GenerationProgress(ChoiceTokens):
 
     @property
     def can_move(self) -> bool:
-        """Whether another worker can continue: it needs the prompt's tokens, and a request without state of its own."""
+        """Whether another worker can continue. It needs the prompt's tokens, and a request whose sampling depends on no
+        earlier tokens."""
         try:
             check_can_continue(self.request)
         except InvalidRequest:
@@ -94,11 +95,11 @@ class GenerationProgress(ChoiceTokens):
 
     @property
     def full(self) -> bool:
-        """Whether all tokens are there. A worker that is lost now has only failed to say that it is done."""
+        """Whether all tokens have come. If the worker is lost now, only its last message is missing."""
         return len(self.token_ids) >= self.most
 
     def rest(self, most: int | None = None) -> GenerateRequest:
-        """The request to the next worker. `most`: the number of tokens in all, if it is below `max_tokens`."""
+        """Makes the request to the next worker. `most` is the number of tokens in all, if it is below `max_tokens`."""
         self._start, self._spans_before = len(self.token_ids), self.labelled()
         request, count = self.request, len(self.token_ids)
         self.most = most or request.max_tokens
@@ -123,7 +124,7 @@ class GenerationProgress(ChoiceTokens):
         )
 
     def shifted(self, delta: GenerateDelta) -> GenerateDelta:
-        """A delta of the present worker as a delta of the choice."""
+        """Turns a delta of the present worker into a delta of the choice."""
         if not self._start:
             return delta
         spans = _joined(self._spans_before, delta.spans, self._start) if delta.spans else []
@@ -146,7 +147,7 @@ class GenerationProgress(ChoiceTokens):
         self._routed += delta.routed_experts.tokens if delta.routed_experts is not None else 0
 
     def end(self, reason: FinishReason) -> GenerateDelta:
-        """The last delta, where the plane ends the choice. It has the prompt's tokens if they are known."""
+        """Makes the last delta of a choice that the plane itself ends. It has the prompt's tokens if they are known."""
         logprobs: list[float] | None = [] if self.request.logprobs else None
         prompt = self.prompt_token_ids
         if prompt is None and (given := self.request.prompt_token_ids) is not None:

@@ -143,7 +143,7 @@ def _after_failed_canary(error: WrongNumerics, standing: Standing) -> Decision:
     return Finish("length") if standing.is_full else TryAgain(Tries(refusal=error), "migrated")
 
 
-def after_unmet(unmet: Unmet, tries: Tries, standing: Standing, may_wait: bool) -> Decision:
+def after_unmet(unmet: Unmet, tries: Tries, standing: Standing, may_wait: bool) -> TryAgain | Finish | Fail:
     """The worker's weights do not meet the demands. `may_wait`: there is time left to wait for others."""
     on_stale = standing.demands.on_stale
     if standing.made and on_stale == "cut":

@@ -129,10 +129,6 @@ class Router:
     def takes_more(self, instance_id: str) -> bool:
         return self.requests(instance_id) < MAX_STREAMS
 
-    def in_flight(self, instance_id: str | None = None) -> int:
-        """The requests of this frontend."""
-        return self._own_requests.total() if instance_id is None else self._own_requests[instance_id]
-
     # ---- choosing ----
 
     def pick(self, admitted: Collection[str], affinity: Affinity = NO_AFFINITY) -> str | None:

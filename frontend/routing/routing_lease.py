@@ -157,14 +157,14 @@ class FrontendLease:
         except PlaneError as error:
             reply = Reply(request.op, request.id, "error", error=error)
         if message.reply:
-            told = {
+            wire = {
                 **reply.to_wire(),
                 "instance_id": self.frontend_id,
                 "incarnation": self.frontend_id,
                 "elapsed_s": time.monotonic() - start,
             }
             with contextlib.suppress(nats.errors.Error):  # the coordinator gets no answer, and waits for the lease
-                await self._bus.nc.publish(message.reply, encode(told, format_of(message.data)))
+                await self._bus.nc.publish(message.reply, encode(wire, format_of(message.data)))
 
     def _do(self, request: Request) -> FollowedReply | AbortedReply:
         if request.op == "abort_requests":

@@ -78,8 +78,8 @@ class SpanCheck:
                 retry_after_s=1.0,
             )
         before = len(self._spans)
-        told = [(span.start, key_of_span(span)) for span in spans[:before]]
-        same = told == [(span.start, key_of_span(span)) for span in self._spans]
+        again = [(span.start, key_of_span(span)) for span in spans[:before]]
+        same = again == [(span.start, key_of_span(span)) for span in self._spans]
         if not same or (before and spans[before - 1].end < delivered):
             raise Unlabelled("the worker has changed its word on tokens that were delivered", retry_after_s=1.0)
         self._spans = spans

@@ -1,5 +1,7 @@
-"""Waits until a worker may take a choice, and names it. The worker must be admitted, support what is asked, and serve
-the weights that are demanded. The router picks one of these."""
+"""Waits until a worker may take a choice, and names that worker.
+
+The worker must be admitted, must support the fields of the request, and must serve weights that meet the request's
+demands. The router picks one of the workers for which all three are true."""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ STALE_WAIT_S = 60.0
 """The longest wait for a version that is still to be committed: a trainer's step and its update. After that the
 caller gets an error."""
 AWAY_S = 60.0
-"""A worker that left less than this ago, or while a request waits, may return: a restarted worker loads its engine and
-its weights. A request that only this worker can serve waits meanwhile, and ends with an error that says to retry it."""
+"""A worker that left less than this ago, or while a request waits, may return, because a restart takes this long. A
+request that only this worker can serve waits for it, and then ends with an error that says to retry it."""
 MAX_EXAMPLES = 3
 """Closed workers that an error names."""
 
@@ -52,13 +54,13 @@ class WorkerRequirements:
     demands: Demands = NO_DEMANDS
     affinity: Affinity = NO_AFFINITY
     room: int = 0
-    """The least `max_model_len` that suffices, as far as workers have said that theirs is too small."""
+    """The smallest `max_model_len` that may suffice. It grows when a worker says that its own is too small."""
     any_length: bool = False
-    """The caller did not choose `max_tokens`. Where no worker has room for so many tokens, fewer will do."""
+    """The caller did not choose `max_tokens`, so fewer tokens will do where no worker has room for so many."""
     most: int | None = None
-    """The number of tokens in all, where it is below `max_tokens` for that reason."""
+    """The number of tokens to make in all, if it is below `max_tokens` because of `any_length`."""
     made_by: Point | None = None
-    """The version that made the tokens so far. None: there are none, or the version is unknown."""
+    """The version that made the tokens so far. It is None without tokens, and for an unknown version."""
 
     def given(self, names: Collection[str]) -> set[str]:
         """The fields among `names` that ask for something."""
@@ -88,8 +90,8 @@ class Lacking:
 
 
 class WorkerSelector:
-    """Selects workers. It waits at most `admission_wait_s` after the `since` of `select`, or STALE_WAIT_S where workers
-    are there and only a demand is not met."""
+    """Selects workers. `select` waits at most until `admission_wait_s` after its `since`. If workers are open and only
+    a demand is not met, it waits until STALE_WAIT_S after `since`."""
 
     def __init__(
         self,
@@ -121,10 +123,10 @@ class WorkerSelector:
         self._away.pop(instance_id, None)
 
     async def select(self, needs: WorkerRequirements, since: float, tries: Tries) -> Member:
-        """The worker for a choice, under the serving lease. Nothing is awaited after the lease was checked.
+        """Returns the worker for a choice. It checks the serving lease, and awaits nothing after that check.
 
-        Where no worker is found, `tries.refusal` is raised, if there is one. `tries.failure` is raised at once where no
-        other worker supports the request, open or closed: waiting would not help."""
+        If it finds no worker in time, it raises `tries.refusal`, if there is one. If no other worker supports the
+        request, it raises `tries.failure` at once, because waiting would not help."""
         lost, refusal, failure = tries.lost, tries.refusal, tries.failure
         loop = asyncio.get_running_loop()
         if needs.pinned is not None:
@@ -169,10 +171,10 @@ class WorkerSelector:
         prompt: int | None,
         made: int,
     ) -> WorkerRequirements | None:
-        """The requirements after `short` had too little room for the prompt and `max_tokens`. None: no other worker
-        helps.
+        """Returns the requirements of the next try, after the worker `short` had too little room for the prompt and
+        `max_tokens`. It returns None if no other worker helps.
 
-        Only a worker can count the tokens of a text. The next try is, in this order:
+        Only a worker can count the tokens of a text. The next try is the first of these that is possible:
 
         - an open worker with more room
         - this worker with fewer tokens, if the caller did not choose `max_tokens` and `min_tokens` still fits
@@ -243,8 +245,9 @@ class WorkerSelector:
         return gone | self._unable(needs, since).keys() | self._short(needs)
 
     def _fit(self, needs: WorkerRequirements, able: Mapping[str, WorkerStatus]) -> tuple[set[str], Unmet | None]:
-        """The workers whose weights meet the demands, or the demand that none meets. Without a record there is neither:
-        the record is on its way, because an open worker has confirmed it."""
+        """Returns the workers whose weights meet the demands. If there are none, it also returns the demand that no
+        worker meets. Without a record it returns neither: the record follows, because an open worker has confirmed
+        it."""
         if not needs.demands.of_versions:
             return set(able), None
         record = self._committed.record
@@ -266,8 +269,8 @@ class WorkerSelector:
         return fit, None if fit else unmet
 
     def _is_final(self, needs: WorkerRequirements) -> bool:
-        """Whether it is useless to wait for other weights: the caller refuses to wait, or only the version of the
-        tokens so far would do, and it never returns."""
+        """Whether it is useless to wait for other weights. It is if the caller refuses to wait, or if the demand allows
+        only the version of the tokens so far, because a version that was replaced never returns."""
         demands, record = needs.demands, self._committed.record
         if demands.on_stale == "refuse" or needs.made_by is None or record is None:
             return demands.on_stale == "refuse"
@@ -291,12 +294,12 @@ class WorkerSelector:
         return demands if found is None else replace(demands, min_version=found)
 
     def _unable(self, needs: WorkerRequirements, since: float) -> Mapping[str, tuple[str, str]]:
-        """instance id → the field that the worker does not support, and why. Raises Unsupported if no worker supports
-        the request that is there or may return."""
+        """Maps the id of each worker that cannot serve the request to the field that it does not support, and why.
+        Raises Unsupported if no worker that is there or may return supports the request."""
         members = self._view.snapshot()
         if self._lacking.epoch != members.epoch:
-            told = {one.instance_id: lacks_of(one.info) for one in members}
-            fields = {key: lacks for key, lacks in told.items() if lacks}
+            lacks_by_id = {one.instance_id: lacks_of(one.info) for one in members}
+            fields = {key: lacks for key, lacks in lacks_by_id.items() if lacks}
             named = {name for lacks in fields.values() for name in _fields_of(lacks)}
             self._lacking = Lacking(members.epoch, fields, named)
         given = needs.given(self._lacking.names)
@@ -317,7 +320,8 @@ class WorkerSelector:
         return {member.instance_id for member in self._view.snapshot() if _room(member) < needs.room}
 
     def _needed(self, adapter: str | None) -> str | None:
-        """The adapter that a worker must have reported: while two states are served, some workers lack it."""
+        """The adapter that a worker must have reported. It matters only while the fleet serves two states, because some
+        workers lack the adapter then."""
         record = self._committed.record
         if adapter is None or record is None:
             return None
@@ -379,5 +383,5 @@ def _unsupported(field: str, reason: str) -> Unsupported:
 
 def _room(member: Member) -> int:
     """The room for a prompt and a choice together, in tokens."""
-    told = member.info.get("max_model_len")
-    return told if isinstance(told, int) else MAX_PROMPT_TOKENS
+    length = member.info.get("max_model_len")
+    return length if isinstance(length, int) else MAX_PROMPT_TOKENS

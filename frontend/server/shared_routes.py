@@ -29,7 +29,7 @@ from frontend.server.replies import ErrorShape, error_body, json_response
 from rl_plane.errors import InvalidRequest, PlaneError
 from rl_plane.protocol.validation import parse_body
 
-log = logging.getLogger("frontend.dialects")
+log = logging.getLogger("frontend.server.shared_routes")
 
 MAX_REPORTED = 1000
 """Unknown fields that the log names, each once. A client with made-up names cannot fill the log."""
@@ -118,6 +118,13 @@ def report(path: str, name: str, why: str = "it is not known here, and is droppe
     if (path, name) not in _reported and len(_reported) < MAX_REPORTED:
         _reported.add((path, name))
         log.warning("%s: the field %.100r has no effect: %s", path, name, why)
+
+
+def report_given(path: str, fields: BaseModel, **reasons: str) -> None:
+    """Reports the fields among `reasons` that ask for something: field → why it changes nothing."""
+    for name, why in reasons.items():
+        if getattr(fields, name):
+            report(path, name, why)
 
 
 @dataclass(frozen=True)
@@ -213,7 +220,7 @@ class SharedRoutes:
     def mount(self, api: Api) -> None:
         for (method, path), entries in self._entries.items():
             first, *others = sorted(entries, key=lambda each: each.claims is not None)
-            told = [f"`{entry.tag}`: {entry.summary}" for entry in (first, *others)]
+            handlers = [f"`{entry.tag}`: {entry.summary}" for entry in (first, *others)]
             replies = dict.fromkeys(entry.reply for entry in entries if entry.reply is not None)
             api.add(
                 Operation(
@@ -223,7 +230,9 @@ class SharedRoutes:
                     name=f"{method.lower()}{path.replace('/', '_')}",
                     summary=first.summary,
                     tags=tuple(dict.fromkeys(entry.tag for entry in (first, *others))),
-                    description="The body decides which handler answers:\n" + "\n".join(told) if others else "",
+                    description="The body decides which handler answers:\n" + "\n".join(handlers)
+                    if others
+                    else "",
                     bodies=tuple(dict.fromkeys(entry.fields for entry in entries)),
                     in_query=True,
                     idempotent=method == "POST",

@@ -98,12 +98,6 @@ class Consensus:
     def failed_by_all(self) -> bool:
         return bool(self.verdicts) and len(self.failed) == len(self.verdicts)
 
-    @property
-    def missed_trainer(self) -> bool:
-        """Reports whether every worker with usable vectors missed the trainer's values."""
-        reasons = {verdict.reason for verdict in self.verdicts.values()} - {"unusable"}
-        return reasons == {"trainer"}
-
 
 @dataclass(frozen=True, slots=True)
 class Settlement:

@@ -43,10 +43,10 @@ class Limits:
 
 def limits_of(reports: Sequence[WorkerReply]) -> Limits | None:
     """The limits that hold on every worker. None: no worker's engine can score."""
-    told = [reply.body["canary"] for reply in reports if reply.ok and reply.body.get("canary") is not None]
-    if not told:
+    limits = [reply.body["canary"] for reply in reports if reply.ok and reply.body.get("canary") is not None]
+    if not limits:
         return None
-    return Limits(min(one["vocab_size"] for one in told), min(one["max_model_len"] for one in told))
+    return Limits(min(one["vocab_size"] for one in limits), min(one["max_model_len"] for one in limits))
 
 
 def check_canary(body: UpdateWeights, limits: Limits | None) -> None:
@@ -109,9 +109,9 @@ def settled(record: DecisionRecord, replies: Sequence[WorkerReply]) -> tuple[Set
     return settlement, [_with_verdict(reply, settlement) for reply in replies]
 
 
-def _score_of(told: object) -> CanaryScore:
+def _score_of(report: object) -> CanaryScore:
     """The score in a worker's report, which may be anything. A report without vectors fails the canary."""
-    score = told if isinstance(told, Mapping) else {}
+    score = report if isinstance(report, Mapping) else {}
     kind = score.get("kind")
     return CanaryScore(kind[:MAX_KIND_CHARS] if isinstance(kind, str) else "", score.get("vectors"))
 
@@ -120,10 +120,10 @@ def _with_verdict(reply: WorkerReply, settlement: Settlement) -> WorkerReply:
     verdict = settlement.verdicts.get(reply.instance_id)
     if verdict is None:
         return reply
-    told = verdict.to_wire()
+    wire = verdict.to_wire()
     if reply.instance_id not in settlement.excluded:
-        return replace(reply, body={**reply.body, "canary": told})
-    error = CanaryFailed(verdict.message, canary=told)
+        return replace(reply, body={**reply.body, "canary": wire})
+    error = CanaryFailed(verdict.message, canary=wire)
     return WorkerReply(reply.instance_id, reply.incarnation, "error", error=error)
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rl_plane.bus.lock import HeldLock
-from rl_plane.bus.scatter import Missing
 from rl_plane.bus.sealed_record import SealedRecord
-from rl_plane.bus.state_store import pause_of, read_frontends, read_session
+from rl_plane.bus.state_store import pause_of, read_session
 from rl_plane.commit.commands import machine_for
 from rl_plane.commit.journal import Journal
 from rl_plane.commit.rules import newest, serves, still_there
@@ -47,7 +46,6 @@ from rl_plane.membership.view import MembershipView
 from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import CanaryHistory
-from rl_plane.protocol.envelope import Request, decode, encode
 from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S, TAKEOVER_S, DecisionRecord, newer
 from rl_plane.protocol.subjects import CANARY_HISTORY, PAUSE, SESSION
 
@@ -65,10 +63,15 @@ TIMED = frozenset({"prepare", "receive", "gate", "commit", "roll", "leases", "op
 
 
 class Coordinator:
-    """Carries out one command under the lock. `journal` gets its entry when work begins."""
+    """Carries out one command under the lock. `journal` gets its entry when work begins. `clock`: monotonic seconds."""
 
     def __init__(
-        self, calls: WorkerCalls, view: MembershipView, held: HeldLock, journal: Journal | None = None
+        self,
+        calls: WorkerCalls,
+        view: MembershipView,
+        held: HeldLock,
+        journal: Journal | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.phases: dict[str, float] = {}
         """Phase → seconds."""
@@ -76,10 +79,11 @@ class Coordinator:
         self._view = view
         self._held = held
         self._journal = journal
+        self._clock = clock or time.monotonic
         self._state = view.subjects.state
         self._record = SealedRecord(calls.bus, view.subjects.state, held)
-        self._told_at = 0.0
-        self._server_ahead_s = time.time() - time.monotonic()
+        self._announced_at = 0.0
+        self._server_ahead_s = time.time() - self._clock()
         """The NATS server's Unix time minus this process's monotonic time, from the first survey on. A pause ends by
         the server's clock, because every worker can read that clock."""
 
@@ -87,18 +91,18 @@ class Coordinator:
         """Returns the result of the command. An error has the seconds of each phase so far among its facts."""
         machine = machine_for(command)
         event: Event | None = None
-        began = time.monotonic()
+        began = self._clock()
         while True:
-            instruction = machine.step(event, self._server_time(), time.monotonic() - began)
+            instruction = machine.step(event, self._server_time(), self._clock() - began)
             if isinstance(instruction, End):
                 if isinstance(instruction.result, PlaneError):
                     if self.phases:
                         instruction.result.facts.setdefault("phases", dict(self.phases))
                     raise instruction.result
                 return instruction.result
-            start = time.monotonic()
+            start = self._clock()
             try:
-                event = await self._carry_out(instruction)
+                event = await self.carry_out(instruction)
             except PlaneError as error:
                 log.log(
                     logging.INFO if machine.phase in ("decide", "prepare") else logging.WARNING,
@@ -110,9 +114,10 @@ class Coordinator:
                 event = Failed(error)
             if machine.phase in TIMED:
                 key = f"{machine.phase}_s"
-                self.phases[key] = self.phases.get(key, 0.0) + time.monotonic() - start
+                self.phases[key] = self.phases.get(key, 0.0) + self._clock() - start
 
-    async def _carry_out(self, instruction: Instruction) -> Event:
+    async def carry_out(self, instruction: Instruction) -> Event:
+        """Carries out one instruction, and returns the event that answers it."""
         match instruction:
             case Survey():
                 return await self._survey()
@@ -124,7 +129,7 @@ class Coordinator:
                     return Answered(await self._ask_together(op, body, workers, timeout_s, together))
                 return Answered(await self._ask(op, body, workers, timeout_s))
             case Announce():
-                return await self._tell(instruction)
+                return await self._announce(instruction)
             case Write(phase, record):
                 write = self._record.decide if phase == "decide" else self._record.write
                 return Written(await write(record), self._record.sequence)
@@ -150,7 +155,7 @@ class Coordinator:
             bus.get(state, CANARY_HISTORY),
             bus.server_time(state),
         )
-        self._server_ahead_s = server_time - time.monotonic()
+        self._server_ahead_s = server_time - self._clock()
         record = await self._record.seal(lambda stored: newest(stored, self._view.record, replies))
         return Surveyed(
             _members(snapshot),
@@ -162,11 +167,11 @@ class Coordinator:
             session,
             pause_of(pause),
             pause.sequence if pause else 0,
-            CanaryHistory.decode(history.value if history else None),
+            CanaryHistory.decode(history.value) if history is not None and history.value else CanaryHistory(),
         )
 
     def _server_time(self) -> float:
-        return time.monotonic() + self._server_ahead_s
+        return self._clock() + self._server_ahead_s
 
     async def _reports(self) -> tuple[Snapshot, list[WorkerReply]]:
         snapshot = await self._view.barrier()
@@ -217,20 +222,20 @@ class Coordinator:
     ) -> list[WorkerReply]:
         return await self._calls.ask(self._view, members, op, dict(body), timeout_s, self._held)
 
-    async def _tell(self, tell: Announce) -> RecordAcks:
-        body = {"record": tell.record.to_wire(), "sequence": tell.sequence}
+    async def _announce(self, announce: Announce) -> RecordAcks:
+        body = {"record": announce.record.to_wire(), "sequence": announce.sequence}
         (members, replies), silent = await asyncio.gather(
-            self._tell_members(body, tell.timeout_s),
-            self._tell_frontends(body, tell.timeout_s),
+            self._announce_to_members(body, announce.timeout_s),
+            self._announce_to_frontends(body, announce.timeout_s),
         )
         return RecordAcks(members, replies, silent)
 
-    async def _tell_members(
+    async def _announce_to_members(
         self, body: dict[str, Any], timeout_s: float
     ) -> tuple[dict[str, str], list[WorkerReply]]:
         """Sends the record to every member of the leader's list, which is read after the record was written. A worker
         that registers later reads the record first. Members that are known already are asked at the same time."""
-        self._told_at = time.monotonic()
+        self._announced_at = self._clock()
         known = {member.instance_id: member for member in self._view.snapshot()}
 
         async def ask_the_others() -> tuple[Snapshot, list[WorkerReply]]:
@@ -245,46 +250,40 @@ class Coordinator:
         still = [first[member.instance_id] for member in fleet if known.get(member.instance_id) == member]
         return _members(fleet), [*still, *more]
 
-    async def _tell_frontends(self, body: dict[str, Any], timeout_s: float) -> list[str]:
-        """Sends the record to the frontends, and returns those that have not acknowledged it. A dead frontend has no
-        subscriber on its subject, so there is nothing to wait for."""
-        frontends = await read_frontends(self._calls.bus, self._state)
-        request = encode(Request("follow_record", body=body, fence=self._held.fence).to_wire())
-        targets = [(self._view.subjects.frontend(each), request) for each in frontends]
-        answers = await self._calls.gather(targets, timeout_s)
-        silent = []
-        for frontend, answer in zip(frontends, answers, strict=True):
-            if answer is Missing.SILENT or (isinstance(answer, bytes) and decode(answer).get("status") != "ok"):
-                silent.append(frontend)
-        return silent
+    async def _announce_to_frontends(self, body: dict[str, Any], timeout_s: float) -> list[str]:
+        """Sends the record to the frontends, and returns those that have not acknowledged it."""
+        replies = await self._calls.ask_frontends(
+            self._view, "follow_record", body, timeout_s, fence=self._held.fence
+        )
+        return [key for key, reply in replies.items() if reply is None or reply.get("status") != "ok"]
 
     # ---- waiting ----
 
     async def _wait_silent(self, wait: WaitSilent) -> None:
         """Waits until each process has left, or can't have a serving lease any more."""
-        until = self._told_at + SERVING_LEASE_S + LEASE_MARGIN_S
+        until = self._announced_at + SERVING_LEASE_S + LEASE_MARGIN_S
 
         def gone(fleet: Snapshot) -> bool:
             return not wait.frontends and not still_there(wait.workers, _members(fleet))
 
-        if (left_s := until - time.monotonic()) > 0:
+        if (left_s := until - self._clock()) > 0:
             await self._view.wait_until(gone, left_s)
 
     async def _watch(self, record: DecisionRecord, timeout_s: float) -> Answered:
         """Returns the workers' states when each worker serves the version, when another version is committed, or when
         the time is over. No worker can continue while NATS is down, so each one gets BACK_S after that."""
-        give_up = time.monotonic() + timeout_s
+        give_up = self._clock() + timeout_s
         last = give_up + WATCH_GRACE_S
         while True:
             try:
                 out = await self._calls.call_all("state", component=self._view.subjects.component, empty="ok")
                 known = self._view.record
                 replaced = known is not None and known.made != record.made and newer(known, record)
-                if replaced or all(serves(reply, record) for reply in out.rows) or time.monotonic() > give_up:
+                if replaced or all(serves(reply, record) for reply in out.rows) or self._clock() > give_up:
                     return Answered(out.rows)
             except BusUnreachable:
-                give_up = min(last, max(give_up, time.monotonic() + BACK_S))
-            if time.monotonic() > last:
+                give_up = min(last, max(give_up, self._clock() + BACK_S))
+            if self._clock() > last:
                 raise Unavailable(
                     f"{record.made.label} is committed, but NATS does not answer, so the workers' state is unknown",
                     version=record.made.to_wire(),

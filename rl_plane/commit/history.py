@@ -141,7 +141,7 @@ class UpdateEntry:
 
     @property
     def outcome_unreported(self) -> bool:
-        """Reports whether the update is committed, and no caller was told how many workers serve it."""
+        """Reports whether the update is committed, and no caller got the number of workers that serve it."""
         return self.outcome == "committed" and self.try_again
 
     @property

@@ -43,9 +43,9 @@ def newest(
 ) -> DecisionRecord | None:
     """The newest record that the store, this process or any worker has. A store may have lost a write that it had
     acknowledged."""
-    told = [reply.body["record"] for reply in reports if reply.ok]
+    reported = [reply.body["record"] for reply in reports if reply.ok]
     best = stored
-    for record in [witness, *(DecisionRecord.from_wire(wire) for wire in told if wire is not None)]:
+    for record in [witness, *(DecisionRecord.from_wire(wire) for wire in reported if wire is not None)]:
         if record is not None and newer(record, best):
             best = record
     return best
@@ -220,9 +220,9 @@ def prepare_error(failed: Sequence[WorkerReply], asked: int, in_place: bool = Fa
         touched = in_place and len(mine) < asked
         if mine and not touched and (kind is InvalidRequest or len(mine) == len(errors)):
             return type(mine[0])(mine[0].message, **mine[0].facts)
-    told = [(reply.instance_id, reply.error) for reply in failed if reply.error is not None]
+    causes = [(reply.instance_id, reply.error) for reply in failed if reply.error is not None]
     # A worker whose group broke only reports that another worker failed. That one's error says why.
-    who, why = next((one for one in told if one[1].facts.get("field") != "transport.group"), told[0])
+    who, why = next((one for one in causes if one[1].facts.get("field") != "transport.group"), causes[0])
     return UpdateAborted(
         f"{len(failed)} of {asked} workers could not prepare the update, so it was undone on all: {who}: {why.message}",
         fix="repeat it, or exclude them with policy.on_prepare_failure=exclude",
@@ -317,18 +317,19 @@ def commit_body(record: DecisionRecord, written: int, pause_s: float) -> dict[st
 def outcome_of(
     record: DecisionRecord,
     states: Sequence[WorkerReply],
-    told: Sequence[WorkerReply] = (),
+    replies: Sequence[WorkerReply] = (),
     meant: Iterable[str] = (),
 ) -> Outcome:
     """The outcome by the workers' `state`: which of them serve the version now.
 
-    `told`: their replies during the update; one that agrees with the state replaces it, because it has more details.
+    `replies`: their replies during the update. A reply that agrees with the state replaces it, because it has more
+    details.
     `meant`: the workers that prepared the update. Some of them may have left."""
     serving = {reply.instance_id for reply in states if serves(reply, record)}
-    replies = {reply.instance_id: reply for reply in states}
-    replies |= {reply.instance_id: reply for reply in told if reply.ok == (reply.instance_id in serving)}
-    excluded = {reply.instance_id for reply in [*states, *told]} | set(meant)
-    return Outcome(record.made, [replies[key] for key in sorted(replies)], sorted(excluded - serving))
+    best = {reply.instance_id: reply for reply in states}
+    best |= {reply.instance_id: reply for reply in replies if reply.ok == (reply.instance_id in serving)}
+    excluded = {reply.instance_id for reply in [*states, *replies]} | set(meant)
+    return Outcome(record.made, [best[key] for key in sorted(best)], sorted(excluded - serving))
 
 
 def left_reply(instance_id: str, incarnation: str, why: str = "it left before the update began") -> WorkerReply:

@@ -15,8 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, HeldLock
-from rl_plane.bus.scatter import Missing
-from rl_plane.bus.state_store import read_frontends, read_memory, read_pause
+from rl_plane.bus.state_store import read_memory, read_pause
 from rl_plane.commit.history import read_history
 from rl_plane.errors import (
     Conflict,
@@ -47,7 +46,6 @@ from rl_plane.fleet.fleet_updates import FleetUpdates
 from rl_plane.membership.core import Snapshot
 from rl_plane.membership.worker_calls import FanOut, WorkerCalls, check_pin
 from rl_plane.protocol import update_requests, worker_ops
-from rl_plane.protocol.envelope import Request, decode, encode
 from rl_plane.protocol.fleet_ops import FLEET_OPS, Select
 from rl_plane.protocol.record import DesiredMemory, DesiredPause, version_wire
 from rl_plane.protocol.subjects import ADMISSION_PREFIX, MEMORY, PAUSE, check_name
@@ -88,10 +86,13 @@ class Fleet:
             "describe": self._describe,
             "updates": self._history,
             "init_transport": self._init_transport,
+            "destroy_transport": self._change,
             "release_memory": self._memory,
             "resume_memory": self._memory,
+            "check_weights": self._change,
             "pause": self._pause,
             "resume": self._resume,
+            "flush_cache": self._change,
             "abort_requests": self._abort,
             "update_weights": updates.update,
             "prepare_weights_update": updates.prepare,
@@ -105,6 +106,7 @@ class Fleet:
             "enable": self._admission,
             "disable": self._admission,
         }
+        assert self._handlers.keys() == FLEET_OPS.keys(), "each op has a handler, and each handler has an op"
 
     async def run(self, op: str, body: dict[str, Any] | None = None, request_id: str = "") -> dict[str, Any]:
         """Carries out an op of `FLEET_OPS`, and returns the merged reply.
@@ -129,7 +131,7 @@ class Fleet:
             view = await self.client.view(name)
             update_id = request_id or uuid.uuid4().hex
             calls.append(FleetCall(spec, select, own, view, update_id, bool(request_id), time.monotonic()))
-        handler = self._handlers.get(op, self._change)
+        handler = self._handlers[op]
         if len(calls) > 1 and spec.one_component:
             raise InvalidRequest("an update is of one component", field="component", fix="name one, call by call")
         if len(calls) > 1 and spec.method == "POST":
@@ -421,19 +423,11 @@ class Fleet:
         return reply
 
     async def _abort_waiting(self, call: FleetCall[Any]) -> tuple[int, list[str]]:
-        """Ends the waiting choices. Returns their number, and the frontends that did not answer. A dead frontend has no
-        subscription, so it is not among them."""
-        frontends = await read_frontends(self.client.bus, call.view.subjects.state)
-        request = encode(Request("abort_requests", body=call.fields).to_wire())
-        targets = [(call.view.subjects.frontend(each), request) for each in frontends]
-        answers = await self.client.gather(targets, FRONTENDS_S)
-        decoded = {
-            each: decode(one) for each, one in zip(frontends, answers, strict=True) if isinstance(one, bytes)
-        }
-        good = {each: one for each, one in decoded.items() if one.get("status") == "ok"}
-        lost = {each for each, one in zip(frontends, answers, strict=True) if one is Missing.LOST}
-        count = sum(int(one["body"]["aborted"]) for one in good.values())
-        return count, [each for each in frontends if each not in good.keys() | lost]
+        """Ends the waiting choices. Returns their number, and the frontends that did not answer."""
+        replies = await self.client.ask_frontends(call.view, "abort_requests", call.fields, FRONTENDS_S)
+        done = {key: reply for key, reply in replies.items() if reply is not None and reply.get("status") == "ok"}
+        count = sum(int(reply["body"]["aborted"]) for reply in done.values())
+        return count, [key for key in replies if key not in done]
 
     async def _admission(self, call: FleetCall[Empty]) -> dict[str, Any]:
         if not call.select.workers:

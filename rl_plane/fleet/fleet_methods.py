@@ -1,12 +1,11 @@
-"""The fleet's ops as typed methods. `blocking_fleet_methods.py` is made from this file."""
+"""The fleet's ops as typed methods, for RlClient and SyncRlClient."""
 
 from __future__ import annotations
 
-import typing
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack
 
+from rl_plane.fleet.fleet_method import FleetRequest, fleet_method
 from rl_plane.protocol.fleet_reply_types import (
     AbortedRequests,
     AbortedUpdate,
@@ -41,8 +40,9 @@ PauseWord = Literal["keep", "wait", "abort", "retract", "in_place"]
 Memory = Literal["weights", "kv_cache"]
 
 
-class FleetMethods(ABC):
-    """One typed method for each op of the fleet.
+class FleetMethods:
+    """One typed method for each op of the fleet. Each one builds its request, and the client's `run` carries it out: a
+    method of RlClient is awaited, and a method of SyncRlClient blocks. The reply has the type in `FleetRequest[…]`.
 
     `**select` in each method is a `Selection`: `component`, `workers`, `epoch`, `fingerprint`, `min_workers` (1) and
     `wait_s` (5). Every method raises a PlaneError unless the call is a complete success. Its facts name every worker.
@@ -54,82 +54,74 @@ class FleetMethods(ABC):
     * BusUnreachable: NATS does not answer.
     """
 
-    @abstractmethod
-    async def run(
-        self, op: str, body: dict[str, Any] | None = None, request_id: str = "", *, timeout_s: float | None = None
-    ) -> dict[str, Any]:
-        """Carries out any op of `rl_plane.protocol.fleet_ops.FLEET_OPS`.
-
-        Args:
-            op: The op's name.
-            body: Its fields and those of the selection, as over HTTP.
-            request_id: Makes an update idempotent: a repeated call returns the first answer.
-            timeout_s: Seconds until the call is cancelled. None: the op's own bounds.
-
-        Raises:
-            DeadlineExceeded: the call has not ended within `timeout_s`.
-        """
-
     # ---- reading ----
 
-    async def liveness(self, **select: Unpack[Selection]) -> FleetLiveness:
+    @fleet_method
+    def liveness(self, **select: Unpack[Selection]) -> FleetRequest[FleetLiveness]:
         """Makes a round trip through each engine.
 
         Raises:
             Unavailable: an engine has not answered within 5 seconds.
         """
-        return typing.cast(FleetLiveness, await self.run("liveness", {**select}))
+        return FleetRequest("liveness", {**select})
 
-    async def ready(self, **select: Unpack[Selection]) -> FleetReadiness:
+    @fleet_method
+    def ready(self, **select: Unpack[Selection]) -> FleetRequest[FleetReadiness]:
         """Checks that `min_workers` admitted workers hold the committed version. Waits only if `wait_s` is given.
 
         Raises:
             Unavailable: fewer workers are ready.
         """
-        return typing.cast(FleetReadiness, await self.run("ready", {**select}))
+        return FleetRequest("ready", {**select})
 
-    async def state(self, **select: Unpack[Selection]) -> FleetState:
+    @fleet_method
+    def state(self, **select: Unpack[Selection]) -> FleetRequest[FleetState]:
         """Reads the fleet's state and each worker's: admission, pause, version and load."""
-        return typing.cast(FleetState, await self.run("state", {**select}))
+        return FleetRequest("state", {**select})
 
-    async def workers(self, **select: Unpack[Selection]) -> FleetWorkers:
+    @fleet_method
+    def workers(self, **select: Unpack[Selection]) -> FleetRequest[FleetWorkers]:
         """Lists the workers with their registration and state."""
-        return typing.cast(FleetWorkers, await self.run("workers", {**select}))
+        return FleetRequest("workers", {**select})
 
-    async def weight_version(self, **select: Unpack[Selection]) -> ServedVersion:
+    @fleet_method
+    def weight_version(self, **select: Unpack[Selection]) -> FleetRequest[ServedVersion]:
         """Reads the one version that all admitted workers serve.
 
         Raises:
             Conflict: the workers serve several versions.
         """
-        return typing.cast(ServedVersion, await self.run("weight_version", {**select}))
+        return FleetRequest("weight_version", {**select})
 
-    async def describe(self, *, manifest_from: int | None = None, **select: Unpack[Selection]) -> FleetDescription:
+    @fleet_method
+    def describe(
+        self, *, manifest_from: int | None = None, **select: Unpack[Selection]
+    ) -> FleetRequest[FleetDescription]:
         """Reads what each engine is and can do.
 
         Args:
             manifest_from: Also list the model's tensors, 1000 from this one on. `workers` must then name one worker.
                 None: no tensors.
         """
-        return typing.cast(
-            FleetDescription, await self.run("describe", _given(manifest_from=manifest_from, **select))
-        )
+        return FleetRequest("describe", _given(manifest_from=manifest_from, **select))
 
-    async def updates(self, limit: int = 50, **select: Unpack[Selection]) -> PastUpdates:
+    @fleet_method
+    def updates(self, limit: int = 50, **select: Unpack[Selection]) -> FleetRequest[PastUpdates]:
         """Lists past updates, newest first.
 
         Args:
             limit: How many, at most 256.
         """
-        return typing.cast(PastUpdates, await self.run("updates", {"limit": limit, **select}))
+        return FleetRequest("updates", {"limit": limit, **select})
 
-    async def check_weights(
+    @fleet_method
+    def check_weights(
         self,
         action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum",
         *,
         closed: bool = False,
         **select: Unpack[Selection],
-    ) -> FleetWeightChecks:
+    ) -> FleetRequest[FleetWeightChecks]:
         """Checks the weights of each rank.
 
         Args:
@@ -137,20 +129,19 @@ class FleetMethods(ABC):
                 `reset_tensors` overwrites the weights, for tests.
             closed: Close admission meanwhile, because the check delays the engine.
         """
-        return typing.cast(
-            FleetWeightChecks, await self.run("check_weights", {"action": action, "closed": closed, **select})
-        )
+        return FleetRequest("check_weights", {"action": action, "closed": closed, **select})
 
     # ---- generation ----
 
-    async def pause(
+    @fleet_method
+    def pause(
         self,
         mode: PauseWord = "keep",
         *,
         clear_cache: bool | None = None,
         lease_s: float = DEFAULT_PAUSE_LEASE_S,
         **select: Unpack[Selection],
-    ) -> PausedFleet:
+    ) -> FleetRequest[PausedFleet]:
         """Stops generation on every worker.
 
         Args:
@@ -163,23 +154,26 @@ class FleetMethods(ABC):
             Conflict: the pause has failed on some workers.
         """
         body = _given(mode=mode, clear_cache=clear_cache, lease_s=lease_s, **select)
-        return typing.cast(PausedFleet, await self.run("pause", body))
+        return FleetRequest("pause", body)
 
-    async def resume(self, **select: Unpack[Selection]) -> PausedFleet:
+    @fleet_method
+    def resume(self, **select: Unpack[Selection]) -> FleetRequest[PausedFleet]:
         """Ends a pause on every worker. Frozen requests continue.
 
         Raises:
             Conflict: some workers could not resume.
         """
-        return typing.cast(PausedFleet, await self.run("resume", {**select}))
+        return FleetRequest("resume", {**select})
 
-    async def flush_cache(self, **select: Unpack[Selection]) -> DoneOnAll:
+    @fleet_method
+    def flush_cache(self, **select: Unpack[Selection]) -> FleetRequest[DoneOnAll]:
         """Drops the prefix caches."""
-        return typing.cast(DoneOnAll, await self.run("flush_cache", {**select}))
+        return FleetRequest("flush_cache", {**select})
 
-    async def abort_requests(
+    @fleet_method
+    def abort_requests(
         self, request_ids: Sequence[str] | None = None, **select: Unpack[Selection]
-    ) -> AbortedRequests:
+    ) -> FleetRequest[AbortedRequests]:
         """Ends requests now. Each returns the tokens that it has so far.
 
         Args:
@@ -189,31 +183,32 @@ class FleetMethods(ABC):
             Unavailable: a frontend has not answered; requests that wait there continue.
         """
         ids = None if request_ids is None else list(request_ids)
-        return typing.cast(AbortedRequests, await self.run("abort_requests", _given(request_ids=ids, **select)))
+        return FleetRequest("abort_requests", _given(request_ids=ids, **select))
 
-    async def enable(self, workers: Sequence[str], *, component: str | None = None) -> DoneOnAll:
+    @fleet_method
+    def enable(self, workers: Sequence[str], *, component: str | None = None) -> FleetRequest[DoneOnAll]:
         """Admits workers again that were disabled.
 
         Args:
             workers: Instance ids.
             component: Their component. None: the client's.
         """
-        return typing.cast(DoneOnAll, await self.run("enable", _given(workers=list(workers), component=component)))
+        return FleetRequest("enable", _given(workers=list(workers), component=component))
 
-    async def disable(self, workers: Sequence[str], *, component: str | None = None) -> DoneOnAll:
+    @fleet_method
+    def disable(self, workers: Sequence[str], *, component: str | None = None) -> FleetRequest[DoneOnAll]:
         """Takes workers out of routing until they are enabled. Their requests continue.
 
         Args:
             workers: Instance ids.
             component: Their component. None: the client's.
         """
-        return typing.cast(
-            DoneOnAll, await self.run("disable", _given(workers=list(workers), component=component))
-        )
+        return FleetRequest("disable", _given(workers=list(workers), component=component))
 
     # ---- weights ----
 
-    async def update_weights(
+    @fleet_method
+    def update_weights(
         self,
         transport: Transport | Mapping[str, Any],
         version: str | None = None,
@@ -227,7 +222,7 @@ class FleetMethods(ABC):
         cast: bool = False,
         request_id: str = "",
         **select: Unpack[Selection],
-    ) -> UpdateReply:
+    ) -> FleetRequest[UpdateReply]:
         """Commits new weights on the whole fleet, or on no worker.
 
         Args:
@@ -253,11 +248,10 @@ class FleetMethods(ABC):
             OutcomeUnknown: NATS was lost at the decision. Repeat the call with the same `request_id`.
         """
         body = _update_body(transport, version, target, policy, digest, encoding, base, step, cast)
-        return typing.cast(
-            UpdateReply, await self.run("update_weights", {**body, **select}, request_id=request_id)
-        )
+        return FleetRequest("update_weights", {**body, **select}, request_id)
 
-    async def rollback(
+    @fleet_method
+    def rollback(
         self,
         label: str | None = None,
         *,
@@ -266,7 +260,7 @@ class FleetMethods(ABC):
         policy: UpdatePolicy | None = None,
         request_id: str = "",
         **select: Unpack[Selection],
-    ) -> UpdateReply:
+    ) -> FleetRequest[UpdateReply]:
         """Commits an earlier version of the history again. Give its label or its sequence.
 
         Args:
@@ -283,11 +277,12 @@ class FleetMethods(ABC):
         body = _given(
             rollback=_given(label=label, sequence=sequence), version=version, policy=_policy(policy), **select
         )
-        return typing.cast(UpdateReply, await self.run("update_weights", body, request_id=request_id))
+        return FleetRequest("update_weights", body, request_id)
 
-    async def load_lora_adapter(
+    @fleet_method
+    def load_lora_adapter(
         self, name: str, path: str, *, cast: bool = False, request_id: str = "", **select: Unpack[Selection]
-    ) -> UpdateReply:
+    ) -> FleetRequest[UpdateReply]:
         """Loads a LoRA adapter from a directory on every worker, or replaces the adapter of this name.
 
         Args:
@@ -297,11 +292,12 @@ class FleetMethods(ABC):
             request_id: Makes the call idempotent: a repeated call returns the first answer.
         """
         body = {"lora_name": name, "lora_path": path, "cast": cast, **select}
-        return typing.cast(UpdateReply, await self.run("load_lora_adapter", body, request_id=request_id))
+        return FleetRequest("load_lora_adapter", body, request_id)
 
-    async def unload_lora_adapter(
+    @fleet_method
+    def unload_lora_adapter(
         self, name: str, *, request_id: str = "", **select: Unpack[Selection]
-    ) -> UpdateReply:
+    ) -> FleetRequest[UpdateReply]:
         """Unloads a LoRA adapter on every worker.
 
         Args:
@@ -309,19 +305,21 @@ class FleetMethods(ABC):
             request_id: Makes the call idempotent: a repeated call returns the first answer.
         """
         body = {"lora_name": name, **select}
-        return typing.cast(UpdateReply, await self.run("unload_lora_adapter", body, request_id=request_id))
+        return FleetRequest("unload_lora_adapter", body, request_id)
 
-    async def new_run(self, *, request_id: str = "", **select: Unpack[Selection]) -> UpdateReply:
+    @fleet_method
+    def new_run(self, *, request_id: str = "", **select: Unpack[Selection]) -> FleetRequest[UpdateReply]:
         """Begins a new run. Its sequence 0 is the model that every worker was started with.
 
         Args:
             request_id: Makes the call idempotent: a repeated call returns the first answer.
         """
-        return typing.cast(UpdateReply, await self.run("new_run", {**select}, request_id=request_id))
+        return FleetRequest("new_run", {**select}, request_id)
 
     # ---- an update in several calls ----
 
-    async def prepare_weights_update(
+    @fleet_method
+    def prepare_weights_update(
         self,
         transport: Transport | Mapping[str, Any],
         version: str | None = None,
@@ -335,17 +333,17 @@ class FleetMethods(ABC):
         cast: bool = False,
         request_id: str = "",
         **select: Unpack[Selection],
-    ) -> PreparedUpdate:
+    ) -> FleetRequest[PreparedUpdate]:
         """Stages an update on every worker, or makes the workers listen for weights that the trainer pushes.
 
         Generation continues. `complete_weights_update` commits the update. It expires 120 seconds after its last call.
         The arguments and errors are those of `update_weights`.
         """
         body = _update_body(transport, version, target, policy, digest, encoding, base, step, cast)
-        reply = await self.run("prepare_weights_update", {**body, **select}, request_id=request_id)
-        return typing.cast(PreparedUpdate, reply)
+        return FleetRequest("prepare_weights_update", {**body, **select}, request_id)
 
-    async def receive_weights_part(
+    @fleet_method
+    def receive_weights_part(
         self,
         names: Sequence[str],
         dtypes: Sequence[str],
@@ -360,7 +358,7 @@ class FleetMethods(ABC):
         version: str | None = None,
         pause_mode: Literal["keep", "wait", "abort"] | None = None,
         **select: Unpack[Selection],
-    ) -> ReceivedPart:
+    ) -> FleetRequest[ReceivedPart]:
         """Receives tensors that the trainer broadcasts now, on every rank, in this order.
 
         Args:
@@ -391,11 +389,12 @@ class FleetMethods(ABC):
             pause_mode=pause_mode,
             **select,
         )
-        return typing.cast(ReceivedPart, await self.run("receive_weights_part", body))
+        return FleetRequest("receive_weights_part", body)
 
-    async def label_weights_update(
+    @fleet_method
+    def label_weights_update(
         self, version: str, *, update_id: str | None = None, **select: Unpack[Selection]
-    ) -> LabelledUpdate:
+    ) -> FleetRequest[LabelledUpdate]:
         """Labels the prepared update before it is committed.
 
         Args:
@@ -406,9 +405,10 @@ class FleetMethods(ABC):
             NotPrepared: no update is prepared.
         """
         body = _given(version=version, update_id=update_id, **select)
-        return typing.cast(LabelledUpdate, await self.run("label_weights_update", body))
+        return FleetRequest("label_weights_update", body)
 
-    async def complete_weights_update(
+    @fleet_method
+    def complete_weights_update(
         self,
         update_id: str | None = None,
         *,
@@ -416,7 +416,7 @@ class FleetMethods(ABC):
         digest: str | None = None,
         num_buckets: int | None = None,
         **select: Unpack[Selection],
-    ) -> UpdateReply:
+    ) -> FleetRequest[UpdateReply]:
         """Commits the prepared update. A repeated call with its `update_id` returns the first answer.
 
         Args:
@@ -430,11 +430,12 @@ class FleetMethods(ABC):
             UpdateAborted: a worker has not received the weights; the fleet serves the version before.
         """
         body = _given(update_id=update_id, version=version, digest=digest, num_buckets=num_buckets, **select)
-        return typing.cast(UpdateReply, await self.run("complete_weights_update", body))
+        return FleetRequest("complete_weights_update", body)
 
-    async def abort_weights_update(
+    @fleet_method
+    def abort_weights_update(
         self, update_id: str | None = None, **select: Unpack[Selection]
-    ) -> AbortedUpdate:
+    ) -> FleetRequest[AbortedUpdate]:
         """Drops the prepared update. The fleet serves the version before.
 
         Args:
@@ -443,15 +444,14 @@ class FleetMethods(ABC):
         Raises:
             NotPrepared: no update is prepared.
         """
-        return typing.cast(
-            AbortedUpdate, await self.run("abort_weights_update", _given(update_id=update_id, **select))
-        )
+        return FleetRequest("abort_weights_update", _given(update_id=update_id, **select))
 
     # ---- transports and memory ----
 
-    async def init_transport(
+    @fleet_method
+    def init_transport(
         self, backend: str, options: Mapping[str, Any] | None = None, **select: Unpack[Selection]
-    ) -> DoneOnAll:
+    ) -> FleetRequest[DoneOnAll]:
         """Sets up a transport that outlives one update, such as a group. Repeated calls change nothing.
 
         Args:
@@ -459,11 +459,12 @@ class FleetMethods(ABC):
             options: Its own fields. None: none.
         """
         body = {"backend": backend, **(options or {}), **select}
-        return typing.cast(DoneOnAll, await self.run("init_transport", body))
+        return FleetRequest("init_transport", body)
 
-    async def destroy_transport(
+    @fleet_method
+    def destroy_transport(
         self, backend: str, *, group: str | None = None, **select: Unpack[Selection]
-    ) -> DoneOnAll:
+    ) -> FleetRequest[DoneOnAll]:
         """Takes a transport down.
 
         Args:
@@ -471,11 +472,12 @@ class FleetMethods(ABC):
             group: One of the groups that a trainer has formed by itself. None: all.
         """
         body = _given(backend=backend, group=group, **select)
-        return typing.cast(DoneOnAll, await self.run("destroy_transport", body))
+        return FleetRequest("destroy_transport", body)
 
-    async def release_memory(
+    @fleet_method
+    def release_memory(
         self, tags: Sequence[Memory] = ("weights", "kv_cache"), **select: Unpack[Selection]
-    ) -> FleetMemory:
+    ) -> FleetRequest[FleetMemory]:
         """Releases GPU memory on every worker.
 
         Args:
@@ -484,17 +486,18 @@ class FleetMethods(ABC):
         Raises:
             Unsupported: an engine can't release memory; no worker is changed.
         """
-        return typing.cast(FleetMemory, await self.run("release_memory", {"tags": list(tags), **select}))
+        return FleetRequest("release_memory", {"tags": list(tags), **select})
 
-    async def resume_memory(
+    @fleet_method
+    def resume_memory(
         self, tags: Sequence[Memory] = ("weights", "kv_cache"), **select: Unpack[Selection]
-    ) -> FleetMemory:
+    ) -> FleetRequest[FleetMemory]:
         """Takes released GPU memory again on every worker.
 
         Args:
             tags: Which memory.
         """
-        return typing.cast(FleetMemory, await self.run("resume_memory", {"tags": list(tags), **select}))
+        return FleetRequest("resume_memory", {"tags": list(tags), **select})
 
 
 def _given(**fields: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, HeldLock, hold_lock
 from rl_plane.bus.scatter import Answer, Gather, Missing, Scatter
 from rl_plane.bus.sealed_record import bar_former
+from rl_plane.bus.state_store import read_frontends
 from rl_plane.errors import (
     BusUnreachable,
     DeadlineExceeded,
@@ -322,9 +323,20 @@ class WorkerCalls:
         request = _request(spec, body, timeout_s, held if spec.changes else None, "")
         return await self._send(view, members, request, timeout_s or spec.timeout_s, on_row=on_row)
 
-    async def gather(self, targets: Sequence[tuple[str, bytes]], timeout_s: float) -> list[Answer]:
-        """Sends each `(subject, payload)` at once, and returns the answers in the same order."""
-        return await self._gather.run(targets, timeout_s)
+    async def ask_frontends(
+        self, view: MembershipView, op: str, body: dict[str, Any], timeout_s: float, fence: int | None = None
+    ) -> dict[str, dict[str, Any] | None]:
+        """Asks every listed frontend, and returns each one's reply. None: it has not answered in time. A dead frontend
+        has no subscriber on its subject, so it is left out."""
+        frontends = await read_frontends(self.bus, view.subjects.state)
+        request = encode(Request(op, body=body, fence=fence).to_wire())
+        targets = [(view.subjects.frontend(each), request) for each in frontends]
+        answers = await self._gather.run(targets, timeout_s)
+        return {
+            each: decode(answer) if isinstance(answer, bytes) else None
+            for each, answer in zip(frontends, answers, strict=True)
+            if answer is not Missing.LOST
+        }
 
     def _fenced(
         self, spec: Op, view: MembershipView, held: HeldLock | None

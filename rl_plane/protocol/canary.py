@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.stored import Stored
 from rl_plane.protocol.validation import Body, invalid_from_pydantic
 
 CANARY_NAME = "canary.json"
@@ -228,7 +229,7 @@ def sequences_id(sequences: Sequence[Sequence[int]]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class CanaryRecord:
+class CanaryRecord(Stored):
     """The canary of a committed version, in its decision record: a worker that swaps this version in judges its own
     vectors by it (`rl_plane.commit.canary_rules.evaluate_worker`). Its encoded size is at most MAX_RECORD_BYTES."""
 
@@ -241,7 +242,7 @@ class CanaryRecord:
     tolerance: float | None = None
     """The update's tolerance for `expected` and across kinds. None: ACROSS_KINDS and ROUNDING_ACROSS_KINDS."""
     undecided: bool = False
-    """The workers' values differed, and nothing told which ones are right. No worker passes then."""
+    """The workers' values differed, and nothing showed which ones are right. No worker passes then."""
     overruled: str = ""
     """Why every worker failed a version that is served all the same (`warn`): its `references` are the values that
     failed. Empty: no failure was overruled."""
@@ -268,33 +269,9 @@ class CanaryRecord:
         bound = self.tolerance if self.tolerance is not None else ACROSS_KINDS
         return replace(default, absolute=min(bound, default.absolute))
 
-    def to_wire(self) -> dict[str, Any]:
-        return {
-            "sequences": [list(tokens) for tokens in self.sequences],
-            "expected": _vectors_wire(self.expected) if self.expected is not None else None,
-            "references": {kind: _vectors_wire(vectors) for kind, vectors in self.references.items()},
-            "tolerance": self.tolerance,
-            "undecided": self.undecided,
-            "overruled": self.overruled,
-            "origin": self.origin,
-        }
-
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> CanaryRecord:
-        expected = wire["expected"]
-        return cls(
-            tuple(tuple(tokens) for tokens in wire["sequences"]),
-            _vectors(expected) if expected is not None else None,
-            {kind: _vectors(vectors) for kind, vectors in wire["references"].items()},
-            wire["tolerance"],
-            wire["undecided"],
-            wire["overruled"],
-            wire["origin"],
-        )
-
 
 @dataclass(frozen=True, slots=True)
-class PastValues:
+class PastValues(Stored):
     """The vectors of one version for one set of sequences."""
 
     digest: str
@@ -306,7 +283,7 @@ class PastValues:
 
 
 @dataclass(frozen=True, slots=True)
-class CanaryHistory:
+class CanaryHistory(Stored):
     """The vectors of the newest versions that the fleet has served, by digest.
 
     A version that returns (a roll-back, a restart, a worker that heals) must give the same values again. The history is
@@ -341,30 +318,12 @@ class CanaryHistory:
         encoded: list[bytes] = []
         left = MAX_HISTORY_BYTES - len(b'{"versions":[]}')
         for past in reversed(self.versions):
-            values = {kind: _vectors_wire(vectors) for kind, vectors in past.values.items()}
-            wire = {"digest": past.digest, "sequences": past.sequences, "values": values}
-            data = json.dumps(wire, separators=(",", ":")).encode()
+            data = json.dumps(past.to_wire(), separators=(",", ":")).encode()
             left -= len(data) + 1
             if left < 0:
                 break
             encoded.append(data)
         return b'{"versions":[' + b",".join(reversed(encoded)) + b"]}"
-
-    @classmethod
-    def decode(cls, data: bytes | None) -> CanaryHistory:
-        """None: no history was written yet, or the store has lost it."""
-        if not data:
-            return cls()
-        return cls(
-            tuple(
-                PastValues(
-                    past["digest"],
-                    past["sequences"],
-                    {kind: _vectors(vectors) for kind, vectors in past["values"].items()},
-                )
-                for past in json.loads(data)["versions"]
-            )
-        )
 
 
 def first_kinds(values: Mapping[str, Vectors]) -> dict[str, Vectors]:
@@ -375,11 +334,3 @@ def first_kinds(values: Mapping[str, Vectors]) -> dict[str, Vectors]:
 def rounded(vectors: Sequence[Sequence[float]]) -> Vectors:
     """The vectors as they are stored: DECIMALS digits after the point."""
     return tuple(tuple(round(float(value), DECIMALS) for value in vector) for vector in vectors)
-
-
-def _vectors_wire(vectors: Vectors) -> list[list[float]]:
-    return [list(vector) for vector in rounded(vectors)]
-
-
-def _vectors(wire: Sequence[Sequence[float]]) -> Vectors:
-    return tuple(tuple(float(value) for value in vector) for vector in wire)

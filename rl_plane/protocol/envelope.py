@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgpack
 
-from rl_plane.errors import InvalidRequest, PlaneError, error_from_wire
+from rl_plane.errors import InvalidRequest, PlaneError
 from rl_plane.protocol.strict_json import parse_json_object
 
 PROTOCOL_VERSION = 1
@@ -182,21 +182,6 @@ def request_from_wire(wire: dict[str, Any]) -> Request:
             raise InvalidRequest("targets must be instance ids", field="targets", fix="send a list of strings")
         fields["targets"] = tuple(fields["targets"])
     return Request(**fields)
-
-
-def reply_from_wire(wire: dict[str, Any]) -> Reply:
-    error = wire.get("error")
-    return Reply(
-        op=wire.get("op", ""),
-        id=wire.get("id", ""),
-        status=wire["status"],
-        body=wire.get("body") or {},
-        error=error_from_wire(error) if error else None,
-        instance_id=wire.get("instance_id", ""),
-        incarnation=wire.get("incarnation", ""),
-        rank_results=wire.get("rank_results"),
-        elapsed_s=wire.get("elapsed_s", 0.0),
-    )
 
 
 def engine_replies(reply: Mapping[str, Any]) -> list[dict[str, Any]]:

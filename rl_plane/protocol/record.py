@@ -6,14 +6,14 @@ The committed state is one version of the base weights and a map adapter → ver
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rl_plane.protocol.canary import CanaryRecord, OnCanaryFailure
+from rl_plane.protocol.stored import Stored
 from rl_plane.protocol.versions import VersionReply, WeightVersion
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -33,7 +33,7 @@ a worker stays closed if only other workers' scores can show that it passes the 
 
 
 @dataclass(frozen=True, slots=True)
-class VersionSource:
+class VersionSource(Stored):
     """The source from which a version's bytes can be fetched again."""
 
     transport: Mapping[str, Any] | None
@@ -63,55 +63,26 @@ class VersionSource:
         """Reports whether a worker without any copy can fetch the version."""
         return self.refetchable and (self.before is None or self.before.from_scratch)
 
-    def to_wire(self) -> dict[str, Any]:
-        return {
-            "transport": self.transport,
-            "cast": self.cast,
-            "refetchable": self.refetchable,
-            "staging": self.staging,
-            "keep_staged": self.keep_staged,
-            "encoding": self.encoding,
-            "base": self.base,
-            "before": self.before.to_wire() if self.before is not None else None,
-        }
-
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> VersionSource:
-        before = wire.get("before")
-        return cls(**{**wire, "before": cls.from_wire(before) if before is not None else None})
-
 
 @dataclass(frozen=True, slots=True)
-class CommittedAdapter:
+class CommittedAdapter(Stored):
     """A LoRA adapter in the committed state."""
 
     version: WeightVersion
     source: VersionSource
 
-    def to_wire(self) -> dict[str, Any]:
-        return {"version": self.version.to_wire(), "source": self.source.to_wire()}
-
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Held(Stored):
     """A state of the weights: the one in a worker's engine, or the committed one."""
 
     version: WeightVersion
     """The version of the base weights."""
     adapters: Mapping[str, WeightVersion] = field(default_factory=dict)
 
-    def to_wire(self) -> dict[str, Any]:
-        adapters = {name: version.to_wire() for name, version in self.adapters.items()}
-        return {"version": self.version.to_wire(), "adapters": adapters}
-
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> Held:
-        adapters = {name: WeightVersion.from_wire(version) for name, version in wire["adapters"].items()}
-        return cls(WeightVersion.from_wire(wire["version"]), adapters)
-
 
 @dataclass(frozen=True, slots=True)
-class DecisionRecord:
+class DecisionRecord(Stored):
     """The committed state, and the sources from which a worker can fetch its bytes."""
 
     version: WeightVersion
@@ -192,56 +163,6 @@ class DecisionRecord:
     def opened(self) -> DecisionRecord:
         return replace(self, open=True, rolling_from=None, fallback=None)
 
-    def to_wire(self) -> dict[str, Any]:
-        # Each worker encodes one for each update, and `asdict` takes twenty times as long.
-        return {
-            "version": self.version.to_wire(),
-            "source": self.source.to_wire(),
-            "update_id": self.update_id,
-            "made": self.made.to_wire(),
-            "adapters": {name: adapter.to_wire() for name, adapter in self.adapters.items()},
-            "run_number": self.run_number,
-            "rolling_from": self.rolling_from.to_wire() if self.rolling_from is not None else None,
-            "pause_mode": self.pause_mode,
-            "keep_pause": self.keep_pause,
-            "canary": self.canary.to_wire() if self.canary is not None else None,
-            "on_canary_failure": self.on_canary_failure,
-            "fallback": self.fallback.to_wire() if self.fallback is not None else None,
-            "missed": self.missed,
-            "open": self.open,
-            "decided_at": self.decided_at,
-            "fence": self.fence,
-            "seal": self.seal,
-            "barred": self.barred,
-        }
-
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> DecisionRecord:
-        adapters = {
-            name: CommittedAdapter(WeightVersion.from_wire(one["version"]), VersionSource.from_wire(one["source"]))
-            for name, one in wire["adapters"].items()
-        }
-        rolling, canary, fallback = wire["rolling_from"], wire["canary"], wire["fallback"]
-        return cls(
-            **{
-                **wire,
-                "version": WeightVersion.from_wire(wire["version"]),
-                "made": WeightVersion.from_wire(wire["made"]),
-                "source": VersionSource.from_wire(wire["source"]),
-                "adapters": adapters,
-                "rolling_from": Held.from_wire(rolling) if rolling is not None else None,
-                "canary": CanaryRecord.from_wire(canary) if canary is not None else None,
-                "fallback": cls.from_wire(fallback) if fallback is not None else None,
-            }
-        )
-
-    def encode(self) -> bytes:
-        return json.dumps(self.to_wire()).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> DecisionRecord:
-        return cls.from_wire(json.loads(data))
-
 
 def new_run() -> str:
     """A new run id. Run ids sort by their time of creation, to a millisecond."""
@@ -278,7 +199,7 @@ def version_wire(record: DecisionRecord | None) -> VersionReply | None:
 
 
 @dataclass(frozen=True, slots=True)
-class DesiredPause:
+class DesiredPause(Stored):
     """The pause that the fleet must have. A worker that joins a paused fleet starts paused."""
 
     paused: bool
@@ -286,20 +207,13 @@ class DesiredPause:
     until: float = 0.0
     """Unix seconds at which the lease ends, by the NATS server's clock (`Bus.server_time`)."""
 
-    def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> DesiredPause:
-        return cls(**json.loads(data))
-
     def left_s(self, now: float) -> float:
         """The seconds that the pause lasts from `now` on, which is the NATS server's time."""
         return max(0.0, self.until - now) if self.paused else 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class DesiredMemory:
+class DesiredMemory(Stored):
     """The memory that the fleet must have released. A worker that starts meanwhile releases its own before it opens.
 
     It has no lease, because a trainer uses the memory for an unknown time."""
@@ -324,18 +238,9 @@ class DesiredMemory:
         own = {one: then(mine) for one, mine in self.own.items()}
         return DesiredMemory(released, {one: mine for one, mine in own.items() if mine != released})
 
-    def encode(self) -> bytes:
-        own = {one: sorted(tags) for one, tags in self.own.items()}
-        return json.dumps({"released": sorted(self.released), "own": own}).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> DesiredMemory:
-        wire = json.loads(data)
-        return cls(frozenset(wire["released"]), {one: frozenset(tags) for one, tags in wire["own"].items()})
-
 
 @dataclass(frozen=True, slots=True)
-class UpdateSession:
+class UpdateSession(Stored):
     """An update that spans several calls. It is prepared on every worker, and waits for complete or abort."""
 
     update_id: str
@@ -351,13 +256,6 @@ class UpdateSession:
     """Seconds of silence after which the server removes the session: the TTL of its key, counted by the server."""
     parts: int = 0
     """The number of parts that were received."""
-
-    def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> UpdateSession:
-        return cls(**json.loads(data))
 
     def updated(self, *, version: str | None = None, pause_mode: PauseMode | None = None) -> UpdateSession:
         """The session with a label or a pause mode that its trainer gives only now. None: no change."""

@@ -151,9 +151,6 @@ class KeyValueBucket:
     def feed(self, key: str) -> str:
         return f"rlp.feed.{self.name}.{key}"
 
-    def key_of_subject(self, subject: str) -> str:
-        return subject[len(self.key("")) :]
-
     def key_of_feed(self, subject: str) -> str:
         return subject[len(self.feed("")) :]
 

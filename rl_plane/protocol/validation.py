@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError
 
 from rl_plane.errors import InvalidRequest
 
@@ -15,6 +15,8 @@ MAX_TIMEOUT_S = 86_400.0
 LABEL_CHARS = 200
 DIGEST = r"^blake3:[0-9a-f]{64}$"
 PRINTABLE = r"^[^\x00-\x1f\x7f]*$"
+Label = Annotated[str, Field(min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)]
+"""The name of a version or of an adapter."""
 
 
 class Body(BaseModel):

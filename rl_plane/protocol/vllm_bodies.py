@@ -185,8 +185,8 @@ def part_body(part: UpdateInfo, transfer: Transfer) -> dict[str, Any]:
     """The body of `receive_weights_part`."""
     packed = transfer.packed if part.packed is None else part.packed
     layout = {"layout": "packed", "bucket_bytes": transfer.bucket_bytes} if packed else {"layout": "each"}
-    told = {"names": part.names, "dtypes": part.dtype_names, "shapes": part.shapes}
-    return {**told, **layout, "timeout_s": transfer.timeout_s}
+    tensors = {"names": part.names, "dtypes": part.dtype_names, "shapes": part.shapes}
+    return {**tensors, **layout, "timeout_s": transfer.timeout_s}
 
 
 def under_way(update_id: str) -> Conflict:

@@ -28,7 +28,7 @@ def spec_of(tensor: Tensor, name: str = "") -> TensorSpec:
 
 def spec_from(name: str, dtype: Any, shape: tuple[int, ...]) -> TensorSpec:
     """The spec of a tensor of this torch dtype. Raises InvalidRequest for a dtype that can't be sent."""
-    known = _dtypes().get(dtype)
+    known = names_of_dtypes().get(dtype)
     if known is None:
         raise InvalidRequest(
             f"{name!r} is of {dtype}, which can't be sent", field="source", fix="convert it first"
@@ -148,7 +148,8 @@ def _hash(place: Buffer) -> str:
     return tensor_digest(place if isinstance(place, memoryview) else memoryview(place.cpu().numpy()))
 
 
-def _dtypes() -> dict[Any, str]:
+def names_of_dtypes() -> dict[torch.dtype, str]:
+    """The name of each torch dtype that can be sent."""
     import torch
 
     return {

@@ -4,8 +4,7 @@
   `model.safetensors.index.json`.
 * An adapter is a directory with `adapter_config.json` and `adapter_model.safetensors`.
 * A publisher may add `rl_plane_manifest.json` (see `write_manifest`). A receiver then also checks that the bytes are
-those
-  that were published.
+  those that were published.
 
 Opening a checkpoint opens all of its files, and checks everything except their bytes. The files stay open until
 `close`: if a rename replaces the checkpoint meanwhile, the old one is read; if a file is written to, it is refused.
@@ -13,15 +12,16 @@ Opening a checkpoint opens all of its files, and checks everything except their 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from blake3 import blake3
 
@@ -41,7 +41,6 @@ from rl_plane.weights.rooted_files import Directory, check_beneath, kind_of, lis
 from rl_plane.weights.safetensors_file import READ_BYTES, SafetensorsFile, StoredTensor, write_atomically
 
 Kind = Literal["base", "lora"]
-T = TypeVar("T")
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -101,8 +100,9 @@ class Checkpoint:
         else:
             for lane in range(min(READERS, len(runs))):
                 self._lanes.append(ReadAhead(self._read(*run, hashed) for run in runs[lane::READERS]))
-            for made in self._in_turn([iter(lane) for lane in self._lanes], len(runs)):
-                yield from made
+            turns = itertools.cycle([iter(lane) for lane in self._lanes])
+            for lane_in_turn in itertools.islice(turns, len(runs)):
+                yield from next(lane_in_turn)
         self.check_unchanged()
 
     def _runs(self) -> Iterator[tuple[SafetensorsFile, list[str]]]:
@@ -119,11 +119,6 @@ class Checkpoint:
             if names:
                 yield file, names
 
-    @staticmethod
-    def _in_turn(lanes: list[Iterator[T]], count: int) -> Iterator[T]:
-        for number in range(count):
-            yield next(lanes[number % len(lanes)])
-
     def _read(self, file: SafetensorsFile, names: list[str], hashed: bool) -> list[tuple[str, HostTensor]]:
         places = [file.tensors[name] for name in names]
         start = places[0].offset
@@ -134,7 +129,8 @@ class Checkpoint:
         made = []
         for name, one in zip(names, places, strict=True):
             part = data[one.offset - start :][: one.spec.nbytes]
-            digest = _read_hashed(file, one.offset, part) if hashed else None
+            pieces = (part[at : at + PIECE_BYTES] for at in range(0, len(part), PIECE_BYTES))
+            digest = _read_hashed(file, one.offset, pieces) if hashed else None
             made.append((name, HostTensor(one.spec, part, owned=True, digest=digest)))
         file.check_unchanged()
         return made
@@ -144,10 +140,9 @@ class Checkpoint:
         buffer = memoryview(bytearray(READ_BYTES))
         digests = {}
         for name, (file, stored) in self.places.items():
-            hasher = blake3()
-            for chunk in file.chunks(stored, buffer):
-                hasher.update(chunk)
-            digests[name] = hasher.hexdigest()
+            nbytes = stored.spec.nbytes
+            pieces = (buffer[: nbytes - at] for at in range(0, nbytes, len(buffer)))
+            digests[name] = _read_hashed(file, stored.offset, pieces)
         self.check_unchanged()
         return digests
 
@@ -173,12 +168,13 @@ class Checkpoint:
             lane.close(max(0.0, give_up - time.monotonic()))
 
 
-def _read_hashed(file: SafetensorsFile, offset: int, place: memoryview) -> str:
+def _read_hashed(file: SafetensorsFile, offset: int, pieces: Iterable[memoryview]) -> str:
+    """Fills the pieces, one after another, from `offset` on. Returns the blake3 hex digest of what was read."""
     hasher = blake3()
-    for start in range(0, len(place), PIECE_BYTES):
-        piece = place[start : start + PIECE_BYTES]
-        file.read_into(offset + start, piece)
+    for piece in pieces:
+        file.read_into(offset, piece)
         hasher.update(piece)
+        offset += len(piece)
     return str(hasher.hexdigest())
 
 

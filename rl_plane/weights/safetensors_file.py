@@ -13,7 +13,7 @@ import secrets
 import stat
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,13 +188,6 @@ class SafetensorsFile:
                 if self._closed and not self._reads:
                     os.close(self._descriptor)
 
-    def chunks(self, tensor: StoredTensor, buffer: memoryview) -> Iterator[memoryview]:
-        """Yields a tensor's bytes in pieces, each in the same `buffer`."""
-        for start in range(0, tensor.spec.nbytes, len(buffer)):
-            piece = buffer[: min(len(buffer), tensor.spec.nbytes - start)]
-            self.read_into(tensor.offset + start, piece)
-            yield piece
-
     def check_unchanged(self) -> None:
         """Raises InvalidWeights if the file was written to since it was opened."""
         with self._lock:
@@ -227,18 +220,30 @@ def write_safetensors(
     path: Path, tensors: Mapping[str, tuple[TensorSpec, bytes]], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Writes a file atomically, in the order given: a reader of `path` sees the old file or the complete new one."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
     for name, (spec, data) in tensors.items():
         if not checked_name(name) or name == "__metadata__":
             raise ValueError(f"{name[:MAX_NAME_CHARS]!r} can't be the name of a tensor")
         if len(data) != spec.nbytes:
             raise ValueError(f"{name!r} needs {spec.nbytes} bytes, not {len(data)}")
-        entry = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [end, end + len(data)]}
-        header[name], end = entry, end + len(data)
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)  # readers that map the file need aligned data
-    write_atomically(path, [_LENGTH.pack(len(raw)), raw, *(data for _, data in tensors.values())])
+    header, _ = encode_header({name: spec for name, (spec, _) in tensors.items()}, metadata)
+    write_atomically(path, [header, *(data for _, data in tensors.values())])
+
+
+def encode_header(
+    specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, StoredTensor]]:
+    """Returns what precedes the data of a file, and the place of each tensor, in the order given."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, spec in specs.items():
+        offsets = [end, end + spec.nbytes]
+        header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
+        end += spec.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # readers that map the file need aligned data
+    raw = _LENGTH.pack(len(text)) + text
+    begins = {name: len(raw) + header[name]["data_offsets"][0] for name in specs}
+    return raw, {name: StoredTensor(spec, begins[name]) for name, spec in specs.items()}
 
 
 def write_atomically(path: Path, pieces: Iterable[bytes]) -> None:

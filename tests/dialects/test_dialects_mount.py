@@ -9,7 +9,6 @@ import re
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,9 +16,6 @@ import httpx
 import pytest
 
 from frontend.dialects.common.fleet_as_one import NOT_POSSIBLE, begun, dialect_error, served_version
-from frontend.dialects.sglang import groups as sglang_groups
-from frontend.dialects.sglang.groups import GroupFields, Groups
-from frontend.main import started
 from frontend.server.api import Api, schema_of
 from frontend.server.bodies import MAX_BODY_BYTES, MAX_NAMES_BYTES, parse_hashed
 from frontend.server.options import DIALECTS, FrontendOptions
@@ -36,6 +32,7 @@ from rl_plane.errors import (
     Unsupported,
     WorkerLost,
 )
+from tests.support.frontend_here import started
 from tests.support.paths import ROOT
 from tests.support.settings import values_of
 
@@ -241,13 +238,13 @@ async def test_an_unknown_field_is_told_of_once(
         return request.fields.number
 
     routes.add(["POST"], "/told", numbers, summary="", fields=Numbers)
-    caplog.set_level(logging.WARNING, "frontend.dialects")
+    caplog.set_level(logging.WARNING, "frontend.server.shared_routes")
     async with speaking(routes) as http:
         for _ in range(3):
             assert (await http.post("/told", json={"number": 1, "colour": "red"})).json() == 1
-    assert [record.getMessage() for record in caplog.records if record.name == "frontend.dialects"] == [
-        "/told: the field 'colour' has no effect: it is not known here, and is dropped"
-    ]
+    assert [
+        record.getMessage() for record in caplog.records if record.name == "frontend.server.shared_routes"
+    ] == ["/told: the field 'colour' has no effect: it is not known here, and is dropped"]
 
 
 FOUND_BY = {"/v1/rl/update_weights": {"weight_dir": ""}, "/update_weight_version": {"abort_all_requests": "no"}}
@@ -259,7 +256,7 @@ async def test_every_route_tells_of_a_field_that_it_does_not_know(
 ) -> None:
     """The warning comes whatever else the route answers."""
     monkeypatch.setattr("frontend.server.shared_routes._reported", set())
-    caplog.set_level(logging.WARNING, "frontend.dialects")
+    caplog.set_level(logging.WARNING, "frontend.server.shared_routes")
     plane.spawn()
     async with facade(plane) as http:
         paths = (await http.get("/openapi.json")).json()["paths"]
@@ -547,71 +544,3 @@ def test_every_row_names_a_test_that_there_is() -> None:
             # A step of a test is one only where the test takes it.
             assert found[2].startswith("test_") or len(re.findall(rf"\b{found[2]}\b", text)) > 1, test
     assert TRAINERS - {name for trainer, *_ in rows for name in re.split(r"[ ,(]+", trainer)} == set()
-
-
-# ---- SGLang's groups ----
-
-
-class _Forming:
-    """The fleet's `init_transport`, which ends when the test says how."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-        self.begun = asyncio.Event()
-        self.end: asyncio.Future[PlaneError | None] = asyncio.get_running_loop().create_future()
-
-    async def run(self, op: str, body: dict[str, Any], request_id: str) -> dict[str, Any]:
-        self.asked.append(body["group"])
-        self.begun.set()
-        if (error := await self.end) is not None:
-            raise error
-        return {"workers": []}
-
-    def groups(self) -> Groups:
-        plane: Any = SimpleNamespace(calls=self, part_timeout_s=1.0)
-        return Groups(plane)
-
-
-def _group(name: str) -> GroupFields:
-    return GroupFields(master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=3, group_name=name)
-
-
-async def test_groups_that_waited_behind_one_that_failed_fail_with_it() -> None:
-    """The groups belong to one trainer, which has died. Each would hold the ranks for its whole time, one after
-    another."""
-    forming = _Forming()
-    groups = forming.groups()
-    calls = [asyncio.create_task(groups.form(_group(name), "")) for name in ("a", "b", "c")]
-    await forming.begun.wait()
-    forming.end.set_result(WorkerLost("the trainer is gone", disabled=["w"]))
-    for error in await asyncio.gather(*calls, return_exceptions=True):
-        assert isinstance(error, Conflict)
-        assert (error.message, error.facts["disabled"]) == ("the trainer is gone", ["w"])
-    assert forming.asked == ["a"]
-    forming.end = asyncio.get_running_loop().create_future()
-    forming.end.set_result(None)
-    await groups.form(_group("b"), "")  # who comes afterwards is tried
-    assert forming.asked == ["a", "b"]
-
-
-async def test_a_group_that_was_wrong_keeps_nobody_out() -> None:
-    forming = _Forming()
-    groups = forming.groups()
-    calls = [asyncio.create_task(groups.form(_group(name), "")) for name in ("a", "b")]
-    await forming.begun.wait()
-    forming.end.set_result(InvalidRequest("no such backend", field="backend"))
-    await asyncio.gather(*calls, return_exceptions=True)
-    assert forming.asked == ["a", "b"]
-
-
-async def test_the_turn_of_a_group_is_not_awaited_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_groups, "TURN_WAIT_S", 0.0)
-    forming = _Forming()
-    groups = forming.groups()
-    first = asyncio.create_task(groups.form(_group("a"), ""))
-    await forming.begun.wait()
-    with pytest.raises(Locked) as caught:
-        await groups.form(_group("b"), "")
-    assert caught.value.facts["fix"]
-    forming.end.set_result(None)
-    await first

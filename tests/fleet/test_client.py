@@ -463,10 +463,12 @@ async def test_a_node_that_hangs_with_bytes_unsent_is_left_for_another(
 async def test_a_fan_out_to_a_node_that_hangs_ends(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rl_plane.bus.connection, "PING_INTERVAL_S", 1.0)
     client = await RlClient.connect(node.url)
+    fan_outs = rl_plane.bus.scatter.Gather(client.bus)
+    await fan_outs.start_listening()
     node.hang(others_listen=False)
     async with publishing(client.bus), asyncio.timeout(HUNG_BOUND_S):
         with pytest.raises(BusUnreachable):
-            await client.gather([("nobody", MUCH)] * MANY, HUNG_BOUND_S)
+            await fan_outs.run([("nobody", MUCH)] * MANY, HUNG_BOUND_S)
         await client.close()
 
 

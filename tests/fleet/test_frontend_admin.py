@@ -12,11 +12,11 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from frontend.main import started
 from frontend.server.options import FrontendOptions
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.fleet_ops import FLEET_OPS
 from rl_plane.weights.checkpoint import open_checkpoint
+from tests.support.frontend_here import started
 from worker.testing.phase_hooks import VARIABLE
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ async def test_an_unexpected_error_is_a_500_without_its_insides(
     async def broken(*args: object) -> None:
         raise RuntimeError("a secret path")
 
-    monkeypatch.setattr("frontend.facade.calls.FleetCalls.run", broken)
+    monkeypatch.setattr("frontend.facade.op_runner.OpRunner.run", broken)
     response = await rl.get("state")
     assert error_of(response, 500)["code"] == "internal"
     assert "secret" not in response.text

@@ -16,13 +16,13 @@ import pytest_asyncio
 
 from frontend.facade import events
 from frontend.facade.events import HELLO, KEEP_ALIVE, FleetEvents, Listener
-from frontend.main import started
 from frontend.routing.fleet_status import FleetStatus
 from frontend.server import listeners
 from frontend.server.options import FrontendOptions
 from rl_plane.errors import InvalidRequest, Unavailable
 from tests.support.committed_records import record, rolling
 from tests.support.faults import spawn_faulty
+from tests.support.frontend_here import started
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

@@ -13,10 +13,10 @@ import pytest
 import pytest_asyncio
 
 from frontend.facade import nats_service
-from frontend.main import started
 from frontend.server.options import FrontendOptions
 from rl_plane.bus.connection import Bus
 from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
+from tests.support.frontend_here import started
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

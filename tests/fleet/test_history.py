@@ -585,7 +585,7 @@ async def test_the_record_resolves_an_unknown_outcome(
     """The answer of the decision was lost, and with it the caller's: the same id finds out."""
     client = await plane.client()
     plane.spawn()
-    real = Coordinator._carry_out
+    real = Coordinator.carry_out
 
     async def lost(self: Coordinator, instruction: Instruction) -> Event:
         if instruction.phase == "resolve":
@@ -598,7 +598,7 @@ async def test_the_record_resolves_an_unknown_outcome(
 
     body = update_of(plane.model(1), "step_1")
     with monkeypatch.context() as patch:
-        patch.setattr(Coordinator, "_carry_out", lost)
+        patch.setattr(Coordinator, "carry_out", lost)
         with pytest.raises(OutcomeUnknown):
             await client.run("update_weights", body, "id-1")
     assert (await told(client))[0]["outcome"] == ("committed" if decided else "aborted")

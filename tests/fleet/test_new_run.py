@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from frontend.main import started
 from frontend.server.options import FrontendOptions
 from rl_plane.bus.server import NatsServer
 from rl_plane.cli import main
@@ -19,6 +18,7 @@ from tests.support.adapter_updates import adapter, load
 from tests.support.dying_coordinator import ENDS, ends_at
 from tests.support.faults import Told, generate
 from tests.support.fleet_updates import all_serve, states, update_of
+from tests.support.frontend_here import started
 from tests.support.frontend_process import ask, error_of, frontend, tokens_under
 from worker.engines.fake.adapter import fake_token
 from worker.receive.staging import model_digest

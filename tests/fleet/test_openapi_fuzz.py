@@ -16,9 +16,9 @@ from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.core.result import Ok
 
-from frontend.main import started
 from frontend.server.options import FrontendOptions
 from tests.support.dialect_facade import fine
+from tests.support.frontend_here import started
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

@@ -35,7 +35,7 @@ def rolling(plane: Plane, seed: int, **policy: Any) -> dict[str, Any]:
 
 def dies_in_the_roll(patch: pytest.MonkeyPatch, after: int) -> None:
     """A coordinator that is gone when it has swapped so many workers."""
-    real = Coordinator._carry_out
+    real = Coordinator.carry_out
     rolled = 0
 
     async def carry_out(self: Coordinator, instruction: Instruction) -> Event:
@@ -46,7 +46,7 @@ def dies_in_the_roll(patch: pytest.MonkeyPatch, after: int) -> None:
             rolled += 1
         return await real(self, instruction)
 
-    patch.setattr(Coordinator, "_carry_out", carry_out)
+    patch.setattr(Coordinator, "carry_out", carry_out)
 
 
 async def test_workers_roll_one_by_one_and_one_always_serves(plane: Plane) -> None:

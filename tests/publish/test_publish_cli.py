@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from examples.skyrl_client import FleetInferenceClient
-from frontend.main import started
 from frontend.server.options import FrontendOptions
 from rl_plane.cli import main
 from rl_plane.cli.settings import SETTINGS
@@ -20,6 +19,7 @@ from rl_plane.publish.integrations.skyrl import lora_disk_load, publisher_option
 from rl_plane.sync import SyncRlClient
 from rl_plane.transports.registry import installed
 from tests.support.fleet_updates import all_serve
+from tests.support.frontend_here import started
 from worker.engines.fake.adapter import make_fake_adapter, make_fake_model
 from worker.receive.staging import adapter_digest, model_digest
 

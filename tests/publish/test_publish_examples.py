@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from frontend.main import started
 from frontend.server.options import FrontendOptions
+from tests.support.frontend_here import started
 from tests.support.reference import greedy
 from tests.support.scripts import run, torchrun
 from worker.testing.tiny_model import make_tiny_model

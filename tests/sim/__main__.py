@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def _results(first: int, seeds: int, jobs: int, cluster: bool, partitions: bool) -> Iterator[Result]:
-    """In the order of the seeds, so that the first failure is the same for any number of processes."""
+    """Yields the outcomes in the order of the seeds: the first failure is the same for any number of processes."""
     one = partial(run_seed, cluster=cluster, partitions=partitions)
     adapters()
     gc.freeze()  # what is here now is not looked at after each seed

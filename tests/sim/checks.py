@@ -259,8 +259,8 @@ class Checks:
         self.staged.setdefault(update_id, {})[process] = self.now
 
     def may_lack(self, process: Process, decision: Decision) -> bool:
-        """Nobody can bring this version to a worker that lacks it, and this one has a reason to lack it: it was not
-        there, could not take it, or something was done to it since."""
+        """Reports whether no source can bring this version to a worker that lacks it, and this worker has a reason to
+        lack it: it was not there, could not take it, or something was done to it since."""
         if product.can_be_fetched(decision, self.world.sources.digest_at):
             return False
         well = process in self.staged.get(decision.update_id, {}) and not process.faulty

@@ -295,4 +295,4 @@ TRANSITIONS: dict[str, bool] = {
     "worker: what a coordinator has left → stays": False,
 }
 """All that the seeds take, and whether one is rare: fewer than one seed in 12 takes it. What else a coordinator may
-be led to do, `tests/unit/commit/test_update_machine.py` feeds it by hand."""
+be led to do, `tests/unit/commit/test_update_*.py` feed it by hand."""

@@ -282,7 +282,7 @@ class Faults(NatsFaults):
                 process.spawn(engine.close())
 
     def _miscompute(self) -> None:
-        """From its next swap on, until it is well again."""
+        """Takes effect from the worker's next swap on, until the worker is well again."""
         world = self._world
         if world.workers:
             process, _, engine = world.rng.choice(list(world.workers.values()))

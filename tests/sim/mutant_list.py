@@ -6,6 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MACHINE = "tests/unit/commit/test_update_machine.py::test_"
+SESSIONS = "tests/unit/commit/test_update_sessions.py::test_"
+RECOVERY = "tests/unit/commit/test_update_recovery.py::test_"
+UPDATE_CANARY = "tests/unit/commit/test_update_canary.py::test_"
+ADAPTERS = "tests/unit/commit/test_update_adapters.py::test_"
 CORE = "tests/unit/worker/test_worker_core.py::test_"
 STATE = "tests/unit/worker/test_worker_state.py::test_"
 LOCK = "tests/fleet/test_lock.py::test_"
@@ -356,7 +360,7 @@ MUTANTS = [
         "rl_plane/commit/machine.py",
         "(there.update_id, there.made) != (record.update_id, record.made)",
         "there.update_id != record.update_id",
-        MACHINE + "a_rollback_decision_with_a_lost_answer_is_resolved_by_the_version_in_the_record",
+        UPDATE_CANARY + "a_rollback_decision_with_a_lost_answer_is_resolved_by_the_version_in_the_record",
     ),
     Mutant(
         "update: opens before the leases have ended",
@@ -392,7 +396,7 @@ MUTANTS = [
         "rl_plane/commit/machine.py",
         "    if not base.final:\n",
         "    if False:\n",
-        MACHINE + "what_a_dead_coordinator_had_decided_is_finished_first",
+        RECOVERY + "what_a_dead_coordinator_had_decided_is_finished_first",
     ),
     Mutant(
         "update: workers that are not gated swap",
@@ -420,70 +424,70 @@ MUTANTS = [
         "rl_plane/commit/preparation.py",
         "    if not is_lost(session, policy, seen):\n",
         "    if False:\n",
-        MACHINE + "another_live_session_is_waited_for",
+        SESSIONS + "another_live_session_is_waited_for",
     ),
     Mutant(
         "update: one that was decided is decided again",
         "rl_plane/commit/machine.py",
         "    if base.update_id == update_id:\n        return (yield from answer(state, base, body.policy))\n",
         "",
-        MACHINE + "under_the_same_id_an_update_answers_with_the_outcome_of_the_one_that_was_decided",
+        RECOVERY + "under_the_same_id_an_update_answers_with_the_outcome_of_the_one_that_was_decided",
     ),
     Mutant(
         "update: nobody checks what it is to become",
         "rl_plane/commit/machine.py",
         "    check_against(base, body, state.changed_source(base, body))\n    check_canary",
         "    check_canary",
-        MACHINE + "an_impossible_adapter_change_is_refused_before_any_worker_is_asked",
+        ADAPTERS + "an_impossible_adapter_change_is_refused_before_any_worker_is_asked",
     ),
     Mutant(
         "update: a resumed fleet is paused again",
         "rl_plane/commit/opening.py",
         "if record.keep_pause and state.pause_written < record.fence:",
         "if record.keep_pause:",
-        MACHINE + "a_coordinator_that_finishes_a_keep_pause_update_saves_the_pause",
+        RECOVERY + "a_coordinator_that_finishes_a_keep_pause_update_saves_the_pause",
     ),
     Mutant(
         "canary: what all workers miss is opened",
         "rl_plane/commit/machine.py",
         "    if not goes_back(record, state.settlement):\n        yield from",
         "    if True:\n        yield from",
-        MACHINE + "a_version_that_all_workers_fail_is_never_opened_and_the_version_before_returns",
+        UPDATE_CANARY + "a_version_that_all_workers_fail_is_never_opened_and_the_version_before_returns",
     ),
     Mutant(
         "canary: what all miss is opened where its return is lost",
         "rl_plane/commit/machine.py",
         "    if evaluated and not goes_back(record, state.settlement):\n",
         "    if evaluated:\n",
-        MACHINE + "a_rollback_decision_with_a_lost_answer_is_resolved_by_the_version_in_the_record",
+        UPDATE_CANARY + "a_rollback_decision_with_a_lost_answer_is_resolved_by_the_version_in_the_record",
     ),
     Mutant(
         "canary: what nobody has judged is opened",
         "rl_plane/commit/machine.py",
         "evaluated = record.canary is None or state.settlement is not None",
         "evaluated = True",
-        MACHINE + "an_update_that_is_lost_before_its_canary_is_judged_is_left_to_the_next_coordinator",
+        UPDATE_CANARY + "an_update_that_is_lost_before_its_canary_is_judged_is_left_to_the_next_coordinator",
     ),
     Mutant(
         "canary: no coordinator waits for scores",
         "rl_plane/commit/machine.py",
         "        if not late or state.elapsed_s > until:\n            break\n",
         "        break\n",
-        MACHINE + "a_coordinator_waits_for_the_scores_of_workers_that_fetch_by_themselves",
+        UPDATE_CANARY + "a_coordinator_waits_for_the_scores_of_workers_that_fetch_by_themselves",
     ),
     Mutant(
         "canary: a coordinator waits for scores for ever",
         "rl_plane/commit/machine.py",
         "        if not late or state.elapsed_s > until:\n",
         "        if not late:\n",
-        MACHINE + "a_coordinator_waits_for_scores_only_as_long_as_a_commit_may_take",
+        UPDATE_CANARY + "a_coordinator_waits_for_scores_only_as_long_as_a_commit_may_take",
     ),
     Mutant(
         "canary: the answer forgets who serves what came back",
         "rl_plane/commit/canary_steps.py",
         "    if states and not serving:\n",
         "    if False:\n",
-        MACHINE + "the_answer_names_how_many_workers_serve_the_version_that_came_back",
+        UPDATE_CANARY + "the_answer_names_how_many_workers_serve_the_version_that_came_back",
     ),
     Mutant(
         "retry: a choice whose worker fails its canary ends",
@@ -518,7 +522,7 @@ MUTANTS = [
         "rl_plane/commit/rolling.py",
         "            return evaluated  # the other workers still serve the version before\n",
         "            pass\n",
-        MACHINE + "a_rolling_update_that_fails_its_canary_reaches_only_the_first_worker",
+        UPDATE_CANARY + "a_rolling_update_that_fails_its_canary_reaches_only_the_first_worker",
     ),
     # ---- rl_plane/commit/sessions.py ----
     Mutant(
@@ -526,7 +530,7 @@ MUTANTS = [
         "rl_plane/commit/sessions.py",
         '    return meant != "" and base.update_id == meant\n',
         "    return False\n",
-        MACHINE + "completed_again_after_its_coordinator_died_it_is_not_decided_twice",
+        SESSIONS + "completed_again_after_its_coordinator_died_it_is_not_decided_twice",
         short=True,
     ),
     Mutant(
@@ -534,49 +538,49 @@ MUTANTS = [
         "rl_plane/commit/sessions.py",
         "            prepared = evaluate_prepare(replies, set(ready), body.policy, stated)\n",
         '            prepared = Prepared(session.digest or "?", ready, [], session.refetchable)\n',
-        MACHINE + "a_pushed_update_whose_weights_did_not_arrive_is_not_committed",
+        SESSIONS + "a_pushed_update_whose_weights_did_not_arrive_is_not_committed",
     ),
     Mutant(
         "session: of workers that have left",
         "rl_plane/commit/sessions.py",
         "    ready = still_there(session.prepared, state.members)\n    if not ready or",
         "    ready = dict(session.prepared)\n    if not ready or",
-        MACHINE + "a_session_that_lost_a_worker",
+        SESSIONS + "a_session_that_lost_a_worker",
     ),
     Mutant(
         "session: a worker that joined has not got what was pushed",
         "rl_plane/commit/sessions.py",
         "        if all_or_none:\n            _refuse_joiners(state, session)\n        if body.in_parts:",
         "        if body.in_parts:",
-        MACHINE + "a_worker_that_joins_after_the_push_began_aborts_it_or_is_excluded",
+        SESSIONS + "a_worker_that_joins_after_the_push_began_aborts_it_or_is_excluded",
     ),
     Mutant(
         "session: a worker that joins meanwhile has not got it",
         "rl_plane/commit/sessions.py",
         '            state.see((yield Survey("recheck")))\n            _refuse_joiners(state, session)\n',
         "            pass\n",
-        MACHINE + "a_worker_that_joins_after_the_push_began_aborts_it_or_is_excluded",
+        SESSIONS + "a_worker_that_joins_after_the_push_began_aborts_it_or_is_excluded",
     ),
     Mutant(
         "session: another digest than the caller's",
         "rl_plane/commit/sessions.py",
         "stated = state.command.digest or body.digest or session.digest or None",
         "stated = None",
-        MACHINE + "a_complete_call_with_another_digest_than_the_staged_one_aborts",
+        SESSIONS + "a_complete_call_with_another_digest_than_the_staged_one_aborts",
     ),
     Mutant(
         "session: what it names is dropped before it",
         "rl_plane/commit/sessions.py",
         '    try:\n        yield EndSession("session")\n    except PlaneError:\n        return  # the shell has logged it\n    yield from abort(state, update_id)\n',
         '    yield from abort(state, update_id)\n    yield EndSession("session")\n',
-        MACHINE + "an_uncertain_session_is_ended_before_its_staged_weights_are_aborted",
+        SESSIONS + "an_uncertain_session_is_ended_before_its_staged_weights_are_aborted",
     ),
     Mutant(
         "session: a decided one is aborted",
         "rl_plane/commit/sessions.py",
         "    if _is_decided(state, session, base):\n        raise _committed(base, committed_fix)\n",
         "",
-        MACHINE + "what_is_decided_is_neither_aborted_nor_named_nor_prepared_again",
+        SESSIONS + "what_is_decided_is_neither_aborted_nor_named_nor_prepared_again",
     ),
     # ---- rl_plane/commit/rules.py ----
     Mutant(
@@ -613,14 +617,14 @@ MUTANTS = [
         "rl_plane/commit/rules.py",
         "    return session.listening and len(listening) < needed",
         "    return False",
-        MACHINE + "a_pushed_session_that_no_worker_can_receive_does_not_lock_the_fleet",
+        SESSIONS + "a_pushed_session_that_no_worker_can_receive_does_not_lock_the_fleet",
     ),
     Mutant(
         "rules: any session is lost",
         "rl_plane/commit/rules.py",
         "    return session.listening and len(listening) < needed",
         "    return len(listening) < len(session.prepared)",
-        MACHINE + "a_pushed_session_that_no_worker_can_receive_does_not_lock_the_fleet",
+        SESSIONS + "a_pushed_session_that_no_worker_can_receive_does_not_lock_the_fleet",
     ),
     Mutant(
         "rules: whoever answers serves it",
@@ -676,7 +680,7 @@ MUTANTS = [
         "rl_plane/commit/rules.py",
         "        if record is not None and newer(record, best):\n            best = record\n",
         "        pass\n",
-        MACHINE + "the_newest_record_is_whichever_is_newest_in_the_store_here_or_at_a_worker",
+        RECOVERY + "the_newest_record_is_whichever_is_newest_in_the_store_here_or_at_a_worker",
     ),
     # ---- rl_plane/commit/coordinator.py ----
     Mutant(
@@ -687,7 +691,7 @@ MUTANTS = [
         ATTACK + "a_decision_that_arrives_after_it_was_told_as_failed_is_refused",
     ),
     Mutant(
-        "coordinator: who joins meanwhile is not told",
+        "coordinator: a worker that joins meanwhile does not hear the decision",
         "rl_plane/commit/coordinator.py",
         "            others = [member for member in fleet if known.get(member.instance_id) != member]\n",
         "            others = [member for member in fleet if member.instance_id in known and known[member.instance_id] != member]\n",
@@ -696,15 +700,15 @@ MUTANTS = [
     Mutant(
         "coordinator: a frontend's error is an acknowledgement",
         "rl_plane/commit/coordinator.py",
-        'if answer is Missing.SILENT or (isinstance(answer, bytes) and decode(answer).get("status") != "ok"):',
-        "if answer is Missing.SILENT:",
+        'if reply is None or reply.get("status") != "ok"]',
+        "if reply is None]",
         SHELL + "a_frontend_that_has_not_acknowledged_is_silent",
     ),
     Mutant(
         "coordinator: waits for less than a lease",
         "rl_plane/commit/coordinator.py",
-        "        until = self._told_at + SERVING_LEASE_S + LEASE_MARGIN_S\n",
-        "        until = self._told_at + 2.0\n",
+        "        until = self._announced_at + SERVING_LEASE_S + LEASE_MARGIN_S\n",
+        "        until = self._announced_at + 2.0\n",
         SHELL + "a_silent_worker_is_waited_for_until_its_lease_has_ended",
     ),
     Mutant(

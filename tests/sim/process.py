@@ -58,7 +58,7 @@ class Process:
         return self._loop.create_task(work, context=self._context.copy())
 
     def bus(self, name: str) -> SimBus:
-        """For the code that runs in this process."""
+        """Makes a bus for the code that runs in this process."""
         bus = SimBus(self._server, name)
         self.buses.append(bus)
         return bus

@@ -139,7 +139,7 @@ class Trainers(Sessions):
         await call(self.world, by, "new_run", {})
 
     async def _push(self, by: Coordinator) -> None:
-        """In one call: the trainer sends while it waits."""
+        """Updates in one call: the trainer sends while the call waits."""
         name, body = self.body()
         self.pushed_now(body, name)
         await self.ask(by, "update_weights", body, name)

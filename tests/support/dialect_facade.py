@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from frontend.facade.calls import FleetCalls
-from frontend.main import started
+from frontend.facade.op_runner import OpRunner
 from frontend.server.options import FrontendOptions
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S
+from tests.support.frontend_here import started
 from worker.testing.tiny_model import witness_next_token
 
 if TYPE_CHECKING:
@@ -102,9 +102,9 @@ async def just_before(
 ) -> AsyncIterator[None]:
     """`happens`, once, as a frontend of this process is about to run this op of the fleet with a body like that. It is
     given what tells that the op was answered. Fails where it did not come to that."""
-    run, answered, met = FleetCalls.run, Answered(), False
+    run, answered, met = OpRunner.run, Answered(), False
 
-    async def met_on_the_way(calls: FleetCalls, name: str, body: dict[str, Any], *more: Any, **how: Any) -> Any:
+    async def met_on_the_way(calls: OpRunner, name: str, body: dict[str, Any], *more: Any, **how: Any) -> Any:
         nonlocal met
         if met or name != op or not only(body):
             return await run(calls, name, body, *more, **how)
@@ -116,7 +116,7 @@ async def just_before(
             answered.set()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FleetCalls, "run", met_on_the_way)
+        patch.setattr(OpRunner, "run", met_on_the_way)
         yield
     assert met, f"{op} was not run"
 

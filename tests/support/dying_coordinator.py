@@ -17,7 +17,7 @@ class _Dies(BaseException):
 
 def ends_at(patch: pytest.MonkeyPatch, phase: str, error: BaseException, after: int = 0) -> None:
     """Makes each coordinator fail with `error` in `phase`. `after`: how many times it carries the phase out before."""
-    real, left = Coordinator._carry_out, after
+    real, left = Coordinator.carry_out, after
 
     async def carry_out(self: Coordinator, instruction: Instruction) -> Event:
         nonlocal left
@@ -27,7 +27,7 @@ def ends_at(patch: pytest.MonkeyPatch, phase: str, error: BaseException, after: 
                 raise error
         return await real(self, instruction)
 
-    patch.setattr(Coordinator, "_carry_out", carry_out)
+    patch.setattr(Coordinator, "carry_out", carry_out)
 
 
 ENDS = [pytest.param(_Dies(), id="dies"), pytest.param(Unavailable("NATS is down"), id="503")]

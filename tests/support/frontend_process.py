@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest_asyncio
 
-from frontend.main import started
 from frontend.server.options import FrontendOptions
 from rl_plane.client import RlClient
 from rl_plane.membership.worker_calls import WorkerCalls
 from tests.conftest import Plane
+from tests.support.frontend_here import started
 from worker.engines.fake.adapter import fake_token
 
 WAIT_S = 1.0

@@ -14,6 +14,7 @@ from frontend.dialects.sglang.body_tensors import read_tensors
 from rl_plane.weights.safetensors_file import write_safetensors
 from tests.conftest import Plane
 from tests.support.dialect_facade import PROMPT, fine
+from worker.engines.fake.fake_model import make_fake_model
 
 
 @asynccontextmanager
@@ -43,3 +44,14 @@ def one_by_one(plane: Plane, seed: int) -> list[dict[str, Any]]:
         data = base64.b64encode(path.read_bytes()).decode()
         bodies.append({"serialized_named_tensors": [data], "load_format": "safetensors", "weight_version": "one"})
     return bodies
+
+
+def on_disk(plane: Plane, seed: int) -> dict[str, Any]:
+    return {"backend": "filesystem", "path": str(plane.model(seed))}
+
+
+def tensors_of(plane: Plane, seed: int, **shape: int) -> dict[str, Any]:
+    """A body of `update_weights_from_tensor`."""
+    directory = make_fake_model(plane.tmp / "elsewhere" / f"{seed}-{len(shape)}", seed, **shape)
+    data = base64.b64encode((directory / "model.safetensors").read_bytes()).decode()
+    return {"serialized_named_tensors": [data], "load_format": "safetensors", "weight_version": "one"}

@@ -8,12 +8,12 @@ from typing import Any
 
 import httpx
 
-from frontend.main import started
 from frontend.server.options import FrontendOptions
 from rl_plane.client import RlClient
 from rl_plane.protocol.record import DecisionRecord
 from tests.conftest import Plane
 from tests.support.committed_records import span
+from tests.support.frontend_here import started
 from tests.support.lease_calls import follow, listed, tell
 from tests.support.scripted_worker import Script, ScriptedWorker, Stream, decide
 

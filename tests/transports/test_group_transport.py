@@ -18,7 +18,6 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from frontend.main import started
 from frontend.server.options import FrontendOptions
 from rl_plane.errors import (
     InvalidRequest,
@@ -44,6 +43,7 @@ from tests.conftest import stop_process
 from tests.support.dialect_facade import facade, fine, refused, served
 from tests.support.faults import Stream
 from tests.support.fleet_updates import all_serve, states
+from tests.support.frontend_here import started
 from tests.support.frontend_process import frontend
 from tests.support.group_pushes import BUCKET, Pushing, _send_all
 from tests.support.group_trainer import Trainer

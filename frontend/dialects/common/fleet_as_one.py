@@ -40,14 +40,14 @@ def dialect_error(error: PlaneError, elapsed_s: float) -> dict[str, Any]:
 def failure(error: PlaneError) -> str:
     """The error's message, and the message of each worker."""
     rows = [row for row in error.facts.get("workers") or () if isinstance(row.get("error"), dict)]
-    told = [(row["instance_id"], str(row["error"].get("message", ""))) for row in rows]
-    return " | ".join([error.message, *([by_worker(told)] if told else [])])
+    failures = [(row["instance_id"], str(row["error"].get("message", ""))) for row in rows]
+    return " | ".join([error.message, *([by_worker(failures)] if failures else [])])
 
 
-def by_worker(told: list[tuple[str, str]]) -> str:
+def by_worker(texts: list[tuple[str, str]]) -> str:
     """One message from the messages of all workers."""
-    parts = [f"{instance_id}: {text}" for instance_id, text in told[:SHOWN]]
-    return " | ".join([*parts, *([f"and {len(told) - SHOWN} more"] if len(told) > SHOWN else [])])
+    parts = [f"{instance_id}: {text}" for instance_id, text in texts[:SHOWN]]
+    return " | ".join([*parts, *([f"and {len(texts) - SHOWN} more"] if len(texts) > SHOWN else [])])
 
 
 def joined(reply: dict[str, Any], text: str) -> str:
@@ -110,8 +110,8 @@ async def tell_paused(context: DialectContext, error: PlaneError) -> None:
 
 def skipped(context: DialectContext) -> dict[str, Any]:
     """The part of a reply that names the pipeline stages that skip the op, and why. Empty without stages."""
-    told = {stage.instance_id: stage.stage for stage in context.view.snapshot().stages}
-    return {"skipped": told} if told else {}
+    stages = {stage.instance_id: stage.stage for stage in context.view.snapshot().stages}
+    return {"skipped": stages} if stages else {}
 
 
 async def served_version(context: DialectContext) -> dict[str, Any]:
@@ -127,9 +127,9 @@ async def served_version(context: DialectContext) -> dict[str, Any]:
         if row["version"] is not None:
             holders.setdefault(row["version"]["label"], []).append(row["instance_id"])
     if len(holders) > 1:
-        told = "; ".join(f"{label!r} by {', '.join(ids[:SHOWN])}" for label, ids in holders.items())
+        each = "; ".join(f"{label!r} by {', '.join(ids[:SHOWN])}" for label, ids in holders.items())
         raise Conflict(
-            f"the workers hold several versions: {told}", versions=holders, fix="ask again after the update"
+            f"the workers hold several versions: {each}", versions=holders, fix="ask again after the update"
         )
     if not holders:
         raise Unavailable("no version is committed yet", retry_after_s=1.0)
@@ -140,8 +140,7 @@ async def served_version(context: DialectContext) -> dict[str, Any]:
 async def last_begun(context: DialectContext) -> str | None:
     """The id of the fleet's newest update of the base weights, whatever its outcome. A client that lost the answer to
     an end asks for this update again, and never for an older one."""
-    client = context.calls.fleet.client
-    for entry in await read_history(client.bus, context.view.subjects.state):
+    for entry in await read_history(context.bus, context.state):
         if (entry.target or {}).get("kind", "base") == "base":
             return entry.update_id
     return None

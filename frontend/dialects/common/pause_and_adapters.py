@@ -11,7 +11,7 @@ from frontend.dialects.common.fleet_as_one import resume_fleet, unretried
 from frontend.server.shared_routes import Fields, NoFields, ParsedRequest, SharedRoutes
 from rl_plane.errors import InvalidRequest, NotFound
 from rl_plane.protocol.record import PauseMode
-from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
+from rl_plane.protocol.validation import Label
 
 
 class PauseFields(Fields):
@@ -24,7 +24,7 @@ class PauseFields(Fields):
 
 
 class LoadLoraFields(Fields):
-    lora_name: str = Field(min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
+    lora_name: Label
     lora_path: str = Field(min_length=1)
     load_inplace: bool = False
     """Replace an adapter of this name."""
@@ -33,7 +33,7 @@ class LoadLoraFields(Fields):
 
 
 class UnloadLoraFields(Fields):
-    lora_name: str = Field(min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
+    lora_name: Label
 
 
 def mount_pause(routes: SharedRoutes, context: DialectContext) -> None:
@@ -73,13 +73,8 @@ def mount_adapters(
             raise InvalidRequest(
                 f"the adapter {name!r} is loaded already", field="lora_name", fix="load_inplace: true replaces it"
             )
-        loading = context.calls.run(
-            "load_lora_adapter", {"lora_name": name, "lora_path": fields.lora_path}, request.request_id
-        )
-        try:
-            await (unretried(loading) if replaces else loading)
-        except InvalidRequest as error:
-            raise absent_path(error) from error
+        loading = load_adapter(context, name, fields.lora_path, request.request_id)
+        await (unretried(loading) if replaces else loading)
         return _done(f"LoRA adapter '{name}' added successfully.")
 
     @routes.post(prefix + "unload_lora_adapter", UnloadLoraFields, "Unload an adapter.", once=True)
@@ -102,9 +97,12 @@ async def held_adapters(context: DialectContext) -> dict[str, Any]:
     return held
 
 
-def absent_path(error: InvalidRequest) -> InvalidRequest | NotFound:
-    """Turns the error of an absent directory into a 404, after which clients try again. A shared file system may show
-    a new directory late."""
-    if " is not there (" in error.message:
-        return NotFound(error.message, **error.facts)
-    return error
+async def load_adapter(context: DialectContext, name: str, path: str, request_id: str) -> dict[str, Any]:
+    """Loads or replaces an adapter on the whole fleet. Turns the error of an absent directory into a 404, after which
+    clients try again, because a shared file system may show a new directory late."""
+    try:
+        return await context.calls.run("load_lora_adapter", {"lora_name": name, "lora_path": path}, request_id)
+    except InvalidRequest as error:
+        if " is not there (" in error.message:
+            raise NotFound(error.message, **error.facts) from error
+        raise

@@ -22,7 +22,6 @@ from frontend.dialects.common.fleet_as_one import (
     world_size,
 )
 from frontend.server.shared_routes import DialectRequest, report
-from rl_plane.bus.state_store import read_session
 from rl_plane.commit.history import read_entry
 from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.errors import BusUnreachable, Conflict, Locked, PlaneError
@@ -93,8 +92,8 @@ class Transactions:
 
         Raises if the update cannot be dropped now. It would take the new group with it when it ends, so the caller must
         retry."""
-        session = await read_session(self._context.calls.fleet.client.bus, self._context.view.subjects.state)
-        if session is not None and session.owner == self._group:
+        session = await self._context.session(self._group)
+        if session is not None:
             try:
                 await self._context.calls.run("abort_weights_update", {"update_id": session.update_id})
             except (Locked, BusUnreachable):
@@ -136,10 +135,8 @@ class Transactions:
 
     async def standing(self) -> str | None:
         """The id of the dialect's update that waits for its parts or its end."""
-        session = await read_session(self._context.calls.fleet.client.bus, self._context.view.subjects.state)
-        if session is None or session.owner != self._group:
-            return None
-        return session.update_id
+        session = await self._context.session(self._group)
+        return session.update_id if session is not None else None
 
     async def update(self, given: Any, request: DialectRequest) -> None:
         """Receives one part. `given`: an `update_info`. A failure ends the update, as in vLLM."""
@@ -214,8 +211,7 @@ class Transactions:
 
     async def _is_committed(self, current: _Current) -> bool:
         """Whether another frontend has committed it."""
-        bus, state = self._context.calls.fleet.client.bus, self._context.view.subjects.state
-        entry = await read_entry(bus, state, current.update_id)
+        entry = await read_entry(self._context.bus, self._context.state, current.update_id)
         return entry is not None and entry.outcome == "committed"
 
     async def name_next(self, label: str) -> bool:

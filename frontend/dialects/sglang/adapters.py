@@ -8,10 +8,10 @@ from pydantic import Field
 
 from frontend.dialects.common.context import DialectContext
 from frontend.dialects.common.fleet_as_one import begun, unretried
-from frontend.dialects.common.pause_and_adapters import absent_path, held_adapters
-from frontend.server.shared_routes import Fields, ParsedRequest, SharedRoutes, report
+from frontend.dialects.common.pause_and_adapters import held_adapters, load_adapter
+from frontend.server.shared_routes import Fields, ParsedRequest, SharedRoutes, report_given
 from rl_plane.errors import InvalidRequest
-from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
+from rl_plane.protocol.validation import Label
 
 BY_NAME = "an adapter is known by its name"
 
@@ -19,7 +19,7 @@ BY_NAME = "an adapter is known by its name"
 class LoadFields(Fields):
     """`/load_lora_adapter`, of SGLang"""
 
-    lora_name: str = Field(min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
+    lora_name: Label
     lora_path: str = Field(min_length=1)
     pinned: bool = False
     lora_id: str | None = None
@@ -28,7 +28,7 @@ class LoadFields(Fields):
 class UnloadFields(Fields):
     """`/unload_lora_adapter`"""
 
-    lora_name: str = Field(min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
+    lora_name: Label
     lora_id: str | None = None
 
 
@@ -36,25 +36,17 @@ def mount_adapters(routes: SharedRoutes, context: DialectContext) -> None:
     @routes.post("/load_lora_adapter", LoadFields, "Load or replace an adapter on the whole fleet.", once=True)
     async def load(request: ParsedRequest[LoadFields]) -> Any:
         fields = request.fields
-        if fields.pinned:
-            report(request.path, "pinned", "a loaded adapter stays")
-        if fields.lora_id is not None:
-            report(request.path, "lora_id", BY_NAME)
+        report_given(request.path, fields, pinned="a loaded adapter stays", lora_id=BY_NAME)
         with begun():
-            body = {"lora_name": fields.lora_name, "lora_path": fields.lora_path}
-            try:
-                # SGLang's own refusals are 400s too, and prime-rl's clients post here.
-                await unretried(context.calls.run("load_lora_adapter", body, request.request_id))
-            except InvalidRequest as error:
-                raise absent_path(error) from error
+            # SGLang's own refusals are 400s too, and prime-rl's clients post here.
+            await unretried(load_adapter(context, fields.lora_name, fields.lora_path, request.request_id))
         return await loaded_reply(context)
 
     # prime-rl's clients read the status alone.
     @routes.post("/unload_lora_adapter", UnloadFields, "Unload an adapter.", once=True)
     async def unload(request: ParsedRequest[UnloadFields]) -> Any:
         name = request.fields.lora_name
-        if request.fields.lora_id is not None:
-            report(request.path, "lora_id", BY_NAME)
+        report_given(request.path, request.fields, lora_id=BY_NAME)
         if name not in await held_adapters(context):
             raise InvalidRequest(f"LoRA adapter {name!r} is not loaded", field="lora_name", fix="load it first")
         with begun():

@@ -1,5 +1,7 @@
-"""Holds tensors from the bodies of requests until their update is whole, then stores them once in NATS, where each rank
-of the fleet fetches them. `sglang_session` says when an update is whole."""
+"""Collects the tensors that trainers send in the bodies of requests.
+
+`HeldTensors` holds the tensors until their update is whole. `Store` then puts them into NATS once, and each rank of the
+fleet fetches them from there. `sglang_session` decides when an update is committed."""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from rl_plane.transports.packing import fill
 from rl_plane.weights.manifest import Manifest, pack
 from rl_plane.weights.safetensors_file import parse_header
 
-log = logging.getLogger("frontend.dialects")
+log = logging.getLogger("frontend.dialects.sglang.body_tensors")
 
 ANOTHER_WAY = (
     "send them by update_weights_from_distributed or update_weights_from_disk, or as safetensors "
@@ -43,7 +45,7 @@ Tensors = Mapping[str, HostTensor]
 
 
 def read_tensors(payloads: Sequence[str]) -> Tensors:
-    """The tensors of one file. A client sends the same file once for each rank."""
+    """Reads the tensors of one safetensors file. `payloads` has the same file once for each rank."""
     if any(one != payloads[0] for one in payloads):
         raise Unsupported(
             "each element is of one rank of one engine, and all ranks of this fleet receive the same",
@@ -78,7 +80,7 @@ class Store:
     async def put(
         self, tensors: Tensors, publisher: str, config: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The `transport` of an update."""
+        """Stores the tensors, and returns the `transport` of their update."""
         raw = None if config is None else json.dumps(config).encode()
         return await asyncio.to_thread(self._put, tensors, publisher, raw)
 
@@ -101,21 +103,21 @@ class HeldTensors:
 
     def __init__(self, context: DialectContext, store: Store) -> None:
         self.turn = asyncio.Lock()
-        """Orders concurrent calls. The answer to each says what it has made of the update, and a commit that has not
-        begun puts its tensors back before another call adds more. It is held as long as a commit, which has its own
-        bounds."""
+        """Each call that changes the update holds this lock, so the answer to a call describes the update as that call
+        has left it. A commit holds it to its end, which the bounds of the commit limit. If the commit cannot begin, it
+        puts its tensors back before the next call adds more."""
         self._context = context
         self._store = store
         self._tensors: dict[str, HostTensor] = {}
         self._number = 0
         self.update_id = ""
-        """The id of the update that is held, or was held last. The history has it once it is committed."""
+        """The id of the present update, or of the last one. The history has this id once the update is committed."""
         self._policy: dict[str, Any] = {}
         self._label: str | None = None
         self._wanted = 0
-        """The number of the model's tensors, without tied ones, as of the last `ask_model`."""
+        """The number of the model's tensors, without tied ones, as the last `ask_model` has read it."""
         self._tied: frozenset[str] = frozenset()
-        """The tied names. The update does not wait for them; the workers compare them."""
+        """The names of tied tensors. The update does not wait for these tensors; the workers compare them."""
         self._at = 0.0
 
     def __len__(self) -> int:
@@ -123,13 +125,13 @@ class HeldTensors:
 
     @property
     def number(self) -> int:
-        """A number that differs for each update, and for the time between two updates."""
+        """A number that changes when an update begins and when it ends."""
         self._drop_if_idle()
         return self._number
 
     def add(self, tensors: Tensors, policy: dict[str, Any], label: str | None) -> None:
-        """Adds the tensors of one call. `label`: None keeps the label of an earlier call. `policy`: adds to the policy
-        of earlier calls."""
+        """Adds the tensors of one call. `policy` extends the policy of earlier calls. `label` replaces an earlier
+        label, unless it is None."""
         self._drop_if_idle()
         size = sum(one.data.nbytes for one in (*self._tensors.values(), *tensors.values()))
         if size > MAX_HELD_BYTES:
@@ -165,25 +167,28 @@ class HeldTensors:
     def _drop_if_idle(self) -> None:
         if self._tensors and time.monotonic() - self._at > IDLE_S:
             log.warning(
-                "an update is dropped: for %g s nothing came, and only %s", time.monotonic() - self._at, self.told
+                "an update is dropped: for %g s nothing came, and only %s",
+                time.monotonic() - self._at,
+                self.summary,
             )
             self.drop()
 
     @property
-    def told(self) -> str:
-        """The number of tensors that are held, and the last of them: the trainer should have continued after it."""
+    def summary(self) -> str:
+        """Describes the tensors so far, for a trainer that wonders which one it has not sent."""
         of_all = f" of the model's {self._wanted}" if self._wanted else ""
         last = repr(next(reversed(self._tensors), None))
         return f"{self._needed}{of_all} tensors are held, the last of them {last[:200]}"
 
     @property
     def _needed(self) -> int:
-        """The number of the model's tensors that are held, without tied ones."""
+        """The number of tensors so far, without tied ones."""
         return len(self._tensors.keys() - self._tied)
 
     async def ask_model(self) -> frozenset[str]:
         """Asks all workers which tensors the model needs, for `is_whole`. Returns the names that no worker needs,
-        because the model ties them to others. Raises if a worker is silent: it may need what the others do not."""
+        because the model ties them to other tensors. Raises if a worker does not answer: it may need
+        more than the others."""
         rows = await rows_of_all(self._context, "describe")
         self._wanted = max((int(row.get("tensors", 0)) for row in rows), default=0)
         tied = [frozenset(row.get("tied", ())) for row in rows]
@@ -192,11 +197,11 @@ class HeldTensors:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all tensors are here that the model needed at the last `ask_model`."""
+        """Whether all tensors have come that the model needed at the last `ask_model`."""
         return self._needed >= self._wanted
 
     async def missing(self) -> list[str]:
-        """The first few names of the model that are not held."""
+        """Returns the first few of the model's tensors that have not come."""
         rows = engine_replies(await self._context.calls.run("describe", {}))
         largest = sorted(rows, key=lambda row: int(row.get("tensors", 0)))[-1:]
         found: list[str] = []

@@ -142,8 +142,8 @@ def _mount_pause(routes: SharedRoutes, context: DialectContext, updates: Updates
             except PlaneError:
                 await tell_paused(context, error)
                 raise error from None
-            told = f"{error.message}; generation continues by the committed version"
-            raise type(error)(told, **error.facts) from error
+            message = f"{error.message}; generation continues by the committed version"
+            raise type(error)(message, **error.facts) from error
         await resume_fleet(context, request.request_id)
         if committed is None:
             return {**CONTINUED, **skipped(context)}
@@ -177,12 +177,12 @@ async def _refuse_to_flush(held: HeldTensors) -> None:
     await held.ask_model()
     if held.is_whole:
         raise InvalidRequest(
-            f"Flush cache failed. The update is whole, but its trainer has not ended it: {held.told}",
+            f"Flush cache failed. The update is whole, but its trainer has not ended it: {held.summary}",
             fix=f"end_weight_update commits it; the update is dropped after {IDLE_S:g} s of silence",
         )
     missing = await held.missing()
     raise InvalidRequest(
-        f"Flush cache failed. The update is not whole, so it is not committed: {held.told}; "
+        f"Flush cache failed. The update is not whole, so it is not committed: {held.summary}; "
         f"missing: {', '.join(missing)}",
         missing=missing,
         fix=f"send the rest; the update is dropped after {IDLE_S:g} s of silence",

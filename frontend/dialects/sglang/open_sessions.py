@@ -31,8 +31,8 @@ class Opened:
     """The openings of a trainer: an update that was begun, a pause, or both."""
 
     def __init__(self, context: DialectContext) -> None:
-        self._bus = context.calls.fleet.client.bus
-        self._state = context.view.subjects.state
+        self._bus = context.bus
+        self._state = context.state
 
     async def begin(self) -> None:
         await self._write(replace(await self._read(), begun_until=await self._now() + SESSION_IDLE_S, sent=""))

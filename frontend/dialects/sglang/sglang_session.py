@@ -29,13 +29,12 @@ from frontend.dialects.sglang.groups import DEFAULT_GROUP, MAX_GROUP_CHARS, Grou
 from frontend.dialects.sglang.open_sessions import Opened
 from frontend.server.shared_routes import Fields
 from rl_plane.bus.lock import POLL_S, read_holder
-from rl_plane.bus.state_store import read_session
 from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, Locked, PlaneError, UpdateAborted
 from rl_plane.fleet.fleet import FORM_WAIT_S
 from rl_plane.protocol.record import UpdateSession
 from rl_plane.protocol.update_requests import MAX_PART_TENSORS
-from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
+from rl_plane.protocol.validation import PRINTABLE, Label
 
 OWNER = "sglang"
 """The owner of the fleet's session."""
@@ -47,7 +46,7 @@ class SglangUpdateFields(Fields):
     abort_all_requests: bool = False
     """End running requests instead of freezing them while the weights change. In an update of several calls, one call
     that asks for it suffices."""
-    weight_version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
+    weight_version: Label | None = None
     flush_cache: bool = True
     """False has no effect: no new request may reuse KV of older weights."""
     torch_empty_cache: bool = False
@@ -118,10 +117,7 @@ class Updates:
 
     async def session(self) -> UpdateSession | None:
         """The session of an update by SGLang's calls. None: there is none, or another dialect owns it."""
-        session = await read_session(self._context.calls.fleet.client.bus, self._context.view.subjects.state)
-        if session is None or session.owner != OWNER:
-            return None
-        return session
+        return await self._context.session(OWNER)
 
     async def parts_standing(self) -> str | None:
         """The id of the update that a broadcast belongs to. The next update may announce the same bodies."""
@@ -199,8 +195,7 @@ class Updates:
 
     async def _is_continued_elsewhere(self, update_id: str, before: UpdateSession | None) -> bool:
         """Whether another frontend has received parts since the session was as `before`."""
-        bus, state = self._context.calls.fleet.client.bus, self._context.view.subjects.state
-        holder = await read_holder(bus, state)
+        holder = await read_holder(self._context.bus, self._context.state)
         return (holder is not None and holder.get("update_id") == update_id) or await self.session() != before
 
     async def waits_for_more(self, update_id: str, *, was_begun: bool = False) -> bool:
@@ -371,10 +366,9 @@ class Updates:
     async def _wait_until_listening(self, update_id: str, task: asyncio.Task[dict[str, Any]]) -> None:
         """Waits until the fleet is locked for these tensors: another change may come first. The bounds of the call that
         receives end the wait."""
-        bus, state = self._context.calls.fleet.client.bus, self._context.view.subjects.state
         while not task.done():
             with contextlib.suppress(BusUnreachable):  # the call continues, and must not be left without an owner
-                holder = await read_holder(bus, state)
+                holder = await read_holder(self._context.bus, self._context.state)
                 if holder is not None and holder.get("update_id") == update_id:
                     return
             await asyncio.sleep(POLL_S)

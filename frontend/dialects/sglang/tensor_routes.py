@@ -19,10 +19,10 @@ from frontend.dialects.sglang.adapters import BY_NAME, loaded_reply
 from frontend.dialects.sglang.body_tensors import ANOTHER_WAY, FIELD, Store, read_tensors
 from frontend.dialects.sglang.sglang_session import SglangUpdateFields, Updates
 from frontend.dialects.sglang.update_routes import refuse_draft, report_unused
-from frontend.server.shared_routes import Fields, ParsedRequest, SharedRoutes, report
+from frontend.server.shared_routes import Fields, ParsedRequest, SharedRoutes, report_given
 from rl_plane.bus.state_store import read_record
 from rl_plane.errors import Conflict, Locked, Unsupported
-from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
+from rl_plane.protocol.validation import Label
 
 MAX_BODY_BYTES = 256 << 20
 """The largest request: 192 MB of weights. Larger weights need a transport without a frontend between."""
@@ -41,7 +41,7 @@ class TensorFields(SglangUpdateFields):
 class AdapterFields(Fields):
     """`/load_lora_adapter_from_tensors`"""
 
-    lora_name: str = Field(min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
+    lora_name: Label
     config_dict: dict[str, Any]
     """PEFT's `adapter_config.json`."""
     serialized_named_tensors: list[str] = Field(min_length=1, max_length=1024)
@@ -61,7 +61,7 @@ def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Update
         too, while nothing else was committed since, and nothing was opened that it could be a part of."""
         if held:
             return held.number, None, False
-        record = await read_record(context.calls.fleet.client.bus, context.view.subjects.state)
+        record = await read_record(context.bus, context.state)
         return held.number, record.update_id if record is not None else None, await updates.opened.is_open()
 
     @routes.post(
@@ -82,8 +82,10 @@ def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Update
         async with held.turn:
             if only_tied and not held and not await updates.opened.is_open():
                 # They come before the update, or after its commit. Nothing says which.
-                told = f"{len(tensors)} tensors come with others, to which the model ties them; they were not compared"
-                return {"success": True, "message": told}
+                return {
+                    "success": True,
+                    "message": f"the model ties all {len(tensors)} tensors to others; they were not compared",
+                }
             if await updates.session() is not None:
                 raise Conflict(
                     "an update is received by broadcasts already", field=FIELD, fix="send one in one way"
@@ -96,8 +98,8 @@ def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Update
             except Locked:  # the update has not begun, and the client sends this call again
                 held.take_back(tensors)
                 raise
-        told = joined(reply, "Succeeded to update parameter online.")
-        return {"success": True, "message": told, "weight_version": reply["version"]["label"]}
+        message = joined(reply, "Succeeded to update parameter online.")
+        return {"success": True, "message": message, "weight_version": reply["version"]["label"]}
 
     @routes.post(
         "/load_lora_adapter_from_tensors",
@@ -113,13 +115,13 @@ def mount_tensors(routes: SharedRoutes, context: DialectContext, updates: Update
             raise Unsupported(
                 "adapters that add tokens are not supported here", field="added_tokens_config", fix="leave it out"
             )
-        for name, why in (
-            ("pinned", "a loaded adapter stays"),
-            ("lora_id", BY_NAME),
-            ("expected_checksums", "every tensor's own digest is compared"),
-        ):
-            if getattr(fields, name):
-                report(request.path, name, why)
+        report_given(
+            request.path,
+            fields,
+            pinned="a loaded adapter stays",
+            lora_id=BY_NAME,
+            expected_checksums="every tensor's own digest is compared",
+        )
         tensors = await asyncio.to_thread(read_tensors, fields.serialized_named_tensors)
         op = "swap" if fields.lora_name in await held_adapters(context) else "load"
         with begun():

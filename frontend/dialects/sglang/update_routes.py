@@ -11,10 +11,10 @@ from frontend.dialects.common.fleet_as_one import begun, joined
 from frontend.dialects.sglang.body_tensors import ANOTHER_WAY
 from frontend.dialects.sglang.sglang_session import DistributedFields, PrepareFields, SglangUpdateFields, Updates
 from frontend.server.bodies import MAX_NAMES_BYTES
-from frontend.server.shared_routes import DialectRequest, Fields, ParsedRequest, SharedRoutes, report
+from frontend.server.shared_routes import DialectRequest, Fields, ParsedRequest, SharedRoutes, report, report_given
 from rl_plane.errors import InvalidRequest, Locked, PlaneError, Unsupported
 from rl_plane.protocol.update_requests import MAX_STEP
-from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
+from rl_plane.protocol.validation import Label
 
 KEEPS_NO_CACHE = "no new request may reuse KV of older weights"
 DISK_FORMATS = (None, "auto", "safetensors")
@@ -49,7 +49,7 @@ class BeginFields(Fields):
 class SglangVersionFields(Fields):
     """`/update_weight_version`, of SGLang"""
 
-    new_version: str = Field(min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
+    new_version: Label
     abort_all_requests: bool = True
 
 
@@ -67,7 +67,7 @@ class CompleteFields(Fields):
     """None: the group that was prepared. Any other group is refused."""
     flush_cache: bool = False
     """False has no effect: no new request may reuse KV of older weights."""
-    weight_version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
+    weight_version: Label | None = None
 
 
 def mount_updates(routes: SharedRoutes, context: DialectContext, updates: Updates) -> None:
@@ -91,10 +91,10 @@ def mount_updates(routes: SharedRoutes, context: DialectContext, updates: Update
         report_unused(request, fields)
         reply = await updates.take_part(fields, request.digest)
         if "version" in reply:
-            told = joined(reply, "Succeeded to update parameter online.")
-            return {"success": True, "message": told, "weight_version": reply["version"]["label"]}
-        told = joined(reply, f"{reply['tensors']} tensors are staged, {reply['missing']} are missing")
-        return {"success": True, "message": told}
+            message = joined(reply, "Succeeded to update parameter online.")
+            return {"success": True, "message": message, "weight_version": reply["version"]["label"]}
+        message = joined(reply, f"{reply['tensors']} tensors are staged, {reply['missing']} are missing")
+        return {"success": True, "message": message}
 
     @routes.post("/update_weights_from_disk", DiskFields, "New weights from a directory.", once=True)
     async def from_disk(request: ParsedRequest[DiskFields]) -> Any:
@@ -184,8 +184,7 @@ def refuse_draft(selector: str) -> None:
 def report_unused(request: DialectRequest, fields: SglangUpdateFields) -> None:
     if not fields.flush_cache:
         report(request.path, "flush_cache", KEEPS_NO_CACHE)
-    if fields.torch_empty_cache:
-        report(request.path, "torch_empty_cache", "engines keep their allocators' memory as they do")
+    report_given(request.path, fields, torch_empty_cache="engines keep their allocators' memory as they do")
 
 
 async def _from_disk(context: DialectContext, request: ParsedRequest[DiskFields]) -> dict[str, Any]:
@@ -197,13 +196,13 @@ async def _from_disk(context: DialectContext, request: ParsedRequest[DiskFields]
             fix="safetensors",
         )
     report_unused(request, fields)
-    for name, why in (
-        ("is_async", "weights are always staged beside generation"),
-        ("recapture_cuda_graph", "an engine's graphs stay valid"),
-        ("manifest", "names and shapes are checked against the model"),
-    ):
-        if getattr(fields, name):
-            report(request.path, name, why)
+    report_given(
+        request.path,
+        fields,
+        is_async="weights are always staged beside generation",
+        recapture_cuda_graph="an engine's graphs stay valid",
+        manifest="names and shapes are checked against the model",
+    )
     label = fields.weight_version or (f"step_{fields.token_step}" if fields.token_step else None)
     rows = (await context.calls.run("state", {}))["workers"]
     running = sum(int(row.get("running", 0)) + int(row.get("waiting", 0)) for row in rows)

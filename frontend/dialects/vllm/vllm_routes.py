@@ -28,7 +28,7 @@ from frontend.server.shared_routes import Fields, NoFields, ParsedRequest, Share
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unavailable, Unsupported
 from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.record import PauseMode
-from rl_plane.protocol.validation import LABEL_CHARS, PRINTABLE
+from rl_plane.protocol.validation import Label
 from rl_plane.protocol.vllm_bodies import GROUP
 
 LARGEST_RANK = 512
@@ -53,12 +53,12 @@ class UpdateFields(Fields):
 
 
 class FinishFields(Fields):
-    weight_version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
+    weight_version: Label | None = None
     """The version's label."""
 
 
 class VersionFields(Fields):
-    new_version: str = Field(min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
+    new_version: Label
 
 
 class CheckerFields(Fields):

@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 import shutil
-import struct
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
@@ -25,6 +24,7 @@ from rl_plane.protocol.versions import ADAPTER_CONFIG_NAME, DTYPE_BYTES
 from rl_plane.transports.base import Sender, SenderContext
 from rl_plane.weights.checkpoint import ADAPTER_NAME, MANIFEST_NAME, SINGLE_NAME, manifest_of
 from rl_plane.weights.manifest import Manifest
+from rl_plane.weights.safetensors_file import encode_header
 
 DEFAULT_KEEP = 2
 """The newest version, and the one before, which a worker may still read."""
@@ -132,7 +132,10 @@ class _VersionWriter:
             adapter = manifest.adapter_config is not None
             self._name = ADAPTER_NAME if adapter else SINGLE_NAME
             self._file = os.open(self._directory / self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            header, self._places, self._nbytes = _layout(manifest)
+            # Wide dtypes come first, so that each tensor is aligned for readers that map the file.
+            specs = dict(sorted(manifest.specs.items(), key=lambda item: -DTYPE_BYTES[item[1].dtype]))
+            header, self._places = encode_header(specs, {"format": "pt"})
+            self._nbytes = len(header) + manifest.nbytes
             _write_at(self._file, memoryview(header), 0)
         except BaseException:
             self.close()
@@ -157,7 +160,7 @@ class _VersionWriter:
         data = self._buffers[number % len(self._buffers)]
         for placed in self._manifest.buckets[number].tensors:
             tensor = data[placed.offset : placed.offset + placed.spec.nbytes]
-            _write_at(self._file, tensor, self._places[placed.name])
+            _write_at(self._file, tensor, self._places[placed.name].offset)
 
     def _wait(self, written: Future[None]) -> None:
         try:
@@ -198,28 +201,6 @@ class _VersionWriter:
             if descriptor >= 0:
                 os.close(descriptor)
         self._file = self._lock = -1
-
-
-def _layout(manifest: Manifest) -> tuple[bytes, dict[str, int], int]:
-    """Returns the file's header, the offset of each tensor, and the file's length.
-
-    Wide dtypes come first, so that each tensor is aligned for readers that map the file.
-    """
-    specs = sorted(manifest.specs.items(), key=lambda item: -DTYPE_BYTES[item[1].dtype])
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begins, end = {}, 0
-    for name, spec in specs:
-        begins[name] = end
-        header[name] = {
-            "dtype": spec.dtype,
-            "shape": list(spec.shape),
-            "data_offsets": [end, end + spec.nbytes],
-        }
-        end += spec.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    raw = struct.pack("<Q", len(text)) + text
-    return raw, {name: len(raw) + begin for name, begin in begins.items()}, len(raw) + end
 
 
 def _write_at(file: int, data: memoryview, offset: int) -> None:

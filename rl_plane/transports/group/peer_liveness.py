@@ -46,8 +46,16 @@ class PeerLiveness:
     than ranks and STRANGERS.
     """
 
-    def __init__(self, listener: socket.socket | None, *lines: socket.socket) -> None:
+    def __init__(
+        self,
+        listener: socket.socket | None,
+        *lines: socket.socket,
+        hello_s: float = HELLO_S,
+        strangers: int = STRANGERS,
+    ) -> None:
         self._listener = listener
+        self._hello_s = hello_s
+        self._most_strangers = strangers
         self._lines = list(lines)
         self._says = True
         self._strangers: dict[socket.socket, float] = {}
@@ -61,7 +69,7 @@ class PeerLiveness:
                 self._selector.register(one, selectors.EVENT_READ, "its trainer" if one in lines else None)
 
     @classmethod
-    def of_trainer(cls, host: str) -> PeerLiveness:
+    def of_trainer(cls, host: str, *, hello_s: float = HELLO_S, strangers: int = STRANGERS) -> PeerLiveness:
         """Listens in the trainer, at any free port."""
         try:
             family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
@@ -73,7 +81,7 @@ class PeerLiveness:
                 fix="give an address of this machine",
             ) from error
         listener.setblocking(False)
-        return cls(listener)
+        return cls(listener, hello_s=hello_s, strangers=strangers)
 
     @classmethod
     def of_rank(cls, place: Place, timeout_s: float = CONNECT_TIMEOUT_S) -> PeerLiveness | None:
@@ -128,12 +136,12 @@ class PeerLiveness:
             return
         not_for_children.add(line)
         self._lines.append(line)
-        self._strangers[line] = time.monotonic() + HELLO_S
+        self._strangers[line] = time.monotonic() + self._hello_s
         self._selector.register(line, selectors.EVENT_READ)
 
     def _close_strangers(self) -> None:
         """Closes connections whose time is over, and the oldest beyond STRANGERS."""
-        now, over = time.monotonic(), len(self._strangers) - STRANGERS
+        now, over = time.monotonic(), len(self._strangers) - self._most_strangers
         for place, (line, until) in enumerate(list(self._strangers.items())):
             if place < over or until < now:
                 self._drop(line)

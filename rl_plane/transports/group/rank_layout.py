@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import ConfigDict, Field
+
 from rl_plane.errors import InvalidRequest
-from rl_plane.protocol.validation import MAX_TIMEOUT_S
+from rl_plane.protocol.validation import MAX_TIMEOUT_S, PRINTABLE, Body, parse_body
 
 RECEIVE_TIMEOUT_S = 300.0
 """The time for a whole update in seconds, from the moment at which receivers listen. It bounds how long they wait for a
 trainer that gathers and sends."""
-MAX_NAME_BYTES = 256
+MAX_NAME_CHARS = 256
+MAX_PORT = 65_535
 MAX_WORLD_SIZE = 1 << 16
 
 FORM_AGAIN = "form the group again (init_transport), and send the update again"
@@ -42,63 +45,40 @@ class Place:
     @classmethod
     def of_worker(cls, config: Mapping[str, Any], backend: str, device: str | None = None) -> Place:
         """Parses the body of `init_transport` in a worker's rank. Raises InvalidRequest for a wrong field."""
-        known = {field.name for field in fields(cls)} - {"rank", "device"} | {"rank_offset"}
-        for key in config:
-            if key not in known:
+        given = parse_body(_GroupConfig, dict(config))
+        assert isinstance(given, _GroupConfig)
+        ranks = {"rank_offset": given.rank_offset}
+        if given.form == "torch":
+            ranks["fleet_ranks"] = given.fleet_ranks or given.world_size
+            if given.lifeline_port is not None:
                 raise InvalidRequest(
-                    f"{backend} has no field {key}", field=key, fix=f"use {', '.join(sorted(known))}"
+                    "a group of form torch has no lifelines",
+                    field="lifeline_port",
+                    fix="leave out lifeline_port or form",
                 )
-        for key in ("master_address", "group"):
-            value = config.get(key)
-            if not (isinstance(value, str) and value.isprintable() and 0 < len(value.encode()) <= MAX_NAME_BYTES):
+        for name, value in ranks.items():
+            if value >= given.world_size:
                 raise InvalidRequest(
-                    f"{key} must be a text", field=key, fix="give what the trainer's sender announces"
+                    f"{name} is {getattr(given, name)}, and world_size {given.world_size}",
+                    field=name,
+                    fix=f"give a whole number from 1 to {given.world_size - 1}",
                 )
-        port = _number(config, "master_port", 1, 65_535)
-        world_size = _number(config, "world_size", 2, MAX_WORLD_SIZE)
-        rank = _number(config, "rank_offset", 1, world_size - 1)
-        timeout_s = config.get("timeout_s", RECEIVE_TIMEOUT_S)
-        if (
-            isinstance(timeout_s, bool)
-            or not isinstance(timeout_s, int | float)
-            or not 0 < timeout_s <= MAX_TIMEOUT_S
-        ):
-            raise InvalidRequest(
-                f"timeout_s is {timeout_s!r}",
-                field="timeout_s",
-                fix=f"seconds, above 0 and at most {MAX_TIMEOUT_S:g}",
-            )
-        lifeline = None if config.get("lifeline_port") is None else _number(config, "lifeline_port", 1, 65_535)
-        form = config.get("form", "plane")
-        if form not in ("plane", "torch"):
-            raise InvalidRequest(
-                f"form is {form!r}",
-                field="form",
-                fix="use plane, or torch for a group that the trainer has formed",
-            )
-        if form == "torch" and lifeline is not None:
-            raise InvalidRequest(
-                "a group of form torch has no lifelines",
-                field="lifeline_port",
-                fix="leave out lifeline_port or form",
-            )
-        return cls(
-            backend,
-            config["group"],
-            config["master_address"],
-            port,
-            world_size,
-            rank,
-            float(timeout_s),
-            lifeline,
-            device,
-            form,
-            None if form == "plane" else _number(config, "fleet_ranks", 1, world_size - 1),
-        )
+        fields = given.model_dump(exclude={"backend", "rank_offset"})
+        return cls(backend=backend, device=device, rank=given.rank_offset, **fields)
 
 
-def _number(config: Mapping[str, Any], name: str, least: int, most: int) -> int:
-    value = config.get(name)
-    if type(value) is not int or not least <= value <= most:
-        raise InvalidRequest(f"{name} is {value!r}", field=name, fix=f"a whole number from {least} to {most}")
-    return value
+class _GroupConfig(Body):
+    """The body of `init_transport` as the plane hands it to one rank."""
+
+    model_config = ConfigDict(strict=True)
+
+    backend: str = ""
+    group: str = Field(min_length=1, max_length=MAX_NAME_CHARS, pattern=PRINTABLE)
+    master_address: str = Field(min_length=1, max_length=MAX_NAME_CHARS, pattern=PRINTABLE)
+    master_port: int = Field(ge=1, le=MAX_PORT)
+    world_size: int = Field(ge=2, le=MAX_WORLD_SIZE)
+    rank_offset: int = Field(ge=1)
+    timeout_s: float = Field(default=RECEIVE_TIMEOUT_S, gt=0, le=MAX_TIMEOUT_S)
+    lifeline_port: int | None = Field(default=None, ge=1, le=MAX_PORT)
+    form: Literal["plane", "torch"] = "plane"
+    fleet_ranks: int | None = Field(default=None, ge=1)

@@ -62,6 +62,10 @@ DIGEST_BYTES = 32
 """The bytes after the last bucket if the manifest has no digests: the version's digest, or zeros for none."""
 
 
+MakeGroup = Callable[[Place, Any, float], Any]
+"""Makes torch's process group of a place, a store and a time-out in seconds."""
+
+
 class Group:
     """A group that is formed when it is made: the constructor blocks until every rank has joined, or until a time-out.
 
@@ -69,10 +73,22 @@ class Group:
     """
 
     def __init__(
-        self, place: Place, join_timeout_s: float = JOIN_TIMEOUT_S, lifelines: PeerLiveness | None = None
+        self,
+        place: Place,
+        join_timeout_s: float = JOIN_TIMEOUT_S,
+        lifelines: PeerLiveness | None = None,
+        make: MakeGroup | None = None,
     ) -> None:
-        """`lifelines`: those of the trainer. They are closed with the group, and if no group is formed."""
+        """Forms the group.
+
+        Args:
+            place: the rank's place in the group.
+            join_timeout_s: the time in which every rank must join.
+            lifelines: those of the trainer. They are closed with the group, and if no group is formed.
+            make: makes torch's group; None for `make_torch_group`.
+        """
         self.place = place
+        self._make = make or make_torch_group
         self.why_dropped = ""
         """The reason why the group was dropped; empty while it is whole."""
         self._threads: list[threading.Thread] = []
@@ -140,7 +156,7 @@ class Group:
             self._store = connect_store(place, join_timeout_s)
             if place.rank and place.form == "plane":
                 self._store.set("world_size", str(place.world_size))  # the trainer waits for this number
-            self._torch_group: Any = _make(place, self._store, join_timeout_s)
+            self._torch_group: Any = self._make(place, self._store, join_timeout_s)
             if self._device is not None:
                 self._connect(place)
         except RuntimeError as error:
@@ -434,7 +450,8 @@ def digest_tensor() -> torch.Tensor:
     return made
 
 
-def _make(place: Place, store: Any, timeout_s: float) -> Any:
+def make_torch_group(place: Place, store: Any, timeout_s: float) -> Any:
+    """Makes torch's process group, which for gloo connects every rank, within the time-out."""
     dist = import_torch().distributed
     timeout = timedelta(seconds=timeout_s)
     if place.backend == "gloo":

@@ -5,20 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-import rl_plane.commit.coordinator as shell
-from rl_plane.bus.scatter import Missing
 from rl_plane.commit.coordinator import Coordinator
 from rl_plane.commit.steps import Announce, RecordAcks, WaitSilent
 from rl_plane.membership.core import Member, Snapshot
 from rl_plane.membership.worker_reply import WorkerReply
-from rl_plane.protocol.envelope import Reply, encode
+from rl_plane.protocol.envelope import Reply
 from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S, first_record
 from rl_plane.protocol.subjects import Subjects
 
 RECORD = first_record("model")
-TELL = Announce("gate", RECORD, 7, 2.0)
+DECISION = Announce("gate", RECORD, 7, 2.0)
 
 
 def member(key: str, incarnation: str) -> Member:
@@ -28,27 +24,22 @@ def member(key: str, incarnation: str) -> Member:
 class Fleet:
     """A coordinator's client and view: `before` are known, `now` is what the leader says. Time stands still."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, before: list[Member], now: list[Member]) -> None:
+    def __init__(self, before: list[Member], now: list[Member]) -> None:
         self.before, self.now = before, now
         self.asked: list[tuple[str, list[Member]]] = []
         self.frontends: dict[str, Any] = {}
-        """The answer of each frontend, by its id."""
+        """The reply of each frontend, by its id. None: it does not answer."""
         self.waits: list[float] = []
         self.clock = 100.0
         self.holds: Any = None
         self.bus = SimpleNamespace(identity=("server", 1))
         self.subjects = Subjects("ns", "c")
-        monkeypatch.setattr(shell, "read_frontends", self.read_frontends)
-        monkeypatch.setattr(shell, "time", SimpleNamespace(monotonic=lambda: self.clock, time=lambda: 1.7e9))
         held = SimpleNamespace(fence=5)
-        self.coordinator = Coordinator(self, self, held)  # type: ignore[arg-type]
+        self.coordinator = Coordinator(self, self, held, clock=lambda: self.clock)  # type: ignore[arg-type]
 
-    async def read_frontends(self, *where: Any) -> list[str]:
-        return list(self.frontends)
-
-    async def gather(self, targets: list[tuple[str, bytes]], timeout_s: float) -> list[Any]:
-        assert [subject for subject, _ in targets] == [self.subjects.frontend(one) for one in self.frontends]
-        return list(self.frontends.values())
+    async def ask_frontends(self, view: Any, op: str, body: Any, timeout_s: float, fence: int) -> dict[str, Any]:
+        assert (op, fence) == ("follow_record", 5)
+        return self.frontends
 
     def snapshot(self) -> Snapshot:
         return Snapshot(1, "print", tuple(self.before))
@@ -65,21 +56,19 @@ class Fleet:
         self.waits.append(left_s)
         return True
 
-    async def told(self) -> RecordAcks:
-        event = await self.coordinator._carry_out(TELL)
+    async def announce(self) -> RecordAcks:
+        event = await self.coordinator.carry_out(DECISION)
         assert isinstance(event, RecordAcks)
         return event
 
 
-async def test_a_worker_that_joins_during_the_announcement_of_a_decision_hears_it_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_worker_that_joins_during_the_announcement_of_a_decision_hears_it_too() -> None:
     stays, goes, joins = member("a", "1"), member("b", "1"), member("c", "1")
     anew = member("d", "2")
-    fleet = Fleet(monkeypatch, [stays, goes, member("d", "1")], [stays, joins, anew])
-    told = await fleet.told()
-    assert told.members == {"a": "1", "c": "1", "d": "2"}
-    assert {(reply.instance_id, reply.incarnation) for reply in told.replies} == {
+    fleet = Fleet([stays, goes, member("d", "1")], [stays, joins, anew])
+    acks = await fleet.announce()
+    assert acks.members == {"a": "1", "c": "1", "d": "2"}
+    assert {(reply.instance_id, reply.incarnation) for reply in acks.replies} == {
         ("a", "1"),
         ("c", "1"),
         ("d", "2"),
@@ -87,27 +76,26 @@ async def test_a_worker_that_joins_during_the_announcement_of_a_decision_hears_i
     assert [op for op, _ in fleet.asked] == ["follow_record"] * 2
 
 
-async def test_a_frontend_that_has_not_acknowledged_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = Fleet(monkeypatch, [], [])
+async def test_a_frontend_that_has_not_acknowledged_is_silent() -> None:
+    fleet = Fleet([], [])
     fleet.frontends = {
-        "well": encode(Reply("follow_record").to_wire()),
-        "refuses": encode({**Reply("follow_record").to_wire(), "status": "error"}),
-        "silent": Missing.SILENT,
-        "dead": Missing.LOST,
+        "well": Reply("follow_record").to_wire(),
+        "refuses": {**Reply("follow_record").to_wire(), "status": "error"},
+        "silent": None,
     }
-    assert (await fleet.told()).silent_frontends == ["refuses", "silent"]
+    assert (await fleet.announce()).silent_frontends == ["refuses", "silent"]
 
 
-async def test_a_silent_worker_is_waited_for_until_its_lease_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = Fleet(monkeypatch, [], [member("a", "1")])
-    await fleet.told()
+async def test_a_silent_worker_is_waited_for_until_its_lease_has_ended() -> None:
+    fleet = Fleet([], [member("a", "1")])
+    await fleet.announce()
     fleet.clock += 1.5
-    await fleet.coordinator._carry_out(WaitSilent({"a": "1"}, []))
+    await fleet.coordinator.carry_out(WaitSilent({"a": "1"}, []))
     assert fleet.waits == [SERVING_LEASE_S + LEASE_MARGIN_S - 1.5]
     assert not fleet.holds(Snapshot(1, "print", (member("a", "1"),)))
     assert fleet.holds(Snapshot(1, "print", (member("a", "2"),))), "another process knows the decision"
-    await fleet.coordinator._carry_out(WaitSilent({}, ["f"]))
+    await fleet.coordinator.carry_out(WaitSilent({}, ["f"]))
     assert not fleet.holds(Snapshot(1, "print", ())), "a frontend that is gone can't be told from a silent one"
     fleet.clock += SERVING_LEASE_S + LEASE_MARGIN_S
-    await fleet.coordinator._carry_out(WaitSilent({"a": "1"}, []))
+    await fleet.coordinator.carry_out(WaitSilent({"a": "1"}, []))
     assert len(fleet.waits) == 2, "the time is over"

@@ -15,6 +15,7 @@ from rl_plane.commit.canary_rules import CanaryScore, Verdict, consensus, evalua
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.canary import (
     ACROSS_KINDS,
+    DECIMALS,
     MAX_HISTORY_BYTES,
     MAX_KINDS,
     MAX_RECORD_BYTES,
@@ -184,7 +185,7 @@ def test_the_default_never_changes() -> None:
 
 def largest(rng: random.Random) -> Vectors:
     def value() -> float:
-        return rng.uniform(MIN_LOGPROB, MIN_LOGPROB / 2)
+        return round(rng.uniform(MIN_LOGPROB, MIN_LOGPROB / 2), DECIMALS)
 
     return tuple(tuple(value() for _ in range(MAX_SEQUENCE_TOKENS - 1)) for _ in range(MAX_SEQUENCES))
 
@@ -212,7 +213,6 @@ def test_a_version_that_returns_is_known_by_its_digest_and_sequences() -> None:
     assert history.values(DIGEST, SEQUENCES[:1]) == {}
     assert history.values("blake3:" + "1" * 64, SEQUENCES) == {}
     assert CanaryHistory.decode(history.encode()) == history
-    assert CanaryHistory.decode(None) == CanaryHistory.decode(b"") == CanaryHistory()
     assert history.with_values("x", SEQUENCES, {}) == history
 
 
@@ -373,7 +373,6 @@ def test_a_tie_fails_all_of_them(count: int) -> None:
     assert found.failed_by_all
     assert {verdict.reason for verdict in found.verdicts.values()} == {"tie"}
     assert found.references == {}
-    assert not found.missed_trainer
 
 
 @pytest.mark.parametrize(
@@ -433,7 +432,6 @@ def test_the_trainers_values_judge_each_worker() -> None:
     found = consensus(TRAINED, scores(a=(HF, RIGHT), b=(VLLM, off(FAR)), c=(SGLANG, shifted(-ACROSS))))
     assert found.failed == ["b"]
     assert found.verdicts["b"].reason == "trainer"
-    assert not found.missed_trainer
 
 
 def test_a_majority_does_not_outvote_the_trainer() -> None:
@@ -490,7 +488,6 @@ def test_a_failure_of_all_follows_the_policy(action: Literal["rollback", "exclud
     assert settled.excluded == ["a", "b", "c"]
     assert not settled.record.undecided  # a worker that computes the trainer's values later may come in
     assert evaluate_worker(settled.record, HF, RIGHT).passed
-    assert consensus(TRAINED, MISSED).missed_trainer
     told = settled.summary()
     assert (told["failed"], told["reasons"]) == (3, {"trainer": 3})
     assert told["difference"] == pytest.approx(3 * FAR)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import runpy
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +14,7 @@ from rl_plane.client import RlClient
 from rl_plane.protocol.fleet_ops import FLEET_OPS
 from rl_plane.sync import SyncRlClient
 
-ROOT = Path(__file__).resolve().parents[3]
-
-ONLY_ASYNC = {"ask", "gather", "lock", "subjects", "view", "watch"}
+ONLY_ASYNC = {"ask", "ask_frontends", "lock", "subjects", "view", "watch"}
 """Methods for coordinators and watchers, which need the event loop."""
 
 
@@ -46,12 +42,6 @@ def test_each_op_of_the_fleet_has_a_documented_method() -> None:
     methods = public(SyncRlClient)
     assert FLEET_OPS.keys() <= methods.keys()
     assert all(inspect.getdoc(methods[name]) for name in methods)
-
-
-def test_the_blocking_methods_are_made_from_the_asynchronous_ones() -> None:
-    maker = runpy.run_path(str(ROOT / "docs" / "generate_blocking_methods.py"))
-    made = maker["blocking"](maker["SOURCE"].read_text())
-    assert made == maker["MADE"].read_text(), "run: python docs/generate_blocking_methods.py"
 
 
 def test_each_public_name_is_there_and_sorted() -> None:

@@ -15,16 +15,12 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
 from rl_plane.protocol.versions import DTYPE_BYTES, HostTensor, TensorSpec
+from rl_plane.transports.packing import names_of_dtypes
 from rl_plane.weights.read_ahead import host_memory
 from worker.engines.common.weight_checks import TensorChecks, write_noise
 from worker.receive.weight_holder import TensorStream
 
-NAME_OF_DTYPE = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+NAME_OF_DTYPE = names_of_dtypes()
 DTYPE_OF_NAME = {name: dtype for dtype, name in NAME_OF_DTYPE.items()}
 
 

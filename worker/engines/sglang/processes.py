@@ -29,7 +29,7 @@ from worker.receive.rank_agents.agent_messages import socket_directory
 from worker.receive.rank_agents.ranks import Ranks, check_rows
 
 T = TypeVar("T")
-log = logging.getLogger("worker.sglang")
+log = logging.getLogger("worker.engines.sglang.processes")
 
 POLL_MS = 100
 """Milliseconds after which a thread that waits for SGLang looks whether SGLang is dead."""

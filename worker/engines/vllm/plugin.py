@@ -8,7 +8,7 @@ import os
 import signal
 from typing import Any
 
-log = logging.getLogger("worker.vllm")
+log = logging.getLogger("worker.engines.vllm.plugin")
 
 MARK = "RL_PLANE_VLLM"
 """An environment variable of the processes that the adapter starts: the worker's process id."""

@@ -22,7 +22,7 @@ from worker.receive.rank_agents.agent_messages import socket_directory
 from worker.receive.rank_agents.ranks import Ranks, check_rows
 
 T = TypeVar("T")
-log = logging.getLogger("worker.vllm")
+log = logging.getLogger("worker.engines.vllm.processes")
 
 CLOSE_TIMEOUT_S = 5.0
 """Seconds that killed processes may take to end."""

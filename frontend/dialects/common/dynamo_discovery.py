@@ -1,5 +1,8 @@
-"""Discovery for Dynamo's clients. `/v1/rl/workers` has their fields beside the plane's own. Below `/fleet` the whole
-fleet is one worker, because a client that finds several workers steers each by itself.
+"""Discovery for Dynamo's clients. It is no dialect of its own: the facade uses it with every dialect, and prime-rl's
+routes include it, because prime-rl has a client of Dynamo's workers.
+
+`/v1/rl/workers` has Dynamo's fields beside the plane's own. Below `/fleet` the whole fleet is one worker, because a
+client that finds several workers steers each by itself.
 """
 
 from __future__ import annotations

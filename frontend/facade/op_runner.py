@@ -10,13 +10,13 @@ from frontend.server.in_flight import InFlight
 from rl_plane.fleet.fleet import Fleet
 from rl_plane.protocol.fleet_ops import FLEET_OPS
 
-log = logging.getLogger("frontend.facade.calls")
+log = logging.getLogger("frontend.facade.op_runner")
 
 MAX_IN_FLIGHT = 64
 """Different updates that hold the lock or wait for it; more come from a trainer that has gone wrong."""
 
 
-class FleetCalls:
+class OpRunner:
     """Runs the ops of a Fleet."""
 
     def __init__(self, fleet: Fleet) -> None:
@@ -32,8 +32,8 @@ class FleetCalls:
         other call."""
         if op not in FLEET_OPS or not FLEET_OPS[op].coalesce:
             return await self.fleet.run(op, body, request_id)
-        told = body if digest is None else {name: one for name, one in body.items() if not isinstance(one, list)}
-        content = json.dumps([told, digest], sort_keys=True, default=str)
+        short = body if digest is None else {name: one for name, one in body.items() if not isinstance(one, list)}
+        content = json.dumps([short, digest], sort_keys=True, default=str)
         return await self._in_flight.share(op, request_id, content, lambda: self.fleet.run(op, body, request_id))
 
     async def close(self, grace_s: float) -> None:

@@ -1,0 +1,90 @@
+"""SGLang's groups form one after another, also if one of them fails or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from frontend.dialects.sglang import groups as sglang_groups
+from frontend.dialects.sglang.groups import GroupFields, Groups
+from rl_plane.errors import (
+    Conflict,
+    InvalidRequest,
+    Locked,
+    PlaneError,
+    WorkerLost,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+# ---- SGLang's groups ----
+
+
+class _Forming:
+    """The fleet's `init_transport`, which ends when the test says how."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.begun = asyncio.Event()
+        self.end: asyncio.Future[PlaneError | None] = asyncio.get_running_loop().create_future()
+
+    async def run(self, op: str, body: dict[str, Any], request_id: str) -> dict[str, Any]:
+        self.asked.append(body["group"])
+        self.begun.set()
+        if (error := await self.end) is not None:
+            raise error
+        return {"workers": []}
+
+    def groups(self) -> Groups:
+        plane: Any = SimpleNamespace(calls=self, part_timeout_s=1.0)
+        return Groups(plane)
+
+
+def _group(name: str) -> GroupFields:
+    return GroupFields(master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=3, group_name=name)
+
+
+async def test_groups_that_waited_behind_one_that_failed_fail_with_it() -> None:
+    """The groups belong to one trainer, which has died. Each would hold the ranks for its whole time, one after
+    another."""
+    forming = _Forming()
+    groups = forming.groups()
+    calls = [asyncio.create_task(groups.form(_group(name), "")) for name in ("a", "b", "c")]
+    await forming.begun.wait()
+    forming.end.set_result(WorkerLost("the trainer is gone", disabled=["w"]))
+    for error in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(error, Conflict)
+        assert (error.message, error.facts["disabled"]) == ("the trainer is gone", ["w"])
+    assert forming.asked == ["a"]
+    forming.end = asyncio.get_running_loop().create_future()
+    forming.end.set_result(None)
+    await groups.form(_group("b"), "")  # who comes afterwards is tried
+    assert forming.asked == ["a", "b"]
+
+
+async def test_a_group_that_was_wrong_keeps_nobody_out() -> None:
+    forming = _Forming()
+    groups = forming.groups()
+    calls = [asyncio.create_task(groups.form(_group(name), "")) for name in ("a", "b")]
+    await forming.begun.wait()
+    forming.end.set_result(InvalidRequest("no such backend", field="backend"))
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert forming.asked == ["a", "b"]
+
+
+async def test_the_turn_of_a_group_is_not_awaited_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_groups, "TURN_WAIT_S", 0.0)
+    forming = _Forming()
+    groups = forming.groups()
+    first = asyncio.create_task(groups.form(_group("a"), ""))
+    await forming.begun.wait()
+    with pytest.raises(Locked) as caught:
+        await groups.form(_group("b"), "")
+    assert caught.value.facts["fix"]
+    forming.end.set_result(None)
+    await first

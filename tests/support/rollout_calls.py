@@ -1,0 +1,48 @@
+"""Requests of rollouts, and how fast their workers make tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from frontend.routing.fleet_status import FleetStatus
+from tests.support.committed_records import span
+from tests.support.scripted_worker import Script, Stream
+
+PACE_S = 0.02
+"""Per token, where something is to happen meanwhile."""
+LONG = 2000
+"""Tokens that no test waits for."""
+
+
+def native(size: int) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        ("/inference/v1/generate", {"token_ids": [5] * size, "sampling_params": {}}),
+        ("/generate", {"input_ids": [5] * size}),
+        ("/generate", {"text": "x" * size}),
+    ]
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> set[asyncio.Task[Any] | None]:
+    """The requests that have waited for a worker."""
+    wait, found = FleetStatus.wait_changed, set[asyncio.Task[Any] | None]()
+
+    async def noted(status: FleetStatus, timeout_s: float) -> None:
+        found.add(asyncio.current_task())
+        await wait(status, timeout_s)
+
+    monkeypatch.setattr(FleetStatus, "wait_changed", noted)
+    return found
+
+
+def rest(base: int) -> Script:
+    """Sends two tokens, or the single token that is requested."""
+
+    async def script(stream: Stream) -> None:
+        count = stream.body["request"]["max_tokens"]
+        await stream.send([8] * count, span(base, 0, count), end=True)
+
+    return script

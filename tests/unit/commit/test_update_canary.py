@@ -1,0 +1,246 @@
+"""The numeric canary of an update, by events and expected instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rl_plane.commit.steps import (
+    Announce,
+    Answered,
+    SaveCanaryHistory,
+    SendOp,
+    UpdateCommand,
+    Watch,
+    Write,
+)
+from rl_plane.errors import (
+    CanaryFailed,
+    Conflict,
+    InvalidRequest,
+    NotPrepared,
+    PlaneError,
+    Unsupported,
+)
+from rl_plane.protocol.canary import engine_kind
+from rl_plane.protocol.record import (
+    DecisionRecord,
+)
+from tests.support.update_machine import (
+    FENCE,
+    FENCED,
+    LOST,
+    MEMBERS,
+    NEW,
+    R0,
+    R1,
+    R1_OPEN,
+    V0,
+    WHOLE,
+    Driver,
+    bad,
+    body,
+    ok,
+    report,
+    serving,
+    silent,
+    update,
+)
+
+# ---- the numeric canary ----
+
+CANARY = {"sequences": [[1, 2, 3]], "expected": [[-1.0, -2.0]]}
+KIND = engine_kind("hf", "5.0", "float32", "cpu", 1)
+
+
+def scored(*values: float) -> Callable[[SendOp], Answered]:
+    """The replies with each worker's first score. The trainer expects -1 and -2."""
+    replies = [
+        ok(key, canary={"kind": KIND, "vectors": [[one, -2.0]]}) for key, one in zip("abc", values, strict=True)
+    ]
+    return lambda ask: Answered([reply for reply in replies if reply.instance_id in ask.workers])
+
+
+def with_canary(commit: Any, base: DecisionRecord = R0, on_failure: str = "rollback", **answers: Any) -> Driver:
+    policy = {"canary": CANARY, "on_canary_failure": on_failure, "barrier": answers.pop("barrier", "strict")}
+    driver = Driver(update(policy=policy), base, **{"commit": commit, "roll": commit, **answers})
+    driver.reports = [report(key, base, canary={"vocab_size": 10, "max_model_len": 10}) for key in MEMBERS]
+    return driver
+
+
+BACK = [*WHOLE[:6], "decide", "gate", "commit", "open", "open", "watch"]
+
+
+def test_a_worker_with_other_canary_scores_is_excluded_and_the_version_opens_with_the_others_scores() -> None:
+    driver = with_canary(scored(-1.0, -1.0, -5.0), watch=serving("ab"))
+    outcome = driver.outcome()
+    assert driver.phases == [*WHOLE[:7], "open", "open", "watch"]
+    assert outcome.excluded == ["c"]
+    assert [reply.error and reply.error.code for reply in outcome.replies] == [None, None, "numerics"]
+    opened = driver.one(Write, "open").record
+    assert opened.canary is not None
+    assert opened.canary.references == {KIND: ((-1.0, -2.0),)}
+    assert driver.one(Announce, "open").record == opened
+    history = driver.one(SaveCanaryHistory).history
+    assert history is not None
+    assert history.values(NEW, opened.canary.sequences) == opened.canary.references
+
+
+def test_a_version_that_all_workers_fail_is_never_opened_and_the_version_before_returns() -> None:
+    driver = with_canary(scored(-5.0, -5.0, -5.0))
+    error = driver.error(CanaryFailed)
+    assert driver.phases == BACK
+    failed, back = (one.record for one in driver.all(Write, "decide"))
+    assert failed.fallback == R0
+    assert not failed.open
+    assert (back.version.digest, back.sequence, back.update_id) == (V0.digest, 2, "u9")
+    assert back.missed is not None
+    assert [one.record.made for one in driver.all(Write, "open")] == [back.made]
+    assert [one.record.made for one in driver.all(Announce)] == [failed.made, back.made, back.made]
+    assert error.facts["failed_version"] == failed.made.to_wire()
+    assert [row["error"]["code"] for row in error.facts["workers"]] == ["numerics"] * 3
+    assert error.facts["serving"] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("keys", ["", "ab"])
+def test_the_answer_names_how_many_workers_serve_the_version_that_came_back(keys: str) -> None:
+    error = with_canary(scored(-5.0, -5.0, -5.0), watch=serving(keys)).error(CanaryFailed)
+    assert error.facts["serving"] == [*keys]
+    if keys:
+        assert "the fleet is back at initial on 2 of 3 workers" in error.message
+        assert "warning" not in error.facts["canary"]
+    else:
+        assert "no worker serves initial, which is committed again (behind: it fetches them)" in error.message
+        assert "no worker could bring it back: behind: it fetches them" in error.facts["canary"]["warning"]
+
+
+def test_a_rolling_update_that_fails_its_canary_reaches_only_the_first_worker() -> None:
+    driver = with_canary(scored(-5.0, -1.0, -1.0), barrier="rolling")
+    driver.error(CanaryFailed)
+    assert [list(one.workers) for one in driver.all(SendOp, "roll")] == [["a"]]
+    assert driver.all(Write, "decide")[1].record.version.digest == V0.digest
+
+
+def test_if_no_earlier_version_can_return_the_failed_one_stays_and_no_worker_serves_it() -> None:
+    for base, on_failure in (
+        (R0, "exclude"),
+        (replace(R1_OPEN, source=replace(R1.source, refetchable=False)), "rollback"),
+    ):
+        driver = with_canary(scored(-5.0, -5.0, -5.0), base, on_failure, watch=serving(""))
+        error = driver.error(CanaryFailed)
+        assert "no worker serves it" in error.message
+        assert "publish another version" in error.facts["fix"]
+        assert len(driver.all(Write, "decide")) == 1
+        assert driver.one(Write, "decide").record.fallback is None
+        assert error.facts["excluded"] == ["a", "b", "c"]
+        assert [one.timeout_s for one in driver.all(Watch)] == [0.0], "nobody heals from that"
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_a_rollback_decision_with_a_lost_answer_is_resolved_by_the_version_in_the_record(found: bool) -> None:
+    """Both records have one update id. The stored record may be the version that all workers fail."""
+    driver = with_canary(scored(-5.0, -5.0, -5.0), decide=[None, LOST], watch=serving(""))
+    driver.answers["resolve"] = [
+        lambda _: replace(
+            driver.surveyed(), record=replace(driver.all(Write, "decide")[int(found)].record, fence=FENCE)
+        )
+    ]
+    if found:
+        driver.error(CanaryFailed)
+        assert driver.phases == [*BACK[:7], "resolve", *BACK[7:]]
+        return
+    driver.error(Conflict)
+    assert driver.phases == [*BACK[:7], "resolve", "watch"], "the next coordinator brings it back"
+
+
+@pytest.mark.parametrize("why", [LOST, FENCED])
+def test_an_update_that_is_lost_before_its_canary_is_judged_is_left_to_the_next_coordinator(
+    why: PlaneError,
+) -> None:
+    driver = with_canary(why, watch=serving(""))
+    driver.error(Conflict)
+    assert driver.phases == [*WHOLE[:6], "watch"]
+    driver = with_canary(scored(-1.0, -1.0, -1.0), open=[why, None])
+    driver.outcome()
+    assert driver.phases == [*WHOLE[:7], "watch", "open"]
+    opened = driver.all(Write, "open")[-1].record
+    assert opened.canary is not None
+    assert opened.canary.references == {KIND: ((-1.0, -2.0),)}
+
+
+def test_a_coordinator_that_finishes_a_version_that_all_workers_fail_returns_to_the_one_before() -> None:
+    first = with_canary(scored(-5.0, -5.0, -5.0))
+    first.run()
+    left = replace(first.all(Write, "decide")[0].record, fence=8)
+    driver = Driver(UpdateCommand("finish", ""), left, commit=scored(-5.0, -5.0, -5.0))
+    outcome = driver.outcome()
+    assert driver.phases == ["survey", "gate", "commit", *BACK[6:], "recheck"]
+    assert (outcome.version.digest, outcome.version.sequence) == (V0.digest, 2)
+    again = Driver(UpdateCommand("update", "u9", body()), driver.record)
+    again.error(CanaryFailed)
+    assert again.phases == ["survey"]
+
+
+def left_by_a_dead_coordinator(on_failure: str = "rollback") -> DecisionRecord:
+    first = with_canary(scored(-5.0, -5.0, -5.0), on_failure=on_failure)
+    first.run()
+    return replace(first.all(Write, "decide")[0].record, fence=8)
+
+
+def fetching(keys: str) -> Answered:
+    """These workers swap by themselves, and have nothing to report yet."""
+    return Answered([bad(key, NotPrepared("the update is not staged here")) for key in keys])
+
+
+@pytest.mark.parametrize("kind", ["finish", "update"])
+def test_a_coordinator_waits_for_the_scores_of_workers_that_fetch_by_themselves(kind: Any) -> None:
+    left = left_by_a_dead_coordinator()
+    miss = scored(-5.0, -5.0, -5.0)
+    call = UpdateCommand(kind, "u9" if kind == "update" else "", body())
+    driver = Driver(call, left, commit=[fetching("abc"), fetching("abc"), miss])
+    driver.run()
+    assert driver.phases[:6] == ["survey", "gate", "commit", "watch", "commit", "watch"]
+    assert driver.one(Write, "decide").record.version.digest == V0.digest
+    assert left.made not in [one.record.made for one in driver.all(Write, "open")]
+
+
+def test_a_coordinator_waits_for_no_more_scores_once_a_worker_has_passed() -> None:
+    left = left_by_a_dead_coordinator()
+    passed = Answered(
+        [*scored(-1.0, -1.0, -1.0)(SendOp("commit", "", {}, ["a"])).replies, *fetching("bc").replies]
+    )
+    driver = Driver(UpdateCommand("finish", ""), left, commit=passed)
+    driver.outcome()
+    assert driver.phases == ["survey", "gate", "commit", "open", "open", "open", "recheck"]
+    driver = Driver(UpdateCommand("finish", ""), left_by_a_dead_coordinator("exclude"), commit=fetching("abc"))
+    driver.outcome()
+    assert driver.phases == ["survey", "gate", "commit", "open", "open", "recheck"], "no score would change that"
+
+
+def test_a_coordinator_waits_for_scores_only_as_long_as_a_commit_may_take() -> None:
+    driver = Driver(UpdateCommand("finish", ""), left_by_a_dead_coordinator(), commit=fetching("abc"))
+    driver.step_s = 10.0
+    driver.outcome()
+    assert driver.phases.count("commit") == 5
+    assert driver.one(Write, "open").record.fallback is None
+
+
+def test_asked_again_an_update_that_stays_unserved_tells_why() -> None:
+    left = left_by_a_dead_coordinator("exclude")
+    driver = Driver(
+        UpdateCommand("update", "u9", body()), left, commit=scored(-5.0, -5.0, -5.0), watch=serving("")
+    )
+    error = driver.error(CanaryFailed)
+    assert error.facts["canary"]["action"] == "exclude"
+
+
+def test_a_canary_that_the_engines_can_not_score_touches_nobody() -> None:
+    policy = {"canary": CANARY}
+    assert Driver(update(policy=policy)).error(Unsupported).facts["field"] == "policy.canary"
+    driver = with_canary(None)
+    driver.reports = [report("a", canary={"vocab_size": 3, "max_model_len": 10}), report("b"), silent("c")]
+    assert driver.error(InvalidRequest).facts["field"].startswith("policy.canary")
+    assert driver.phases == ["survey"]
