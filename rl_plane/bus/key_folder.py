@@ -120,7 +120,7 @@ class KeyFolder:
         self._load()
         return self.path / SERVER_CONFIG
 
-    def keys(self) -> list[KnownKey]:
+    def known(self) -> list[KnownKey]:
         return self._load()[1]
 
     def seed_of(self, name: str) -> Path:

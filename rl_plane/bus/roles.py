@@ -15,7 +15,6 @@ from rl_plane.protocol.subjects import (
     CANARY_HISTORY,
     FENCE_KEY,
     HISTORY_PREFIX,
-    KEPT_PREFIX,
     LOCK,
     MEMBER_PREFIX,
     MEMORY,
@@ -116,10 +115,11 @@ def _worker(fleet: Subjects, instance_id: str) -> Permissions:
             fleet.status(instance_id),
             fleet.keep_record,
             members.key(MEMBER_PREFIX + instance_id),
-            state.key(KEPT_PREFIX + instance_id),
-            state.key(FENCE_KEY),
+            fleet.offers.key(instance_id),
+            f"{JS}.STREAM.PURGE.{fleet.offers.stream}",  # the oldest offers
             f"{JS}.STREAM.MSG.GET.{members.stream}",
             f"{JS}.STREAM.MSG.GET.{state.stream}",
+            f"{JS}.STREAM.MSG.GET.{fleet.offers.stream}",
             f"{JS}.STREAM.INFO.*",  # a stored version is a stream of its own, so its name is not known here
             f"{JS}.DIRECT.GET.*",
         ],
@@ -168,6 +168,8 @@ def _steering(fleet: Subjects) -> list[str]:
         fleet.fleet,
         f"{JS}.STREAM.CREATE.{fleet.members.stream}",
         f"{JS}.STREAM.CREATE.{fleet.state.stream}",
+        f"{JS}.STREAM.INFO.{fleet.offers.stream}",
+        f"{JS}.STREAM.CREATE.{fleet.offers.stream}",
         f"{JS}.STREAM.PURGE.{fleet.state.stream}",  # the oldest entries of the history
     ]
 
@@ -180,7 +182,7 @@ def _objects(fleet: Subjects) -> list[str]:
 
 def _kept_streams(fleet: Subjects) -> list[str]:
     """No role but the operator's may change or delete a bucket's stream."""
-    buckets = (fleet.members.stream, fleet.state.stream)
+    buckets = (fleet.members.stream, fleet.state.stream, fleet.offers.stream)
     return [f"{JS}.STREAM.{call}.{stream}" for stream in buckets for call in ("UPDATE", "DELETE")]
 
 

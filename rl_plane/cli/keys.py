@@ -94,7 +94,7 @@ def _remove(given: Command) -> int:
 
 
 def _list(given: Command) -> int:
-    _show(given, _folder(given.values).keys())
+    _show(given, _folder(given.values).known())
     return 0
 
 

@@ -35,13 +35,10 @@ from rl_plane.errors import (
     Unavailable,
 )
 from rl_plane.protocol.record import DecisionRecord
-from rl_plane.protocol.subjects import HISTORY_PREFIX, KEPT_PREFIX, KeyValueBucket
+from rl_plane.protocol.subjects import HISTORY_PREFIX, KeyValueBucket
 from rl_plane.protocol.update_requests import PUSHED
 
 log = logging.getLogger("rl_plane.commit.journal")
-
-KEEP_OFFERS = 1024
-"""So many workers' offers of their weights stay in the bucket. Dead workers have the oldest."""
 
 
 class Journal:
@@ -226,7 +223,6 @@ class Journal:
     async def _shorten(self) -> None:
         try:
             await self._bus.keep_newest(self._state, HISTORY_PREFIX + ">", KEEP)
-            await self._bus.keep_newest(self._state, KEPT_PREFIX + ">", KEEP_OFFERS)
         except BusUnreachable as error:
             log.warning("the history was not shortened: %s", error)
 

@@ -205,6 +205,8 @@ class MembershipView:
         # The store may be lost, together with the server.
         await self.bus.ensure_bucket(self.subjects.members)
         await self.bus.ensure_bucket(self.subjects.state)
+        with contextlib.suppress(PermissionDenied):  # a service only reads
+            await self.bus.ensure_bucket(self.subjects.offers)
         await self.read_record()
         known = self._core.epoch
         entries, last = await self.bus.read_all(self.subjects.members)

@@ -110,6 +110,15 @@ class Subjects:
     def state(self) -> KeyValueBucket:
         return KeyValueBucket(f"rlp_{self.namespace}_{self.component}_state", f"{self.namespace}.{self.component}")
 
+    @property
+    def offers(self) -> KeyValueBucket:
+        """The bucket in which a worker says where others can fetch the weights that it keeps in memory: the key is its
+        instance id. It is apart from the state, because one write to a bucket can empty it (`Nats-Rollup`), and workers
+        write here."""
+        return KeyValueBucket(
+            f"rlp_{self.namespace}_{self.component}_offers", f"{self.namespace}.{self.component}"
+        )
+
     def object(self, object_id: str) -> StoredObject:
         return StoredObject(
             object_id,
@@ -189,9 +198,6 @@ HISTORY_PREFIX = "history."
 
 FRONTEND_PREFIX = "frontend."
 """State bucket: `frontend.<id>` is a frontend that delivers tokens. It expires when the frontend is gone."""
-
-KEPT_PREFIX = "kept."
-"""State bucket: `kept.<instance_id>` is the address of the weights that a worker keeps in memory for others."""
 
 ADMISSION_PREFIX = "admission."
 """State bucket: `admission.<instance_id>` is a worker that an operator has disabled."""

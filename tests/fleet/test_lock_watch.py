@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 async def watching(client: RlClient) -> tuple[LockWatch, WorkerState]:
     state = WorkerState("0" * 16, "me")
-    watch = LockWatch(client.bus, client.subjects().state, state)
+    watch = LockWatch(client.bus, client.subjects(), state)
     await watch.start()
     return watch, state
 
