@@ -28,14 +28,14 @@ Role = Literal["operator", "frontend", "worker", "trainer", "service"]
 ROLES: tuple[Role, ...] = ("operator", "frontend", "worker", "trainer", "service")
 
 ANSWERS_FOR = "30m"
-"""How long after a request its receiver may answer. A worker that stages weights for longer can't report it. NATS
-remembers each request for this time, about 200 bytes of its memory."""
+"""The time after a request in which its receiver may answer. A worker that stages weights for longer can't report it.
+NATS remembers each request for this time, about 200 bytes of its memory."""
 JS = "$JS.API"
 
 
 @dataclass(frozen=True, slots=True)
 class Permissions:
-    """What one key may do."""
+    """The subjects that one key may use."""
 
     publish: Sequence[str]
     subscribe: Sequence[str]
@@ -145,7 +145,7 @@ def _feeds(fleet: Subjects) -> list[str]:
 
 
 def _watching(fleet: Subjects) -> list[str]:
-    """What every client of the fleet listens to."""
+    """The subjects that every client of the fleet listens to."""
     return [fleet.members.feed(">"), fleet.state.feed(RECORD), fleet.status("*"), ADVISORY]
 
 
@@ -175,7 +175,7 @@ def _steering(fleet: Subjects) -> list[str]:
 
 
 def _objects(fleet: Subjects) -> list[str]:
-    """What the transport object_store needs. NATS has no pattern for a part of a stream's name."""
+    """The subjects of the transport object_store. NATS has no pattern for a part of a stream's name."""
     calls = ("INFO.*", "LIST", "CREATE.*", "UPDATE.*", "DELETE.*")
     return [fleet.objects, *(f"{JS}.STREAM.{call}" for call in calls)]
 

@@ -19,6 +19,9 @@ from rl_plane.bus.server import NatsServer
 from rl_plane.errors import Unauthorized
 from rl_plane.transports.object_store.bulk_socket import NatsSocket
 
+REFUSED = "(?i)ssl|tls|eof|reset|closed"
+CLIENTS = 2
+"""The client of messages, and the one of weights."""
 WAIT_S = 30.0
 """Longer than any refusal takes, which must come at once."""
 
@@ -35,8 +38,8 @@ class Certificates:
     def issue(self, name: str, *, expired: bool = False, host: str = "127.0.0.1") -> tuple[Path, Path]:
         day = datetime.timedelta(days=1)
         now = datetime.datetime.now(datetime.UTC)
-        times = {"not_before": now - 2 * day, "not_after": now - day} if expired else {}
-        made = self.ca.issue_cert(host, **times)
+        end = now - day if expired else now + day
+        made = self.ca.issue_cert(host, not_before=now - 2 * day, not_after=end)
         cert, key = self._folder / f"{name}.pem", self._folder / f"{name}-key.pem"
         made.cert_chain_pems[0].write_to_path(cert)
         key.touch(mode=0o600)
@@ -73,26 +76,22 @@ def key(tmp_path: Path) -> Path:
 
 
 @asynccontextmanager
-async def plaintext_server() -> AsyncIterator[tuple[int, list[bytes]]]:
-    """A server, or a man in the middle, that offers no TLS, and reads what a client sends."""
+async def plaintext_server() -> AsyncIterator[tuple[int, list[bytes], asyncio.Event]]:
+    """A server, or a man in the middle, that offers no TLS, and reads what clients send."""
     heard: list[bytes] = []
+    both = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        info = {
-            "server_id": "S",
-            "version": "2.15.1",
-            "max_payload": 1 << 20,
-            "headers": True,
-            "proto": 1,
-            "nonce": "n",
-        }
+        info = {"server_id": "S", "version": "2.15.1", "max_payload": 1 << 20, "headers": True, "nonce": "n"}
         writer.write(b"INFO " + json.dumps(info).encode() + b"\r\n")
         heard.append(await reader.read(4096))
+        if len(heard) == CLIENTS:
+            both.set()
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:
-        yield server.sockets[0].getsockname()[1], heard
+        yield server.sockets[0].getsockname()[1], heard, both
     finally:
         server.close()
         await server.wait_closed()
@@ -109,7 +108,7 @@ async def connects(url: str, credentials: NatsCredentials) -> None:
 async def refused(url: str, credentials: NatsCredentials, match: str) -> str:
     with pytest.raises(Unauthorized, match=match) as error:
         await Bus.connect(url, wait_s=WAIT_S, credentials=credentials)
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match=REFUSED):
         await asyncio.to_thread(NatsSocket, url, "weights", WAIT_S, credentials)
     assert "\n" not in error.value.message
     return str(error.value.facts["fix"])
@@ -119,16 +118,15 @@ async def refused(url: str, credentials: NatsCredentials, match: str) -> str:
 async def test_nothing_is_sent_to_a_server_without_tls(scheme: str, ours: Certificates) -> None:
     """An authority asks for TLS too, whatever the scheme."""
     files = NatsCredentials(ca=ours.ca_file) if scheme == "nats" else NatsCredentials()
-    async with plaintext_server() as (port, heard):
+    async with plaintext_server() as (port, heard, both):
         url = f"{scheme}://user:hunter2secret@127.0.0.1:{port}"
         with pytest.raises(Unauthorized, match="offers no TLS, so nothing was sent") as error:
             await Bus.connect(url, wait_s=WAIT_S, credentials=files)
         assert "hunter2secret" not in error.value.message
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match=REFUSED):
             await asyncio.to_thread(NatsSocket, url, "weights", WAIT_S, files)
         async with asyncio.timeout(10):
-            while len(heard) < 2:
-                await asyncio.sleep(0.01)
+            await both.wait()
     assert b"hunter2secret" not in b"".join(heard)
     assert b"CONNECT" not in b"".join(heard)
 
