@@ -7,6 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Several torch processes share few cores: one thread each is faster than many that fight.
 export OMP_NUM_THREADS ?= 1
+# The tests start hundreds of processes: without stored bytecode each of them compiles every module again.
+export PYTHONDONTWRITEBYTECODE :=
 
 # One set of versions, whether vLLM and SGLang are installed or not.
 ENGINES := deploy/engines-cpu
@@ -38,7 +40,8 @@ demo: setup
 # Beyond so many it is no accident.
 PYTEST := $(BIN)/python -m pytest --reruns 1 --max-suite-reruns 4 --rerun-show-tracebacks
 # Most of what is no engine's waits for somebody: four processes keep two cores busy. An engine needs one core to start.
-BESIDE := $(PYTEST) --dist loadfile
+# The files run by name: in order of their counts, the files with few and long tests would come last, one beside idle cores.
+BESIDE := $(PYTEST) --dist loadfile --no-loadscope-reorder
 
 test: engines lint
 	$(BESIDE) -n 4 -m 'not engines and (not slow or parallel)'

@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import secrets
 import tempfile
-from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,15 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
 HEAD = ("transport", "trainer MB", "÷ two buckets", "worker MB", "÷ two buckets and staging")
 
 
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The worker that receives the updates: where its NATS server is, and its process."""
+
+    url: str
+    namespace: str
+    pid: int
+
+
 def trained(directory: Path) -> dict[str, Any]:
     """A model that the trainer has in memory already: what it takes is not the update's."""
     from safetensors.torch import load_file
@@ -62,8 +72,9 @@ def trained(directory: Path) -> dict[str, Any]:
 
 
 def some_places(weights: Mapping[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Yields the bits of each tensor, flat, and one place in a hundred."""
-    random = np.random.default_rng(0)
+    """Returns the bits of each tensor, flat, and one place in a hundred. The places differ from call to call, so no
+    version equals an earlier one."""
+    random = np.random.default_rng()
     flats = [tensor.numpy().reshape(-1).view(np.uint32) for tensor in weights.values()]
     return [(flat, random.integers(len(flat), size=-(-len(flat) // 100))) for flat in flats]
 
@@ -75,7 +86,15 @@ def _status(pid: int | str, field: str) -> int:
     return int(line.split()[1]) << 10
 
 
-def measure(backend: str, model: Path, more: dict[str, Any]) -> tuple[int, int]:
+@contextmanager
+def served(model: Path) -> Iterator[ServedModel]:
+    """Runs an `hf` worker of this model beneath a NATS server of its own."""
+    namespace = f"memory{secrets.token_hex(2)}"
+    with hf_worker(namespace, model, weight_roots=[str(model.parent)]) as (url, peer):
+        yield ServedModel(url, namespace, peer.process.pid)
+
+
+def measure(backend: str, model: Path, more: dict[str, Any], worker: ServedModel) -> tuple[int, int]:
     """(trainer's, worker's) bytes beyond what they had. `more`: options of the publisher, and `wait`, of `publish`."""
     wait = more.get("wait", True)
     more = {name: value for name, value in more.items() if name != "wait"}
@@ -84,14 +103,12 @@ def measure(backend: str, model: Path, more: dict[str, Any]) -> tuple[int, int]:
         for tensor in weights.values():
             tensor.share_memory_()
     places = some_places(weights)
-    namespace = f"memory{secrets.token_hex(2)}"
     with ExitStack() as stack:
-        url, peer = stack.enter_context(hf_worker(namespace, model, weight_roots=[str(model.parent)]))
         root: dict[str, Any] = {"root": model.parent / "published"} if backend == "filesystem" else {}
         publisher = WeightPublisher(
             weights,
-            url,
-            namespace=namespace,
+            worker.url,
+            namespace=worker.namespace,
             transport=backend,
             bucket_bytes=BUCKET_BYTES,
             **root,
@@ -113,7 +130,7 @@ def measure(backend: str, model: Path, more: dict[str, Any]) -> tuple[int, int]:
 
         step()  # what is served already would be neither swapped nor kept
         read_ahead._given_back.clear()  # by the publisher before: it is resident still
-        processes: tuple[int | str, ...] = ("self", peer.process.pid)
+        processes: tuple[int | str, ...] = ("self", worker.pid)
         before = [_status(pid, "VmRSS") for pid in processes]
         deltas = more.get("encoding") == "delta"
         if deltas:
@@ -123,8 +140,8 @@ def measure(backend: str, model: Path, more: dict[str, Any]) -> tuple[int, int]:
         for number in range(UPDATES):
             nbytes = published(str(number))
             assert (2 * nbytes < sum(tensor.nbytes for tensor in weights.values())) == deltas
-        trainer, worker = (_status(pid, "VmHWM") - had for pid, had in zip(processes, before, strict=True))
-        return trainer, worker
+        ours, theirs = (_status(pid, "VmHWM") - had for pid, had in zip(processes, before, strict=True))
+        return ours, theirs
 
 
 def main() -> None:
@@ -138,13 +155,17 @@ def main() -> None:
         model = make_tiny_model(Path(scratch) / "model", 0, "float32", **shape)
         staging = (model / "model.safetensors").stat().st_size
         lacking = {"nccl"} | (set() if have_nixl() else {"nixl"})
-        for backend in [arguments.only] if arguments.only else sorted(installed().keys() - lacking):
-            for words, more in WAYS.get(backend, {"": {}}).items():
-                trainer, worker = measure(backend, model, more)
-                buckets = BUCKETS * BUCKET_BYTES
-                cells = [f"{trainer / 1e6:,.0f}", f"{trainer / buckets:.2f}"]
-                cells += [f"{worker / 1e6:,.0f}", f"{worker / (buckets + staging):.2f}"]
-                print(f"| {backend}{words} | " + " | ".join(cells) + " |", flush=True)
+        with ExitStack() as stack:
+            # A measured worker is new, so that its earlier updates leave nothing resident. A quick run has one for all.
+            shared = stack.enter_context(served(model)) if arguments.quick else None
+            for backend in [arguments.only] if arguments.only else sorted(installed().keys() - lacking):
+                for words, more in WAYS.get(backend, {"": {}}).items():
+                    with nullcontext(shared) if shared else served(model) as worker:
+                        ours, theirs = measure(backend, model, more, worker)
+                    buckets = BUCKETS * BUCKET_BYTES
+                    cells = [f"{ours / 1e6:,.0f}", f"{ours / buckets:.2f}"]
+                    cells += [f"{theirs / 1e6:,.0f}", f"{theirs / (buckets + staging):.2f}"]
+                    print(f"| {backend}{words} | " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -50,12 +50,10 @@ def measure_pulls(nbytes: int, receivers: int, rounds: int) -> PullTimes:
         started: list[subprocess.Popen[str]] = []
         stack.callback(stop_peers, started)
 
-        def start(**arguments: Any) -> Peer:
-            started.append(_start(**arguments))
-            return await_ready(started[-1])
-
-        transport = start(role="source", tensors=count).said["transport"]
-        pullers = [start(role="receiver", transport=transport) for _ in range(receivers)]
+        started.append(_start(role="source", tensors=count))
+        transport = await_ready(started[0]).said["transport"]
+        started += [_start(role="receiver", transport=transport) for _ in range(receivers)]
+        pullers = [await_ready(receiver) for receiver in started[1:]]
         for number in range(-1, rounds):  # the first one warms caches
             turn = number % len(WAYS)
             for way in WAYS[turn:] + WAYS[:turn]:  # the kernel still tidies up after what was staged
@@ -109,10 +107,10 @@ def receiver(transport: dict[str, Any]) -> None:
 
     with socket.create_connection((transport["host"], transport["port"])) as connection:
         send_frame(connection, {"protocol": PROTOCOL, "key": transport["key"]})
-        told = read_frame(connection)
+        offer = read_frame(connection)
     agent = make_agent("bare")
-    peer = agent.add_remote_agent(told["metadata"])
-    places = [bucket for (bucket,) in told["places"]]
+    peer = agent.add_remote_agent(offer["metadata"])
+    places = [bucket for (bucket,) in offer["places"]]
     largest = max(nbytes for _, nbytes, _ in places)
     buffers = [RegisteredMemory(agent, largest) for _ in range(2)]
 

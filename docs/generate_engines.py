@@ -54,7 +54,7 @@ FEATURES = {
     "flush_cache": Feature(
         "`flush_cache`, `abort_requests`",
         (
-            *of_engines("test_flushing", "test_after_a_flush_no_new_request_reuses_old_kv"),
+            *of_engines("test_flushing", "test_after_a_swap_a_prompt_is_computed_again"),
             *of_engines("test_aborting_and_leaving", "test_abort_ends_some_or_all_with_their_tokens"),
         ),
     ),
@@ -120,7 +120,9 @@ FEATURES = {
     "generate:repetition_penalty": Feature("`repetition_penalty` in a request", PENALTIES),
     "generate:cache_salt": Feature(
         "`cache_salt` in a request",
-        of_engines("test_a_prefix_is_shared_with_the_same_salt_alone", "test_salts_keep_prefixes_apart"),
+        of_engines(
+            "test_a_prefix_is_shared_with_the_same_salt_alone", "test_after_a_swap_a_prompt_is_computed_again"
+        ),
     ),
     "generate:truncate_prompt_tokens": Feature(
         "`truncate_prompt_tokens` in a request",

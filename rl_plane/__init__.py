@@ -54,6 +54,7 @@ if typing.TYPE_CHECKING:
     from rl_plane.client import RlClient
     from rl_plane.fleet.fleet import Fleet
     from rl_plane.membership.worker_calls import FanOut
+    from rl_plane.protocol.canary import Canary
     from rl_plane.protocol.update_requests import BaseTarget, LoraTarget, UpdatePolicy
     from rl_plane.publish.publication import Publication
     from rl_plane.publish.publisher import WeightPublisher
@@ -61,6 +62,7 @@ if typing.TYPE_CHECKING:
 else:
     _LAZY = {
         "BaseTarget": "protocol.update_requests",
+        "Canary": "protocol.canary",
         "FanOut": "membership.worker_calls",
         "Fleet": "fleet.fleet",
         "LoraTarget": "protocol.update_requests",
@@ -84,6 +86,7 @@ else:
 __all__ = [
     "BaseTarget",
     "BusUnreachable",
+    "Canary",
     "CanaryFailed",
     "Changed",
     "Conflict",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib.metadata
 import logging
@@ -187,11 +186,10 @@ def run_frontend(given: Command) -> int:
 
 def run_demo(given: Command) -> int:
     """Runs the demo to its end."""
-    from rl_plane.demo.run import main
+    from rl_plane.demo import run as demo
 
     engine = check_engine(given.values["engine"] or "hf")
-    code: int = main(argparse.Namespace(**{**given.values, "engine": engine}))
-    return code
+    return demo.run(engine=engine, **_picked(given.values, "out steps seed model"))
 
 
 def _picked(values: dict[str, Any], names: str) -> dict[str, Any]:

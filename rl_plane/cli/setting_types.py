@@ -32,7 +32,7 @@ class Text(click.ParamType[Any]):
         try:
             return self._parse(value)
         except (ValueError, InvalidRequest):
-            shown = "" if getattr(param, "secret", True) else f"{value[:200]!r}: "
+            shown = "" if getattr(param, "secret", False) else f"{value[:200]!r}: "
             self.fail(shown + self._fix, param, ctx)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,11 +16,11 @@ import click
 from click import Choice, IntRange
 from click.core import ParameterSource
 
-from frontend.server.options import DIALECTS
 from rl_plane.cli import setting_types as types
 from rl_plane.cli.output import BadSetting, fix_of, plane_error, say_json
 from rl_plane.cli.setting_types import Seconds
 from rl_plane.errors import PlaneError
+from rl_plane.protocol.dialects import DIALECTS
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
 from rl_plane.protocol.validation import MAX_LEASE_S, PAUSE_WORDS
@@ -34,6 +35,8 @@ NO_DIALECT = "none"
 OFF = "off"
 HELP_CHARS = 110
 """The widest line of a help text, on a terminal that is as wide."""
+DEMO_STEPS = 40
+"""By then the reward of the demo has risen from a half to above 0.9 of its range."""
 MAX_COUNT = 10_000
 """The number of workers in the largest fleet that was measured."""
 
@@ -174,7 +177,7 @@ SETTINGS: dict[str, Setting] = {
             "The trainers' HTTP dialects on the port of /v1/rl/*: some of vllm, sglang and prime-rl, comma separated, "
             "or none. Default: all.",
             Choice([*DIALECTS, NO_DIALECT]),
-            DIALECTS,
+            tuple(DIALECTS),
             separator=",",
         ),
         Setting(
@@ -301,9 +304,9 @@ SETTINGS: dict[str, Setting] = {
             "checksum",
         ),
         # the demo
-        Setting("out", "The folder of the report. Default: demo-out.", types.PATH),
-        Setting("steps", "The number of optimiser steps.", IntRange(1, 1_000_000)),
-        Setting("seed", "The seed of everything random.", IntRange(0, 2**31 - 1)),
+        Setting("out", "The folder of the report. Default: demo-out.", types.PATH, Path("demo-out")),
+        Setting("steps", "The number of optimiser steps.", IntRange(1, 1_000_000), DEMO_STEPS),
+        Setting("seed", "The seed of everything random.", IntRange(0, 2**31 - 1), 0),
     )
 }
 

@@ -19,11 +19,11 @@ import click
 from rl_plane.cli.canary_file import read_canary
 from rl_plane.cli.keys import NATS_FILES, credentials
 from rl_plane.cli.output import BadSetting, note, say, say_json
+from rl_plane.cli.setting_types import INSTANCE_ID
 from rl_plane.cli.settings import Command, command
 from rl_plane.cli.show import show
-from rl_plane.errors import DeadlineExceeded, PlaneError
+from rl_plane.errors import DeadlineExceeded
 from rl_plane.fleet.http_client import call_facade
-from rl_plane.protocol.subjects import check_instance_id
 from rl_plane.protocol.update_requests import UpdatePolicy
 
 READ_S = 30.0
@@ -58,7 +58,7 @@ def commands() -> list[click.Command]:
     reach = ("components", *REACH)
     path = click.Argument(["path"], required=False, metavar="PATH")
     label = click.Argument(["label"], required=False, metavar="LABEL")
-    ids = click.Argument(["ids"], nargs=-1, required=True, metavar="ID...")
+    ids = click.Argument(["ids"], nargs=-1, required=True, metavar="ID...", type=INSTANCE_ID)
     update = """Commit new weights on the whole fleet, or on no worker.
 
     PATH is a checkpoint, or an adapter's directory, beneath the workers' weight roots."""
@@ -125,7 +125,7 @@ def body_of(op: str, given: Command) -> tuple[dict[str, Any], float]:
     elif op == "check_weights":
         body["action"] = values["action"]
     elif op in ("enable", "disable"):
-        body["workers"] = [_instance_id(text) for text in dict.fromkeys(values["ids"])]
+        body["workers"] = list(dict.fromkeys(values["ids"]))
     elif op in ("update_weights", "rollback"):
         policy = policy_of(values)
         body["policy"] = policy.model_dump()
@@ -180,13 +180,6 @@ def _earlier(label: str | None, sequence: int | None) -> dict[str, Any]:
             "name one version", field="LABEL", fix="a LABEL or --sequence N, as `rl-plane updates` lists them"
         )
     return {"sequence": sequence} if label is None else {"label": label}
-
-
-def _instance_id(text: str) -> str:
-    try:
-        return check_instance_id("ID", text)
-    except PlaneError as error:
-        raise BadSetting(error.message, **error.facts) from error
 
 
 def _ask(op: str, body: dict[str, Any], bound_s: float, given: Command) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import click
 
 from rl_plane.bus.key_folder import KeyFolder
 from rl_plane.bus.server import CONFIG, NatsServer
-from rl_plane.cli.children import ERR, OUT, Child, Printer, start_process
+from rl_plane.cli.children import ERR, OUT, Printer, run_child
 from rl_plane.cli.keys import credentials
 from rl_plane.cli.output import READY, counted, one_line
 from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, WORKER, check_engine
@@ -157,15 +157,8 @@ class Up:
             else:
                 self._line("model", text, fd)
 
-        maker = Child(
-            start_process(python("rl_plane.cli.models", *self.values["engines"]), for_child({}, os.environ)[1]),
-            line,
-            lambda _: None,
-        )
-        try:
-            code = await maker.wait()
-        finally:
-            maker.signal_group(signal.SIGKILL)
+        environment = for_child({}, os.environ)[1]
+        code = await run_child(python("rl_plane.cli.models", *self.values["engines"]), environment, line)
         if code != 0 or not lines:
             raise PlaneError(
                 "no model is given, and none could be made", fix="see the lines above, or give --model"

@@ -68,13 +68,7 @@ def next_record(
     source of the version that it changes."""
     policy = body.policy
     made = WeightVersion(base.version.run, base.sequence + 1, label_of(base, body), prepared.digest)
-    transport = body.transport.model_dump() if body.transport is not None else None
-    if transport is not None and not prepared.refetchable:
-        transport = {"backend": transport["backend"]}  # the rest may be long, and no worker can fetch by it
-    keep = policy.keep_staged or body.encoding == "delta"
-    source = VersionSource(
-        transport, body.cast, prepared.refetchable, policy.staging, keep, body.encoding, body.base, before
-    )
+    source = body.source(prepared.refetchable, before)
     adapters = dict(base.adapters)
     version, base_source = base.version, base.source
     if isinstance(body.target, LoraTarget):

@@ -220,6 +220,17 @@ class GenerateRequest(BaseModel):
             size = sum(_text_size(message.get("content")) for message in self.messages or ()) // CHARS_PER_TOKEN
         return size if self.truncate_prompt_tokens is None else min(size, self.truncate_prompt_tokens)
 
+    def check_one_prompt(self) -> None:
+        """Raises InvalidRequest unless exactly one field has the prompt."""
+        names = ("prompt_token_ids", "prompt", "messages")
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise InvalidRequest(
+                f"{' and '.join(given) or 'no prompt'} given",
+                field=given[-1] if given else "prompt",
+                fix=f"give exactly one of {', '.join(names)}",
+            )
+
     def check_prompt_logprobs(self, prompt: list[int]) -> None:
         if self.prompt_logprobs and len(prompt) > MAX_PROMPT_LOGPROBS:
             raise InvalidRequest(

@@ -18,7 +18,7 @@ from rl_plane.protocol.validation import (
     Body,
     without_sglangs_names,
 )
-from rl_plane.protocol.versions import DTYPE_BYTES, MAX_RANK, TensorSpec, VersionReply, checked_name
+from rl_plane.protocol.versions import DTYPE_BYTES, MAX_RANK, TensorSpec, VersionReply, WeightVersion, checked_name
 
 PUSHED = frozenset({"gloo", "nccl"})
 """Transports whose sender waits for its receivers. `prepare_weights_update` makes the workers listen, and
@@ -130,10 +130,35 @@ class ReceiveRequest(Body):
             digest=update.digest,
             cast=update.cast,
             staging=update.policy.staging,
-            keep_staged=update.policy.keep_staged or update.encoding == "delta",
+            keep_staged=update.keeps_copy,
             pause_mode=update.policy.pause_mode,
             canary_file=update.policy.canary is None,
         )
+
+    @classmethod
+    def of_source(
+        cls,
+        update_id: str,
+        adapter: str | None,
+        version: WeightVersion,
+        source: VersionSource,
+        model: Transport,
+        in_place: bool,
+    ) -> Self:
+        """Builds the request of a worker that heals itself. `model`: the model that the worker was started with."""
+        return cls(
+            update_id=update_id,
+            target=BaseTarget() if adapter is None else LoraTarget(kind="lora", op="load", name=adapter),
+            transport=Transport.model_validate(source.transport) if source.transport is not None else model,
+            encoding=source.encoding,
+            base=source.base,
+            base_chain=delta_chain(source.before, source.base),
+            label=version.label,
+            digest=version.digest,
+            cast=source.cast,
+            staging="none" if in_place else "host",
+            keep_staged=source.keep_staged,
+        ).with_own_model(model)
 
     @property
     def adapter(self) -> str | None:
@@ -524,6 +549,27 @@ class UpdateWeights(_Update):
         if self.in_parts:
             _check_in_parts(self)
         return self
+
+    @property
+    def keeps_copy(self) -> bool:
+        return self.policy.keep_staged or self.encoding == "delta"
+
+    def source(self, refetchable: bool, before: VersionSource | None) -> VersionSource:
+        """Returns the source of this update for the record. `before`: for a delta, the source of the version that it
+        changes."""
+        transport = self.transport.model_dump() if self.transport is not None else None
+        if transport is not None and not refetchable:
+            transport = {"backend": transport["backend"]}  # the rest may be long, and no worker can fetch by it
+        return VersionSource(
+            transport=transport,
+            cast=self.cast,
+            refetchable=refetchable,
+            staging=self.policy.staging,
+            keep_staged=self.keeps_copy,
+            encoding=self.encoding,
+            base=self.base,
+            before=before,
+        )
 
     @property
     def pushed(self) -> bool:

@@ -184,6 +184,11 @@ class WeightPublisher:
         """The transport of the last version; None before the first."""
         return self._plan.backend if self._plan is not None else None
 
+    @property
+    def copy_bytes(self) -> int:
+        """The host memory that the copy for deltas takes, in bytes; 0 if there is no copy."""
+        return self._copy.nbytes
+
     def publish(self, version: str | None = None, *, wait: bool = True) -> Publication:
         """Sends the weights as they are now.
 

@@ -21,6 +21,8 @@ from frontend.server.bodies import MAX_BODY_BYTES
 from rl_plane.errors import Locked
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.weights.safetensors_file import write_safetensors
+from tests.support.broadcast_trainer import HOST, BroadcastTrainer, parts_of
+from tests.support.broadcast_updates import NUMBERS, free_port
 from tests.support.dialect_facade import (
     HEAL_S,
     PROMPT,
@@ -35,8 +37,6 @@ from tests.support.dialect_facade import (
     taken_before,
     witnessed,
 )
-from tests.support.fed_trainer import HOST, FedTrainer, parts_of
-from tests.support.fed_updates import NUMBERS, free_port
 from tests.support.hf_fleet import START_S, Witnesses
 from tests.support.prime_rl_calls import PrimeRl
 from worker.receive.staging import model_digest
@@ -44,7 +44,7 @@ from worker.testing.tiny_model import make_witness_model
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
-    from tests.support.told_process import ToldProcess
+    from tests.support.commanded_process import CommandedProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -54,14 +54,16 @@ GLOO_S = 20.0
 async def test_trainers_that_broadcast_to_vllm(plane: Plane) -> None:
     witnesses = Witnesses(plane)
     ids = await asyncio.to_thread(witnesses.spawn, 2)
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http:
             await _prime_rl(witnesses, ids, trainer, http)
             http.timeout = httpx.Timeout(None)
             await _skyrl(witnesses, ids, trainer, http)
 
 
-async def _prime_rl(witnesses: Witnesses, ids: list[str], trainer: ToldProcess, http: httpx.AsyncClient) -> None:
+async def _prime_rl(
+    witnesses: Witnesses, ids: list[str], trainer: CommandedProcess, http: httpx.AsyncClient
+) -> None:
     """Updates at the root and beneath `/v1/rl`. The call of each step is the update."""
     group = await _init_broadcaster(trainer, http)
     for step, seed, base in ((1, 2, "/v1/rl"), (2, 3, "")):
@@ -86,7 +88,7 @@ async def _prime_rl(witnesses: Witnesses, ids: list[str], trainer: ToldProcess, 
     await proven(http, ids, 2)
 
 
-async def _init_broadcaster(trainer: ToldProcess, http: httpx.AsyncClient) -> str:
+async def _init_broadcaster(trainer: CommandedProcess, http: httpx.AsyncClient) -> str:
     """Forms a group of two workers. Returns its name."""
     group, port = f"prime-rl {next(NUMBERS)}", free_port()
     init = {
@@ -122,7 +124,7 @@ async def test_prime_rls_update_of_a_fleet_that_somebody_else_changes(plane: Pla
         await asyncio.to_thread(one.wait_ready)
     client = await plane.client()
     view = await client.view()
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http:
 
             async def update(label: str, seed: int) -> httpx.Response:
@@ -168,7 +170,7 @@ async def test_a_group_is_not_formed_over_what_its_trainer_has_left(plane: Plane
     group."""
     for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
         await asyncio.to_thread(one.wait_ready)
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http, facade(plane) as other:
 
             async def form(at: httpx.AsyncClient) -> str:
@@ -202,7 +204,7 @@ async def test_a_group_is_not_formed_over_what_its_trainer_has_left(plane: Plane
                 assert await served(http) == [(True, str(seed))] * 2
 
 
-async def _skyrl(witnesses: Witnesses, ids: list[str], trainer: ToldProcess, http: httpx.AsyncClient) -> None:
+async def _skyrl(witnesses: Witnesses, ids: list[str], trainer: CommandedProcess, http: httpx.AsyncClient) -> None:
     """Its client has no time-outs and does not repeat. The group forms while `init` is under way; the buckets come by
     `/collective_rpc`, and with newer versions by vLLM's own routes."""
     size = fine(await http.request("GET", "/get_world_size", json={}))["world_size"]
@@ -247,7 +249,7 @@ async def test_weights_of_another_float_dtype_are_cast_as_engines_servers_do(pla
     half = make_witness_model(witnesses.weights / "half", 1, "bfloat16")
     started = [plane.spawn(ready=False, engine="hf", model=half) for _ in range(2)]
     ids = [(await asyncio.to_thread(one.wait_ready, START_S)).instance_id for one in started]
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http:
             own = {"transport": {"backend": "filesystem", "path": str(witnesses.base(2))}}
             assert (await http.post("/v1/rl/update_weights", json=own)).json()["error"]["field"] == "cast"
@@ -339,7 +341,7 @@ async def test_more_names_than_a_message_carries(plane: Plane) -> None:
     part: dict[str, Any] = {"names": NAMES, "dtypes": ["float32"] * MANY, "shapes": [[1]] * MANY}
     info = {"names": NAMES, "dtype_names": part["dtypes"], "shapes": part["shapes"]}
     assert len(json.dumps(info)) > MAX_BODY_BYTES
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http:
             init = {"backend": "gloo", "group_name": group, "master_address": HOST, "master_port": port}
             init |= {"rank_offset": 1, "world_size": 3, "packed": True, "packed_buffer_size_bytes": 1000}

@@ -22,9 +22,9 @@ from frontend.completions.service import Generation
 from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, Locked, Unsupported
 from rl_plane.publish.integrations.vllm_client import FleetWeightSyncClient
 from rl_plane.sync import SyncRlClient
+from tests.support.broadcast_trainer import HOST, BroadcastTrainer, parts_of
+from tests.support.broadcast_updates import NUMBERS, free_port
 from tests.support.dialect_facade import HEAL_S, PROMPT, TOKENS, facade, fine, proven, witnessed
-from tests.support.fed_trainer import HOST, FedTrainer, parts_of
-from tests.support.fed_updates import NUMBERS, free_port
 from tests.support.hf_fleet import chain
 from tests.support.vllm_trainer import VllmTrainer
 from worker.testing.tiny_adapter import make_witness_adapter
@@ -32,7 +32,7 @@ from worker.testing.tiny_model import make_witness_model
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
-    from tests.support.told_process import ToldProcess
+    from tests.support.commanded_process import CommandedProcess
 
 pytestmark = [pytest.mark.engines("vllm"), pytest.mark.timeout(400)]
 
@@ -44,7 +44,7 @@ PACKED_BYTES = 20_000
 
 
 @pytest.fixture
-def trainer(plane: Plane) -> Iterator[ToldProcess]:
+def trainer(plane: Plane) -> Iterator[CommandedProcess]:
     with VllmTrainer(plane) as trainer:
         yield trainer
 
@@ -59,7 +59,7 @@ async def fleet(plane: Plane, count: int, dtype: str = "float32") -> list[str]:
     return [(await asyncio.to_thread(one.wait_ready, START_S)).instance_id for one in started]
 
 
-async def form(plane: Plane, trainer: ToldProcess, ranks: int, *, packed: bool = False) -> None:
+async def form(plane: Plane, trainer: CommandedProcess, ranks: int, *, packed: bool = False) -> None:
     """`WeightTransferTrainerFactory.trainer_init`, which forms the group by way of the client."""
     told = {
         "directory": str(witness(plane, 1)),
@@ -73,7 +73,7 @@ async def form(plane: Plane, trainer: ToldProcess, ranks: int, *, packed: bool =
     await trainer.do("init", told)
 
 
-async def learn(plane: Plane, trainer: ToldProcess, seed: int) -> None:
+async def learn(plane: Plane, trainer: CommandedProcess, seed: int) -> None:
     await trainer.do("load", str(witness(plane, seed)))
 
 
@@ -84,7 +84,7 @@ def client_of(plane: Plane, kind: str, http: httpx.AsyncClient) -> dict[str, Any
 
 
 @pytest.mark.parametrize("kind", ["vllm", "trl", "nats"])
-async def test_vllms_trainer_factory_drives_a_fleet(plane: Plane, trainer: ToldProcess, kind: str) -> None:
+async def test_vllms_trainer_factory_drives_a_fleet(plane: Plane, trainer: CommandedProcess, kind: str) -> None:
     """The trainers use vLLM's `HTTPVLLMWeightSyncClient`, TRL's asynchronous client, and ours over NATS. TRL trains in
     float32 by default, whatever dtype the fleet serves."""
     dtype = "float32" if kind == "vllm" else "bfloat16"
@@ -132,7 +132,7 @@ async def test_vllms_trainer_factory_drives_a_fleet(plane: Plane, trainer: ToldP
 
 
 async def _trl_brings_adapters_alone(
-    plane: Plane, trainer: ToldProcess, http: httpx.AsyncClient, ids: list[str], info: dict[str, Any]
+    plane: Plane, trainer: CommandedProcess, http: httpx.AsyncClient, ids: list[str], info: dict[str, Any]
 ) -> None:
     """TRL's trainer with a PEFT model names each version, loads it in a pause, and unloads the stale one then."""
     staleness = 1
@@ -168,7 +168,7 @@ async def _trl_brings_adapters_alone(
         assert served == [f"trl-policy-v{each}" for each in (version - 1, version) if each > 0]
 
 
-async def test_a_worker_killed_in_the_middle_leaves_all_as_it_was(plane: Plane, trainer: ToldProcess) -> None:
+async def test_a_worker_killed_in_the_middle_leaves_all_as_it_was(plane: Plane, trainer: CommandedProcess) -> None:
     """The client gets one 409. The other workers continue to serve, and the next group has all present workers."""
     ids = await fleet(plane, 2)
     async with facade(plane) as http:
@@ -199,7 +199,7 @@ async def _ready(http: httpx.AsyncClient) -> bool:
 
 
 async def test_a_trainer_that_is_there_before_its_fleet_waits_for_it(
-    plane: Plane, trainer: ToldProcess, monkeypatch: pytest.MonkeyPatch
+    plane: Plane, trainer: CommandedProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TRL's, which takes the first model as soon as `/health` is a 200."""
     twice, check, asked = asyncio.Event(), Generation.check_stays, 0
@@ -224,7 +224,7 @@ async def test_a_trainer_that_is_there_before_its_fleet_waits_for_it(
 
 
 async def test_what_vllms_nccl_trainer_sends_is_refused_before_anybody_waits(
-    plane: Plane, trainer: ToldProcess
+    plane: Plane, trainer: CommandedProcess
 ) -> None:
     ids = await fleet(plane, 1)
     async with facade(plane) as http:
@@ -254,7 +254,7 @@ async def test_skyrls_calls_on_the_drop_in_of_the_examples(plane: Plane) -> None
     ids = await fleet(plane, 2)
     sync = await asyncio.to_thread(SyncRlClient.connect, plane.url, plane.namespace, plane.component)
     client = FleetInferenceClient(sync)
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         size, _ = await client.get_world_size()
         group, port = f"skyrl {next(NUMBERS)}", free_port()
         info = {"backend": "gloo", "group_name": group, "master_address": HOST, "master_port": port}

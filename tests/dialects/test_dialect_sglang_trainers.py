@@ -21,6 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from frontend.dialects.sglang.body_tensors import HeldTensors
 from rl_plane.bus.lock import read_holder
+from tests.support.broadcast_trainer import HOST, BroadcastTrainer, parts_of
+from tests.support.broadcast_updates import GLOO_S, free_port
 from tests.support.dialect_facade import (
     HEAL_S,
     facade,
@@ -29,8 +31,6 @@ from tests.support.dialect_facade import (
     refused,
     served,
 )
-from tests.support.fed_trainer import HOST, FedTrainer, parts_of
-from tests.support.fed_updates import GLOO_S, free_port
 from tests.support.hf_fleet import START_S, Witnesses
 from tests.support.sglang_calls import one_by_one
 from tests.support.sglang_replay import Replay
@@ -39,7 +39,7 @@ from worker.testing.tiny_model import make_tiny_model
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
-    from tests.support.told_process import ToldProcess
+    from tests.support.commanded_process import CommandedProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -50,7 +50,7 @@ BUCKETS = 4
 async def test_trainers_that_speak_to_sglang(plane: Plane) -> None:
     witnesses = Witnesses(plane)
     ids = await asyncio.to_thread(witnesses.spawn, WORKERS)
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http:
             replay = Replay(http, trainer)
             for one in (_slime, _miles, _areal, _two_phases, _without_a_pause, _from_disk, _verl, _nemo_rl):
@@ -292,7 +292,7 @@ async def test_groups_that_form_side_by_side(plane: Plane) -> None:
     client = await plane.client()
     state = (await client.view()).subjects.state
     asked = {"master_address": HOST, "rank_offset": 1, "world_size": WORKERS + 1, "backend": "gloo"}
-    with FedTrainer(plane) as trainer, FedTrainer(plane) as another:
+    with BroadcastTrainer(plane) as trainer, BroadcastTrainer(plane) as another:
         async with facade(plane) as http, facade(plane) as http_of_another:
             calls = []
             for stage, by in enumerate((http, http, http_of_another)):
@@ -303,7 +303,7 @@ async def test_groups_that_form_side_by_side(plane: Plane) -> None:
             for _ in range(2):
                 assert (await http.post("/v1/rl/flush_cache")).status_code == 503
 
-            async def come(own: ToldProcess, *stages: int) -> None:
+            async def come(own: CommandedProcess, *stages: int) -> None:
                 for stage in stages:
                     body, call = calls[stage]
                     told = {"group": body["group_name"], "port": body["master_port"], "timeout_s": GLOO_S}
@@ -340,7 +340,7 @@ async def test_tied_embeddings_may_come_or_not(plane: Plane) -> None:
     own = tied_model(plane.tmp / "weights" / "tied", 1)
     await asyncio.to_thread(plane.spawn(ready=False, engine="hf", model=own).wait_ready, START_S)
     steps = itertools.count(1)
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http:
             replay = Replay(http, trainer)
             assert fine(await replay.form("g"))["success"] is True

@@ -368,6 +368,8 @@ async def test_a_finish_by_way_of_another_frontend_is_of_the_update_that_waits(
         assert await served(http) == [(True, "step_2")] * 3
 
 
+@pytest.mark.slow
+@pytest.mark.parallel
 async def test_a_finish_that_finds_the_fleet_taken_waits_and_one_that_finds_it_gone_says_so(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:

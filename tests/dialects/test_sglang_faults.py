@@ -19,6 +19,8 @@ from frontend.dialects.sglang.open_sessions import Opened
 from frontend.dialects.sglang.sglang_session import Updates
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, Holder, read_holder
 from rl_plane.errors import BusUnreachable, EngineFailed, Locked
+from tests.support.broadcast_trainer import HOST, BroadcastTrainer, parts_of
+from tests.support.broadcast_updates import GLOO_S, free_port
 from tests.support.dialect_facade import (
     HEAL_S,
     facade,
@@ -29,8 +31,6 @@ from tests.support.dialect_facade import (
     served,
     taken_before,
 )
-from tests.support.fed_trainer import HOST, FedTrainer, parts_of
-from tests.support.fed_updates import GLOO_S, free_port
 from tests.support.hf_fleet import Witnesses
 from tests.support.sglang_calls import aborts_what_runs
 from tests.support.sglang_replay import Replay
@@ -52,7 +52,7 @@ async def test_a_worker_that_is_killed_between_two_buckets(plane: Plane) -> None
     workers left."""
     witnesses = Witnesses(plane)
     ids = await asyncio.to_thread(witnesses.spawn, WORKERS)
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http:
             replay = Replay(http, trainer)
             assert fine(await replay.form("first"))["success"] is True
@@ -86,7 +86,7 @@ async def test_an_update_that_is_lost_after_its_last_part_is_told_at_each_end(pl
     """The reason of the loss and the number of repeated calls make no difference: each call reports the loss."""
     for one in (plane.spawn(ready=False), plane.spawn(ready=False), plane.spawn(ready=False)):
         await asyncio.to_thread(one.wait_ready)
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http, facade(plane) as other:
             replay = Replay(http, trainer)
             groups = iter(f"g{number}" for number in range(9))
@@ -143,7 +143,7 @@ async def test_a_trainer_that_begins_anew_does_not_join_what_it_has_left(plane: 
     for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
         await asyncio.to_thread(one.wait_ready)
     client = await plane.client()
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http:
             replay = Replay(http, trainer)
 
@@ -174,7 +174,7 @@ async def test_a_trainer_that_begins_anew_does_not_join_what_it_has_left(plane: 
 async def test_an_update_keeps_its_name_at_another_frontend(plane: Plane) -> None:
     """Given with a part, or between the last of them and the end."""
     await asyncio.to_thread(plane.spawn(ready=False).wait_ready)
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http, facade(plane) as other:
             replay = Replay(http, trainer)
             assert fine(await replay.form("g"))["success"] is True
@@ -192,7 +192,7 @@ async def test_an_update_keeps_its_name_at_another_frontend(plane: Plane) -> Non
 
 async def test_requests_are_aborted_if_any_broadcast_of_an_update_says_so(plane: Plane) -> None:
     await asyncio.to_thread(plane.spawn(ready=False, token_delay_s=0.01).wait_ready)
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http:
             replay = Replay(http, trainer)
             assert fine(await replay.form("g"))["success"] is True
@@ -207,7 +207,7 @@ async def test_an_update_is_ended_by_its_own_dialect_alone(plane: Plane) -> None
     """vLLM's trainer sends, and another caller resumes the fleet by SGLang's call, and the reverse."""
     for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
         await asyncio.to_thread(one.wait_ready)
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http:
             replay = Replay(http, trainer)
             port = free_port()
@@ -245,7 +245,7 @@ async def test_a_fleet_that_is_taken_for_a_moment(plane: Plane) -> None:
     for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
         await asyncio.to_thread(one.wait_ready)
     client = await plane.client()
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http:
             replay = Replay(http, trainer)
             assert fine(await replay.form("g"))["success"] is True
@@ -370,7 +370,7 @@ async def _refused_at_the_end(replay: Replay, plane: Plane, client: RlClient) ->
 async def test_a_fleet_that_is_gone_after_a_part(plane: Plane) -> None:
     """The answer is no 503, because a trainer would send the part again."""
     plane.spawn()
-    with FedTrainer(plane) as trainer:
+    with BroadcastTrainer(plane) as trainer:
         async with facade(plane) as http:
             replay = Replay(http, trainer)
             assert fine(await replay.form("g"))["success"] is True
@@ -388,7 +388,7 @@ async def test_a_group_that_nobody_comes_to(plane: Plane) -> None:
     await asyncio.to_thread(witnesses.spawn, 1)
     worker = plane.spawned[0].process.pid
     async with facade(plane) as http:
-        with FedTrainer(plane) as trainer:
+        with BroadcastTrainer(plane) as trainer:
             replay = Replay(http, trainer)
             port = free_port()
             body = {
@@ -417,7 +417,7 @@ async def test_a_group_that_nobody_comes_to(plane: Plane) -> None:
             (row,) = fine(await http.get("/v1/rl/state"))["workers"]
             assert row["admission"]["reasons"][0].startswith("disabled")
             fine(await http.post(f"/v1/rl/workers/{row['instance_id']}/enable"))
-        with FedTrainer(plane) as trainer:
+        with BroadcastTrainer(plane) as trainer:
             replay = Replay(http, trainer)
             assert fine(await replay.form("again"))["success"] is True
             assert [one[0] for one in await served(http)] == [True]

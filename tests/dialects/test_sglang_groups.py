@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -17,12 +17,6 @@ from rl_plane.errors import (
     PlaneError,
     WorkerLost,
 )
-
-if TYPE_CHECKING:
-    pass
-
-
-# ---- SGLang's groups ----
 
 
 class _Forming:

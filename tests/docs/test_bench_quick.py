@@ -205,19 +205,16 @@ def test_an_engines_own_ways_stand_beside_ours() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("backend", "ways"),
-    [
-        ("gloo", ["", ", wait false"]),
-        ("ipc", ["", ", wait false", ", layout tensors", DELTA]),
-        ("filesystem", [""]),
-        ("object_store", ["", DELTA]),
-        ("nixl", ["", ", wait false", ", keep_copy false", ", keep_copy false, wait false", DELTA]),
-    ],
-)
-def test_what_an_update_takes_of_memory(backend: str, ways: list[str]) -> None:
-    pytest.importorskip({"nixl": "nixl"}.get(backend, "rl_plane"))
-    said = printed("bench.memory", "--quick", "--only", backend)
-    rows = [row.split(" | ") for row in said.splitlines()[2:]]
-    assert [row[0] for row in rows] == [f"| {backend}{way}" for way in ways]
+def test_what_an_update_takes_of_memory() -> None:
+    ways = {
+        "filesystem": [""],
+        "gloo": ["", ", wait false"],
+        "ipc": ["", ", wait false", ", layout tensors", DELTA],
+        "nixl": ["", ", wait false", ", keep_copy false", ", keep_copy false, wait false", DELTA],
+        "object_store": ["", DELTA],
+    }
+    if not have_nixl():
+        del ways["nixl"]
+    rows = [row.split(" | ") for row in printed("bench.memory", "--quick").splitlines()[2:]]
+    assert [row[0] for row in rows] == [f"| {backend}{way}" for backend, each in ways.items() for way in each]
     assert {len(row) for row in rows} == {5}

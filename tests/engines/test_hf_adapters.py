@@ -124,7 +124,7 @@ async def staged_adapter(engine: HfEngine, path: Path, cast: bool = False) -> st
 
 
 async def write_over(engine: HfEngine, tensors: TensorStream) -> None:
-    await asyncio.to_thread(engine._held().overwrite, tensors, False, lambda: False)
+    await asyncio.to_thread(engine.holder.overwrite, tensors, False, lambda: False)
 
 
 def adapter_version(sequence: int, path: Path) -> WeightVersion:
@@ -158,25 +158,24 @@ def adapter_chain(seed: int, token: int, count: int) -> list[int]:
 async def test_a_mixed_batch_is_what_peft_makes_of_each(
     start: Start, tiny: Path, made_by_peft: dict[str, Path], plain: dict[str | None, Any]
 ) -> None:
-    # Small steps and blocks: prompts are prefilled in parts, and share blocks where they may.
+    # Small steps: prompts are prefilled in parts.
     engine = await start(tiny, max_batch_tokens=24, page_size=8, num_blocks=128)
     for adapter, path in made_by_peft.items():
         await load(engine, adapter, path)
     names: list[str | None] = [None, "one", "two"]
     common = prompt_of(9, 40)
-    for _ in range(2):  # the second time there are blocks to share
-        requests = [(name, [*common, *prompt_of(n, 3 + n)]) for n in range(3) for name in names]
-        results = await asyncio.gather(
-            *(run(engine, ask(prompt, adapter=name, logprobs=True)) for name, prompt in requests)
-        )
-        for (name, prompt), result in zip(requests, results, strict=True):
-            assert_greedy(plain[name], prompt, result.tokens)
-            assert result.logprobs == pytest.approx(plain_logprobs(plain[name], prompt, result.tokens), abs=1e-4)
-        assert len({tuple(result.tokens) for result in results[:3]}) == 3  # the adapters matter
+    requests = [(name, [*common, *prompt_of(n, 3 + n)]) for n in range(3) for name in names]
+    results = await asyncio.gather(
+        *(run(engine, ask(prompt, adapter=name, logprobs=True)) for name, prompt in requests)
+    )
+    for (name, prompt), result in zip(requests, results, strict=True):
+        assert_greedy(plain[name], prompt, result.tokens)
+        assert result.logprobs == pytest.approx(plain_logprobs(plain[name], prompt, result.tokens), abs=1e-4)
+    assert len({tuple(result.tokens) for result in results[:3]}) == 3  # the adapters matter
 
 
 async def test_more_modules_than_peft_takes_by_name(start: Start, root: Path) -> None:
-    """From 20 names on PEFT looks for shorter ones that mean the same."""
+    """PEFT replaces 20 or more names by shorter ones that mean the same."""
     deep = make_tiny_model(root / "deep", seed=1, num_hidden_layers=5, hidden_size=64)
     every = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     paths = [
@@ -220,42 +219,6 @@ async def test_the_base_is_exact_before_beside_and_after_adapters(
     assert [(await other.end()).finish for other in others] == ["abort", "abort"]
 
 
-async def test_prefixes_are_shared_within_one_load_of_an_adapter_only(
-    start: Start, root: Path, tiny: Path, made_by_peft: dict[str, Path], plain: dict[str | None, Any]
-) -> None:
-    engine = await start(tiny, page_size=8)
-    cache = engine._loop.batch_processor.cache  # type: ignore[union-attr]
-    search, shared = cache.search_prefix_match, []
-
-    def searching(request_id: str, ids: list[int]) -> int:
-        shared.append(search(request_id, ids))
-        return int(shared[-1])
-
-    cache.search_prefix_match = searching
-    prompt = prompt_of(4, 50)
-    for name, path in made_by_peft.items():
-        await load(engine, name, path)
-    names: list[str | None] = [None, "one", "two"]
-    for who in names:
-        for found in (0, 48):
-            result = await run(engine, ask(prompt, adapter=who, logprobs=True))
-            assert shared.pop() == found
-            assert result.logprobs == pytest.approx(plain_logprobs(plain[who], prompt, result.tokens), abs=1e-4)
-    await load(engine, "one", made_by_peft["two"], sequence=2)
-    replaced = await run(engine, ask(prompt, adapter="one", logprobs=True))
-    assert shared.pop() == 0
-    expected = plain_logprobs(plain["two"], prompt, replaced.tokens)
-    assert replaced.logprobs == pytest.approx(expected, abs=1e-4)
-    await run(engine, ask(prompt, adapter="two"))
-    assert shared.pop() == 48  # others keep theirs
-    await engine.pause("keep", False)
-    await engine.swap(await stage(engine, make_tiny_model(root / "tiny-2", seed=2)), version(1))
-    await engine.resume()
-    for who in names:
-        await run(engine, ask(prompt, adapter=who))
-        assert shared.pop() == 0
-
-
 async def test_prompt_logprobs_are_the_adapters(
     start: Start, tiny: Path, made_by_peft: dict[str, Path], plain: dict[str | None, Any]
 ) -> None:
@@ -263,12 +226,10 @@ async def test_prompt_logprobs_are_the_adapters(
     for name, path in made_by_peft.items():
         await load(engine, name, path)
     prompt = prompt_of(1, 50)
-    for _ in range(2):  # at first nothing is in the prefix cache, then all
-        requests = [ask(prompt, adapter=adapter, prompt_logprobs=True) for adapter in plain]
-        results = await asyncio.gather(*(run(engine, one) for one in requests))
-        for model, result in zip(plain.values(), results, strict=True):
-            assert given_prompt_logprobs(result) == pytest.approx(plain_prompt_logprobs(model, prompt), abs=1e-4)
-    # Whoever shares those blocks shares them with its own adapter.
+    requests = [ask(prompt, adapter=adapter, prompt_logprobs=True) for adapter in plain]
+    results = await asyncio.gather(*(run(engine, one) for one in requests))
+    for model, result in zip(plain.values(), results, strict=True):
+        assert given_prompt_logprobs(result) == pytest.approx(plain_prompt_logprobs(model, prompt), abs=1e-4)
     for adapter, model in plain.items():
         result = await run(engine, ask(prompt, adapter=adapter, logprobs=True))
         assert result.logprobs == pytest.approx(plain_logprobs(model, prompt, result.tokens), abs=1e-4)
@@ -290,25 +251,6 @@ async def test_a_prompt_is_scored_by_the_adapter_of_the_first_token(
     assert span.adapter is not None
     assert span.adapter.sequence == 2
     assert given_prompt_logprobs(result) == pytest.approx(plain_prompt_logprobs(plain["two"], prompt), abs=1e-4)
-
-
-async def test_a_request_under_way_shares_nothing_that_two_adapters_made(
-    start: Start, tiny: Path, made_by_peft: dict[str, Path], plain: dict[str | None, Any]
-) -> None:
-    engine = await start(tiny, page_size=8)
-    await load(engine, "x", made_by_peft["one"])
-    prompt = prompt_of(4, 20)
-    long = Run(engine, ask(prompt, adapter="x", max_tokens=200))
-    await long.reach(5)
-    await load(engine, "x", made_by_peft["two"], sequence=2)
-    (allocator,) = engine._loop.batch_processor.cache.cache_allocators.values()  # type: ignore[union-attr]
-    named = set(allocator.ledger.hash_to_block)
-    await long.reach(60)
-    assert set(allocator.ledger.hash_to_block) == named
-    ids = [*prompt, *long.result.tokens[:40]]
-    result = await run(engine, ask(ids, adapter="x", logprobs=True))
-    assert result.logprobs == pytest.approx(plain_logprobs(plain["two"], ids, result.tokens), abs=1e-4)
-    await long.end()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -505,9 +447,9 @@ async def test_configs_that_do_not_fit_this_model(
 ) -> None:
     engine = await start(tiny)
     config = json.loads((made_by_peft["one"] / "adapter_config.json").read_text())
-    assert engine._held().adapter_spec(config)
+    assert engine.holder.adapter_spec(config)
     with pytest.raises(InvalidWeights) as caught:
-        engine._held().adapter_spec(config | change)
+        engine.holder.adapter_spec(config | change)
     assert caught.value.facts["field"] == f"adapter_config.{key}"
     assert caught.value.facts["fix"]
 
@@ -531,14 +473,12 @@ async def test_without_peft_there_are_no_adapters(
 ) -> None:
     config = json.loads((made_by_peft["one"] / "adapter_config.json").read_text())
     engine = await start(tiny)
-    assert engine._info is not None
-    assert not [op for op in engine._info.capabilities if "update" in op]
+    assert not [op for op in engine.info.capabilities if "update" in op]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     bare = await start(tiny)
-    assert bare._info is not None
-    assert "rl-plane[hf]" in bare._info.capabilities["prepare_update:lora"]
+    assert "rl-plane[hf]" in bare.info.capabilities["prepare_update:lora"]
     with pytest.raises(Unsupported):
-        bare._held().adapter_spec(config)
+        bare.holder.adapter_spec(config)
 
 
 # base weights beside adapters
@@ -609,7 +549,7 @@ async def test_after_an_overwrite_no_new_request_reuses_old_kv(start: Start, roo
 async def test_overwriting_holds_one_tensor_at_a_time(start: Start, witnesses: dict[int, Path]) -> None:
     engine = await start(witnesses[1])
     await engine.pause("keep", False)
-    held = engine._held().weights._targets
+    held = engine.holder.weights._targets
     written: list[str] = []
 
     def stream() -> Iterator[tuple[str, HostTensor]]:

@@ -34,10 +34,11 @@ from tests.support import each_transport, group_trainer, ipc_trainer, nixl_train
 from tests.support import ipc_memory as ipc
 from tests.support import nixl_trainers as nixl
 from tests.support.bad_adapters import BAD
+from tests.support.broadcast_updates import free_port
+from tests.support.commanded_process import CommandedProcess
 from tests.support.delta_updates import by_delta
 from tests.support.dialect_facade import facade
 from tests.support.faults import Stream, Told
-from tests.support.fed_updates import free_port
 from tests.support.fleet_updates import all_serve, states, update_of
 from tests.support.frontend_process import ask, events_of, until_running
 from tests.support.group_pushes import Pushing
@@ -60,7 +61,6 @@ from tests.support.mixed_fleet import (
 from tests.support.nixl_trainers import trainer
 from tests.support.reference import logprobs_of, prompt_logprobs
 from tests.support.streaming_client import Streaming
-from tests.support.told_process import ToldProcess
 from tests.support.vllm_trainer import VllmTrainer
 from worker.exit_codes import ENGINE_DEAD
 from worker.receive.staging import adapter_digest
@@ -686,7 +686,7 @@ async def test_trainers_own_clients_drive_all_three(
     pytest.importorskip("trl")
     await mixed.witnessed(client)
 
-    async def form(trainer: ToldProcess, group: str, ranks: int, seed: int) -> None:
+    async def form(trainer: CommandedProcess, group: str, ranks: int, seed: int) -> None:
         told = {
             "directory": str(mixed.base(seed)),
             "master_port": free_port(),
@@ -740,7 +740,7 @@ async def test_verls_own_client_drives_all_three(
         await asyncio.to_thread(one.wait_ready, START_S)
 
     async def served(seed: int) -> None:
-        """By each of the three, and as its own client sees it."""
+        """Checks what each of the three engines serves, as its own client sees it."""
         version = (await client.run("weight_version"))["version"]
         await proven(http, mixed, version["label"], mixed.base(seed))
         assert await verl.do("generate") == witnessed(seed, verl_client.TOKENS)

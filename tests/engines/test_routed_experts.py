@@ -193,6 +193,8 @@ async def every_route(http: httpx.AsyncClient, model: Path, instance_id: str) ->
     assert "routed_experts" not in plain["choices"][0]
 
 
+@pytest.mark.slow
+@pytest.mark.parallel
 async def test_hf_tells_them_on_every_route(plane: Plane, http: httpx.AsyncClient, model: Path) -> None:
     (worker,) = await spawned(plane, model, {"engine": "hf", "max_batch_tokens": 40})
     await every_route(http, model, worker.instance_id)

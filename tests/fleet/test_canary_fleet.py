@@ -298,6 +298,8 @@ async def test_the_roll_back_of_a_dead_coordinator_is_in_the_history(
     assert (await rows_of(fleet))[0] == ("three", "committed", 4, None)
 
 
+@pytest.mark.slow
+@pytest.mark.parallel
 async def test_scores_reach_the_next_coordinator_while_failed_weights_are_fetched_again(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,6 +323,8 @@ async def test_scores_reach_the_next_coordinator_while_failed_weights_are_fetche
     await until_serving(plane, fleet.client, only.instance_id, "one")
 
 
+@pytest.mark.slow
+@pytest.mark.parallel
 async def test_a_roll_back_that_no_worker_can_fetch_is_not_told_as_served(plane: Plane) -> None:
     fleet, (only,) = await fleet_of(plane, 1)
     directory = plane.model(1).parent / "gone"

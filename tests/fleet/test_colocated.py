@@ -175,7 +175,7 @@ async def test_a_worker_that_dies_in_the_update_comes_back_without_the_memory_th
 async def test_a_worker_that_starts_while_memory_is_released_releases_its_own(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One worker dies in the release, another dies after it, and a third is new."""
+    """The first worker dies in the release, the second dies after it, and the third is new."""
     left, doomed, reached = two_of_which_one_is_held(plane, "release_memory.before", monkeypatch)
     fleet = await plane.fleet()
     client = fleet.client
@@ -206,6 +206,8 @@ async def test_a_worker_that_starts_while_memory_is_released_releases_its_own(
     await plane.until(lambda: all_serve(client, "step_1"), 30)
 
 
+@pytest.mark.slow
+@pytest.mark.parallel
 async def test_a_worker_that_was_away_has_the_memory_that_the_fleet_has(plane: Plane) -> None:
     """The worker is suspended until the fleet removes it, and returns when the fleet has changed."""
     away, stays = plane.spawn_many(2)

@@ -448,6 +448,8 @@ async def test_every_frontend_serves_the_new_version_after_an_update(plane: Plan
                 assert (await ask(http))["nvext"]["weight_version"] == version
 
 
+@pytest.mark.slow
+@pytest.mark.parallel
 async def test_a_frontend_that_hears_no_decision_has_read_it_before_it_is_served(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -301,11 +301,15 @@ async def test_a_hung_worker_is_found_and_comes_back(plane: Plane) -> None:
     await hang_and_return(plane, hung, other)
 
 
+@pytest.mark.slow
+@pytest.mark.parallel
 async def test_without_advisories_a_hung_worker_is_found_and_comes_back(plain_plane: Plane) -> None:
     hung, other = plain_plane.spawn_many(2)
     await hang_and_return(plain_plane, hung, other)
 
 
+@pytest.mark.slow
+@pytest.mark.parallel
 async def test_a_worker_whose_engine_blocks_never_looks_dead(plain_plane: Plane) -> None:
     patch = """
 import time
@@ -453,6 +457,8 @@ async def test_a_second_process_with_the_same_id_takes_the_place_of_the_first(pl
     assert (await client.call(second.instance_id, "state")).status == "ok"
 
 
+@pytest.mark.slow
+@pytest.mark.parallel
 async def test_a_worker_that_was_cut_off_does_not_take_its_id_back(plane: Plane) -> None:
     """The worker hung, a supervisor started another process in its place, and then the worker continued."""
     client = await plane.client()

@@ -98,7 +98,7 @@ async def plaintext_server() -> AsyncIterator[tuple[int, list[bytes], asyncio.Ev
 
 
 async def connects(url: str, credentials: NatsCredentials) -> None:
-    """By both clients: the one of messages, and the one of weights."""
+    """Connects both clients: the one of messages, and the one of weights."""
     bus = await Bus.connect(url, wait_s=WAIT_S, credentials=credentials)
     await bus.close()
     socket = await asyncio.to_thread(NatsSocket, url, "weights", WAIT_S, credentials)

@@ -41,6 +41,8 @@ async def test_with_fake_workers(plane: Plane) -> None:
         await stops_and_batches(client, "seed0", {})
 
 
+@pytest.mark.slow
+@pytest.mark.parallel
 async def test_with_an_hf_worker(plane: Plane) -> None:
     pytest.importorskip("transformers")
     from worker.testing.tiny_model import make_witness_model, witness_next_token

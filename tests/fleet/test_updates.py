@@ -253,6 +253,8 @@ async def test_two_updates_at_once_do_not_mix(plane: Plane) -> None:
     assert await all_serve(one.client, newest["label"])
 
 
+@pytest.mark.slow
+@pytest.mark.parallel
 async def test_an_update_under_a_longer_one_is_locked_with_a_retry_time(plane: Plane) -> None:
     one, two = await plane.fleet(), await plane.fleet()
     plane.spawn(stage_delay_s=8)
@@ -385,6 +387,8 @@ async def test_a_hung_worker_aborts_an_update_whose_policy_is_abort(plane: Plane
 
 
 @pytest.mark.parametrize("op", ["prepare_update", "follow_record"])
+@pytest.mark.slow
+@pytest.mark.parallel
 async def test_a_worker_that_hangs_before_the_commit_is_excluded_and_heals(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
@@ -415,6 +419,8 @@ async def test_a_worker_that_hangs_before_the_commit_is_excluded_and_heals(
     await plane.until(healed, 40)
 
 
+@pytest.mark.slow
+@pytest.mark.parallel
 async def test_a_worker_that_hangs_before_complete_asks_it_again_fails_an_update_of_all(plane: Plane) -> None:
     fleet = await plane.fleet()
     hung, _ = plane.spawn_many(2)
@@ -473,6 +479,8 @@ async def test_a_pinned_fleet_that_changed_is_not_updated(plane: Plane) -> None:
     assert await all_serve(fleet.client, "initial")
 
 
+@pytest.mark.slow
+@pytest.mark.parallel
 async def test_a_coordinator_that_dies_before_the_decision_leaves_no_trace(plane: Plane) -> None:
     fleet = await plane.fleet()
     plane.spawn_copies(2)
@@ -535,6 +543,8 @@ async def test_the_next_update_does_not_wait_for_a_dead_coordinators_staging(pla
 
 
 @pytest.mark.parametrize("at", ["follow_record", "commit_update"])
+@pytest.mark.slow
+@pytest.mark.parallel
 async def test_after_the_decision_the_workers_finish_without_their_coordinator(plane: Plane, at: str) -> None:
     fleet = await plane.fleet()
     plane.spawn_copies(2)

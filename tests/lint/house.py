@@ -10,14 +10,16 @@ import ast
 import re
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 FORBIDDEN = (
     "as", "by what", "by which", "how", "in which", "likewise", "of", "that", "the same", "those", "to whom", "what",
     "when", "where", "which", "who", "whoever", "whom", "whose", "with what", "with which",
 )  # fmt: skip
-OPENING = re.compile(rf"(?:{'|'.join(FORBIDDEN)})\b(?!-)", re.IGNORECASE)
+FORBIDDEN_IN_TESTS = (*FORBIDDEN, "also", "and", "but", "by", "nor", "or", "so that")
+"""These continue the name of a test, of which a failure's report shows one without the other."""
+
 
 PRODUCT = ("rl_plane/", "worker/", "frontend/")
 
@@ -39,14 +41,19 @@ def offences(root: Path) -> list[str]:
     return sorted(found + _same_modules(product) + _same_classes(product))
 
 
+def _opening(words: Sequence[str]) -> re.Pattern[str]:
+    return re.compile(rf"(?:{'|'.join(words)})\b(?!-)", re.IGNORECASE)
+
+
 def _openings(name: str, tree: ast.Module) -> Iterator[str]:
+    opening = _opening(FORBIDDEN_IN_TESTS if name.startswith("tests/") else FORBIDDEN)
     for line, text in _docstrings(tree):
-        if OPENING.match(text.lstrip("`*_ \n")):
+        if opening.match(text.lstrip("`*_ \n")):
             yield f"{name}:{line}: the docstring opens with {text.split()[0]!r}: say what the thing is or does"
 
 
 def _imports_of_tests(name: str, tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in _blocks(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             paths = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
             if any(re.match(r"tests\..*\btest_\w+$", path) for path in paths):
@@ -55,14 +62,23 @@ def _imports_of_tests(name: str, tree: ast.Module) -> Iterator[str]:
 
 def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yields line and text of each docstring, also of those after a constant or a field."""
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if not isinstance(body, list):
-            continue
-        for statement in body:
-            match statement:
-                case ast.Expr(value=ast.Constant(value=str() as text)):
-                    yield statement.lineno, text
+    for node in _blocks(tree):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str() as text)):
+                yield node.lineno, text
+
+
+def _blocks(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yields all statements, handlers and cases. Most nodes of a tree are in expressions, which this doesn't enter."""
+    pending: list[ast.AST] = [tree]
+    while pending:
+        inner = [
+            node
+            for node in ast.iter_child_nodes(pending.pop())
+            if isinstance(node, (ast.stmt, ast.excepthandler, ast.match_case))
+        ]
+        yield from inner
+        pending += inner
 
 
 def _same_modules(trees: dict[str, ast.Module]) -> list[str]:

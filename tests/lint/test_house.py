@@ -46,6 +46,18 @@ def test_a_docstring_that_is_a_fragment_is_found(tmp_path: Path) -> None:
     ]
 
 
+def test_a_docstring_that_continues_the_name_of_its_test_is_found(tmp_path: Path) -> None:
+    found = _offences(
+        tmp_path,
+        rl_plane__mover='"""By default, moves weights."""\n',
+        tests__test_mover="".join(
+            f'"""{word} without a trainer."""\n' for word in ("By files", "Also", "So that", "Nor")
+        ),
+        tests__test_other='"""A byproduct is bytes and no test. So many are moved."""\n"""Andean weights move."""\n',
+    )
+    assert [line.split(": ")[0] for line in found] == [f"tests/test_mover.py:{line}" for line in (1, 2, 3, 4)]
+
+
 def test_sentences_and_different_names_are_no_offence(tmp_path: Path) -> None:
     assert _offences(tmp_path, rl_plane__mover=GOOD, tests__mover=GOOD) == []
 

@@ -90,6 +90,8 @@ def test_a_token_outside_the_vocabulary_is_refused_before_the_model_computes() -
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.parallel
 async def test_the_trainers_model_judges_what_an_engine_computes(plane: Plane) -> None:
     paths = [make_witness_model(plane.tmp / "weights" / f"seed{seed}", seed) for seed in range(3)]
     spawned = plane.spawn(ready=False, engine="hf", model=paths[0])

@@ -108,7 +108,7 @@ class SimEngine(FakeEngine):
     @contextmanager
     def half_written(self) -> Iterator[dict[str, FakeTensor]]:
         self._world.checks.touching(self._process, "an overwrite")
-        self.fail_overwrite, self.failing_swaps = bool(self.failing_swaps), 0
+        self.config.fail_overwrite, self.failing_swaps = bool(self.failing_swaps), 0
         with super().half_written() as mixed:
             yield mixed
 

@@ -151,7 +151,7 @@ class Faults(NatsFaults):
             process.plane = ""
         for engine in world.engines:
             engine.hung_until = engine.failing_swaps = 0
-            engine.miscompute = False
+            engine.config.miscompute = False
         for instance_id, process in list(world.started.items()):
             if not process.alive:
                 world.start_worker(instance_id)
@@ -286,10 +286,12 @@ class Faults(NatsFaults):
         world = self._world
         if world.workers:
             process, _, engine = world.rng.choice(list(world.workers.values()))
-            engine.miscompute = not engine.miscompute
-            process.miscomputed = process.miscomputed or engine.miscompute
+            engine.config.miscompute = not engine.config.miscompute
+            process.miscomputed = process.miscomputed or engine.config.miscompute
             process.disturb()
-            world.say(f"the engine of {process.name} {'miscomputes' if engine.miscompute else 'is well again'}")
+            world.say(
+                f"the engine of {process.name} {'miscomputes' if engine.config.miscompute else 'is well again'}"
+            )
 
     def _cut_plane(self) -> None:
         """A worker reaches NATS, but not what brings the weights."""

@@ -69,7 +69,7 @@ class Handle:
         self.context = context
         self.process: Life | None = context.get(PROCESS)
         self.due = when
-        """By the clock of the process. 0: at once."""
+        """The time on the clock of the process. 0: at once."""
         self._when = when
         """Not 0 while the timer runs."""
         self.dead = False

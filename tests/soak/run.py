@@ -86,7 +86,8 @@ async def _soak(fleet: SoakFleet, weights: Weights, report: Report, count: int) 
 
 
 async def _settle(fleet: SoakFleet, checker: Checker, report: Report) -> None:
-    """So that neither a long soak keeps all it has seen, nor its history forgets what was."""
+    """Settles deliveries now and then, so that a long soak does not store all of them, and the history still has
+    their versions."""
     while True:
         await asyncio.sleep(SETTLE_S)
         try:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tests.support.commanded_process import CommandedProcess
 from tests.support.frontend_process import frontend
 from tests.support.hf_fleet import HEAL_S, START_S, Witnesses
-from tests.support.told_process import ToldProcess
 
 if TYPE_CHECKING:
     import httpx
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FAKE: dict[str, Any] = {"engine": "fake", "patch": "import torch"}
 """Loading it later would hold up its NATS loop."""
 
-T = TypeVar("T", bound=ToldProcess)
+T = TypeVar("T", bound=CommandedProcess)
 UNCOMPARED = {"canary": "off"}
 """The policy of updates here: what fake workers compute is made up, and one of real weights stands beside them."""
 

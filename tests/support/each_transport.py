@@ -112,13 +112,13 @@ async def bring(mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend
 async def bring_call_by_call(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
     """Feeds the fleet like a trainer that takes it for one SGLang server, in a group of its own: each tensor by
     itself, then flattened buckets. At last the trainer is killed in the middle."""
+    from tests.support.broadcast_trainer import BroadcastTrainer, parts_of
     from tests.support.dialect_facade import facade, fine, refused
-    from tests.support.fed_trainer import FedTrainer, parts_of
     from tests.support.mixed_fleet import END_S, proven
     from tests.support.sglang_replay import Replay
 
     await mixed.witnessed(client)
-    with FedTrainer(mixed.plane) as own:
+    with BroadcastTrainer(mixed.plane) as own:
         async with facade(mixed.plane) as admin:
             replay = Replay(admin, own)
             assert fine(await replay.form("mixed"))["success"] is True

@@ -16,7 +16,7 @@ from rl_plane.transports.group.sender import GroupSender
 from rl_plane.transports.packing import fill
 from rl_plane.weights.checkpoint import Checkpoint, open_checkpoint
 from rl_plane.weights.manifest import Manifest, pack
-from tests.support.told_process import ToldProcess, forked
+from tests.support.commanded_process import CommandedProcess, forked
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -26,7 +26,7 @@ INIT_TIMEOUT_S = 330.0
 """Beyond the time-out of `init_transport` itself."""
 
 
-class Trainer(ToldProcess):
+class Trainer(CommandedProcess):
     """The handle of a trainer's process."""
 
     def __init__(self, plane: Plane, *, timeout_s: float = 60.0, stated: bool = False) -> None:
@@ -36,7 +36,7 @@ class Trainer(ToldProcess):
 
 
 class Update:
-    """There: one that is being sent."""
+    """An update that the trainer's process is sending."""
 
     def __init__(self, sender: GroupSender, directory: str, bucket_bytes: int, stated: bool) -> None:
         self._sender = sender
@@ -63,7 +63,7 @@ class Update:
         return iter((name, found[name]) for name in self._checkpoint.specs)
 
     def send(self, count: int | None) -> int:
-        """So many buckets more (None: all that are left); the number of the last one."""
+        """Sends `count` more buckets, or all that are left for None. Returns the number of the last one."""
         last = -1
         for number in self._filled:
             self._sender.send(number)

@@ -153,9 +153,9 @@ NAMES_OF_STAGINGS = (f"staging-{number}" for number in itertools.count())
 
 
 def hold(engine: HfEngine, tensors: TensorStream, cast: bool = False) -> str:
-    """In staging without a transport."""
+    """Puts tensors into staging without a transport."""
     name = next(NAMES_OF_STAGINGS)
-    engine.receiver._staged[name] = engine._held().stage(tensors, cast, lambda: False)
+    engine.receiver._staged[name] = engine.holder.stage(tensors, cast, lambda: False)
     return name
 
 
@@ -186,7 +186,7 @@ def given_prompt_logprobs(result: Result) -> list[float]:
 
 def freeze_after(engine: HfEngine, steps: int) -> asyncio.Event:
     """Pauses the engine after this number of steps. The event is set then."""
-    loop, frozen, events = engine._running(), asyncio.Event(), asyncio.get_running_loop()
+    loop, frozen, events = engine.loop, asyncio.Event(), asyncio.get_running_loop()
     step, left = loop._step, steps
 
     def counted(batch_processor: Any, adapter: str | None) -> bool:

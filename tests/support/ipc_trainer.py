@@ -18,7 +18,7 @@ from rl_plane.transports.ipc.sender import IpcSender, Layout
 from rl_plane.transports.packing import Buffer, fill
 from rl_plane.weights.checkpoint import Checkpoint, open_checkpoint
 from rl_plane.weights.manifest import Manifest
-from tests.support.told_process import forked
+from tests.support.commanded_process import forked
 from tests.support.zygote import fork_module
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ async def checksums(client: RlClient) -> dict[str, list[str]]:
 
 
 async def every_update_forth_and_back_is_exact(fleet: MoeFleet, client: RlClient, http: httpx.AsyncClient) -> None:
-    """By files and over the served weights; the last version is the directory that the fleet has started from. Every
-    byte of it is then as it was at the start."""
+    """Updates come by files and over the served weights. The last version is the directory that the fleet has started
+    from: then every byte is as it was at the start."""
     one, two = fleet.base(1), fleet.base(2)
     await proven(http, fleet, "initial", one)
     before = await checksums(client)

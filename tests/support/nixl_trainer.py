@@ -23,7 +23,7 @@ from rl_plane.transports.packing import fill
 from rl_plane.weights.checkpoint import open_checkpoint
 from rl_plane.weights.manifest import Manifest, pack
 from tests.conftest import stop_process
-from tests.support.told_process import forked
+from tests.support.commanded_process import forked
 from tests.support.zygote import fork_module
 
 if TYPE_CHECKING:

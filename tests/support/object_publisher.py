@@ -56,7 +56,7 @@ class Publisher:
         return answer["done"]
 
     async def publish(self, directory: Path, kind: Kind = "base") -> dict[str, Any]:
-        """A version from its first byte to its last; the request's transport."""
+        """Publishes a whole version. Returns the `transport` of its request."""
         transport: dict[str, Any] = await self.step("open", kind, str(directory))
         await self.step("finish")
         return transport

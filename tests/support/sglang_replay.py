@@ -8,18 +8,18 @@ from typing import Any
 
 import httpx
 
+from tests.support.broadcast_trainer import HOST
+from tests.support.broadcast_updates import GLOO_S, free_port
+from tests.support.commanded_process import CommandedProcess
 from tests.support.dialect_facade import (
     fine,
 )
-from tests.support.fed_trainer import HOST
-from tests.support.fed_updates import GLOO_S, free_port
-from tests.support.told_process import ToldProcess
 
 
 class Replay:
     """A trainer that takes the facade for one SGLang server."""
 
-    def __init__(self, http: httpx.AsyncClient, trainer: ToldProcess) -> None:
+    def __init__(self, http: httpx.AsyncClient, trainer: CommandedProcess) -> None:
         self.http = http
         self.trainer = trainer
 

@@ -37,7 +37,7 @@ class Stage:
         return worker
 
     async def decide(self, decided: DecisionRecord) -> None:
-        """And every frontend has learnt it, as a coordinator sees to."""
+        """Writes a decision, and waits until every frontend has learnt it, as a coordinator does."""
         written = await decide(self.client.bus, self.client.subjects(), decided)
         for frontend_id in await self.plane.until(lambda: listed(self.client)):
             reply = await tell(self.client, frontend_id, follow(decided, written))

@@ -59,7 +59,7 @@ class Started:
             self._lines.put(json.loads(line))
 
     def line(self, within_s: float = BACK_S, **facts: Any) -> dict[str, Any]:
-        """The next line that has these facts; others are passed over."""
+        """Returns the next line that has these facts, and skips other lines."""
         give_up = time.monotonic() + within_s
         while True:
             try:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from tests.support.told_process import ToldProcess, serve
+from tests.support.commanded_process import CommandedProcess, serve
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -29,7 +29,7 @@ PROMPT = [5, 6, 7]
 TOKENS = 12
 
 
-class VerlClient(ToldProcess):
+class VerlClient(CommandedProcess):
     """The handle of a process that runs verl's client."""
 
     def __init__(self, plane: Plane, url: str, model: Path) -> None:

@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tests.support.fed_trainer import HOST, form_group
-from tests.support.told_process import ToldProcess, serve
+from tests.support.broadcast_trainer import HOST, form_group
+from tests.support.commanded_process import CommandedProcess, serve
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
 
-class VllmTrainer(ToldProcess):
+class VllmTrainer(CommandedProcess):
     """The handle of a trainer's process."""
 
     def __init__(self, plane: Plane) -> None:

@@ -314,7 +314,7 @@ def _wait_for_adoption(parent: int) -> None:
 
 
 def _have_children_forked(own: Sequence[int]) -> None:
-    """By a zygote of this process's own, from now on. `own`: descriptors that end with this process alone."""
+    """A zygote of this process's own forks its children from now on. `own`: descriptors that end with this process."""
     worker = os.getpid()
     ours, theirs = _socketpair()
     if os.fork() == 0:

@@ -167,7 +167,7 @@ def test_without_roots_nothing_is_read(root: Path) -> None:
 
 
 def test_symlinks_inside_the_roots_are_fine(root: Path, tmp_path: Path) -> None:
-    """A Hugging Face cache is made of them; a root may be one too."""
+    """A Hugging Face cache consists of symlinks, and a root may be a symlink too."""
     blobs = root / "blobs"
     blobs.mkdir()
     write_safetensors(root / "x", {"a": A, "b": B})
@@ -236,7 +236,7 @@ def test_absent_and_dangling(transport: FilesystemTransport, root: Path) -> None
 def test_what_the_system_refuses(
     transport: FilesystemTransport, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Raised here, since root, who may run the tests, may read everything."""
+    """The test raises the errors itself, because root, who may run the tests, may read everything."""
     directory = single(root / "c")
     real = os.open
 
@@ -277,7 +277,7 @@ def test_what_is_not_a_regular_file_is_refused_at_once(transport: FilesystemTran
 def test_a_fifo_that_took_the_files_place(
     transport: FilesystemTransport, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the look and the opening: the opening must not wait for a writer."""
+    """The fifo appears after the file was looked at. Opening it must not wait for a writer."""
     directory = single(root / "c")
     good = os.stat(directory / SINGLE_NAME)
     (directory / SINGLE_NAME).unlink()
@@ -543,7 +543,7 @@ def test_replacing_by_rename_changes_nothing_for_who_has_it_open(
 def test_a_checkpoint_replaced_while_it_is_opened(
     transport: FilesystemTransport, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New index and first shard, old second shard: never mixed, although each fits the other."""
+    """The index and the first shard are new, and the second shard is old. They are never mixed, although they fit."""
     directory = sharded(root / "c", one={"a": A}, two={"b": B})
 
     class Replacing(SafetensorsFile):

@@ -98,7 +98,7 @@ def test_a_lifeline_tells_who_has_died_or_why_it_gave_up(why: str) -> None:
 
 
 async def test_the_next_version_arrives_after_any_process_has_died(plane: Plane) -> None:
-    """The last worker that dies is of real weights, and comes back."""
+    """The last worker that dies has real weights, and is started again."""
     async with deaths.scene_of(plane, Scene, Trainer, list(POINTS), real="a middle bucket") as (
         scene,
         trainers,

@@ -71,7 +71,7 @@ LORA = {"target": {"kind": "lora", "op": "load", "name": "a"}}
 
 
 def models(plane: Plane, nbytes: int = BUCKET) -> tuple[Path, Path]:
-    """Two fake ones, of several buckets."""
+    """Two fake models of several buckets each."""
     return plane.model(1, tensors=5, nbytes=nbytes), plane.model(2, tensors=5, nbytes=nbytes)
 
 
@@ -120,7 +120,7 @@ async def test_base_and_adapter_into_two_workers_while_they_generate(plane: Plan
 
 
 async def test_a_mixed_world_and_a_joiner(plane: Plane) -> None:
-    """Engines of two kinds in one group; who comes later has no part in it, and a new one forms by itself."""
+    """Engines of two kinds are in one group. A worker that joins later is not in it; a new group forms by itself."""
     client = await plane.client()
     model, other = models(plane)
     ids = plane.spawn_copies(2, model=model)
@@ -160,7 +160,7 @@ async def _is_listed(client: RlClient, instance_id: str) -> bool:
 
 
 async def test_by_http_and_op_by_op(plane: Plane) -> None:
-    """The two calls as a trainer in another language makes them, and the ops beneath them, on each worker."""
+    """The test makes the two calls as a trainer in another language does, and the ops beneath them on each worker."""
     client = await plane.client()
     model, other = models(plane)
     ids = plane.spawn_copies(2, model=model)
@@ -304,7 +304,7 @@ async def test_in_the_middle_of_a_bucket(plane: Plane) -> None:
 
 
 async def test_a_trainers_child_that_outlives_it_delays_no_worker(plane: Plane) -> None:
-    """A data loader's, say, forked when the group was formed."""
+    """A data loader, for example, is forked when the group was formed."""
     client = await plane.client()
     model, other = models(plane)
     ids = plane.spawn_copies(2, model=model)
@@ -320,7 +320,7 @@ async def test_a_trainers_child_that_outlives_it_delays_no_worker(plane: Plane) 
 
 
 async def test_a_worker_hangs(plane: Plane) -> None:
-    """Nothing tells but time."""
+    """Only a time-out can show that the worker hangs."""
     client = await plane.client()
     model, other = models(plane)
     staying, frozen = plane.spawn_many(2, model=model)
@@ -403,7 +403,7 @@ group.Group = lambda place, join_s: torch_group.Group(place, min(join_s, place.t
 
 
 async def test_a_trainer_hangs_while_its_group_forms(plane: Plane) -> None:
-    """Its kernel takes connections on; nothing answers on them."""
+    """The trainer's kernel accepts connections, and no process answers on them."""
     client = await plane.client()
     model, other = models(plane)
     ids = plane.spawn_copies(2, model=model, patch=FORMING_ENDS_SOON)
@@ -529,7 +529,7 @@ def _id(prepared: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_other_bytes_than_were_stated_are_found(plane: Plane) -> None:
-    """By the receivers, before anything is committed; asked again, the answer is the same."""
+    """The receivers find them before anything is committed. A repeated call gets the same answer."""
     client = await plane.client()
     model, other = models(plane)
     plane.spawn_copies(2, model=model)

@@ -120,7 +120,7 @@ def test_what_is_not_shared_is_packed_beside_it(
 
 
 def test_without_anything_lent_all_is_packed(pool: ThreadPoolExecutor) -> None:
-    """A publication that does not wait; and whoever opens an update, and gives it up."""
+    """This covers a publication that does not wait, and an update that is opened and then abandoned."""
     model = Model(1).share_memory()
     taken = ModuleSource(model).take()
     with sender_of(1) as sender:
@@ -135,7 +135,7 @@ def test_without_anything_lent_all_is_packed(pool: ThreadPoolExecutor) -> None:
 
 
 def test_where_torch_shares_by_names_nothing_is_lent(pool: ThreadPoolExecutor) -> None:
-    """A process that is killed would leave them."""
+    """A process that is killed would leave the files with these names."""
     model, how = Model(1).share_memory(), torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
@@ -212,7 +212,7 @@ FIRST = {"protocol": wire.PROTOCOL, "manifest": len(PACKED), "buffer": 0, "cuda"
 
 @contextmanager
 def saying(turn: Any, given: Callable[[], list[int]]) -> Iterator[dict[str, Any]]:
-    """A sender that gives no buffers, and this turn with these descriptors."""
+    """Acts as a sender that gives no buffers, and sends this turn with these descriptors."""
     sent: list[int] = []
     send_fds = socket.send_fds
 

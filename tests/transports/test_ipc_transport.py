@@ -283,7 +283,7 @@ def test_a_receiver_that_sends_nonsense_delays_no_other(pool: ThreadPoolExecutor
 
 
 def test_a_receiver_cannot_take_an_unsent_bucket(pool: ThreadPoolExecutor) -> None:
-    """Else a buffer could be overwritten while others read it: no, but a receiver could miss what was in it."""
+    """Otherwise the receiver could miss what was in a buffer."""
     with sender_of(1) as (sender, transport), raw_receiver(transport) as (connection, _):
         connection.send(msgpack.packb({"taken": 0}))
         assert connection.recv(1) == b"", "it is given up"

@@ -598,7 +598,7 @@ async def test_a_stopped_and_a_killed_worker_delay_no_other_and_heal(
 
 
 async def _said(client: RlClient, worker: Spawned) -> list[int] | None:
-    """None: it has no lease yet; loading torch, beside nixl, takes a while on a busy machine."""
+    """Returns None while the worker has no lease yet: loading torch and nixl takes a while on a busy machine."""
     try:
         return await generated(client, worker.instance_id, [5, 6], 4)
     except NotAdmitted:
@@ -641,7 +641,7 @@ TCP = "os.environ['UCX_TLS'] = 'tcp'\n"
 async def test_a_trainer_that_is_killed_leaves_the_fleet_as_it_was(
     plane: Plane, trainer: Callable[..., Trainer], flight: str, forks: bool, request: pytest.FixtureRequest
 ) -> None:
-    """`forks`: a child, a data loader's, say, that outlives it."""
+    """With `forks` the trainer has a child that outlives it, such as a data loader."""
     in_flight = flight == "in a read"
     patch, at, go, flying = _held_at(plane, 2, TCP if in_flight else "")
     source, client = trainer(**({"UCX_TLS": "tcp"} if in_flight else {})), await plane.client()

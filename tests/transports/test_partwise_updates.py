@@ -11,9 +11,9 @@ pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 from rl_plane.errors import InvalidRequest, InvalidWeights, PlaneError, UpdateAborted
+from tests.support.broadcast_trainer import HOST, BroadcastTrainer, parts_of
+from tests.support.broadcast_updates import PARTS, Broadcasts
 from tests.support.faults import Stream
-from tests.support.fed_trainer import HOST, FedTrainer, parts_of
-from tests.support.fed_updates import PARTS, Feeding
 from tests.support.fleet_updates import states
 from tests.support.frontend_process import frontend
 from tests.support.hf_fleet import ENDLESS, HEAL_S, PROMPT, Witnesses, chain, proven
@@ -28,20 +28,20 @@ async def test_part_by_part_into_two_workers_while_they_generate(plane: Plane) -
     witnesses = Witnesses(plane)
     client = await plane.client()
     ids = await asyncio.to_thread(witnesses.spawn, 2)
-    with FedTrainer(plane) as trainer:
-        feeding = Feeding(client, trainer)
-        formed = await feeding.form(3)
+    with BroadcastTrainer(plane) as trainer:
+        broadcasts = Broadcasts(client, trainer)
+        formed = await broadcasts.form(3)
         assert (formed["world_size"], sorted(formed["rank_offsets"].values())) == (3, [1, 2])
         stream = Stream(client, ids[0], PROMPT, ENDLESS, temperature=0.0)
         await stream.more()
-        prepared = await feeding.prepare()
+        prepared = await broadcasts.prepare()
         assert (prepared["ready"], prepared["digest"]) == (True, None)
         directory = witnesses.base(2)
         parts = parts_of(directory, PARTS)
         missing = sum(len(part["names"]) for part in parts)
         for part in parts:
             await stream.more()
-            fed = await feeding.feed(directory, part)
+            fed = await broadcasts.feed(directory, part)
             missing -= len(part["names"])
             assert fed["missing"] == missing
             assert (fed["tensors"], [row["status"] for row in fed["workers"]]) == (
@@ -60,22 +60,22 @@ async def test_part_by_part_into_two_workers_while_they_generate(plane: Plane) -
             await proven(http, ids, 2)
             # In one bucket for each part, in packed ones, by a second group, and in another dtype.
             directory = witnesses.base(3)
-            await feeding.push(directory, [{**one, "layout": "flat"} for one in parts_of(directory, 2)])
+            await broadcasts.push(directory, [{**one, "layout": "flat"} for one in parts_of(directory, 2)])
             await proven(http, ids, 3)
             directory = witnesses.base(1)
             packed = {"layout": "packed", "bucket_bytes": 20_000}
-            await feeding.push(directory, [{**one, **packed} for one in parts_of(directory, 1)])
+            await broadcasts.push(directory, [{**one, **packed} for one in parts_of(directory, 1)])
             await proven(http, ids, 1)
-            directory, first = witnesses.base(2), feeding.group
-            await feeding.form(3)
+            directory, first = witnesses.base(2), broadcasts.group
+            await broadcasts.form(3)
             parts = [
                 {**one, "group": group} for one, group in zip(parts_of(directory, 2), (first, None), strict=True)
             ]
             parts[1].pop("group")
-            await feeding.push(directory, parts)
+            await broadcasts.push(directory, parts)
             await proven(http, ids, 2)
             directory = witnesses.base(3)
-            await feeding.push(directory, parts_of(directory, 2, "bfloat16"), cast=True, version="cast")
+            await broadcasts.push(directory, parts_of(directory, 2, "bfloat16"), cast=True, version="cast")
             await proven(http, ids, 3)
             (entry, *_) = (await client.run("updates"))["updates"]
             assert (entry["transport"], entry["refetchable"], entry["label"]) == (
@@ -97,8 +97,8 @@ async def test_what_is_refused(plane: Plane) -> None:
             await work
         return caught.value
 
-    with FedTrainer(plane) as trainer:
-        feeding = Feeding(client, trainer)
+    with BroadcastTrainer(plane) as trainer:
+        broadcasts = Broadcasts(client, trainer)
         # Before anybody joins: nobody waits for the trainer, or the trainer for anybody.
         where = {"backend": "gloo", "form": "torch", "group": "g", "master_address": HOST, "master_port": 1}
         wrong: dict[str, Any]
@@ -110,17 +110,17 @@ async def test_what_is_refused(plane: Plane) -> None:
         ):
             error = await refused(client.run("init_transport", {**where, **wrong}), InvalidRequest, ".")
             assert error.facts["field"] == field
-        error = await refused(feeding.prepare(), InvalidRequest, "there is no gloo group|group")
-        await feeding.form(3)
+        error = await refused(broadcasts.prepare(), InvalidRequest, "there is no gloo group|group")
+        await broadcasts.form(3)
         await refused(client.run("receive_weights_part", first), UpdateAborted, "no such update is prepared")
-        transport = {"backend": "gloo", "group": feeding.group, "in_parts": True}
+        transport = {"backend": "gloo", "group": broadcasts.group, "in_parts": True}
         await refused(client.run("update_weights", {"transport": transport}), InvalidRequest, "several calls")
         lora = {"kind": "lora", "op": "load", "name": "a"}
-        await refused(feeding.prepare(target=lora), InvalidRequest, "all base weights")
-        await feeding.prepare(version="kept")
+        await refused(broadcasts.prepare(target=lora), InvalidRequest, "all base weights")
+        await broadcasts.prepare(version="kept")
         for wrong in ({"names": []}, {"dtypes": ["pigeon"] * len(first["names"])}, {"layout": "round"}):
             await refused(client.run("receive_weights_part", {**first, **wrong}), InvalidRequest, ".")
-        await feeding.feed(directory, first)
+        await broadcasts.feed(directory, first)
         error = await refused(client.run("complete_weights_update"), InvalidWeights, "missing")
         assert error.facts["missing"]["count"] == sum(len(one["names"]) for one in others)
         # What the model lacks ends the update, and the group: the trainer is about to send it.
@@ -129,30 +129,30 @@ async def test_what_is_refused(plane: Plane) -> None:
             ({**first, "shapes": [[1], *first["shapes"][1:]]}, "another shape"),
             ({**first, "dtypes": ["bfloat16"] * len(first["names"])}, "another dtype"),
         ):
-            await feeding.form(3)
-            await feeding.prepare()
+            await broadcasts.form(3)
+            await broadcasts.prepare()
             await refused(client.run("receive_weights_part", wrong), InvalidWeights, words)
             await refused(client.run("receive_weights_part", first), UpdateAborted, "no such update")
-            await refused(feeding.prepare(), PlaneError, "broke")
-        await feeding.form(3)
-        await feeding.prepare()
-        await feeding.feed(directory, first)
+            await refused(broadcasts.prepare(), PlaneError, "broke")
+        await broadcasts.form(3)
+        await broadcasts.prepare()
+        await broadcasts.feed(directory, first)
         await refused(client.run("receive_weights_part", first), InvalidWeights, "twice")
         # A trainer that does not send what it has announced.
-        await feeding.form(3)
-        await feeding.prepare()
+        await broadcasts.form(3)
+        await broadcasts.prepare()
         await refused(
             client.run("receive_weights_part", {**first, "timeout_s": 1.0}), UpdateAborted, "did not come"
         )
         # And one that gives up.
-        await feeding.form(3)
-        await feeding.prepare()
-        await feeding.feed(directory, first)
+        await broadcasts.form(3)
+        await broadcasts.prepare()
+        await broadcasts.feed(directory, first)
         await client.run("abort_weights_update")
         async with frontend(plane, admission_wait_s=HEAL_S) as http:
             await proven(http, ids, 1)
-            await feeding.form(3)
-            await feeding.push(directory, [first, *others])
+            await broadcasts.form(3)
+            await broadcasts.push(directory, [first, *others])
             await proven(http, ids, 2)
         assert all(state["staged"] is None for state in (await states(client)).values())
 
@@ -161,13 +161,13 @@ async def test_a_group_that_is_left(plane: Plane) -> None:
     witnesses = Witnesses(plane)
     client = await plane.client()
     await asyncio.to_thread(witnesses.spawn, 1)
-    with FedTrainer(plane) as trainer:
-        feeding = Feeding(client, trainer)
-        await feeding.form(2, "stays")
-        await feeding.form(2, "goes")
+    with BroadcastTrainer(plane) as trainer:
+        broadcasts = Broadcasts(client, trainer)
+        await broadcasts.form(2, "stays")
+        await broadcasts.form(2, "goes")
         await client.run("destroy_transport", {"backend": "gloo", "group": "goes"})
         with pytest.raises(InvalidRequest, match="this worker has stays"):
-            await feeding.prepare()
-        feeding.group = "stays"
+            await broadcasts.prepare()
+        broadcasts.group = "stays"
         directory = witnesses.base(2)
-        assert (await feeding.push(directory, parts_of(directory, 1)))["excluded"] == []
+        assert (await broadcasts.push(directory, parts_of(directory, 1)))["excluded"] == []

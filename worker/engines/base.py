@@ -23,11 +23,13 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from rl_plane._util.tasks import Cancelled
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
-from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
+from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
@@ -39,6 +41,8 @@ LACKING = "do without, or name workers that can: describe tells what each lacks"
 
 DTYPES = ("float32", "bfloat16", "float16")
 PauseMode = Literal["keep", "wait", "abort"]
+
+Arguments = TypeVar("Arguments", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,19 @@ class EngineOptions:
             raise InvalidRequest(
                 f"{self.model} has no config.json", field="model", fix="give a Hugging Face model directory"
             )
+
+    def arguments(self, model: type[Arguments]) -> Arguments:
+        """Returns `extra` as a pydantic model that has a field for each argument of the engine."""
+        try:
+            return model.model_validate(self.extra)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            key = str(first["loc"][0])
+            raise InvalidRequest(
+                f"{key} is {self.extra[key][:64]!r}: {first['msg']}",
+                field=f"engine_arg.{key}",
+                fix=f"correct it; the arguments are {', '.join(model.model_fields)}",
+            ) from error
 
     def refuse_modes(self, why: str, fix: str) -> None:
         """Raises InvalidRequest if `deterministic` or `memory_saver` is set: this engine or build has neither."""
@@ -135,6 +152,11 @@ class EngineInfo:
     It has no rank and no vote, and takes no update and no request. Never set it for an engine that serves the model."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """Names that a checkpoint may also hold → the tensor of `weight_spec` that the model ties each to."""
+
+    def require(self, op: str, field: str) -> None:
+        """Raises Unsupported if `capabilities` has a reason why the engine can't do this op or variant of an op."""
+        if (reason := self.capabilities.get(op)) is not None:
+            raise Unsupported(f"{self.engine}: {reason}", field=field, fix=LACKING)
 
     def check_place(self, adapter: str, loaded: Collection[str]) -> None:
         """Raises InvalidRequest if `adapter` would be one more than `max_adapters`. `loaded`: the adapters in the

@@ -36,7 +36,7 @@ from rl_plane.protocol.envelope import (
 from rl_plane.protocol.subjects import Subjects
 from rl_plane.protocol.validation import parse_body
 from rl_plane.protocol.worker_ops import OPS, Op, Pool, op_named
-from worker.ops.handler import ByRank, Handler
+from worker.ops.contract import ByRank, Handler
 from worker.ops.op_pool import OpPool, Outcome
 from worker.reconcile.lock_watch import LockWatch
 from worker.reconcile.worker_state import WorkerState

@@ -14,7 +14,7 @@ from rl_plane.protocol import update_requests, validation, worker_ops
 from rl_plane.protocol.versions import TensorSpec, VersionReply
 from worker.engines.base import EngineAdapter, EngineInfo
 from worker.engines.capabilities import CanCheckWeights, CanTokenize, require
-from worker.ops.handler import ByRank, Handler
+from worker.ops.contract import ByRank, Handler
 from worker.reconcile.coordinator_calls import CoordinatorCalls
 from worker.reconcile.engine_changes import EngineChanges
 from worker.reconcile.engine_memory import EngineMemory

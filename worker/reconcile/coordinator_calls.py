@@ -122,14 +122,10 @@ class CoordinatorCalls:
                 fix="update the fleet",
             )
         self._updates.check(None, body.policy.staging, body.transport.backend)
-        request = ReceiveRequest(
-            update_id=f"alone-{secrets.token_hex(8)}",
-            transport=body.transport,
-            label=body.version or record.version.label,
-            digest=body.digest,
-            cast=body.cast,
-            keep_staged=body.policy.keep_staged,
-        )
+        label = body.version or record.version.label
+        request = ReceiveRequest.of_update(body, f"alone-{secrets.token_hex(8)}", label, None)
+        # The weights must prove to be the committed ones before the served ones change, so they are always staged.
+        request = request.model_copy(update={"staging": "host", "canary_file": False})
         reply = await self._updates.prepare(request)
         if reply["digest"] != record.version.digest:
             await self._updates.drop(request.update_id)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from rl_plane.errors import InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.record import DesiredMemory
-from worker.engines.base import LACKING, EngineAdapter, EngineInfo
+from worker.engines.base import EngineAdapter, EngineInfo
 from worker.engines.capabilities import CanReleaseMemory, require
 from worker.reconcile.engine_changes import EngineChanges
 from worker.reconcile.staged_updates import WeightUpdates
@@ -48,7 +48,7 @@ class EngineMemory:
 
     async def release(self, tags: Sequence[str]) -> None:
         """Freezes the engine, then releases memory. A request that still reaches the engine waits for all memory."""
-        self._refuse_incapable("release_memory")
+        self._info.require("release_memory", "op")
         state = self._state
         before = set(state.released)
         froze = state.pause_mode is None and state.may_run
@@ -120,10 +120,6 @@ class EngineMemory:
                 ", ".join(sorted(wanted)) or "none",
                 error,
             )
-
-    def _refuse_incapable(self, op: str) -> None:
-        if (reason := self._info.capabilities.get(op)) is not None:
-            raise Unsupported(f"{self._info.engine} can't {op}: {reason}", field="op", fix=LACKING)
 
 
 def _in_order(tags: Collection[str]) -> list[str]:

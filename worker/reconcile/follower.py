@@ -13,7 +13,7 @@ from rl_plane.bus.connection import Bus
 from rl_plane.bus.state_store import read_pause
 from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, InvalidWeights, NotAtBase, PlaneError
 from rl_plane.protocol.subjects import Subjects
-from rl_plane.protocol.update_requests import BaseTarget, LoraTarget, ReceiveRequest, Transport, delta_chain
+from rl_plane.protocol.update_requests import ReceiveRequest, Transport
 from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S, OPS
 from worker.engines.base import EngineAdapter
 from worker.receive.staging import not_fitting
@@ -160,19 +160,9 @@ class RecordFollower:
             and source.base is None
             and not source.keep_staged
         )
-        request = ReceiveRequest(
-            update_id=fetch.update_id,
-            target=_target_of(fetch.name),
-            transport=Transport.model_validate(source.transport) if source.transport is not None else self._model,
-            encoding=source.encoding,
-            base=source.base,
-            base_chain=delta_chain(source.before, source.base),
-            label=fetch.version.label,
-            digest=fetch.version.digest,
-            cast=source.cast,
-            staging="none" if in_place else "host",
-            keep_staged=source.keep_staged,
-        ).with_own_model(self._model)
+        request = ReceiveRequest.of_source(
+            fetch.update_id, fetch.name, fetch.version, source, self._model, in_place
+        )
         if not request.in_place:
             await self._stage(request, source.refetchable)
             return
@@ -199,9 +189,3 @@ class RecordFollower:
             if not await self._peers.bring(request.digest, take):
                 raise
             log.info("%s took the weights from a peer: %s", self._state.instance_id, why(error))
-
-
-def _target_of(adapter: str | None) -> BaseTarget | LoraTarget:
-    if adapter is None:
-        return BaseTarget()
-    return LoraTarget(kind="lora", op="load", name=adapter)

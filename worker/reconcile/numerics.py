@@ -78,7 +78,7 @@ class Numerics:
             return False
         return self.verdict is None or (self.verdict.passed and self.verdict.against == "nothing")
 
-    def judge(self, record: DecisionRecord, final: bool) -> None:
+    def update_admission(self, record: DecisionRecord, final: bool) -> None:
         """Sets verdict, admission and flow. `final`: the worker waits for no other worker's scores."""
         state, canary = self._state, record.canary
         if canary is None or self.kind is None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unsupported, UpdateAborted
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceivePart, ReceiveRequest
-from worker.engines.base import LACKING, EngineAdapter, EngineInfo
+from worker.engines.base import EngineAdapter, EngineInfo
 from worker.reconcile.instructions import StagedVersion
 from worker.runtime.engine_loop import EngineLoop
 
@@ -165,17 +165,13 @@ class WeightUpdates:
         """Refuses what this engine or worker can't do, before anything is touched. `loaded`: the adapters of the
         engine."""
         if name is not None:
-            self._refuse_incapable("prepare_update:lora", "target.kind")
+            self._info.require("prepare_update:lora", "target.kind")
         if staging == "none":
-            self._refuse_incapable("prepare_update:unstaged", "policy.staging")
+            self._info.require("prepare_update:unstaged", "policy.staging")
         if backend is not None:
             self.check_backend(backend)
             if name is not None:  # without a backend, the adapter is unloaded
                 self._info.check_place(name, loaded)
-
-    def _refuse_incapable(self, capability: str, field: str) -> None:
-        if (reason := self._info.capabilities.get(capability)) is not None:
-            raise Unsupported(f"{self._info.engine}: {reason}", field=field, fix=LACKING)
 
     async def prepare(
         self, request: ReceiveRequest, fence: int | None = None, taint: Taint = _nothing

@@ -82,7 +82,7 @@ class WorkerCore:
         """The time at which this worker first heard of the record's version."""
         self._alone = False
         """The coordinator of the rolling update is gone."""
-        self._unjudged = False
+        self._scores_stay_alone = False
         """No coordinator will compare this worker's scores with the other workers' scores."""
         self._free_since: float | None = None
         """The time at which the lock was seen free. None: a coordinator holds it, or has sealed the record since."""
@@ -105,13 +105,13 @@ class WorkerCore:
             return False
         if mine is None or (mine.version.run, mine.made) != (record.version.run, record.made):
             self._learnt_at, self._alone, self._is_late = now, False, False
-            self._unjudged, self._free_since = False, None
+            self._scores_stay_alone, self._free_since = False, None
             self._retry_now()
             self.numerics.new_decision(record)
         elif record.seal > mine.seal:
-            self._unjudged, self._free_since = False, None  # another coordinator collects the scores now
+            self._scores_stay_alone, self._free_since = False, None  # another coordinator collects the scores now
         self.record, self._written = record, written
-        self._judge(now)
+        self._update_admission(now)
         return True
 
     def leader_said(
@@ -137,7 +137,7 @@ class WorkerCore:
         self.state.confirm_lease(asked_at, connection)
         return None
 
-    def _judge(self, now: float) -> None:
+    def _update_admission(self, now: float) -> None:
         """Opens or closes the worker, by what the engine holds and what is committed."""
         record, state = self.record, self.state
         assert record is not None
@@ -146,7 +146,7 @@ class WorkerCore:
             state.open("updating")
         else:
             state.close("updating")
-        self.numerics.judge(record, final)
+        self.numerics.update_admission(record, final)
         if self._is_whole() or self._may_serve_the_old():
             state.open("behind")
         else:
@@ -166,7 +166,7 @@ class WorkerCore:
         record, state = self.record, self.state
         if record is None:
             return False
-        self._judge(now)
+        self._update_admission(now)
         if (
             busy
             or not self._is_final(now)
@@ -188,7 +188,12 @@ class WorkerCore:
         """Returns whether only the other workers' scores can judge these weights, and a coordinator still collects
         them."""
         record = self.record
-        return record is not None and not record.open and not self._unjudged and self.numerics.needs_others(record)
+        return (
+            record is not None
+            and not record.open
+            and not self._scores_stay_alone
+            and self.numerics.needs_others(record)
+        )
 
     def coordinator_holds(self, fence: int, held: bool, now: float) -> bool:
         """Takes the state of the lock. Returns whether the coordinator of what is here still holds it."""
@@ -197,7 +202,7 @@ class WorkerCore:
             self._free_since = None
         elif self._free_since is None:
             self._free_since = now
-        self._unjudged = self._free_since is not None and now >= self._free_since + TAKEOVER_S
+        self._scores_stay_alone = self._free_since is not None and now >= self._free_since + TAKEOVER_S
         here = self._coordinated()
         return held and (here is None or fence <= here.fence)
 
@@ -286,7 +291,7 @@ class WorkerCore:
             self._unsure.discard(swap.name)
         self._settle()
         if self.record is not None:
-            self._judge(now)
+            self._update_admission(now)
 
     def swap_failed(
         self, swap: Swap | Unload, why: str, now: float, lost: bool = False, cut: bool = False
@@ -308,19 +313,19 @@ class WorkerCore:
     def scored(self, scores: Scores, now: float) -> None:
         self.state.scores = scores
         if self.record is not None:
-            self._judge(now)
+            self._update_admission(now)
 
     def took_back(self, tags: Iterable[str], now: float) -> None:
         """Notes that memory is back. Weights that were swapped in meanwhile still need their scores."""
         self.state.take_back(tags)
         if self.record is not None:
-            self._judge(now)
+            self._update_admission(now)
 
     def _settle(self) -> None:
         """Opens a worker that holds exactly the committed state."""
         record, state = self.record, self.state
         if record is not None and self._missing() is None and self._held() == record.held:
-            self.numerics.judge(record, record.open)
+            self.numerics.update_admission(record, record.open)
             state.sequence = record.sequence
             state.open("behind")
             state.open("starting")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane.protocol.worker_ops import OPS
-from worker.ops.handler import Handler
+from worker.ops.contract import Handler
 
 log = logging.getLogger("worker.testing.phase_hooks")
 

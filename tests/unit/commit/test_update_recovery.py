@@ -1,4 +1,4 @@
-"""What a coordinator finishes that a dead one has left, and a new run, by events and expected instructions."""
+"""Tests what a coordinator finishes that a dead one has left, and a new run, by events and expected instructions."""
 
 from __future__ import annotations
 

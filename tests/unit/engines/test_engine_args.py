@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import re
 import subprocess
@@ -15,8 +14,9 @@ import pytest
 
 from rl_plane.errors import InvalidRequest
 from tests.support.paths import ROOT
-from worker.engines.base import EngineOptions
-from worker.engines.fake.adapter import FakeConfig, make_fake_model
+from worker.engines.base import Arguments, EngineOptions
+from worker.engines.fake.adapter import make_fake_model
+from worker.engines.fake.config import FakeConfig
 from worker.runtime.engine_args import EngineArguments
 
 ENGINES_PAGE = ROOT / "docs" / "engines.md"
@@ -130,12 +130,20 @@ def check_refusals(parse: Parse, written: Callable[[str], Path], bad: dict[str, 
         assert str(file) not in error.message
 
 
+def parser(model: type[Arguments]) -> Callable[[Mapping[str, str]], Arguments]:
+    return lambda texts: EngineOptions(Path(), extra=texts).arguments(model)
+
+
 def test_the_fake_engines_refusals(written: Callable[[str], Path]) -> None:
     file = written("vocab-size: 300\nhold_bytes: false\ntoken_delay_s: 0.5")
-    config = FakeConfig.parse(EngineArguments({"vocab_size": "400"}, file).texts)
+    config = parser(FakeConfig)(EngineArguments({"vocab_size": "400"}, file).texts)
     assert (config.vocab_size, config.hold_bytes, config.token_delay_s) == (400, False, 0.5)
-    bad = {"speed: 3": "no argument", "vocab-size: many": "whole number", "hold_bytes: 1": "true or false"}
-    check_refusals(FakeConfig.parse, written, bad | {f"{'x' * 80}: 1": "no argument"})
+    bad = {
+        "speed: 3": "the arguments are token_delay_s",
+        "vocab-size: many": "integer",
+        "hold_bytes: 7": "boolean",
+    }
+    check_refusals(parser(FakeConfig), written, bad)
 
 
 def test_the_hf_engines_refusals(written: Callable[[str], Path]) -> None:
@@ -143,8 +151,10 @@ def test_the_hf_engines_refusals(written: Callable[[str], Path]) -> None:
     from worker.engines.hf.adapter import HfArguments
 
     file = written("num-blocks: 64")
-    assert HfArguments.parse(EngineArguments({}, file).texts).num_blocks == 64
-    check_refusals(HfArguments.parse, written, {"speed: 3": "unknown", "num-blocks: 2.5": "not a number"})
+    assert parser(HfArguments)(EngineArguments({}, file).texts).num_blocks == 64
+    check_refusals(
+        parser(HfArguments), written, {"speed: 3": "the arguments are num_blocks", "num-blocks: 2.5": "integer"}
+    )
 
 
 @pytest.mark.engines("vllm")
@@ -256,11 +266,8 @@ def _told_to_sglang(monkeypatch: pytest.MonkeyPatch, model: Path, arguments: dic
 
     monkeypatch.setattr(engine, "Engine", Engine)
 
-    async def build() -> None:  # what watches its processes needs a loop
-        SglangProcess(EngineOptions(model), arguments, "cpu", 0)._build("first")
-
     with pytest.raises(_Told) as caught:
-        asyncio.run(build())
+        SglangProcess(EngineOptions(model), arguments, "cpu", 0)._build(model)
     return caught.value.keywords
 
 
@@ -287,7 +294,7 @@ def test_a_worker_says_what_is_wrong_with_its_file(written: Callable[[str], Path
     model = make_fake_model(tmp_path / "model", seed=0)
     file = written("vocab-size: many")
     for given, words, code in (
-        (file, f"{file}: vocab_size is 'many'; fix: give a whole number", 1),
+        (file, f"{file}: vocab_size is 'many': Input should be a valid integer", 1),
         (tmp_path / "gone.yaml", "gone.yaml': name an existing file", 2),
     ):
         command = ["worker", "--engine", "fake", "--model", str(model), "--engine-args-file", str(given)]

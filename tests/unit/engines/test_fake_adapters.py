@@ -152,12 +152,12 @@ async def test_adapter_swaps_that_are_refused_change_nothing(base: Path, loras: 
     with pytest.raises(EngineFailed, match="paused"):
         await engine.swap_adapter("x", staged_adapter(engine, loras[1]), version_1)
     await engine.pause("keep", False)
-    engine.fail_swap = True
+    engine.config.fail_swap = True
     for name in ("x", "fresh"):
         for what in (staged_adapter(engine, loras[1]), None):
             with pytest.raises(EngineFailed, match="fail_swap"):
                 await engine.swap_adapter(name, what, version_1)
-    engine.fail_swap = False
+    engine.config.fail_swap = False
     with pytest.raises(EngineFailed, match="is no adapter"):
         await engine.swap_adapter("x", stage(engine, base), version_1)
     with pytest.raises(EngineFailed, match="is an adapter"):
@@ -274,7 +274,7 @@ async def test_a_failed_overwrite_leaves_a_mixture_of_no_version(base: Path, new
     assert all(delta.spans == [] for delta in deltas)
     digests = (model_digest(base), model_digest(new))
     assert tokens(deltas) not in [[fake_token(digest, PROMPT, i) for i in range(16)] for digest in digests]
-    engine.fail_overwrite = False
+    engine.config.fail_overwrite = False
     await engine.pause("keep", False)
     assert write_over(engine, new) == model_digest(new)
     engine.set_version(version(2, new))

@@ -95,6 +95,8 @@ def test_witness_permutations_are_apart() -> None:
             assert sum(a == b for a, b in zip(one, other, strict=True)) < 10
 
 
+@pytest.mark.slow
+@pytest.mark.parallel
 def test_the_command(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", seed=1)
     command = [

@@ -41,7 +41,7 @@ def part(**more: Any) -> ReceivePart:
     ],
 )
 def test_the_broadcasts_of_a_part(layout: dict[str, Any], cut: list[str]) -> None:
-    """`packed`: behind the tensor that makes it larger than the bucket, as vLLM's producer cuts."""
+    """The layout `packed` cuts after the tensor that overfills the bucket, as vLLM's producer does."""
     assert ["".join(name for name, _ in one) for one in chunks(part(**layout))] == cut
     assert chunks(part(names=[], dtypes=[], shapes=[], **layout)) == []
 

@@ -197,7 +197,7 @@ def test_a_receiver_that_dies_is_counted_for(cuda: Cuda, pool: ThreadPoolExecuto
 
 
 def test_memory_is_freed_when_those_who_read_it_have_given_it_up(cuda: Cuda, pool: ThreadPoolExecutor) -> None:
-    """CUDA wants it in this order, for an update that is broken off too."""
+    """CUDA needs this order, also for an update that ends early."""
     with sender_of(1) as (sender, transport):
         delivery = IpcTransport(TransportContext(device="cuda:0")).open(transport, "base")
         taking = pool.submit(list, delivery.tensors())
@@ -237,7 +237,7 @@ def test_a_gpu_that_the_trainer_does_not_see_is_refused(cuda: Cuda, monkeypatch:
 
 @pytest.mark.parametrize("fails", [0, 1, 2])
 def test_shares_that_were_not_opened_are_given_up(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, fails: int) -> None:
-    """Before it is said that they are closed: the error, which is kept here, holds none of them."""
+    """The receiver releases them before it reports that they are closed. The error, which is kept here, holds none."""
     calls = itertools.count()
 
     def opened(*args: Any) -> Any:
@@ -299,7 +299,7 @@ def test_what_names_no_gpu_is_refused(cuda: Cuda, pool: ThreadPoolExecutor, gpu:
 
 
 def test_a_trainer_that_can_not_be_watched_is_an_error(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of another PID namespace has no id here."""
+    """A trainer in another PID namespace has no process id here."""
     monkeypatch.setattr(receiving, "peer_pid", lambda connection: 0)
     with sender_of(1) as (_, transport), pytest.raises(Unavailable, match="can't be watched") as refused:
         receive(transport)
@@ -312,7 +312,7 @@ def test_a_trainer_that_can_not_be_watched_is_an_error(cuda: Cuda, monkeypatch: 
 
 @contextmanager
 def own_sender_of(receivers: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[IpcSender, dict[str, Any]]]:
-    """All of whose tensors are lent."""
+    """Makes a sender that lends all of its tensors."""
     monkeypatch.setattr(in_place, "_is_on", lambda device, tensor: device == "cuda:0")
     sender = IpcSender(lambda: receivers, layout="tensors", on_gpus=lambda: True)
     sender.device = "cuda:0"
@@ -335,7 +335,7 @@ def publish_own(sender: IpcSender, named: dict[str, Any]) -> str | None:
 def test_each_tensor_is_shared_with_each_rank_on_its_own_gpu(
     cuda: Cuda, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part of a larger allocation too. torch's notes of a share don't stay with the trainer's weights."""
+    """A tensor may be a part of a larger allocation. torch's notes of a share don't stay with the trainer's weights."""
     whole = torch.cat([torch.zeros(3), *tensors().values()])
     lengths = [3, *(one.numel() for one in tensors().values())]
     named = dict(zip(tensors(), whole.split(lengths)[1:], strict=True))
@@ -419,7 +419,7 @@ def test_a_share_that_fails_is_reported_to_its_receiver(
 def test_both_sides_hear_what_fails_on_the_senders_thread(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever it is: torch's BufferError is none of its RuntimeErrors."""
+    """The error may be of any type: torch's BufferError is not a RuntimeError."""
     threads: list[str] = []
 
     def refuse(whole: Any) -> Any:
@@ -454,7 +454,7 @@ def test_both_sides_hear_why_a_gpu_gets_no_buffers(
 
 
 def test_the_gpu_of_a_tensor_is_current_while_it_gets_an_alias(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch exports from there alone."""
+    """torch exports a tensor only while its GPU is current."""
     current: list[Any] = []
     export = torch.from_dlpack
 
@@ -612,7 +612,7 @@ def test_where_all_are_on_gpus_the_weights_stay_there(
 
 @pytest.mark.parametrize("lies", ["cuda:1", "cpu"])
 def test_a_gathered_tensor_is_on_this_ranks_gpu(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, lies: str) -> None:
-    """Not on the first one, where its bytes would be packed: a mesh tells of no number. `cpu`: it is offloaded."""
+    """A mesh does not name a GPU's number, so the rank's current GPU is taken. An offloaded tensor lies on `cpu`."""
     from rl_plane.publish.sources.torch_tensors import device_of
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)

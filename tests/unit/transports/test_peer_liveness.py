@@ -20,7 +20,7 @@ from rl_plane.errors import Unavailable
 from rl_plane.transports.group import peer_liveness
 from rl_plane.transports.group.peer_liveness import PeerLiveness
 from rl_plane.transports.group.rank_layout import Place
-from tests.support.told_process import forked
+from tests.support.commanded_process import forked
 
 BOUND_S = 10.0
 PLACE = Place("gloo", "g", "127.0.0.1", 1, world_size=2, rank=1)

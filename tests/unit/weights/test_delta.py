@@ -122,7 +122,7 @@ def test_what_is_no_delta_of_the_tensor_changes_nothing(blob: bytes) -> None:
 
 
 def test_random_bytes_end_in_an_error_or_are_taken_back() -> None:
-    """Whatever the bytes are, nothing beyond the tensor is touched, and twice is nothing."""
+    """No delta touches anything beyond the tensor, and applying a delta twice restores the tensor."""
     source = random.Random(5)
     for _ in range(2000):
         blob = bytearray(GOOD)

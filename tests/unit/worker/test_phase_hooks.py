@@ -13,7 +13,7 @@ import pytest
 
 from rl_plane.protocol import update_requests
 from rl_plane.protocol.record import first_record
-from worker.ops.handler import Handler
+from worker.ops.contract import Handler
 from worker.testing.phase_hooks import VARIABLE, with_holds
 
 ME = "0123456789abcdef"

@@ -150,7 +150,7 @@ def test_an_error_keeps_its_type_and_facts(ranks: Ranks, tmp_path: Path) -> None
 def test_weights_that_one_rank_refuses_are_staged_in_none(
     ranks: Ranks, engines: list[FakeEngine], tmp_path: Path
 ) -> None:
-    engines[1].fail_stage = True
+    engines[1].config.fail_stage = True
     ranks.open(*reception(make_fake_model(tmp_path / "new", 1)))
     with pytest.raises(EngineFailed, match="fail_stage"):
         ranks.receive("s", never)

@@ -22,7 +22,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted, Unsupported
+from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, Rendering
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
 from rl_plane.protocol.worker_ops import Tokenize
@@ -40,6 +40,7 @@ from worker.engines.common.token_checks import (
     check_tokens,
     check_vocabulary,
     kept_of_prompt,
+    refuse_lacking,
 )
 from worker.engines.common.weights_in_process import WeightsInProcess
 from worker.engines.fake.config import FakeConfig
@@ -65,7 +66,6 @@ from worker.receive.weight_receiver import Receiver, load_transports
 
 __all__ = [
     "FakeAdapter",
-    "FakeConfig",
     "FakeEngine",
     "FakeWeights",
     "build",
@@ -78,21 +78,20 @@ __all__ = [
 
 FAKE_VERSION = "1"
 
-STAGE = "a stage for trials: it has no weights and generates nothing"
+CAPABILITIES = {"generate:routed_experts": NO_EXPERTS}
 
-MEMORY_TAGS = ("weights", "kv_cache")
+STAGE = "a stage for trials: it has no weights and generates nothing"
 
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 _DTYPE_NAMES = {short: name for name, short in _DTYPES.items()}
 
 
 class FakeEngine(WeightsInProcess, FullEngine):
-    """Tests may set `fail_stage`, `fail_swap`, `fail_overwrite`, `miscompute` and `hang_liveness` while it runs.
-    `transports` replaces the installed ones."""
+    """Tests may change `config` while it runs. `transports` replaces the installed ones."""
 
     def __init__(self, options: EngineOptions, transports: Mapping[str, WeightTransport] | None = None) -> None:
         super().__init__()
-        self.config = FakeConfig.parse(options.extra)
+        self.config = options.arguments(FakeConfig)
         if options.dtype is not None and options.dtype not in _DTYPES:
             raise InvalidRequest(
                 f"the dtype is {options.dtype[:64]!r}", field="dtype", fix=f"use one of {', '.join(_DTYPES)}"
@@ -101,11 +100,6 @@ class FakeEngine(WeightsInProcess, FullEngine):
             raise InvalidRequest(
                 f"the fake engine has no device {options.device[:64]!r}", field="device", fix="use auto or cpu"
             )
-        self.fail_stage = self.config.fail_stage
-        self.fail_swap = self.config.fail_swap
-        self.fail_overwrite = self.config.fail_overwrite
-        self.miscompute = self.config.miscompute
-        self.hang_liveness = self.config.hang_liveness
         if transports is None:
             transports = load_transports(options.places)
         self.receiver = Receiver(FakeHolder(self), transports)
@@ -152,7 +146,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
             world_size=1,
             vocab_size=self.config.vocab_size,
             max_model_len=self.config.max_model_len,
-            capabilities={"generate:routed_experts": NO_EXPERTS},
+            capabilities=CAPABILITIES,
             deterministic=True,
             memory_saver=True,
             transports=self.receiver.backends if stage is None else (),
@@ -183,7 +177,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
         self._adapters = {}
 
     async def liveness(self) -> None:
-        if self.hang_liveness:
+        if self.config.hang_liveness:
             await asyncio.Event().wait()
         await asyncio.sleep(0)
         if self._closed or not self.config.stage:
@@ -270,23 +264,14 @@ class FakeEngine(WeightsInProcess, FullEngine):
         return [((token + place) % self.config.vocab_size, logprob - place) for place in range(count)]
 
     def _prompt(self, request: GenerateRequest) -> list[int]:
-        given = [name for name in ("prompt_token_ids", "prompt", "messages") if getattr(request, name) is not None]
-        if len(given) != 1:
-            raise InvalidRequest(
-                f"{' and '.join(given) or 'no prompt'} given",
-                field=given[-1] if given else "prompt",
-                fix="give exactly one of prompt_token_ids, prompt and messages",
-            )
+        request.check_one_prompt()
         if request.prompt_token_ids is not None:
             prompt = list(request.prompt_token_ids)
         else:
             prompt = self._tokens(request.prompt, request.messages, request.rendering)
-        if not prompt:
-            raise InvalidRequest("the prompt is empty", field=given[0], fix="give at least one token")
         prompt = kept_of_prompt(request, prompt)
         check_tokens(request, prompt, frozenset(), self.config.vocab_size, self.config.max_model_len)
-        if request.routed_experts:
-            raise Unsupported(NO_EXPERTS, field="routed_experts", fix="leave it out")
+        refuse_lacking(request, CAPABILITIES)
         return prompt
 
     def _tokens(self, text: str | None, messages: list[dict[str, Any]] | None, rendering: Rendering) -> list[int]:
@@ -343,7 +328,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
         await self._before_a_swap()
         kept = self.receiver.kept is not None and self.receiver.kept.staged is staged
         self._weights, self._version = staged.copied() if kept else staged, version
-        self._miscomputes = self.miscompute
+        self._miscomputes = self.config.miscompute
         return await self.flush_cache()
 
     def set_version(self, version: WeightVersion) -> None:
@@ -355,7 +340,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
         if self.config.swap_delay_s:
             await asyncio.sleep(self.config.swap_delay_s)
             self._check_swappable()
-        if self.fail_swap:
+        if self.config.fail_swap:
             raise EngineFailed("fail_swap is set")
 
     def _check_swappable(self) -> None:
@@ -377,7 +362,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
         finally:
             if not self._closed:
                 self._weights = FakeWeights(mixed)  # its digest is the one of these bytes, also half-way
-                self._miscomputes = self.miscompute
+                self._miscomputes = self.config.miscompute
 
     async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
         """Returns the logprobs of `fake_prompt_logprobs`, without the first token's."""
@@ -424,39 +409,20 @@ class FakeEngine(WeightsInProcess, FullEngine):
                 raise InvalidRequest("there is no snapshot", field="action", fix="take a snapshot first")
             mismatches = await asyncio.to_thread(held.mismatches, self._snapshot)
             return [{"rank": 0, "match": not mismatches, "mismatches": mismatches}]
-        if action == "reset_tensors":
-            self._weights = await asyncio.to_thread(held.noise)
-            self._version = None  # noise is no version
-            return [{"rank": 0}]
-        raise InvalidRequest(
-            f"the action is {str(action)[:64]!r}",
-            field="action",
-            fix="use checksum, snapshot, compare or reset_tensors",
-        )
+        self._weights = await asyncio.to_thread(held.noise)
+        self._version = None  # noise is no version
+        return [{"rank": 0}]
 
     async def release_memory(self, tags: list[str]) -> None:
-        """Releases all memory if no tags are given. It only sets flags: the bytes stay."""
+        """Only sets flags: the bytes stay."""
         self._held()
-        tags = _checked_tags(tags)
         if not self.gate.is_paused and self.gate.load()[0]:
             raise InvalidRequest("requests are running", field="tags", fix="pause first, then release memory")
         self._released |= set(tags)
 
     async def resume_memory(self, tags: list[str]) -> None:
-        """Takes all memory back if no tags are given."""
         self._held()
-        self._released -= set(_checked_tags(tags))
-
-
-def _checked_tags(tags: list[str]) -> list[str]:
-    unknown = [tag for tag in tags if tag not in MEMORY_TAGS]
-    if unknown:
-        raise InvalidRequest(
-            f"there is no memory tag {str(unknown[0])[:64]!r}",
-            field="tags",
-            fix=f"use {' or '.join(MEMORY_TAGS)}",
-        )
-    return tags or list(MEMORY_TAGS)
+        self._released -= set(tags)
 
 
 def _text_of(token: int) -> str:

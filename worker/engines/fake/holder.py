@@ -25,8 +25,6 @@ class HeldWeights(Protocol):
     """The part of a FakeEngine that its holder reads and writes."""
 
     config: FakeConfig
-    fail_stage: bool
-    fail_overwrite: bool
 
     def weight_spec(self) -> Mapping[str, TensorSpec]: ...
 
@@ -58,7 +56,7 @@ class FakeHolder:
                 if cancelled():
                     raise EngineFailed("the overwrite was cancelled")
                 mixed[name] = self._copied(tensor)
-                if self._engine.fail_overwrite:
+                if self._engine.config.fail_overwrite:
                     raise EngineFailed("fail_overwrite is set")
             if cancelled():
                 raise EngineFailed("the overwrite was cancelled")
@@ -76,7 +74,7 @@ class FakeHolder:
 
     def _taken(self, tensors: TensorStream, cancelled: Cancelled) -> dict[str, FakeTensor]:
         self._delay(cancelled)
-        if self._engine.fail_stage:
+        if self._engine.config.fail_stage:
             raise EngineFailed("fail_stage is set")
         config = self._engine.config
         staged, room = {}, config.staging_bytes

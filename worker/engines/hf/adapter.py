@@ -9,40 +9,34 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
+from pydantic import Field
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 from transformers.utils.logging import disable_progress_bar
 
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
-from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
-from rl_plane.protocol.routed_experts import RoutedExperts
+from rl_plane.protocol.generation import GenerateRequest
+from rl_plane.protocol.validation import Body
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions, PauseMode
 from worker.engines.capabilities import CanCheckWeights, CanLoadAdapters, CanScore, CheckAction
 from worker.engines.common.checkpoint_spec import saved_specs
+from worker.engines.common.generating import Generating
+from worker.engines.common.pieces import Piece
 from worker.engines.common.scoring import check_sequences, checked_scores
-from worker.engines.common.spans import SpanLog
-from worker.engines.common.stop_strings import ReplyText
-from worker.engines.common.token_checks import NO_EXPERTS, check_adapter, check_tokens, refuse_lacking
-from worker.engines.common.tokenizing import (
-    Tokenizing,
-    eos_tokens,
-    load_tokenizer,
-    nothing_made,
-)
+from worker.engines.common.token_checks import NO_EXPERTS, check_adapter
 from worker.engines.common.torch_weights import ModelWeights, StagedTensors
 from worker.engines.common.weights_in_process import WeightsInProcess
 from worker.engines.hf.experts import ExpertRecorder
 from worker.engines.hf.holder import HfHolder
 from worker.engines.hf.loop import GenerationLoop
 from worker.engines.hf.peft_layers import NO_PEFT, HfStagedAdapter, ModelAdapters, have_peft
-from worker.engines.hf.streams import HfPiece, HfStream
+from worker.engines.hf.streams import HfStream
 from worker.receive.weight_receiver import Receiver, load_transports
 
 CLOSE_TIMEOUT_S = 10.0
@@ -51,85 +45,55 @@ CLOSE_TIMEOUT_S = 10.0
 _NO_SLEEP = "the hf engine has no sleep mode: its weights and cache stay where they are"
 
 
-@dataclass(frozen=True, slots=True)
-class HfArguments:
+class HfArguments(Body):
     """The engine arguments (`--engine-arg key=value`). The cache has room for num_blocks × page_size tokens."""
 
-    num_blocks: int = 256
-    page_size: int = 32
-    """Tokens per block. Prompts share whole blocks only."""
-    max_batch_tokens: int = 512
+    num_blocks: int = Field(256, ge=1)
+    page_size: int = Field(32, ge=4)
+    """Tokens per block."""
+    max_batch_tokens: int = Field(512, ge=1)
     """Tokens per step. Longer prompts take several steps. The attention mask has this number times the cache's
     tokens."""
-    max_model_len: int | None = None
+    max_model_len: int | None = Field(None, ge=1)
     """None: as many tokens as the model and the cache allow."""
-
-    @classmethod
-    def parse(cls, extra: Mapping[str, str]) -> HfArguments:
-        values = {}
-        for key, text in extra.items():
-            if key not in cls.__dataclass_fields__:
-                known = ", ".join(cls.__dataclass_fields__)
-                raise InvalidRequest(
-                    f"unknown engine argument {key}", field=f"engine_arg.{key}", fix=f"one of {known}"
-                )
-            low = 4 if key == "page_size" else 1
-            if not text.isdecimal() or int(text) < low:
-                raise InvalidRequest(
-                    f"{key}={text} is not a number of at least {low}", field=f"engine_arg.{key}", fix="give one"
-                )
-            values[key] = int(text)
-        return cls(**values)
 
 
 def build(options: EngineOptions) -> EngineAdapter:
     return HfEngine(options)
 
 
-class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheckWeights):
+class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheckWeights):
     def __init__(self, options: EngineOptions) -> None:
-        super().__init__()
-        self._options = options
-        self._arguments = HfArguments.parse(options.extra)
-        options.check_model()
+        super().__init__(options)
+        self._arguments = options.arguments(HfArguments)
         options.refuse_modes("the hf engine does not have this", "use vllm or sglang")
         self._model: Any = None
-        self._tokenizer: Any = None
-        self._info: EngineInfo | None = None
         self._loop: GenerationLoop | None = None
         self._experts: ExpertRecorder | None = None
         self._holder: HfHolder | None = None
-        self._eos: frozenset[int] = frozenset()
         self._streams: dict[str, HfStream] = {}
         self._keys = itertools.count()
 
     # life
 
-    async def start(self) -> EngineInfo:
-        try:
-            info = await asyncio.to_thread(self._load)
-            config = ContinuousBatchingConfig(
-                num_blocks=self._arguments.num_blocks,
-                page_size=self._arguments.page_size,
-                max_batch_tokens=self._arguments.max_batch_tokens,
-                use_async_batching=False,  # our sampler runs on the host, in each step
-                use_cuda_graph=False,
-                auto_switch_to_flash=False,  # it would fetch kernels from the network
-            )
-            adapters, experts = self._held().adapters, self._experts
-            assert experts is not None, "made with the model"
-            self._loop = await asyncio.to_thread(
-                GenerationLoop, self._model, adapters, experts, config, asyncio.get_running_loop()
-            )
-            self._loop.start()
-            await self.liveness()
-        except PlaneError:
-            await self.close()
-            raise
-        except Exception as error:
-            await self.close()
-            raise EngineFailed(f"the model did not load: {error}") from error
-        self._info = info
+    async def _start(self) -> EngineInfo:
+        info = await asyncio.to_thread(self._load)
+        config = ContinuousBatchingConfig(
+            num_blocks=self._arguments.num_blocks,
+            page_size=self._arguments.page_size,
+            max_batch_tokens=self._arguments.max_batch_tokens,
+            use_async_batching=False,  # our sampler runs on the host, in each step
+            use_cuda_graph=False,
+            allow_block_sharing=False,  # each request computes its own KV, so none of it outlives an update
+            auto_switch_to_flash=False,  # it would fetch kernels from the network
+        )
+        adapters, experts = self.holder.adapters, self._experts
+        assert experts is not None, "made with the model"
+        self._loop = await asyncio.to_thread(
+            GenerationLoop, self._model, adapters, experts, config, asyncio.get_running_loop()
+        )
+        self._loop.start()
+        await self.liveness()
         return info
 
     def _load(self) -> EngineInfo:
@@ -139,7 +103,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         dtype: Any = "auto" if self._options.dtype is None else getattr(torch, self._options.dtype)
         disable_progress_bar()  # a worker's standard error is its log
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)  # it describes its cache at start
-        self._tokenizer = load_tokenizer(path)
+        self._load_tokenizer()
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, local_files_only=True, use_safetensors=True, attn_implementation="sdpa"
         )
@@ -154,7 +118,6 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         self.receiver = receiver = Receiver(
             self._holder, load_transports(self._options.places, str(self._model.device))
         )
-        self._eos = eos_tokens(path, self._tokenizer)
         config = self._model.config.get_text_config()
         room = min(config.max_position_embeddings, self._arguments.num_blocks * self._arguments.page_size)
         length = self._arguments.max_model_len or room
@@ -175,7 +138,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
             max_model_len=length,
             capabilities=_capabilities(bool(self._experts.experts)),
             transports=receiver.backends,
-            tied=self._held().tied_tensors(),
+            tied=self.holder.tied_tensors(),
         )
 
     async def close(self) -> None:
@@ -193,59 +156,22 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
 
     # generation
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
-        loop = self._running()
-        prompt = await self._prompt_of(request)
-        if prompt is None:
-            yield nothing_made(request)
-            return
-        self._validate(request, prompt)
+    async def _pieces(self, request: GenerateRequest, prompt: list[int]) -> AsyncGenerator[Piece, None]:
+        loop = self.loop
         stream = HfStream(f"request-{next(self._keys)}", request, prompt, self._eos)
-        text, spans = ReplyText(self._tokenizer, request, prompt), SpanLog()
         self._streams[request.id] = stream
-        submitted = loop.call(lambda: loop.submit(stream))
-        ended = finished = False
-        told: list[int] | None = prompt
         try:
-            await asyncio.wrap_future(submitted)
+            await asyncio.wrap_future(loop.call(lambda: loop.submit(stream)))
+            finished = False
             while not finished:
-                piece, failure = await next_piece(stream)
-                ended = piece.finish_reason is not None or failure is not None
-                read = text.add(piece.token_ids, last=piece.finish_reason is not None)
-                if read.stop_string is not None:
-                    piece, failure = piece.until(read.count), None
+                piece = await stream.pieces.next()
                 finished = piece.finish_reason is not None
-                for label in piece.labels:
-                    spans.add(label)
-                if finished or piece.token_ids:
-                    yield GenerateDelta(
-                        token_ids=piece.token_ids,
-                        logprobs=piece.logprobs if request.logprobs else None,
-                        top_logprobs=piece.tops if request.logprobs and request.top_logprobs else None,
-                        text=read.text,
-                        finish_reason=piece.finish_reason,
-                        stop_string=read.stop_string,
-                        spans=spans.tell(finished),
-                        prompt_token_ids=told,
-                        prompt_logprobs=piece.prompt_logprobs,
-                        routed_experts=piece.routed,
-                    )
-                    told = None
-                if failure is not None:
-                    raise failure
+                yield piece
         finally:
             del self._streams[request.id]
-            if not ended:
+            if not stream.done:
                 # No await: this task may be cancelled, or the generator may be closing.
                 loop.call(lambda: loop.abort([stream]))
-
-    def _validate(self, request: GenerateRequest, prompt: list[int]) -> None:
-        info = self._info
-        assert info is not None, "start sets it before the loop is there"
-        check_tokens(request, prompt, self._eos, info.vocab_size, info.max_model_len)
-        refuse_lacking(request, info.capabilities)
-        if request.id in self._streams:
-            raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
 
     async def abort(self, request_ids: list[str] | None) -> int:
         streams = None
@@ -256,7 +182,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         return before + count
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
-        loop, drained = self._running(), Future[None]()
+        loop, drained = self.loop, Future[None]()
         before: list[bool] = []  # whether it was frozen; empty until the pause begins
 
         def begin(loop: GenerationLoop) -> None:
@@ -284,8 +210,9 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         await self._call(lambda loop: loop.thaw())
 
     async def flush_cache(self) -> bool:
-        flushed: bool = await self._call(lambda loop: loop.flush())
-        return flushed
+        """Returns True: there is no prefix cache, and no request uses another one's KV."""
+        await self.liveness()
+        return True
 
     def load(self) -> tuple[int, int]:
         loop, total = self._loop, len(self._streams)
@@ -295,26 +222,23 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
     # weights
 
     async def swap(self, staging: str, version: WeightVersion) -> bool:
-        staged, weights = self.receiver.take(staging), self._held().weights
+        staged, weights = self.receiver.take(staging), self.holder.weights
         assert isinstance(staged, StagedTensors), "base weights"
 
-        def between_two_steps(loop: GenerationLoop) -> bool:
+        def between_two_steps(loop: GenerationLoop) -> None:
             loop.restart_requests()
             loop.version = None  # half-way, the weights are of no version
             weights.load(staged)
             loop.version = version
-            return loop.flush()
 
-        flushed: bool = await self._call(between_two_steps)
-        return flushed
+        await self._call(between_two_steps)
+        return await self.flush_cache()
 
     def set_version(self, version: WeightVersion) -> None:
-        self._running().version = version
+        self.loop.version = version
 
     async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
-        self._running()
-        info = self._info
-        assert info is not None, "start sets it before the loop is there"
+        info = self.info
         checked = check_sequences(sequences, info.vocab_size, info.max_model_len)
         return checked_scores(await self._call(lambda loop: loop.score(checked, adapter)), checked)
 
@@ -331,15 +255,15 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
                 loop.put_adapter(name, staged, version)
 
         await self._call(between_two_steps)
-        return False  # no request finds its part of the prefix cache any more
+        return False  # there is no prefix cache
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None:
-        versions = self._running().adapter_versions
+        versions = self.loop.adapter_versions
         check_adapter(name, versions, "name")
         versions[name] = version
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
-        weights = self._held().weights
+        weights = self.holder.weights
         if action != "reset_tensors":
             return [{"rank": 0, **await asyncio.to_thread(weights.checks.row, action)}]
 
@@ -351,51 +275,39 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         await self._call(between_two_steps)
         return [{"rank": 0}]
 
-    def _running(self) -> GenerationLoop:
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineFailed("the engine is not running")
+        return self._info
+
+    @property
+    def loop(self) -> GenerationLoop:
         if self._loop is None:
             raise EngineFailed("the engine is not running")
         return self._loop
 
+    def _running(self) -> GenerationLoop:
+        return self.loop
+
     def _forget_weights(self) -> None:
-        loop = self._running()
+        loop = self.loop
         loop.call(loop.forget_weights).result()
 
-    def _held(self) -> HfHolder:
+    @property
+    def holder(self) -> HfHolder:
         if self._holder is None:
             raise EngineFailed("the engine is not running")
         return self._holder
 
     async def _call(self, command: Callable[[GenerationLoop], Any]) -> Any:
-        loop = self._running()
+        loop = self.loop
         try:
             return await asyncio.wrap_future(loop.call(lambda: command(loop)))
         except PlaneError:
             raise
         except Exception as error:
             raise EngineFailed(f"{type(error).__name__}: {error}") from error
-
-
-async def next_piece(stream: HfStream) -> tuple[HfPiece, EngineFailed | None]:
-    """Returns the tokens that have come since the last call, as one piece, and the failure after them. Tokens of other
-    weights wait for the next call."""
-    merged = HfPiece()
-    item, stream.waiting = stream.waiting or await stream.pieces.get(), None
-    while True:
-        if isinstance(item, EngineFailed):
-            return merged, item
-        if merged.labels and item.labels and item.labels[0] != merged.labels[-1]:
-            stream.waiting = item
-            return merged, None
-        merged.token_ids += item.token_ids
-        merged.logprobs += item.logprobs
-        merged.labels += item.labels
-        merged.tops += item.tops
-        merged.prompt_logprobs = merged.prompt_logprobs or item.prompt_logprobs
-        merged.routed = RoutedExperts.joined([merged.routed, item.routed])
-        merged.finish_reason = item.finish_reason
-        if stream.pieces.empty():
-            return merged, None
-        item = stream.pieces.get_nowait()
 
 
 def _capabilities(has_experts: bool) -> dict[str, str]:

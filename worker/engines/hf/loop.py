@@ -23,13 +23,13 @@ from transformers.generation.continuous_batching.continuous_api import OutputRou
 from rl_plane.errors import EngineDied, EngineFailed
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.common.finite_logits import NOT_FINITE
+from worker.engines.common.pieces import Piece
 from worker.engines.common.scoring import in_batches
 from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import check_adapter
 from worker.engines.hf.experts import ExpertRecorder
 from worker.engines.hf.peft_layers import HfStagedAdapter, ModelAdapters
-from worker.engines.hf.prefix_sharing import PrefixKeys, salted
-from worker.engines.hf.streams import HfPiece, HfStream, choose, likeliest, score_batch
+from worker.engines.hf.streams import HfStream, choose, likeliest, score_batch
 
 IDLE_WAIT_S = 0.1
 """Seconds that an idle or paused loop sleeps. Each command wakes it, so this only bounds a missed wake-up."""
@@ -71,9 +71,6 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         self._adapters = adapters
         self._experts = experts
         self._adapter: str | None = None  # the adapter whose turn it is
-        self._prefixes: PrefixKeys | None = None
-        self._prefix_keys: dict[str, int] = {}  # adapter → a new key each time it is loaded
-        self._next_prefix_key = 1
         self._events = events
         self._lock = threading.Lock()  # of the next two
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -84,9 +81,8 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         self._drain: Future[None] | None = None
         self._live: dict[str, HfStream] = {}  # known to the scheduler
         self._held: deque[HfStream] = deque()
-        self._stale: set[str] = set()  # running since before the last flush: their KV is never shared
         self._broken: list[str] = []
-        self._outbox: list[tuple[HfStream, HfPiece | EngineFailed]] = []
+        self._outbox: list[tuple[HfStream, Piece | EngineFailed]] = []
 
     def start(self) -> None:
         # The library's own thread would keep the process alive if the engine is not closed.
@@ -161,23 +157,12 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         while self._held:
             self._admit(self._held.popleft())
 
-    def flush(self) -> bool:
-        """Forgets all shared blocks. Unused ones return to the pool; running requests keep theirs."""
-        cache = self.batch_processor.cache
-        cache.evict_cached_blocks()
-        for allocator in cache.cache_allocators.values():
-            allocator.ledger.hash_to_block.clear()
-            allocator.ledger.block_to_hash.clear()
-        self._stale.update(self.batch_processor.scheduler.active_requests)
-        return True
-
     def forget_weights(self) -> None:
         """Prepares an overwrite: the weights are of no version until one is set."""
         if not self.frozen:
             raise EngineFailed("weights are overwritten only while the engine is paused")
         self.restart_requests()
         self.version = None
-        self.flush()
 
     def restart_requests(self) -> None:
         """Prepares a change of the weights. Requests that score their prompt start again, so that one version scores it
@@ -191,18 +176,12 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         self.restart_requests()
         self._adapters.put(name, staged)
         self.adapter_versions[name] = version
-        self._prefix_keys[name], self._next_prefix_key = self._next_prefix_key, self._next_prefix_key + 1
-        running = self.batch_processor.scheduler.active_requests
-        self._stale.update(
-            key for key, stream in self._live.items() if stream.request.adapter == name and key in running
-        )
 
     def remove_adapter(self, name: str) -> None:
         """Removes an adapter and ends its requests."""
         self.abort([stream for stream in (*self._live.values(), *self._held) if stream.request.adapter == name])
         self._adapters.remove(name)
         self.adapter_versions.pop(name, None)
-        self._prefix_keys.pop(name, None)
 
     def score(self, sequences: list[list[int]], adapter: str | None) -> list[list[float]]:
         """Runs a forward of its own without a cache, for as many sequences at once as a step has tokens."""
@@ -249,25 +228,11 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         processor = super()._create_batch_processor()
         processor.model_runner._sample = self._sample_step
         self._watch_forward(processor.model_runner)
-        self._prefixes = PrefixKeys(processor.cache, self._prefix_key, lambda key: self._live[key].whole)
-        self._schedule_by_adapter(processor)
-        share_blocks = processor.cache.mark_complete_blocks
-
-        def share_fresh_blocks(state: Any, complete_blocks: Any) -> None:
-            if state.request_id not in self._stale:
-                share_blocks(state, complete_blocks)
-
-        processor.cache.mark_complete_blocks = share_fresh_blocks
+        self._schedule_by_adapter(processor.scheduler)
         return processor
 
-    def _prefix_key(self, key: str) -> int | None:
-        request = self._live[key].request
-        loaded = None if request.adapter is None else self._prefix_keys[request.adapter]
-        return loaded if request.cache_salt is None else salted(loaded, request.cache_salt)
-
-    def _schedule_by_adapter(self, processor: Any) -> None:
+    def _schedule_by_adapter(self, scheduler: Any) -> None:
         """Shows the library's scheduler only the requests of the adapter whose turn it is."""
-        scheduler = processor.scheduler
         process, schedule = scheduler._process_candidates, scheduler.schedule_batch
 
         def process_candidates(candidates: list[Any], *rest: Any) -> Any:
@@ -277,12 +242,9 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         def schedule_batch(token_budget: int, cache_budget: int) -> Any:
             found = schedule(token_budget, cache_budget)
             # None: nothing fits. The library would make room or give up, but requests of other adapters may hold the
-            # room, and they run in their own turn. So this only drops blocks that no request uses.
+            # room, and they run in their own turn.
             if found[0] is None and not scheduler.starved_requests and scheduler.active_requests:
-                if processor.cache.evict_cached_blocks():
-                    found = schedule(token_budget, cache_budget)
-                if found[0] is None:
-                    return [], False, 0, 0
+                return [], False, 0, 0
             return found
 
         scheduler._process_candidates = process_candidates
@@ -297,7 +259,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
             watched, row = [], 0
             for future in self.batch_processor.inputs_and_outputs.requests_in_batch:
                 stream, end = self._live[future.state.request_id], row + future.query_length
-                if stream.whole:
+                if stream.scores_prompt or stream.request.routed_experts:
                     # The library has moved the position to behind this batch already.
                     watched.append((stream, future.state.position_offset - future.query_length, slice(row, end)))
                 row = end
@@ -356,11 +318,6 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
             return True
         adapters = dict.fromkeys(stream.request.adapter for stream in self._live.values())
         ran = [self._step(batch_processor, adapter) for adapter in adapters]
-        scheduler = batch_processor.scheduler
-        known = [*scheduler.active_requests, *scheduler.waiting_requests]
-        self._stale.intersection_update(known)
-        if self._prefixes is not None:
-            self._prefixes.keep_only(known)
         self._deliver()
         if not any(ran):
             self._wake_up_loop.wait(IDLE_WAIT_S)
@@ -378,8 +335,6 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         if self._broken:
             self._drop(self._broken)
             self._broken = []
-            # All requests of this step attended over one packed batch: NaNs may be in new blocks of any of them.
-            self.flush()
         return True
 
     def _finish_drain(self) -> None:
@@ -437,6 +392,6 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         return failure
 
 
-def _hand_out(outbox: list[tuple[HfStream, HfPiece | EngineFailed]]) -> None:
+def _hand_out(outbox: list[tuple[HfStream, Piece | EngineFailed]]) -> None:
     for stream, piece in outbox:
-        stream.pieces.put_nowait(piece)
+        stream.pieces.put(piece)

@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.support.told_process import ToldProcess, serve
+from tests.support.commanded_process import CommandedProcess, serve
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 
 
-class FedTrainer(ToldProcess):
+class BroadcastTrainer(CommandedProcess):
     """The handle of a trainer's process."""
 
     def __init__(self, plane: Plane) -> None:
-        super().__init__(plane, "tests.support.fed_trainer")
+        super().__init__(plane, "tests.support.broadcast_trainer")
 
 
 def parts_of(directory: Path, count: int, dtype: str = "") -> list[dict[str, Any]]:
-    """`{names, dtypes, shapes}` of about so many parts, as a trainer makes them; the tensors in the model's order."""
+    """`{names, dtypes, shapes}` of about so many parts, as a trainer makes them, in the order of the model."""
     from safetensors import safe_open
 
     described = []

@@ -24,7 +24,7 @@ ANSWER_S = 150.0
 """The bound in seconds for answers of processes that import torch side by side on two cores."""
 
 
-class ToldProcess:
+class CommandedProcess:
     """The handle of `python -m MODULE [ARGUMENT]`, which has what a worker of that engine `imports`."""
 
     def __init__(self, plane: Plane, module: str, argument: Any = None, imports: str = "hf") -> None:

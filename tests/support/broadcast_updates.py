@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane.client import RlClient
-from tests.support.fed_trainer import HOST
-from tests.support.told_process import ToldProcess
+from tests.support.broadcast_trainer import HOST
+from tests.support.commanded_process import CommandedProcess
 
 PARTS = 5
 
@@ -27,10 +27,10 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-class Feeding:
+class Broadcasts:
     """A fleet, and a trainer that has groups of its own with it."""
 
-    def __init__(self, client: RlClient, trainer: ToldProcess) -> None:
+    def __init__(self, client: RlClient, trainer: CommandedProcess) -> None:
         self.client = client
         self.trainer = trainer
         self.group = ""
