@@ -86,6 +86,7 @@ class Frontend:
         self.calls = OpRunner(fleet)
         self.calls.on_op = self.events.on_op
         self.service = FleetService(client.bus, view.subjects.fleet, self.calls)
+        self.reading = FleetService(client.bus, view.subjects.fleet_read, self.calls, reads=True)
 
     @classmethod
     @asynccontextmanager
@@ -93,7 +94,12 @@ class Frontend:
         frontend_id = secrets.token_hex(8)
         name = f"frontend-{frontend_id}"
         client = await RlClient.connect(
-            options.nats_url, options.namespace, options.component, name=name, wait_s=SERVICE_CONNECT_S
+            options.nats_url,
+            options.namespace,
+            options.component,
+            name=name,
+            wait_s=SERVICE_CONNECT_S,
+            credentials=options.credentials,
         )
         async with AsyncExitStack() as stack:
             stack.push_async_callback(client.close)
@@ -112,11 +118,13 @@ class Frontend:
             if frontend.delivers_tokens:
                 await frontend.lease.start()
                 stack.push_async_callback(frontend.lease.stop)
-            frontend.recovery.start()
+            await frontend.recovery.start()
             stack.push_async_callback(frontend.recovery.stop)
             stack.push_async_callback(frontend.calls.close, GRACE_S)
             await frontend.service.start()
             stack.push_async_callback(frontend.service.stop, GRACE_S)
+            await frontend.reading.start()
+            stack.push_async_callback(frontend.reading.stop, GRACE_S)
             yield frontend
 
     def _snapshot(self) -> Scrape:
@@ -158,8 +166,10 @@ class Frontend:
 async def serve(options: FrontendOptions, on_ready: OnReady | None = None) -> None:
     """Runs until SIGTERM, SIGINT or cancellation. `on_ready` gets `{rl_url, http_url}` once both accept connections.
     The URL of a listener that is off is None."""
-    certificate = Certificate(options.tls_cert, options.tls_key) if options.tls_cert and options.tls_key else None
-    file = KeyFile(options.keys_file) if options.keys_file else None
+    certificate = (
+        Certificate(options.https_cert, options.https_key) if options.https_cert and options.https_key else None
+    )
+    file = KeyFile(options.keys_file) if options.keys_file is not None else None
     with contextlib.ExitStack() as sockets:
         # The sockets come first: a port that is in use ends the start before it disturbs the fleet.
         rl = _listener(sockets, "rl_port", options, options.rl_port, options.admin_key)

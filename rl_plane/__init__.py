@@ -7,6 +7,7 @@ and frontends are other packages.
 import importlib
 import typing
 
+from rl_plane.bus.credentials import NatsCredentials
 from rl_plane.errors import (
     BusUnreachable,
     CanaryFailed,
@@ -16,7 +17,6 @@ from rl_plane.errors import (
     EngineDied,
     EngineFailed,
     FenceRequired,
-    Forbidden,
     FrontendEnding,
     InvalidRequest,
     InvalidWeights,
@@ -30,6 +30,7 @@ from rl_plane.errors import (
     OutcomeUnknown,
     Overloaded,
     PayloadTooLarge,
+    PermissionDenied,
     PlaneError,
     StaleFence,
     StaleWeights,
@@ -96,7 +97,6 @@ __all__ = [
     "FanOut",
     "FenceRequired",
     "Fleet",
-    "Forbidden",
     "FrontendEnding",
     "Gathered",
     "InvalidRequest",
@@ -105,6 +105,7 @@ __all__ = [
     "LoraTarget",
     "Member",
     "MembershipChanged",
+    "NatsCredentials",
     "NoWorkers",
     "NotAdmitted",
     "NotAtBase",
@@ -113,6 +114,7 @@ __all__ = [
     "OutcomeUnknown",
     "Overloaded",
     "PayloadTooLarge",
+    "PermissionDenied",
     "PlaneError",
     "Publication",
     "RlClient",

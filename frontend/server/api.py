@@ -21,7 +21,7 @@ from starlette.routing import Route
 from frontend.server.guard import CALLER, Guard, refuse_browser
 from frontend.server.keys import ANYBODY, Keys
 from frontend.server.replies import ErrorShape, MethodNotAllowed, error_body, to_json
-from rl_plane.errors import Forbidden, InvalidRequest, NotFound
+from rl_plane.errors import InvalidRequest, NotFound, PermissionDenied
 from rl_plane.fleet.fleet_call import ASKED_BY
 from rl_plane.protocol.envelope import MAX_ID_CHARS
 from rl_plane.protocol.http_keys import Caller, Role
@@ -198,7 +198,7 @@ def _guarded(operation: Operation) -> Endpoint:
     async def answer(request: Request) -> Response:
         caller: Caller = request.scope[CALLER]
         if not any(caller.may(role) for role in operation.allowed):
-            raise Forbidden(
+            raise PermissionDenied(
                 f"the key {caller.id!r} has the role {caller.role}",
                 field="Authorization",
                 fix=f"use a key with the role {' or '.join(operation.allowed)}",

@@ -217,21 +217,21 @@ class Certificate:
 def _server_context(certificate: Path, key: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    for field, file in (("tls_cert", certificate), ("tls_key", key)):
+    for field, file in (("https_cert", certificate), ("https_key", key)):
         try:
             mode = file.stat().st_mode
         except OSError as error:
             raise InvalidRequest(
                 f"can't read {file}: {error.strerror}", field=field, fix="check the path"
             ) from error
-        if field == "tls_key" and mode & 0o037:
+        if field == "https_key" and mode & 0o037:
             raise InvalidRequest(f"others can read {file}", field=field, fix=f"chmod 600 {file}")
     try:
         context.load_cert_chain(certificate, key, password="")
     except (OSError, ssl.SSLError) as error:
         raise InvalidRequest(
             f"{certificate} and {key} are no certificate and its key: {error}",
-            field="tls_cert",
+            field="https_cert",
             fix="give a chain and its unencrypted key in PEM",
         ) from error
     return context

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.dialects import DIALECTS
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
@@ -38,9 +39,9 @@ class FrontendOptions:
     """Bind beyond loopback without a key."""
     allowed_hosts: tuple[str, ...] = ()
     """Names of this machine in a `Host` header, for listeners without a key."""
-    tls_cert: Path | None = None
+    https_cert: Path | None = None
     """The certificate chain of both listeners, in PEM. With it they speak HTTPS only."""
-    tls_key: Path | None = None
+    https_key: Path | None = None
     """The private key of the certificate. Both files are read again when they change."""
     dialects: tuple[str, ...] = tuple(DIALECTS)
     """The dialects of trainers' clients that the facade answers. With a dialect, the facade generates too."""
@@ -51,6 +52,8 @@ class FrontendOptions:
     """The time for the choices under way after SIGTERM."""
     part_timeout_s: float = PART_TIMEOUT_S
     """The time until every rank has the tensors of one call, where a trainer's dialect has no field for it."""
+    credentials: NatsCredentials = NO_CREDENTIALS
+    """The files by which the frontend connects to NATS."""
 
     def __post_init__(self) -> None:
         for name in self.dialects:
@@ -60,8 +63,8 @@ class FrontendOptions:
                     field="dialects",
                     fix=f"name some of {', '.join(DIALECTS)}",
                 )
-        if (self.tls_cert is None) != (self.tls_key is None):
-            missing = "tls_cert" if self.tls_cert is None else "tls_key"
+        if (self.https_cert is None) != (self.https_key is None):
+            missing = "https_cert" if self.https_cert is None else "https_key"
             raise InvalidRequest(f"{missing} is missing", field=missing, fix="give the certificate and its key")
         if not 0 < self.part_timeout_s <= MAX_PART_TIMEOUT_S:
             raise InvalidRequest(

@@ -14,9 +14,9 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from rl_plane.errors import (
     DeadlineExceeded,
-    Forbidden,
     InvalidRequest,
     NotFound,
+    PermissionDenied,
     PlaneError,
     Unauthorized,
     Unavailable,
@@ -30,7 +30,7 @@ MAX_REPLY_BYTES = 64 << 20
 _BY_STATUS: dict[int, type[PlaneError]] = {
     400: InvalidRequest,
     401: Unauthorized,
-    403: Forbidden,
+    403: PermissionDenied,
     404: NotFound,
     503: Unavailable,
 }

@@ -84,7 +84,7 @@ def parse_keys_file(data: bytes) -> dict[str, Caller]:
     try:
         document = tomllib.loads(data.decode())
     except ValueError as error:
-        raise InvalidRequest(f"it is not TOML: {error}", field="key", fix="see docs/security.md") from error
+        raise InvalidRequest(f"it is not TOML: {error}", field="key", fix="see docs/security-http.md") from error
     found = dict(_entries(document))
     if len(found) > MAX_KEYS:
         raise InvalidRequest(f"it has {len(found)} keys", field="key", fix=f"at most {MAX_KEYS}")
@@ -94,7 +94,7 @@ def parse_keys_file(data: bytes) -> dict[str, Caller]:
 def _entries(document: Mapping[str, object]) -> Iterator[tuple[str, Caller]]:
     entries = document.get("key", [])
     if document.keys() - {"key"} or not isinstance(entries, list):
-        raise InvalidRequest("it has more than entries [[key]]", field="key", fix="see docs/security.md")
+        raise InvalidRequest("it has more than entries [[key]]", field="key", fix="see docs/security-http.md")
     ids = set()
     for number, entry in enumerate(entries):
         where = f"key[{number}]"

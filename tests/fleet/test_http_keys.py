@@ -19,14 +19,14 @@ import trustme
 
 from frontend.server import keys, listeners
 from frontend.server.options import FrontendOptions
-from rl_plane.errors import Forbidden, InvalidRequest, Unavailable
+from rl_plane.errors import InvalidRequest, PermissionDenied, Unavailable
 from rl_plane.fleet.http_client import call_facade
 from rl_plane.protocol.http_keys import ROLES, Caller, Role, format_entry, hash_key, parse_keys_file
 from tests.conftest import Plane
 from tests.support.frontend_here import started
 
 BOUND_S = 30.0
-PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+PAGE = Path(__file__).parents[2] / "docs" / "security-http.md"
 BEGIN, END = "<!-- routes by role: begin -->", "<!-- routes by role: end -->"
 KEYS: dict[str, Role] = {f"key of {role}": role for role in ROLES}
 
@@ -61,7 +61,7 @@ async def status_of(http: httpx.AsyncClient, method: str, path: str, key: str | 
 
 
 async def test_each_role_may_call_its_routes_and_no_others(plane: Plane, tmp_path: Path) -> None:
-    """Every route of both listeners with every role, against what the OpenAPI document and docs/security.md say."""
+    """Calls every route with every role. The OpenAPI document and docs/security-http.md must say the same."""
     plane.spawn()
     table: dict[tuple[str, str], list[str]] = {}
     async with listeners_of(plane, keys_file=write_keys(tmp_path / "keys.toml", KEYS)) as urls:
@@ -92,7 +92,7 @@ async def test_each_role_may_call_its_routes_and_no_others(plane: Plane, tmp_pat
                         table.setdefault((", ".join(allowed), title), []).append(route)
     text = PAGE.read_text()
     shown = text[text.index(BEGIN) + len(BEGIN) : text.index(END)].strip()
-    assert shown == rendered(table), f"docs/security.md must have:\n{rendered(table)}"
+    assert shown == rendered(table), f"docs/security-http.md must have:\n{rendered(table)}"
 
 
 def rendered(table: dict[tuple[str, str], list[str]]) -> str:
@@ -130,7 +130,7 @@ async def test_keys_are_changed_without_a_restart(plane: Plane, tmp_path: Path) 
 def test_a_role_that_does_not_suffice_is_named(plane: Plane, tmp_path: Path) -> None:
     async def call() -> None:
         async with listeners_of(plane, keys_file=write_keys(tmp_path / "keys.toml", {"k": "read"})) as urls:
-            with pytest.raises(Forbidden) as raised:
+            with pytest.raises(PermissionDenied) as raised:
                 await asyncio.to_thread(call_facade, urls["rl_url"], "k", "pause", {}, BOUND_S)
             assert raised.value.facts["fix"] == "use a key with the role steer"
 
@@ -255,7 +255,7 @@ async def test_both_listeners_speak_https_and_take_a_new_certificate(
     monkeypatch.setattr(listeners, "CERTIFICATE_RELOAD_S", 0.1)
     issuer = Issuer(tmp_path)
     trusted = issuer.context()
-    files = {"tls_cert": issuer.certificate, "tls_key": issuer.key}
+    files = {"https_cert": issuer.certificate, "https_key": issuer.key}
     async with listeners_of(plane, admin_key="k", **files) as urls:
         async with httpx.AsyncClient(verify=trusted, timeout=BOUND_S) as http:
             assert (await http.get(urls["rl_url"] + "/v1/rl/health")).status_code == 200
@@ -273,7 +273,7 @@ async def test_both_listeners_speak_https_and_take_a_new_certificate(
 
 @pytest.mark.parametrize(
     ("broken", "field"),
-    [("missing", "tls_key"), ("readable", "tls_key"), ("other", "tls_cert"), ("alone", "tls_key")],
+    [("missing", "https_key"), ("readable", "https_key"), ("other", "https_cert"), ("alone", "https_key")],
 )
 async def test_a_wrong_certificate_ends_the_start(plane: Plane, tmp_path: Path, broken: str, field: str) -> None:
     issuer = Issuer(tmp_path)
@@ -288,7 +288,7 @@ async def test_a_wrong_certificate_ends_the_start(plane: Plane, tmp_path: Path, 
     else:
         key = None
     with pytest.raises(InvalidRequest) as raised:
-        async with listeners_of(plane, tls_cert=issuer.certificate, tls_key=key):
+        async with listeners_of(plane, https_cert=issuer.certificate, https_key=key):
             pass
     assert raised.value.facts["field"] == field
     assert raised.value.facts["fix"]
