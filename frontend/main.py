@@ -33,7 +33,7 @@ from frontend.routing.engine_client import EngineClient
 from frontend.routing.fleet_status import FleetStatus
 from frontend.routing.routing_lease import FrontendLease
 from frontend.server.api import Api
-from frontend.server.keys import KeyFile, Keys
+from frontend.server.listener_keys import KeyFile, Keys
 from frontend.server.listeners import GRACE_S, Certificate, Server, bind, url_of
 from frontend.server.metrics import FrontendMetrics, Scrape
 from frontend.server.options import FrontendOptions

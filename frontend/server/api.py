@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from frontend.server.guard import CALLER, Guard, refuse_browser
-from frontend.server.keys import ANYBODY, Keys
+from frontend.server.listener_keys import ANYBODY, Keys
 from frontend.server.replies import ErrorShape, MethodNotAllowed, error_body, to_json
 from rl_plane.errors import InvalidRequest, NotFound, PermissionDenied
 from rl_plane.fleet.fleet_call import ASKED_BY

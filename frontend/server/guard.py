@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from frontend.server.keys import ANYBODY, Keys
+from frontend.server.listener_keys import ANYBODY, Keys
 from frontend.server.replies import ErrorShape, error_response
 from rl_plane.errors import InvalidRequest, PlaneError, Unauthorized
 from rl_plane.protocol.http_keys import Caller

@@ -10,7 +10,7 @@ import click
 from rl_plane.bus.credentials import NatsCredentials
 from rl_plane.bus.key_folder import KeyFolder, KnownKey, ServerTls, credentials_of
 from rl_plane.bus.roles import ROLES, Role
-from rl_plane.cli import http_keys
+from rl_plane.cli import http_key_commands
 from rl_plane.cli.output import BadSetting, say, say_json, table
 from rl_plane.cli.setting_types import PATH
 from rl_plane.cli.settings import Command, command
@@ -42,7 +42,7 @@ def commands() -> list[click.Command]:
     group.add_command(
         command("remove", remove, _remove, ("keys", "json"), click.Argument(["name"], metavar="KEY"))
     )
-    for each in http_keys.commands():
+    for each in http_key_commands.commands():
         group.add_command(each)
     group.add_command(command("list", "List the keys that the server knows.", _list, ("keys", "json")))
     return [group]

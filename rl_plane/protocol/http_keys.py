@@ -24,7 +24,7 @@ INCLUDES: Mapping[Role, frozenset[Role]] = {
     "steer": frozenset({"read", "generate", "steer"}),
     "admin": frozenset(ROLES),
 }
-"""What a key of each role may do.
+"""The roles that a key of each role includes.
 
 - `read`: routes that change nothing.
 - `generate`: completions, tokenization and the list of models.

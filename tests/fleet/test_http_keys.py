@@ -17,7 +17,7 @@ import httpx
 import pytest
 import trustme
 
-from frontend.server import keys, listeners
+from frontend.server import listener_keys, listeners
 from frontend.server.options import FrontendOptions
 from rl_plane.errors import InvalidRequest, PermissionDenied, Unavailable
 from rl_plane.fleet.http_client import call_facade
@@ -120,7 +120,7 @@ async def test_keys_are_changed_without_a_restart(plane: Plane, tmp_path: Path) 
         assert (await http.get("/metrics", headers=bearer("old"))).status_code == 401
         file.write_text("no keys")  # a mistake locks nobody out
         file.chmod(0o600)
-        await asyncio.sleep(keys.RELOAD_S)
+        await asyncio.sleep(listener_keys.RELOAD_S)
         for key in ("new", "own"):
             assert (await http.get("/metrics", headers=bearer(key))).status_code == 200
         write_keys(file, {"newer": "steer"})

@@ -11,7 +11,7 @@ from pathlib import Path
 from rl_plane.errors import InvalidRequest, PlaneError
 from rl_plane.protocol.http_keys import MAX_FILE_BYTES, Caller, hash_key, parse_keys_file
 
-log = logging.getLogger("frontend.server.keys")
+log = logging.getLogger("frontend.server.listener_keys")
 
 RELOAD_S = 1.0
 """Seconds between two looks at the file. A key that was taken out works at most this long."""
