@@ -41,7 +41,7 @@ DOCS_POLICY = "; ".join(
 MAX_QUERY_ITEMS = 100
 """A longer list goes into a body: a request's head ends at 64 KiB."""
 ANY_KEY: tuple[Role, ...] = ("read", "generate")
-"""What clients of every role need to know before they begin, such as the model's name."""
+"""The roles for what every client needs to know before it begins, such as the model's name."""
 _REFS = "#/components/schemas/{model}"
 
 Method = Literal["GET", "POST"]

@@ -76,7 +76,7 @@ class KeyFile:
 
 
 class Keys:
-    """What opens one listener: its own key, and the keys of a file."""
+    """The keys that open one listener: its own key, and the keys of a file."""
 
     def __init__(self, own: tuple[str, Caller] | None = None, file: KeyFile | None = None) -> None:
         self._own = {} if own is None else {hash_key(own[0].encode()): own[1]}

@@ -28,7 +28,7 @@ HEAD_TIMEOUT_S = 10.0
 """From the connection, or from the first byte of a further request, to the end of its head. Until then no key is
 known. A client sends a head at once."""
 MAX_CONNECTIONS = max(64, min(16_384, resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 8))
-"""Of one listener. Both leave a quarter of the process's descriptors for everything else."""
+"""The bound of one listener. Both leave a quarter of the process's descriptors for everything else."""
 CERTIFICATE_RELOAD_S = 5.0
 """Seconds between two looks at the certificate's files."""
 GRACE_S = 3
