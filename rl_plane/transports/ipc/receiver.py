@@ -22,8 +22,9 @@ from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, InvalidWeights, Unavailable
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.transports.base import TransportContext, WeightTransport, check_fields
-from rl_plane.transports.ipc.cuda_buffers import Handle, OpenBuckets, read_opened, remove_counters, uuid_of
+from rl_plane.transports.ipc.cuda_buffers import Handle, OpenBuckets, read_opened, remove_counters
 from rl_plane.transports.ipc.in_place import MAX_TOGETHER, read_memory
+from rl_plane.transports.ipc.torch_cuda import TORCH_CUDA, TorchCuda
 from rl_plane.transports.ipc.wire import (
     BACKEND,
     BUFFERS,
@@ -64,8 +65,9 @@ class IpcTransport(WeightTransport):
 
     backend = BACKEND
 
-    def __init__(self, context: TransportContext) -> None:
+    def __init__(self, context: TransportContext, cuda: TorchCuda = TORCH_CUDA) -> None:
         self._device = context.device
+        self._cuda = cuda
 
     def open(self, request: Mapping[str, Any], kind: Kind) -> PackedDelivery:
         check_platform()
@@ -79,7 +81,7 @@ class IpcTransport(WeightTransport):
             )
         connection = _connected(name)
         try:
-            return _opened(connection, kind, self._device)
+            return _opened(connection, kind, self._device, self._cuda)
         except BaseException:
             connection.close()
             raise
@@ -126,7 +128,8 @@ class _OnGpu:
 
     copies = True
 
-    def __init__(self, handles: list[Handle], uuid: str, connection: socket.socket) -> None:
+    def __init__(self, handles: list[Handle], uuid: str, connection: socket.socket, cuda: TorchCuda) -> None:
+        self._cuda = cuda
         self._uuid = uuid
         self._handles = handles
         """The handles of the buffers, and one handle of lent tensors for each further file of counters."""
@@ -143,7 +146,7 @@ class _OnGpu:
             ) from error
         self._open: OpenBuckets | None = None
         try:
-            self._open = OpenBuckets(handles, uuid) if handles else None
+            self._open = OpenBuckets(handles, uuid, cuda) if handles else None
         except Exception as error:
             self.close()
             raise _not_opened(uuid, error) from error
@@ -164,7 +167,7 @@ class _OnGpu:
         self._handles += [one for one in handles if one.counter not in known]
         self._closed_turns = number + 1  # even if reading fails
         try:
-            read_opened(self._uuid, handles, own.starts, own.places)
+            read_opened(self._cuda, self._uuid, handles, own.starts, own.places)
         except Exception as error:
             raise _not_opened(self._uuid, error) from error
 
@@ -300,7 +303,7 @@ def _connected(name: str) -> socket.socket:
         raise
 
 
-def _opened(connection: socket.socket, kind: Kind, device: str) -> IpcDelivery:
+def _opened(connection: socket.socket, kind: Kind, device: str, cuda: TorchCuda) -> IpcDelivery:
     first, descriptors = _packet(connection, FIRST_PACKET_S, 1 + BUFFERS)
     try:
         if first.get("protocol") != PROTOCOL:
@@ -312,7 +315,7 @@ def _opened(connection: socket.socket, kind: Kind, device: str) -> IpcDelivery:
         check_kind(manifest, kind)
         needed = buffer_bytes(manifest)
         if first.get("cuda") is True:
-            source: _Mapped | _OnGpu = _on_gpu(connection, room, needed, device)
+            source: _Mapped | _OnGpu = _on_gpu(connection, room, needed, device, cuda)
         else:
             source = _mapped(descriptors[1:], room, needed, buffer_count(manifest) if room else 0)
     finally:
@@ -334,9 +337,9 @@ def _mapped(descriptors: list[int], room: int, needed: int, count: int) -> _Mapp
     return _Mapped([mmap.mmap(descriptor, needed, prot=mmap.PROT_READ) for descriptor in descriptors])
 
 
-def _on_gpu(connection: socket.socket, room: int, needed: int, device: str) -> _OnGpu:
+def _on_gpu(connection: socket.socket, room: int, needed: int, device: str, cuda: TorchCuda) -> _OnGpu:
     """Opens the buffers on this rank's own GPU."""
-    uuid = uuid_of(device)
+    uuid = cuda.uuid_of(device)
     if uuid is None:
         raise Unavailable(
             "the weights are on the trainer's GPU, but this engine is on the CPU",
@@ -352,7 +355,7 @@ def _on_gpu(connection: socket.socket, room: int, needed: int, device: str) -> _
         count = BUFFERS if room else 0
         if not isinstance(handles, list) or len(handles) != count or room not in (0, needed):
             raise ValueError("no handles of its two buffers")
-        return _OnGpu([Handle.from_wire(one, needed) for one in handles], uuid, connection)
+        return _OnGpu([Handle.from_wire(one, needed) for one in handles], uuid, connection, cuda)
     except ValueError as error:
         raise _refuse(f"it sent {error}") from error
 
