@@ -36,7 +36,8 @@ from rl_plane.publish.sources.base import Names
 from rl_plane.publish.sources.source_choice import as_source
 from rl_plane.publish.threads import at_callers_gpu, on_thread
 from rl_plane.publish.trainer_canary import CanarySource, PublishedCanary
-from rl_plane.transports.registry import AUTO
+from rl_plane.transports.base import Sender, SenderContext
+from rl_plane.transports.registry import AUTO, make_sender
 
 log = logging.getLogger("rl_plane.publish")
 
@@ -51,7 +52,7 @@ class WeightPublisher:
     def __init__(
         self,
         source: Any,
-        fleet: FleetLike,
+        fleet: FleetLike | BlockingFleet,
         *,
         transport: str = AUTO,
         root: Path | str | None = None,
@@ -161,8 +162,12 @@ class WeightPublisher:
         self._plan: SendPlan | None = None
         self.rank = _rank() if rank is None else rank
         if self.rank == 0:
-            reached = BlockingFleet(fleet, admin_key=admin_key, namespace=namespace, component=component)
-            self._plan = SendPlan(reached, self._options)
+            reached = (
+                fleet
+                if isinstance(fleet, BlockingFleet)
+                else BlockingFleet(fleet, admin_key=admin_key, namespace=namespace, component=component)
+            )
+            self._plan = SendPlan(reached, self._options, self.make_sender)
         if initial is not None:
             try:
                 self._publish_first(initial)
@@ -179,9 +184,19 @@ class WeightPublisher:
         return self._plan.backend if self._plan is not None else None
 
     @property
+    def latest(self) -> Publication | None:
+        """The publication that was begun last; None before the first. It is the handle of a `publish` that Ctrl-C has
+        ended."""
+        return self._previous
+
+    @property
     def copy_bytes(self) -> int:
         """The host memory that the copy for deltas takes, in bytes; 0 if there is no copy."""
         return self._copy.nbytes
+
+    def make_sender(self, backend: str, context: SenderContext) -> Sender:
+        """Makes the sender of a transport. A subclass may return one that it has adapted."""
+        return make_sender(backend, context)
 
     def publish(self, version: str | None = None, *, wait: bool = True) -> Publication:
         """Sends the weights as they are now.
