@@ -37,7 +37,7 @@ class HostCuda(TorchCuda):
         self.calls: list[str] = []
         """The names of the calls, in their order."""
         self.before: dict[str, Callable[[], None]] = {}
-        """What happens before each call of this name, for example an error."""
+        """A function for each name that runs before each call of it, and may raise an error."""
         self.shared: list[torch.UntypedStorage] = []
         """The storages that were shared."""
         self._counts: dict[int, int] = {}

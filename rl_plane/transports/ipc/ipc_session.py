@@ -101,8 +101,8 @@ class IpcUpdate:
         self.begun = False
         self._own: LentTensors | None = None
         self._on_gpu = False
-        self._alive, self._expected = alive, alive()
-        if self._expected < 1:
+        self._alive, self.expected = alive, alive()
+        if self.expected < 1:
             raise InvalidRequest(
                 "there is no receiver for this update", field="receivers", fix="start workers first"
             )
@@ -177,7 +177,7 @@ class IpcUpdate:
         while True:
             with self._changed:
                 self._check()
-                late_s = self._come_until - time.monotonic() if self._come < self._expected else 0.0
+                late_s = self._come_until - time.monotonic() if self._come < self.expected else 0.0
                 if late_s <= 0 and all(receiver.taken >= turns for receiver in self._receivers.values()):
                     self._begun_without = self._begun_without or overwrites
                     return
@@ -202,7 +202,7 @@ class IpcUpdate:
             raise closed()
         if self._receivers or self._ended:
             return
-        if self._come >= self._expected or (self._come and time.monotonic() >= self._come_until):
+        if self._come >= self.expected or (self._come and time.monotonic() >= self._come_until):
             raise Unavailable(
                 f"no receiver is left: {self._come} came, and ended too early; the last: {self._why_dropped}"
             )

@@ -65,7 +65,17 @@ class IpcTransport(WeightTransport):
 
     backend = BACKEND
 
-    def __init__(self, context: TransportContext, cuda: TorchCuda = TORCH_CUDA) -> None:
+    def __init__(
+        self,
+        context: TransportContext,
+        cuda: TorchCuda = TORCH_CUDA,
+        *,
+        first_packet_s: float = FIRST_PACKET_S,
+        bucket_s: float = BUCKET_S,
+    ) -> None:
+        """`first_packet_s` and `bucket_s`: how long to wait for the first packet and for each bucket, in seconds."""
+        self._first_packet_s = first_packet_s
+        self._bucket_s = bucket_s
         self._device = context.device
         self._cuda = cuda
 
@@ -81,7 +91,8 @@ class IpcTransport(WeightTransport):
             )
         connection = _connected(name)
         try:
-            return _opened(connection, kind, self._device, self._cuda)
+            first, descriptors = _packet(connection, self._first_packet_s, 1 + BUFFERS)
+            return _opened(connection, first, descriptors, kind, self._device, self._cuda, self._bucket_s)
         except BaseException:
             connection.close()
             raise
@@ -188,7 +199,10 @@ class _OnGpu:
 class IpcDelivery(PackedDelivery):
     """The delivery of one version from a trainer on this machine."""
 
-    def __init__(self, manifest: Manifest, connection: socket.socket, source: _Mapped | _OnGpu) -> None:
+    def __init__(
+        self, manifest: Manifest, connection: socket.socket, source: _Mapped | _OnGpu, bucket_s: float
+    ) -> None:
+        self._bucket_s = bucket_s
         self._taking = self._take()
         super().__init__(manifest, self._taking, refetchable=False)
         self._connection = connection
@@ -265,7 +279,7 @@ class IpcDelivery(PackedDelivery):
             close_all(descriptors)
 
     def _await(self, key: str, expected: int | None, descriptors: int = 0) -> tuple[dict[str, Any], list[int]]:
-        packet, given = _packet(self._connection, BUCKET_S, descriptors, cancelled=self.cancelled)
+        packet, given = _packet(self._connection, self._bucket_s, descriptors, cancelled=self.cancelled)
         more = {"starts", "handles"} if key == "bucket" and "starts" in packet else set()
         if packet.keys() - more != {key} or expected not in (None, packet[key]):
             close_all(given)
@@ -303,8 +317,16 @@ def _connected(name: str) -> socket.socket:
         raise
 
 
-def _opened(connection: socket.socket, kind: Kind, device: str, cuda: TorchCuda) -> IpcDelivery:
-    first, descriptors = _packet(connection, FIRST_PACKET_S, 1 + BUFFERS)
+def _opened(
+    connection: socket.socket,
+    first: Mapping[str, Any],
+    descriptors: list[int],
+    kind: Kind,
+    device: str,
+    cuda: TorchCuda,
+    bucket_s: float,
+) -> IpcDelivery:
+    """Opens the memory that the first packet names. Closes its descriptors."""
     try:
         if first.get("protocol") != PROTOCOL:
             raise _refuse(f"it speaks version {str(first.get('protocol'))[:20]}, this worker {PROTOCOL}")
@@ -321,7 +343,7 @@ def _opened(connection: socket.socket, kind: Kind, device: str, cuda: TorchCuda)
     finally:
         close_all(descriptors)
     try:
-        return IpcDelivery(manifest, connection, source)
+        return IpcDelivery(manifest, connection, source, bucket_s)
     except BaseException:
         source.close()
         raise

@@ -95,6 +95,11 @@ class IpcSender(LendingSender):
         """The GPU from which the open update is sent; None for host memory."""
         self._update: IpcUpdate | None = None
 
+    @property
+    def expected_receivers(self) -> int:
+        """The number of receivers that the open update waits for; 0 if none is open."""
+        return self._update.expected if self._update is not None else 0
+
     def open(self, manifest: Manifest) -> dict[str, Any]:
         self.close()
         self._at = self.device if self.device.startswith("cuda") and self._on_gpus() else None
