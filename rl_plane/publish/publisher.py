@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.errors import DeadlineExceeded, InvalidRequest
 from rl_plane.protocol.canary import OnCanaryFailure
 from rl_plane.protocol.fleet_ops import DEFAULT_WAIT_S
@@ -30,7 +31,7 @@ from rl_plane.publish.delta_attempt import DeltaAttempt
 from rl_plane.publish.fleet_access import BlockingFleet, FleetLike
 from rl_plane.publish.host_copy import HostCopy
 from rl_plane.publish.publication import Progress, Publication, RunningPublication
-from rl_plane.publish.publish_options import Encoding, PublishOptions, absolute_root
+from rl_plane.publish.publish_options import PUBLISH_LIMITS, Encoding, PublishOptions, absolute_root
 from rl_plane.publish.send_plan import SendPlan
 from rl_plane.publish.sources.base import Names
 from rl_plane.publish.sources.source_choice import as_source
@@ -48,6 +49,9 @@ workers that read the trainer's memory. A second Ctrl-C does not wait."""
 
 class WeightPublisher:
     """Publishes the weights of one source to one fleet, one version after another."""
+
+    limits = PUBLISH_LIMITS
+    """Limits of its waits and retries. A subclass may set others."""
 
     def __init__(
         self,
@@ -71,6 +75,7 @@ class WeightPublisher:
         admin_key: str | None = None,
         namespace: str = DEFAULT_NAMESPACE,
         component: str | None = None,
+        credentials: NatsCredentials = NO_CREDENTIALS,
         workers: int = 1,
         wait_s: float = DEFAULT_WAIT_S,
         rank: int | None = None,
@@ -114,6 +119,8 @@ class WeightPublisher:
             admin_key: the frontend's admin key, if it has one. For an `http://` URL.
             namespace: the fleet's namespace, for a `nats://` URL. Default: `demo`.
             component: the fleet's component, for either kind of URL. Default: the only one.
+            credentials: the files by which the publisher connects to NATS, for a `nats://` or `tls://` URL, and for the
+                transport object_store. Default: none.
             workers: how many workers must be there before a version is sent. Default: 1.
             wait_s: how long to wait for them, in seconds. Default: 5.
 
@@ -150,6 +157,7 @@ class WeightPublisher:
             workers=workers,
             wait_s=wait_s,
             trainer_stays=trainer_stays,
+            limits=self.limits,
         )
         if canary is not None and (policy or {}).get("canary") is not None:
             raise InvalidRequest(
@@ -165,7 +173,9 @@ class WeightPublisher:
             reached = (
                 fleet
                 if isinstance(fleet, BlockingFleet)
-                else BlockingFleet(fleet, admin_key=admin_key, namespace=namespace, component=component)
+                else BlockingFleet(
+                    fleet, admin_key=admin_key, namespace=namespace, component=component, credentials=credentials
+                )
             )
             self._plan = SendPlan(reached, self._options, self.make_sender)
         if initial is not None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import rl_plane.publish.attempt as attempts
 import rl_plane.publish.send_plan as send_plan
 from rl_plane.client import RlClient
 from rl_plane.errors import (
@@ -19,6 +18,7 @@ from rl_plane.errors import (
 )
 from rl_plane.publish import Progress, WeightPublisher
 from rl_plane.publish.fleet_access import BlockingFleet
+from rl_plane.publish.publish_options import PublishLimits
 from rl_plane.transports.base import SenderContext
 from rl_plane.transports.nixl.sender import NixlSender, build
 from tests.conftest import Plane
@@ -42,28 +42,31 @@ from worker.receive.staging import model_digest
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
 
-async def test_another_trainers_group_takes_no_update_that_is_sent(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Hasty(WeightPublisher):
+    """Waits for no other trainer, and opens an update at most three times."""
+
+    limits = PublishLimits(others_s=0.0, openings=3)
+
+
+async def test_another_trainers_group_takes_no_update_that_is_sent(plane: Plane) -> None:
     """The second trainer waits for a while. The version that is being sent is committed."""
     pytest.importorskip("torch")
     plane.spawn_many(2)
-    monkeypatch.setattr(attempts, "OTHERS_S", 0.0)
     how: dict[str, Any] = {"transport": "gloo", "bucket_bytes": 1500, "workers": 2}
     client, fleet = await plane.client(), await plane.fleet()
     held = Held(plane.model(1))
     first, second = WeightPublisher(held, fleet, **how), WeightPublisher(plane.model(2), client, **how)
+    hasty = Hasty(plane.model(2), client, **how)
     sending = first.publish("one", wait=False)
     assert await asyncio.to_thread(held.begun.wait, BOUND_S)
     with pytest.raises(Locked, match="is prepared and waits"):
-        await second.publish_async("two")
+        await hasty.publish_async("two")
     held.go.set()
     await sending.wait()
     assert await served(plane) == {("one", model_digest(plane.model(1)), 1)}
-    monkeypatch.undo()
     await second.publish_async("two")
     assert await served(plane) == {("two", model_digest(plane.model(2)), 2)}
-    for publisher in (first, second):
+    for publisher in (first, second, hasty):
         await asyncio.to_thread(publisher.close)
 
 
@@ -318,7 +321,7 @@ async def test_a_worker_that_joins_before_anything_is_read_gets_the_version_too(
     source = Gathering(plane.model(1))
     source.collective = kind == "gathered"
     fleet = Preparing(plane.url, namespace=plane.namespace, component=plane.component)
-    publisher = WeightPublisher(source, fleet, transport="gloo", bucket_bytes=1500)
+    publisher = Hasty(source, fleet, transport="gloo", bucket_bytes=1500)
 
     def publish(label: str) -> dict[str, Any]:
         return publisher.publish(label, wait=kind == "gathered").result(HEAL_S)
@@ -329,11 +332,10 @@ async def test_a_worker_that_joins_before_anything_is_read_gets_the_version_too(
     assert source.taken == len(tensors_in(plane.model(1)))  # once
     assert await served(plane) == {("one", model_digest(plane.model(1)), 1)}
     # Not without end.
-    monkeypatch.setattr(attempts, "OPENINGS", 2)
-    joining["prepare_weights_update"] = 2
+    joining["prepare_weights_update"] = 3
     with pytest.raises(MembershipChanged, match="fingerprint"):
         await asyncio.to_thread(publish, "two")
     assert joining["prepare_weights_update"] == 0
-    assert len((await asyncio.to_thread(publish, "three"))["workers"]) == 5
+    assert len((await asyncio.to_thread(publish, "three"))["workers"]) == 6
     assert await served(plane) == {("three", model_digest(plane.model(1)), 2)}
     await asyncio.to_thread(publisher.close)

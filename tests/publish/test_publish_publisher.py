@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import rl_plane.publish.publish_options as publish_options
 from rl_plane.errors import (
     Conflict,
     InvalidRequest,
@@ -19,6 +18,7 @@ from rl_plane.errors import (
 )
 from rl_plane.publish import Progress, WeightPublisher
 from rl_plane.publish.fleet_access import BlockingFleet
+from rl_plane.publish.publish_options import PublishLimits
 from rl_plane.publish.sources.directory import DirectorySource
 from rl_plane.sync import SyncRlClient
 from rl_plane.transports.base import KeepingSender, Sender, SenderContext
@@ -140,9 +140,13 @@ async def test_a_keeping_sender_keeps_what_is_committed(plane: Plane, monkeypatc
     assert events[0] == ("kept", None)
 
 
-async def test_publications_overlap_the_next_step_and_run_one_after_another(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Hasty(WeightPublisher):
+    """Refuses a version at once while another is under way."""
+
+    limits = PublishLimits(drain_s=-1e6)
+
+
+async def test_publications_overlap_the_next_step_and_run_one_after_another(plane: Plane) -> None:
     plane.spawn()
     source = Held(plane.model(1))
     fleet = await plane.fleet()
@@ -161,8 +165,8 @@ async def test_publications_overlap_the_next_step_and_run_one_after_another(
     assert (await asyncio.to_thread(one.result, BOUND_S))["version"]["label"] == "one"
     assert (await asyncio.to_thread(two.result, BOUND_S))["version"]["sequence"] == 2
     # One that does not end: the next is refused once the bound is over.
-    monkeypatch.setattr(publish_options, "DRAIN_S", -1e6)
     source.go.clear()
+    publisher = Hasty(source, fleet, root=root_of(plane))
     three = publisher.publish("three", wait=False)
     four = publisher.publish("four", wait=False)
     with pytest.raises(Locked, match="three is still under way"):
