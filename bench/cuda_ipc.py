@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from rl_plane._util.processes import die_with_parent
 from rl_plane.protocol.update_requests import ReceiveRequest, Transport
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.publish.sources.source_choice import as_source
-from rl_plane.transports.ipc.cuda_buffers import GpuBuffers, Handle, OpenBuckets, seen, uuid_of
+from rl_plane.transports.ipc.cuda_buffers import GpuBuffers, Handle, OpenBuckets
 from rl_plane.transports.ipc.sender import IpcSender
+from rl_plane.transports.ipc.torch_cuda import TORCH_CUDA
 from rl_plane.transports.packing import fill
 from rl_plane.weights.checkpoint import open_checkpoint
 from rl_plane.weights.manifest import Manifest, pack
@@ -65,8 +67,8 @@ def measure(models: dict[int, Path], rounds: int, bucket_bytes: int) -> dict[str
             if answer["digest"] != manifest.digested(digests).digest:
                 raise SystemExit(f"the engine has {answer['digest']}")
             times["swap_s"].append(answer["swap_s"])
-        buffers = GpuBuffers(manifest, bucket_bytes, DEVICE)
-        handles = buffers.shared(seen(uuid_of(DEVICE)))
+        buffers = GpuBuffers(manifest, bucket_bytes, DEVICE, TORCH_CUDA)
+        handles = buffers.shared(_uuid())
         _ask(engine, handles=msgpack.packb([one.to_wire() for one in handles]).hex(), nbytes=bucket_bytes)
         read_s = _answer(engine)["read_s"]
         buffers.close()
@@ -161,21 +163,25 @@ async def serve(model: Path) -> None:
 
 
 def _read_s(wire: list[Any], nbytes: int) -> float:
-    uuid = uuid_of(DEVICE)
-    assert uuid is not None, "there is a GPU"
-    opened = OpenBuckets([Handle.from_wire(one, nbytes) for one in wire], uuid)
+    opened = OpenBuckets([Handle.from_wire(one, nbytes) for one in wire], _uuid(), TORCH_CUDA)
     read_s = copy_s(torch.empty_like(opened.buffers[0]), opened.buffers[0], torch.cuda.synchronize)
     opened.close()
     return read_s
 
 
-def main() -> None:
+def _uuid() -> str:
+    uuid = TORCH_CUDA.uuid_of(DEVICE)
+    assert uuid is not None, "there is a GPU"
+    return uuid
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.cuda_ipc", description=__doc__)
     parser.add_argument("--gb", type=float, default=4.0, help="size of the model; 0: a tiny one")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--bucket-mb", type=int, default=256)
     parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise SystemExit("CUDA IPC needs a GPU, and torch sees none here")
     if arguments.engine is not None:

@@ -38,13 +38,8 @@ ATTEMPTS = 3
 its lock."""
 AGAIN_S = 1.0
 """Seconds between two calls."""
-OTHERS_S = 30.0
-"""Seconds to wait while another trainer's update is prepared or under way."""
 JOINS = 1
 """The number of times that a version is sent again because a worker has joined that can't fetch what was pushed."""
-OPENINGS = 8
-"""The number of times that an update is opened while workers join, as in a fleet that starts. Each takes about a
-second, in which the other ranks may wait."""
 
 T = TypeVar("T")
 
@@ -157,7 +152,7 @@ class Attempt:
 
         No tensor has been read yet, so every kind of source allows it.
         """
-        for _ in range(OPENINGS - 1):
+        for _ in range(self._plan.options.limits.openings - 1):
             try:
                 return self._open(taken)
             except (MembershipChanged, InvalidRequest) as error:
@@ -207,9 +202,9 @@ class Attempt:
     def _retry_while_locked(self, act: Callable[[], T]) -> T:
         """Returns what `act` returns. While another trainer's update makes it raise Locked, it is called again.
 
-        The first Locked after OTHERS_S is raised. If the publication is given up, UpdateAborted is raised.
+        The first Locked after `others_s` is raised. If the publication is given up, UpdateAborted is raised.
         """
-        until = time.monotonic() + OTHERS_S
+        until = time.monotonic() + self._plan.options.limits.others_s
         while True:
             self._check_not_given_up()
             try:

@@ -18,9 +18,22 @@ from rl_plane.weights.delta_codec import import_numba
 
 Encoding = Literal["auto", "full", "delta"]
 
-DRAIN_S = 600.0
-"""Seconds that `close` and the next `publish` wait for the version under way, beside the update's own time-outs: a
-large model over a slow network."""
+
+@dataclass(frozen=True, slots=True)
+class PublishLimits:
+    """Limits of a publisher's waits and retries; beyond them it raises."""
+
+    drain_s: float = 600.0
+    """Seconds that `close` and the next `publish` wait for the version under way, beside the update's own time-outs: a
+    large model over a slow network."""
+    others_s: float = 30.0
+    """Seconds to wait while another trainer's update is prepared or under way."""
+    openings: int = 8
+    """The number of times that an update is opened while workers join, as in a fleet that starts. Each takes about a
+    second, in which the other ranks may wait."""
+
+
+PUBLISH_LIMITS = PublishLimits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +54,7 @@ class PublishOptions:
     workers: int = 1
     wait_s: float = DEFAULT_WAIT_S
     trainer_stays: bool = True
+    limits: PublishLimits = PUBLISH_LIMITS
 
     def __post_init__(self) -> None:
         if self.bucket_bytes is not None and self.bucket_bytes < 1:
@@ -86,7 +100,7 @@ class PublishOptions:
 
     def bound_s(self) -> float:
         """The longest time in seconds that one version may take."""
-        return DRAIN_S + call_bound_s("update_weights", {"policy": self.policy})
+        return self.limits.drain_s + call_bound_s("update_weights", {"policy": self.policy})
 
 
 def absolute_root(root: Path | str | None) -> Path | None:

@@ -31,13 +31,14 @@ from rl_plane.publish.delta_attempt import DeltaAttempt
 from rl_plane.publish.fleet_access import BlockingFleet, FleetLike
 from rl_plane.publish.host_copy import HostCopy
 from rl_plane.publish.publication import Progress, Publication, RunningPublication
-from rl_plane.publish.publish_options import Encoding, PublishOptions, absolute_root
+from rl_plane.publish.publish_options import PUBLISH_LIMITS, Encoding, PublishOptions, absolute_root
 from rl_plane.publish.send_plan import SendPlan
 from rl_plane.publish.sources.base import Names
 from rl_plane.publish.sources.source_choice import as_source
 from rl_plane.publish.threads import at_callers_gpu, on_thread
 from rl_plane.publish.trainer_canary import CanarySource, PublishedCanary
-from rl_plane.transports.registry import AUTO
+from rl_plane.transports.base import Sender, SenderContext
+from rl_plane.transports.registry import AUTO, make_sender
 
 log = logging.getLogger("rl_plane.publish")
 
@@ -49,10 +50,13 @@ workers that read the trainer's memory. A second Ctrl-C does not wait."""
 class WeightPublisher:
     """Publishes the weights of one source to one fleet, one version after another."""
 
+    limits = PUBLISH_LIMITS
+    """Limits of its waits and retries. A subclass may set others."""
+
     def __init__(
         self,
         source: Any,
-        fleet: FleetLike,
+        fleet: FleetLike | BlockingFleet,
         *,
         transport: str = AUTO,
         root: Path | str | None = None,
@@ -153,6 +157,7 @@ class WeightPublisher:
             workers=workers,
             wait_s=wait_s,
             trainer_stays=trainer_stays,
+            limits=self.limits,
         )
         if canary is not None and (policy or {}).get("canary") is not None:
             raise InvalidRequest(
@@ -165,10 +170,14 @@ class WeightPublisher:
         self._plan: SendPlan | None = None
         self.rank = _rank() if rank is None else rank
         if self.rank == 0:
-            reached = BlockingFleet(
-                fleet, admin_key=admin_key, namespace=namespace, component=component, credentials=credentials
+            reached = (
+                fleet
+                if isinstance(fleet, BlockingFleet)
+                else BlockingFleet(
+                    fleet, admin_key=admin_key, namespace=namespace, component=component, credentials=credentials
+                )
             )
-            self._plan = SendPlan(reached, self._options)
+            self._plan = SendPlan(reached, self._options, self.make_sender)
         if initial is not None:
             try:
                 self._publish_first(initial)
@@ -185,9 +194,19 @@ class WeightPublisher:
         return self._plan.backend if self._plan is not None else None
 
     @property
+    def latest(self) -> Publication | None:
+        """The publication that was begun last; None before the first. It is the handle of a `publish` that Ctrl-C has
+        ended."""
+        return self._previous
+
+    @property
     def copy_bytes(self) -> int:
         """The host memory that the copy for deltas takes, in bytes; 0 if there is no copy."""
         return self._copy.nbytes
+
+    def make_sender(self, backend: str, context: SenderContext) -> Sender:
+        """Makes the sender of a transport. A subclass may return one that it has adapted."""
+        return make_sender(backend, context)
 
     def publish(self, version: str | None = None, *, wait: bool = True) -> Publication:
         """Sends the weights as they are now.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl_plane.errors import PlaneError
@@ -11,12 +11,18 @@ from rl_plane.publish.publish_options import PublishOptions
 from rl_plane.transports.base import Sender, SenderContext, members
 from rl_plane.transports.registry import candidates, installed, is_passed_over, make_sender, none_can_be_made
 
+SenderFactory = Callable[[str, SenderContext], Sender]
+"""Makes the sender of the transport with this name."""
+
 
 class SendPlan:
     """The fleet of one publisher, and the sender by which its versions go. Lives on rank 0."""
 
-    def __init__(self, fleet: BlockingFleet, options: PublishOptions) -> None:
+    def __init__(
+        self, fleet: BlockingFleet, options: PublishOptions, make_sender: SenderFactory = make_sender
+    ) -> None:
         self.fleet = fleet
+        self._make_sender = make_sender
         self.options = options
         self.backend: str | None = None
         """The transport of the last version."""
@@ -93,7 +99,7 @@ class SendPlan:
                 self.slow = _is_slow(self._sender, colocated)
                 return self._sender
             try:
-                sender = make_sender(backend, context)  # an error leaves the sender before in its place
+                sender = self._make_sender(backend, context)  # an error leaves the sender before in its place
             except PlaneError as error:
                 if not is_passed_over(error):
                     raise

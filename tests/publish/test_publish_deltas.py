@@ -10,6 +10,7 @@ import importlib
 import os
 import platform
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,30 @@ import pytest
 import rl_plane.publish.delta_attempt as by_copy
 from rl_plane.errors import InvalidRequest, UpdateAborted
 from rl_plane.publish import WeightPublisher, host_copy
+from rl_plane.publish.fleet_access import BlockingFleet
 from rl_plane.publish.free_memory import free_memory
 from rl_plane.publish.host_copy import AGAIN, TRIES, HostCopy
 from rl_plane.publish.publish_options import PublishOptions
+from rl_plane.publish.send_plan import SenderFactory
+from rl_plane.transports.base import Sender, SenderContext
+from rl_plane.transports.nixl.sender import NixlSender, build
+from rl_plane.transports.registry import make_sender
 from rl_plane.weights.safetensors_file import write_safetensors
 from tests.conftest import Plane
 from tests.support.delta_updates import tensors_in
 from tests.support.fleet_updates import all_serve
 from tests.support.healing import until_behind
-from tests.support.publishing import BOUND_S, Broken, Changing, all_keep, nudged, root_of, serve, served
+from tests.support.publishing import (
+    BOUND_S,
+    Broken,
+    Changing,
+    all_keep,
+    nudged,
+    publisher_by,
+    root_of,
+    serve,
+    served,
+)
 from worker.engines.fake.adapter import make_fake_adapter, make_fake_model
 from worker.receive.staging import model_digest
 
@@ -40,7 +56,18 @@ async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pyte
     for number in range(1, 11):
         models.append(nudged(plane, models[-1], number))
     client, source = await plane.client(), Changing()
-    publisher = WeightPublisher(source, client, root=root_of(plane), options={"keep": 1}, encoding="delta")
+    strict = threading.Event()
+
+    class Strict(BlockingFleet):
+        """Asks for more ready workers than there are, while `strict` is set."""
+
+        def run(self, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
+            if op == "update_weights" and strict.is_set():
+                body = {**body, "policy": {**body["policy"], "min_ready": 9}}
+            return super().run(op, body, request_id)
+
+    fleet = Strict(client)
+    publisher = WeightPublisher(source, fleet, root=root_of(plane), options={"keep": 1}, encoding="delta")
 
     async def publish(model: int, encoding: str) -> None:
         source.path = models[model]
@@ -63,11 +90,11 @@ async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pyte
     with pytest.raises(RuntimeError, match="out of memory"):
         await publisher.publish_async("broken")
     source.source = None
-    publisher._options.policy["min_ready"] = 9
+    strict.set()
     source.path = models[6]
     with pytest.raises(UpdateAborted, match="min_ready"):
         await publisher.publish_async("too few")
-    del publisher._options.policy["min_ready"]
+    strict.clear()
     await publish(4, "delta")
     # No worker keeps the base, and its checkpoint is gone.
     body: dict[str, Any] = {"transport": {"backend": "filesystem", "path": str(models[4])}}
@@ -214,7 +241,13 @@ async def test_deltas_that_are_chosen_overlap_the_next_step(
     plane.spawn()
     client, source = await plane.client(), Changing()
     how: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "bucket_bytes": 1500}
-    publisher = WeightPublisher(source, plane.url, transport=transport, options={"host": "127.0.0.1"}, **how)
+    made: list[Sender] = []
+
+    def make(name: str, around: SenderContext) -> Sender:
+        made.append(make_sender(name, around))
+        return made[-1]
+
+    publisher = publisher_by(make, source, plane.url, transport=transport, options={"host": "127.0.0.1"}, **how)
     models = [plane.model(1)]
     for number in (1, 2):
         models.append(nudged(plane, models[-1], number))
@@ -236,9 +269,7 @@ async def test_deltas_that_are_chosen_overlap_the_next_step(
         await publish(1, "delta")
     await publish(2, "full")
     assert not publisher.copy_bytes
-    assert publisher._plan is not None
-    if transport == "nixl":
-        assert publisher._plan._sender._loan is None  # type: ignore[union-attr]
+    assert [sender.lent_bytes for sender in made if isinstance(sender, NixlSender)] == [0] * (transport == "nixl")
     await asyncio.to_thread(publisher.close)
 
 
@@ -256,10 +287,12 @@ def changed(plane: Plane, model: Path, share: float) -> Path:
     return path
 
 
-async def publish_changed(plane: Plane, share: float, count: int, **how: Any) -> tuple[list[str], WeightPublisher]:
+async def publish_changed(
+    plane: Plane, share: float, count: int, make: SenderFactory = make_sender, **how: Any
+) -> tuple[list[str], WeightPublisher]:
     """Publishes `count` versions. Returns the encoding of each, and the publisher."""
     client, source = await plane.client(), Changing()
-    publisher = WeightPublisher(source, client, **how)
+    publisher = publisher_by(make, source, client, **how)
     source.path = plane.model(1)
     sent = []
     for number in range(count):
@@ -278,10 +311,14 @@ async def test_a_chain_of_deltas_is_no_larger_than_the_model(plane: Plane) -> No
     """Late workers fetch the whole chain, and its source keeps all of it in memory."""
     pytest.importorskip("nixl")
     plane.spawn()
-    sent, publisher = await publish_changed(plane, 1 / 25, 7, transport="nixl", encoding="delta")
-    assert publisher._plan is not None
-    kept = publisher._plan._sender._kept[None]  # type: ignore[union-attr]
-    assert sum(one.area.nbytes for one in kept) <= 2 * publisher.copy_bytes
+    made: list[NixlSender] = []
+
+    def make(name: str, around: SenderContext) -> NixlSender:
+        made.append(build(around))
+        return made[-1]
+
+    sent, publisher = await publish_changed(plane, 1 / 25, 7, make, transport="nixl", encoding="delta")
+    assert [sender.kept_bytes <= 2 * publisher.copy_bytes for sender in made] == [True]
     assert sent[:2] == ["full", "delta"]
     assert "full" in sent[2:]
     assert "delta" in sent[-2:], "a new chain"
@@ -308,23 +345,28 @@ async def test_memory_lent_to_nixl_is_returned_before_a_copy_is_allocated(
     plane.spawn()
     how: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "bucket_bytes": 1500}
     source = Changing()
-    publisher = WeightPublisher(source, plane.url, transport="nixl", options={"host": "127.0.0.1"}, **how)
+    senders: list[NixlSender] = []
+
+    def make_nixl(name: str, around: SenderContext) -> NixlSender:
+        senders.append(build(around))
+        return senders[-1]
+
+    publisher = publisher_by(make_nixl, source, plane.url, transport="nixl", options={"host": "127.0.0.1"}, **how)
     monkeypatch.setattr(platform, "node", lambda: "elsewhere")
     source.path = plane.model(1)
     await publisher.publish_async("one")
-    assert publisher._plan is not None
-    sender, make, lent = publisher._plan._sender, nixl.RegisteredMemory, []
-    assert sender._loan is not None  # type: ignore[union-attr]
+    (sender,), make, lent = senders, nixl.RegisteredMemory, []
+    assert sender.lent_bytes
 
     def memory(*given: Any) -> Any:
-        lent.append(sender._loan)  # type: ignore[union-attr]
+        lent.append(sender.lent_bytes)
         return make(*given)
 
     monkeypatch.setattr(by_copy, "free_memory", lambda: 0)
     monkeypatch.setattr(nixl, "RegisteredMemory", memory)
     source.path = plane.model(2)
     await publisher.publish("two", wait=False).wait()
-    assert lent == [None]
+    assert lent == [0]
     assert await served(plane) == {("two", model_digest(plane.model(2)), 2)}
     await asyncio.to_thread(publisher.close)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import rl_plane.publish.send_plan as send_plan
 from rl_plane.errors import (
     InvalidRequest,
     UpdateAborted,
@@ -30,6 +29,7 @@ from tests.support.publishing import (
     Noted,
     Streaming,
     loaded,
+    publisher_by,
     root_of,
     served,
 )
@@ -44,33 +44,36 @@ async def test_a_publication_continues_after_its_waiter_is_cancelled(
 ) -> None:
     plane.spawn()
     alive: list[str] = []
-    monkeypatch.setattr(send_plan, "make_sender", lambda name, around: Noted(name, root_of(plane), alive))
-    run, held, go = BlockingFleet.run, threading.Event(), threading.Event()
+    held, go = threading.Event(), threading.Event()
 
-    def holding(self: BlockingFleet, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
-        if op == "update_weights":
-            held.set()
-            assert go.wait(BOUND_S)
-        return run(self, op, body, request_id)
+    class Holding(BlockingFleet):
+        def run(self, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
+            if op == "update_weights":
+                held.set()
+                assert go.wait(BOUND_S)
+            return super().run(op, body, request_id)
 
-    monkeypatch.setattr(BlockingFleet, "run", holding)
     source = kind(plane.model(1))
     source.go.set()
-    publisher = WeightPublisher(source, await plane.fleet(), root=root_of(plane))
-    waiting = asyncio.create_task(publisher.publish_async("a"))
+    publisher = publisher_by(
+        lambda name, around: Noted(name, root_of(plane), alive),
+        source,
+        Holding(await plane.fleet()),
+        root=root_of(plane),
+    )
+    publishing = asyncio.create_task(publisher.publish_async("a"))
     await asyncio.to_thread(held.wait, BOUND_S)
-
-    async def asked() -> Publication | None:
-        a = publisher._previous
-        return a if a is not None and a._watched else None
-
-    a = await plane.until(asked, BOUND_S)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
+    a = publisher.latest
+    assert a is not None
+    waiting = asyncio.create_task(a.wait())
+    await asyncio.sleep(0)  # it waits now
+    for task in (publishing, waiting):
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
     assert not a.done
     b = asyncio.create_task(publisher.publish_async("b"))
-    await plane.until(lambda: publisher._previous is not a, BOUND_S)
+    await plane.until(lambda: publisher.latest is not a, BOUND_S)
     go.set()
     replies = [await asyncio.to_thread(a.result, BOUND_S), (await b).result()]
     assert [(reply["version"]["label"], reply["version"]["sequence"]) for reply in replies] == [("a", 1), ("b", 2)]
@@ -107,11 +110,12 @@ async def test_a_block_that_fails_raises_its_own_error_in_the_loop_of_its_client
     ended."""
     plane.spawn()
     alive: list[str] = []
-    monkeypatch.setattr(send_plan, "make_sender", lambda name, around: Noted(name, root_of(plane), alive))
     client, held = await plane.client(), Held(plane.model(1))
 
     async def publish() -> None:
-        with WeightPublisher(held, client, root=root_of(plane)) as publisher:
+        with publisher_by(
+            lambda name, around: Noted(name, root_of(plane), alive), held, client, root=root_of(plane)
+        ) as publisher:
             await publisher.publish_async("one")
 
     publishing = asyncio.create_task(publish())
@@ -188,7 +192,7 @@ async def test_ctrl_c_in_the_middle_gives_the_version_up(
     for tensor in two.values():
         tensor.add_(1)
     if publishers_made:
-        cut_off = publishers_made[0]._previous
+        cut_off = publishers_made[0].latest
         assert cut_off is not None
         assert cut_off.read
         with pytest.raises(UpdateAborted, match="KeyboardInterrupt"):
@@ -217,14 +221,13 @@ async def test_ctrl_c_ends_a_sender_without_receivers(plane: Plane, monkeypatch:
         assert begun.wait(BOUND_S)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(send_plan, "make_sender", lambda name, around: Stuck(around))
     options: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "root": root_of(plane)}
-    publisher = WeightPublisher(plane.model(1), plane.url, **options)
+    publisher = publisher_by(lambda name, around: Stuck(around), plane.model(1), plane.url, **options)
     with monkeypatch.context() as patch:
         patch.setattr(Publication, "result", interrupted)
         with pytest.raises(KeyboardInterrupt):
             await asyncio.to_thread(publisher.publish, "one")
-    one = publisher._previous
+    one = publisher.latest
     assert one is not None
     assert one.read
     with pytest.raises(UpdateAborted, match="one was given up"):

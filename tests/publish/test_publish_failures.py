@@ -14,8 +14,6 @@ import pytest
 
 import rl_plane.publish.attempt as attempts
 import rl_plane.publish.publisher as publishers
-import rl_plane.publish.send_plan as send_plan
-import rl_plane.transports.ipc.sender as ipc
 from rl_plane.errors import (
     Conflict,
     InvalidRequest,
@@ -30,6 +28,7 @@ from rl_plane.publish.sources.base import Taken
 from rl_plane.publish.sources.directory import DirectorySource
 from rl_plane.transports.base import SenderContext, world_size
 from rl_plane.transports.filesystem.sender import FilesystemSender
+from rl_plane.transports.ipc.sender import IpcSender
 from tests.conftest import Plane
 from tests.support.delta_updates import tensors_in
 from tests.support.publishing import (
@@ -39,6 +38,7 @@ from tests.support.publishing import (
     Held,
     Lending,
     Streaming,
+    publisher_by,
     root_of,
     served,
 )
@@ -106,18 +106,13 @@ async def test_a_worker_that_died_before_it_connected_is_not_waited_for(
     meanwhile."""
     shape = {"tensors": 8, "nbytes": 1000}
     plane.spawn_many(2, model=plane.model(0, **shape))
-    looks = 0
 
-    def one_more_at_first(workers: Any) -> int:
-        nonlocal looks
-        looks += 1
-        return world_size(workers) + (looks == 1)
+    def with_one_more_at_first(name: str, around: SenderContext) -> IpcSender:
+        more = iter([1])
+        return IpcSender(lambda: world_size(around.workers()) - 1 + next(more, 0), other_receivers_s=10 * BOUND_S)
 
-    monkeypatch.setattr(ipc, "world_size", one_more_at_first)
-    defaults: dict[str, Any] = ipc.IpcSender.__init__.__kwdefaults__  # type: ignore[assignment]
-    monkeypatch.setitem(defaults, "other_receivers_s", 10 * BOUND_S)
     how: dict[str, Any] = {"transport": "ipc", "bucket_bytes": 1500, "workers": 2}
-    publisher = WeightPublisher(plane.model(1, **shape), await plane.client(), **how)
+    publisher = publisher_by(with_one_more_at_first, plane.model(1, **shape), await plane.client(), **how)
     async with asyncio.timeout(BOUND_S):
         await publisher.publish_async("one")
     assert await served(plane) == {("one", model_digest(plane.model(1, **shape)), 1)}
@@ -152,7 +147,7 @@ async def test_a_publication_that_gets_no_thread_has_ended(
             patch.setattr(publishers, "on_thread", no_thread)
             with pytest.raises(RuntimeError, match="new thread"):
                 publisher.publish("between", wait=False)
-        assert publisher._previous is before
+        assert publisher.latest is before
         held.go.set()
         await before.wait()
         changing.source = None
@@ -317,8 +312,7 @@ async def test_receivers_that_fail_end_the_sending(
         senders.append(kind(around))
         return senders[-1]
 
-    monkeypatch.setattr(send_plan, "make_sender", make)
-    publisher = WeightPublisher({"one": torch.ones(4)}, await plane.fleet(), root=root_of(plane))
+    publisher = publisher_by(make, {"one": torch.ones(4)}, await plane.fleet(), root=root_of(plane))
     with pytest.raises(InvalidRequest, match="is not there") as caught:
         await publisher.publish_async("one")
     assert worker.instance_id in str(caught.value)
@@ -334,7 +328,6 @@ async def test_the_fleets_error_is_raised_although_another_failure_follows(
     fails: str, plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plane.spawn()
-    run = BlockingFleet.run
 
     class Stuck(FilesystemSender):
         def close(self) -> None:
@@ -342,16 +335,20 @@ async def test_the_fleets_error_is_raised_although_another_failure_follows(
             if fails == "close":
                 raise RuntimeError("can't start new thread")
 
-    def refusing(self: BlockingFleet, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
-        if op == "update_weights":
-            raise Conflict("refused")
-        if op == "state" and fails == "state":
-            raise OSError("the connection broke")
-        return run(self, op, body, request_id)
+    class Refusing(BlockingFleet):
+        def run(self, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
+            if op == "update_weights":
+                raise Conflict("refused")
+            if op == "state" and fails == "state":
+                raise OSError("the connection broke")
+            return super().run(op, body, request_id)
 
-    monkeypatch.setattr(send_plan, "make_sender", lambda name, around: Stuck(root_of(plane)))
-    monkeypatch.setattr(BlockingFleet, "run", refusing)
-    publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane))
+    publisher = publisher_by(
+        lambda name, around: Stuck(root_of(plane)),
+        plane.model(1),
+        Refusing(await plane.fleet()),
+        root=root_of(plane),
+    )
     async with asyncio.timeout(BOUND_S):
         with pytest.raises(Conflict, match="refused"):
             await publisher.publish_async("one")
@@ -396,15 +393,20 @@ async def test_a_gather_that_breaks_off_after_a_failure_ends_the_publication(
                 raise OSError("no space left")
             super().send(number)
 
-    monkeypatch.setattr(send_plan, "make_sender", lambda name, around: Full(root_of(plane)))
-    publisher = WeightPublisher(source, await plane.fleet(), root=root_of(plane), bucket_bytes=1)
+    publisher = publisher_by(
+        lambda name, around: Full(root_of(plane)),
+        source,
+        await plane.fleet(),
+        root=root_of(plane),
+        bucket_bytes=1,
+    )
 
     def publish() -> None:
         with pytest.raises(raised):
             publisher.publish("one")
 
     await asyncio.to_thread(publish)
-    one = publisher._previous
+    one = publisher.latest
     assert one is not None
     await plane.until(lambda: one.done, BOUND_S)
     assert 0 < source.taken < len(tensors_in(plane.model(1)))

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-import rl_plane.publish.send_plan as send_plan
 from rl_plane.errors import (
     InvalidRequest,
     NoWorkers,
 )
 from rl_plane.publish import WeightPublisher
-from rl_plane.transports.base import LendingSender
+from rl_plane.transports.base import LendingSender, Sender, SenderContext
 from rl_plane.transports.filesystem.sender import FilesystemSender
 from tests.conftest import Plane
 from tests.support.healing import until_behind
@@ -23,6 +22,7 @@ from tests.support.publishing import (
     BOUND_S,
     Gathering,
     Held,
+    publisher_by,
     root_of,
     served,
 )
@@ -131,14 +131,17 @@ async def test_a_copy_that_is_made_to_be_compared_is_not_lent(
             lent.append(len(tensors))
             return ()
 
-    monkeypatch.setattr(send_plan, "make_sender", lambda backend, around: Lending(around.root))
+    def make(backend: str, around: SenderContext) -> Sender:
+        assert around.root is not None
+        return Lending(around.root)
+
     options: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "root": root_of(plane)}
 
     def begin(seed: int) -> None:
-        WeightPublisher(plane.model(seed), plane.url, initial="step_0", **options).close()
+        publisher_by(make, plane.model(seed), plane.url, initial="step_0", **options).close()
 
     def publish() -> None:
-        with WeightPublisher(plane.model(3), plane.url, encoding="delta", **options) as publisher:
+        with publisher_by(make, plane.model(3), plane.url, encoding="delta", **options) as publisher:
             publisher.publish("step_1")
 
     await asyncio.to_thread(begin, 1)

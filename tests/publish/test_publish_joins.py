@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import rl_plane.publish.attempt as attempts
 import rl_plane.publish.send_plan as send_plan
 from rl_plane.client import RlClient
 from rl_plane.errors import (
@@ -19,6 +18,9 @@ from rl_plane.errors import (
 )
 from rl_plane.publish import Progress, WeightPublisher
 from rl_plane.publish.fleet_access import BlockingFleet
+from rl_plane.publish.publish_options import PublishLimits
+from rl_plane.transports.base import SenderContext
+from rl_plane.transports.nixl.sender import NixlSender, build
 from tests.conftest import Plane
 from tests.support.delta_updates import tensors_in
 from tests.support.publishing import (
@@ -30,6 +32,7 @@ from tests.support.publishing import (
     Noted,
     loaded,
     nudged,
+    publisher_by,
     root_of,
     serve,
     served,
@@ -39,28 +42,31 @@ from worker.receive.staging import model_digest
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
 
-async def test_another_trainers_group_takes_no_update_that_is_sent(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Hasty(WeightPublisher):
+    """Waits for no other trainer, and opens an update at most three times."""
+
+    limits = PublishLimits(others_s=0.0, openings=3)
+
+
+async def test_another_trainers_group_takes_no_update_that_is_sent(plane: Plane) -> None:
     """The second trainer waits for a while. The version that is being sent is committed."""
     pytest.importorskip("torch")
     plane.spawn_many(2)
-    monkeypatch.setattr(attempts, "OTHERS_S", 0.0)
     how: dict[str, Any] = {"transport": "gloo", "bucket_bytes": 1500, "workers": 2}
     client, fleet = await plane.client(), await plane.fleet()
     held = Held(plane.model(1))
     first, second = WeightPublisher(held, fleet, **how), WeightPublisher(plane.model(2), client, **how)
+    hasty = Hasty(plane.model(2), client, **how)
     sending = first.publish("one", wait=False)
     assert await asyncio.to_thread(held.begun.wait, BOUND_S)
     with pytest.raises(Locked, match="is prepared and waits"):
-        await second.publish_async("two")
+        await hasty.publish_async("two")
     held.go.set()
     await sending.wait()
     assert await served(plane) == {("one", model_digest(plane.model(1)), 1)}
-    monkeypatch.undo()
     await second.publish_async("two")
     assert await served(plane) == {("two", model_digest(plane.model(2)), 2)}
-    for publisher in (first, second):
+    for publisher in (first, second, hasty):
         await asyncio.to_thread(publisher.close)
 
 
@@ -89,7 +95,6 @@ async def test_a_sender_stays_until_a_version_by_the_next_is_committed(
     alive: list[str] = []
     backends = iter(["first", "second", "third", "third"])
     monkeypatch.setattr(send_plan, "candidates", lambda *_, **__: [next(backends)])
-    monkeypatch.setattr(send_plan, "make_sender", lambda name, around: Noted(name, root_of(plane), alive))
     refused = threading.Event()
 
     def refuse(progress: Progress) -> None:
@@ -97,7 +102,9 @@ async def test_a_sender_stays_until_a_version_by_the_next_is_committed(
             raise RuntimeError("enough")
 
     how: dict[str, Any] = {"root": root_of(plane), "progress": refuse, "encoding": "full"}
-    publisher = WeightPublisher(plane.model(1), await plane.fleet(), **how)
+    publisher = publisher_by(
+        lambda name, around: Noted(name, root_of(plane), alive), plane.model(1), await plane.fleet(), **how
+    )
     await publisher.publish_async("one")
     assert alive == ["first"]
     refused.set()
@@ -148,16 +155,22 @@ async def test_a_version_is_pulled_from_the_trainers_tensors_and_copied_once(pla
             state[name].copy_(tensor)
         return model_digest(models[number])
 
-    publisher = WeightPublisher(state, await plane.fleet(), transport="nixl")
+    made: list[NixlSender] = []
+
+    def make(name: str, around: SenderContext) -> NixlSender:
+        made.append(build(around))
+        return made[-1]
+
+    publisher = publisher_by(make, state, await plane.fleet(), transport="nixl")
     for number, label in enumerate(("one", "two")):
         digest = step(number)
         assert (await publisher.publish_async(label)).read
         assert await served(plane) == {(label, digest, number + 1)}
-    sender: Any = publisher._plan._sender if publisher._plan is not None else None
-    (kept,) = sender._kept[None]
-    assert not kept.lent
-    assert sender._loan is not None
-    assert sender._free == [], "no second copy"
+    (sender,) = made
+    nbytes = sum(tensor.nbytes for tensor in state.values())
+    assert sender.lent_bytes == nbytes
+    assert nbytes <= sender.kept_bytes < 2 * nbytes
+    assert sender.own_bytes == sender.kept_bytes, "no second copy"
     for tensor in state.values():  # as the next step does
         tensor.zero_()
     plane.spawn()
@@ -180,16 +193,22 @@ async def test_without_a_copy_a_late_worker_heals_from_another_one(plane: Plane)
     plane.spawn()
     client, fleet = await plane.client(), await plane.fleet()
 
+    made: list[NixlSender] = []
+
+    def make(name: str, around: SenderContext) -> NixlSender:
+        made.append(build(around))
+        return made[-1]
+
     def publisher_of(keep_copy: Any) -> WeightPublisher:
         weights, policy = loaded(plane.model(1)), {"keep_staged": True}
-        return WeightPublisher(weights, fleet, transport="nixl", policy=policy, options={"keep_copy": keep_copy})
+        options = {"keep_copy": keep_copy}
+        return publisher_by(make, weights, fleet, transport="nixl", policy=policy, options=options)
 
     with pytest.raises(InvalidRequest, match="keep_copy"):
         await publisher_of("no").publish_async("never")
     publisher = publisher_of(False)
     await publisher.publish_async("one")
-    sender: Any = publisher._plan._sender if publisher._plan is not None else None
-    assert (sender._kept, sender._free, sender._server._offers) == ({}, [], {})
+    assert [sender.own_bytes for sender in made] == [0]
     plane.spawn()
     await plane.until(lambda: serve(client, "one"), HEAL_S)
     assert await served(plane) == {("one", model_digest(plane.model(1)), 1)}
@@ -279,7 +298,7 @@ async def test_a_worker_that_joins_before_anything_is_read_gets_the_version_too(
     """One worker joins while the group forms, and another before the update is prepared."""
     pytest.importorskip("torch")
     joining = {"init_transport": 1, "prepare_weights_update": 1}
-    ask, run = RlClient.ask, BlockingFleet.run
+    ask = RlClient.ask
 
     def join(op: str) -> None:
         if joining.get(op):
@@ -291,18 +310,18 @@ async def test_a_worker_that_joins_before_anything_is_read_gets_the_version_too(
             await asyncio.to_thread(join, op)
         return await ask(self, view, members, op, *given, **named)
 
-    def preparing(self: BlockingFleet, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
-        if op == "prepare_weights_update":
-            join(op)
-        return run(self, op, body, request_id)
+    class Preparing(BlockingFleet):
+        def run(self, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
+            if op == "prepare_weights_update":
+                join(op)
+            return super().run(op, body, request_id)
 
     monkeypatch.setattr(RlClient, "ask", forming)
-    monkeypatch.setattr(BlockingFleet, "run", preparing)
     plane.spawn()
     source = Gathering(plane.model(1))
     source.collective = kind == "gathered"
-    how: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "bucket_bytes": 1500}
-    publisher = WeightPublisher(source, plane.url, transport="gloo", **how)
+    fleet = Preparing(plane.url, namespace=plane.namespace, component=plane.component)
+    publisher = Hasty(source, fleet, transport="gloo", bucket_bytes=1500)
 
     def publish(label: str) -> dict[str, Any]:
         return publisher.publish(label, wait=kind == "gathered").result(HEAL_S)
@@ -313,11 +332,10 @@ async def test_a_worker_that_joins_before_anything_is_read_gets_the_version_too(
     assert source.taken == len(tensors_in(plane.model(1)))  # once
     assert await served(plane) == {("one", model_digest(plane.model(1)), 1)}
     # Not without end.
-    monkeypatch.setattr(attempts, "OPENINGS", 2)
-    joining["prepare_weights_update"] = 2
+    joining["prepare_weights_update"] = 3
     with pytest.raises(MembershipChanged, match="fingerprint"):
         await asyncio.to_thread(publish, "two")
     assert joining["prepare_weights_update"] == 0
-    assert len((await asyncio.to_thread(publish, "three"))["workers"]) == 5
+    assert len((await asyncio.to_thread(publish, "three"))["workers"]) == 6
     assert await served(plane) == {("three", model_digest(plane.model(1)), 2)}
     await asyncio.to_thread(publisher.close)

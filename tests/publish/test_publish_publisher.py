@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-import rl_plane.publish.publish_options as publish_options
-import rl_plane.publish.send_plan as send_plan
 from rl_plane.errors import (
     Conflict,
     InvalidRequest,
@@ -20,9 +18,10 @@ from rl_plane.errors import (
 )
 from rl_plane.publish import Progress, WeightPublisher
 from rl_plane.publish.fleet_access import BlockingFleet
+from rl_plane.publish.publish_options import PublishLimits
 from rl_plane.publish.sources.directory import DirectorySource
 from rl_plane.sync import SyncRlClient
-from rl_plane.transports.base import KeepingSender
+from rl_plane.transports.base import KeepingSender, Sender, SenderContext
 from rl_plane.transports.filesystem.sender import FilesystemSender
 from rl_plane.transports.registry import installed
 from tests.conftest import Plane
@@ -33,6 +32,7 @@ from tests.support.publishing import (
     Changing,
     Held,
     nudged,
+    publisher_by,
     root_of,
     served,
 )
@@ -113,35 +113,40 @@ async def test_a_keeping_sender_keeps_what_is_committed(plane: Plane, monkeypatc
             events.append("closed")
             super().close()
 
-    monkeypatch.setattr(send_plan, "make_sender", lambda backend, around: Keeping(around.root))
+    def make(backend: str, around: SenderContext) -> Sender:
+        return Keeping(root_of(plane))
+
     fleet = await plane.fleet()
     adapter = make_fake_adapter(plane.tmp / "adapter", 1, plane.model())
-    await WeightPublisher(adapter, fleet, root=root_of(plane), adapter="a").publish_async("one")
+    await publisher_by(make, adapter, fleet, root=root_of(plane), adapter="a").publish_async("one")
     assert events[0] == ("kept", "a")
     assert set(events[1:]) == {"closed"}
     events.clear()
     with pytest.raises(InvalidWeights):
-        await WeightPublisher(plane.model(2, nbytes=2048), fleet, root=root_of(plane)).publish_async("two")
+        await publisher_by(make, plane.model(2, nbytes=2048), fleet, root=root_of(plane)).publish_async("two")
     assert set(events) == {"closed"}
+
     # An update that is committed, but hardly served yet, is an error; those who come late need it all the same.
-    run = BlockingFleet.run
+    class Late(BlockingFleet):
+        def run(self, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
+            reply = super().run(op, body, request_id)
+            if op == "update_weights":
+                raise Conflict("it is committed, but 0 workers serve it", version=reply["version"])
+            return reply
 
-    def late(self: BlockingFleet, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
-        reply = run(self, op, body, request_id)
-        if op == "update_weights":
-            raise Conflict("it is committed, but 0 workers serve it", version=reply["version"])
-        return reply
-
-    monkeypatch.setattr(BlockingFleet, "run", late)
     events.clear()
     with pytest.raises(Conflict, match="0 workers"):
-        await WeightPublisher(plane.model(3), fleet, root=root_of(plane)).publish_async("three")
+        await publisher_by(make, plane.model(3), Late(fleet), root=root_of(plane)).publish_async("three")
     assert events[0] == ("kept", None)
 
 
-async def test_publications_overlap_the_next_step_and_run_one_after_another(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Hasty(WeightPublisher):
+    """Refuses a version at once while another is under way."""
+
+    limits = PublishLimits(drain_s=-1e6)
+
+
+async def test_publications_overlap_the_next_step_and_run_one_after_another(plane: Plane) -> None:
     plane.spawn()
     source = Held(plane.model(1))
     fleet = await plane.fleet()
@@ -160,8 +165,8 @@ async def test_publications_overlap_the_next_step_and_run_one_after_another(
     assert (await asyncio.to_thread(one.result, BOUND_S))["version"]["label"] == "one"
     assert (await asyncio.to_thread(two.result, BOUND_S))["version"]["sequence"] == 2
     # One that does not end: the next is refused once the bound is over.
-    monkeypatch.setattr(publish_options, "DRAIN_S", -1e6)
     source.go.clear()
+    publisher = Hasty(source, fleet, root=root_of(plane))
     three = publisher.publish("three", wait=False)
     four = publisher.publish("four", wait=False)
     with pytest.raises(Locked, match="three is still under way"):

@@ -125,6 +125,21 @@ class Chaos:
         to recover from."""
         start = time.monotonic()
         missing = {step.name for step in steps} & NEEDED
+        for step in steps:
+            if time.monotonic() >= start + seconds and step.name not in missing:
+                continue
+            missing.discard(step.name)
+            await asyncio.sleep(max(0.0, start + step.at_s - time.monotonic()))
+            self.fleet.note(f"== {step.name}")
+            with self.noted(step):
+                answer = await self.take(step)
+            words = answer.code if answer is not None else "done"
+            self.fleet.note(f"{step.name}: {answer or words}")
+            self.outcomes[f"{step.name}: {words}"] += 1
+            await self.fleet.learn_committed()
+
+    async def take(self, step: Step) -> Answer | None:
+        """Takes one step. Returns the fleet's answer; None if the step asks for none."""
         do: dict[Kind, Callable[[Step], Awaitable[Answer | None]]] = {
             "update": self._update,
             "adapter": self._adapter,
@@ -134,21 +149,10 @@ class Chaos:
             "kill_worker": self._kill_worker,
             "kill_frontend": self._kill_frontend,
         }
-        for step in steps:
-            if time.monotonic() >= start + seconds and step.name not in missing:
-                continue
-            missing.discard(step.name)
-            await asyncio.sleep(max(0.0, start + step.at_s - time.monotonic()))
-            self.fleet.note(f"== {step.name}")
-            with self._noted(step):
-                answer = await do[step.kind](step)
-            words = answer.code if answer is not None else "done"
-            self.fleet.note(f"{step.name}: {answer or words}")
-            self.outcomes[f"{step.name}: {words}"] += 1
-            await self.fleet.learn_committed()
+        return await do[step.kind](step)
 
     @contextmanager
-    def _noted(self, step: Step) -> Iterator[None]:
+    def noted(self, step: Step) -> Iterator[None]:
         """Records the step if it aborts choices."""
         names: list[str | None] = []
         if step.options.get("policy", {}).get("pause_mode") == "abort":

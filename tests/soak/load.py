@@ -194,7 +194,7 @@ class Clients:
         self._urls, self._checker, self._floors, self._adapters = urls, checker, floors, adapters
         self._excuse, self._aborts, self._seed = excuse, aborts, seed
         self._stop = asyncio.Event()
-        self._http = httpx.AsyncClient(
+        self.http = httpx.AsyncClient(
             timeout=httpx.Timeout(REPLY_S), trust_env=False, limits=httpx.Limits(max_connections=None)
         )
         few = httpx.AsyncHTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, SLOW_BYTES)])
@@ -209,7 +209,7 @@ class Clients:
         """Stops the clients. Each ends its present request first."""
         self._stop.set()
         await asyncio.gather(*self._tasks)
-        await self._http.aclose()
+        await self.http.aclose()
         await self._slow.aclose()
 
     async def _forever(self, client: str) -> None:
@@ -218,7 +218,7 @@ class Clients:
             ask = draw(client, number, self._seed, len(self._urls), sorted(self._adapters))
             number += 1
             try:
-                good = await self._one(ask)
+                good = await self.one(ask)
             except Exception as error:  # an answer that can't be read is a fault, and the others go on
                 self.faults.append(
                     Fault("wrong", ask.name, "", "", f"unreadable: {type(error).__name__}: {error}")
@@ -228,7 +228,7 @@ class Clients:
             if not good:
                 await asyncio.sleep(BACK_OFF_S)
 
-    async def _one(self, ask: Ask) -> bool:
+    async def one(self, ask: Ask) -> bool:
         began, floor = time.monotonic(), dict(self._floors.sequences)
         told, left = Told({index: [] for index in range(ask.n)}), False
         body = ask.body(floor.get(None, 0))
@@ -237,7 +237,7 @@ class Clients:
         except httpx.TransportError as error:
             self._lost(ask, began, error)
         if told.error is not None:
-            self._refused(ask, began, told)
+            self.refused(ask, began, told)
         for index, demand in told.cut.items():
             if demand not in DEMANDS[ask.demands] or told.finished.get(index, "abort") != "abort":
                 self._fault(ask, "demand", f"choice {index} was cut by {demand}, and ended by {told.finished}")
@@ -252,7 +252,7 @@ class Clients:
 
     async def _unary(self, ask: Ask, asked: dict[str, Any], told: Told) -> bool:
         """Sends a request without a stream, and returns True if the client left."""
-        post = self._http.post(self._urls[ask.frontend]() + ask.path, json=asked, headers=ask.headers)
+        post = self.http.post(self._urls[ask.frontend]() + ask.path, json=asked, headers=ask.headers)
         if ask.kind == "leaves_unary":
             try:
                 async with asyncio.timeout(ask.leaves_after / 100):
@@ -278,7 +278,7 @@ class Clients:
 
     async def _stream(self, ask: Ask, asked: dict[str, Any], told: Told) -> bool:
         url, chunks, ended = self._urls[ask.frontend]() + ask.path, 0, False
-        http = self._slow if ask.kind == "slow" else self._http
+        http = self._slow if ask.kind == "slow" else self.http
         async with http.stream("POST", url, json=asked, headers=ask.headers) as response:
             if response.status_code != 200:
                 told.error = json.loads(await response.aread())["error"]
@@ -341,7 +341,7 @@ class Clients:
             self.faults += check_partial(self._got(ask, told, index, {}), partial["token_ids"])
             told.spans.setdefault(index, partial["weight_versions"])
 
-    def _refused(self, ask: Ask, began: float, told: Told) -> None:
+    def refused(self, ask: Ask, began: float, told: Told) -> None:
         assert told.error is not None
         code = str(told.error.get("code"))
         self.trouble[code] += 1

@@ -212,24 +212,21 @@ def test_a_seed_is_one_schedule_with_everything_in_it() -> None:
 
 @pytest.mark.parametrize("adapters", [True, False])
 @pytest.mark.parametrize("seconds", [0.0, 1e9])
-async def test_a_slow_machine_skips_no_death(
-    monkeypatch: pytest.MonkeyPatch, adapters: bool, seconds: float
-) -> None:
+async def test_a_slow_machine_skips_no_death(adapters: bool, seconds: float) -> None:
     """It also skips no update that running choices cross. When the time is over, each of these steps is still taken
     once."""
     steps, made = [replace(step, at_s=0.0) for step in schedule(1, SOAK_S, adapters)], []
 
-    async def done(chaos: Chaos, step: Step) -> None:
-        made.append(step.name)
+    class Noting(Chaos):
+        async def take(self, step: Step) -> None:
+            made.append(step.name)
 
     async def learn_committed() -> None:
         pass
 
-    for kind, _ in DECK:
-        monkeypatch.setattr(Chaos, f"_{kind}", done)
     fleet: Any = SimpleNamespace(note=lambda text: None, learn_committed=learn_committed)
     weights: Any = None
-    chaos = Chaos(fleet, weights, Floors(), adapters)
+    chaos = Noting(fleet, weights, Floors(), adapters)
     await chaos.run(steps, seconds)
     assert sorted(made) == sorted([step.name for step in steps] if seconds else NEEDED)
     assert {f"{name}: done" for name in NEEDED} <= chaos.outcomes.keys()
@@ -242,7 +239,7 @@ def test_only_what_ends_running_choices_excuses_an_abort() -> None:
     excused = {}
     for kind, options in DECK:
         chaos, step = Chaos(fleet, weights, Floors(), adapters=True), Step(0.0, kind, options, 0.0)
-        with chaos._noted(step):
+        with chaos.noted(step):
             excused[step.name] = [name for name in (None, "a", "b") if chaos.aborts(name, time.monotonic())]
     assert {name: whose for name, whose in excused.items() if whose} == {
         "update abort": [None, "a", "b"],
@@ -264,7 +261,7 @@ async def test_what_deaths_explain_is_a_fault_without_one(code: str, killed: boo
         seed=1,
     )
     ask = draw("client0", 0, 1, 1, [])
-    clients._refused(ask, 0.0, Told({}, error={"code": code, "message": "it is said"}))
+    clients.refused(ask, 0.0, Told({}, error={"code": code, "message": "it is said"}))
     await clients.stop()
     assert [fault.kind for fault in clients.faults] == ([] if killed else ["refused"])
 
@@ -310,10 +307,10 @@ async def test_the_choices_of_a_whole_reply_are_of_one_time(
         clients=0,
         seed=1,
     )
-    clients._http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    clients.http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
     drawn = draw("client0", 0, 1, 1, [])
     ask = replace(drawn, kind="many", n=2, route=route, demands=demands, prompt=tuple(PROMPT), max_tokens=2)
-    await clients._one(ask)
+    await clients.one(ask)
     await clients.stop()
     assert [fault.kind for fault in clients.faults] == kinds
 

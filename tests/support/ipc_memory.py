@@ -77,12 +77,20 @@ def memory(data: bytes, seals: int = fcntl.F_SEAL_SHRINK) -> int:
 
 
 @contextmanager
-def impostor(*packets: Any, given: Callable[[], list[int]] = lambda: []) -> Iterator[dict[str, Any]]:
-    """Listens as a sender does, and sends these packets, the first with descriptors."""
+def listening() -> Iterator[tuple[socket.socket, dict[str, Any]]]:
+    """Listens as a sender does, and yields the listener and the `transport` of its update."""
     name = f"rl-plane-ipc-{secrets.token_hex(16)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.settimeout(BOUND_S)
         listener.bind(wire.address(name))
         listener.listen()
+        yield listener, {"backend": "ipc", "socket": name}
+
+
+@contextmanager
+def impostor(*packets: Any, given: Callable[[], list[int]] = lambda: []) -> Iterator[dict[str, Any]]:
+    """Listens as a sender does, and sends these packets, the first with descriptors."""
+    with listening() as (listener, transport):
 
         def serve() -> None:
             connection, _ = listener.accept()
@@ -100,7 +108,7 @@ def impostor(*packets: Any, given: Callable[[], list[int]] = lambda: []) -> Iter
         thread = threading.Thread(target=serve)
         thread.start()
         try:
-            yield {"backend": "ipc", "socket": name}
+            yield transport
         finally:
             thread.join(BOUND_S)
             assert not thread.is_alive()

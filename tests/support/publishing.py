@@ -11,6 +11,8 @@ from typing import Any
 
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, Unavailable
+from rl_plane.publish import WeightPublisher
+from rl_plane.publish.send_plan import SenderFactory
 from rl_plane.publish.sources.base import Taken, WeightSource
 from rl_plane.publish.sources.directory import DirectorySource
 from rl_plane.transports.base import LendingSender, Sender, SenderContext
@@ -25,6 +27,16 @@ from worker.receive.staging import model_digest
 BOUND_S = 60.0
 HEAL_S = 120.0
 """Seconds for a worker to start, and to import torch and nixl to fetch."""
+
+
+def publisher_by(make: SenderFactory, source: Any, fleet: Any, **options: Any) -> WeightPublisher:
+    """A WeightPublisher whose senders `make` makes."""
+
+    class Own(WeightPublisher):
+        def make_sender(self, backend: str, context: SenderContext) -> Sender:
+            return make(backend, context)
+
+    return Own(source, fleet, **options)
 
 
 def root_of(plane: Plane) -> Path:

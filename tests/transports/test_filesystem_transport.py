@@ -5,19 +5,20 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
+import resource
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from blake3 import blake3
 
-import rl_plane.weights.checkpoint as checkpoints
 import rl_plane.weights.rooted_files as directories
-import rl_plane.weights.safetensors_file as safetensors_file
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unavailable
 from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.versions import TensorSpec, tensors_digest
@@ -26,11 +27,13 @@ from rl_plane.transports.filesystem.receiver import FilesystemDelivery, Filesyst
 from rl_plane.weights.checkpoint import (
     INDEX_NAME,
     MANIFEST_NAME,
+    MAX_FILES,
     SINGLE_NAME,
     open_checkpoint,
     write_manifest,
 )
-from rl_plane.weights.safetensors_file import SafetensorsFile, write_safetensors
+from rl_plane.weights.rooted_files import MAX_JSON_BYTES
+from rl_plane.weights.safetensors_file import READ_BYTES, SafetensorsFile, write_safetensors
 from tests.support.safetensors_files import SCALAR, A, B, Tensors, read, refusal, request, sharded, single
 
 pytestmark = pytest.mark.usefixtures("no_descriptor_leaks")
@@ -113,12 +116,11 @@ def test_what_has_come_is_the_takers_own(transport: FilesystemTransport, root: P
         assert (bytes(taken[name].data), taken[name].owned, taken[name].data.readonly) == (data, True, False)
 
 
-def test_large_tensors_are_read_in_pieces(
-    transport: FilesystemTransport, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(safetensors_file, "READ_BYTES", 7)
-    directory = single(root / "c")
-    assert read(transport.open(request(directory), "base")) == {"a": A, "b": B}
+def test_large_tensors_are_read_in_pieces(transport: FilesystemTransport, root: Path) -> None:
+    nbytes = READ_BYTES + 5
+    large = (TensorSpec("U8", (nbytes,)), random.Random(1).randbytes(nbytes))
+    write_safetensors(root / "large.safetensors", {"a": A, "large": large})
+    assert read(transport.open(request(root / "large.safetensors"), "base")) == {"a": A, "large": large}
 
 
 # where it may read
@@ -233,10 +235,21 @@ def test_absent_and_dangling(transport: FilesystemTransport, root: Path) -> None
     assert SINGLE_NAME in refusal(transport, root / "c").message
 
 
+@contextmanager
+def limit(kind: int, soft: int) -> Iterator[None]:
+    """Sets a limit of this process for a while."""
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
+
+
 def test_what_the_system_refuses(
     transport: FilesystemTransport, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test raises the errors itself, because root, who may run the tests, may read everything."""
+    """The test raises the error of permissions itself, because root, who may run the tests, may read everything."""
     directory = single(root / "c")
     real = os.open
 
@@ -250,8 +263,8 @@ def test_what_the_system_refuses(
 
     monkeypatch.setattr(os, "open", refusing(errno.EACCES))
     assert "may not read" in refusal(transport, directory).message
-    monkeypatch.setattr(os, "open", refusing(errno.EMFILE))
-    with pytest.raises(Unavailable, match="Too many open files"):
+    monkeypatch.undo()
+    with limit(resource.RLIMIT_NOFILE, 0), pytest.raises(Unavailable, match="Too many open files"):
         transport.open(request(directory), "base")
 
 
@@ -362,12 +375,13 @@ def test_an_index_that_is_no_json_object(transport: FilesystemTransport, root: P
     assert INDEX_NAME in refusal(transport, root, InvalidWeights).message
 
 
-def test_bounds_of_an_index(transport: FilesystemTransport, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = sharded(root / "c", one={"a": A}, two={"b": B})
-    monkeypatch.setattr(checkpoints, "MAX_FILES", 1)
-    assert "2 files, more than 1" in refusal(transport, directory, InvalidWeights).message
-    monkeypatch.setattr(directories, "MAX_JSON_BYTES", 10)
-    assert "more than 10 bytes" in refusal(transport, directory, InvalidWeights).message
+def test_bounds_of_an_index(transport: FilesystemTransport, root: Path) -> None:
+    directory = sharded(root / "c", one={"a": A})
+    shards = {f"t{number}": f"{number}.safetensors" for number in range(MAX_FILES + 1)}
+    (directory / INDEX_NAME).write_text(json.dumps({"weight_map": shards}))
+    assert f"{MAX_FILES + 1} files, more than {MAX_FILES}" in refusal(transport, directory, InvalidWeights).message
+    os.truncate(directory / INDEX_NAME, MAX_JSON_BYTES + 1)
+    assert f"more than {MAX_JSON_BYTES} bytes" in refusal(transport, directory, InvalidWeights).message
 
 
 def test_a_single_file_and_an_index(transport: FilesystemTransport, root: Path) -> None:
@@ -708,15 +722,10 @@ def test_the_writer_writes_nothing_wrong(root: Path, tensors: Tensors) -> None:
     assert os.listdir(root) == []
 
 
-def test_a_failed_write_leaves_the_old_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file(root: Path) -> None:
     write_safetensors(root / "x.safetensors", {"a": A})
     before = (root / "x.safetensors").read_bytes()
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with limit(resource.RLIMIT_FSIZE, 8), pytest.raises(OSError, match="File too large"):
         write_safetensors(root / "x.safetensors", {"b": B})
     assert os.listdir(root) == ["x.safetensors"]
     assert (root / "x.safetensors").read_bytes() == before

@@ -345,8 +345,7 @@ def test_every_rank_of_every_engine_is_waited_for() -> None:
     sender = build(SenderContext(lambda op, body: {"workers": workers}))
     for expected in (3, 1):
         sender.open(MANIFEST)
-        assert sender._update is not None
-        assert sender._update._expected == expected
+        assert sender.expected_receivers == expected
         del workers[0]
     with pytest.raises(InvalidRequest, match="no receiver") as caught:
         sender.open(MANIFEST)
@@ -457,13 +456,16 @@ def test_closing_a_delivery_wakes_its_thread(pool: ThreadPoolExecutor) -> None:
             taking.result(BOUND_S)
 
 
-def test_a_receiver_gives_up_a_trainer_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiving, "BUCKET_S", 0.1)
-    with sender_of(1) as (_, transport), pytest.raises(DeadlineExceeded, match="silent"):
-        receive(transport)
-    monkeypatch.setattr(receiving, "FIRST_PACKET_S", 0.1)
+def test_a_receiver_gives_up_a_trainer_that_hangs() -> None:
+    patient_at_first = IpcTransport(TransportContext(), bucket_s=0.1)
+    with sender_of(1) as (_, transport):
+        delivery = patient_at_first.open(transport, "base")
+        with pytest.raises(DeadlineExceeded, match="silent"):
+            list(delivery.tensors())
+        delivery.close()
+    patient_later = IpcTransport(TransportContext(), first_packet_s=0.1)
     with impostor() as transport, pytest.raises(DeadlineExceeded, match="silent"):
-        receive(transport)
+        patient_later.open(transport, "base")
 
 
 # ---- a fleet ----

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import msgpack
 import pytest
 
 import rl_plane._util.framing as frames
@@ -61,6 +60,7 @@ BOUND_S = 30.0
 SPECS = {f"layer.{number}": TensorSpec("U8", (100 + 30 * number,)) for number in range(12)}
 CONFIG = b'{"r": 4}'
 MANIFEST = Manifest(pack(SPECS.items(), 512))
+TOTAL_BYTES = sum(bucket.nbytes for bucket in MANIFEST.buckets)
 
 
 def tensors(seed: int = 1) -> dict[str, HostTensor]:
@@ -256,7 +256,7 @@ def test_without_a_copy_a_version_is_not_refetchable(puller: NixlTransport) -> N
         sender.close()
         with pytest.raises(InvalidRequest, match="source_gone"):
             pull(puller, transport)
-        assert sender._free == []
+        assert sender.own_bytes == 0
 
 
 @needs_nixl
@@ -278,13 +278,22 @@ def test_memory_that_can_not_be_registered_is_copied(
         assert pull(puller, lent_offer(sender, writable(3)))[0] == data_of(tensors(3))
 
 
+@contextmanager
+def asking(transport: dict[str, Any]) -> Iterator[tuple[socket.socket, dict[str, Any]]]:
+    """Asks a sender as a receiver does. Yields the connection and the answer."""
+    with socket.create_connection((transport["host"], transport["port"]), BOUND_S) as connection:
+        frames.send_frame(connection, {"protocol": wire.PROTOCOL, "key": transport["key"]})
+        yield connection, frames.read_frame(connection)
+
+
 @needs_nixl
 def test_only_what_the_manifest_names_can_be_read(sender: NixlSender) -> None:
     addresses = {}
     for seed in (1, 2):
-        key = offer(sender, seed)["key"]
-        addresses[seed] = msgpack.unpackb(sender._server._offers[key][4:])
+        transport = offer(sender, seed)
         sender.keep(str(seed))
+        with asking(transport) as (_, addresses[seed]):
+            pass
     agent = wire.make_agent("reader")
     here = wire.RegisteredMemory(agent, 64)
     source = agent.add_remote_agent(addresses[1]["metadata"])
@@ -318,20 +327,19 @@ def test_memory_is_used_again_once_its_pullers_have_left(
 ) -> None:
     monkeypatch.setattr("rl_plane.transports.nixl.metadata_server.LEAVE_S", BOUND_S if leaves else 0.1)
     first = offer(sender, 1)
-    area = sender._opened.area if sender._opened is not None else None
     sender.keep()
-    with socket.create_connection((first["host"], first["port"]), BOUND_S) as puller:
-        frames.send_frame(puller, {"protocol": wire.PROTOCOL, "key": first["key"]})
-        frames.read_frame(puller)
+    with asking(first) as (puller, _):
         offer(sender, 2)
         keeping = threading.Thread(target=sender.keep)
         keeping.start()
         assert puller.recv(1) == b"", "it is told"
         if leaves:
-            assert area not in sender._free
+            assert keeping.is_alive()
             puller.close()
         keeping.join(BOUND_S)
-        assert area in sender._free
+        assert not keeping.is_alive()
+    offer(sender, 3)
+    assert sender.own_bytes == 2 * TOTAL_BYTES
 
 
 @needs_nixl
@@ -342,11 +350,11 @@ def test_memory_that_no_next_version_fits_into_goes(sender: NixlSender) -> None:
             sender.keep()
         else:
             sender.close()
-    assert len(sender._free) == 1
+    assert sender.own_bytes == 2 * TOTAL_BYTES, "one version, and room for the next"
     for size in range(1, 4):  # deltas, say, which are not committed
         sender.open(Manifest(pack({"a": TensorSpec("U8", (size * 1000,))}.items())))
         sender.close()
-    assert len(sender._free) == 1
+    assert sender.own_bytes == 2 * TOTAL_BYTES
 
 
 def once(act: Callable[..., Any], error: Exception, failed: list[Exception]) -> Callable[..., Any]:
@@ -395,7 +403,8 @@ def test_a_manifest_of_megabytes(sender: NixlSender, puller: NixlTransport) -> N
     for number in fill(manifest, given.items(), sender.buffer, digests):
         sender.send(number)
     sender.finish(digests)
-    assert len(sender._server._offers[transport["key"]]) > 4 << 20
+    with asking(transport) as (_, answer):
+        assert len(frames.frame_of(answer)) > 4 << 20
     assert pull(puller, transport) == (data_of(given), manifest.digested(digests).digest)
 
 
@@ -408,10 +417,10 @@ def test_a_manifest_too_long_to_be_read_is_refused(sender: NixlSender, monkeypat
 
 
 @needs_nixl
-def test_a_large_bucket_is_read_in_pieces(
-    sender: NixlSender, puller: NixlTransport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rl_plane.transports.nixl.receiver.READ_BYTES", 100)
+def test_a_large_bucket_is_read_in_pieces(sender: NixlSender) -> None:
+    from rl_plane.transports.nixl.receiver import NixlTransport, ReadLimits
+
+    puller = NixlTransport(TransportContext(), ReadLimits(nbytes=100))
     assert pull(puller, offer(sender, 1, Manifest(pack(SPECS.items(), 1 << 20))))[0] == data_of(tensors(1))
 
 
@@ -483,13 +492,11 @@ def test_what_a_worker_keeps_is_pulled_from_where_it_lies(puller: NixlTransport)
 
 @needs_nixl
 @pytest.mark.parametrize(("read_bytes", "read_pieces"), [(100, 1024), (1 << 20, 2)])
-def test_small_pieces_are_read_together(
-    puller: NixlTransport, read_bytes: int, read_pieces: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_pieces_are_read_together(read_bytes: int, read_pieces: int) -> None:
     from rl_plane.transports.nixl.peer_source import PeerSource
+    from rl_plane.transports.nixl.receiver import NixlTransport, ReadLimits
 
-    monkeypatch.setattr("rl_plane.transports.nixl.receiver.READ_BYTES", read_bytes)
-    monkeypatch.setattr("rl_plane.transports.nixl.receiver.READ_PIECES", read_pieces)
+    puller = NixlTransport(TransportContext(), ReadLimits(read_bytes, read_pieces))
     shelf = PeerSource("127.0.0.1")
     lent = {name: HostTensor(one.spec, memoryview(bytearray(one.data))) for name, one in tensors(1).items()}
     assert pull(puller, dict(shelf.offer(lent)))[0] == data_of(lent)

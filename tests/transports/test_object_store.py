@@ -52,8 +52,8 @@ STALL_S = 1.0
 IMPATIENT = f"import rl_plane.transports.object_store.receiver as store; store.STALL_S = {STALL_S}"
 
 
-def transport_of(plane: Plane) -> ObjectStoreTransport:
-    return ObjectStoreTransport(TransportContext((), plane.url, plane.namespace, plane.component))
+def transport_of(plane: Plane, stall_s: float = receiving.STALL_S) -> ObjectStoreTransport:
+    return ObjectStoreTransport(TransportContext((), plane.url, plane.namespace, plane.component), stall_s)
 
 
 def taken(delivery: PackedDelivery) -> dict[str, bytes]:
@@ -312,13 +312,13 @@ def test_answers_that_are_lost_change_nothing(plane: Plane, monkeypatch: pytest.
 
 
 async def test_a_server_that_stays_away_ends_a_receive(
-    own_nats: tuple[NatsServer, Plane], publisher: MakePublisher, monkeypatch: pytest.MonkeyPatch
+    own_nats: tuple[NatsServer, Plane], publisher: MakePublisher
 ) -> None:
     server, plane = own_nats
-    monkeypatch.setattr(receiving, "STALL_S", STALL_S)
+    transport_here = transport_of(plane, STALL_S)
     # More than is read ahead.
     transport = await publisher(plane, bucket_bytes=1024).publish(plane.model(1, nbytes=8 << 20))
-    delivery = transport_of(plane).open(transport, "base")
+    delivery = transport_here.open(transport, "base")
     arriving = delivery.tensors()
     next(arriving)
     server.kill()
@@ -326,7 +326,7 @@ async def test_a_server_that_stays_away_ends_a_receive(
         list(arriving)
     delivery.close()
     with pytest.raises(BusUnreachable):
-        transport_of(plane).open(transport, "base")
+        transport_here.open(transport, "base")
 
 
 async def test_what_goes_while_it_is_written_or_read_is_an_error(plane: Plane) -> None:
@@ -483,8 +483,7 @@ def test_a_stream_that_is_no_object_is_refused(plane: Plane, layout: str | None)
         connection.close()
 
 
-def test_a_publisher_whose_server_is_away_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_plane.transports.object_store.sender.OUTAGE_S", 0.2)
-    sender = ObjectStoreSender("nats://127.0.0.1:1")
+def test_a_publisher_whose_server_is_away_ends() -> None:
+    sender = ObjectStoreSender("nats://127.0.0.1:1", outage_s=0.2)
     with pytest.raises(PlaneError, match="NATS did not take the weights"):
         sender.open(Manifest(pack([("a", TensorSpec("U8", (10,)))])))

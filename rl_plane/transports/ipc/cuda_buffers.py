@@ -1,6 +1,6 @@
 """CUDA IPC: buckets that stay on a GPU until a receiver on this machine reads them. NOT yet run on a GPU.
 
-It uses torch's own calls, those of `torch.multiprocessing.reductions`; ints, bytes and bools cross between processes.
+It uses torch's own calls (`torch_cuda`); ints, bytes and bools cross between processes.
 
 For each share torch counts in a file in /dev/shm whether it was opened and released, and frees the memory when the
 count is 0. So each receiver gets shares of its own. If a receiver dies, the sender counts for it. The file is removed
@@ -12,12 +12,12 @@ from __future__ import annotations
 import re
 import select
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from rl_plane.errors import Unavailable
+from rl_plane.transports.ipc.torch_cuda import Share, TorchCuda
 from rl_plane.transports.ipc.wire import BUFFERS
 from rl_plane.weights.manifest import ALIGN_BYTES, Manifest
 
@@ -43,7 +43,7 @@ TRAINER_ENDS_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """The handle of a buffer, as `_share_cuda_` returns it, without the sender's own device number."""
+    """The handle of a buffer: torch's share of it, without the sender's own device number."""
 
     memory: bytes
     nbytes: int
@@ -54,8 +54,20 @@ class Handle:
     event: bytes
     event_sync: bool
 
+    @property
+    def share(self) -> Share:
+        return (
+            self.memory,
+            self.nbytes,
+            self.offset,
+            self.counter,
+            self.counter_offset,
+            self.event,
+            self.event_sync,
+        )
+
     def to_wire(self) -> list[Any]:
-        return list(astuple(self))
+        return list(self.share)
 
     @classmethod
     def from_wire(cls, wire: Any, needed: int, start: int | None = None) -> Self:
@@ -75,48 +87,14 @@ class Handle:
         return handle
 
 
-@cache
-def gpus() -> dict[str, int]:
-    """The UUID and the number of each GPU that this process sees."""
-    import torch
-
-    return {
-        str(torch.cuda.get_device_properties(number).uuid): number for number in range(torch.cuda.device_count())
-    }
-
-
-def uuid_of(device: str) -> str | None:
-    """The UUID of a device such as `cuda` or `cuda:1`; None if it is not a GPU."""
-    if not device.startswith("cuda"):
-        return None
-    import torch
-
-    number = torch.device(device).index
-    return str(torch.cuda.get_device_properties(0 if number is None else number).uuid)
-
-
-def seen(uuid: Any) -> str:
+def seen(cuda: TorchCuda, uuid: Any) -> str:
     """Returns the UUID if this process sees the GPU, else raises ValueError."""
-    if not isinstance(uuid, str) or uuid not in gpus():
+    if not isinstance(uuid, str) or uuid not in cuda.uuids:
         raise ValueError(
             f"the trainer does not see the GPU {str(uuid)[:100]}: let CUDA_VISIBLE_DEVICES of the trainer name "
             "those of the engines too, or use another transport"
         )
     return uuid
-
-
-def device_of(uuid: str) -> torch.device:
-    import torch
-
-    return torch.device("cuda", gpus()[uuid])
-
-
-def synchronize(*uuids: str) -> None:
-    """Waits until all work that was queued on these GPUs has ended."""
-    import torch
-
-    for uuid in uuids:
-        torch.cuda.synchronize(device_of(uuid))
 
 
 class GpuBuffers:
@@ -125,9 +103,10 @@ class GpuBuffers:
     The latter are filled by copies from GPU to GPU.
     """
 
-    def __init__(self, manifest: Manifest, nbytes: int, device: str) -> None:
+    def __init__(self, manifest: Manifest, nbytes: int, device: str, cuda: TorchCuda) -> None:
         self.nbytes = nbytes
-        home = uuid_of(device)
+        self._cuda = cuda
+        home = cuda.uuid_of(device)
         assert home is not None, "it is a GPU"
         self._home = home
         self._sizes = [bucket.nbytes for bucket in manifest.buckets]
@@ -141,7 +120,8 @@ class GpuBuffers:
         if uuid not in self._buffers:
             try:
                 self._buffers[uuid] = [
-                    torch.empty(self.nbytes, dtype=torch.uint8, device=device_of(uuid)) for _ in range(BUFFERS)
+                    torch.empty(self.nbytes, dtype=torch.uint8, device=self._cuda.device_of(uuid))
+                    for _ in range(BUFFERS)
                 ]
             except torch.OutOfMemoryError as error:
                 raise Unavailable(
@@ -157,7 +137,8 @@ class GpuBuffers:
         for uuid, buffers in self._buffers.items():
             if uuid != self._home:
                 buffers[number % BUFFERS][: self._sizes[number]].copy_(self.place(number))
-        synchronize(*self._buffers)
+        for uuid in self._buffers:
+            self._cuda.synchronize(uuid)
 
     def shared(self, uuid: str) -> list[Handle]:
         """Shares of the buffers for one receiver, on its own GPU."""
@@ -166,145 +147,123 @@ class GpuBuffers:
             buffers = self._made(uuid)
             for there, here in zip(buffers, self._buffers[self._home], strict=True):
                 there.copy_(here)  # buckets that other receivers know already
-            synchronize(uuid)
+            self._cuda.synchronize(uuid)
         handles: list[Handle] = []
         try:
             for buffer in buffers:
-                handles.append(share(buffer))
+                handles.append(share(self._cuda, buffer))
         except BaseException:
-            release(handles)  # no receiver knows them
+            release(self._cuda, handles)  # no receiver knows them
             raise
         return handles
 
     def close(self) -> None:
         self._buffers.clear()
-        collect()
+        collect(self._cuda)
 
 
-def collect() -> None:
+def collect(cuda: TorchCuda) -> None:
     """Frees memory that all receivers have released, and then torch's file of counters."""
-    import torch
-
-    torch.cuda.ipc_collect()
-    torch.cuda.empty_cache()
+    cuda.collect()
+    cuda.empty_cache()
 
 
-def share(tensor: torch.Tensor) -> Handle:
+def share(cuda: TorchCuda, tensor: torch.Tensor) -> Handle:
     """Shares the allocation of a tensor with one receiver."""
-    _, memory, nbytes, offset, counter, counter_offset, event, sync = tensor.untyped_storage()._share_cuda_()
-    handle = Handle(memory, nbytes, offset, counter, counter_offset, event, sync)
-    if len(memory) > MAX_HANDLE_BYTES:
-        release([handle])
+    handle = Handle(*cuda.share(tensor.untyped_storage()))
+    if len(handle.memory) > MAX_HANDLE_BYTES:
+        release(cuda, [handle])
         raise ValueError("expandable segments make the handle too long: use smaller buckets, or turn them off")
     return handle
 
 
-def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A storage of its own, as uint8, over the same memory.
-
-    torch keeps its notes of a share until the storage is freed, and a trainer's weights never are. torch allows the
-    call only on the thread's current GPU.
-    """
+def copied_to(cuda: TorchCuda, uuid: str, tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    with torch.cuda.device_of(whole):
-        made: torch.Tensor = torch.from_dlpack(whole)
-    return made
-
-
-def copied_to(uuid: str, tensor: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    made = torch.empty(tensor.nbytes, dtype=torch.uint8, device=device_of(uuid))
+    made = torch.empty(tensor.nbytes, dtype=torch.uint8, device=cuda.device_of(uuid))
     return made.copy_(tensor.detach().reshape(-1).view(torch.uint8))
 
 
-def release(handles: list[Handle]) -> None:
+def release(cuda: TorchCuda, handles: list[Handle]) -> None:
     """Releases shares for a receiver that never got them, or has died."""
-    import torch
-
     for handle in handles:
-        torch.UntypedStorage._release_ipc_counter(handle.counter, handle.counter_offset, device=None)
+        cuda.release(handle.counter, handle.counter_offset)
 
 
-def opened(handles: list[Handle], device: torch.device) -> list[torch.Tensor]:
+def opened(cuda: TorchCuda, handles: list[Handle], uuid: str) -> list[torch.Tensor]:
     """Opens shares in a receiver. If one can't be opened, all are released."""
     import torch
 
-    storages: list[Any] = []
+    device = cuda.device_of(uuid)
+    storages: list[torch.UntypedStorage] = []
     try:
         for one in handles:
-            storages.append(
-                torch.UntypedStorage._new_shared_cuda(
-                    device.index, one.memory, one.nbytes, one.offset,
-                    one.counter, one.counter_offset, one.event, one.event_sync,
-                )
-            )  # fmt: skip
+            storages.append(cuda.open(uuid, one.share))
         return [torch.empty(0, dtype=torch.uint8, device=device).set_(one) for one in storages]
     except BaseException:
         never_opened = handles[len(storages) :]
         storages.clear()  # the error's traceback would hold them; torch releases those that were opened
-        torch.cuda.ipc_collect()
-        release(never_opened)
+        cuda.collect()
+        release(cuda, never_opened)
         raise
 
 
-def read_opened(uuid: str, handles: list[Handle], starts: Sequence[int], places: Sequence[memoryview]) -> None:
+def read_opened(
+    cuda: TorchCuda, uuid: str, handles: list[Handle], starts: Sequence[int], places: Sequence[memoryview]
+) -> None:
     """Copies tensors from their shares into host memory, and releases the shares. `starts`: where each begins."""
     import torch
 
-    device = device_of(uuid)
-    buffers = opened(handles, device)
+    buffers = opened(cuda, handles, uuid)
     try:
         for number, place in enumerate(places):
             start = starts[number]
             into = torch.frombuffer(place, dtype=torch.uint8)
             into.copy_(buffers[number][start : start + place.nbytes])
-        torch.cuda.synchronize(device)
+        cuda.synchronize(uuid)
     finally:
         buffers.clear()
-        torch.cuda.ipc_collect()
+        cuda.collect()
 
 
 class OpenBuckets:
     """A receiver's view of the buffers. It copies each bucket into host memory, where weights are checked and
     staged."""
 
-    def __init__(self, handles: list[Handle], uuid: str) -> None:
-        import torch
-
-        self._device = device_of(uuid)
-        self.buffers = opened(handles, self._device)
+    def __init__(self, handles: list[Handle], uuid: str, cuda: TorchCuda) -> None:
+        self._cuda = cuda
+        self._uuid = uuid
+        self.buffers = opened(cuda, handles, uuid)
         try:
-            self._host = torch.empty(handles[0].nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            self._host = cuda.pinned(handles[0].nbytes)
         except BaseException:
             self.close()
             raise
 
     def read(self, number: int, nbytes: int) -> memoryview:
         """Copies a bucket. The result is valid until the next call; the sender may reuse its buffer at once."""
-        import torch
-
         self._host[:nbytes].copy_(self.buffers[number % BUFFERS][:nbytes])
-        torch.cuda.synchronize(self._device)
+        self._cuda.synchronize(self._uuid)
         return memoryview(self._host.numpy())[:nbytes].toreadonly()
 
     def close(self) -> None:
         """Closes the buffers. Must happen before the last `taken`: CUDA wants memory closed before it is freed."""
-        import torch
-
         self.buffers.clear()
-        torch.cuda.ipc_collect()
+        self._cuda.collect()
 
 
-def remove_counters(handles: list[Handle], pid: int, pidfd: int) -> None:
-    """Removes the files of counters of the trainer `pid` if it was killed: no other process would."""
+def remove_counters(
+    handles: list[Handle], pid: int, pidfd: int, *, shm: Path = SHM, ends_s: float = TRAINER_ENDS_S
+) -> None:
+    """Removes the files of counters of the trainer `pid` if it was killed: no other process would.
+
+    The files are in the directory `shm`. A killed trainer has `ends_s` seconds to end.
+    """
     ended = select.poll()
     ended.register(pidfd, select.POLLIN)
-    if not ended.poll(TRAINER_ENDS_S * 1000):
+    if not ended.poll(ends_s * 1000):
         return  # the trainer lives, and may use the files
     for name in {handle.counter for handle in handles}:
         match = COUNTER_FILE.fullmatch(name)
         if match is not None and int(match[1]) == pid:
-            (SHM / name.decode()[1:]).unlink(missing_ok=True)
+            (shm / name.decode()[1:]).unlink(missing_ok=True)

@@ -15,16 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rl_plane.protocol.versions import HostTensor, TensorSpec
-from rl_plane.transports.ipc.cuda_buffers import (
-    Handle,
-    alias,
-    collect,
-    copied_to,
-    release,
-    share,
-    synchronize,
-    uuid_of,
-)
+from rl_plane.transports.ipc.cuda_buffers import Handle, collect, copied_to, release, share
+from rl_plane.transports.ipc.torch_cuda import TORCH_CUDA, TorchCuda
 from rl_plane.transports.ipc.wire import BUFFERS, close_all
 from rl_plane.transports.packing import Tensor, spec_of
 from rl_plane.weights.manifest import ALIGN_BYTES, Manifest, PackedBucket
@@ -71,10 +63,17 @@ def _size(one: tuple[str, TensorSpec]) -> int:
 class LentTensors:
     """The tensors of one version that can be read in place: a bucket is lent if all of its tensors can."""
 
-    def __init__(self, manifest: Manifest, tensors: Mapping[str, Tensor], device: str | None = None) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        tensors: Mapping[str, Tensor],
+        device: str | None = None,
+        cuda: TorchCuda = TORCH_CUDA,
+    ) -> None:
         """`device`: the GPU from which tensors are read; None for host memory."""
-        fits = _is_shared if device is None else partial(_is_on, device)
+        fits = _is_shared if device is None else partial(cuda.is_on, device)
         self.device = device
+        self._cuda = cuda
         self._tensors: dict[int, list[torch.Tensor]] = {}
         """For each lent bucket, its tensors that are not empty."""
         self._there: dict[tuple[int, str], list[torch.Tensor]] = {}
@@ -116,36 +115,35 @@ class LentTensors:
         If that is another GPU, they are shares of copies. All copies have ended when this returns.
         """
         assert self.device is not None
-        at = uuid_of(self.device)
+        at = self._cuda.uuid_of(self.device)
         assert at is not None, "it is a GPU"
         for key in [key for key in self._there if key[0] <= number - BUFFERS]:
             del self._there[key]  # all receivers have taken it
         tensors, home = self._tensors[number], uuid == at
         if (number, uuid) not in self._there:
-            self._there[number, uuid] = [alias(one) if home else copied_to(uuid, one) for one in tensors]
+            self._there[number, uuid] = [
+                self._cuda.alias(one) if home else copied_to(self._cuda, uuid, one) for one in tensors
+            ]
         handles: list[Handle] = []
         try:
             for one in self._there[number, uuid]:
-                handles.append(share(one))
+                handles.append(share(self._cuda, one))
         except BaseException:
-            release(handles)  # no receiver knows them
+            release(self._cuda, handles)  # no receiver knows them
             raise
-        synchronize(at, uuid)
+        for gpu in sorted({at, uuid}):
+            self._cuda.synchronize(gpu)
         return [_start(one) if home else 0 for one in tensors], handles
 
     def close(self) -> None:
         """Frees the copies and shares."""
         self._there.clear()
         if self.device is not None:
-            collect()
+            collect(self._cuda)
 
 
 def _start(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset() * tensor.element_size())
-
-
-def _is_on(device: str, tensor: torch.Tensor) -> bool:
-    return str(tensor.device) == device
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from rl_plane.errors import DeadlineExceeded, InvalidRequest, PlaneError, Unavai
 from rl_plane.transports.ipc.cuda_buffers import GpuBuffers, Handle, release, seen
 from rl_plane.transports.ipc.host_buffers import HostBuffers, SealedMemory
 from rl_plane.transports.ipc.in_place import LentTensors
+from rl_plane.transports.ipc.torch_cuda import TorchCuda
 from rl_plane.transports.ipc.wire import (
     BUFFERS,
     PROTOCOL,
@@ -38,10 +39,6 @@ LOOK_S = 0.5
 
 ACCEPT_AGAIN_S = 0.2
 """Seconds to wait after a failed accept. The sending continues meanwhile."""
-
-GIVE_UP_S = 3.0
-"""The time in seconds for receivers to close the GPU's memory, which must happen before it is freed. They do so at
-once, unless they hang."""
 
 CLOSE_S = 5.0
 """The time for the thread to end, in seconds. It waits for nothing else."""
@@ -71,10 +68,10 @@ class _Receiver:
         """Forgets the shares of the buffers and of the first `turns` turns, which the receiver has closed."""
         self.shares = {turn: handles for turn, handles in self.shares.items() if turn >= turns}
 
-    def release_shares(self) -> None:
+    def release_shares(self, cuda: TorchCuda) -> None:
         """Releases all shares of a receiver that has died."""
         for handles in self.shares.values():
-            release(handles)
+            release(cuda, handles)
         self.shares.clear()
 
 
@@ -93,6 +90,8 @@ class IpcUpdate:
         first_receiver_s: float,
         other_receivers_s: float,
         silent_receiver_s: float,
+        give_up_s: float,
+        cuda: TorchCuda,
     ) -> None:
         """`alive`: returns how many receivers there are. The times are in seconds, as in IpcSender."""
         self.name = f"rl-plane-ipc-{secrets.token_hex(16)}"
@@ -102,13 +101,15 @@ class IpcUpdate:
         self.begun = False
         self._own: LentTensors | None = None
         self._on_gpu = False
-        self._alive, self._expected = alive, alive()
-        if self._expected < 1:
+        self._alive, self.expected = alive, alive()
+        if self.expected < 1:
             raise InvalidRequest(
                 "there is no receiver for this update", field="receivers", fix="start workers first"
             )
         self._other_receivers_s = other_receivers_s
         self._silent_receiver_s = silent_receiver_s
+        self._give_up_s = give_up_s
+        self._cuda = cuda
         self._come_until = time.monotonic() + first_receiver_s
         self._come = 0
         self._begun_without = False
@@ -176,7 +177,7 @@ class IpcUpdate:
         while True:
             with self._changed:
                 self._check()
-                late_s = self._come_until - time.monotonic() if self._come < self._expected else 0.0
+                late_s = self._come_until - time.monotonic() if self._come < self.expected else 0.0
                 if late_s <= 0 and all(receiver.taken >= turns for receiver in self._receivers.values()):
                     self._begun_without = self._begun_without or overwrites
                     return
@@ -201,7 +202,7 @@ class IpcUpdate:
             raise closed()
         if self._receivers or self._ended:
             return
-        if self._come >= self._expected or (self._come and time.monotonic() >= self._come_until):
+        if self._come >= self.expected or (self._come and time.monotonic() >= self._come_until):
             raise Unavailable(
                 f"no receiver is left: {self._come} came, and ended too early; the last: {self._why_dropped}"
             )
@@ -300,7 +301,7 @@ class IpcUpdate:
                 wire = [one.to_wire() for one in handles]
                 send_packet(receiver.connection, {**turn, "starts": starts, "handles": wire})
             except BaseException:
-                release(handles)  # the receiver does not know them
+                release(self._cuda, handles)  # the receiver does not know them
                 raise
             receiver.shares[number] = handles
         else:
@@ -337,12 +338,12 @@ class IpcUpdate:
     def _name(self, receiver: _Receiver, gpu: Any) -> None:
         """Sends the receiver the handles of the buffers on its GPU."""
         try:
-            receiver.gpu = seen(gpu)
+            receiver.gpu = seen(self._cuda, gpu)
             handles = self.buffers.shared(gpu) if isinstance(self.buffers, GpuBuffers) else []
             receiver.shares[NO_TURN] = handles
             send_packet(receiver.connection, {"handles": [one.to_wire() for one in handles]})
         except Exception as error:
-            receiver.release_shares()
+            receiver.release_shares(self._cuda)
             self._refuse(receiver, error)
             return
         receiver.named = True
@@ -369,7 +370,7 @@ class IpcUpdate:
         self._why_dropped = why
         if gone and receiver.shares:
             self._hear_closed(receiver)
-            receiver.release_shares()
+            receiver.release_shares(self._cuda)
         log.info("a receiver is given up after %d of %d turns: %s", receiver.taken, receiver.sent, why)
         self._forget(receiver)
 
@@ -406,7 +407,7 @@ class IpcUpdate:
 
     def _await_closed_memory(self) -> None:
         """Ends the receivers' waits, and waits until they have closed the GPU's memory."""
-        give_up = time.monotonic() + GIVE_UP_S
+        give_up = time.monotonic() + self._give_up_s
         for receiver in self._receivers.values():
             with contextlib.suppress(OSError):
                 receiver.connection.shutdown(socket.SHUT_WR)

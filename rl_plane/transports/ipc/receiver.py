@@ -22,8 +22,9 @@ from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, InvalidWeights, Unavailable
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.transports.base import TransportContext, WeightTransport, check_fields
-from rl_plane.transports.ipc.cuda_buffers import Handle, OpenBuckets, read_opened, remove_counters, uuid_of
+from rl_plane.transports.ipc.cuda_buffers import Handle, OpenBuckets, read_opened, remove_counters
 from rl_plane.transports.ipc.in_place import MAX_TOGETHER, read_memory
+from rl_plane.transports.ipc.torch_cuda import TORCH_CUDA, TorchCuda
 from rl_plane.transports.ipc.wire import (
     BACKEND,
     BUFFERS,
@@ -64,8 +65,19 @@ class IpcTransport(WeightTransport):
 
     backend = BACKEND
 
-    def __init__(self, context: TransportContext) -> None:
+    def __init__(
+        self,
+        context: TransportContext,
+        cuda: TorchCuda = TORCH_CUDA,
+        *,
+        first_packet_s: float = FIRST_PACKET_S,
+        bucket_s: float = BUCKET_S,
+    ) -> None:
+        """`first_packet_s` and `bucket_s`: how long to wait for the first packet and for each bucket, in seconds."""
+        self._first_packet_s = first_packet_s
+        self._bucket_s = bucket_s
         self._device = context.device
+        self._cuda = cuda
 
     def open(self, request: Mapping[str, Any], kind: Kind) -> PackedDelivery:
         check_platform()
@@ -79,7 +91,8 @@ class IpcTransport(WeightTransport):
             )
         connection = _connected(name)
         try:
-            return _opened(connection, kind, self._device)
+            first, descriptors = _packet(connection, self._first_packet_s, 1 + BUFFERS)
+            return _opened(connection, first, descriptors, kind, self._device, self._cuda, self._bucket_s)
         except BaseException:
             connection.close()
             raise
@@ -126,7 +139,8 @@ class _OnGpu:
 
     copies = True
 
-    def __init__(self, handles: list[Handle], uuid: str, connection: socket.socket) -> None:
+    def __init__(self, handles: list[Handle], uuid: str, connection: socket.socket, cuda: TorchCuda) -> None:
+        self._cuda = cuda
         self._uuid = uuid
         self._handles = handles
         """The handles of the buffers, and one handle of lent tensors for each further file of counters."""
@@ -143,7 +157,7 @@ class _OnGpu:
             ) from error
         self._open: OpenBuckets | None = None
         try:
-            self._open = OpenBuckets(handles, uuid) if handles else None
+            self._open = OpenBuckets(handles, uuid, cuda) if handles else None
         except Exception as error:
             self.close()
             raise _not_opened(uuid, error) from error
@@ -164,7 +178,7 @@ class _OnGpu:
         self._handles += [one for one in handles if one.counter not in known]
         self._closed_turns = number + 1  # even if reading fails
         try:
-            read_opened(self._uuid, handles, own.starts, own.places)
+            read_opened(self._cuda, self._uuid, handles, own.starts, own.places)
         except Exception as error:
             raise _not_opened(self._uuid, error) from error
 
@@ -185,7 +199,10 @@ class _OnGpu:
 class IpcDelivery(PackedDelivery):
     """The delivery of one version from a trainer on this machine."""
 
-    def __init__(self, manifest: Manifest, connection: socket.socket, source: _Mapped | _OnGpu) -> None:
+    def __init__(
+        self, manifest: Manifest, connection: socket.socket, source: _Mapped | _OnGpu, bucket_s: float
+    ) -> None:
+        self._bucket_s = bucket_s
         self._taking = self._take()
         super().__init__(manifest, self._taking, refetchable=False)
         self._connection = connection
@@ -262,7 +279,7 @@ class IpcDelivery(PackedDelivery):
             close_all(descriptors)
 
     def _await(self, key: str, expected: int | None, descriptors: int = 0) -> tuple[dict[str, Any], list[int]]:
-        packet, given = _packet(self._connection, BUCKET_S, descriptors, cancelled=self.cancelled)
+        packet, given = _packet(self._connection, self._bucket_s, descriptors, cancelled=self.cancelled)
         more = {"starts", "handles"} if key == "bucket" and "starts" in packet else set()
         if packet.keys() - more != {key} or expected not in (None, packet[key]):
             close_all(given)
@@ -300,8 +317,16 @@ def _connected(name: str) -> socket.socket:
         raise
 
 
-def _opened(connection: socket.socket, kind: Kind, device: str) -> IpcDelivery:
-    first, descriptors = _packet(connection, FIRST_PACKET_S, 1 + BUFFERS)
+def _opened(
+    connection: socket.socket,
+    first: Mapping[str, Any],
+    descriptors: list[int],
+    kind: Kind,
+    device: str,
+    cuda: TorchCuda,
+    bucket_s: float,
+) -> IpcDelivery:
+    """Opens the memory that the first packet names. Closes its descriptors."""
     try:
         if first.get("protocol") != PROTOCOL:
             raise _refuse(f"it speaks version {str(first.get('protocol'))[:20]}, this worker {PROTOCOL}")
@@ -312,13 +337,13 @@ def _opened(connection: socket.socket, kind: Kind, device: str) -> IpcDelivery:
         check_kind(manifest, kind)
         needed = buffer_bytes(manifest)
         if first.get("cuda") is True:
-            source: _Mapped | _OnGpu = _on_gpu(connection, room, needed, device)
+            source: _Mapped | _OnGpu = _on_gpu(connection, room, needed, device, cuda)
         else:
             source = _mapped(descriptors[1:], room, needed, buffer_count(manifest) if room else 0)
     finally:
         close_all(descriptors)
     try:
-        return IpcDelivery(manifest, connection, source)
+        return IpcDelivery(manifest, connection, source, bucket_s)
     except BaseException:
         source.close()
         raise
@@ -334,9 +359,9 @@ def _mapped(descriptors: list[int], room: int, needed: int, count: int) -> _Mapp
     return _Mapped([mmap.mmap(descriptor, needed, prot=mmap.PROT_READ) for descriptor in descriptors])
 
 
-def _on_gpu(connection: socket.socket, room: int, needed: int, device: str) -> _OnGpu:
+def _on_gpu(connection: socket.socket, room: int, needed: int, device: str, cuda: TorchCuda) -> _OnGpu:
     """Opens the buffers on this rank's own GPU."""
-    uuid = uuid_of(device)
+    uuid = cuda.uuid_of(device)
     if uuid is None:
         raise Unavailable(
             "the weights are on the trainer's GPU, but this engine is on the CPU",
@@ -352,7 +377,7 @@ def _on_gpu(connection: socket.socket, room: int, needed: int, device: str) -> _
         count = BUFFERS if room else 0
         if not isinstance(handles, list) or len(handles) != count or room not in (0, needed):
             raise ValueError("no handles of its two buffers")
-        return _OnGpu([Handle.from_wire(one, needed) for one in handles], uuid, connection)
+        return _OnGpu([Handle.from_wire(one, needed) for one in handles], uuid, connection, cuda)
     except ValueError as error:
         raise _refuse(f"it sent {error}") from error
 

@@ -21,6 +21,7 @@ from rl_plane.transports.ipc.cuda_buffers import GpuBuffers
 from rl_plane.transports.ipc.host_buffers import HostBuffers
 from rl_plane.transports.ipc.in_place import LentTensors, pack_modules
 from rl_plane.transports.ipc.ipc_session import IpcUpdate, closed
+from rl_plane.transports.ipc.torch_cuda import TORCH_CUDA, TorchCuda
 from rl_plane.transports.ipc.wire import BACKEND, buffer_bytes, check_platform
 from rl_plane.transports.packing import Buffer, Tensor
 from rl_plane.weights.manifest import Manifest, PackedBucket, pack
@@ -37,6 +38,9 @@ SILENT_RECEIVER_S = 60.0
 """The time for a receiver to take one bucket, in seconds. Before the first bucket an engine that is overwritten may
 finish its requests."""
 
+GIVE_UP_S = 3.0
+"""The time in seconds for receivers to close the GPU's memory, which must happen before it is freed. They do so at
+once, unless they hang."""
 
 Layout = Literal["packed", "tensors"]
 
@@ -55,6 +59,8 @@ class IpcSender(LendingSender):
         first_receiver_s: float = FIRST_RECEIVER_S,
         other_receivers_s: float = OTHER_RECEIVERS_S,
         silent_receiver_s: float = SILENT_RECEIVER_S,
+        give_up_s: float = GIVE_UP_S,
+        cuda: TorchCuda = TORCH_CUDA,
     ) -> None:
         """Makes the sender.
 
@@ -67,6 +73,8 @@ class IpcSender(LendingSender):
             first_receiver_s: the time for the first receiver.
             other_receivers_s: the time for all others after the first.
             silent_receiver_s: the time for a receiver to take one bucket.
+            give_up_s: the time for receivers to close the GPU's memory when the update ends.
+            cuda: makes torch's CUDA calls.
         """
         check_platform()
         if layout not in get_args(Layout):
@@ -79,11 +87,18 @@ class IpcSender(LendingSender):
         self._first_receiver_s = first_receiver_s
         self._other_receivers_s = other_receivers_s
         self._silent_receiver_s = silent_receiver_s
+        self._give_up_s = give_up_s
+        self._cuda = cuda
         self._buffers = HostBuffers()
         self._warned_of_host = self._warned_of_packing = False
         self._at: str | None = None
         """The GPU from which the open update is sent; None for host memory."""
         self._update: IpcUpdate | None = None
+
+    @property
+    def expected_receivers(self) -> int:
+        """The number of receivers that the open update waits for; 0 if none is open."""
+        return self._update.expected if self._update is not None else 0
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
         self.close()
@@ -92,7 +107,13 @@ class IpcSender(LendingSender):
             self._warned_of_host = True
             log.warning("the weights on %s go by host memory, because not every engine is on a GPU", self.device)
         self._update = IpcUpdate(
-            manifest, self._receivers, self._first_receiver_s, self._other_receivers_s, self._silent_receiver_s
+            manifest,
+            self._receivers,
+            self._first_receiver_s,
+            self._other_receivers_s,
+            self._silent_receiver_s,
+            self._give_up_s,
+            self._cuda,
         )
         if self._layout == "packed":
             self._begun()
@@ -106,7 +127,7 @@ class IpcSender(LendingSender):
         GPU."""
         if self._layout == "packed":
             return ()
-        own = LentTensors(self._open_update().manifest, tensors, self._at)
+        own = LentTensors(self._open_update().manifest, tensors, self._at, self._cuda)
         if len(own.lent) < len(self._open_update().manifest.buckets) and not self._warned_of_packing:
             self._warned_of_packing = True
             log.warning(
@@ -152,7 +173,7 @@ class IpcSender(LendingSender):
                 buffers = (
                     self._buffers.fit(update.manifest)
                     if self._at is None
-                    else GpuBuffers(update.manifest, buffer_bytes(update.manifest), self._at)
+                    else GpuBuffers(update.manifest, buffer_bytes(update.manifest), self._at, self._cuda)
                 )
             update.begin(buffers, own, on_gpu=self._at is not None)
         except BaseException:
@@ -166,7 +187,7 @@ class IpcSender(LendingSender):
         return self._update
 
 
-def build(context: SenderContext) -> IpcSender:
+def build(context: SenderContext, cuda: TorchCuda = TORCH_CUDA) -> IpcSender:
     """Makes the sender. Options: `layout`, which is `packed` (default) or `tensors`."""
     context.check_options(BACKEND, "layout")
 
@@ -175,4 +196,4 @@ def build(context: SenderContext) -> IpcSender:
         return all(str(row.get("device", "")).startswith("cuda") for row in rows)
 
     layout = context.options.get("layout", "packed")
-    return IpcSender(lambda: world_size(context.workers()) - 1, layout=layout, on_gpus=on_gpus)
+    return IpcSender(lambda: world_size(context.workers()) - 1, layout=layout, on_gpus=on_gpus, cuda=cuda)

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from rl_plane._util.framing import read_frame, send_frame
@@ -34,11 +35,18 @@ log = logging.getLogger("rl_plane.transports.nixl.receiver")
 CONNECT_S = 10.0
 """The time for an answer in seconds. The trainer answers on a thread of its own, unless its process hangs."""
 
-READ_BYTES = 32 << 20
-"""The most bytes of one read, so that its time bound fits any network, and a cancelled update ends soon."""
 
-READ_PIECES = 1024
-"""The most pieces of one read. More small tensors gain nothing."""
+@dataclass(frozen=True, slots=True)
+class ReadLimits:
+    """The largest read that a receiver starts."""
+
+    nbytes: int = 32 << 20
+    """The most bytes of one read, so that its time bound fits any network, and a cancelled update ends soon."""
+    pieces: int = 1024
+    """The most pieces of one read. More small tensors gain nothing."""
+
+
+READ_LIMITS = ReadLimits()
 
 READ_S = 20.0
 """The time for one read in seconds, on the slowest useful link. An abort waits longer for the receive that it ends."""
@@ -67,7 +75,8 @@ class NixlTransport(OfferingTransport):
 
     backend = BACKEND
 
-    def __init__(self, context: TransportContext) -> None:
+    def __init__(self, context: TransportContext, limits: ReadLimits = READ_LIMITS) -> None:
+        self.limits = limits
         self._nats_url = context.nats_url
         self._idle: list[Puller] = []
         self._peer_source: PeerSource | None = None
@@ -180,7 +189,7 @@ class Pull(PackedDelivery):
     def _read(self, number: int, buffer: RegisteredMemory) -> None:
         """Reads one bucket. After an error the agent and its buffers are not used again, since bytes may still arrive,
         even after a read was released."""
-        for pieces in _reads(self._places[number]):
+        for pieces in _reads(self._places[number], self._transport.limits):
             here = [(buffer.address + at, place[1], 0) for at, place in pieces]
             try:
                 self._read_pieces(here, [place for _, place in pieces])
@@ -301,16 +310,16 @@ def _checked_pieces(pieces: Any, bucket: PackedBucket) -> Sequence[Piece]:
     return [(at, (address, nbytes, device)) for at, (address, nbytes, device) in zip(starts, pieces, strict=True)]
 
 
-def _reads(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Splits pieces into reads of at most READ_BYTES and READ_PIECES each."""
+def _reads(pieces: Sequence[Piece], limits: ReadLimits) -> Iterator[list[Piece]]:
+    """Splits pieces into reads within the limits."""
     found: list[Piece] = []
-    room = READ_BYTES
+    room = limits.nbytes
     for at, (address, nbytes, device) in pieces:
         done = 0
         while done < nbytes:
-            if not room or len(found) == READ_PIECES:
+            if not room or len(found) == limits.pieces:
                 yield found
-                found, room = [], READ_BYTES
+                found, room = [], limits.nbytes
             length = min(room, nbytes - done)
             found.append((at + done, (address + done, length, device)))
             done, room = done + length, room - length

@@ -102,6 +102,23 @@ class NixlSender(KeepingSender, LendingSender):
         self._loan: _Loan | None = None
         self._opened: _Version | None = None
 
+    @property
+    def lent_bytes(self) -> int:
+        """The trainer's memory that is registered, in bytes."""
+        return sum(nbytes for _, nbytes in self._loan.regions) if self._loan is not None else 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """The memory of the committed versions, which workers can fetch, in bytes."""
+        return sum(one.nbytes for one in self._kept_areas())
+
+    @property
+    def own_bytes(self) -> int:
+        """All memory that the sender has allocated, in bytes: kept, of the open version, or free for the next."""
+        opened = self._opened.area if self._opened is not None else None
+        areas = [*self._free, *([] if opened is None else [opened])]
+        return self.kept_bytes + sum(one.nbytes for one in areas)
+
     def open(self, manifest: Manifest) -> dict[str, Any]:
         self._live_agent()
         self.close()
@@ -232,11 +249,14 @@ class NixlSender(KeepingSender, LendingSender):
 
     def _trim(self) -> None:
         """Releases free memory, except where the next version of something that is kept would fit."""
-        kept = [one.area.nbytes for versions in self._kept.values() for one in versions if one.area is not None]
+        kept = [one.nbytes for one in self._kept_areas()]
         for memory in [one for one in self._free if one.nbytes not in kept]:
             self._free.remove(memory)
             if self._agent is not None:
                 self._agent.deregister_memory(memory.registered)
+
+    def _kept_areas(self) -> list[RegisteredMemory]:
+        return [one.area for versions in self._kept.values() for one in versions if one.area is not None]
 
     def _with_area(self, version: _Version) -> _Version:
         """Gives the version memory for the buckets that have to be packed, and returns it."""

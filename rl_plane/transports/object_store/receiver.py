@@ -48,14 +48,22 @@ an abort waits for a receive to end (`worker.reconcile.staged_updates.ABORT_WAIT
 class StoredReader:
     """Reads the chunks of one object. Reconnects as often as it must."""
 
-    def __init__(self, url: str, stored: StoredObject, credentials: NatsCredentials = NO_CREDENTIALS) -> None:
+    def __init__(
+        self,
+        url: str,
+        stored: StoredObject,
+        credentials: NatsCredentials = NO_CREDENTIALS,
+        stall_s: float = STALL_S,
+    ) -> None:
+        """`stall_s`: how long the reader waits for the next chunk, in seconds."""
         self._url = url
         self._credentials = credentials
+        self._stall_s = stall_s
         self._stored = stored
         self._socket: NatsSocket | None = None
         self._closed = False
         try:
-            info = self._info(time.monotonic() + STALL_S)
+            info = self._info(time.monotonic() + self._stall_s)
             self.layout = Layout.decode((info["config"].get("metadata") or {}).get(LAYOUT))
         except BaseException:
             self.close()
@@ -64,21 +72,23 @@ class StoredReader:
         """The sequence number of the last chunk when the object was opened."""
 
     def read(self, sequence: int, view: memoryview) -> None:
-        """Fills `view` with the chunks from `sequence` on. Raises Unavailable after STALL_S without a chunk."""
+        """Fills `view` with the chunks from `sequence` on. Raises Unavailable after `stall_s` without a chunk."""
         chunks = self.layout.cut(view)
-        done, give_up = 0, time.monotonic() + STALL_S
+        done, give_up = 0, time.monotonic() + self._stall_s
         while done < len(chunks):
             before = done
             why = "the publisher has sent no more"
             try:
                 for _ in self._arriving(sequence + done, chunks[done:]):
-                    done, give_up = done + 1, time.monotonic() + STALL_S
+                    done, give_up = done + 1, time.monotonic() + self._stall_s
             except OSError as error:
                 why = f"NATS: {error}"
                 self._drop()
             if done == before:
                 if time.monotonic() > give_up:
-                    raise Unavailable(f"no chunk of the object {self._stored.id} came for {STALL_S:g} s: {why}")
+                    raise Unavailable(
+                        f"no chunk of the object {self._stored.id} came for {self._stall_s:g} s: {why}"
+                    )
                 time.sleep(RETRY_S)
                 self._info(give_up)  # raises if the object is gone
 
@@ -190,7 +200,8 @@ class ObjectStoreTransport(WeightTransport):
 
     backend = BACKEND
 
-    def __init__(self, context: TransportContext) -> None:
+    def __init__(self, context: TransportContext, stall_s: float = STALL_S) -> None:
+        self._stall_s = stall_s
         self._url = context.nats_url
         self._credentials = context.credentials
         self._subjects = Subjects(context.namespace, context.component)
@@ -198,7 +209,8 @@ class ObjectStoreTransport(WeightTransport):
     def open(self, request: Mapping[str, Any], kind: Kind) -> ObjectDelivery:
         check_fields(BACKEND, request, "object")
         object_id = check_object_id("transport.object", request.get("object"))
-        reader = StoredReader(self._url, self._subjects.object(object_id), self._credentials)
+        stored = self._subjects.object(object_id)
+        reader = StoredReader(self._url, stored, self._credentials, self._stall_s)
         try:
             return ObjectDelivery(reader, kind)
         except BaseException:

@@ -83,6 +83,7 @@ class ObjectStoreSender(Sender):
         keep: int = DEFAULT_KEEP,
         publisher: str = "",
         credentials: NatsCredentials = NO_CREDENTIALS,
+        outage_s: float = OUTAGE_S,
     ) -> None:
         """Makes the sender.
 
@@ -93,12 +94,14 @@ class ObjectStoreSender(Sender):
             keep: how many versions stay beside those that the fleet's record names and the one that is written.
             publisher: the publisher's name, the same after a restart.
             credentials: the files by which it connects to NATS.
+            outage_s: how long the sender waits for a NATS that is away, in seconds.
         """
         self._url = nats_url
         self._credentials = credentials
         self._subjects = Subjects(namespace, component)
         self._keep = keep
         self._publisher = publisher
+        self._outage_s = outage_s
         self._socket: NatsSocket | None = None
         self._object: StoredObject | None = None  # the version that is being written
         self._config: dict[str, Any] = {}
@@ -276,9 +279,9 @@ class ObjectStoreSender(Sender):
         before_again: Callable[[NatsSocket], None] = lambda connection: None,
         progress: Callable[[], int] = lambda: 0,
     ) -> T:
-        """Runs `work`, again on a new connection if one breaks. Raises BusUnreachable after OUTAGE_S without
+        """Runs `work`, again on a new connection if one breaks. Raises BusUnreachable after `outage_s` without
         progress."""
-        give_up, reached, again, closed = time.monotonic() + OUTAGE_S, progress(), False, self._closed
+        give_up, reached, again, closed = time.monotonic() + self._outage_s, progress(), False, self._closed
         while True:
             try:
                 connection = self._connected()
@@ -290,7 +293,7 @@ class ObjectStoreSender(Sender):
                 if self._closed != closed:
                     raise Unavailable("the sender was closed") from error
                 if progress() > reached:
-                    give_up, reached = time.monotonic() + OUTAGE_S, progress()
+                    give_up, reached = time.monotonic() + self._outage_s, progress()
                 if time.monotonic() > give_up:
                     raise BusUnreachable(f"NATS did not take the weights: {error}", retry_after_s=1.0) from error
                 again = True

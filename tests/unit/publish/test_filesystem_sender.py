@@ -90,10 +90,11 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     (tmp_path / "v00000001-00000000").mkdir()
     another = FilesystemSender(tmp_path, keep=2, publisher="another")
     theirs = write(another)[0]
-    another.open(MANIFEST)  # half-way when it dies, or on a file system without its lock
-    assert another._writing is not None
-    os.close(another._writing._lock)
-    another._writing._lock = -1
+    child = os.fork()
+    if child == 0:  # it dies half-way, so its directory stays, and has no lock
+        another.open(MANIFEST)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
     before = set(tmp_path.iterdir())
     assert theirs in before
     sender = FilesystemSender(tmp_path, keep=1, publisher="one")

@@ -1,17 +1,17 @@
-"""CUDA IPC without a GPU: the wire, the checks, the choice and the order of calls. `Cuda` below stands in for torch's
-own calls, on memory of the host; it shows nothing about CUDA."""
+"""CUDA IPC without a GPU: the wire, the checks, the choice and the order of calls. `HostCuda` stands in for torch's
+CUDA calls."""
 
 from __future__ import annotations
 
 import gc
-import itertools
 import os
+import select
+import socket
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,89 +22,28 @@ import rl_plane.transports.ipc.receiver as receiving
 from rl_plane.errors import InvalidWeights, PlaneError, Unavailable
 from rl_plane.publish.sources.source_choice import as_source
 from rl_plane.transports.base import SenderContext, TransportContext
-from rl_plane.transports.ipc import cuda_buffers, in_place, ipc_session
+from rl_plane.transports.ipc import cuda_buffers
 from rl_plane.transports.ipc import wire as ipc_wire
 from rl_plane.transports.ipc.cuda_buffers import COUNTERS, Handle
 from rl_plane.transports.ipc.receiver import IpcTransport
 from rl_plane.transports.ipc.sender import IpcSender, build
+from rl_plane.transports.ipc.torch_cuda import TorchCuda
 from rl_plane.transports.packing import fill
 from rl_plane.weights.manifest import Manifest, pack
-from tests.support.ipc_memory import BOUND_S, descriptors, impostor, memory, pool, raw_receiver
+from tests.support.host_cuda import GPUS, HostCuda, at_call
+from tests.support.ipc_memory import BOUND_S, descriptors, impostor, listening, memory, pool, raw_receiver
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
 torch = pytest.importorskip("torch")
 __all__ = ["pool"]
 
-GPUS = ("GPU-here", "GPU-there")
-
-
-@dataclass
-class Cuda:
-    """Shares by file descriptor, and counts as torch does: 1 for each share, 0 once it was given up."""
-
-    calls: list[str] = field(default_factory=list)
-    counts: dict[int, int] = field(default_factory=dict)
-    _numbers: Iterator[int] = field(default_factory=itertools.count)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def share(self, storage: Any) -> tuple[Any, ...]:
-        descriptor, nbytes = storage._share_fd_cpu_()
-        with self._lock:
-            number = next(self._numbers)
-            self.counts[number] = 1
-            self.calls.append("share")
-        counter = b"/torch_%d_1_1" % os.getpid()
-        return 0, b"%d" % descriptor, nbytes, 0, counter, number, bytes(64), True
-
-    def open(
-        self, device: int, memory: bytes, nbytes: int, offset: int, counter: bytes, number: int, *event: Any
-    ) -> Any:
-        assert device is None
-        assert (offset, *event) == (0, bytes(64), True)
-        storage = torch.UntypedStorage._new_shared_fd_cpu(int(memory), nbytes)  # which duplicates it
-        self.calls.append("open")
-        weakref.finalize(storage, self.release, counter, number, None)
-        return storage
-
-    def release(self, counter: bytes, number: int, device: None) -> None:
-        with self._lock:
-            self.counts[number] -= 1
-            self.calls.append("release")
-
-    def collect(self) -> None:
-        self.calls.append("collect")
-
-    @property
-    def held(self) -> list[int]:
-        """Shares whose memory torch would never free."""
-        return [number for number, count in self.counts.items() if count]
-
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+def cuda() -> Iterator[HostCuda]:
     gc.collect()  # what earlier tests have left
     open_before = sorted(os.listdir("/proc/self/fd"))
-    cuda = Cuda()
-    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: cuda.share(storage))
-    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", cuda.open)
-    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter", cuda.release)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(GPUS))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=GPUS[number]))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: cuda.calls.append("synchronize"))
-    monkeypatch.setattr(torch.cuda, "ipc_collect", cuda.collect)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: cuda.calls.append("empty"))
-    monkeypatch.setattr(cuda_buffers, "device_of", lambda uuid: torch.device("cpu"))
-    made = cuda_buffers.GpuBuffers._made
-
-    def shared_from_the_start(buffers: cuda_buffers.GpuBuffers, uuid: str) -> Any:
-        """The first share moves host memory, under the hands of a trainer that fills it; CUDA's moves nothing."""
-        return [one.share_memory_() for one in made(buffers, uuid)]
-
-    monkeypatch.setattr(cuda_buffers.GpuBuffers, "_made", shared_from_the_start)
-    cuda_buffers.gpus.cache_clear()
-    yield cuda
-    cuda_buffers.gpus.cache_clear()
+    yield HostCuda()
     gc.collect()  # tensors in the traceback of an expected error
     assert sorted(os.listdir("/proc/self/fd")) == open_before
 
@@ -123,8 +62,10 @@ def bytes_of(named: dict[str, Any]) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in named.items()}
 
 
-def receive(transport: dict[str, Any], device: str = "cuda:0") -> tuple[dict[str, bytes], str | None]:
-    delivery = IpcTransport(TransportContext(device=device)).open(transport, "base")
+def receive(
+    cuda: HostCuda, transport: dict[str, Any], device: str = "cuda:0"
+) -> tuple[dict[str, bytes], str | None]:
+    delivery = IpcTransport(TransportContext(device=device), cuda).open(transport, "base")
     try:
         return {name: bytes(tensor.data) for name, tensor in delivery.tensors()}, delivery.digest
     finally:
@@ -140,8 +81,8 @@ def publish(sender: IpcSender, named: dict[str, Any]) -> str | None:
 
 
 @contextmanager
-def sender_of(receivers: int, **bounds: Any) -> Iterator[tuple[IpcSender, dict[str, Any]]]:
-    sender = IpcSender(lambda: receivers, on_gpus=lambda: True, **bounds)
+def sender_of(cuda: HostCuda, receivers: int, **options: Any) -> Iterator[tuple[IpcSender, dict[str, Any]]]:
+    sender = IpcSender(lambda: receivers, on_gpus=lambda: True, cuda=cuda, **options)
     sender.device = "cuda:0"
     try:
         yield sender, sender.open(MANIFEST)
@@ -149,14 +90,14 @@ def sender_of(receivers: int, **bounds: Any) -> Iterator[tuple[IpcSender, dict[s
         sender.destroy()
 
 
-def test_each_rank_reads_from_its_own_gpu_and_all_is_given_back(cuda: Cuda, pool: ThreadPoolExecutor) -> None:
+def test_each_rank_reads_from_its_own_gpu_and_all_is_given_back(cuda: HostCuda, pool: ThreadPoolExecutor) -> None:
     before = descriptors()
-    sender = IpcSender(lambda: 3, on_gpus=lambda: True)
+    sender = IpcSender(lambda: 3, on_gpus=lambda: True, cuda=cuda)
     sender.device = "cuda"
     for seed in range(2):
         cuda.calls.clear()
         transport = sender.open(MANIFEST)
-        arriving = [pool.submit(receive, transport, device) for device in ("cuda:0", "cuda:1", "cuda:1")]
+        arriving = [pool.submit(receive, cuda, transport, device) for device in ("cuda:0", "cuda:1", "cuda:1")]
         digest = publish(sender, tensors(seed))
         for one in arriving:
             assert one.result(BOUND_S) == (bytes_of(tensors(seed)), digest)
@@ -168,24 +109,27 @@ def test_each_rank_reads_from_its_own_gpu_and_all_is_given_back(cuda: Cuda, pool
     assert descriptors() == before
 
 
-def test_a_bucket_is_announced_after_its_copies_have_ended(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = ipc_session.IpcUpdate.send
-
-    def send(self: Any, turn: dict[str, Any]) -> None:
-        cuda.calls.append(f"told {turn['bucket']}")
-        told(self, turn)
-
-    monkeypatch.setattr(ipc_session.IpcUpdate, "send", send)
-    with sender_of(1) as (sender, _):
+def test_a_bucket_is_announced_after_its_copies_have_ended(cuda: HostCuda) -> None:
+    with sender_of(cuda, 1) as (sender, transport):
         sender.buffer(0)
-        cuda.calls.clear()
-        sender.send(0)
-        assert cuda.calls == ["synchronize", "told 0"]
+        with raw_receiver(transport) as (connection, _):
+            ipc_wire.send_packet(connection, {"gpu": GPUS[0]})
+            assert "handles" in ipc_wire.read_packet(connection)[0]
+            announced: list[bool] = []
+            cuda.before["synchronize"] = lambda: announced.append(has_come(connection))
+            sender.send(0)
+            assert announced == [False]
+            assert ipc_wire.read_packet(connection)[0] == {"bucket": 0}
 
 
-def test_a_receiver_that_dies_is_counted_for(cuda: Cuda, pool: ThreadPoolExecutor) -> None:
-    with sender_of(2) as (sender, transport):
-        arriving = pool.submit(receive, transport)
+def has_come(connection: socket.socket) -> bool:
+    """Returns whether a packet can be read."""
+    return bool(select.select([connection], [], [], 0)[0])
+
+
+def test_a_receiver_that_dies_is_counted_for(cuda: HostCuda, pool: ThreadPoolExecutor) -> None:
+    with sender_of(cuda, 2) as (sender, transport):
+        arriving = pool.submit(receive, cuda, transport)
         with raw_receiver(transport) as (connection, _):
             ipc_wire.send_packet(connection, {"gpu": GPUS[1]})
             handles = ipc_wire.read_packet(connection)[0]["handles"]
@@ -196,10 +140,10 @@ def test_a_receiver_that_dies_is_counted_for(cuda: Cuda, pool: ThreadPoolExecuto
     assert cuda.calls[-2:] == ["collect", "empty"]
 
 
-def test_memory_is_freed_when_those_who_read_it_have_given_it_up(cuda: Cuda, pool: ThreadPoolExecutor) -> None:
+def test_memory_is_freed_when_those_who_read_it_have_given_it_up(cuda: HostCuda, pool: ThreadPoolExecutor) -> None:
     """CUDA needs this order, also for an update that ends early."""
-    with sender_of(1) as (sender, transport):
-        delivery = IpcTransport(TransportContext(device="cuda:0")).open(transport, "base")
+    with sender_of(cuda, 1) as (sender, transport):
+        delivery = IpcTransport(TransportContext(device="cuda:0"), cuda).open(transport, "base")
         taking = pool.submit(list, delivery.tensors())
         sender.buffer(0)
         sender.send(0)
@@ -212,11 +156,8 @@ def test_memory_is_freed_when_those_who_read_it_have_given_it_up(cuda: Cuda, poo
     assert cuda.held == []
 
 
-def test_a_receiver_that_hangs_delays_the_end_for_a_bounded_time(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ipc_session, "GIVE_UP_S", 0.1)
-    with sender_of(1) as (sender, transport), raw_receiver(transport) as (connection, _):
+def test_a_receiver_that_hangs_delays_the_end_for_a_bounded_time(cuda: HostCuda) -> None:
+    with sender_of(cuda, 1, give_up_s=0.1) as (sender, transport), raw_receiver(transport) as (connection, _):
         ipc_wire.send_packet(connection, {"gpu": GPUS[0]})
         assert "handles" in ipc_wire.read_packet(connection)[0]
         sender.close()
@@ -224,85 +165,70 @@ def test_a_receiver_that_hangs_delays_the_end_for_a_bounded_time(
         assert cuda.held == [0, 1]  # torch keeps the memory until it goes on and gives it up
 
 
-def test_a_gpu_that_the_trainer_does_not_see_is_refused(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    with sender_of(1) as (_, transport):
-        monkeypatch.setattr(receiving, "uuid_of", lambda device: "GPU-elsewhere")
-        with pytest.raises(Unavailable, match=r"does not see the GPU GPU-elsewhere.*CUDA_VISIBLE_DEVICES"):
-            receive(transport)
-    with sender_of(1) as (_, transport):
-        monkeypatch.setattr(receiving, "uuid_of", lambda device: None)
-        with pytest.raises(Unavailable, match="on the CPU"):
-            receive(transport)
+def test_a_gpu_that_the_trainer_does_not_see_is_refused(cuda: HostCuda) -> None:
+    elsewhere = HostCuda(("GPU-elsewhere",))
+    with (
+        sender_of(cuda, 1) as (_, transport),
+        pytest.raises(Unavailable, match=r"does not see the GPU GPU-elsewhere.*CUDA_VISIBLE_DEVICES"),
+    ):
+        receive(elsewhere, transport)
+    with sender_of(cuda, 1) as (_, transport), pytest.raises(Unavailable, match="on the CPU"):
+        receive(cuda, transport, "cpu")
 
 
-@pytest.mark.parametrize("fails", [0, 1, 2])
-def test_shares_that_were_not_opened_are_given_up(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, fails: int) -> None:
-    """The receiver releases them before it reports that they are closed. The error, which is kept here, holds none."""
-    calls = itertools.count()
-
-    def opened(*args: Any) -> Any:
-        if next(calls) == fails:
-            raise RuntimeError("CUDA error")
-        return cuda.open(*args)
-
-    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", opened)
-    if fails == 2:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: 1 // 0)  # no memory of the host either
-    sent: list[list[int]] = []
-
-    def send(connection: Any, packet: Any, *descriptors: Any) -> None:
-        if packet.keys() == {"closed"}:
-            sent.append(cuda.held)
-        ipc_wire.send_packet(connection, packet, *descriptors)
-
-    monkeypatch.setattr(receiving, "send_packet", send)
-    with sender_of(1) as (_, transport), pytest.raises(Unavailable, match="can't be opened"):
-        receive(transport)
-    assert sent == [[]]
-    assert cuda.calls.count("release") == 2
-
-
-def second_share_fails(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = itertools.count()
-
-    def share(storage: Any) -> Any:
-        if next(calls) == 1:
-            raise RuntimeError("CUDA error: out of memory")
-        return cuda.share(storage)
-
-    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share)
-
-
-def test_shares_that_no_receiver_knows_are_released(
-    cuda: Cuda, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("call", "number"), [("open", 0), ("open", 1), ("pinned", 0)])
+def test_shares_that_were_not_opened_are_given_up(
+    cuda: HostCuda, pool: ThreadPoolExecutor, call: str, number: int
 ) -> None:
+    """The receiver releases the shares before it reports that they are closed. The error, which the test keeps, holds
+    none of them."""
+    cuda.before[call] = at_call(number, RuntimeError("CUDA error"))
+    with listening() as (listener, transport):
+        arriving = pool.submit(receive, cuda, transport)
+        connection, _ = listener.accept()
+        with connection:
+            manifest = memory(PACKED)
+            ipc_wire.send_packet(connection, FIRST, [manifest])
+            os.close(manifest)
+            assert ipc_wire.read_packet(connection)[0] == {"gpu": GPUS[0]}
+            shared = [cuda_buffers.share(cuda, torch.zeros(NEEDED, dtype=torch.uint8)) for _ in range(2)]
+            reported: list[bool] = []
+            cuda.before["release"] = lambda: reported.append(has_come(connection))
+            ipc_wire.send_packet(connection, {"handles": [one.to_wire() for one in shared]})
+            with pytest.raises(Unavailable, match="can't be opened"):
+                arriving.result(BOUND_S)
+            assert reported == [False, False]
+            assert cuda.held == []
+
+
+def test_shares_that_no_receiver_knows_are_released(cuda: HostCuda, pool: ThreadPoolExecutor) -> None:
     """The sender continues with the other receivers."""
-    second_share_fails(cuda, monkeypatch)
-    with sender_of(2) as (sender, transport):
+    cuda.before["share"] = at_call(1, RuntimeError("CUDA error: out of memory"))
+    with sender_of(cuda, 2) as (sender, transport):
         with pytest.raises(Unavailable, match="out of memory"):
-            receive(transport)
+            receive(cuda, transport)
         assert cuda.held == []
-        arriving = pool.submit(receive, transport)
+        arriving = pool.submit(receive, cuda, transport)
         digest = publish(sender, tensors())
         assert arriving.result(BOUND_S) == (bytes_of(tensors()), digest)
 
 
 @pytest.mark.parametrize("gpu", [[], {}, None, 1])
-def test_what_names_no_gpu_is_refused(cuda: Cuda, pool: ThreadPoolExecutor, gpu: Any) -> None:
-    with sender_of(2) as (sender, transport):
+def test_what_names_no_gpu_is_refused(cuda: HostCuda, pool: ThreadPoolExecutor, gpu: Any) -> None:
+    with sender_of(cuda, 2) as (sender, transport):
         with raw_receiver(transport) as (connection, _):
             ipc_wire.send_packet(connection, {"gpu": gpu})
             assert "does not see the GPU" in ipc_wire.read_packet(connection)[0]["error"]
-        arriving = pool.submit(receive, transport)
+        arriving = pool.submit(receive, cuda, transport)
         digest = publish(sender, tensors())
         assert arriving.result(BOUND_S) == (bytes_of(tensors()), digest)
 
 
-def test_a_trainer_that_can_not_be_watched_is_an_error(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_that_can_not_be_watched_is_an_error(cuda: HostCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer in another PID namespace has no process id here."""
     monkeypatch.setattr(receiving, "peer_pid", lambda connection: 0)
-    with sender_of(1) as (_, transport), pytest.raises(Unavailable, match="can't be watched") as refused:
-        receive(transport)
+    with sender_of(cuda, 1) as (_, transport), pytest.raises(Unavailable, match="can't be watched") as refused:
+        receive(cuda, transport)
     assert "PID namespace" in refused.value.facts["fix"]
     assert cuda.held == []
 
@@ -311,15 +237,10 @@ def test_a_trainer_that_can_not_be_watched_is_an_error(cuda: Cuda, monkeypatch: 
 
 
 @contextmanager
-def own_sender_of(receivers: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[IpcSender, dict[str, Any]]]:
+def own_sender_of(cuda: HostCuda, receivers: int) -> Iterator[tuple[IpcSender, dict[str, Any]]]:
     """Makes a sender that lends all of its tensors."""
-    monkeypatch.setattr(in_place, "_is_on", lambda device, tensor: device == "cuda:0")
-    sender = IpcSender(lambda: receivers, layout="tensors", on_gpus=lambda: True)
-    sender.device = "cuda:0"
-    try:
-        yield sender, sender.open(MANIFEST)
-    finally:
-        sender.destroy()
+    with sender_of(cuda, receivers, layout="tensors") as made:
+        yield made
 
 
 def publish_own(sender: IpcSender, named: dict[str, Any]) -> str | None:
@@ -332,16 +253,14 @@ def publish_own(sender: IpcSender, named: dict[str, Any]) -> str | None:
     return MANIFEST.digested(digests).digest
 
 
-def test_each_tensor_is_shared_with_each_rank_on_its_own_gpu(
-    cuda: Cuda, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_tensor_is_shared_with_each_rank_on_its_own_gpu(cuda: HostCuda, pool: ThreadPoolExecutor) -> None:
     """A tensor may be a part of a larger allocation. torch's notes of a share don't stay with the trainer's weights."""
     whole = torch.cat([torch.zeros(3), *tensors().values()])
     lengths = [3, *(one.numel() for one in tensors().values())]
     named = dict(zip(tensors(), whole.split(lengths)[1:], strict=True))
     place = whole.data_ptr()
-    with own_sender_of(3, monkeypatch) as (sender, transport):
-        arriving = [pool.submit(receive, transport, device) for device in ("cuda:0", "cuda:1", "cuda:1")]
+    with own_sender_of(cuda, 3) as (sender, transport):
+        arriving = [pool.submit(receive, cuda, transport, device) for device in ("cuda:0", "cuda:1", "cuda:1")]
         digest = publish_own(sender, named)
         for one in arriving:
             assert one.result(BOUND_S) == (bytes_of(tensors()), digest)
@@ -350,24 +269,24 @@ def test_each_tensor_is_shared_with_each_rank_on_its_own_gpu(
     assert cuda.held == []
     assert cuda.calls[-2:] == ["collect", "empty"]
     assert whole.data_ptr() == place
-    assert not whole.is_shared()
+    assert all(storage is not whole.untyped_storage() for storage in cuda.shared)
 
 
 @pytest.mark.parametrize("opens", [0, 1])
 def test_a_receiver_of_tensors_that_dies_is_counted_for(
-    cuda: Cuda, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, opens: int
+    cuda: HostCuda, pool: ThreadPoolExecutor, opens: int
 ) -> None:
     """The sender releases all shares that it has sent, even if the receiver has taken the first bucket."""
-    with own_sender_of(2, monkeypatch) as (sender, transport):
-        arriving = pool.submit(receive, transport)
-        dying = pool.submit(_dies_after, transport, opens)
+    with own_sender_of(cuda, 2) as (sender, transport):
+        arriving = pool.submit(receive, cuda, transport)
+        dying = pool.submit(_dies_after, cuda, transport, opens)
         digest = publish_own(sender, tensors())
         dying.result(BOUND_S)
         assert arriving.result(BOUND_S) == (bytes_of(tensors()), digest)
     assert cuda.held == []
 
 
-def _dies_after(transport: dict[str, Any], turns: int) -> None:
+def _dies_after(cuda: HostCuda, transport: dict[str, Any], turns: int) -> None:
     with raw_receiver(transport) as (connection, _):
         ipc_wire.send_packet(connection, {"gpu": GPUS[1]})
         assert ipc_wire.read_packet(connection)[0] == {"handles": []}
@@ -377,23 +296,16 @@ def _dies_after(transport: dict[str, Any], turns: int) -> None:
             if number < turns:
                 for wire in turn["handles"]:
                     handle = Handle.from_wire(wire, 1, 0)
-                    torch.UntypedStorage._release_ipc_counter(handle.counter, handle.counter_offset, device=None)
+                    cuda.release(handle.counter, handle.counter_offset)
                 ipc_wire.send_packet(connection, {"taken": number})
 
 
 def test_tensors_that_can_not_be_opened_are_given_up_and_said_to_be(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
+    cuda: HostCuda, pool: ThreadPoolExecutor
 ) -> None:
-    calls = itertools.count()
-
-    def fail(*given: Any) -> Any:
-        if next(calls) == 3:
-            raise RuntimeError("CUDA error: invalid resource handle")
-        return cuda.open(*given)
-
-    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", fail)
-    with own_sender_of(1, monkeypatch) as (sender, transport):
-        arriving = pool.submit(receive, transport)
+    cuda.before["open"] = at_call(3, RuntimeError("CUDA error: invalid resource handle"))
+    with own_sender_of(cuda, 1) as (sender, transport):
+        arriving = pool.submit(receive, cuda, transport)
         with pytest.raises(Unavailable, match="no receiver is left"):
             publish_own(sender, tensors())
         with pytest.raises(Unavailable, match="invalid resource handle"):
@@ -403,12 +315,10 @@ def test_tensors_that_can_not_be_opened_are_given_up_and_said_to_be(
     assert cuda.held == []
 
 
-def test_a_share_that_fails_is_reported_to_its_receiver(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
-) -> None:
-    second_share_fails(cuda, monkeypatch)
-    with own_sender_of(1, monkeypatch) as (sender, transport):
-        arriving = pool.submit(receive, transport)
+def test_a_share_that_fails_is_reported_to_its_receiver(cuda: HostCuda, pool: ThreadPoolExecutor) -> None:
+    cuda.before["share"] = at_call(1, RuntimeError("CUDA error: out of memory"))
+    with own_sender_of(cuda, 1) as (sender, transport):
+        arriving = pool.submit(receive, cuda, transport)
         with pytest.raises(Unavailable, match="no receiver is left"):
             publish_own(sender, tensors())
         with pytest.raises(Unavailable, match="out of memory"):
@@ -417,21 +327,21 @@ def test_a_share_that_fails_is_reported_to_its_receiver(
 
 
 def test_both_sides_hear_what_fails_on_the_senders_thread(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+    cuda: HostCuda, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The error may be of any type: torch's BufferError is not a RuntimeError."""
     threads: list[str] = []
 
-    def refuse(whole: Any) -> Any:
+    def refuse() -> None:
         threads.append(threading.current_thread().name)
         raise BufferError("Can't export tensors on a different CUDA device index")
 
-    monkeypatch.setattr(torch, "from_dlpack", refuse)
-    with own_sender_of(1, monkeypatch) as (sender, transport):
+    cuda.before["alias"] = refuse
+    with own_sender_of(cuda, 1) as (sender, transport):
         sender.lend(tensors())
         sender.send(0)  # before anybody has come: its handles are made when somebody does
         with pytest.raises(Unavailable, match="refused: Can't export tensors"):
-            pool.submit(receive, transport).result(BOUND_S)
+            pool.submit(receive, cuda, transport).result(BOUND_S)
         with pytest.raises(Unavailable, match=r"no receiver is left.*Can't export tensors"):
             sender.send(1)
     assert threads == ["ipc sender"]
@@ -439,16 +349,11 @@ def test_both_sides_hear_what_fails_on_the_senders_thread(
     assert cuda.held == []
 
 
-def test_both_sides_hear_why_a_gpu_gets_no_buffers(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
-) -> None:
-    def refuse(buffers: Any, uuid: str) -> Any:
-        raise BufferError("no such buffer")
-
-    with sender_of(1) as (sender, transport):
-        monkeypatch.setattr(cuda_buffers.GpuBuffers, "shared", refuse)
+def test_both_sides_hear_why_a_gpu_gets_no_buffers(cuda: HostCuda, pool: ThreadPoolExecutor) -> None:
+    cuda.before["share"] = at_call(0, BufferError("no such buffer"))
+    with sender_of(cuda, 1) as (sender, transport):
         with pytest.raises(Unavailable, match="refused: no such buffer"):
-            pool.submit(receive, transport).result(BOUND_S)
+            pool.submit(receive, cuda, transport).result(BOUND_S)
         with pytest.raises(Unavailable, match=r"no receiver is left.*no such buffer"):
             sender.send(0)
 
@@ -471,7 +376,7 @@ def test_the_gpu_of_a_tensor_is_current_while_it_gets_an_alias(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr(torch, "from_dlpack", from_dlpack)
     tensor = torch.arange(3.0)
-    alias = cuda_buffers.alias(tensor)
+    alias = TorchCuda().alias(tensor)
     assert (alias.data_ptr(), alias.nbytes) == (tensor.data_ptr(), tensor.nbytes)
 
 
@@ -540,11 +445,11 @@ FIRST = {"protocol": ipc_wire.PROTOCOL, "manifest": len(PACKED), "buffer": NEEDE
         ({**FIRST, "buffer": NEEDED + 64}, [GOOD, GOOD]),
     ],
 )
-def test_no_handle_is_opened_before_all_are_right(cuda: Cuda, first: dict[str, Any], handles: Any) -> None:
+def test_no_handle_is_opened_before_all_are_right(cuda: HostCuda, first: dict[str, Any], handles: Any) -> None:
     before = descriptors()
     refused = pytest.raises(InvalidWeights, match="not a sender of ours")
     with impostor(first, {"handles": handles}, given=lambda: [memory(PACKED)]) as transport, refused:
-        receive(transport)
+        receive(cuda, transport)
     assert cuda.calls == []
     assert descriptors() == before
 
@@ -553,11 +458,7 @@ def test_no_handle_is_opened_before_all_are_right(cuda: Cuda, first: dict[str, A
 
 
 @pytest.mark.parametrize("lives", [True, False])
-def test_the_counters_of_a_trainer_that_was_killed_are_removed(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, lives: bool
-) -> None:
-    monkeypatch.setattr(cuda_buffers, "SHM", tmp_path)
-    monkeypatch.setattr(cuda_buffers, "TRAINER_ENDS_S", 0.05 if lives else BOUND_S)
+def test_the_counters_of_a_trainer_that_was_killed_are_removed(tmp_path: Path, lives: bool) -> None:
     pid = os.fork()
     if pid == 0:
         threading.Event().wait()
@@ -569,7 +470,7 @@ def test_the_counters_of_a_trainer_that_was_killed_are_removed(
     try:
         if not lives:
             os.kill(pid, 9)
-        cuda_buffers.remove_counters(handles, pid, pidfd)
+        cuda_buffers.remove_counters(handles, pid, pidfd, shm=tmp_path, ends_s=0.05 if lives else BOUND_S)
         assert {one.name for one in tmp_path.iterdir()} == ({mine, others} if lives else {others})
     finally:
         os.kill(pid, 9)
@@ -590,7 +491,7 @@ def test_the_counters_of_a_trainer_that_was_killed_are_removed(
     ],
 )
 def test_where_all_are_on_gpus_the_weights_stay_there(
-    cuda: Cuda, device: str, engines: tuple[str | None, ...], on_gpu: bool, caplog: pytest.LogCaptureFixture
+    cuda: HostCuda, device: str, engines: tuple[str | None, ...], on_gpu: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def run(op: str, body: dict[str, Any]) -> dict[str, Any]:
         facts: dict[str, Callable[[str | None], dict[str, Any]]] = {
@@ -599,7 +500,7 @@ def test_where_all_are_on_gpus_the_weights_stay_there(
         }
         return {"workers": [facts[op](engine) for engine in engines]}
 
-    sender = build(SenderContext(run))
+    sender = build(SenderContext(run), cuda)
     sender.device = device
     with raw_receiver(sender.open(MANIFEST)) as (_, given):
         assert len(given) == (1 if on_gpu else 3)
@@ -611,39 +512,37 @@ def test_where_all_are_on_gpus_the_weights_stay_there(
 
 
 @pytest.mark.parametrize("lies", ["cuda:1", "cpu"])
-def test_a_gathered_tensor_is_on_this_ranks_gpu(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, lies: str) -> None:
+def test_a_gathered_tensor_is_on_this_ranks_gpu(
+    cuda: HostCuda, monkeypatch: pytest.MonkeyPatch, lies: str
+) -> None:
     """A mesh does not name a GPU's number, so the rank's current GPU is taken. An offloaded tensor lies on `cpu`."""
     from rl_plane.publish.sources.torch_tensors import device_of
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     sharded = SimpleNamespace(device=torch.device(lies), device_mesh=SimpleNamespace(device_type="cuda"))
-    assert cuda_buffers.uuid_of(device_of(sharded)) == GPUS[1]
+    assert cuda.uuid_of(device_of(sharded)) == GPUS[1]
 
 
 def test_a_source_knows_where_its_tensors_are() -> None:
     there = SimpleNamespace(device="cuda:1", dtype=torch.float32, shape=(2,))
     assert SOURCE.device == "cpu"
-    assert cuda_buffers.uuid_of(SOURCE.device) is None
+    assert TorchCuda().uuid_of(SOURCE.device) is None
     from rl_plane.publish.sources.torch_tensors import device_of
 
     assert device_of(there) == "cuda:1"
 
 
-def test_errors_of_torch_are_ours(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any) -> Any:
-        raise RuntimeError("CUDA error: invalid resource handle")
-
-    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", refuse)
+def test_errors_of_torch_are_ours(cuda: HostCuda) -> None:
+    cuda.before["open"] = at_call(0, RuntimeError("CUDA error: invalid resource handle"))
     before = descriptors()
-    with sender_of(1) as (_, transport), pytest.raises(PlaneError, match="invalid resource handle"):
-        receive(transport)
+    with sender_of(cuda, 1) as (_, transport), pytest.raises(PlaneError, match="invalid resource handle"):
+        receive(cuda, transport)
     assert descriptors() == before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_bench_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bench_says_what_it_needs() -> None:
     from bench import cuda_ipc
 
-    monkeypatch.setattr("sys.argv", ["bench.cuda_ipc"])
     with pytest.raises(SystemExit, match="needs a GPU"):
-        cuda_ipc.main()
+        cuda_ipc.main([])

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from rl_plane.protocol.versions import HostTensor, TensorSpec
-from rl_plane.weights import read_ahead
-from rl_plane.weights.read_ahead import HUGE_BYTES, ReadAhead, host_memory
+from rl_plane.weights.read_ahead import HUGE_BYTES, ReadAhead, free_idle, host_memory, idle_bytes
 
 BOUND_S = 30.0
 
@@ -40,22 +39,22 @@ def test_memory_is_taken_again_once_nothing_is_left_in_it() -> None:
 
 
 def test_no_more_memory_stays_than_was_used_at_once() -> None:
-    read_ahead._given_back.clear()
+    free_idle()
     most = 6 * HUGE_BYTES
     for nbytes in (HUGE_BYTES, 2 * HUGE_BYTES, 3 * HUGE_BYTES, 5 * HUGE_BYTES + 1, HUGE_BYTES + 1):
         used = [host_memory(nbytes) for _ in range(most // nbytes)]
-        assert sum(map(len, read_ahead._given_back)) + nbytes * len(used) <= most
+        assert idle_bytes() + nbytes * len(used) <= most
         del used
-        assert sum(map(len, read_ahead._given_back)) <= most
+        assert idle_bytes() <= most
 
 
 def test_memory_that_is_locked_goes_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    read_ahead._given_back.clear()
+    free_idle()
     memory = host_memory(HUGE_BYTES)
     if ctypes.CDLL(None, use_errno=True).mlock(ctypes.c_void_p(address(memory)), ctypes.c_size_t(HUGE_BYTES)):
         pytest.skip("this user may lock no memory")
     del memory
-    assert not read_ahead._given_back
+    assert not idle_bytes()
     assert not capfd.readouterr().err
 
 
