@@ -32,8 +32,10 @@ def main(upgrade: bool) -> None:
         build, torch, excludes, versions = (Path(folder) / name for name in ("build.in", "torch.in", "no", "all"))
         build.write_text("\n".join(project["build-system"]["requires"]))
         torch.write_text(next(line for line in extras["hf"] if line.startswith("torch==")))
-        compile_lock(HERE / "torch-cuda.txt", torch, *options)
-        excludes.write_text("\n".join(CUDA.findall((HERE / "torch-cuda.txt").read_text())))
+        cuda = HERE / "torch-cuda.txt"
+        compile_lock(cuda, torch, *options)
+        cuda.write_text(only_cuda(cuda.read_text()))
+        excludes.write_text("\n".join(CUDA.findall(cuda.read_text())))
         options += ["--excludes", str(excludes), "--constraints", str(HERE / "engines.in")]
 
         # All that share an environment are solved together first, so that their locks agree.
@@ -50,8 +52,6 @@ def main(upgrade: bool) -> None:
     for name in ("engines", "deepspeed", "clients"):
         compile_lock(HERE / f"{name}.txt", HERE / f"{name}.in", "--no-deps")
     compile_lock(HERE / "tools.txt", HERE / "tools.in", *options)
-    for lock in HERE.glob("*.txt"):
-        lock.write_text(with_cpu_builds(lock.read_text()))
 
 
 def each(extras: list[str]) -> list[str]:
@@ -74,15 +74,10 @@ def pins(names: list[str]) -> str:
     return "\n".join(sorted(found))
 
 
-def with_cpu_builds(text: str) -> str:
-    """Adds the hashes of PyTorch's CPU builds. They have the same version number, and come from PyTorch's own index."""
-    for line in (HERE / "torch-cpu.sha256").read_text().splitlines():
-        digest, name = line.split()
-        pin = f"torch=={name.split('-')[1].removesuffix('+cpu')} \\\n"
-        entry = f"    --hash=sha256:{digest} \\\n"
-        if entry not in text:
-            text = re.sub(rf"(?m)^{re.escape(pin)}", lambda found, entry=entry: found[0] + entry, text)
-    return text
+def only_cuda(text: str) -> str:
+    """Returns the entries of torch and of what only its CUDA build needs. The other locks have the rest."""
+    entries = re.findall(r"^\S.*\n(?:    .*\n)*", text, re.MULTILINE)
+    return "".join(entry for entry in entries if CUDA.match(entry) or entry.startswith("torch=="))
 
 
 if __name__ == "__main__":

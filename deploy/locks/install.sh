@@ -14,14 +14,14 @@ files=
 for lock; do
     files="$files -r $here/$lock.txt"
 done
+
+# As pip does without hashes, this prefers the CPU build of torch where pip's indexes have it.
+# shellcheck disable=SC2086
+if cat $(echo $files | sed 's/-r //g') | grep -q '^torch=='; then
+    if ! install -r "$here/torch-cpu.txt" 2>/dev/null; then
+        echo "pip finds no CPU build of torch, so the default build follows. On Linux it brings the CUDA libraries." >&2
+        install -r "$here/torch-cuda.txt"
+    fi
+fi
 # shellcheck disable=SC2086
 install $files
-
-# A torch that is not a CPU build needs the CUDA libraries, which are a lock of their own.
-"$python" - <<'PYTHON' || install -r "$here/torch-cuda.txt"
-import importlib.metadata
-import sys
-
-found = [each.version for each in importlib.metadata.distributions(name="torch")]
-sys.exit(any("+cpu" not in version for version in found))
-PYTHON
