@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # The tests start hundreds of processes: without stored bytecode each of them compiles every module again.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Each lock names exact versions and the hashes of their files: docs/security.md has the list.
+# Each lock names the exact versions of an install path, and the hashes of their files.
 LOCKS := deploy/locks
 STUB := deploy/torchvision-stub
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
