@@ -27,7 +27,7 @@ import worker.engines.fake.adapter as fake
 def _switch(name):
     return property(lambda self: Path({folder!r}, name).exists(), lambda self, value: None)
 for _name in ("fail_stage", "fail_swap", "fail_overwrite", "miscompute"):
-    setattr(fake.FakeEngine, _name, _switch(_name))
+    setattr(fake.FakeConfig, _name, _switch(_name))
 """
 
 
