@@ -60,18 +60,10 @@ def each(extras: list[str]) -> list[str]:
 
 def compile_lock(lock: Path, *arguments: str | Path) -> None:
     """Writes one lock for every platform and every Python that the project supports."""
-    command = [
-        UV,
-        "pip",
-        "compile",
-        "--quiet",
-        "--no-config",
-        "--system-certs",
-        "--universal",
-        "--generate-hashes",
-    ]
+    command = ["pip", "compile", "--quiet", "--no-config", "--system-certs", "--universal", "--generate-hashes"]
     command += ["--no-header", "--no-annotate", "--python-version", "3.11"]
-    subprocess.run([*command, "--output-file", lock, *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    called: list[str | Path] = [UV, *command, "--output-file", lock, *arguments]
+    subprocess.run(called, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
 def pins(names: list[str]) -> str:
