@@ -16,7 +16,7 @@ STUB := deploy/torchvision-stub
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 LOCKED := $(PIP) --no-build-isolation --require-hashes
 
-.PHONY: setup engines demo test test-fast lint lock audit sim mutants soak bench docs clean
+.PHONY: setup engines demo test test-fast lint lock audit fuzz fuzz-http sim mutants soak bench docs clean
 
 setup: $(VENV)/.ready
 
@@ -74,6 +74,12 @@ $(VENV)/.tools: $(LOCKS)/tools.txt
 # Asks the advisory service about each locked version, where it can be reached.
 audit: $(VENV)/.tools
 	$(VENV)/tools/bin/python $(LOCKS)/audit.py
+
+# The fuzz tests with ever new requests, for SECONDS in all and from SEED.
+fuzz: fuzz-http
+
+fuzz-http: setup
+	FUZZ_SECONDS=$$(($(or $(SECONDS),3600) / 3)) FUZZ_SEED=$(or $(SEED),1) $(BIN)/python -m pytest tests/fleet/test_openapi_fuzz.py
 
 sim: setup
 	$(BIN)/python -m tests.sim --seeds $(or $(SEEDS),1000)
