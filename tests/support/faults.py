@@ -76,7 +76,7 @@ class Told:
         async def heard(message: Msg) -> None:
             told._take(msgpack.unpackb(message.data))
 
-        await client.bus.subscribe(client.subjects().status, heard)
+        await client.bus.subscribe(client.subjects().status("*"), heard)
         await client.bus.flush()
         await client.list_workers()
         for row in (await client.call_all("state")).rows:
