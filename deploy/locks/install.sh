@@ -7,7 +7,7 @@ shift
 here=$(dirname "$0")
 
 install() {
-    "$python" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes "$@"
+    "$python" -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes "$@"
 }
 
 files=

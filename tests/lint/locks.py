@@ -40,7 +40,7 @@ def unlocked(root: Path) -> list[str]:
         found += _missing(name, wanted, locks.get(name))
     for path in IMAGE_FILES:
         found += _images(path, (root / path).read_text())
-    return sorted(found)
+    return sorted(set(found))
 
 
 def _entries(path: Path, name: Path) -> tuple[list[LockEntry], list[str]]:
