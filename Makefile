@@ -23,7 +23,7 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml $(LOCKS)/build.txt $(LOCKS)/demo.txt $(LOCKS)/dev.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rl_plane needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
-	sh $(LOCKS)/install.sh $(BIN)/python build demo dev
+	sh $(LOCKS)/install.sh $(BIN)/python demo dev
 	$(PIP) --no-build-isolation --config-settings editable_mode=compat -e .
 	touch $@
 

@@ -7,8 +7,11 @@ shift
 here=$(dirname "$0")
 
 install() {
-    "$python" -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes "$@"
+    "$python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --require-hashes "$@"
 }
+
+# A package without a wheel is built by the locked setuptools, because pip would take an unlocked one.
+install -r "$here/build.txt"
 
 files=
 for lock; do

@@ -93,7 +93,7 @@ def test_nats_runs_our_config_with_its_store_on_a_volume(
 def test_nats_is_the_version_that_we_test_with(services: dict[str, Any], dockerfile: str) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert services["nats"]["entrypoint"] == ["nats-server"]
-    assert "install.sh python build hf frontend nats" in dockerfile
+    assert "install.sh python hf frontend nats" in dockerfile
     assert f"\n{extras['nats'][0]} " in (ROOT / "deploy" / "locks" / "nats.txt").read_text()
 
 
