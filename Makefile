@@ -10,27 +10,31 @@ export OMP_NUM_THREADS ?= 1
 # The tests start hundreds of processes: without stored bytecode each of them compiles every module again.
 export PYTHONDONTWRITEBYTECODE :=
 
-# One set of versions, whether vLLM and SGLang are installed or not.
-ENGINES := deploy/engines-cpu
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Each lock names the exact versions of an install path, and the hashes of their files.
+LOCKS := deploy/locks
+STUB := deploy/torchvision-stub
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
+LOCKED := $(PIP) --no-build-isolation --require-hashes
 
-.PHONY: setup engines demo test test-fast lint sim mutants soak bench docs clean
+.PHONY: setup engines demo test test-fast lint lock audit fuzz fuzz-http sim mutants soak bench docs clean
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml $(ENGINES)/requirements.txt
+$(VENV)/.ready: pyproject.toml $(LOCKS)/build.txt $(LOCKS)/demo.txt $(LOCKS)/dev.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rl_plane needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --constraint $(ENGINES)/requirements.txt --config-settings editable_mode=compat -e '.[demo,dev]'
+	sh $(LOCKS)/install.sh $(BIN)/python demo dev
+	$(PIP) --no-build-isolation --config-settings editable_mode=compat -e .
 	touch $@
 
 engines: $(VENV)/.engines
 
-$(VENV)/.engines: $(VENV)/.ready $(ENGINES)/requirements.txt $(ENGINES)/deepspeed.txt $(ENGINES)/clients.txt $(wildcard $(ENGINES)/torchvision-stub/*/*.py)
-	$(PIP) --no-deps -r $(ENGINES)/requirements.txt $(ENGINES)/torchvision-stub
-	$(PIP) --no-deps --no-build-isolation --upgrade --target $(VENV)/deepspeed -r $(ENGINES)/deepspeed.txt
-	$(PIP) --no-deps --upgrade --target $(VENV)/clients -r $(ENGINES)/clients.txt
-	rm -rf $(ENGINES)/torchvision-stub/build $(ENGINES)/torchvision-stub/*.egg-info
+$(VENV)/.engines: $(VENV)/.ready $(addprefix $(LOCKS)/,engines.txt deepspeed.txt clients.txt) $(wildcard $(STUB)/*/*.py)
+	$(LOCKED) -r $(LOCKS)/engines.txt
+	$(PIP) --no-build-isolation ./$(STUB)
+	$(LOCKED) --upgrade --target $(VENV)/deepspeed -r $(LOCKS)/deepspeed.txt
+	$(LOCKED) --upgrade --target $(VENV)/clients -r $(LOCKS)/clients.txt
+	rm -rf $(STUB)/build $(STUB)/*.egg-info
 	touch $@
 
 demo: setup
@@ -57,6 +61,25 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m tests.lint
+
+# Writes deploy/locks again after a change of pyproject.toml or of an .in file; UPGRADE=1 takes the newest versions.
+lock: $(VENV)/.tools
+	$(VENV)/tools/bin/python $(LOCKS)/generate.py $(if $(UPGRADE),--upgrade)
+
+$(VENV)/.tools: $(LOCKS)/tools.txt
+	$(PYTHON) -m venv $(VENV)/tools
+	sh $(LOCKS)/install.sh $(VENV)/tools/bin/python tools
+	touch $@
+
+# Asks the advisory service about each locked version, where it can be reached.
+audit: $(VENV)/.tools
+	$(VENV)/tools/bin/python $(LOCKS)/audit.py
+
+# The fuzz tests with ever new requests, for SECONDS in all and from SEED.
+fuzz: fuzz-http
+
+fuzz-http: setup
+	FUZZ_SECONDS=$$(($(or $(SECONDS),3600) / 3)) FUZZ_SEED=$(or $(SEED),1) $(BIN)/python -m pytest tests/fleet/test_openapi_fuzz.py
 
 sim: setup
 	$(BIN)/python -m tests.sim --seeds $(or $(SEEDS),1000)

