@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from frontend.frontend_limits import LIMITS, FrontendLimits
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.dialects import DIALECTS
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
@@ -42,6 +43,7 @@ class FrontendOptions:
     """The time for the choices under way after SIGTERM."""
     part_timeout_s: float = PART_TIMEOUT_S
     """The time until every rank has the tensors of one call, where a trainer's dialect has no field for it."""
+    limits: FrontendLimits = LIMITS
 
     def __post_init__(self) -> None:
         for name in self.dialects:

@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import datetime
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import nats
@@ -182,8 +182,13 @@ class Bus:
 
     @classmethod
     async def connect(
-        cls, url: str = DEFAULT_NATS_URL, name: str = "rl-plane", wait_s: float = CONNECT_TIMEOUT_S
-    ) -> Bus:
+        cls,
+        url: str = DEFAULT_NATS_URL,
+        name: str = "rl-plane",
+        wait_s: float = CONNECT_TIMEOUT_S,
+        *,
+        ping_interval_s: float = PING_INTERVAL_S,
+    ) -> Self:
         """Connects. BusUnreachable: no server answers within `wait_s`."""
         _check_url(url)
         bus = cls(url, name)
@@ -198,7 +203,7 @@ class Bus:
                     error_cb=bus._error,
                     max_reconnect_attempts=-1,
                     reconnect_time_wait=RECONNECT_WAIT_S,
-                    ping_interval=int(PING_INTERVAL_S),
+                    ping_interval=int(ping_interval_s),
                     max_outstanding_pings=MAX_PINGS,
                     flush_timeout=REQUEST_TIMEOUT_S,
                     flusher_queue_size=0,  # unlimited: PINGs use it too, and must not wait behind publishers
