@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from rl_plane.bus.connection import CONNECT_TIMEOUT_S, Bus
+from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, LOCK_TIMINGS, HeldLock, LockTimings, hold_lock
 from rl_plane.bus.scatter import Answer, Gather, Missing, Scatter
 from rl_plane.bus.sealed_record import bar_former
@@ -28,6 +29,7 @@ from rl_plane.errors import (
     MembershipChanged,
     NotFound,
     NoWorkers,
+    PermissionDenied,
     PlaneError,
     WorkerLost,
     error_from_wire,
@@ -50,8 +52,8 @@ WATCH_QUEUE = 10_000
 """The number of changes that a watcher may be behind. Then its watch ends with an error, so that the queue stays
 bounded."""
 
-BusConnector = Callable[[str, str, float], Awaitable[Bus]]
-"""Opens a connection from the server's URL, the connection's name and the longest wait in seconds."""
+BusConnector = Callable[[str, str, float, NatsCredentials], Awaitable[Bus]]
+"""Opens a connection from the server's URL, the connection's name, the longest wait in seconds and the credentials."""
 EmptyFleet = Literal["error", "ok"]
 
 
@@ -94,15 +96,17 @@ class WorkerCalls:
         *,
         name: str = "rl-client",
         wait_s: float = CONNECT_TIMEOUT_S,
+        credentials: NatsCredentials = NO_CREDENTIALS,
         lock_timings: LockTimings = LOCK_TIMINGS,
         connect_bus: BusConnector | None = None,
     ) -> Self:
-        """Connects and reads the membership. BusUnreachable if no server answers within `wait_s` seconds.
+        """Connects and reads the membership. BusUnreachable if no server answers within `wait_s` seconds. Unauthorized
+        if it refuses `credentials`, or is not the server that they ask for.
 
         `lock_timings`: for the component's lock while this client holds it.
         `connect_bus`: opens the connection. None: `Bus.connect`."""
         subjects = Subjects(namespace, component)  # checks the names before a connection is opened
-        bus = await (connect_bus or Bus.connect)(nats_url, name, wait_s)
+        bus = await (connect_bus or Bus.connect)(nats_url, name, wait_s, credentials)
         client = cls(bus, namespace, component, lock_timings=lock_timings)
         try:
             await client._gather.start_listening()
@@ -364,7 +368,8 @@ class WorkerCalls:
         retries: int = 0,
         on_row: Callable[[WorkerReply], None] | None = None,
     ) -> list[WorkerReply]:
-        direct = view.subjects.rl_direct("")
+        subjects = view.subjects
+        direct = subjects.rl_direct("") if op_named(request.op).changes else subjects.read("")
         if request.fence is None:
             payload = encode(request.to_wire())
             targets = [(direct + member.instance_id, payload) for member in members]
@@ -467,7 +472,11 @@ def _follow(gather: Gather, scatter: Scatter, members: Sequence[Member]) -> Call
 def _row(member: Member, answer: Answer, timeout_s: float) -> WorkerReply:
     error: PlaneError
     if isinstance(answer, Missing):
-        if answer is Missing.SILENT:
+        if answer is Missing.DENIED:
+            error = PermissionDenied(
+                answer.value, instance_id=member.instance_id, fix="use a key that may (docs/security.md)"
+            )
+        elif answer is Missing.SILENT:
             error = DeadlineExceeded(
                 f"no answer within {timeout_s:g} s", instance_id=member.instance_id, fix="is the worker hung?"
             )

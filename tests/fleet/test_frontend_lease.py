@@ -199,7 +199,7 @@ async def test_without_a_lease_requests_wait_for_it(plane: Plane) -> None:
         await decide(client.bus, client.subjects(), record(1))
         await plane.until(lambda: one.status.admitted())
         assert await ask(one) == [7]
-        await client.bus.js.delete_stream(client.subjects().state.stream)
+        await client.bus.nc.jetstream().delete_stream(client.subjects().state.stream)
         await plane.until(lambda: not one.lease.holds())
         assert one.status.admitted()
         with pytest.raises(NotAdmitted) as caught:

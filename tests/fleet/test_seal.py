@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from rl_plane.bus.connection import Bus, WrongSequence
-from rl_plane.bus.lock import FENCE_KEY, HeldLock, LockTimings, hold_lock
+from rl_plane.bus.lock import HeldLock, LockTimings, hold_lock
 from rl_plane.bus.sealed_record import SEAL_TRIES, SealedRecord, bar, restore
 from rl_plane.bus.state_store import read_record
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, StaleFence
 from rl_plane.protocol.record import DecisionRecord, VersionSource, first_record
-from rl_plane.protocol.subjects import LOCK, RECORD, Entry
+from rl_plane.protocol.subjects import FENCE_KEY, LOCK, RECORD, Entry
 from rl_plane.protocol.versions import WeightVersion
 from tests.support.faults import hold_back
 from tests.support.lost_writes import lose_all
@@ -143,7 +143,7 @@ async def test_a_delayed_decision_is_refused_whatever_other_calls_did_meanwhile(
             async with two.lock(await two.view(), wait_s=10):
                 pass
             if not told:
-                await two.bus.js.purge_stream(state.stream, subject=state.key(LOCK))
+                await two.bus.nc.jetstream().purge_stream(state.stream, subject=state.key(LOCK))
             async with coordinator(two) as (_, sealed):
                 await sealed.seal(as_stored)
                 go_on.set()

@@ -8,6 +8,7 @@ from typing import Any
 from nats.aio.msg import Msg
 
 from rl_plane.bus.connection import Bus
+from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.protocol.subjects import Entry, KeyValueBucket
 
 
@@ -33,8 +34,10 @@ class BusFaults:
         self.before_bucket: Callable[[KeyValueBucket], Awaitable[None]] | None = None
         """Awaited before the connection makes sure that a bucket exists."""
 
-    async def connect(self, url: str, name: str, wait_s: float) -> Bus:
-        bus = await FaultyBus.connect(url, name, wait_s)
+    async def connect(
+        self, url: str, name: str, wait_s: float, credentials: NatsCredentials = NO_CREDENTIALS
+    ) -> Bus:
+        bus = await FaultyBus.connect(url, name, wait_s, credentials)
         bus.faults = self
         return bus
 

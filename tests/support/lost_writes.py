@@ -9,7 +9,8 @@ from rl_plane.protocol.subjects import KeyValueBucket
 async def lose_all(bus: Bus, bucket: KeyValueBucket, first_sequence: int) -> None:
     """Makes the bucket as a store that has lost all its writes. The next write gets `first_sequence`, which the store
     may have given before."""
-    config = (await bus.js.stream_info(bucket.stream)).config
+    streams = bus.nc.jetstream()
+    config = (await streams.stream_info(bucket.stream)).config
     config.first_seq = first_sequence
-    await bus.js.delete_stream(bucket.stream)
-    await bus.js.add_stream(config)
+    await streams.delete_stream(bucket.stream)
+    await streams.add_stream(config)
