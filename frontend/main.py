@@ -45,6 +45,7 @@ from rl_plane.bus.token_stream import StreamReceiver
 from rl_plane.client import RlClient
 from rl_plane.fleet.fleet import Fleet
 from rl_plane.membership.view import MembershipView
+from rl_plane.membership.worker_calls import BusConnector
 from rl_plane.protocol.http_keys import Caller, Role
 
 log = logging.getLogger("frontend")
@@ -67,17 +68,17 @@ class Frontend:
         self.part_timeout_s = options.part_timeout_s
         self.status = FleetStatus(client, view)
         self.metrics = FrontendMetrics(self._snapshot)
-        self.events = FleetEvents(view, self.status)
+        self.events = FleetEvents(view, self.status, options.limits)
         self.events.on_committed = self.metrics.on_committed
         self.events.on_canary = self.metrics.on_canary
         self.committed = Committed(view)
-        self.lease = FrontendLease(view, frontend_id)
+        self.lease = FrontendLease(view, frontend_id, options.limits)
         self.receiver = StreamReceiver(client.bus)
         self.engines = EngineClient(
-            self.receiver, view, self.status, self.committed, self.lease, options.admission_wait_s
+            self.receiver, view, self.status, self.committed, self.lease, options.admission_wait_s, options.limits
         )
         self.lease.on_abort = self.engines.aborts.abort
-        self.generation = Generation(self.engines, view, self.committed, options.admission_wait_s)
+        self.generation = Generation(self.engines, view, self.committed, options.admission_wait_s, options.limits)
         self.generation.on_first_token = self.metrics.on_first_token
         self.tokens = Tokens(client, view, self.generation.check_model)
         fleet = Fleet(client)
@@ -85,12 +86,19 @@ class Frontend:
         self.recovery = UpdateRecovery(fleet, view)
         self.calls = OpRunner(fleet)
         self.calls.on_op = self.events.on_op
-        self.service = FleetService(client.bus, view.subjects.fleet, self.calls)
-        self.reading = FleetService(client.bus, view.subjects.fleet_read, self.calls, reads=True)
+        self.service = FleetService(
+            client.bus, view.subjects.fleet, self.calls, max_calls=options.limits.fleet_calls
+        )
+        self.reading = FleetService(
+            client.bus, view.subjects.fleet_read, self.calls, reads=True, max_calls=options.limits.fleet_calls
+        )
 
     @classmethod
     @asynccontextmanager
-    async def running(cls, options: FrontendOptions) -> AsyncIterator[Frontend]:
+    async def running(
+        cls, options: FrontendOptions, connect_bus: BusConnector | None = None
+    ) -> AsyncIterator[Frontend]:
+        """Starts a frontend, and stops it when the block ends. `connect_bus`: as in `RlClient.connect`."""
         frontend_id = secrets.token_hex(8)
         name = f"frontend-{frontend_id}"
         client = await RlClient.connect(
@@ -99,6 +107,7 @@ class Frontend:
             options.component,
             name=name,
             wait_s=SERVICE_CONNECT_S,
+            connect_bus=connect_bus,
             credentials=options.credentials,
         )
         async with AsyncExitStack() as stack:
@@ -163,7 +172,9 @@ class Frontend:
         return api.app()
 
 
-async def serve(options: FrontendOptions, on_ready: OnReady | None = None) -> None:
+async def serve(
+    options: FrontendOptions, on_ready: OnReady | None = None, connect_bus: BusConnector | None = None
+) -> None:
     """Runs until SIGTERM, SIGINT or cancellation. `on_ready` gets `{rl_url, http_url}` once both accept connections.
     The URL of a listener that is off is None."""
     certificate = (
@@ -174,7 +185,7 @@ async def serve(options: FrontendOptions, on_ready: OnReady | None = None) -> No
         # The sockets come first: a port that is in use ends the start before it disturbs the fleet.
         rl = _listener(sockets, "rl_port", options, options.rl_port, options.admin_key)
         http = _listener(sockets, "http_port", options, options.http_port, options.api_key)
-        async with Frontend.running(options) as frontend:
+        async with Frontend.running(options, connect_bus) as frontend:
             apps: list[tuple[Starlette, socket.socket]] = []
             shared = SharedRoutes(dialect_error)
             if rl is not None:

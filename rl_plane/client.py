@@ -12,6 +12,7 @@ import asyncio
 from typing import Any
 
 from rl_plane.bus.connection import Bus
+from rl_plane.bus.lock import LOCK_TIMINGS, LockTimings
 from rl_plane.errors import DeadlineExceeded
 from rl_plane.fleet.fleet import Fleet
 from rl_plane.fleet.fleet_method import AsyncRun
@@ -24,8 +25,10 @@ class RlClient(WorkerCalls, AsyncRun, FleetMethods):
 
     `connect` makes it. Methods may be called concurrently; `close` ends calls under way with an error."""
 
-    def __init__(self, bus: Bus, namespace: str, component: str) -> None:
-        super().__init__(bus, namespace, component)
+    def __init__(
+        self, bus: Bus, namespace: str, component: str, *, lock_timings: LockTimings = LOCK_TIMINGS
+    ) -> None:
+        super().__init__(bus, namespace, component, lock_timings=lock_timings)
         self.fleet = Fleet(self)
 
     async def run(

@@ -24,9 +24,11 @@ import pytest
 import pytest_asyncio
 
 import rl_plane.weights.checkpoint as checkpoints
+from rl_plane.bus.lock import LOCK_TIMINGS, LockTimings
 from rl_plane.bus.server import NatsServer
 from rl_plane.client import RlClient
 from rl_plane.fleet.fleet import Fleet
+from rl_plane.membership.worker_calls import BusConnector
 from rl_plane.transports.base import TransportContext
 from rl_plane.transports.filesystem.receiver import FilesystemTransport
 from tests.support.zygote import fork_module
@@ -168,12 +170,25 @@ class Plane:
         started = [self.spawn(ready=False, **options) for _ in range(count)]
         return [one.wait_ready() for one in started]
 
-    async def client(self, name: str = "test") -> RlClient:
-        client = await RlClient.connect(self.url, self.namespace, self.component, name=name)
+    async def client(
+        self,
+        name: str = "test",
+        lock_timings: LockTimings = LOCK_TIMINGS,
+        connect_bus: BusConnector | None = None,
+        kind: type[RlClient] = RlClient,
+    ) -> RlClient:
+        client = await kind.connect(
+            self.url,
+            self.namespace,
+            self.component,
+            name=name,
+            lock_timings=lock_timings,
+            connect_bus=connect_bus,
+        )
         return await self._clients.enter_async_context(client)
 
-    async def fleet(self, name: str = "test") -> Fleet:
-        return Fleet(await self.client(name))
+    async def fleet(self, name: str = "test", lock_timings: LockTimings = LOCK_TIMINGS) -> Fleet:
+        return Fleet(await self.client(name, lock_timings))
 
     async def until(
         self, holds: Callable[[], object] | Callable[[], Awaitable[object]], bound_s: float = 30.0

@@ -76,12 +76,12 @@ class Worker:
         self._watch = EngineWatch(engine_hang_s)
         peers = Peers(bus, subjects, adapter, info.transports)
         model = Transport.model_validate({"backend": "filesystem", "path": member_info["model_path"]})
-        self._updates = WeightUpdates(adapter, info, engine, self._staged_changed, peers.offer)
+        self.updates = WeightUpdates(adapter, info, engine, self._staged_changed, peers.offer)
         self._generation = GenerationService(bus, adapter, engine, self.state, info.witnesses, self.core.numerics)
-        self._changes = EngineChanges(self.core, adapter, engine, self._watch, self._updates, self._tell)
+        self._changes = EngineChanges(self.core, adapter, engine, self._watch, self.updates, self._tell)
         self._record = RecordWatch(bus, subjects, self.core, self._record_changed)
-        self._coordinator = CoordinatorWatch(bus, subjects, self.core, self._record, self._changes, self._updates)
-        calls = CoordinatorCalls(self.core, self._record, self._changes, self._updates, model, self._tell)
+        self._coordinator = CoordinatorWatch(bus, subjects, self.core, self._record, self._changes, self.updates)
+        calls = CoordinatorCalls(self.core, self._record, self._changes, self.updates, model, self._tell)
         self._follower = RecordFollower(
             bus,
             subjects,
@@ -90,18 +90,18 @@ class Worker:
             engine,
             self._record,
             self._changes,
-            self._updates,
+            self.updates,
             peers,
             model,
             self._tell,
         )
-        self._memory = EngineMemory(self.core, adapter, engine, info, self._updates, self._changes, self._tell)
+        self._memory = EngineMemory(self.core, adapter, engine, info, self.updates, self._changes, self._tell)
         self._handlers = OpHandlers(
             self.core,
             adapter,
             engine,
             info,
-            self._updates,
+            self.updates,
             self._record,
             self._changes,
             calls,
@@ -124,7 +124,7 @@ class Worker:
         )
         self._lock = LockWatch(bus, subjects, self.state)
         handlers = with_holds(self._handlers.table(), self.state.instance_id)
-        self._dispatcher = Dispatcher(self.state, self._lock, handlers, info.stage)
+        self.dispatcher = Dispatcher(self.state, self._lock, handlers, info.stage)
         self._told = b""
         self._lasting: dict[str, Any] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -134,13 +134,13 @@ class Worker:
 
         A pipeline stage only joins. It neither reads nor fixes the committed version."""
         if self._stage is not None:
-            await self._dispatcher.listen(self.bus, self.subjects)
+            await self.dispatcher.listen(self.bus, self.subjects)
             self._spawn(self._watch_engine())
             await self._registration.start()
             self._spawn(self._registration.keep())
             return
         await self._record.start()
-        await self._dispatcher.listen(self.bus, self.subjects)
+        await self.dispatcher.listen(self.bus, self.subjects)
         await self._generation.start(self.subjects.generate(self.state.instance_id))
         await self._lock.start()
         # The engine may die or hang while the worker takes the committed weights.
@@ -186,11 +186,11 @@ class Worker:
     async def stop(self) -> None:
         """Leaves the membership and ends the background tasks. The caller closes the engine."""
         await self._registration.leave()
-        await self._dispatcher.stop()
+        await self.dispatcher.stop()
         await self._generation.stop()
         await end_tasks(self._tasks)
         with contextlib.suppress(PlaneError):
-            await self._updates.drop(None)
+            await self.updates.drop(None)
         await self.bus.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None], *, lasting: bool = False) -> None:

@@ -73,7 +73,7 @@ def _generation_endpoint(
             plan = replace(plan, session=session, caller_id=caller_id)
         call = GenerationCall(generation, plan, reply)
         if plan.stream:
-            return EventStream(call.stream())
+            return EventStream(call.stream(), limits=generation.limits)
         return json_response(await unless_gone(request.receive, call.whole()))
 
     return answer

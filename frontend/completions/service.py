@@ -12,6 +12,7 @@ from typing import Any
 from frontend.completions.caller_ids import CallerIds
 from frontend.completions.plans import Plan
 from frontend.completions.served_models import ServedModels
+from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.routing.committed import Committed
 from frontend.routing.engine_client import EngineClient
 from rl_plane.errors import FrontendEnding, NoWorkers, Overloaded, PlaneError, Unavailable
@@ -19,15 +20,20 @@ from rl_plane.membership.core import Snapshot
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.record import DecisionRecord
 
-MAX_IN_FLIGHT = 4096
-"""Choices under way in one frontend; a worker takes no more streams than that either."""
-
 
 class Generation:
     """The state that all generation calls share. `GenerationCall` runs one call."""
 
-    def __init__(self, engines: EngineClient, view: MembershipView, committed: Committed, wait_s: float) -> None:
+    def __init__(
+        self,
+        engines: EngineClient,
+        view: MembershipView,
+        committed: Committed,
+        wait_s: float,
+        limits: FrontendLimits = LIMITS,
+    ) -> None:
         """`wait_s`: how long a call waits for a first worker."""
+        self.limits = limits
         self.engines = engines
         self.committed = committed
         self.outcomes: Counter[str] = Counter()
@@ -102,7 +108,7 @@ class Generation:
     @contextmanager
     def _places(self, count: int) -> Iterator[None]:
         self.check_stays()
-        if self.in_flight + count > MAX_IN_FLIGHT:
+        if self.in_flight + count > self.limits.choices:
             raise Overloaded(f"{self.in_flight} choices are under way in this frontend", retry_after_s=1.0)
         self.in_flight += count
         self._idle.clear()

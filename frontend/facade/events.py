@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from nats.aio.msg import Msg
 
+from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.routing.fleet_status import FleetStatus, WorkerStatus
 from frontend.server.replies import to_json
 from rl_plane.bus.connection import is_marker
@@ -25,12 +26,6 @@ from rl_plane.protocol.versions import WeightVersion
 
 log = logging.getLogger("frontend.facade.events")
 
-MAX_LISTENERS = 64
-"""Each listener is an open connection and a queue. One fleet has fewer readers than this."""
-QUEUE_EVENTS = 4096
-"""The number of events that a listener may be behind: a fleet of a thousand workers makes 2,000 in one update."""
-KEEP_ALIVE_S = 15.0
-"""Proxies cut a connection that is silent for 30 s or more."""
 TOLD_UPDATES = 1024
 """The number of outcomes that are remembered, so that no event comes twice."""
 
@@ -45,8 +40,8 @@ _CHANGE_OF = {"running": "began", "prepared": "prepared", "committed": "finished
 class Listener:
     """The queue of one reader. Its last event is `end`."""
 
-    def __init__(self) -> None:
-        self.queue: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUE_EVENTS)
+    def __init__(self, max_events: int) -> None:
+        self.queue: asyncio.Queue[bytes | None] = asyncio.Queue(max_events)
         self.ending: Literal["slow", "stopping"] | None = None
 
     def put(self, event: bytes) -> None:
@@ -66,7 +61,8 @@ class Listener:
 class FleetEvents:
     """Collects what happens to the fleet, and hands it to every listener."""
 
-    def __init__(self, view: MembershipView, status: FleetStatus) -> None:
+    def __init__(self, view: MembershipView, status: FleetStatus, limits: FrontendLimits = LIMITS) -> None:
+        self.limits = limits
         self._view = view
         self._status = status
         self._listeners: set[Listener] = set()
@@ -105,19 +101,21 @@ class FleetEvents:
 
     async def listen(self) -> AsyncGenerator[bytes, None]:
         """The bytes of one stream. Raises Unavailable before the first byte if there are too many listeners."""
-        if len(self._listeners) >= MAX_LISTENERS or self._stopping:
+        if len(self._listeners) >= self.limits.event_listeners or self._stopping:
             raise Unavailable(
-                "this frontend is stopping" if self._stopping else f"{MAX_LISTENERS} listeners are connected",
+                "this frontend is stopping"
+                if self._stopping
+                else f"{self.limits.event_listeners} listeners are connected",
                 retry_after_s=1.0,
                 fix="end another stream, or ask another frontend",
             )
-        listener = Listener()
+        listener = Listener(self.limits.queued_events)
         self._listeners.add(listener)
         try:
             yield HELLO
             while listener.ending is None or not listener.queue.empty():
                 try:
-                    async with asyncio.timeout(KEEP_ALIVE_S):
+                    async with asyncio.timeout(self.limits.event_keep_alive_s):
                         event = await listener.queue.get()
                 except TimeoutError:
                     yield KEEP_ALIVE

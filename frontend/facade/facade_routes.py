@@ -133,7 +133,7 @@ def _add_streams(api: Api, events: FleetEvents, metrics: FrontendMetrics) -> Non
     async def follow(request: Request) -> Response:
         for name in request.query_params:
             raise InvalidRequest(f"unknown field {name!r}", field=name, fix="leave it out")
-        return EventStream(events.listen(), framed=True)
+        return EventStream(events.listen(), framed=True, limits=events.limits)
 
     async def show_metrics(request: Request) -> Response:
         return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE})

@@ -13,6 +13,7 @@ import nats.errors
 from nats.aio.msg import Msg
 
 from frontend.facade.op_runner import OpRunner
+from frontend.frontend_limits import LIMITS
 from frontend.server.replies import error_body, to_json
 from rl_plane.bus.connection import Bus
 from rl_plane.errors import InvalidRequest, PayloadTooLarge, PlaneError, Unavailable
@@ -30,8 +31,6 @@ from rl_plane.protocol.fleet_ops import FLEET_OPS
 log = logging.getLogger("frontend.facade.nats_service")
 
 QUEUE = "frontends"
-MAX_IN_FLIGHT = 256
-"""Messages under way in one frontend. Each waits for a whole fleet, and all share one core."""
 
 
 def call_body(request: Request) -> dict[str, Any]:
@@ -58,12 +57,20 @@ def call_body(request: Request) -> dict[str, Any]:
 class FleetService:
     """Answers messages, each in a task of its own. A message without a reply subject is carried out too."""
 
-    def __init__(self, bus: Bus, subject: str, calls: OpRunner, reads: bool = False) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        subject: str,
+        calls: OpRunner,
+        reads: bool = False,
+        max_calls: int = LIMITS.fleet_calls,
+    ) -> None:
         """`reads`: the subject takes only the ops that change nothing."""
         self._reads = reads
         self._bus = bus
         self._subject = subject
         self._calls = calls
+        self._max_calls = max_calls
         self._subscription: Any = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -106,8 +113,8 @@ class FleetService:
         # The reply to a refused request has them too.
         head.update({key: wire[key] for key in ("id", "op") if isinstance(wire.get(key), str)})
         request = request_from_wire(wire)
-        if len(self._tasks) > MAX_IN_FLIGHT:
-            raise Unavailable(f"{MAX_IN_FLIGHT} fleet calls are under way in this frontend", retry_after_s=1.0)
+        if len(self._tasks) > self._max_calls:
+            raise Unavailable(f"{self._max_calls} fleet calls are under way in this frontend", retry_after_s=1.0)
         if self._reads and request.op in FLEET_OPS and FLEET_OPS[request.op].method != "GET":
             raise InvalidRequest(
                 f"{request.op} changes something, and came by the subject for reading",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.routing.committed import Committed
 from frontend.routing.fleet_status import FleetStatus
 from frontend.routing.router import NO_AFFINITY, Affinity, Router
@@ -29,8 +30,6 @@ from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.token_batching import joined
 from rl_plane.protocol.versions import WeightVersion
 
-ACCEPT_TIMEOUT_S = 10.0
-"""A worker's NATS loop answers at once, also while its engine is paused. The membership finds a hung one within 8 s."""
 IDLE_TIMEOUT_S = 3600.0
 """The longest time between two tokens. A worker's death is found otherwise; this bound ends a pause without end."""
 
@@ -56,7 +55,9 @@ class Attempts:
         status: FleetStatus,
         committed: Committed,
         router: Router,
+        limits: FrontendLimits = LIMITS,
     ) -> None:
+        self._limits = limits
         self._receiver = receiver
         self._view = view
         self._status = status
@@ -85,11 +86,11 @@ class Attempts:
         Nothing is awaited before the request is sent, so the lease and the record that chose the worker still hold."""
         may_make, witnesses = partial(self._status.may_make, member), bool(member.info.get("witnesses", True))
         history = self._committed.history
-        check = SpanCheck(history, request.adapter, history.count, may_make, witnesses)
+        check = SpanCheck(history, request.adapter, history.count, may_make, witnesses, self._limits.stale_after_s)
         opened = self._router.on_start(member.instance_id, request.prompt_size(), affinity)
         try:
             async with self._stream(request, stream_id, member) as stream, aclosing(stream.batches()) as batches:
-                first, *batch = await _first(batches)
+                first, *batch = await _first(batches, self._limits.accept_timeout_s)
                 accepted = _accepted(first)
                 if not await self._committed.is_known(accepted.version):
                     raise NotAdmitted(f"the worker serves {accepted.version.label}, which was never committed")
@@ -143,12 +144,12 @@ class Attempts:
                 del self._streams[member.instance_id]
 
 
-async def _first(batches: AsyncIterator[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+async def _first(batches: AsyncIterator[list[dict[str, Any]]], timeout_s: float) -> list[dict[str, Any]]:
     try:
-        async with asyncio.timeout(ACCEPT_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             return await _next(batches)
     except TimeoutError:
-        raise WorkerLost(f"the worker did not take the request within {ACCEPT_TIMEOUT_S:g} s") from None
+        raise WorkerLost(f"the worker did not take the request within {timeout_s:g} s") from None
 
 
 async def _next(batches: AsyncIterator[list[dict[str, Any]]]) -> list[dict[str, Any]]:

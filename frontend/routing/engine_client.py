@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
+from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.routing.aborts import Aborts
 from frontend.routing.attempts import Accepted, Attempts
 from frontend.routing.committed import Committed
@@ -51,8 +52,9 @@ class EngineClient:
         committed: Committed,
         lease: FrontendLease,
         admission_wait_s: float,
+        limits: FrontendLimits = LIMITS,
     ) -> None:
-        self.router = Router()
+        self.router = Router(limits)
         self.aborts = Aborts()
         self.moves: Counter[str] = Counter()
         """Choices that were tried elsewhere (`retried`), continued elsewhere (`migrated`), begun anew for other weights
@@ -60,8 +62,8 @@ class EngineClient:
         self._view = view
         self._status = status
         self._committed = committed
-        self._attempts = Attempts(receiver, view, status, committed, self.router)
-        self._selector = WorkerSelector(self.router, view, status, committed, lease, admission_wait_s)
+        self._attempts = Attempts(receiver, view, status, committed, self.router, limits)
+        self._selector = WorkerSelector(self.router, view, status, committed, lease, admission_wait_s, limits)
         self._stop_listening: list[Callable[[], None]] = []
         status.on_status.append(self._on_load)
 

@@ -85,7 +85,8 @@ def _hashed(data: bytes, per_token: int, size: int, salt: object) -> Beginnings 
 class PrefixTable:
     """Hash → workers. The hashes are Python's own, of 64 bits, and are valid in this process alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
+        self._max_entries = max_entries
         self._holders: OrderedDict[int, tuple[tuple[str, int], ...]] = OrderedDict()
         """Hash → (instance id, life of its cache), the latest first."""
         self._lives: dict[str, int] = {}
@@ -100,7 +101,7 @@ class PrefixTable:
             others = (one for one in self._holders.get(key, ()) if one[0] != instance_id)
             self._holders[key] = (mine, *itertools.islice(others, MAX_HOLDERS - 1))
             self._holders.move_to_end(key)
-        while len(self._holders) > MAX_ENTRIES:
+        while len(self._holders) > self._max_entries:
             self._holders.popitem(last=False)
 
     def holders(self, beginnings: Beginnings) -> tuple[int, list[str]]:

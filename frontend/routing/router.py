@@ -12,9 +12,10 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.routing.demands import OF_VERSIONS
 from frontend.routing.prefixes import Beginnings, PrefixTable
-from rl_plane.protocol.generation import MAX_STREAMS, TOGETHER
+from rl_plane.protocol.generation import TOGETHER
 
 REQUEST_TOKENS = 1024
 """The weight of a request beside its tokens: each step of an engine costs something, and the answer is still to
@@ -27,8 +28,6 @@ PREFIX_RATIO = 1.25
 PREFIX_SLACK = REQUEST_TOKENS
 """Bounds for a prompt that a worker has computed before. The tokens that it need not compute again add to the
 slack."""
-MAX_SESSIONS = 65_536
-"""The number of sessions that are remembered, the latest ones: about 20 MB."""
 
 NO_WITNESS = "the engine can't tell which weights make its tokens"
 
@@ -91,7 +90,8 @@ class Router:
     came, and adds the requests that are open now. So the load of other frontends is as new as the report, and the own
     load is exact."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: FrontendLimits = LIMITS) -> None:
+        self._limits = limits
         self.picks: Counter[str] = Counter()
         self._own_weight: Counter[str] = Counter()
         self._own_requests: Counter[str] = Counter()
@@ -127,7 +127,7 @@ class Router:
         return self._others.get(instance_id, NOTHING)[1] + self._own_requests[instance_id]
 
     def takes_more(self, instance_id: str) -> bool:
-        return self.requests(instance_id) < MAX_STREAMS
+        return self.requests(instance_id) < self._limits.worker_streams
 
     # ---- choosing ----
 
@@ -135,9 +135,10 @@ class Router:
         """The chosen worker. None: no worker is admitted, or none has room."""
         others, own_weight, own_requests = self._others, self._own_weight, self._own_requests
         least: tuple[int, int, str] | None = None
+        most = self._limits.worker_streams
         for instance_id in admitted:
             weight, requests = others.get(instance_id, NOTHING)
-            if requests + own_requests.get(instance_id, 0) >= MAX_STREAMS:
+            if requests + own_requests.get(instance_id, 0) >= most:
                 continue
             rank = weight + own_weight.get(instance_id, 0), self._last_turn.get(instance_id, 0), instance_id
             if least is None or rank < least:
@@ -177,7 +178,7 @@ class Router:
         if affinity.session is not None:
             self._sessions[affinity.session] = instance_id
             self._sessions.move_to_end(affinity.session)
-            if len(self._sessions) > MAX_SESSIONS:
+            if len(self._sessions) > self._limits.sessions:
                 self._sessions.popitem(last=False)
         if affinity.beginnings is not None:
             self._prefixes.note(affinity.beginnings, instance_id)

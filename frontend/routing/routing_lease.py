@@ -15,12 +15,12 @@ from typing import Any
 import nats.errors
 from nats.aio.msg import Msg
 
+from frontend.frontend_limits import LIMITS, FrontendLimits
 from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import Bus, WrongSequence
 from rl_plane.errors import NotAdmitted, PlaneError, Unsupported
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.envelope import Reply, Request, decode, encode, format_of, request_from_wire
-from rl_plane.protocol.record import SERVING_LEASE_S
 from rl_plane.protocol.serving_lease import Connection, ServingLease
 from rl_plane.protocol.subjects import FRONTEND_PREFIX
 from rl_plane.protocol.update_requests import FollowedReply, FollowRecord
@@ -29,11 +29,6 @@ from rl_plane.protocol.worker_ops import AbortedReply, AbortRequests
 
 log = logging.getLogger("frontend.routing.routing_lease")
 
-KEY_TTL_S = 15
-"""Three leases. A frontend that may still route stays listed, and one or two updates wait for a frontend that is
-gone."""
-CONFIRM_INTERVAL_S = SERVING_LEASE_S / 3
-"""The lease survives the loss of two confirmations."""
 RETRY_S = 0.2
 """The pause after a failed confirmation, for example while NATS restarts. Requests wait meanwhile."""
 RETRY_AFTER_S = 1.0
@@ -43,7 +38,8 @@ RETRY_AFTER_S = 1.0
 class FrontendLease:
     """Lists this frontend while it runs, renews the lease, and acknowledges the decisions of coordinators."""
 
-    def __init__(self, view: MembershipView, frontend_id: str) -> None:
+    def __init__(self, view: MembershipView, frontend_id: str, limits: FrontendLimits = LIMITS) -> None:
+        self._limits = limits
         self.frontend_id = frontend_id
         self.lease = ServingLease()
         """The lease, in loop seconds."""
@@ -87,7 +83,7 @@ class FrontendLease:
         self._bus.on_reconnect(self._on_reconnect)
         with contextlib.suppress(PlaneError):
             await self._confirm()  # otherwise _renew confirms soon
-        self._task = asyncio.create_task(self._renew(CONFIRM_INTERVAL_S if self.holds() else RETRY_S))
+        self._task = asyncio.create_task(self._renew(self._limits.confirm_interval_s if self.holds() else RETRY_S))
 
     async def stop(self) -> None:
         """Ends the lease and removes this frontend from the list, so that no update waits for it."""
@@ -121,7 +117,7 @@ class FrontendLease:
             await asyncio.sleep(wait_s)
             try:
                 await self._confirm()
-                wait_s = CONFIRM_INTERVAL_S
+                wait_s = self._limits.confirm_interval_s
             except Exception as error:
                 if not isinstance(error, (PlaneError, nats.errors.Error)):
                     log.exception("the lease")  # the loop must continue
@@ -136,7 +132,7 @@ class FrontendLease:
             await self._bus.flush()  # who is listed can be told
             self._flushed = connection
         facts = json.dumps({"name": self._bus.name}).encode()
-        await self._bus.put(self._view.subjects.state, self._key, facts, ttl_s=KEY_TTL_S)
+        await self._bus.put(self._view.subjects.state, self._key, facts, ttl_s=self._limits.lease_key_ttl_s)
         await self._view.keep_record()
         self.confirm(asked_at, connection)
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from frontend.frontend_limits import LIMITS
 from frontend.routing.committed import History, Interval, key_of_span
 from rl_plane.errors import StaleWeights, Unlabelled
 from rl_plane.protocol.generation import GenerateDelta, VersionSpan, unwitnessed
-from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S
-
-STALE_AFTER_S = SERVING_LEASE_S + LEASE_MARGIN_S
-"""This long after the end of an update, no worker that follows the record makes tokens by the weights before."""
 
 
 class SpanCheck:
@@ -23,16 +20,19 @@ class SpanCheck:
         since: int,
         may_make: Callable[[VersionSpan], bool] = lambda span: True,
         witnesses: bool = True,
+        stale_after_s: float = LIMITS.stale_after_s,
     ) -> None:
         """`adapter`: the adapter that the request names.
         `since`: the place of the history at which the request was sent.
         `may_make`: whether the worker may still make tokens by these weights, as far as its status says.
-        `witnesses`: whether the engine can say which weights make its tokens."""
+        `witnesses`: whether the engine can say which weights make its tokens.
+        `stale_after_s`: this long after the end of an update, no worker makes tokens by the weights before."""
         self._history = history
         self._adapter = adapter
         self._since = since
         self._may_make = may_make
         self._witnesses = witnesses
+        self._stale_after_s = stale_after_s
         self._tokens = 0
         self._spans: Sequence[VersionSpan] = ()
         self._last: Interval | None = None
@@ -55,10 +55,10 @@ class SpanCheck:
         if self._last is None:
             raise Unlabelled("the worker does not say which weights made its tokens", retry_after_s=1.0)
         span = self._spans[-1]
-        if _is_stale(self._last, arrived) and self._may_make(span):
+        if self._is_stale(self._last, arrived) and self._may_make(span):
             raise StaleWeights(
                 f"the worker still generates under {span.version!r} ({span.sequence}), which was replaced more than "
-                f"{STALE_AFTER_S:g} s ago",
+                f"{self._stale_after_s:g} s ago",
                 sequence=span.sequence,
                 digest=span.digest,
                 retry_after_s=1.0,
@@ -86,6 +86,5 @@ class SpanCheck:
         if spans:
             self._last = self._history.interval(key_of_span(spans[-1]))
 
-
-def _is_stale(interval: Interval, now: float) -> bool:
-    return interval.replaced_at is not None and now - interval.replaced_at > STALE_AFTER_S
+    def _is_stale(self, interval: Interval, now: float) -> bool:
+        return interval.replaced_at is not None and now - interval.replaced_at > self._stale_after_s

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.routing.committed import LABELS_INTERVAL_S, Committed
 from frontend.routing.demands import NO_DEMANDS, Demands, Point, Unmet, at_admission, not_known, point_of
 from frontend.routing.fleet_status import FleetStatus, WorkerStatus
@@ -30,12 +31,6 @@ from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.generation import MAX_PROMPT_TOKENS, TOGETHER, GenerateRequest
 from rl_plane.protocol.subjects import check_instance_id
 
-STALE_WAIT_S = 60.0
-"""The longest wait for a version that is still to be committed: a trainer's step and its update. After that the
-caller gets an error."""
-AWAY_S = 60.0
-"""A worker that left less than this ago, or while a request waits, may return, because a restart takes this long. A
-request that only this worker can serve waits for it, and then ends with an error that says to retry it."""
 MAX_EXAMPLES = 3
 """Closed workers that an error names."""
 
@@ -91,7 +86,7 @@ class Lacking:
 
 class WorkerSelector:
     """Selects workers. `select` waits at most until `admission_wait_s` after its `since`. If workers are open and only
-    a demand is not met, it waits until STALE_WAIT_S after `since`."""
+    a demand is not met, it waits until `limits.stale_wait_s` after `since`."""
 
     def __init__(
         self,
@@ -101,7 +96,9 @@ class WorkerSelector:
         committed: Committed,
         lease: FrontendLease,
         admission_wait_s: float,
+        limits: FrontendLimits = LIMITS,
     ) -> None:
+        self._limits = limits
         self.router = router
         self._view = view
         self._status = status
@@ -114,7 +111,8 @@ class WorkerSelector:
 
     def on_leave(self, member: Member) -> None:
         now = asyncio.get_running_loop().time()
-        since = now - AWAY_S - max(self._wait_s, STALE_WAIT_S)  # no request waits for an older one any more
+        longest_s = max(self._wait_s, self._limits.stale_wait_s)
+        since = now - self._limits.away_s - longest_s  # no request waits for an older one any more
         self._away = {key: (one, at) for key, (one, at) in self._away.items() if at > since}
         if member.stage is None:
             self._away[member.instance_id] = member, now
@@ -209,10 +207,10 @@ class WorkerSelector:
 
     def may_wait(self, since: float) -> bool:
         """Whether there is time to wait for weights that meet the demands."""
-        return asyncio.get_running_loop().time() < since + STALE_WAIT_S
+        return asyncio.get_running_loop().time() < since + self._limits.stale_wait_s
 
     def _bound_s(self, unmet: Unmet | None) -> float:
-        return self._wait_s if unmet is None else max(self._wait_s, STALE_WAIT_S)
+        return self._wait_s if unmet is None else max(self._wait_s, self._limits.stale_wait_s)
 
     # ---- candidates ----
 
@@ -235,7 +233,7 @@ class WorkerSelector:
     def _may_be_back(self, needs: WorkerRequirements, since: float) -> bool:
         """Whether a worker that supports the request left shortly before it came, or since."""
         return any(
-            at > since - AWAY_S and _room(member) >= needs.room and _lacks(member, needs) is None
+            at > since - self._limits.away_s and _room(member) >= needs.room and _lacks(member, needs) is None
             for member, at in self._away.values()
         )
 

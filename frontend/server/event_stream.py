@@ -12,13 +12,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from frontend.frontend_limits import LIMITS, FrontendLimits
+
 T = TypeVar("T")
 
-SEND_TIMEOUT_S = 30.0
-"""A stream of fleet events ends if its reader takes nothing for this long. Its socket's buffers are full by then."""
-STALLED_S = 600.0
-"""A stream of tokens ends if its reader takes nothing for this long. The reader may be busy with earlier tokens, and
-occupies a place meanwhile."""
 LOOKS = 10
 """The number of times that a stream checks its reader in that time. A timer for each token would cost more than the
 token."""
@@ -65,9 +62,12 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], *, framed: bool = False) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], *, framed: bool = False, limits: FrontendLimits = LIMITS
+    ) -> None:
         """`framed`: `events` yields whole events with their fields, not their data alone. A slow reader of these is cut
         off sooner, because no work is lost by it."""
+        self._stall_s = limits.event_stall_s if framed else limits.token_stall_s
         super().__init__(None, 200, _HEADERS)
         self._framed = framed
         del self.headers["content-length"]
@@ -85,7 +85,7 @@ class EventStream(Response):
 
     def _look_later(self, stalled: asyncio.Future[None]) -> None:
         """Ends `stalled` when the reader has taken nothing for too long."""
-        bound_s, loop = SEND_TIMEOUT_S if self._framed else STALLED_S, asyncio.get_running_loop()
+        bound_s, loop = self._stall_s, asyncio.get_running_loop()
 
         def look() -> None:
             if self._sending is not None and loop.time() - self._sending > bound_s:

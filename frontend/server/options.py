@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from frontend.frontend_limits import LIMITS, FrontendLimits
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.dialects import DIALECTS
@@ -52,6 +53,7 @@ class FrontendOptions:
     """The time for the choices under way after SIGTERM."""
     part_timeout_s: float = PART_TIMEOUT_S
     """The time until every rank has the tensors of one call, where a trainer's dialect has no field for it."""
+    limits: FrontendLimits = LIMITS
     credentials: NatsCredentials = NO_CREDENTIALS
     """The files by which the frontend connects to NATS."""
 

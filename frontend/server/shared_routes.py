@@ -94,9 +94,6 @@ Standing = Callable[[], Awaitable[object]]
 """Names the update that a part belongs to now. None: no update that a part could be told from the next one by."""
 
 
-_reported: set[tuple[str, str]] = set()
-
-
 def _parsed(request: DialectRequest, model: type[F]) -> ParsedRequest[F]:
     """Parses the fields of query and body. InvalidRequest names the first wrong field."""
     fields = parse_body(model, merge_query(request.query, request.body, list_fields(model)))
@@ -123,11 +120,29 @@ def _is_model(annotation: Any) -> TypeGuard[type[BaseModel]]:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
+class FieldReports:
+    """Logs each field without effect once, and at most `most` fields."""
+
+    def __init__(self, most: int = MAX_REPORTED) -> None:
+        self._most = most
+        self._reported: set[tuple[str, str]] = set()
+
+    def clear(self) -> None:
+        """Forgets what was logged: a new frontend logs each field again."""
+        self._reported.clear()
+
+    def report(self, path: str, name: str, why: str) -> None:
+        if (path, name) not in self._reported and len(self._reported) < self._most:
+            self._reported.add((path, name))
+            log.warning("%s: the field %.100r has no effect: %s", path, name, why)
+
+
+_reports = FieldReports()
+
+
 def report(path: str, name: str, why: str = "it is not known here, and is dropped") -> None:
     """Logs once that a field changes nothing."""
-    if (path, name) not in _reported and len(_reported) < MAX_REPORTED:
-        _reported.add((path, name))
-        log.warning("%s: the field %.100r has no effect: %s", path, name, why)
+    _reports.report(path, name, why)
 
 
 def report_given(path: str, fields: BaseModel, **reasons: str) -> None:
@@ -167,6 +182,7 @@ class SharedRoutes:
 
     def __init__(self, shape: ErrorShape = error_body) -> None:
         """`shape`: the shape of errors."""
+        _reports.clear()
         self.tag = ""
         """The dialect whose handlers `add` adds now."""
         self._shape = shape

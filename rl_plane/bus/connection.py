@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import datetime
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import nats
@@ -229,7 +229,9 @@ class Bus:
         name: str = "rl-plane",
         wait_s: float = CONNECT_TIMEOUT_S,
         credentials: NatsCredentials = NO_CREDENTIALS,
-    ) -> Bus:
+        *,
+        ping_interval_s: float = PING_INTERVAL_S,
+    ) -> Self:
         """Connects. BusUnreachable: no server answers within `wait_s`. Unauthorized: the server refuses this process,
         or is not the right one."""
         _check_url(url)
@@ -245,7 +247,7 @@ class Bus:
                     error_cb=bus._error,
                     max_reconnect_attempts=-1,
                     reconnect_time_wait=RECONNECT_WAIT_S,
-                    ping_interval=int(PING_INTERVAL_S),
+                    ping_interval=int(ping_interval_s),
                     max_outstanding_pings=MAX_PINGS,
                     flush_timeout=REQUEST_TIMEOUT_S,
                     inbox_prefix=bus.login.inbox,

@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import Bus, WrongSequence
@@ -34,6 +35,17 @@ ms."""
 DEFAULT_LOCK_WAIT_S = 2.0
 """A caller that has waited this long gets Locked. Two trainers that wait for one lock are a mistake in their setup."""
 
+
+@dataclass(frozen=True, slots=True)
+class LockTimings:
+    """The time that a lock outlives a silent holder, and the interval of its renewals; in seconds."""
+
+    ttl_s: int = LOCK_TTL_S
+    renew_s: float = RENEW_S
+
+
+LOCK_TIMINGS = LockTimings()
+
 MAX_RAISES = 100_000
 """Writes that a store may have lost: the writes of some hours."""
 
@@ -47,7 +59,14 @@ class HeldLock:
     """The lock while a call holds it. `fence` goes into every changing request."""
 
     def __init__(
-        self, bus: Bus, bucket: KeyValueBucket, holder: Holder, fence: int, *, taken: bool = False
+        self,
+        bus: Bus,
+        bucket: KeyValueBucket,
+        holder: Holder,
+        fence: int,
+        *,
+        taken: bool = False,
+        ttl_s: int = LOCK_TTL_S,
     ) -> None:
         """`taken`: the former holder has not released the lock, so it may still have a write on its way."""
         self.fence = fence
@@ -60,6 +79,7 @@ class HeldLock:
         lock, and given its sequence to another holder."""
         self._bus = bus
         self._bucket = bucket
+        self._ttl_s = ttl_s
         self._revision = fence
         self._busy = asyncio.Lock()
 
@@ -124,7 +144,7 @@ class HeldLock:
     async def _write_lock(self, value: bytes) -> None:
         await self._check_ours()
         try:
-            self._revision = await self._bus.put(self._bucket, LOCK, value, last=self._revision, ttl_s=LOCK_TTL_S)
+            self._revision = await self._bus.put(self._bucket, LOCK, value, last=self._revision, ttl_s=self._ttl_s)
         except WrongSequence:
             await self._look()  # this process's own renewal counts, also if its answer was lost
 
@@ -155,12 +175,12 @@ def _identity(bus: Bus) -> Holder:
     return {"server_id": server_id, "client_id": client_id}
 
 
-async def _renewals(held: HeldLock, reconnected: asyncio.Event) -> None:
-    """Renews the lock every RENEW_S, and at once on a new connection, because the lock names the holder's
+async def _renewals(held: HeldLock, reconnected: asyncio.Event, renew_s: float) -> None:
+    """Renews the lock every `renew_s`, and at once on a new connection, because the lock names the holder's
     connection."""
     while True:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(RENEW_S):
+            async with asyncio.timeout(renew_s):
                 await reconnected.wait()
         reconnected.clear()
         try:
@@ -181,6 +201,7 @@ async def hold_lock(
     died: DiedCheck,
     update_id: str = "",
     same_wait_s: float = 0.0,
+    timings: LockTimings = LOCK_TIMINGS,
 ) -> AsyncIterator[HeldLock]:
     """Acquires the lock, renews it until the block ends, then releases it. Locked: another call holds it for longer
     than `wait_s`.
@@ -189,14 +210,14 @@ async def hold_lock(
     holder: Holder = {"owner": owner, **_identity(bus), "nonce": _nonce()}
     if update_id:
         holder["update_id"] = update_id
-    held = await _acquire(bus, bucket, holder, wait_s, died, same_wait_s)
+    held = await _acquire(bus, bucket, holder, wait_s, died, same_wait_s, timings.ttl_s)
     reconnected = asyncio.Event()
 
     async def note() -> None:
         reconnected.set()
 
     forget = bus.on_reconnect(note)
-    renewals = asyncio.create_task(_renewals(held, reconnected))
+    renewals = asyncio.create_task(_renewals(held, reconnected, timings.renew_s))
     try:
         yield held
     finally:
@@ -206,7 +227,13 @@ async def hold_lock(
 
 
 async def _acquire(
-    bus: Bus, bucket: KeyValueBucket, mine: Holder, wait_s: float, died: DiedCheck, same_wait_s: float
+    bus: Bus,
+    bucket: KeyValueBucket,
+    mine: Holder,
+    wait_s: float,
+    died: DiedCheck,
+    same_wait_s: float,
+    ttl_s: int,
 ) -> HeldLock:
     start = time.monotonic()
     while True:
@@ -215,9 +242,9 @@ async def _acquire(
         if holder is None or died((str(holder["server_id"]), int(holder["client_id"]))):
             try:
                 last = entry.sequence if entry is not None else 0
-                fence = await bus.put(bucket, LOCK, json.dumps(mine).encode(), last=last, ttl_s=LOCK_TTL_S)
+                fence = await bus.put(bucket, LOCK, json.dumps(mine).encode(), last=last, ttl_s=ttl_s)
                 taken = holder is not None or (entry is not None and entry.expired)
-                return HeldLock(bus, bucket, mine, fence, taken=taken)
+                return HeldLock(bus, bucket, mine, fence, taken=taken, ttl_s=ttl_s)
             except WrongSequence:
                 continue  # another call has acquired it first: look again
         same = "update_id" in mine and holder.get("update_id") == mine["update_id"]

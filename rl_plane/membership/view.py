@@ -56,7 +56,7 @@ class MembershipView:
         """Whether this server sends advisories of closed connections."""
         self.record: DecisionRecord | None = None
         """The newest decision that this process has learnt. It never goes back."""
-        self._record_sequence = 0
+        self.record_sequence = 0
         """The sequence of the newest known write. It orders writes of one decision."""
         self._gather = gather
         self._core = MembershipCore()
@@ -109,10 +109,10 @@ class MembershipView:
         older than the known one is ignored: its message may be late, or a store may have lost a write."""
         known = self.record
         if known is not None and not newer(record, known):
-            overtaken = sequence <= self._record_sequence
+            overtaken = sequence <= self.record_sequence
             if overtaken or newer(known, record):
                 return
-        self._record_sequence = max(sequence, self._record_sequence)
+        self.record_sequence = max(sequence, self.record_sequence)
         self.record = record
         if record != known:
             for listener in list(self._record_listeners):
@@ -120,12 +120,12 @@ class MembershipView:
 
     async def read_record(self) -> Entry | None:
         """Learns the record that the leader has now."""
-        known = self._record_sequence
+        known = self.record_sequence
         entry = await self.bus.get(self.subjects.state, RECORD)
         record = record_of(entry)
         if entry is not None and record is not None:
-            if self._record_sequence == known and entry.sequence <= known:
-                self._record_sequence = (
+            if self.record_sequence == known and entry.sequence <= known:
+                self.record_sequence = (
                     entry.sequence - 1
                 )  # no feed came between: the leader's store is another one
             self.take_record(record, entry.sequence)

@@ -10,14 +10,14 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from rl_plane.bus.connection import CONNECT_TIMEOUT_S, Bus
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
-from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, HeldLock, hold_lock
+from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, LOCK_TIMINGS, HeldLock, LockTimings, hold_lock
 from rl_plane.bus.scatter import Answer, Gather, Missing, Scatter
 from rl_plane.bus.sealed_record import bar_former
 from rl_plane.bus.state_store import read_frontends
@@ -52,6 +52,8 @@ WATCH_QUEUE = 10_000
 """The number of changes that a watcher may be behind. Then its watch ends with an error, so that the queue stays
 bounded."""
 
+BusConnector = Callable[[str, str, float, NatsCredentials], Awaitable[Bus]]
+"""Opens a connection from the server's URL, the connection's name, the longest wait in seconds and the credentials."""
 EmptyFleet = Literal["error", "ok"]
 
 
@@ -72,12 +74,15 @@ class WorkerCalls:
     """One connection, with a live view of the members. Methods may be called concurrently; `close` ends calls under way
     with an error."""
 
-    def __init__(self, bus: Bus, namespace: str, component: str) -> None:
+    def __init__(
+        self, bus: Bus, namespace: str, component: str, *, lock_timings: LockTimings = LOCK_TIMINGS
+    ) -> None:
         self.bus = bus
         self.namespace = namespace
         self.component = component
         self.owner = f"{bus.name}@{socket.gethostname()}:{os.getpid()}"
         """The name that other processes see while this one holds the lock."""
+        self._lock_timings = lock_timings
         self._gather = Gather(bus)
         self._views: dict[str, MembershipView] = {}
         self._starting = asyncio.Lock()
@@ -92,12 +97,17 @@ class WorkerCalls:
         name: str = "rl-client",
         wait_s: float = CONNECT_TIMEOUT_S,
         credentials: NatsCredentials = NO_CREDENTIALS,
+        lock_timings: LockTimings = LOCK_TIMINGS,
+        connect_bus: BusConnector | None = None,
     ) -> Self:
         """Connects and reads the membership. BusUnreachable if no server answers within `wait_s` seconds. Unauthorized
-        if it refuses `credentials`, or is not the server that they ask for."""
+        if it refuses `credentials`, or is not the server that they ask for.
+
+        `lock_timings`: for the component's lock while this client holds it.
+        `connect_bus`: opens the connection. None: `Bus.connect`."""
         subjects = Subjects(namespace, component)  # checks the names before a connection is opened
-        bus = await Bus.connect(nats_url, name, wait_s, credentials)
-        client = cls(bus, namespace, component)
+        bus = await (connect_bus or Bus.connect)(nats_url, name, wait_s, credentials)
+        client = cls(bus, namespace, component, lock_timings=lock_timings)
         try:
             await client._gather.start_listening()
             await client._start_view(subjects)
@@ -140,6 +150,11 @@ class WorkerCalls:
                     fix="is a worker of it running?",
                 )
             return await self._start_view(subjects)
+
+    @property
+    def views(self) -> tuple[MembershipView, ...]:
+        """The live views that this client has so far, one for each component."""
+        return tuple(self._views.values())
 
     async def _start_view(self, subjects: Subjects) -> MembershipView:
         view = MembershipView(self.bus, subjects, self._gather)
@@ -210,6 +225,7 @@ class WorkerCalls:
             died=view.connection_died,
             update_id=update_id,
             same_wait_s=same_wait_s,
+            timings=self._lock_timings,
         ) as held:
             if held.taken:
                 await bar_former(self.bus, view.subjects.state, held)

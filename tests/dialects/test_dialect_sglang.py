@@ -24,11 +24,6 @@ if TYPE_CHECKING:
     from tests.conftest import Plane
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_reported_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_routes, "_reported", set())
-
-
 async def test_server_info_describes_the_fleet_as_one_server(plane: Plane) -> None:
     ids = plane.spawn_copies(2)
     async with facade(plane) as http:

@@ -17,7 +17,14 @@ import pytest
 from frontend.dialects.common.fleet_as_one import NOT_POSSIBLE, begun, dialect_error, served_version
 from frontend.server.api import Api, schema_of
 from frontend.server.options import FrontendOptions
-from frontend.server.shared_routes import DialectRequest, Fields, NoFields, ParsedRequest, SharedRoutes, report
+from frontend.server.shared_routes import (
+    DialectRequest,
+    FieldReports,
+    Fields,
+    NoFields,
+    ParsedRequest,
+    SharedRoutes,
+)
 from rl_plane.cli.settings import for_child
 from rl_plane.errors import (
     Conflict,
@@ -228,11 +235,7 @@ async def test_bodies_are_read_as_clients_send_them(routes: SharedRoutes) -> Non
         assert (answer.content, answer.headers["content-length"]) == (b"null", "4")
 
 
-async def test_an_unknown_field_is_told_of_once(
-    routes: SharedRoutes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("frontend.server.shared_routes._reported", set())
-
+async def test_an_unknown_field_is_told_of_once(routes: SharedRoutes, caplog: pytest.LogCaptureFixture) -> None:
     async def numbers(request: ParsedRequest[Numbers]) -> Any:
         return request.fields.number
 
@@ -251,10 +254,9 @@ FOUND_BY = {"/v1/rl/update_weights": {"weight_dir": ""}, "/update_weight_version
 
 
 async def test_every_route_tells_of_a_field_that_it_does_not_know(
-    plane: Plane, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    plane: Plane, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The warning comes whatever else the route answers."""
-    monkeypatch.setattr("frontend.server.shared_routes._reported", set())
     caplog.set_level(logging.WARNING, "frontend.server.shared_routes")
     plane.spawn()
     async with facade(plane) as http:
@@ -444,10 +446,14 @@ def test_what_was_sent_is_not_sent_again_to_a_fleet_that_is_taken_or_gone(raised
     assert caught.value.http_status == status
 
 
-def test_reports_are_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("frontend.server.shared_routes._reported", {("/full", str(each)) for each in range(1000)})
-    report("/x", "y")
-    assert not caplog.records
+def test_reports_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    reports = FieldReports(most=2)
+    for name in ("a", "b", "a", "c"):
+        reports.report("/x", name, "it is dropped")
+    assert [record.getMessage().split("'")[1] for record in caplog.records] == ["a", "b"]
+    reports.clear()
+    reports.report("/x", "c", "it is dropped")
+    assert "'c'" in caplog.records[-1].getMessage()
 
 
 # ---- the tables of conformance ----

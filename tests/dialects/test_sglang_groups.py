@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from frontend.dialects.sglang import groups as sglang_groups
-from frontend.dialects.sglang.groups import GroupFields, Groups
+from frontend.dialects.sglang.groups import TURN_WAIT_S, GroupFields, Groups
 from rl_plane.errors import (
     Conflict,
     InvalidRequest,
@@ -34,9 +33,9 @@ class _Forming:
             raise error
         return {"workers": []}
 
-    def groups(self) -> Groups:
+    def groups(self, turn_wait_s: float = TURN_WAIT_S) -> Groups:
         plane: Any = SimpleNamespace(calls=self, part_timeout_s=1.0)
-        return Groups(plane)
+        return Groups(plane, turn_wait_s)
 
 
 def _group(name: str) -> GroupFields:
@@ -71,10 +70,9 @@ async def test_a_group_that_was_wrong_keeps_nobody_out() -> None:
     assert forming.asked == ["a", "b"]
 
 
-async def test_the_turn_of_a_group_is_not_awaited_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_groups, "TURN_WAIT_S", 0.0)
+async def test_the_turn_of_a_group_is_not_awaited_for_ever() -> None:
     forming = _Forming()
-    groups = forming.groups()
+    groups = forming.groups(turn_wait_s=0.0)
     first = asyncio.create_task(groups.form(_group("a"), ""))
     await forming.begun.wait()
     with pytest.raises(Locked) as caught:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import rl_plane.bus.connection
 import rl_plane.bus.scatter
+from rl_plane.bus.connection import CONNECT_TIMEOUT_S, Bus
 from rl_plane.client import RlClient
 from rl_plane.errors import (
     BusUnreachable,
@@ -29,7 +29,7 @@ from rl_plane.errors import (
 )
 from rl_plane.membership.core import Changed, Member
 from rl_plane.protocol.envelope import Reply, decode, encode
-from rl_plane.protocol.subjects import MEMBER_PREFIX, Entry
+from rl_plane.protocol.subjects import MEMBER_PREFIX, Entry, Subjects
 from tests.support.hung_node import Node, node_before
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ async def test_a_watcher_that_is_behind_delays_no_other(plane: Plane) -> None:
     """The change that the watcher misses still ends a wait for a fleet of that size."""
     client, other = await plane.client(), await plane.client()
     slow = await read_once(client, other, max_behind=1)
-    (view,) = client._views.values()
+    view = await client.view()
     later: list[Changed] = []
     view.listen(later.append)
     waiting = asyncio.create_task(client.wait_for(4, 10))
@@ -372,11 +372,11 @@ async def test_a_component_without_members_is_not_found(plane: Plane) -> None:
 
 @pytest.mark.parametrize("url", ["nats://127.0.0.1:1", "nats://no-such-host.invalid:4222"])
 async def test_an_unreachable_server_is_reported_within_the_bound(url: str) -> None:
-    assert rl_plane.bus.connection.CONNECT_TIMEOUT_S <= 5
+    assert CONNECT_TIMEOUT_S <= 5
     start = time.monotonic()
     with pytest.raises(BusUnreachable) as caught:
         await RlClient.connect(url, wait_s=1)
-    assert time.monotonic() - start < rl_plane.bus.connection.CONNECT_TIMEOUT_S
+    assert time.monotonic() - start < CONNECT_TIMEOUT_S
     assert url in caught.value.message
     assert caught.value.facts["fix"]
 
@@ -417,7 +417,7 @@ async def node(nats: NatsServer) -> AsyncIterator[Node]:
 
 @asynccontextmanager
 async def publishing(
-    bus: rl_plane.bus.connection.Bus, count: int = MANY, payload: bytes = MUCH
+    bus: Bus, count: int = MANY, payload: bytes = MUCH
 ) -> AsyncIterator[list[asyncio.Task[None]]]:
     """Publishers, some of whom have bytes that the server does not take."""
     publishers = [asyncio.create_task(bus.nc.publish("nobody", payload)) for _ in range(count)]
@@ -434,17 +434,14 @@ async def publishing(
                 await asyncio.gather(*publishers, return_exceptions=True)
 
 
-def unsent(bus: rl_plane.bus.connection.Bus) -> int:
+def unsent(bus: Bus) -> int:
     return int(bus.nc._transport._io_writer.transport.get_write_buffer_size())
 
 
 @pytest.mark.parametrize("each", [1, 100])
-async def test_a_node_that_hangs_with_bytes_unsent_is_left_for_another(
-    node: Node, monkeypatch: pytest.MonkeyPatch, each: int
-) -> None:
+async def test_a_node_that_hangs_with_bytes_unsent_is_left_for_another(node: Node, each: int) -> None:
     """`each`: in so many parts, by so many more publishers."""
-    monkeypatch.setattr(rl_plane.bus.connection, "PING_INTERVAL_S", 1.0)
-    bus = await rl_plane.bus.connection.Bus.connect(node.url)
+    bus = await Bus.connect(node.url, ping_interval_s=1.0)
     back = asyncio.Event()
 
     async def reconnected() -> None:
@@ -460,35 +457,33 @@ async def test_a_node_that_hangs_with_bytes_unsent_is_left_for_another(
     await bus.close()
 
 
-async def test_a_fan_out_to_a_node_that_hangs_ends(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rl_plane.bus.connection, "PING_INTERVAL_S", 1.0)
-    client = await RlClient.connect(node.url)
-    fan_outs = rl_plane.bus.scatter.Gather(client.bus)
+async def test_a_fan_out_to_a_node_that_hangs_ends(node: Node) -> None:
+    bus = await Bus.connect(node.url, ping_interval_s=1.0)
+    fan_outs = rl_plane.bus.scatter.Gather(bus)
     await fan_outs.start_listening()
     node.hang(others_listen=False)
-    async with publishing(client.bus), asyncio.timeout(HUNG_BOUND_S):
+    async with publishing(bus), asyncio.timeout(HUNG_BOUND_S):
         with pytest.raises(BusUnreachable):
             await fan_outs.run([("nobody", MUCH)] * MANY, HUNG_BOUND_S)
-        await client.close()
+        await bus.close()
 
 
-async def test_no_request_waits_longer_for_a_node_that_hangs_with_bytes_unsent(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rl_plane.bus.connection, "PING_INTERVAL_S", 60.0)  # it is not found meanwhile
-    client = await RlClient.connect(node.url)
+async def test_no_request_waits_longer_for_a_node_that_hangs_with_bytes_unsent(node: Node) -> None:
+    bus = await Bus.connect(node.url, ping_interval_s=60.0)  # no PING finds the hung node meanwhile
+    members = Subjects("rl", "engine").members
+    await bus.ensure_bucket(members)
     node.hang()
-    async with publishing(client.bus) as publishers, asyncio.timeout(HUNG_BOUND_S):
+    async with publishing(bus) as publishers, asyncio.timeout(HUNG_BOUND_S):
         last = publishers[-1]
         assert not last.done()
         last.cancel()
         await asyncio.wait([last])
         assert last.cancelled(), "who is told to end does"
         with pytest.raises(BusUnreachable):
-            await client.bus.get(client.subjects().members, "any")
+            await bus.get(members, "any")
         await asyncio.gather(*publishers, return_exceptions=True)
-        assert unsent(client.bus), "the node hangs still"
-        await client.close()
+        assert unsent(bus), "the node hangs still"
+        await bus.close()
 
 
 async def test_a_death_under_an_unpinned_changing_call_is_no_error(plane: Plane) -> None:

@@ -102,18 +102,25 @@ async def test_what_can_not_be_applied_leaves_everything_as_it_was(plane: Plane)
     assert await all_serve(client, "three")
 
 
-async def test_a_chain_is_not_endless_and_a_gone_base_is_told(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_chain_of_deltas_has_an_end(plane: Plane) -> None:
+    models = [plane.model(seed) for seed in range(2)]
+    client = await plane.client()
+    plane.spawn()
+    for number in range(MAX_DELTAS):
+        base, new = models[number % 2], models[(number + 1) % 2]
+        await client.run("update_weights", by_delta(plane, base, new, f"step_{number}"))
+    with pytest.raises(NotAtBase, match=f"{MAX_DELTAS} deltas away"):
+        await client.run("update_weights", by_delta(plane, models[0], models[1], "next"))
+    await client.run("update_weights", update_of(models[1], "whole"))
+    await client.run("update_weights", by_delta(plane, models[1], models[0], "again"))
+    assert await all_serve(client, "again")
+
+
+async def test_a_base_that_is_gone_excludes_the_worker_that_needs_it(plane: Plane) -> None:
     models = [plane.model(seed) for seed in range(3)]
     client = await plane.client()
     ids = [one.instance_id for one in plane.spawn_many(2)]
-    monkeypatch.setattr("rl_plane.commit.rules.MAX_DELTAS", 1)
-    assert MAX_DELTAS > 1
     await client.run("update_weights", by_delta(plane, models[0], models[1], "one"))
-    with pytest.raises(NotAtBase, match="1 deltas away"):
-        await client.run("update_weights", by_delta(plane, models[1], models[2], "two"))
-    monkeypatch.undo()
     # One worker loses what it kept, and what would bring it back is gone.
     (plane.tmp / "weights" / "seed0-seed1" / "model.safetensors").rename(plane.tmp / "away")
     next(one for one in plane.spawned if one.instance_id == ids[0]).kill()

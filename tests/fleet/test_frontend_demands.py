@@ -14,20 +14,19 @@ import pytest
 
 from frontend.completions.call import GenerationCall
 from frontend.completions.reply_choice import Choice
+from frontend.frontend_limits import FrontendLimits
 from frontend.main import Frontend
-from frontend.routing import span_check
-from frontend.routing.committed import Committed
 from frontend.routing.demands import Demands
 from frontend.routing.engine_client import Event
 from frontend.routing.fleet_status import FleetStatus
 from frontend.routing.progress import GenerationProgress
 from frontend.routing.routing_lease import FrontendLease
-from rl_plane.commit.history import UpdateEntry, read_history
 from rl_plane.errors import BusUnreachable, DemandUnmet
-from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.generation import AdapterSpan, GenerateDelta, GenerateRequest
-from rl_plane.protocol.record import DecisionRecord
+from rl_plane.protocol.record import SERVING_LEASE_S, DecisionRecord
+from rl_plane.protocol.subjects import HISTORY_PREFIX, RECORD, Subjects
 from tests.support.committed_records import record, rolling, span, version
+from tests.support.faulty_bus import BusFaults
 from tests.support.frontend_process import (
     PROMPT,
     ask,
@@ -108,22 +107,15 @@ async def test_during_a_rolling_update_requests_that_demand_the_new_version_go_t
 
 @pytest.mark.parametrize("demand", [{"min_version": 2}, {"min_version": "step_2"}, {"max_lag": 0}])
 async def test_a_demand_is_kept_where_a_worker_is_known_before_the_record(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch, demand: dict[str, Any]
+    plane: Plane, demand: dict[str, Any]
 ) -> None:
-    """The record is asked for: what told it is still on its way."""
-    take, read, hears = MembershipView.take_record, Committed.try_read, asyncio.Event()
-
-    def taken(view: MembershipView, *told: Any) -> None:
-        if hears.is_set():
-            take(view, *told)
-
-    async def reading(one: Committed) -> None:
-        hears.set()
-        await read(one)
-
-    monkeypatch.setattr(MembershipView, "take_record", taken)
-    monkeypatch.setattr(Committed, "try_read", reading)
-    async with staged(plane) as stage:
+    """The frontend reads the record, because the messages that announce it are lost. It confirms its lease too rarely
+    to learn the record in that way."""
+    faults = BusFaults()
+    feed = Subjects(plane.namespace, plane.component).state.feed(RECORD)
+    faults.loses = lambda message: message.subject == feed
+    rarely = FrontendLimits(confirm_interval_s=SERVING_LEASE_S - 0.5)
+    async with staged(plane, limits=rarely, connect_bus=faults.connect) as stage:
         await decide(stage.client.bus, stage.client.subjects(), rolling(record(2), record(1)))
         old = await stage.worker(always(1, base=1), record(1))
         error = error_of(await stage.ask(**demand, on_stale="refuse"), 503)
@@ -239,10 +231,7 @@ async def test_a_choice_with_tokens_keeps_the_first_version_of_a_label_that_is_u
     assert [(made["sequence"], made["end"]) for made in stream.spans] == [(1, 3)]
 
 
-async def test_a_choice_leaves_a_worker_that_missed_an_update(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(span_check, "STALE_AFTER_S", 0.2)
+async def test_a_choice_leaves_a_worker_that_missed_an_update(plane: Plane) -> None:
     told = asyncio.Event()
 
     async def behind(stream: Stream) -> None:
@@ -252,7 +241,7 @@ async def test_a_choice_leaves_a_worker_that_missed_an_update(
             await stream.send([1])
             await asyncio.sleep(PACE_S)
 
-    async with staged(plane) as stage:
+    async with staged(plane, limits=FrontendLimits(stale_after_s=0.2)) as stage:
         await stage.worker(behind, record(1))
         await stage.decide(record(1))
         asking = asyncio.create_task(
@@ -273,17 +262,16 @@ async def test_a_choice_leaves_a_worker_that_missed_an_update(
 @pytest.mark.parametrize("migrate", [True, False])
 @pytest.mark.parametrize("alone", [True, False])
 async def test_a_choice_without_a_token_leaves_a_worker_that_missed_an_update(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch, migrate: bool, alone: bool
+    plane: Plane, migrate: bool, alone: bool
 ) -> None:
     """No token was delivered. Without another worker, the caller gets the reason."""
-    monkeypatch.setattr(span_check, "STALE_AFTER_S", 0.0)
     go = asyncio.Event()
 
     async def behind(stream: Stream) -> None:
         await go.wait()
         await stream.send([1], span(1, 0, 1))
 
-    async with staged(plane, wait_s=0.5 if alone else 5.0) as stage:
+    async with staged(plane, 0.5 if alone else 5.0, FrontendLimits(stale_after_s=0.0)) as stage:
         worker = await stage.worker(behind, record(1))
         await stage.decide(record(1))
         asking = asyncio.create_task(stage.ask(prompt=None, prompt_token_ids=PROMPT, migrate=migrate))
@@ -326,13 +314,10 @@ async def test_a_request_waits_for_the_version_that_it_demands(plane: Plane, htt
         assert reply["nvext"]["weight_version"] == version
 
 
-async def test_a_demand_waits_within_its_bound(
-    plane: Plane, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_demand_waits_within_its_bound(plane: Plane, http: httpx.AsyncClient) -> None:
     plane.spawn()
     await ask(http)
-    monkeypatch.setattr("frontend.routing.worker_selector.STALE_WAIT_S", 0.2)
-    async with frontend(plane, admission_wait_s=0.1) as hasty:
+    async with frontend(plane, admission_wait_s=0.1, limits=FrontendLimits(stale_wait_s=0.2)) as hasty:
         error = error_of(await hasty.post("/v1/completions", json={"prompt": "hi", "min_version": 9}), 503)
     assert error["code"] == "demand_unmet"
     assert "sequence 0 is served" in error["message"]
@@ -356,16 +341,15 @@ async def test_a_history_that_could_not_be_read_is_read_again_while_a_request_wa
     plane.spawn()
     for seed in (1, 2):
         await update(plane, seed)
-    failed, go = asyncio.Event(), asyncio.Event()
+    failed, go, faults = asyncio.Event(), asyncio.Event(), BusFaults()
 
-    async def reading(*args: Any) -> list[UpdateEntry]:
-        if not go.is_set():
+    async def reading(key: str) -> None:
+        if key.startswith(HISTORY_PREFIX) and not go.is_set():
             failed.set()
-            raise BusUnreachable("nobody answers")
-        return await read_history(*args)
+            raise BusUnreachable("the store does not answer")
 
-    monkeypatch.setattr("frontend.routing.committed.read_history", reading)
-    async with frontend(plane) as http:
+    faults.before_get = reading
+    async with frontend(plane, faults.connect) as http:
         await ask(http)
         monkeypatch.setattr(FleetStatus, "wake", lambda status: None)
         asking = asyncio.create_task(ask(http, min_version="step_1"))

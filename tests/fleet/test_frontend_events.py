@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 import pytest_asyncio
+from starlette.requests import ClientDisconnect
 
-from frontend.facade import events
 from frontend.facade.events import HELLO, KEEP_ALIVE, FleetEvents, Listener
+from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.routing.fleet_status import FleetStatus
 from frontend.server import listeners
+from frontend.server.event_stream import EventStream, unless_gone
 from frontend.server.options import FrontendOptions
 from rl_plane.errors import InvalidRequest, Unavailable
 from tests.support.committed_records import record, rolling
@@ -78,8 +80,14 @@ async def reading(rl: httpx.AsyncClient) -> AsyncIterator[Reader]:
 
 @pytest_asyncio.fixture
 async def rl(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
+    async with facade_of(plane) as client:
+        yield client
+
+
+@asynccontextmanager
+async def facade_of(plane: Plane, limits: FrontendLimits = LIMITS) -> AsyncIterator[httpx.AsyncClient]:
     options = FrontendOptions(
-        plane.url, plane.namespace, plane.component, rl_port=0, http_port=None, admin_key=KEY
+        plane.url, plane.namespace, plane.component, rl_port=0, http_port=None, admin_key=KEY, limits=limits
     )
     headers = {"Authorization": f"Bearer {KEY}"}
     async with (
@@ -193,20 +201,18 @@ async def test_it_needs_the_key_and_takes_no_fields(plane: Plane, rl: httpx.Asyn
     assert "admission" in operation["description"]
 
 
-async def test_the_number_of_listeners_is_bounded(
-    rl: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, plane: Plane
-) -> None:
-    monkeypatch.setattr(events, "MAX_LISTENERS", 1)
-    async with reading(rl):
-        response = await rl.get("events")
-        assert response.status_code == 503
-        assert response.headers["retry-after"]
+async def test_the_number_of_listeners_is_bounded(plane: Plane) -> None:
+    async with facade_of(plane, FrontendLimits(event_listeners=1)) as rl:
+        async with reading(rl):
+            response = await rl.get("events")
+            assert response.status_code == 503
+            assert response.headers["retry-after"]
 
-    async def free() -> bool:
-        async with rl.stream("GET", "events") as response:
-            return response.status_code == 200
+        async def free() -> bool:
+            async with rl.stream("GET", "events") as response:
+                return response.status_code == 200
 
-    await plane.until(free)  # the one that went away has made place
+        await plane.until(free)  # the first reader has left, and its place is free
 
 
 async def test_an_open_stream_does_not_hold_the_stop(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,10 +233,10 @@ async def test_an_open_stream_does_not_hold_the_stop(plane: Plane, monkeypatch: 
 # ---- one listener, without a network ----
 
 
-async def made(plane: Plane) -> FleetEvents:
+async def made(plane: Plane, limits: FrontendLimits = LIMITS) -> FleetEvents:
     client = await plane.client()
     view = await client.view()
-    return FleetEvents(view, FleetStatus(client, view))
+    return FleetEvents(view, FleetStatus(client, view), limits)
 
 
 async def test_each_committed_update_is_told_once(plane: Plane) -> None:
@@ -263,31 +269,28 @@ async def test_each_committed_update_is_told_once(plane: Plane) -> None:
     assert end == {"reason": "stopping"}
 
 
-async def test_a_silent_stream_is_kept_alive(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "KEEP_ALIVE_S", 0.01)
-    stream = (await made(plane)).listen()
+async def test_a_silent_stream_is_kept_alive(plane: Plane) -> None:
+    stream = (await made(plane, FrontendLimits(event_keep_alive_s=0.01))).listen()
     assert [await anext(stream) for _ in range(3)] == [HELLO, KEEP_ALIVE, KEEP_ALIVE]
     await stream.aclose()
 
 
-async def test_a_slow_listener_is_cut_with_a_last_event_and_delays_nobody(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(events, "QUEUE_EVENTS", 2)
-    hub = await made(plane)
+async def test_a_slow_listener_is_cut_with_a_last_event_and_delays_no_other(plane: Plane) -> None:
+    client = await plane.client()
+    view = await client.view()
+    hub = FleetEvents(view, FleetStatus(client, view), FrontendLimits(queued_events=2))
+    await hub.start()
     slow, fast = hub.listen(), hub.listen()
     assert [await anext(slow), await anext(fast)] == [HELLO, HELLO]
     heard = []
-    for number in range(4):
-        hub._send("member", {"number": number})
+    for number in range(1, 5):
+        view.take_record(record(number), number)
         heard.append(parsed((await anext(fast)).decode()))
-    assert [event and event[2]["number"] for event in heard] == [0, 1, 2, 3]
+    assert [event and event[2]["version"]["sequence"] for event in heard] == [1, 2, 3, 4]
     left = [parsed(block.decode()) async for block in slow]
-    assert [event and event[1:] for event in left] == [
-        ("member", {"number": 0}),
-        ("member", {"number": 1}),
-        ("end", {"reason": "slow"}),
-    ]
+    *updates, end = [event[1:] for event in left if event]
+    assert [(kind, data["version"]["sequence"]) for kind, data in updates] == [("update", 1), ("update", 2)]
+    assert end == ("end", {"reason": "slow"})
     ids = [event[0] for event in left if event]
     assert ids == sorted(set(ids))
     hub.stop()
@@ -300,15 +303,9 @@ async def test_a_slow_listener_is_cut_with_a_last_event_and_delays_nobody(
 
 
 @pytest.mark.parametrize("framed", [True, False])
-async def test_a_reader_that_takes_nothing_is_dropped(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch, framed: bool
-) -> None:
-    from starlette.requests import ClientDisconnect
-
-    from frontend.server import event_stream
-
-    monkeypatch.setattr(event_stream, "SEND_TIMEOUT_S" if framed else "STALLED_S", 0.05)
-    hub = await made(plane)
+async def test_a_reader_that_takes_nothing_is_dropped(plane: Plane, framed: bool) -> None:
+    stall = FrontendLimits(event_stall_s=0.05) if framed else FrontendLimits(token_stall_s=0.05)
+    hub = await made(plane, replace(stall, event_listeners=1))
 
     async def stuck(message: Any) -> None:
         if message["type"] == "http.response.body":
@@ -318,15 +315,13 @@ async def test_a_reader_that_takes_nothing_is_dropped(
         await asyncio.Event().wait()
 
     with pytest.raises(ClientDisconnect):
-        await event_stream.EventStream(hub.listen(), framed=framed)({}, silent, stuck)
-    assert not hub._listeners
+        await EventStream(hub.listen(), framed=framed, limits=hub.limits)({}, silent, stuck)
+    next_one = hub.listen()
+    assert await anext(next_one) == HELLO, "the only place is free again"
+    await next_one.aclose()
 
 
 async def test_work_ends_when_its_client_goes_and_only_then() -> None:
-    from starlette.requests import ClientDisconnect
-
-    from frontend.server.event_stream import unless_gone
-
     goes, begun, cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def receive() -> Any:
@@ -364,7 +359,7 @@ async def test_work_ends_when_its_client_goes_and_only_then() -> None:
 
 
 def test_a_listener_ends_once() -> None:
-    listener = Listener()
+    listener = Listener(max_events=3)
     listener.end("stopping")
     listener.end("slow")
     listener.put(b"late")

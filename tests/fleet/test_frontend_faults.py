@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from frontend.frontend_limits import FrontendLimits
 from frontend.routing.attempts import IDLE_TIMEOUT_S
 from frontend.routing.routing_lease import FrontendLease
 from rl_plane import Rollout, gather_enough
@@ -428,18 +429,19 @@ async def test_a_second_sigterm_ends_the_frontend_without_waiting_for_requests(p
 
 
 async def test_a_hung_worker_before_its_first_token_costs_a_wait_only(
-    plane: Plane, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+    plane: Plane,
 ) -> None:
     plane.spawn(instance_id="f" * 16)
     victim = plane.spawn(instance_id="0" * 16)
-    await ask(http, nvext={"instance_id": "0" * 16})
-    await ask(http, nvext={"instance_id": "f" * 16})  # so the next turn is the victim's
-    monkeypatch.setattr("frontend.routing.attempts.ACCEPT_TIMEOUT_S", 0.3)
-    victim.stop()
-    try:
-        assert (await ask(http))["nvext"]["instance_id"] == "f" * 16
-    finally:
-        victim.go_on()
+    await (await plane.client()).run("ready", {"min_workers": 2, "wait_s": 30})
+    async with frontend(plane, limits=FrontendLimits(accept_timeout_s=1.0)) as http:
+        await ask(http, nvext={"instance_id": "0" * 16})
+        await ask(http, nvext={"instance_id": "f" * 16})  # so the next turn is the victim's
+        victim.stop()
+        try:
+            assert (await ask(http))["nvext"]["instance_id"] == "f" * 16
+        finally:
+            victim.go_on()
 
 
 # ---- frontends that stand still ----

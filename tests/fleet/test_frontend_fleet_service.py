@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgpack
-import pytest
 import pytest_asyncio
 
-from frontend.facade import nats_service
+from frontend.facade.nats_service import FleetService
+from frontend.facade.op_runner import OpRunner
+from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.server.options import FrontendOptions
 from rl_plane.bus.connection import Bus
+from rl_plane.fleet.fleet import Fleet
 from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
 from tests.support.frontend_here import started
 
@@ -41,8 +44,16 @@ class Service:
 
 @pytest_asyncio.fixture
 async def service(plane: Plane) -> AsyncIterator[Service]:
-    """Two frontends, without any listener, behind one subject."""
-    options = FrontendOptions(plane.url, plane.namespace, plane.component, rl_port=None, http_port=None)
+    async with service_of(plane) as one:
+        yield one
+
+
+@asynccontextmanager
+async def service_of(plane: Plane, limits: FrontendLimits = LIMITS) -> AsyncIterator[Service]:
+    """Starts two frontends without any listener. Both answer on one subject."""
+    options = FrontendOptions(
+        plane.url, plane.namespace, plane.component, rl_port=None, http_port=None, limits=limits
+    )
     async with started(options), started(options):
         bus = await Bus.connect(plane.url, "a service")
         yield Service(bus, f"{plane.namespace}.{plane.component}.fleet")
@@ -156,35 +167,42 @@ async def test_equal_ids_are_one_update(plane: Plane, service: Service) -> None:
     assert first["body"]["version"]["sequence"] == 1
 
 
-async def test_a_reply_too_large_for_nats_is_a_typed_error(
-    plane: Plane, service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def huge(*args: object) -> dict[str, Any]:
-        return {"status": "ok", "workers": ["x" * MAX_MESSAGE_BYTES]}
+@asynccontextmanager
+async def answering(plane: Plane, answer: Callable[[], dict[str, Any]]) -> AsyncIterator[Service]:
+    """A fleet subject whose ops give this answer."""
 
-    monkeypatch.setattr("rl_plane.fleet.fleet.Fleet.run", huge)
-    reply = await service.ask("state", id="big")
+    class Answering(Fleet):
+        async def run(self, *args: Any, **more: Any) -> dict[str, Any]:
+            return answer()
+
+    client = await plane.client()
+    subject = client.subjects().fleet
+    service = FleetService(client.bus, subject, OpRunner(Answering(client)))
+    await service.start()
+    yield Service((await plane.client("a service")).bus, subject)
+    await service.stop(grace_s=0.0)
+
+
+async def test_a_reply_too_large_for_nats_is_a_typed_error(plane: Plane) -> None:
+    async with answering(plane, lambda: {"status": "ok", "workers": ["x" * MAX_MESSAGE_BYTES]}) as service:
+        reply = await service.ask("state", id="big")
     assert (reply["id"], reply["error"]["code"]) == ("big", "payload_too_large")
     assert reply["error"]["call_status"] == "ok"
 
 
-async def test_calls_under_way_are_bounded(
-    plane: Plane, service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nats_service, "MAX_IN_FLIGHT", 0)
-    reply = await service.ask("state")
+async def test_calls_under_way_are_bounded(plane: Plane) -> None:
+    async with service_of(plane, FrontendLimits(fleet_calls=0)) as service:
+        reply = await service.ask("state")
     assert (reply["error"]["code"], reply["error"]["retry_after_s"]) == ("unavailable", 1.0)
 
 
-async def test_an_unexpected_error_is_answered_without_its_insides(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def broken(*args: object) -> None:
+async def test_an_unexpected_error_is_answered_without_its_insides(plane: Plane) -> None:
+    def broken() -> dict[str, Any]:
         raise RuntimeError("a secret path")
 
-    monkeypatch.setattr("rl_plane.fleet.fleet.Fleet.run", broken)
     start = time.monotonic()
-    reply = await service.ask("state")
+    async with answering(plane, broken) as service:
+        reply = await service.ask("state")
     assert reply["error"]["code"] == "internal"
     assert "secret" not in json.dumps(reply)
     assert time.monotonic() - start < 10

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from frontend.frontend_limits import FrontendLimits
 from frontend.routing.fleet_status import FleetStatus
 from rl_plane.protocol.generation import MAX_PROMPT_LOGPROBS
+from rl_plane.protocol.subjects import RECORD, Subjects
+from tests.support.faulty_bus import BusFaults
 from tests.support.frontend_process import (
     PROMPT,
     ask,
@@ -450,27 +453,21 @@ async def test_every_frontend_serves_the_new_version_after_an_update(plane: Plan
 
 @pytest.mark.slow
 @pytest.mark.parallel
-async def test_a_frontend_that_hears_no_decision_has_read_it_before_it_is_served(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def deaf(*args: object) -> None:
-        pass
-
-    monkeypatch.setattr("rl_plane.membership.view.MembershipView._record_feed", deaf)
-    monkeypatch.setattr("frontend.routing.routing_lease.FrontendLease._on_message", deaf)
+async def test_a_frontend_that_hears_no_decision_has_read_it_before_it_is_served(plane: Plane) -> None:
+    faults, subjects = BusFaults(), Subjects(plane.namespace, plane.component)
+    unheard = subjects.state.feed(RECORD), subjects.frontend("")
+    faults.loses = lambda message: message.subject.startswith(unheard)
     plane.spawn()
-    async with frontend(plane) as http:
+    async with frontend(plane, faults.connect) as http:
         await ask(http)
         version = await update(plane, 1)
         assert (await ask(http))["nvext"]["weight_version"] == version
 
 
-async def test_a_frontend_that_hears_no_status_asks(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def deaf(*args: object) -> None:
-        pass
-
-    monkeypatch.setattr("frontend.routing.fleet_status.FleetStatus._on_message", deaf)
-    async with frontend(plane, admission_wait_s=10) as http:
+async def test_a_frontend_that_hears_no_status_asks(plane: Plane) -> None:
+    faults, status = BusFaults(), Subjects(plane.namespace, plane.component).status
+    faults.loses = lambda message: message.subject == status
+    async with frontend(plane, faults.connect, admission_wait_s=10) as http:
         worker = plane.spawn()
         await ask(http)
         fleet = await plane.fleet()
@@ -480,9 +477,8 @@ async def test_a_frontend_that_hears_no_status_asks(plane: Plane, monkeypatch: p
         await waiting
 
 
-async def test_choices_under_way_are_bounded(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frontend.completions.service.MAX_IN_FLIGHT", 1)
-    async with frontend(plane, admission_wait_s=60) as http:
+async def test_choices_under_way_are_bounded(plane: Plane) -> None:
+    async with frontend(plane, admission_wait_s=60, limits=FrontendLimits(choices=1)) as http:
         # Those that wait for a first worker are among them.
         two = {asyncio.create_task(http.post("/v1/completions", json={"prompt": "hi"})) for _ in range(2)}
         (refused,), (waiting,) = await asyncio.wait(two, return_when=asyncio.FIRST_COMPLETED)

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from frontend.routing import span_check
+from frontend.frontend_limits import FrontendLimits
 from frontend.routing.fleet_status import FleetStatus
 from rl_plane.membership.view import MembershipView
-from rl_plane.protocol.record import DecisionRecord
+from rl_plane.protocol.record import SERVING_LEASE_S, DecisionRecord
+from rl_plane.protocol.subjects import RECORD, Subjects
 from tests.support.committed_records import record, rolling, span
+from tests.support.faulty_bus import BusFaults
 from tests.support.scripted_worker import Stream, decide
 from tests.support.staged_streams import BOUND_S, Stage, always, staged
 
@@ -148,26 +150,26 @@ async def test_a_choice_without_a_label_takes_no_others_tokens_with_it(plane: Pl
         assert (bad["token_ids"], bad["weight_versions"], bad["prompt_token_ids"]) == ([], [], None)
 
 
-async def test_a_frontend_reads_the_record_if_a_label_is_new_to_it(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The worker may have learnt the decision first."""
-    go = asyncio.Event()
+async def test_a_frontend_reads_the_record_if_a_label_is_new_to_it(plane: Plane) -> None:
+    """The worker may have learnt the decision first. The frontend confirms its lease too rarely to learn the decision
+    by it."""
+    go, faults = asyncio.Event(), BusFaults()
+    feed = Subjects(plane.namespace, plane.component).state.feed(RECORD)
+    faults.loses = lambda message: message.subject == feed
+    rarely = FrontendLimits(confirm_interval_s=SERVING_LEASE_S - 0.5)
 
     async def script(stream: Stream) -> None:
         await stream.send([1], span(1, 0, 1))
         await go.wait()
         await stream.send([2], span(1, 0, 1), span(2, 1, 2), end=True)
 
-    async with staged(plane) as stage:
+    async with staged(plane, limits=rarely, connect_bus=faults.connect) as stage:
         worker = await stage.worker(script, record(1))
         await stage.decide(record(1))
-        monkeypatch.setattr("rl_plane.membership.view.MembershipView.take_record", lambda *args: None)
         asking = asyncio.create_task(stage.ask())
         await plane.until(lambda: worker.requests)
         await decide(stage.client.bus, stage.client.subjects(), record(2))
         await plane.until(lambda: _stored(stage, 2))
-        monkeypatch.undo()
         go.set()
         (choice,) = (await asking).json()["choices"]
         assert [made["sequence"] for made in choice["weight_versions"]] == [1, 2]
@@ -178,8 +180,7 @@ async def _stored(stage: Stage, sequence: int) -> bool:
     return entry is not None and DecisionRecord.decode(entry.value or b"").sequence == sequence
 
 
-async def test_a_worker_that_missed_an_update_is_cut_off(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(span_check, "STALE_AFTER_S", 0.2)
+async def test_a_worker_that_missed_an_update_is_cut_off(plane: Plane) -> None:
     go: asyncio.Queue[int] = asyncio.Queue()
 
     async def script(stream: Stream) -> None:
@@ -187,7 +188,7 @@ async def test_a_worker_that_missed_an_update_is_cut_off(plane: Plane, monkeypat
         while True:
             await stream.send([await go.get()])
 
-    async with staged(plane) as stage:
+    async with staged(plane, limits=FrontendLimits(stale_after_s=0.2)) as stage:
         worker = await stage.worker(script, record(1))
         await stage.decide(record(1))
         body = {"prompt": "hi", "stream": True, "return_token_ids": True, "max_tokens": 99}

@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.main import Frontend
-from frontend.routing import routing_lease
-from frontend.routing.routing_lease import CONFIRM_INTERVAL_S, KEY_TTL_S, FrontendLease
-from rl_plane.bus.connection import Bus
+from frontend.routing.routing_lease import FrontendLease
 from rl_plane.bus.server import NatsServer
 from rl_plane.errors import BusUnreachable, NotAdmitted
-from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.record import SERVING_LEASE_S, first_record
 from rl_plane.protocol.serving_lease import ServingLease
-from rl_plane.protocol.subjects import FRONTEND_PREFIX
+from rl_plane.protocol.subjects import FRONTEND_PREFIX, RECORD
 from tests.support.committed_records import record
+from tests.support.faulty_bus import BusFaults
 from tests.support.lease_calls import BOUND_S, follow, listed, running, scripted, tell
 from tests.support.scripted_worker import decide
 
@@ -72,8 +71,8 @@ async def test_who_waits_is_woken_by_the_next_confirmation() -> None:
 
 
 def test_the_bounds_fit_together() -> None:
-    assert 2 * CONFIRM_INTERVAL_S < SERVING_LEASE_S  # one confirmation may be lost
-    assert KEY_TTL_S > SERVING_LEASE_S  # who may still route is listed
+    assert 2 * LIMITS.confirm_interval_s < SERVING_LEASE_S, "one confirmation may be lost"
+    assert LIMITS.lease_key_ttl_s > SERVING_LEASE_S, "a frontend that may still route is listed"
 
 
 # ---- on NATS ----
@@ -100,14 +99,12 @@ async def test_a_frontend_that_delivers_tokens_is_listed_until_it_ends(plane: Pl
     assert await listed(client) == []
 
 
-async def test_a_frontend_that_vanishes_leaves_the_list_by_itself(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(routing_lease, "KEY_TTL_S", 3)
+async def test_a_frontend_that_vanishes_leaves_the_list_by_itself(plane: Plane) -> None:
     client = await plane.client()
     view = await (await plane.client("frontend")).view()
-    gone = FrontendLease(view, "0" * 16)
-    await gone._confirm()  # once, and never again
+    gone = FrontendLease(view, "0" * 16, FrontendLimits(lease_key_ttl_s=3))
+    await gone.start()
+    await view.bus.close()
     assert await listed(client) == ["0" * 16]
 
     async def nobody() -> bool:
@@ -116,32 +113,28 @@ async def test_a_frontend_that_vanishes_leaves_the_list_by_itself(
     await plane.until(nobody)
 
 
-async def test_a_frontend_listens_before_it_is_listed_and_asks_for_its_lease_last(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_frontend_listens_before_it_is_listed_and_asks_for_its_lease_last(plane: Plane) -> None:
     """A coordinator that finds the frontend in the list can reach it. A coordinator that does not find it decided
     before the frontend asked."""
-    client = await plane.client()
-    view = await (await plane.client("frontend")).view()
+    client, faults = await plane.client(), BusFaults()
+    view = await (await plane.client("frontend", connect_bus=faults.connect)).view()
     one = FrontendLease(view, "0" * 16)
     steps: list[str] = []
-    put, keep = Bus.put, MembershipView.keep_record
 
-    async def watched_put(bus: Bus, bucket: Any, key: str, *args: Any, **more: Any) -> int:
-        if not key.startswith(FRONTEND_PREFIX):
-            return await put(bus, bucket, key, *args, **more)
-        reply = await tell(client, "0" * 16, follow(first_record("blake3:0"), 1))
-        steps.append(f"told {reply['status']}")
-        written = await put(bus, bucket, key, *args, **more)
-        steps.append(f"listed {not one.holds()}")
-        return written
+    async def before_put(key: str) -> None:
+        if key.startswith(FRONTEND_PREFIX):
+            reply = await tell(client, "0" * 16, follow(first_record("blake3:0"), 1))
+            steps.append(f"told {reply['status']}")
 
-    async def watched_keep(view: MembershipView) -> None:
-        steps.append(f"asks {await listed(client) == ['0' * 16]}")
-        await keep(view)
+    async def after_put(key: str) -> None:
+        if key.startswith(FRONTEND_PREFIX):
+            steps.append(f"listed {not one.holds()}")
 
-    monkeypatch.setattr(Bus, "put", watched_put)
-    monkeypatch.setattr(MembershipView, "keep_record", watched_keep)
+    async def before_get(key: str) -> None:
+        if key == RECORD:
+            steps.append(f"asks {await listed(client) == ['0' * 16]}")
+
+    faults.before_put, faults.after_put, faults.before_get = before_put, after_put, before_get
     await one.start()
     assert steps == ["told ok", "listed True", "asks True"]
     assert one.holds()
@@ -199,24 +192,14 @@ async def test_a_frontend_refuses_an_invalid_decision(plane: Plane, wire: Any, c
         assert one.view.record is None
 
 
-async def test_without_a_lease_requests_wait_for_it(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing_lease, "SERVING_LEASE_S", 0.3)
-    monkeypatch.setattr(routing_lease, "CONFIRM_INTERVAL_S", 0.1)
+async def test_without_a_lease_requests_wait_for_it(plane: Plane) -> None:
+    """The store answers nothing, because its stream is gone."""
     client = await plane.client()
-    silent = asyncio.Event()
-    read = MembershipView.read_record
-
-    async def no_leader(view: MembershipView) -> None:
-        if silent.is_set():
-            raise BusUnreachable("no leader")
-        await read(view)
-
-    monkeypatch.setattr(MembershipView, "read_record", no_leader)
     async with running(plane, admission_wait_s=0.5) as one, scripted(plane, record(1), 7):
         await decide(client.bus, client.subjects(), record(1))
         await plane.until(lambda: one.status.admitted())
         assert await ask(one) == [7]
-        silent.set()
+        await client.bus.nc.jetstream().delete_stream(client.subjects().state.stream)
         await plane.until(lambda: not one.lease.holds())
         assert one.status.admitted()
         with pytest.raises(NotAdmitted) as caught:
@@ -224,7 +207,7 @@ async def test_without_a_lease_requests_wait_for_it(plane: Plane, monkeypatch: p
         assert caught.value.facts["retry_after_s"]
         waiting = asyncio.create_task(ask(one))
         await asyncio.sleep(0)
-        silent.clear()
+        await client.bus.ensure_bucket(client.subjects().state)
         assert await waiting == [7]
 
 
@@ -247,20 +230,18 @@ async def test_a_connection_that_breaks_takes_the_lease_with_it(own_nats: tuple[
 
 
 async def test_a_question_that_was_lost_with_its_connection_is_not_waited_for(
-    own_nats: tuple[NatsServer, Plane], monkeypatch: pytest.MonkeyPatch
+    own_nats: tuple[NatsServer, Plane],
 ) -> None:
     server, plane = own_nats
-    put = Bus.put
-    stuck = asyncio.Event()
+    stuck, faults = asyncio.Event(), BusFaults()
 
-    async def lost(bus: Bus, bucket: Any, key: str, *args: Any, **more: Any) -> int:
-        if key.startswith("frontend.") and not stuck.is_set():
+    async def lost(key: str) -> None:
+        if key.startswith(FRONTEND_PREFIX) and not stuck.is_set():
             stuck.set()
             await asyncio.Event().wait()
-        return await put(bus, bucket, key, *args, **more)
 
-    async with running(plane) as one:
-        monkeypatch.setattr(Bus, "put", lost)
+    async with running(plane, faults.connect) as one:
+        faults.before_put = lost
         async with asyncio.timeout(BOUND_S):
             await stuck.wait()
         server.kill()
@@ -291,7 +272,7 @@ async def test_a_store_that_lost_writes_does_not_set_a_frontend_back(own_nats: t
         assert one.view.record == record(2)
         written = await decide(client.bus, client.subjects(), record(2))  # a worker writes it back
         await one.view.read_record()
-        assert (one.view.record, one.view._record_sequence) == (record(2), written)
+        assert (one.view.record, one.view.record_sequence) == (record(2), written)
         await worker.register()
         await plane.until(lambda: one.status.admitted())
         assert await ask(one) == [7]

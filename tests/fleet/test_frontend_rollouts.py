@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from frontend.frontend_limits import FrontendLimits
 from tests.support.committed_records import record, rolling, span
 from tests.support.frontend_process import (
     PROMPT,
@@ -124,20 +125,21 @@ async def test_what_an_engine_cant_witness_is_told_as_unknown(plane: Plane, http
 # ---- too much at once ----
 
 
-async def test_a_full_fleet_is_told_at_once(
-    plane: Plane, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_fleet_is_told_at_once(plane: Plane) -> None:
     worker = plane.spawn(token_delay_s=PACE_S)
-    monkeypatch.setattr("frontend.routing.router.MAX_STREAMS", 1)
-    async with Streaming(http, max_tokens=LONG) as stream:
-        await stream.more()
-        response = await http.post("/v1/completions", json={"prompt": "hi"})
-        error = error_of(response, 429)
-        assert (error["code"], response.headers["retry-after"]) == ("overloaded", "1")
-    client = await plane.client()
-    await until_running(plane, client, worker.instance_id, 0)
-    monkeypatch.undo()
-    await ask(http)
+    async with frontend(plane, limits=FrontendLimits(worker_streams=1)) as http:
+        async with Streaming(http, max_tokens=LONG) as stream:
+            await stream.more()
+            response = await http.post("/v1/completions", json={"prompt": "hi"})
+            error = error_of(response, 429)
+            assert (error["code"], response.headers["retry-after"]) == ("overloaded", "1")
+        client = await plane.client()
+        await until_running(plane, client, worker.instance_id, 0)
+
+        async def served() -> bool:  # once the worker has reported that it has no request
+            return (await http.post("/v1/completions", json={"prompt": "hi"})).is_success
+
+        await plane.until(served)
 
 
 async def test_a_full_worker_is_left_for_another_and_then_told(plane: Plane) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from frontend.frontend_limits import FrontendLimits
 from tests.support.frontend_process import (
     PROMPT,
     ask,
@@ -158,23 +159,22 @@ async def test_a_length_that_nobody_chose_waits_for_no_longer_worker(
 
 
 async def test_a_length_that_nobody_chose_takes_a_shorter_worker_while_the_longer_one_is_full(
-    plane: Plane, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+    plane: Plane,
 ) -> None:
-    monkeypatch.setattr(
-        "frontend.routing.router.MAX_STREAMS", 2
-    )  # a late report may count one of the shorter worker's
     plane.spawn(max_model_len=16)
     longer = plane.spawn(max_model_len=64, token_delay_s=60)
     await ready(plane, 2)
     pinned = {"prompt_token_ids": PROMPT, "nvext": {"instance_id": longer.instance_id}}
-    open_ = [asyncio.create_task(http.post("/v1/completions", json=pinned)) for _ in range(2)]
-    await until_running(plane, await plane.client(), longer.instance_id, 2)
-    for path, body in unchosen(9):
-        assert await lengths(http, path, body) == [7], body
-    for path, body in [*unchosen(9, max_tokens=8), *unchosen(9, min_tokens=8), *unchosen(16)]:
-        assert error_of(await http.post(path, json=body), 429)["code"] == "overloaded", body
-    for one in open_:
-        one.cancel()
+    two = FrontendLimits(worker_streams=2)  # a late report may count a request of the shorter worker
+    async with frontend(plane, limits=two) as http:
+        open_ = [asyncio.create_task(http.post("/v1/completions", json=pinned)) for _ in range(2)]
+        await until_running(plane, await plane.client(), longer.instance_id, 2)
+        for path, body in unchosen(9):
+            assert await lengths(http, path, body) == [7], body
+        for path, body in [*unchosen(9, max_tokens=8), *unchosen(9, min_tokens=8), *unchosen(16)]:
+            assert error_of(await http.post(path, json=body), 429)["code"] == "overloaded", body
+        for one in open_:
+            one.cancel()
 
 
 @pytest.mark.parametrize(("rooms", "total"), [((64, 32), 12), ((32, 64), 16), ((32, 32), 12)])
@@ -265,38 +265,37 @@ async def test_more_tokens_than_an_open_worker_has_room_for_wait_for_a_longer_on
 
 @pytest.mark.parametrize("need", NEEDS)
 async def test_a_request_that_only_a_long_gone_worker_could_serve_is_refused_at_once(
-    plane: Plane,
-    http: httpx.AsyncClient,
-    waiting: set[asyncio.Task[Any] | None],
-    monkeypatch: pytest.MonkeyPatch,
-    need: str,
+    plane: Plane, http: httpx.AsyncClient, waiting: set[asyncio.Task[Any] | None], need: str
 ) -> None:
-    _, asking = await lose_the_able_one(plane, http, waiting, need)
-    await plane.until(lambda: waiting)
-    before = set(waiting)
-    monkeypatch.setattr("frontend.routing.worker_selector.AWAY_S", 0.0)
-    body = {"prompt_token_ids": PROMPT, **NEEDS[need][2]}
-    status, field = (501, "min_tokens") if need == "a field" else (400, "max_tokens")
-    assert error_of(await http.post("/v1/completions", json=body), status)["field"] == field
-    assert waiting == before
-    asking.cancel()
+    async with frontend(plane, limits=FrontendLimits(away_s=0.0)) as hasty:
+        _, asking = await lose_the_able_one(plane, http, waiting, need)
+        await plane.until(lambda: waiting)
+        before = set(waiting)
+        body = {"prompt_token_ids": PROMPT, **NEEDS[need][2]}
+        status, field = (501, "min_tokens") if need == "a field" else (400, "max_tokens")
+        assert error_of(await hasty.post("/v1/completions", json=body), status)["field"] == field
+        assert waiting == before
+        asking.cancel()
 
 
 @pytest.mark.parametrize("need", NEEDS)
 async def test_a_request_that_only_an_absent_worker_can_serve_is_refused_if_it_stays_away(
-    plane: Plane, waiting: set[asyncio.Task[Any] | None], monkeypatch: pytest.MonkeyPatch, need: str
+    plane: Plane, waiting: set[asyncio.Task[Any] | None], need: str
 ) -> None:
     """Until the time is over, the caller may repeat the request."""
-    async with frontend(plane, admission_wait_s=0.5) as http:
+    at_once = FrontendLimits(away_s=0.0)
+    async with (
+        frontend(plane, admission_wait_s=0.5) as http,
+        frontend(plane, admission_wait_s=0.5, limits=at_once) as later,
+    ):
         _, asking = await lose_the_able_one(plane, http, waiting, need)
         reply = await asking
         assert (error_of(reply, 503)["code"], reply.headers["retry-after"]) == ("worker_lost", "1")
         body = {"prompt_token_ids": PROMPT, **NEEDS[need][2]}
         reply = await http.post("/v1/completions", json=body)
         assert (error_of(reply, 503)["code"], reply.headers["retry-after"]) == ("not_admitted", "1")
-        monkeypatch.setattr("frontend.routing.worker_selector.AWAY_S", 0.0)
         status, field = (501, "min_tokens") if need == "a field" else (400, "max_tokens")
-        assert error_of(await http.post("/v1/completions", json=body), status)["field"] == field
+        assert error_of(await later.post("/v1/completions", json=body), status)["field"] == field
 
 
 async def test_a_choice_with_tokens_waits_for_a_worker_that_can_go_on(

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from frontend.completions.reply_choice import Choice
-from frontend.routing import span_check
+from frontend.frontend_limits import FrontendLimits
 from frontend.routing.committed import History
 from frontend.routing.fleet_status import FleetStatus, WorkerStatus
 from frontend.routing.progress import GenerationProgress
@@ -208,7 +208,6 @@ async def test_an_update_takes_no_tokens_from_a_client_that_stops_reading(
     """Tokens that were made before the update are delivered however late they are read. But of a worker that does not
     tell that it has gone on (`goes_on`), only what came in time. `kept`: an earlier update has left its label on some
     tokens."""
-    monkeypatch.setattr(span_check, "STALE_AFTER_S", 0.0)
     learnt: list[int] = []
     told: list[int | None] = []
     add, take = History.add, FleetStatus._take
@@ -237,7 +236,7 @@ async def test_an_update_takes_no_tokens_from_a_client_that_stops_reading(
 
     monkeypatch.setattr(History, "add", learn)
     monkeypatch.setattr(FleetStatus, "_take", hear)
-    async with staged(plane) as stage:
+    async with staged(plane, limits=FrontendLimits(stale_after_s=0.0)) as stage:
         worker = await stage.worker(script, record(1))
         await stage.decide(record(1))
         body = {"prompt": "hi", "max_tokens": TOKENS, "stream": True, "return_token_ids": True}

@@ -15,7 +15,7 @@ from rl_plane.bus.lock import HeldLock
 from rl_plane.client import RlClient
 from rl_plane.commit import history
 from rl_plane.commit.coordinator import Coordinator
-from rl_plane.commit.history import UpdateEntry, evaluate_entry, history_key, read_history, request_hash
+from rl_plane.commit.history import KEEP, UpdateEntry, evaluate_entry, history_key, read_history, request_hash
 from rl_plane.commit.journal import Journal
 from rl_plane.commit.past_versions import rollback_target, source_of, target_of
 from rl_plane.commit.steps import Event, Instruction, Write
@@ -250,19 +250,25 @@ async def test_committed_and_aborted_updates_are_listed_newest_first(plane: Plan
     assert set(only[0]["workers"]) == {ids[0]}
 
 
-async def test_the_history_is_read_without_workers_and_has_an_end(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rl_plane.commit.journal.KEEP", 3)
+async def test_the_history_is_read_without_workers_and_has_an_end(plane: Plane) -> None:
     client = await plane.client()
     assert await told(client) == []
     worker = plane.spawn()
-    for step in range(1, 6):
-        await client.run("update_weights", update_of(plane.model(step % 2), f"step_{step}"))
+    await client.run("update_weights", update_of(plane.model(1), "step_1"), "first")
+    state = client.subjects().state
+    first = await client.bus.get(state, history_key("first"))
+    assert first is not None
+    assert first.value is not None
+    for number in range(KEEP):
+        copy = replace(UpdateEntry.decode(first.value), update_id=f"copy-{number}", label=f"copy_{number}")
+        await client.bus.put(state, history_key(copy.update_id), copy.encode())
+    for step in (2, 3):
+        await client.run("update_weights", update_of(plane.model(step), f"step_{step}"))
     worker.kill()
-    assert [one["label"] for one in await told(client)] == ["step_5", "step_4", "step_3"]
-    stored, _ = await client.bus.read_keys(client.subjects().state, HISTORY_PREFIX + ">")
-    assert len(stored) == 3
+    labels = [one["label"] for one in await told(client, limit=KEEP)]
+    assert labels == ["step_3", "step_2", *(f"copy_{number}" for number in reversed(range(2, KEEP)))]
+    stored, _ = await client.bus.read_keys(state, HISTORY_PREFIX + ">")
+    assert len(stored) == KEEP
 
 
 @pytest.mark.parametrize("body", [{"limit": 0}, {"limit": 257}, {"limit": "x"}, {"since": 1}])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 import time
 from collections.abc import Coroutine
@@ -12,9 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from nats.aio.msg import Msg
 
-import rl_plane.bus.lock
 from rl_plane.bus.connection import Bus
-from rl_plane.bus.lock import LOCK_TTL_S, POLL_S, fence_of, read_holder
+from rl_plane.bus.lock import LOCK_TTL_S, POLL_S, HeldLock, LockTimings, fence_of, hold_lock, read_holder
 from rl_plane.client import RlClient
 from rl_plane.errors import Locked, StaleFence
 from rl_plane.protocol.subjects import LOCK, KeyValueBucket
@@ -24,16 +22,20 @@ if TYPE_CHECKING:
 
 _HOLDER = """
 import asyncio, sys
-import rl_plane.bus.lock
+from rl_plane.bus.lock import LockTimings
 from rl_plane.client import RlClient
 async def main():
-    *where, rl_plane.bus.lock.LOCK_TTL_S = *sys.argv[1:-1], int(sys.argv[-1])
-    client = await RlClient.connect(*where, name="doomed")
+    *where, ttl_s = sys.argv[1:]
+    client = await RlClient.connect(*where, name="doomed", lock_timings=LockTimings(int(ttl_s)))
     async with client.lock(await client.view()) as held:
         print(held.fence, flush=True)
         await asyncio.sleep(600)
 asyncio.run(main())
 """
+
+UNRENEWED = LockTimings(renew_s=60)
+SHORT = LockTimings(ttl_s=1, renew_s=60)
+"""Such a lock ends after a second, because its holder does not renew it."""
 
 
 async def live_fence(bus: Bus, bucket: KeyValueBucket) -> tuple[int, bool]:
@@ -121,15 +123,10 @@ async def test_waiting_for_the_lock_has_a_bound(plane: Plane) -> None:
     assert caught.value.http_status == 503
 
 
-async def test_a_holder_that_lost_the_lock_writes_nothing(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rl_plane.bus.lock, "RENEW_S", 60)  # it stands still
-    one, two = await plane.client("one"), await plane.client("two")
+async def test_a_holder_that_lost_the_lock_writes_nothing(plane: Plane) -> None:
+    one, two = await plane.client("one", SHORT), await plane.client("two")
     state = one.subjects().state
-    async with contextlib.AsyncExitStack() as locks:
-        with monkeypatch.context() as patch:
-            patch.setattr(rl_plane.bus.lock, "LOCK_TTL_S", 1)
-            stale = await locks.enter_async_context(one.lock(await one.view()))
-        held = await locks.enter_async_context(two.lock(await two.view(), wait_s=10))
+    async with one.lock(await one.view()) as stale, two.lock(await two.view(), wait_s=10) as held:
         stale.check_unlost()  # as far as it knows
         with pytest.raises(StaleFence):
             await stale.put("witness", b"one")
@@ -139,21 +136,23 @@ async def test_a_holder_that_lost_the_lock_writes_nothing(plane: Plane, monkeypa
             await stale.check()
         await held.check()
         await held.put("witness", b"two")
-        stale._revision = held.fence  # as where a store that lost writes gives a sequence a second time
-        for write in (stale.put("witness", b"one"), stale.renew(), stale.refence()):
-            with pytest.raises(StaleFence) as caught:
-                await write
-            assert caught.value.facts["fence"] == stale.fence
+        # A store that has lost writes gives a sequence a second time.
+        same_sequence = HeldLock(one.bus, state, {"nonce": "of one"}, held.fence)
+        same_sequence.lost = True
+        for late in (stale, same_sequence):
+            for write in (late.put("witness", b"one"), late.renew(), late.refence()):
+                with pytest.raises(StaleFence) as caught:
+                    await write
+                assert caught.value.facts["fence"] == late.fence
         entry = await two.bus.get(state, "witness")
         assert entry is not None
         assert entry.value == b"two"
     assert await live_fence(two.bus, state) == (await two.bus.last_sequence(state), False), "given back once"
 
 
-async def test_a_holder_keeps_it_longer_than_its_ttl(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rl_plane.bus.lock, "RENEW_S", 0.2)
-    monkeypatch.setattr(rl_plane.bus.lock, "LOCK_TTL_S", 3)
-    one, two = await plane.client("one"), await plane.client("two")
+async def test_a_holder_keeps_it_longer_than_its_ttl(plane: Plane) -> None:
+    one = await plane.client("one", LockTimings(ttl_s=3, renew_s=0.2))
+    two = await plane.client("two")
     async with one.lock(await one.view()) as held:
         with pytest.raises(Locked):
             async with two.lock(await two.view(), wait_s=4.5):
@@ -210,35 +209,26 @@ async def test_a_renewal_is_not_taken_for_a_new_fence(plane: Plane) -> None:
         assert held.fence == fence
 
 
-async def test_on_a_new_connection_a_sequence_is_not_taken_for_the_own_lock(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A server that lost writes has broken every connection before it gives their sequences to another holder."""
-    monkeypatch.setattr(rl_plane.bus.lock, "RENEW_S", 60)
+async def test_on_a_new_connection_a_sequence_is_not_taken_for_the_own_lock(plane: Plane) -> None:
+    """A server that lost writes has broken every connection before it gives their sequences to another holder. No
+    renewal has seen the new connection yet."""
     one, two = await plane.client("one"), await plane.client("two")
-    state = one.subjects().state
-    async with one.lock(await one.view()) as held:
-        monkeypatch.setattr(held, "renew", held.check_unlost)  # what renews on a new connection comes too late
-        before = one.bus.identity
-        other = b'{"owner": "x", "server_id": "s", "client_id": 1, "nonce": "n"}'
-        held._revision = await two.bus.put(state, LOCK, other, ttl_s=1)
-        cast(Any, one.bus.nc).abort()
-        await plane.until(lambda: one.bus.nc.is_connected and one.bus.identity != before)
-        with pytest.raises(StaleFence):
-            await held.put("witness", b"mine")
+    state, before = one.subjects().state, one.bus.identity
+    other = b'{"owner": "x", "server_id": "s", "client_id": 1, "nonce": "n"}'
+    held = HeldLock(one.bus, state, {"nonce": "of one"}, await two.bus.put(state, LOCK, other, ttl_s=1))
+    cast(Any, one.bus.nc).abort()
+    await plane.until(lambda: one.bus.nc.is_connected and one.bus.identity != before)
+    with pytest.raises(StaleFence):
+        await held.put("witness", b"mine")
     assert await two.bus.get(state, "witness") is None
 
 
-async def test_two_calls_of_one_process_do_not_share_a_lock(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_two_calls_of_one_process_do_not_share_a_lock(plane: Plane) -> None:
     """Both calls have one owner and one connection, and neither names an update."""
-    monkeypatch.setattr(rl_plane.bus.lock, "RENEW_S", 60)  # what renews stands still
-    client = await plane.client()
+    client = await plane.client(lock_timings=UNRENEWED)
     view = await client.view()
-    async with contextlib.AsyncExitStack() as locks:
-        with monkeypatch.context() as patch:
-            patch.setattr(rl_plane.bus.lock, "LOCK_TTL_S", 1)
-            first = await locks.enter_async_context(client.lock(view))
-        second = await locks.enter_async_context(client.lock(view, wait_s=10))
+    short = hold_lock(client.bus, view.subjects.state, client.owner, died=view.connection_died, timings=SHORT)
+    async with short as first, client.lock(view, wait_s=10) as second:
         with pytest.raises(StaleFence):
             await first.check()
         first.lost = False
@@ -290,13 +280,10 @@ async def test_a_new_fence_is_taken_without_giving_the_lock_away(plane: Plane) -
         assert again.fence > held.fence
 
 
-async def test_a_holder_whose_connection_broke_and_came_back_keeps_the_lock(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_holder_whose_connection_broke_and_came_back_keeps_the_lock(plane: Plane) -> None:
     """The server announces that the connection of the lock is closed, and a waiting call would take the lock at once.
     A long prepare renews the lock only now and then."""
-    monkeypatch.setattr(rl_plane.bus.lock, "RENEW_S", 60)
-    one, two = await plane.client("one"), await plane.client("two")
+    one, two = await plane.client("one", UNRENEWED), await plane.client("two")
     view, state = await two.view(), one.subjects().state
     await plane.until(lambda: view.advisories)
     async with one.lock(await one.view()) as held:

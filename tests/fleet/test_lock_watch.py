@@ -8,6 +8,7 @@ import pytest
 
 from rl_plane.client import RlClient
 from rl_plane.protocol.subjects import LOCK
+from tests.support.lost_writes import lose_all
 from worker.reconcile.lock_watch import LockWatch
 from worker.reconcile.worker_state import WorkerState
 
@@ -63,22 +64,23 @@ async def test_a_store_that_went_back_gives_no_fence_that_was_left_behind(plane:
     watch, state = await watching(worker)
     async with client.lock(await client.view()) as held:
         assert await watch.is_live(held.fence)
-    left_behind = state.fence = watch._sequence = held.fence + 200
-    await watch._ask()
+    bucket = client.subjects().state
+    left_behind = await worker.bus.last_sequence(bucket)
+    await lose_all(worker.bus, bucket, first_sequence=left_behind - 200)
+    assert not await watch.is_live(state.fence)
     assert await worker.bus.last_sequence(client.subjects().state) >= left_behind
     async with client.lock(await client.view()) as held:
         assert held.fence > left_behind
         assert await watch.is_live(held.fence)
 
 
-async def test_without_need_no_fence_is_raised(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_need_no_fence_is_raised(plane: Plane) -> None:
     worker, client = await plane.client("worker"), await plane.client()
-    watch, _ = await watching(worker)
+    watch, worker_state = await watching(worker)
     async with client.lock(await client.view()):
         pass
     state = client.subjects().state
     await client.bus.nc.jetstream().purge_stream(state.stream, subject=state.key(LOCK))  # the marker has expired
     before = await client.bus.last_sequence(state)
-    await watch._ask()
+    assert not await watch.is_live(worker_state.fence)
     assert await client.bus.last_sequence(state) == before
-    assert not watch._held

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rl_plane.bus.sealed_record import SealedRecord
 from rl_plane.bus.server import NatsServer
 from rl_plane.bus.state_store import read_record
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, PlaneError, StaleFence
-from rl_plane.protocol.record import DecisionRecord, VersionSource
+from rl_plane.protocol.record import VersionSource
 from rl_plane.protocol.subjects import RECORD
 from rl_plane.protocol.versions import WeightVersion
+from tests.support.faulty_bus import BusFaults
 from tests.support.fleet_updates import generated, states, update_of
 from worker.engines.fake.adapter import fake_token, make_fake_adapter
 from worker.receive.staging import model_digest
@@ -147,26 +147,24 @@ async def test_a_fresh_worker_on_an_empty_store_does_not_turn_the_fleet_back(
     assert await serves(plane, client, 3, "step_2", 2)
 
 
-async def test_a_decision_does_not_go_over_one_that_is_written_back_meanwhile(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_decision_does_not_go_over_one_that_is_written_back_meanwhile(plane: Plane) -> None:
     """A worker was silent while an update asked for the newest record, and writes back what the store had lost before
     that update is decided."""
-    client, worker = await plane.client(), plane.spawn()
+    faults = BusFaults()
+    client, worker = await plane.client(connect_bus=faults.connect), plane.spawn()
     other, state = await plane.client("other"), client.subjects().state
     digest = model_digest(plane.model(2))
-    decide = SealedRecord.decide
 
-    async def restored_first(self: SealedRecord, record: DecisionRecord) -> DecisionRecord:
-        base = await read_record(other.bus, state)
-        if base is not None and base.sequence == 0:
+    async def restored_first(key: str) -> None:
+        """Restores a record before the first write that follows the seal."""
+        base = await read_record(other.bus, state) if key == RECORD else None
+        if base is not None and base.seal and base.sequence == 0:
             made = WeightVersion(base.version.run, 7, "lost", digest)
             source = VersionSource({"backend": "filesystem", "path": str(plane.model(2))})
             lost = replace(base, version=made, made=made, source=source, update_id="lost", seal=base.seal + 100)
             await other.bus.put(state, RECORD, lost.encode())
-        return await decide(self, record)
 
-    monkeypatch.setattr(SealedRecord, "decide", restored_first)
+    faults.before_put = restored_first
     with pytest.raises(StaleFence, match="restored a record") as caught:
         await client.run("update_weights", update_of(plane.model(1), "step_1"))
     assert caught.value.facts["fix"]

@@ -24,6 +24,7 @@ from rl_plane.membership.core import Changed, Member
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.subjects import MEMBER_PREFIX, KeyValueBucket, Subjects
 from tests.support.faults import Stream
+from tests.support.faulty_bus import BusFaults
 from worker import exit_codes
 from worker.runtime.registration import Registration
 
@@ -158,22 +159,18 @@ async def test_a_worker_that_waits_for_its_engine_registers_again_meanwhile(plan
 
 
 @asynccontextmanager
-async def unheard(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch, on_superseded: Callable[[], None]
-) -> AsyncIterator[tuple[Bus, Registration]]:
+async def unheard(plane: Plane, on_superseded: Callable[[], None]) -> AsyncIterator[tuple[Bus, Registration]]:
     """A worker's registration that hears no news of its record, and reads the record often."""
-
-    async def lost(self: Registration, message: object) -> None:
-        pass
 
     async def registered() -> None:
         pass
 
-    monkeypatch.setattr(Registration, "_heard", lost)
-    monkeypatch.setattr("worker.runtime.registration.CHECK_S", 0.05)
-    bus = await Bus.connect(plane.url)
-    members = Subjects(plane.namespace, plane.component).members
-    registration = Registration(bus, members, "a", "ia", {}, on_registered=registered, on_superseded=on_superseded)
+    faults, members = BusFaults(), Subjects(plane.namespace, plane.component).members
+    faults.loses = lambda message: message.subject.startswith(members.feed(MEMBER_PREFIX))
+    bus = await faults.connect(plane.url, "worker", EVENT_S)
+    registration = Registration(
+        bus, members, "a", "ia", {}, on_registered=registered, on_superseded=on_superseded, check_s=0.05
+    )
     await registration.start()
     keeping = asyncio.create_task(registration.keep())
     try:
@@ -184,11 +181,9 @@ async def unheard(
         await bus.close()
 
 
-async def test_a_worker_that_never_hears_that_it_was_taken_out_registers_again(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_never_hears_that_it_was_taken_out_registers_again(plane: Plane) -> None:
     members = Subjects(plane.namespace, plane.component).members
-    async with unheard(plane, monkeypatch, lambda: pytest.fail("superseded")) as (bus, registration):
+    async with unheard(plane, lambda: pytest.fail("superseded")) as (bus, registration):
         first = registration.revision
         await bus.purge(members, MEMBER_PREFIX + "a", first)
 
@@ -199,11 +194,9 @@ async def test_a_worker_that_never_hears_that_it_was_taken_out_registers_again(
         await plane.until(listed)
 
 
-async def test_a_worker_that_never_hears_of_another_process_with_its_id_ends(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_never_hears_of_another_process_with_its_id_ends(plane: Plane) -> None:
     members, superseded = Subjects(plane.namespace, plane.component).members, asyncio.Event()
-    async with unheard(plane, monkeypatch, superseded.set) as (bus, registration):
+    async with unheard(plane, superseded.set) as (bus, registration):
         other = Member("a", "another", "SERVER", 7, 0, {}).to_record()
         written = await bus.put(members, MEMBER_PREFIX + "a", other, last=registration.revision)
         async with asyncio.timeout(EVENT_S):
@@ -399,23 +392,23 @@ async def test_a_lost_store_never_lets_the_epoch_fall(own_nats: tuple[NatsServer
 
 
 async def test_workers_that_make_the_lost_store_anew_know_the_highest_epoch(
-    own_nats: tuple[NatsServer, Plane], monkeypatch: pytest.MonkeyPatch
+    own_nats: tuple[NatsServer, Plane],
 ) -> None:
     """The views come back later than the workers, whose own records are older than the last epoch."""
     server, plane = own_nats
-    client = await plane.client()
+    faults = BusFaults()
+    client = await plane.client(connect_bus=faults.connect)
     view = await client.view()
     plane.spawn_many(2)
     await seen_and_gone(plane, client)
     before = await agreed(plane, [view], 2)
-    ensure, members = client.bus.ensure_bucket, client.subjects().members
+    members = client.subjects().members
 
     async def after_the_workers(bucket: KeyValueBucket) -> None:
         if bucket == members:
             await plane.until(lambda: client.bus.bucket_exists(bucket))
-        await ensure(bucket)
 
-    monkeypatch.setattr(client.bus, "ensure_bucket", after_the_workers)
+    faults.before_bucket = after_the_workers
     await lose_the_store(server, plane)
     await plane.until(lambda: _revision(view) > before, 40)
     assert await agreed(plane, [view], 2) > before

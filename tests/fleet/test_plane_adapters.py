@@ -268,13 +268,13 @@ import asyncio, worker.engines.fake.adapter as fake
 from worker.engines.base import AdapterLost
 really, cut = fake.FakeEngine.swap_adapter, Path({folder!r}, "cut")
 async def swap_adapter(self, name, staging, version):
-    if name not in self._adapters or cut.exists():
+    if name not in self.adapters or cut.exists():
         return await really(self, name, staging, version)
     cut.touch()
     try:
         await asyncio.get_running_loop().create_future()
     finally:
-        del self._adapters[name]
+        del self.adapters[name]
         raise AdapterLost("it could not be put back")
 fake.FakeEngine.swap_adapter = swap_adapter
 """

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-import rl_plane.bus.lock
 from rl_plane.bus.connection import Bus, WrongSequence
-from rl_plane.bus.lock import HeldLock, hold_lock
+from rl_plane.bus.lock import HeldLock, LockTimings, hold_lock
 from rl_plane.bus.sealed_record import SEAL_TRIES, SealedRecord, bar, restore
 from rl_plane.bus.state_store import read_record
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, StaleFence
 from rl_plane.protocol.record import DecisionRecord, VersionSource, first_record
-from rl_plane.protocol.subjects import LOCK, RECORD, Entry
+from rl_plane.protocol.subjects import FENCE_KEY, LOCK, RECORD, Entry
 from rl_plane.protocol.versions import WeightVersion
 from tests.support.faults import hold_back
+from tests.support.lost_writes import lose_all
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -64,13 +64,8 @@ async def coordinator(client: RlClient, wait_s: float = 10.0) -> AsyncIterator[t
         yield held, SealedRecord(client.bus, client.subjects().state, held)
 
 
-@pytest.fixture
-def standing_still(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Nothing renews a lock, and it lasts for a second, until the function is called: the next ones last as ever."""
-    monkeypatch.setattr(rl_plane.bus.lock, "RENEW_S", 60)
-    as_ever = rl_plane.bus.lock.LOCK_TTL_S
-    monkeypatch.setattr(rl_plane.bus.lock, "LOCK_TTL_S", 1)
-    return lambda: monkeypatch.setattr(rl_plane.bus.lock, "LOCK_TTL_S", as_ever)
+SHORT = LockTimings(ttl_s=1, renew_s=60)
+"""Such a lock ends after a second, because its holder does not renew it."""
 
 
 # ---- the seal ----
@@ -134,11 +129,9 @@ async def test_what_is_written_between_the_read_and_the_seal_is_sealed(plane: Pl
 
 
 @pytest.mark.parametrize("told", [True, False])
-async def test_a_delayed_decision_is_refused_whatever_other_calls_did_meanwhile(
-    plane: Plane, standing_still: Callable[[], None], told: bool
-) -> None:
+async def test_a_delayed_decision_is_refused_whatever_other_calls_did_meanwhile(plane: Plane, told: bool) -> None:
     """Not `told`: the marker of the lock that was lost has gone, as it does after a while."""
-    one, two = await plane.client("one"), await plane.client("two")
+    one, two = await plane.client("one", SHORT), await plane.client("two")
     state = one.subjects().state
     await store(one, BASE)
     async with coordinator(one) as (_, late), asyncio.timeout(30):
@@ -147,7 +140,6 @@ async def test_a_delayed_decision_is_refused_whatever_other_calls_did_meanwhile(
         deciding = asyncio.create_task(late.decide(decision("late")))
         try:
             await on_its_way.wait()
-            standing_still()
             async with two.lock(await two.view(), wait_s=10):
                 pass
             if not told:
@@ -166,16 +158,13 @@ async def test_a_delayed_decision_is_refused_whatever_other_calls_did_meanwhile(
     assert (await stored(two)).update_id == "of the holder"
 
 
-async def test_a_decision_that_arrives_before_the_seal_stands(
-    plane: Plane, standing_still: Callable[[], None]
-) -> None:
+async def test_a_decision_that_arrives_before_the_seal_stands(plane: Plane) -> None:
     """The coordinator has lost the lock, and no other has acted yet. The next coordinator finds the decision and
     carries it out."""
-    one, two = await plane.client("one"), await plane.client("two")
+    one, two = await plane.client("one", SHORT), await plane.client("two")
     await store(one, BASE)
     async with coordinator(one) as (held, late):
         await late.seal(as_stored)
-        standing_still()
         state, view = two.subjects().state, await two.view()
         async with hold_lock(two.bus, state, two.owner, wait_s=10, died=view.connection_died) as next_held:
             sealed = SealedRecord(two.bus, state, next_held)
@@ -187,14 +176,11 @@ async def test_a_decision_that_arrives_before_the_seal_stands(
                 await late.write(decision("later"))
 
 
-async def test_a_call_that_decides_nothing_bars_the_holder_from_which_it_has_taken_the_lock(
-    plane: Plane, standing_still: Callable[[], None]
-) -> None:
-    one, two = await plane.client("one"), await plane.client("two")
+async def test_a_call_that_decides_nothing_bars_the_holder_from_which_it_has_taken_the_lock(plane: Plane) -> None:
+    one, two = await plane.client("one", SHORT), await plane.client("two")
     await store(one, BASE)
     async with coordinator(one) as (_, late):
         await late.seal(as_stored)
-        standing_still()
         async with two.lock(await two.view(), wait_s=10) as held:
             assert (await stored(two)).barred == held.fence - 1
             with pytest.raises(StaleFence):
@@ -204,14 +190,11 @@ async def test_a_call_that_decides_nothing_bars_the_holder_from_which_it_has_tak
         assert await entry_of(two) == before, "a lock that was given back costs no write"
 
 
-async def test_a_coordinator_that_knows_that_its_lock_is_lost_writes_nothing(
-    plane: Plane, standing_still: Callable[[], None]
-) -> None:
-    one, two = await plane.client("one"), await plane.client("two")
+async def test_a_coordinator_that_knows_that_its_lock_is_lost_writes_nothing(plane: Plane) -> None:
+    one, two = await plane.client("one", SHORT), await plane.client("two")
     await store(one, BASE)
     async with coordinator(one) as (held, late):
         await late.seal(as_stored)
-        standing_still()
         state, view = two.subjects().state, await two.view()
         async with hold_lock(
             two.bus, state, two.owner, wait_s=10, died=view.connection_died
@@ -281,12 +264,11 @@ async def test_a_worker_bars_a_coordinator_that_is_gone(plane: Plane) -> None:
 
 @pytest.mark.parametrize("known", [None, replace(decision("known to a worker"), seal=1)])
 async def test_a_coordinator_that_was_barred_before_its_seal_does_not_seal(
-    plane: Plane, standing_still: Callable[[], None], known: DecisionRecord | None
+    plane: Plane, known: DecisionRecord | None
 ) -> None:
-    one, two = await plane.client("one"), await plane.client("two")
+    one, two = await plane.client("one", SHORT), await plane.client("two")
     await store(one, BASE)
     async with coordinator(one) as (held, late):
-        standing_still()
         async with two.lock(await two.view(), wait_s=10):
             pass
         assert await bar(two.bus, two.subjects().state, await entry_of(two), held.fence)
@@ -376,37 +358,44 @@ async def test_a_reconnected_coordinator_decides_only_if_lock_and_record_are_unc
             await sealed.write(decided)
 
 
-async def test_a_sequence_that_comes_a_second_time_is_not_taken_for_the_own_write(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def lose_writes(client: RlClient, at: int, record: DecisionRecord | None) -> None:
+    """Makes the store as one that has lost all writes but the lock's, and gives the sequence `at` a second time: to
+    `record`, or to another key."""
+    bus, state = client.bus, client.subjects().state
+    lock = await bus.get(state, LOCK)
+    assert lock is not None
+    assert lock.value is not None
+    await lose_all(bus, state, first_sequence=at - 1)
+    await bus.put(state, LOCK, lock.value)
+    if record is None:
+        await bus.put(state, FENCE_KEY, b"")
+    else:
+        await store(client, record)
+    assert await bus.last_sequence(state) == at
+
+
+async def test_a_sequence_that_comes_a_second_time_is_not_taken_for_the_own_write(plane: Plane) -> None:
     """A server that lost writes has broken every connection before that."""
     client = await plane.client()
     await store(client, BASE)
     async with coordinator(client) as (held, sealed):
         await sealed.seal(as_stored)
         of_another = replace(BASE, update_id="another", seal=held.fence, barred=held.fence - 1)
-        for there in (of_another, replace(BASE, seal=held.fence - 1), replace(BASE, seal=held.fence, barred=0)):
+        others = of_another, replace(BASE, seal=held.fence - 1), replace(BASE, seal=held.fence, barred=0), None
+        for there in others:
+            await lose_writes(client, sealed.sequence, there)
             await reconnected(plane, client.bus)
-            sealed._sequence = await store(client, there)
-            with pytest.raises(StaleFence):
+            with pytest.raises(StaleFence, match="another writer has replaced"):
                 await sealed.decide(decision())
-        await client.bus.purge(client.subjects().state, RECORD, sealed._sequence)
-        with pytest.raises(StaleFence):
-            await sealed.decide(decision())
 
 
-async def test_a_lock_that_was_lost_with_the_connection_decides_nothing(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rl_plane.bus.lock, "RENEW_S", 60)
-    client, other = await plane.client(), await plane.client("other")
+async def test_a_lock_that_was_lost_with_the_connection_decides_nothing(plane: Plane) -> None:
+    client, other = await plane.client(lock_timings=LockTimings(renew_s=60)), await plane.client("other")
     await store(client, BASE)
-    async with coordinator(client) as (held, sealed):
+    async with coordinator(client) as (_, sealed):
         await sealed.seal(as_stored)
-        monkeypatch.setattr(held, "renew", held.check)  # what renews on a new connection has not noticed either
         state = client.subjects().state
         await reconnected(plane, client.bus)
-        held.lost = False
         await other.bus.put(state, LOCK, b'{"owner":"x","server_id":"s","client_id":1,"nonce":"n"}')
         with pytest.raises(StaleFence):
             await sealed.decide(decision())

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,11 @@ from nats.errors import OutboundBufferLimitError
 
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.server import NatsServer
-from rl_plane.bus.token_stream import CREDIT_EVERY, IncomingStream, Outbox, StreamReceiver, StreamSender, bundles
+from rl_plane.bus.token_stream import CREDIT_EVERY, Outbox, StreamReceiver, StreamSender, bundles
 from rl_plane.errors import BusUnreachable, PayloadTooLarge, Stalled
 from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
-from worker.runtime.engine_loop import EngineLoop
+from tests.support.faulty_bus import BusFaults
+from worker.runtime.engine_loop import UNDO_S, EngineLoop
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -81,9 +82,12 @@ class Sending:
 
 
 @asynccontextmanager
-async def both_ends(url: str) -> AsyncIterator[tuple[StreamReceiver, str, Counter[str]]]:
-    """The receiver, the subject of the sender, and how many messages came over NATS."""
-    there, here = await Bus.connect(url), await Bus.connect(url)
+async def both_ends(
+    url: str, faults: BusFaults | None = None
+) -> AsyncIterator[tuple[StreamReceiver, str, Counter[str]]]:
+    """The receiver, the subject of the sender, and how many messages came over NATS. `faults`: of the receiver's
+    connection."""
+    there, here = await Bus.connect(url), await (faults or BusFaults()).connect(url, "receiver", BOUND_S)
     subject, counted = f"streams.{secrets.token_hex(4)}", Counter[str]()
     sending, receiver = Sending(there), StreamReceiver(here)
     await there.subscribe(subject, sending.message)
@@ -167,29 +171,35 @@ async def test_a_token_that_comes_at_once_takes_the_acceptance_with_it(plane: Pl
     assert len(token["delta"]["token_ids"]) == 1
 
 
-async def test_a_first_message_that_is_lost_is_sent_again(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+def first_of(body: dict[str, Any]) -> dict[str, Any]:
+    """The first of the stream's messages that one NATS message carries."""
+    found: dict[str, Any] = body["many"][1] if "many" in body else body
+    return found
+
+
+async def test_a_first_message_that_is_lost_is_sent_again(plane: Plane) -> None:
     """All that the receiver can do is to send its request again: it knows of nothing that came."""
     lost: list[dict[str, Any]] = []
-    put = IncomingStream.put
+    faults = BusFaults()
 
-    def lossy(stream: IncomingStream, body: dict[str, Any]) -> bool:
-        if not lost:
-            lost.append(body)
+    def loses(message: Msg) -> bool:
+        if lost or not message.subject.startswith(f"{receiver.inbox}."):
             return False
-        return put(stream, body)
+        lost.append(msgpack.unpackb(message.data))
+        return True
 
     # It is not to begin anew after it has given up the first one.
     worker = plane.spawn(patch="import rl_plane.bus.token_stream as streams; streams.ABANDONED_AFTER_S = 600")
-    client = await plane.client()
+    client = await plane.client(connect_bus=faults.connect)
     receiver = StreamReceiver(client.bus)
     await receiver.start()
-    monkeypatch.setattr(IncomingStream, "put", lossy)
+    faults.loses = loses
     body = {"request": {"prompt_token_ids": [5], "max_tokens": 3, "ignore_eos": True}}
     stream = await receiver.open(client.subjects().generate(worker.instance_id), "r1", body)
     async with asyncio.timeout(BOUND_S):
         first, *others = [message async for message in stream.messages()]
     await receiver.stop()
-    assert lost[0]["n"] == 0
+    assert first_of(lost[0])["n"] == 0
     assert first["accepted"]["instance_id"] == worker.instance_id
     assert sum(len(one["delta"]["token_ids"]) for one in others) == 3
 
@@ -232,20 +242,17 @@ async def test_a_reader_waits_for_a_token_so_long_and_no_longer(nats: NatsServer
                 await waiting
 
 
-async def test_the_arrival_time_of_a_message_does_not_depend_on_when_it_is_read(
-    nats: NatsServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_arrival_time_of_a_message_does_not_depend_on_when_it_is_read(nats: NatsServer) -> None:
     loop, all_here = asyncio.get_running_loop(), asyncio.Event()
-    put = IncomingStream.put
+    faults = BusFaults()
 
-    def noted(stream: IncomingStream, body: dict[str, Any]) -> bool:
-        gap = put(stream, body)
-        if body.get("end"):
+    def noted(message: Msg) -> None:
+        body = msgpack.unpackb(message.data)
+        if any(one.get("end") for one in body.get("many", [body])[1::2] or [body]):
             all_here.set()
-        return gap
 
-    monkeypatch.setattr(IncomingStream, "put", noted)
-    async with both_ends(nats.url) as (receiver, subject, _):
+    faults.after = noted
+    async with both_ends(nats.url, faults) as (receiver, subject, _):
         stream = await receiver.open(subject, "s", {"messages": MESSAGES})
         async with asyncio.timeout(BOUND_S):
             await all_here.wait()
@@ -260,20 +267,29 @@ async def test_the_arrival_time_of_a_message_does_not_depend_on_when_it_is_read(
 
 @pytest.fixture
 def engine_loop() -> Iterator[tuple[EngineLoop, asyncio.AbstractEventLoop]]:
+    with engine_thread() as one:
+        yield one
+
+
+@contextmanager
+def engine_thread(undo_s: float = UNDO_S) -> Iterator[tuple[EngineLoop, asyncio.AbstractEventLoop]]:
+    """Runs an engine loop in a thread until the block ends."""
     made: list[tuple[EngineLoop, asyncio.AbstractEventLoop]] = []
     ready, end = threading.Event(), asyncio.Event()
 
     async def run() -> None:
-        made.append((EngineLoop(), asyncio.get_running_loop()))
+        made.append((EngineLoop(undo_s), asyncio.get_running_loop()))
         ready.set()
         await end.wait()
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
     assert ready.wait(30)
-    yield made[0]
-    made[0][1].call_soon_threadsafe(end.set)
-    thread.join()
+    try:
+        yield made[0]
+    finally:
+        made[0][1].call_soon_threadsafe(end.set)
+        thread.join()
 
 
 async def test_what_an_engine_makes_in_one_turn_crosses_at_once(
@@ -362,11 +378,8 @@ async def test_work_that_goes_to_its_end_is_waited_for(
 
 
 async def test_the_caller_of_work_that_ignores_cancellation_returns_after_a_bound(
-    engine_loop: tuple[EngineLoop, asyncio.AbstractEventLoop],
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("worker.runtime.engine_loop.UNDO_S", 0.05)
     begun, may_end = threading.Event(), asyncio.Event()
 
     async def stubborn() -> None:
@@ -376,10 +389,11 @@ async def test_the_caller_of_work_that_ignores_cancellation_returns_after_a_boun
         finally:
             await may_end.wait()
 
-    caller = asyncio.create_task(engine_loop[0].run(stubborn()))
-    assert await asyncio.to_thread(begun.wait, 30)
-    caller.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await caller
-    assert "stubborn does not end after its caller was cancelled" in caplog.text
-    engine_loop[1].call_soon_threadsafe(may_end.set)
+    with engine_thread(undo_s=0.05) as (engine, its_loop):
+        caller = asyncio.create_task(engine.run(stubborn()))
+        assert await asyncio.to_thread(begun.wait, 30)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        assert "stubborn does not end after its caller was cancelled" in caplog.text
+        its_loop.call_soon_threadsafe(may_end.set)

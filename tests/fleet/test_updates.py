@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from nats.aio.msg import Msg
 
-import rl_plane.bus.lock
 import rl_plane.commit.sessions
+from rl_plane.bus.lock import LockTimings
+from rl_plane.client import RlClient
 from rl_plane.errors import (
     Conflict,
     EngineFailed,
@@ -25,6 +26,8 @@ from rl_plane.errors import (
     StaleFence,
     UpdateAborted,
 )
+from rl_plane.fleet.fleet import Fleet
+from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.subjects import RECORD
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.weights.safetensors_file import write_safetensors
@@ -389,24 +392,21 @@ async def test_a_hung_worker_aborts_an_update_whose_policy_is_abort(plane: Plane
 @pytest.mark.parametrize("op", ["prepare_update", "follow_record"])
 @pytest.mark.slow
 @pytest.mark.parallel
-async def test_a_worker_that_hangs_before_the_commit_is_excluded_and_heals(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch, op: str
-) -> None:
+async def test_a_worker_that_hangs_before_the_commit_is_excluded_and_heals(plane: Plane, op: str) -> None:
     """It has prepared the update, and hangs before `complete` asks it again, or before it learns of the decision."""
-    fleet = await plane.fleet()
+    completing = False
+
+    async def before(name: str) -> None:
+        if completing and name == op:
+            hung.stop()
+
+    fleet = await fleet_asking(plane, before)
     hung, *others = plane.spawn_many(3)
     policy = {"on_prepare_failure": "exclude" if op == "prepare_update" else "abort"}
     await fleet.run("prepare_weights_update", {**update_of(plane.model(1), "one"), "policy": policy})
-    ask = fleet.client.ask
-
-    async def hanging(of: Any, members: Any, name: str, *more: Any) -> Any:
-        if name == op:
-            hung.stop()
-        return await ask(of, members, name, *more)
-
-    monkeypatch.setattr(fleet.client, "ask", hanging)
+    completing = True
     reply = await fleet.run("complete_weights_update")
-    monkeypatch.undo()
+    completing = False
     assert reply["excluded"] == [hung.instance_id]
     assert {row["instance_id"] for row in reply["workers"] if row["status"] == "ok"} == {
         other.instance_id for other in others
@@ -438,23 +438,30 @@ async def test_a_worker_that_hangs_before_complete_asks_it_again_fails_an_update
     assert await all_serve(fleet.client, "initial")
 
 
-@pytest.mark.parametrize("op", ["prepare_update", "follow_record", "commit_update"])
-async def test_a_death_just_before_a_phase_gives_the_answer_of_the_protocol(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch, op: str
-) -> None:
-    """409 before the decision; after it the version is committed and the dead one excluded."""
-    fleet = await plane.fleet()
-    client = fleet.client
-    doomed, other = plane.spawn_many(2)
-    view, ask = await client.view(), client.ask
+async def fleet_asking(plane: Plane, before: Callable[[str], Awaitable[None]]) -> Fleet:
+    """A fleet whose client awaits `before` with the op, before it asks the workers in a phase of an update."""
 
-    async def killing(of: Any, members: Any, name: str, *more: Any) -> Any:
+    class Asking(RlClient):
+        async def ask(self, view: Any, members: Any, op: str, *args: Any, **more: Any) -> list[WorkerReply]:
+            await before(op)
+            return await super().ask(view, members, op, *args, **more)
+
+    return Fleet(await plane.client(kind=Asking))
+
+
+@pytest.mark.parametrize("op", ["prepare_update", "follow_record", "commit_update"])
+async def test_a_death_just_before_a_phase_gives_the_answer_of_the_protocol(plane: Plane, op: str) -> None:
+    """409 before the decision; after it the version is committed and the dead one excluded."""
+
+    async def before(name: str) -> None:
         if name == op and doomed.process.poll() is None:
             doomed.kill()
             await plane.until(lambda: view.member(doomed.instance_id) is None)
-        return await ask(of, members, name, *more)
 
-    monkeypatch.setattr(client, "ask", killing)
+    fleet = await fleet_asking(plane, before)
+    client = fleet.client
+    doomed, other = plane.spawn_many(2)
+    view = await client.view()
     update = fleet.run("update_weights", update_of(plane.model(1), "one"))
     if op == "prepare_update":
         with pytest.raises(Conflict):
@@ -495,13 +502,9 @@ async def test_a_coordinator_that_dies_before_the_decision_leaves_no_trace(plane
     assert (reply["version"]["sequence"], reply["version"]["label"]) == (1, "two")
 
 
-async def test_a_decision_that_comes_after_the_workers_gave_up_is_refused(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_decision_that_comes_after_the_workers_gave_up_is_refused(plane: Plane) -> None:
     """No call takes the lock that its coordinator has lost."""
-    monkeypatch.setattr(rl_plane.bus.lock, "LOCK_TTL_S", 3)
-    monkeypatch.setattr(rl_plane.bus.lock, "RENEW_S", 60)
-    fleet, late = await plane.fleet(), await plane.fleet("late")
+    fleet, late = await plane.fleet(), await plane.fleet("late", LockTimings(ttl_s=3, renew_s=60))
     plane.spawn_copies(4)
     await fleet.client.wait_for(4)
     on_its_way, go_on = hold_back(late.client.bus)

@@ -257,15 +257,15 @@ MUTANTS = [
     Mutant(
         "lock: is acquired over another's",
         "rl_plane/bus/lock.py",
-        "fence = await bus.put(bucket, LOCK, json.dumps(mine).encode(), last=last, ttl_s=LOCK_TTL_S)",
-        "fence = await bus.put(bucket, LOCK, json.dumps(mine).encode(), ttl_s=LOCK_TTL_S)",
+        "fence = await bus.put(bucket, LOCK, json.dumps(mine).encode(), last=last, ttl_s=ttl_s)",
+        "fence = await bus.put(bucket, LOCK, json.dumps(mine).encode(), ttl_s=ttl_s)",
         LOCK + "many_take_turns_and_fences_rise",
     ),
     Mutant(
         "lock: is renewed over another's",
         "rl_plane/bus/lock.py",
-        "self._bus.put(self._bucket, LOCK, value, last=self._revision, ttl_s=LOCK_TTL_S)",
-        "self._bus.put(self._bucket, LOCK, value, ttl_s=LOCK_TTL_S)",
+        "self._bus.put(self._bucket, LOCK, value, last=self._revision, ttl_s=self._ttl_s)",
+        "self._bus.put(self._bucket, LOCK, value, ttl_s=self._ttl_s)",
         LOCK + "two_calls_of_one_process_do_not_share_a_lock",
     ),
     Mutant(
@@ -1163,15 +1163,15 @@ MUTANTS = [
     Mutant(
         "frontend: is not listed",
         "frontend/routing/routing_lease.py",
-        "        await self._bus.put(self._view.subjects.state, self._key, facts, ttl_s=KEY_TTL_S)\n",
+        "        await self._bus.put(self._view.subjects.state, self._key, facts, ttl_s=self._limits.lease_key_ttl_s)\n",
         "        del facts\n",
         LEASE + "a_frontend_that_delivers_tokens_is_listed_until_it_ends",
     ),
     Mutant(
         "frontend: asks before it is listed",
         "frontend/routing/routing_lease.py",
-        "        await self._bus.put(self._view.subjects.state, self._key, facts, ttl_s=KEY_TTL_S)\n        await self._view.keep_record()\n",
-        "        await self._view.keep_record()\n        await self._bus.put(self._view.subjects.state, self._key, facts, ttl_s=KEY_TTL_S)\n",
+        "        await self._bus.put(self._view.subjects.state, self._key, facts, ttl_s=self._limits.lease_key_ttl_s)\n        await self._view.keep_record()\n",
+        "        await self._view.keep_record()\n        await self._bus.put(self._view.subjects.state, self._key, facts, ttl_s=self._limits.lease_key_ttl_s)\n",
         LEASE + "a_frontend_listens_before_it_is_listed_and_asks_for_its_lease_last",
     ),
     Mutant(
@@ -1186,7 +1186,7 @@ MUTANTS = [
     Mutant(
         "labels: what was replaced long ago",
         "frontend/routing/span_check.py",
-        "        if _is_stale(self._last, arrived) and self._may_make(span):\n",
+        "        if self._is_stale(self._last, arrived) and self._may_make(span):\n",
         "        if False:\n",
         LABELS + "a_stream_that_stays_on_what_was_replaced_is_cut",
         short=True,

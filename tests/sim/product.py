@@ -96,25 +96,25 @@ def near(one: Vectors, other: Vectors) -> bool:
 
 def opened_as(engine: FakeEngine, staging: str) -> tuple[Any, Any] | None:
     """The transport and the delivery of what is opened under this name."""
-    opened = engine.receiver._opened.get(staging)
+    opened = engine.receiver.opened.get(staging)
     if opened is None:
         return None
     request, delivery = opened
     assert request.transport is not None
-    return engine.receiver._transport(request.transport.backend), delivery
+    return engine.receiver.transports[request.transport.backend], delivery
 
 
 def watch_staging(worker: Worker, told: Callable[[str], None]) -> None:
     """Tells of each update that a coordinator has had staged."""
-    updates: Any = worker._updates
-    tell = updates._tell
+    updates: Any = worker.updates
+    tell = updates.on_change
 
     def watched(staging: Any) -> None:
         if staging is not None and staging.fence is not None:
             told(staging.request.update_id)
         tell(staging)
 
-    updates._tell = watched
+    updates.on_change = watched
 
 
 def known_to(worker: Worker) -> Decision | None:
@@ -125,13 +125,13 @@ def known_to(worker: Worker) -> Decision | None:
 
 def known_to_client(client: RlClient) -> list[Decision]:
     """The newest that the views of a frontend or a trainer have learnt."""
-    views = client._views.values()
+    views = client.views
     return [decision_of(view.record) for view in views if view.record is not None]
 
 
 def staged_in(worker: Worker) -> str | None:
     """The update whose bytes it receives or holds beside the served ones."""
-    return worker._updates.busy_with
+    return worker.updates.busy_with
 
 
 def holds(worker: Worker) -> Held | None:
@@ -144,13 +144,13 @@ def holds(worker: Worker) -> Held | None:
 
 def in_engine(engine: FakeEngine, adapter: str | None) -> tuple[Held | None, str]:
     """The weights in an engine by its labels, and an error if its bytes are others."""
-    version, weights = engine._version, engine._weights
+    version, weights = engine.version, engine.weights
     if version is None or weights is None:
         return None, "weights of no version"
     if version.digest != weights.digest:
         return None, f"{weights.digest}, which it calls {version.label}"
-    adapters = {name: one.version for name, one in engine._adapters.items() if one.version is not None}
-    mine = engine._adapters.get(adapter) if adapter is not None else None
+    adapters = {name: one.version for name, one in engine.adapters.items() if one.version is not None}
+    mine = engine.adapters.get(adapter) if adapter is not None else None
     if mine is not None and (mine.version is None or mine.version.digest != mine.digest):
         return None, f"an adapter {mine.digest}, which it calls {mine.version}"
     return Held(version, adapters), ""
@@ -197,8 +197,8 @@ REQUEST: ContextVar[Request | None] = ContextVar("request", default=None)
 
 def watch_ops(worker: Worker, doing: Callable[[Request], None]) -> None:
     """Tells of each changing op that the dispatcher has let in, just before it is carried out."""
-    dispatcher: Any = worker._dispatcher
-    change, handlers = dispatcher._change, dispatcher._handlers
+    dispatcher: Any = worker.dispatcher
+    change, handlers = dispatcher._change, dispatcher.handlers
 
     async def watched_change(request: Request, body: Any) -> Any:
         REQUEST.set(request)
@@ -215,4 +215,4 @@ def watch_ops(worker: Worker, doing: Callable[[Request], None]) -> None:
         return handle
 
     dispatcher._change = watched_change
-    dispatcher._handlers = {op: watched(handler) for op, handler in handlers.items()}
+    dispatcher.handlers = {op: watched(handler) for op, handler in handlers.items()}

@@ -219,9 +219,9 @@ class SimServer(SimStore):
         self, beside: SimConn | None, source: SimConn | None, subscription: Subscription, message: SimMsg
     ) -> None:
         to = subscription.conn.process
-        self._pass(_process(beside), to, lambda: self._deliver(source, subscription, message))
+        self._pass(_process(beside), to, lambda: self.deliver(source, subscription, message))
 
-    def _deliver(self, source: SimConn | None, subscription: Subscription, message: SimMsg) -> None:
+    def deliver(self, source: SimConn | None, subscription: Subscription, message: SimMsg) -> None:
         conn, client_id = subscription.conn, subscription.conn.client_id
 
         def arrive() -> None:

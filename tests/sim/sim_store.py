@@ -65,14 +65,14 @@ class SimStore:
         self.on_write: Callable[[KeyValueBucket, str, bytes | None, int], None] = (
             lambda bucket, key, value, sequence: None
         )
-        self._context = copy_context()
+        self.context = copy_context()
 
     def later(self, delay: float, work: Callable[..., None], *args: Any) -> None:
         """Whatever becomes of the process that runs now."""
-        self.loop.call_later(delay, work, *args, context=self._context)
+        self.loop.call_later(delay, work, *args, context=self.context)
 
     def at(self, when: float, work: Callable[..., None], *args: Any) -> asyncio.TimerHandle:
-        timer: asyncio.TimerHandle = self.loop.call_at(when, work, *args, context=self._context)
+        timer: asyncio.TimerHandle = self.loop.call_at(when, work, *args, context=self.context)
         return timer
 
     @property

@@ -284,9 +284,9 @@ def test_who_asks_for_an_update_again_does_not_lose_it_with_the_coordinator_befo
             barred = await bar(bus, bucket, entry, fence)
             if not asked:
                 _, worker = next(world.live_workers())
-                staging = worker._updates.staged
+                staging = worker.updates.staged
                 assert staging is not None
-                await worker._updates.prepare(staging.request, fence + 100)
+                await worker.updates.prepare(staging.request, fence + 100)
                 asked.append(product.instance_id(worker))
             return barred
 
@@ -345,7 +345,7 @@ def test_a_decision_that_comes_while_a_worker_is_about_to_give_up_keeps_what_is_
         await late.on_its_way.wait()
         _, worker = next(world.live_workers())
         bus: Any = worker.bus
-        get, deliver = bus.get, server._deliver
+        get, deliver = bus.get, server.deliver
 
         def unheard(source: Any, subscription: Any, message: Any) -> None:
             if subscription.conn is not bus.conn or message.subject != world.subjects.state.feed(RECORD):
@@ -357,7 +357,7 @@ def test_a_decision_that_comes_while_a_worker_is_about_to_give_up_keeps_what_is_
 
         async def in_between(bucket: Any, key: str) -> Any:
             if key == RECORD and looked and not late.arrived.is_set():
-                server._deliver = unheard  # type: ignore[method-assign]
+                server.deliver = unheard  # type: ignore[method-assign]
                 late.arrives.set()
                 await late.arrived.wait()
             return await get(bucket, key)
@@ -367,7 +367,7 @@ def test_a_decision_that_comes_while_a_worker_is_about_to_give_up_keeps_what_is_
         bus.get = in_between
         await late.arrived.wait()
         await asyncio.sleep(0.1)  # the worker would look again after half a second
-        server._deliver = deliver  # type: ignore[method-assign]
+        server.deliver = deliver  # type: ignore[method-assign]
         await asyncio.wait([first])
 
     world = live(attack, workers=1)
@@ -399,14 +399,14 @@ def test_what_is_told_of_a_decision_that_the_store_has_lost_stays_true(first: st
                 server.later(LOOK_S, in_turn, conn)
 
         server.reconnect = in_turn  # type: ignore[method-assign]
-        deliver, feed = server._deliver, world.subjects.state.feed(RECORD)
+        deliver, feed = server.deliver, world.subjects.state.feed(RECORD)
 
         def to_workers_only(source: Any, subscription: Any, message: Any) -> None:
             by_worker = subscription.conn.process.name.startswith("worker")
             if by_worker or message.subject != feed or first != "a coordinator that has not":
                 deliver(source, subscription, message)
 
-        server._deliver = to_workers_only  # type: ignore[method-assign]
+        server.deliver = to_workers_only  # type: ignore[method-assign]
         bus: Any = one.client.bus
         put = bus.put
 
@@ -414,7 +414,7 @@ def test_what_is_told_of_a_decision_that_the_store_has_lost_stays_true(first: st
             if key == RECORD and json.loads(value)["made"]["label"] == "v2" and not crashing.is_set():
                 crashing.set()
                 server.lost_answers = 1.0
-                world.loop.create_task(crash(), context=server._context)
+                world.loop.create_task(crash(), context=server.context)
             return int(await put(bucket, key, value, **conditions))
 
         async def crash() -> None:
@@ -426,7 +426,7 @@ def test_what_is_told_of_a_decision_that_the_store_has_lost_stays_true(first: st
             if first == "a coordinator that has not":  # its seal is newer than what the workers know
                 world.checks.forgotten.add(world.checks.decided[-1].key)
             server.start()
-            server._deliver = deliver  # type: ignore[method-assign]
+            server.deliver = deliver  # type: ignore[method-assign]
             (workers_may if first == "workers" else coordinators_may).set()
             if first == "workers":
                 await until(lambda: stored(world).made.label == "v2")

@@ -10,10 +10,13 @@ from typing import Any
 
 from frontend.main import serve
 from frontend.server.options import FrontendOptions
+from rl_plane.membership.worker_calls import BusConnector
 
 
 @asynccontextmanager
-async def started(options: FrontendOptions) -> AsyncIterator[dict[str, Any]]:
+async def started(
+    options: FrontendOptions, connect_bus: BusConnector | None = None
+) -> AsyncIterator[dict[str, Any]]:
     """Runs a frontend beside other work in this loop until the block ends. Yields what `on_ready` gets."""
     urls: dict[str, Any] = {}
     ready = asyncio.Event()
@@ -22,7 +25,7 @@ async def started(options: FrontendOptions) -> AsyncIterator[dict[str, Any]]:
         urls.update(found)
         ready.set()
 
-    run = asyncio.create_task(serve(options, on_ready))
+    run = asyncio.create_task(serve(options, on_ready, connect_bus))
     run.add_done_callback(lambda _: ready.set())
     try:
         await ready.wait()

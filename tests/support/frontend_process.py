@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from frontend.server.options import FrontendOptions
 from rl_plane.client import RlClient
-from rl_plane.membership.worker_calls import WorkerCalls
+from rl_plane.membership.worker_calls import BusConnector, WorkerCalls
 from tests.conftest import Plane
 from tests.support.frontend_here import started
 from worker.engines.fake.adapter import fake_token
@@ -24,10 +24,15 @@ PROMPT = [5, 6, 7]
 
 
 @asynccontextmanager
-async def frontend(plane: Plane, **more: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def frontend(
+    plane: Plane, connect_bus: BusConnector | None = None, **more: Any
+) -> AsyncIterator[httpx.AsyncClient]:
     given = {"rl_port": None, "http_port": 0, "admission_wait_s": WAIT_S, **more}
     options = FrontendOptions(plane.url, plane.namespace, plane.component, **given)
-    async with started(options) as urls, httpx.AsyncClient(base_url=urls["http_url"], timeout=30) as client:
+    async with (
+        started(options, connect_bus) as urls,
+        httpx.AsyncClient(base_url=urls["http_url"], timeout=30) as client,
+    ):
         yield client
 
 

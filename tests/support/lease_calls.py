@@ -10,6 +10,7 @@ from frontend.main import Frontend
 from frontend.server.options import FrontendOptions
 from rl_plane.bus.state_store import read_frontends
 from rl_plane.client import RlClient
+from rl_plane.membership.worker_calls import BusConnector
 from rl_plane.protocol.envelope import Request, decode, encode
 from rl_plane.protocol.record import DecisionRecord
 from tests.conftest import Plane
@@ -20,9 +21,10 @@ BOUND_S = 10.0
 
 
 @asynccontextmanager
-async def running(plane: Plane, **more: Any) -> AsyncIterator[Frontend]:
+async def running(plane: Plane, connect_bus: BusConnector | None = None, **more: Any) -> AsyncIterator[Frontend]:
     given = {"rl_port": None, "http_port": 0, "admission_wait_s": BOUND_S, **more}
-    async with Frontend.running(FrontendOptions(plane.url, plane.namespace, plane.component, **given)) as one:
+    options = FrontendOptions(plane.url, plane.namespace, plane.component, **given)
+    async with Frontend.running(options, connect_bus) as one:
         yield one
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import httpx
 
+from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.server.options import FrontendOptions
 from rl_plane.client import RlClient
+from rl_plane.membership.worker_calls import BusConnector
 from rl_plane.protocol.record import DecisionRecord
 from tests.conftest import Plane
 from tests.support.committed_records import span
@@ -48,13 +50,24 @@ class Stage:
 
 
 @asynccontextmanager
-async def staged(plane: Plane, wait_s: float = 5.0) -> AsyncIterator[Stage]:
+async def staged(
+    plane: Plane,
+    wait_s: float = 5.0,
+    limits: FrontendLimits = LIMITS,
+    connect_bus: BusConnector | None = None,
+) -> AsyncIterator[Stage]:
     options = FrontendOptions(
-        plane.url, plane.namespace, plane.component, rl_port=None, http_port=0, admission_wait_s=wait_s
+        plane.url,
+        plane.namespace,
+        plane.component,
+        rl_port=None,
+        http_port=0,
+        admission_wait_s=wait_s,
+        limits=limits,
     )
     client = await plane.client()
     async with (
-        started(options) as urls,
+        started(options, connect_bus) as urls,
         httpx.AsyncClient(base_url=urls["http_url"], timeout=BOUND_S) as http,
     ):
         stage = Stage(plane, client, http)

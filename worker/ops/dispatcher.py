@@ -67,7 +67,7 @@ class Dispatcher:
         assert handlers.keys() == OPS.keys()
         self._state = state
         self._lock = lock
-        self._handlers = handlers
+        self.handlers = handlers
         self._stage = stage
         self._pools: dict[Pool, OpPool] = {
             "control": OpPool("ops", MAX_OPS),
@@ -117,7 +117,7 @@ class Dispatcher:
                 skipped = self._reply(request, start, {"reason": self._stage}, "skipped")
                 await self._answer(bus, message, skipped, form)
                 return
-            outcome = self._change(request, body) if op.changes else self._handlers[op.name](body, 0)
+            outcome = self._change(request, body) if op.changes else self.handlers[op.name](body, 0)
             if isinstance(outcome, Mapping):
                 await self._answer(bus, message, self._reply(request, start, outcome), form)
                 return
@@ -136,14 +136,14 @@ class Dispatcher:
     def _change(self, request: Request, body: BaseModel) -> Mapping[str, Any] | Outcome:
         assert request.fence is not None, "check_changing"
         if self._lock.is_holders(request.fence):
-            return self._handlers[request.op](body, request.fence)
+            return self.handlers[request.op](body, request.fence)
         return self._change_if_live(request, body, request.fence)
 
     async def _change_if_live(self, request: Request, body: BaseModel, fence: int) -> Mapping[str, Any]:
         if not await self._lock.is_live(fence):
             self._state.check_fence(fence)
             raise StaleFence(f"no coordinator holds the fence {fence}", fence=self._state.fence)
-        outcome = self._handlers[request.op](body, fence)
+        outcome = self.handlers[request.op](body, fence)
         return outcome if isinstance(outcome, Mapping) else await outcome
 
     def _is_meant(self, request: Request, direct: bool) -> bool:

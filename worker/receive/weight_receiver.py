@@ -79,8 +79,9 @@ class Receiver:
 
     def __init__(self, holder: WeightHolder, transports: Mapping[str, WeightTransport]) -> None:
         self.holder = holder
-        self._transports = transports
-        self._opened: dict[str, tuple[ReceiveRequest, Delivery]] = {}
+        self.transports = transports
+        self.opened: dict[str, tuple[ReceiveRequest, Delivery]] = {}
+        """The open deliveries by the name of their staging."""
         self._partwise: dict[str, PartwiseDelivery] = {}
         """The partwise deliveries that are open, by staging name."""
         self._staged: dict[str, Staged] = {}
@@ -119,11 +120,11 @@ class Receiver:
             return self._place
 
     def _offers(self) -> list[OfferingTransport]:
-        return [transport for transport in self._transports.values() if isinstance(transport, OfferingTransport)]
+        return [transport for transport in self.transports.values() if isinstance(transport, OfferingTransport)]
 
     @property
     def backends(self) -> tuple[str, ...]:
-        return tuple(sorted(self._transports))
+        return tuple(sorted(self.transports))
 
     @property
     def cached_digest(self) -> str | None:
@@ -148,11 +149,11 @@ class Receiver:
             check_overwrite(self.holder, delivery, cast=request.cast, expected_digest=request.digest)
         else:
             check_staged(self.holder, delivery, _kind(request), cast=request.cast)
-        self._opened[staging] = (request, delivery)
+        self.opened[staging] = (request, delivery)
 
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
         """Receives what is open, into staging or over the served weights. When it raises, nothing is staged."""
-        opened = self._opened.pop(staging, None)
+        opened = self.opened.pop(staging, None)
         if opened is None:
             raise EngineFailed(f"nothing is open as {staging!r}")
         request, delivery = opened
@@ -214,7 +215,7 @@ class Receiver:
             before, changes = undo
             before.take_back(changes)
             self.kept = before
-        opened = self._opened.pop(staging, None)
+        opened = self.opened.pop(staging, None)
         if opened is not None:
             opened[1].close()
 
@@ -349,7 +350,7 @@ class Receiver:
             raise InvalidRequest(f"{backend} has no groups", field="group", fix="leave it out")
 
     def _transport(self, backend: str) -> WeightTransport:
-        return self._transports[backend]
+        return self.transports[backend]
 
 
 def _kind(request: ReceiveRequest) -> Kind:

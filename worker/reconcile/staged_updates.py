@@ -111,7 +111,8 @@ class WeightUpdates:
         self._adapter = adapter
         self._info = info
         self._engine = engine
-        self._tell = tell
+        self.on_change = tell
+        """Called with the staged update after each change, and with None after its end."""
         self._tell_cached = tell_cached
         self._names = (f"staging-{number}" for number in itertools.count())
         self._receiving: _Receive | None = None
@@ -299,7 +300,7 @@ class WeightUpdates:
 
     def _set(self, staging: StagedUpdate | None) -> None:
         self.staged = staging
-        self._tell(staging)
+        self.on_change(staging)
 
     async def _discard(self, staging: StagedUpdate) -> None:
         if staging.name is not None:

@@ -23,7 +23,9 @@ engine must not hold its caller much beyond the deadline."""
 class EngineLoop:
     """Runs work on the engine loop. It is created there, and called from another loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, undo_s: float = UNDO_S) -> None:
+        """`undo_s`: the time that cancelled work may take to undo what it has begun."""
+        self._undo_s = undo_s
         self._loop = asyncio.get_running_loop()
         self._ferries: dict[asyncio.AbstractEventLoop, _Ferry] = {}
 
@@ -53,7 +55,7 @@ class EngineLoop:
             if not to_its_end:
                 self._loop.call_soon_threadsafe(lambda: begun[0].cancel())
             try:
-                async with asyncio.timeout(UNDO_S):
+                async with asyncio.timeout(self._undo_s):
                     await ended.wait()
             except TimeoutError:
                 log.warning("%s does not end after its caller was cancelled", getattr(work, "__qualname__", work))

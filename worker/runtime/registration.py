@@ -42,7 +42,9 @@ class Registration:
         *,
         on_registered: Callable[[], Awaitable[None]],
         on_superseded: Callable[[], None],
+        check_s: float = CHECK_S,
     ) -> None:
+        """`check_s`: the interval at which `keep` reads the record."""
         self.revision = 0
         """The sequence of this worker's record. 0: it is not written yet."""
         self._bus = bus
@@ -53,6 +55,7 @@ class Registration:
         self._info = info
         self._on_registered = on_registered
         self._on_superseded = on_superseded
+        self._check_s = check_s
         self._registering = asyncio.Lock()
         self._following = asyncio.Lock()
         self._to_follow = False
@@ -69,11 +72,11 @@ class Registration:
         await self.register()
 
     async def keep(self) -> None:
-        """Reads the record every CHECK_S. The news that the record was removed, or that another process has the
+        """Reads the record at an interval. The news that the record was removed, or that another process has the
         instance id, may be lost on its way while every connection stays: the servers of a cluster lose sight of each
         other."""
         while True:
-            await asyncio.sleep(CHECK_S)
+            await asyncio.sleep(self._check_s)
             revision = self.revision
             try:
                 entry = await self._bus.get(self._members, self._key)

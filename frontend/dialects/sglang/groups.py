@@ -49,7 +49,9 @@ class _Line:
     """The calls that form groups, one after another in the order of their arrival. The same ranks form all of them, and
     each call has its whole time."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait_s: float) -> None:
+        self.wait_s = wait_s
+        """The longest wait for the calls before."""
         self.turn = asyncio.Lock()
         self.failure: PlaneError | None = None
         """The error of the first call that failed. Its trainer has most likely died, and the waiting calls are its too.
@@ -58,11 +60,11 @@ class _Line:
     @asynccontextmanager
     async def in_turn(self) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(TURN_WAIT_S):
+            async with asyncio.timeout(self.wait_s):
                 await self.turn.acquire()
         except TimeoutError:
             raise Locked(
-                f"other groups are formed here for {TURN_WAIT_S:g} s already",
+                f"other groups are formed here for {self.wait_s:g} s already",
                 retry_after_s=1.0,
                 fix="ask again when their trainers have come, or have given up",
             ) from None
@@ -77,10 +79,11 @@ class _Line:
 class Groups:
     """The groups that were formed with this frontend, and their backends."""
 
-    def __init__(self, context: DialectContext) -> None:
+    def __init__(self, context: DialectContext, turn_wait_s: float = TURN_WAIT_S) -> None:
+        """`turn_wait_s`: the longest wait of a call for the groups before it."""
         self._context = context
         self._backends: dict[str, str] = {}
-        self._line = _Line()
+        self._line = _Line(turn_wait_s)
 
     async def backend_of(self, name: str) -> str:
         """The backend of a group. If another frontend formed it, the backend that every worker has."""
@@ -112,7 +115,7 @@ class Groups:
             except (InvalidRequest, Unsupported):
                 raise  # the error of this call alone
             except PlaneError as error:
-                line.failure, self._line = error, _Line()  # later calls try again
+                line.failure, self._line = error, _Line(line.wait_s)  # later calls try again
                 raise
         while len(self._backends) >= MAX_KNOWN:
             del self._backends[next(iter(self._backends))]

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from frontend.frontend_limits import LIMITS
 from frontend.routing.committed import MAX_HISTORY, History, key_of
 from frontend.routing.fleet_status import FleetStatus, WorkerStatus
-from frontend.routing.span_check import STALE_AFTER_S, SpanCheck
+from frontend.routing.span_check import SpanCheck
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.scatter import Gather
 from rl_plane.errors import StaleWeights, Unlabelled
@@ -254,9 +255,9 @@ def test_a_stream_that_stays_on_what_was_replaced_is_cut() -> None:
     known.add(replace(record(2), open=False), 10.0)
     labels.take(delta(1), 100.0)  # not final: an update may take its time
     known.add(record(2), 100.0)
-    labels.take(delta(1), 100.0 + STALE_AFTER_S)
+    labels.take(delta(1), 100.0 + LIMITS.stale_after_s)
     with pytest.raises(StaleWeights) as caught:
-        labels.take(delta(1), 100.1 + STALE_AFTER_S)
+        labels.take(delta(1), 100.1 + LIMITS.stale_after_s)
     assert caught.value.http_status == 503
     assert caught.value.facts["retry_after_s"]
     assert caught.value.facts["sequence"] == 1
@@ -280,7 +281,7 @@ def test_updates_in_quick_succession_do_not_keep_a_stale_stream_alive() -> None:
         known.add(record(sequence), float(sequence))
     known.add(replace(record(10), open=False), 8.0)
     with pytest.raises(StaleWeights):
-        labels.take(delta(1), 2.1 + STALE_AFTER_S)
+        labels.take(delta(1), 2.1 + LIMITS.stale_after_s)
 
 
 def test_what_a_worker_made_before_it_went_on_is_delivered_however_late_it_comes() -> None:

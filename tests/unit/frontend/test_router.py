@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.routing import prefixes
-from frontend.routing import router as routing
 from frontend.routing.demands import Demands
 from frontend.routing.prefixes import LENGTHS, MAX_HOLDERS, Beginnings, PrefixTable, beginnings, beginnings_of
 from frontend.routing.router import (
@@ -28,8 +28,8 @@ from rl_plane.protocol.generation import GenerateRequest
 ABC = ("a", "b", "c")
 
 
-def router(**running: int) -> Router:
-    made = Router()
+def router(limits: FrontendLimits = LIMITS, **running: int) -> Router:
+    made = Router(limits)
     for instance_id, count in running.items():
         made.on_report(instance_id, Load(running=count))
     return made
@@ -143,9 +143,8 @@ def test_weights_never_drift() -> None:
         assert one.weight(key) == one.requests(key) == 0
 
 
-def test_a_worker_with_all_that_it_takes_gets_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "MAX_STREAMS", 3)
-    one = router(a=2, b=3)
+def test_a_worker_with_all_that_it_takes_gets_no_more() -> None:
+    one = router(FrontendLimits(worker_streams=3), a=2, b=3)
     assert one.pick(("a", "b"), Affinity(session="s")) == "a"
     one.on_start("a", affinity=Affinity(session="s"))
     assert one.pick(("a", "b"), Affinity(session="s")) is None
@@ -176,9 +175,8 @@ def test_a_session_that_has_left_stays_where_it_went() -> None:
     assert one.pick(("a", "b"), affinity) == "b"
 
 
-def test_sessions_are_bounded_and_the_latest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "MAX_SESSIONS", 2)
-    one = router(a=0, b=1)
+def test_sessions_are_bounded_and_the_latest_are_kept() -> None:
+    one = router(FrontendLimits(sessions=2), a=0, b=1)
     for session in ("1", "2", "1", "3"):
         one.on_end(one.on_start("b", affinity=Affinity(session=session)))
     picked = {session: one.pick(("a", "b"), Affinity(session=session)) for session in "123"}
@@ -285,9 +283,8 @@ def test_lengths_grow_by_half_at_most() -> None:
     assert all(one < other <= one * 1.5 for one, other in itertools.pairwise(LENGTHS))
 
 
-def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "MAX_ENTRIES", 6)
-    table, first, second = PrefixTable(), of(tokens(1, 200)), of(tokens(2, 200))
+def test_the_table_is_bounded() -> None:
+    table, first, second = PrefixTable(max_entries=6), of(tokens(1, 200)), of(tokens(2, 200))
     for number in range(2 * MAX_HOLDERS):
         table.note(first, f"w{number}")
     latest = [f"w{number}" for number in reversed(range(MAX_HOLDERS, 2 * MAX_HOLDERS))]

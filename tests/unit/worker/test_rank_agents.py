@@ -80,7 +80,7 @@ def reception(path: Path, name: str = "s", **more: Any) -> NamedRequest:
 
 
 def staged(engine: FakeEngine) -> list[str]:
-    return [*engine.receiver._staged, *engine.receiver._opened]
+    return [*engine.receiver._staged, *engine.receiver.opened]
 
 
 def test_every_rank_receives(ranks: Ranks, engines: list[FakeEngine], tmp_path: Path) -> None:

@@ -105,11 +105,13 @@ class FakeEngine(WeightsInProcess, FullEngine):
         self.receiver = Receiver(FakeHolder(self), transports)
         self._options = options
         self._specs: dict[str, TensorSpec] = {}
-        self._weights: FakeWeights | None = None  # None before start and after close
+        self.weights: FakeWeights | None = None
+        """The weights that it computes with. None before the start and after the close."""
         self._miscomputes = False  # `miscompute` was set at the last swap
         self._snapshot: FakeWeights | None = None
-        self._version: WeightVersion | None = None
-        self._adapters: dict[str, FakeAdapter] = {}
+        self.version: WeightVersion | None = None
+        """The version that it calls its weights."""
+        self.adapters: dict[str, FakeAdapter] = {}
         self.gate = RequestGate()
         self._released: set[str] = set()
         self._closed = False
@@ -122,7 +124,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
         weights = await asyncio.to_thread(self._load)
         if self._closed:
             raise EngineFailed("the fake engine was closed while it started")
-        self._weights = weights
+        self.weights = weights
         wanted = _DTYPES.get(self._options.dtype or "")
         self._specs = {
             name: TensorSpec(wanted, tensor.spec.shape)
@@ -173,8 +175,8 @@ class FakeEngine(WeightsInProcess, FullEngine):
     async def close(self) -> None:
         self._closed = True
         self.gate.abort(None, "error")
-        self._weights = self._snapshot = self._version = None
-        self._adapters = {}
+        self.weights = self._snapshot = self.version = None
+        self.adapters = {}
 
     async def liveness(self) -> None:
         if self.config.hang_liveness:
@@ -184,9 +186,9 @@ class FakeEngine(WeightsInProcess, FullEngine):
             self._held()
 
     def _held(self) -> FakeWeights:
-        if self._weights is None:
+        if self.weights is None:
             raise EngineFailed("the fake engine is not running")
-        return self._weights
+        return self.weights
 
     def _computed_with(self) -> str:
         """The digest that tokens and scores follow from."""
@@ -200,7 +202,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
         prompt = self._prompt(request)
         if self._released:
             raise NotAdmitted(f"memory is released ({', '.join(sorted(self._released))}): resume it first")
-        check_adapter(request.adapter, self._adapters, "model")
+        check_adapter(request.adapter, self.adapters, "model")
         running, spans, prompt_hash = self.gate.enter(request), SpanLog(), hash_of_prompt(prompt)
         first: list[int] | None = prompt
         stops = frozenset(request.stop_token_ids)
@@ -212,7 +214,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
                 if running.ended is not None:
                     break
                 # Nothing waits from here to the yield: token and label are of the same weights.
-                adapter = self._adapters[request.adapter] if request.adapter is not None else None
+                adapter = self.adapters[request.adapter] if request.adapter is not None else None
                 digests = self._computed_with(), None if adapter is None else adapter.digest
                 weights = both_digests(*digests)
                 scored = None
@@ -221,7 +223,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
                 made = hash_of(weights, prompt_hash, len(tokens))
                 token = permitted(request, token_of(made, self.config.vocab_size), tokens, self.config.vocab_size)
                 tokens.append(token)
-                version = self._version if self.config.witnesses else None
+                version = self.version if self.config.witnesses else None
                 spans.add(Label(version, request.adapter, adapter.version if adapter else None))
                 text = strings.add(_text_of(token), counts=len(tokens) > request.min_tokens)
                 if token in stops or strings.found is not None:
@@ -327,13 +329,13 @@ class FakeEngine(WeightsInProcess, FullEngine):
             raise EngineFailed(f"{staging} is an adapter")
         await self._before_a_swap()
         kept = self.receiver.kept is not None and self.receiver.kept.staged is staged
-        self._weights, self._version = staged.copied() if kept else staged, version
+        self.weights, self.version = staged.copied() if kept else staged, version
         self._miscomputes = self.config.miscompute
         return await self.flush_cache()
 
     def set_version(self, version: WeightVersion) -> None:
         self._held()
-        self._version = version
+        self.version = version
 
     async def _before_a_swap(self) -> None:
         self._check_swappable()
@@ -356,22 +358,22 @@ class FakeEngine(WeightsInProcess, FullEngine):
         self._check_swappable()
         mixed = dict(self._held().tensors)
         # A copy: a snapshot may share the served tensors.
-        self._weights, self._version = FakeWeights(mixed), None
+        self.weights, self.version = FakeWeights(mixed), None
         try:
             yield mixed
         finally:
             if not self._closed:
-                self._weights = FakeWeights(mixed)  # its digest is the one of these bytes, also half-way
+                self.weights = FakeWeights(mixed)  # its digest is the one of these bytes, also half-way
                 self._miscomputes = self.config.miscompute
 
     async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
         """Returns the logprobs of `fake_prompt_logprobs`, without the first token's."""
         self._held()
         checked = check_sequences(sequences, self.config.vocab_size, self.config.max_model_len)
-        check_adapter(adapter, self._adapters, "adapter")
+        check_adapter(adapter, self.adapters, "adapter")
         check_memory(self._released)
         await asyncio.sleep(0)
-        digests = self._computed_with(), None if adapter is None else self._adapters[adapter].digest
+        digests = self._computed_with(), None if adapter is None else self.adapters[adapter].digest
         rows = [fake_prompt_logprobs(digests[0], sequence, digests[1])[1:] for sequence in checked]
         return checked_scores([[value for value in row if value is not None] for row in rows], checked)
 
@@ -383,17 +385,17 @@ class FakeEngine(WeightsInProcess, FullEngine):
             raise EngineFailed(f"{staging} is no adapter")
         await self._before_a_swap()
         if staged is None:
-            self._adapters.pop(name, None)
+            self.adapters.pop(name, None)
             self.gate.abort_adapter(name)
         else:
             staged.version = version
-            self._adapters[name] = staged
+            self.adapters[name] = staged
         return await self.flush_cache()
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None:
         self._held()
-        check_adapter(name, self._adapters, "name")
-        self._adapters[name].version = version
+        check_adapter(name, self.adapters, "name")
+        self.adapters[name].version = version
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
         held = self._held()
@@ -409,8 +411,8 @@ class FakeEngine(WeightsInProcess, FullEngine):
                 raise InvalidRequest("there is no snapshot", field="action", fix="take a snapshot first")
             mismatches = await asyncio.to_thread(held.mismatches, self._snapshot)
             return [{"rank": 0, "match": not mismatches, "mismatches": mismatches}]
-        self._weights = await asyncio.to_thread(held.noise)
-        self._version = None  # noise is no version
+        self.weights = await asyncio.to_thread(held.noise)
+        self.version = None  # noise is no version
         return [{"rank": 0}]
 
     async def release_memory(self, tags: list[str]) -> None:

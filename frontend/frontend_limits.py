@@ -1,0 +1,53 @@
+"""The limits that bound a frontend's waits, queues and tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rl_plane.protocol.generation import MAX_STREAMS
+from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendLimits:
+    """The limits of one frontend. Each default is right for every fleet; another value is for tests and experiments."""
+
+    accept_timeout_s: float = 10.0
+    """A worker's NATS loop answers at once, also while its engine is paused. The membership finds a hung one within
+    8 s."""
+    stale_wait_s: float = 60.0
+    """The longest wait for a version that is still to be committed: a trainer's step and its update. After that the
+    caller gets an error."""
+    stale_after_s: float = SERVING_LEASE_S + LEASE_MARGIN_S
+    """This long after the end of an update, no worker that follows the record makes tokens by the weights before."""
+    away_s: float = 60.0
+    """A worker that left less than this ago, or while a request waits, may return, because a restart takes this long. A
+    request that only this worker can serve waits for it, and then ends with an error that says to retry it."""
+    worker_streams: int = MAX_STREAMS
+    """Requests of all frontends at one worker. The worker itself refuses more than the default."""
+    sessions: int = 65_536
+    """The number of sessions that the router remembers, the latest ones: about 20 MB."""
+    choices: int = 4096
+    """Choices under way in one frontend; a worker takes no more streams than that either."""
+    lease_key_ttl_s: int = 15
+    """Three leases. A frontend that may still route stays listed, and one or two updates wait for a frontend that is
+    gone."""
+    confirm_interval_s: float = SERVING_LEASE_S / 3
+    """The interval of the lease's confirmations. The lease survives the loss of two."""
+    fleet_calls: int = 256
+    """Messages on the fleet subject under way in one frontend. Each waits for a whole fleet, and all share one core."""
+    event_listeners: int = 64
+    """Readers of fleet events. Each is an open connection and a queue. One fleet has fewer readers than this."""
+    queued_events: int = 4096
+    """The number of events that a reader may be behind: a fleet of a thousand workers makes 2,000 in one update."""
+    event_keep_alive_s: float = 15.0
+    """Proxies cut a connection that is silent for 30 s or more."""
+    event_stall_s: float = 30.0
+    """A stream of fleet events ends if its reader takes nothing for this long. Its socket's buffers are full by
+    then."""
+    token_stall_s: float = 600.0
+    """A stream of tokens ends if its reader takes nothing for this long. The reader may be busy with earlier tokens,
+    and occupies a place meanwhile."""
+
+
+LIMITS = FrontendLimits()
