@@ -40,7 +40,7 @@ from rl_plane.protocol.versions import TensorSpec  # noqa: E402
 from rl_plane.protocol.worker_ops import Tokenize  # noqa: E402
 from rl_plane.weights.checkpoint import ADAPTER_NAME, write_manifest  # noqa: E402
 from tests.support.bad_adapters import BAD, DTYPES, in_dtype  # noqa: E402
-from tests.support.engine_kinds import BATCH_TOKENS, Kind, offer_memory  # noqa: E402
+from tests.support.engine_kinds import BATCH_TOKENS, Kind, OffersMemory  # noqa: E402
 from tests.support.engine_models import LOGPROBS, Models, is_of  # noqa: E402
 from tests.support.engine_runs import (  # noqa: E402
     BOUND_S,
@@ -60,8 +60,9 @@ from tests.support.engine_runs import (  # noqa: E402
 )
 from tests.support.reference import logits_of, logprobs_of, penalized  # noqa: E402
 from worker.engines.base import EngineInfo, PauseMode  # noqa: E402
-from worker.engines.capabilities import FullEngine, with_missing  # noqa: E402
+from worker.engines.capabilities import with_missing  # noqa: E402
 from worker.engines.common.finite_logits import NOT_FINITE  # noqa: E402
+from worker.engines.common.tokenizing import load_tokenizer  # noqa: E402
 from worker.receive.staging import adapter_digest, model_digest  # noqa: E402
 from worker.testing.engine_contract import CHECKS, Check, EngineUnderTest  # noqa: E402
 from worker.testing.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token  # noqa: E402
@@ -88,7 +89,7 @@ def scratch(models: Models) -> Iterator[Path]:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def shared(kind: Kind, models: Models) -> AsyncIterator[tuple[FullEngine, EngineInfo]]:
+async def shared(kind: Kind, models: Models) -> AsyncIterator[tuple[OffersMemory, EngineInfo]]:
     engine = kind.build(kind.options(models.witness[1]))
     with pytest.MonkeyPatch.context() as patched:
         # Unix sockets have paths of 107 characters at most.
@@ -102,7 +103,7 @@ async def shared(kind: Kind, models: Models) -> AsyncIterator[tuple[FullEngine, 
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def engine(shared: tuple[FullEngine, EngineInfo], models: Models) -> AsyncIterator[FullEngine]:
+async def engine(shared: tuple[OffersMemory, EngineInfo], models: Models) -> AsyncIterator[OffersMemory]:
     """A running engine with witness 1 and without adapters."""
     engine, _ = shared
     spans = (await run(engine, ask([3], max_tokens=1))).spans
@@ -117,7 +118,16 @@ async def engine(shared: tuple[FullEngine, EngineInfo], models: Models) -> Async
 
 
 @pytest.fixture
-def info(shared: tuple[FullEngine, EngineInfo]) -> EngineInfo:
+def offers_memory(shared: tuple[OffersMemory, EngineInfo]) -> Iterator[None]:
+    """Makes the shared engine take calls that release memory."""
+    engine, _ = shared
+    engine.offers_memory = True
+    yield
+    engine.offers_memory = False
+
+
+@pytest.fixture
+def info(shared: tuple[OffersMemory, EngineInfo]) -> EngineInfo:
     return shared[1]
 
 
@@ -127,7 +137,7 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
 async def test_the_engine_keeps_the_contract(
-    check: Check, engine: FullEngine, info: EngineInfo, models: Models
+    check: Check, engine: OffersMemory, info: EngineInfo, models: Models
 ) -> None:
     base, other = models.witness[1], models.witness[2]
     known = with_missing(engine, info)
@@ -138,7 +148,7 @@ async def test_the_engine_keeps_the_contract(
 # what it is
 
 
-async def test_what_it_says_of_itself(kind: Kind, engine: FullEngine, info: EngineInfo) -> None:
+async def test_what_it_says_of_itself(kind: Kind, engine: OffersMemory, info: EngineInfo) -> None:
     assert (info.engine, info.dtype, info.device, info.world_size) == (kind.name, "bfloat16", "cpu", 1)
     assert info.vocab_size == VOCAB_SIZE
     assert (info.max_model_len, info.max_adapters) == (kind.max_model_len, kind.places)
@@ -179,17 +189,17 @@ async def test_modes_for_gpus_are_what_the_engine_is_built_with(
     """The modes win over the environment and other arguments, as far as a machine without a GPU can show."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
     given = dataclasses.replace(kind.options(models.tiny[1], **kind.no_modes), device="cuda")
-    assert kind.modes(kind.build(given)) == (False, False)
+    assert kind.modes(given) == (False, False)
     for modes in ((True, False), (False, True), (True, True)):
         both = dataclasses.replace(given, deterministic=modes[0], memory_saver=modes[1])
-        assert kind.modes(kind.build(both)) == modes
+        assert kind.modes(both) == modes
 
 
 # generation
 
 
 async def test_greedy_tokens_are_those_of_a_plain_forward_before_and_after_swaps(
-    engine: FullEngine, models: Models
+    engine: OffersMemory, models: Models
 ) -> None:
     prompts = [prompt_of(seed, 3 + 11 * seed) for seed in range(4)]
     made = []
@@ -205,7 +215,7 @@ async def test_greedy_tokens_are_those_of_a_plain_forward_before_and_after_swaps
     assert made[0] == made[2] != made[1]
 
 
-async def test_deltas_text_and_stops(engine: Any) -> None:
+async def test_deltas_text_and_stops(engine: OffersMemory, models: Models) -> None:
     chain = witnessed(1, 7, 16)
     result = await run(engine, ask([7], logprobs=True))
     assert (result.tokens, result.finish, len(result.logprobs)) == (chain, "length", 16)
@@ -215,7 +225,7 @@ async def test_deltas_text_and_stops(engine: Any) -> None:
     assert all(delta.prompt_token_ids is None for delta in result.deltas[1:])
     assert result.deltas[0].spans
     assert not any(delta.spans for delta in result.deltas[1:-1])
-    assert result.text == engine._tokenizer.decode(chain, skip_special_tokens=True)
+    assert result.text == load_tokenizer(models.witness[1]).decode(chain, skip_special_tokens=True)
     for ignore_eos in (True, False):
         stopped = await run(engine, ask([7], stop_token_ids=[chain[4], 511], ignore_eos=ignore_eos))
         assert (stopped.tokens, stopped.finish) == (chain[:5], "stop")
@@ -226,9 +236,9 @@ async def test_deltas_text_and_stops(engine: Any) -> None:
     assert (both.tokens, both.finish) == (chain[:1], "stop")
 
 
-async def test_stop_strings_cut_the_text_and_end_the_request(engine: Any) -> None:
+async def test_stop_strings_cut_the_text_and_end_the_request(engine: OffersMemory, models: Models) -> None:
     whole = await run(engine, ask([7], max_tokens=ENDLESS // 10, skip_special_tokens=False))
-    text, decode = whole.text, engine._tokenizer.decode
+    text, decode = whole.text, load_tokenizer(models.witness[1]).decode
     stop = text[len(text) // 2 :][:3]
     made = next(n for n in range(1, len(whole.tokens)) if stop in decode(whole.tokens[:n]))
     for include in (False, True):
@@ -249,7 +259,7 @@ async def test_stop_strings_cut_the_text_and_end_the_request(engine: Any) -> Non
     assert engine.load() == (0, 0)
 
 
-async def test_seeds_whatever_else_runs(engine: FullEngine, models: Models) -> None:
+async def test_seeds_whatever_else_runs(engine: OffersMemory, models: Models) -> None:
     await update(engine, models.tiny[1], 5)
     prompt = prompt_of(1, 9)
 
@@ -272,7 +282,7 @@ async def test_seeds_whatever_else_runs(engine: FullEngine, models: Models) -> N
     assert is_of(await run(engine, ask(prompt, temperature=1.0, top_k=1, logprobs=True)), models.tiny[1])
 
 
-async def test_seeds_of_a_prompt_that_is_computed_in_parts(engine: FullEngine, models: Models) -> None:
+async def test_seeds_of_a_prompt_that_is_computed_in_parts(engine: OffersMemory, models: Models) -> None:
     await update(engine, models.tiny[1], 6)
     seeded = ask(prompt_of(2, 2 * BATCH_TOKENS + 20), temperature=1.2, seed=11, max_tokens=30)
     in_parts = await run(engine, seeded)
@@ -280,7 +290,7 @@ async def test_seeds_of_a_prompt_that_is_computed_in_parts(engine: FullEngine, m
     assert (await run(engine, seeded.model_copy(update={"id": "again"}))).tokens == in_parts.tokens
 
 
-async def test_what_a_request_allows_and_bars(kind: Kind, engine: FullEngine, models: Models) -> None:
+async def test_what_a_request_allows_and_bars(kind: Kind, engine: OffersMemory, models: Models) -> None:
     await update(engine, models.tiny[1], 7)
     prompt = prompt_of(3, 2 * BATCH_TOKENS)
     first, second = (await run(engine, ask(prompt, max_tokens=2))).tokens
@@ -331,7 +341,7 @@ async def test_what_a_request_allows_and_bars(kind: Kind, engine: FullEngine, mo
 
 
 async def test_an_abort_ends_a_request_that_is_tokenized_still(
-    engine: FullEngine, monkeypatch: pytest.MonkeyPatch
+    engine: OffersMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = GenerateRequest(id="text", prompt="hello world", max_tokens=2, temperature=0.0)
     await ends_while_tokenized(engine, text, monkeypatch)
@@ -339,7 +349,7 @@ async def test_an_abort_ends_a_request_that_is_tokenized_still(
 
 
 async def test_a_prefix_is_shared_with_the_same_salt_alone(
-    kind: Kind, engine: FullEngine, models: Models, monkeypatch: pytest.MonkeyPatch
+    kind: Kind, engine: OffersMemory, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await update(engine, models.tiny[1], 7)
     cached, prompt = kind.cached_tokens(monkeypatch), prompt_of(3, 6 * BATCH_TOKENS)
@@ -352,7 +362,7 @@ async def test_a_prefix_is_shared_with_the_same_salt_alone(
 
 @pytest.mark.parametrize("penalties", [(1.5, 0.0, 1.0), (0.0, 1.5, 1.0), (0.0, 0.0, 1.7), (-0.2, 0.5, 1.3)])
 async def test_penalties(
-    kind: Kind, engine: FullEngine, models: Models, penalties: tuple[float, float, float]
+    kind: Kind, engine: OffersMemory, models: Models, penalties: tuple[float, float, float]
 ) -> None:
     await update(engine, models.tiny[1], 7)
     prompt = prompt_of(3, 9)
@@ -371,7 +381,7 @@ async def test_penalties(
     assert result.logprobs == pytest.approx(raw, abs=LOGPROBS)
 
 
-async def test_the_likeliest_tokens(engine: FullEngine, models: Models) -> None:
+async def test_the_likeliest_tokens(engine: OffersMemory, models: Models) -> None:
     await update(engine, models.tiny[1], 9)
     prompt = prompt_of(3, 9)
     for count in (1, 5):
@@ -389,7 +399,7 @@ async def test_the_likeliest_tokens(engine: FullEngine, models: Models) -> None:
         assert result.logprobs == pytest.approx(raw, abs=LOGPROBS)
 
 
-async def test_the_least_likely_tokens(kind: Kind, engine: FullEngine, models: Models) -> None:
+async def test_the_least_likely_tokens(kind: Kind, engine: OffersMemory, models: Models) -> None:
     await update(engine, models.tiny[1], 8)
     prompt = prompt_of(3, 9)
     request = ask(prompt, temperature=1.0, seed=3, min_p=0.5, max_tokens=40, logprobs=True)
@@ -403,7 +413,7 @@ async def test_the_least_likely_tokens(kind: Kind, engine: FullEngine, models: M
         assert float(row[token]) > float(row.max()) + math.log(0.5) - 2 * LOGPROBS
 
 
-async def test_bad_requests_do_not_reach_the_engine(engine: FullEngine, info: EngineInfo) -> None:
+async def test_bad_requests_do_not_reach_the_engine(engine: OffersMemory, info: EngineInfo) -> None:
     length = info.max_model_len
     for field, request in (
         ("prompt_token_ids", ask([VOCAB_SIZE])),
@@ -444,12 +454,12 @@ async def test_bad_requests_do_not_reach_the_engine(engine: FullEngine, info: En
         {"max_tokens": 1, "logprobs": True},
     ],
 )
-async def test_extremes_do_not_hurt_the_engine(engine: FullEngine, extreme: dict[str, Any]) -> None:
+async def test_extremes_do_not_hurt_the_engine(engine: OffersMemory, extreme: dict[str, Any]) -> None:
     assert (await run(engine, ask([7], **extreme))).tokens
     assert (await run(engine, ask([3]))).tokens == witnessed(1, 3, 16)
 
 
-async def test_a_low_temperature_is_not_raised(engine: FullEngine) -> None:
+async def test_a_low_temperature_is_not_raised(engine: OffersMemory) -> None:
     """Two tokens have logits that differ by 0.01: the lesser one must come as often as the temperature says."""
     first = await run(engine, ask([7], max_tokens=1, logprobs=True, top_logprobs=2))
     ((one, likely), (other, rare)) = (first.deltas[0].top_logprobs or [])[0]
@@ -462,13 +472,13 @@ async def test_a_low_temperature_is_not_raised(engine: FullEngine) -> None:
     assert made[other] / 400 == pytest.approx(1 / (1 + math.exp(0.01 / 0.005)), abs=0.07)  # at 0.01 it is 0.27
 
 
-async def test_more_requests_than_the_engine_takes_at_once(engine: FullEngine) -> None:
+async def test_more_requests_than_the_engine_takes_at_once(engine: OffersMemory) -> None:
     runs = [Run(engine, ask([token], max_tokens=8)) for token in range(400)]
     for token, one in enumerate(runs):
         assert (await one.end()).tokens == witnessed(1, token, 8)
 
 
-async def test_aborting_and_leaving(engine: FullEngine) -> None:
+async def test_aborting_and_leaving(engine: OffersMemory) -> None:
     runs = [Run(engine, ask([20], max_tokens=ENDLESS)) for _ in range(3)]
     for one in runs:
         await one.reach(3)
@@ -489,7 +499,7 @@ async def test_aborting_and_leaving(engine: FullEngine) -> None:
 # pause
 
 
-async def test_keep_freezes_and_goes_on(engine: FullEngine) -> None:
+async def test_keep_freezes_and_goes_on(engine: OffersMemory) -> None:
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(10)
     await engine.pause("keep", False)
@@ -508,7 +518,7 @@ async def test_keep_freezes_and_goes_on(engine: FullEngine) -> None:
     assert (await late.end()).tokens == witnessed(1, 21, 16)
 
 
-async def test_wait_drains(engine: FullEngine) -> None:
+async def test_wait_drains(engine: OffersMemory) -> None:
     one = Run(engine, ask([20], max_tokens=200))
     await one.reach(1)
     assert await engine.pause("wait", True) is True
@@ -522,10 +532,9 @@ async def test_wait_drains(engine: FullEngine) -> None:
 
 @pytest.mark.parametrize("meanwhile", ["nothing", "a flush", "new weights", "a reset", "a release of memory"])
 async def test_wait_drains_what_was_frozen(
-    engine: FullEngine, models: Models, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+    engine: OffersMemory, models: Models, offers_memory: None, meanwhile: str
 ) -> None:
     """This also holds after the engine lost its KV cache. Requests that came after `keep` are not drained."""
-    offer_memory(engine, monkeypatch)
     staging, _ = await receive(engine, reception(models.witness[1]))
     runs = [Run(engine, ask([20 + number], max_tokens=200)) for number in range(3)]
     for one in runs:
@@ -556,7 +565,7 @@ async def test_wait_drains_what_was_frozen(
 
 
 @pytest.mark.parametrize("before", ["running", "frozen", "flushed"])
-async def test_a_wait_that_is_cancelled_leaves_it_as_it_was(engine: FullEngine, before: str) -> None:
+async def test_a_wait_that_is_cancelled_leaves_it_as_it_was(engine: OffersMemory, before: str) -> None:
     """The deadline of a pause cancels it."""
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(1)
@@ -573,7 +582,7 @@ async def test_a_wait_that_is_cancelled_leaves_it_as_it_was(engine: FullEngine, 
     assert (await one.end()).tokens == witnessed(1, 20, 300)
 
 
-async def waited_for(engine: FullEngine) -> tuple[Run, Run, asyncio.Task[bool]]:
+async def waited_for(engine: OffersMemory) -> tuple[Run, Run, asyncio.Task[bool]]:
     """Returns a request that was frozen and continues, a request that came meanwhile, and the `wait` for the first."""
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(1)
@@ -585,7 +594,7 @@ async def waited_for(engine: FullEngine) -> tuple[Run, Run, asyncio.Task[bool]]:
 
 
 @pytest.mark.parametrize("then", ["abort", "keep", "wait"])
-async def test_a_pause_after_a_wait_that_was_cancelled(engine: FullEngine, then: PauseMode) -> None:
+async def test_a_pause_after_a_wait_that_was_cancelled(engine: OffersMemory, then: PauseMode) -> None:
     """The cancelled wait had to restart the requests that it waits for."""
     one, late, waiting = await waited_for(engine)
     waiting.cancel()
@@ -604,7 +613,7 @@ async def test_a_pause_after_a_wait_that_was_cancelled(engine: FullEngine, then:
     assert result.tokens == witnessed(1, 20, len(result.tokens) if then == "abort" else 300)
 
 
-async def test_a_resume_ends_a_wait(engine: FullEngine) -> None:
+async def test_a_resume_ends_a_wait(engine: OffersMemory) -> None:
     """The wait returns when the requests that ran before have ended."""
     one, late, waiting = await waited_for(engine)
     await engine.resume()
@@ -615,7 +624,7 @@ async def test_a_resume_ends_a_wait(engine: FullEngine) -> None:
     await engine.resume()
 
 
-async def _goes_on_from_frozen(engine: FullEngine, one: Run) -> None:
+async def _goes_on_from_frozen(engine: OffersMemory, one: Run) -> None:
     """It stood still, with less than 300 tokens."""
     await engine.liveness()
     held = len(one.result.tokens)
@@ -624,7 +633,9 @@ async def _goes_on_from_frozen(engine: FullEngine, one: Run) -> None:
     await engine.resume()
 
 
-async def test_a_pause_that_fails_leaves_it_as_it_was(engine: FullEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pause_that_fails_leaves_it_as_it_was(
+    engine: OffersMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def no_flush() -> bool:
         raise EngineFailed("no flush")
 
@@ -643,7 +654,7 @@ async def test_a_pause_that_fails_leaves_it_as_it_was(engine: FullEngine, monkey
     assert (await one.end()).tokens == witnessed(1, 20, 300)
 
 
-async def test_abort_ends_all_at_once(engine: FullEngine) -> None:
+async def test_abort_ends_all_at_once(engine: OffersMemory) -> None:
     one = Run(engine, ask([20], max_tokens=ENDLESS))
     await one.reach(5)
     assert await engine.pause("abort", True) is True
@@ -653,11 +664,8 @@ async def test_abort_ends_all_at_once(engine: FullEngine) -> None:
     await engine.resume()
 
 
-async def test_frozen_requests_outlast_a_release_of_memory(
-    engine: FullEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_frozen_requests_outlast_a_release_of_memory(engine: OffersMemory, offers_memory: None) -> None:
     """Frozen requests generate nothing before `resume`, even when all memory is back. On a CPU no memory is freed."""
-    offer_memory(engine, monkeypatch)
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(10)
     await engine.pause("keep", False)
@@ -676,7 +684,7 @@ async def test_frozen_requests_outlast_a_release_of_memory(
     assert (await late.end()).tokens == witnessed(1, 21, 16)
 
 
-async def test_a_frozen_request_can_be_aborted(engine: FullEngine) -> None:
+async def test_a_frozen_request_can_be_aborted(engine: OffersMemory) -> None:
     one, other = (Run(engine, ask([20], max_tokens=300)) for _ in range(2))
     await one.reach(5)
     await other.reach(5)
@@ -687,7 +695,7 @@ async def test_a_frozen_request_can_be_aborted(engine: FullEngine) -> None:
     assert (await other.end()).tokens == witnessed(1, 20, 300)
 
 
-async def test_flushing(engine: FullEngine) -> None:
+async def test_flushing(engine: OffersMemory) -> None:
     assert await engine.flush_cache() is True
     one = Run(engine, ask([20], max_tokens=ENDLESS))
     await one.reach(5)
@@ -703,7 +711,7 @@ async def test_flushing(engine: FullEngine) -> None:
 # weights
 
 
-async def test_a_swap_under_streams(engine: FullEngine, models: Models) -> None:
+async def test_a_swap_under_streams(engine: OffersMemory, models: Models) -> None:
     runs = [Run(engine, ask([20 + number], max_tokens=300)) for number in range(3)]
     staging, _ = await receive(engine, reception(models.witness[2]))
     await runs[2].reach(20)
@@ -724,7 +732,7 @@ async def test_a_swap_under_streams(engine: FullEngine, models: Models) -> None:
     assert (result.tokens, result.spans[0].sequence) == (witnessed(2, 9, 16), 1)
 
 
-async def test_no_request_uses_older_kv(engine: FullEngine, models: Models) -> None:
+async def test_no_request_uses_older_kv(engine: OffersMemory, models: Models) -> None:
     """The logprobs show it: a stale prefix would move them by far more than the bound."""
     await update(engine, models.tiny[1], 1)
     prompt = prompt_of(5, 60)
@@ -761,7 +769,7 @@ async def fails(one: Run) -> list[int]:
 
 
 async def test_weights_that_are_no_numbers_fail_each_request_and_not_the_engine(
-    kind: Kind, engine: FullEngine, models: Models, scratch: Path
+    kind: Kind, engine: OffersMemory, models: Models, scratch: Path
 ) -> None:
     asked: list[dict[str, Any]] = [
         {},
@@ -797,7 +805,7 @@ async def test_weights_that_are_no_numbers_fail_each_request_and_not_the_engine(
 
 
 async def test_a_request_ends_before_the_first_token_of_no_numbers_and_no_other_does(
-    engine: FullEngine, models: Models, scratch: Path
+    engine: OffersMemory, models: Models, scratch: Path
 ) -> None:
     """The tokens before such a token are delivered. It holds for weights that come meanwhile, too."""
     chain = witnessed(1, 7, 200)
@@ -829,7 +837,7 @@ async def test_a_request_ends_before_the_first_token_of_no_numbers_and_no_other_
     assert engine.load() == (0, 0)
 
 
-async def test_generation_goes_on_while_weights_are_received(engine: FullEngine, models: Models) -> None:
+async def test_generation_goes_on_while_weights_are_received(engine: OffersMemory, models: Models) -> None:
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(5)
     for _ in range(3):
@@ -848,7 +856,7 @@ async def test_generation_goes_on_while_weights_are_received(engine: FullEngine,
 
 
 async def test_bad_checkpoints_change_nothing(
-    engine: FullEngine, models: Models, scratch: Path, tmp_path: Path
+    engine: OffersMemory, models: Models, scratch: Path, tmp_path: Path
 ) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -888,7 +896,7 @@ async def test_bad_checkpoints_change_nothing(
     assert (await run(engine, ask([9]))).tokens == witnessed(2, 9, 16)
 
 
-async def test_overwriting_in_place(engine: FullEngine, models: Models) -> None:
+async def test_overwriting_in_place(engine: OffersMemory, models: Models) -> None:
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(10)
     with pytest.raises(EngineFailed, match="paused"):
@@ -903,7 +911,7 @@ async def test_overwriting_in_place(engine: FullEngine, models: Models) -> None:
     assert (await run(engine, ask([9]))).tokens == witnessed(2, 9, 16)
 
 
-async def test_an_overwrite_that_fails_can_be_healed(engine: FullEngine, models: Models, scratch: Path) -> None:
+async def test_an_overwrite_that_fails_can_be_healed(engine: OffersMemory, models: Models, scratch: Path) -> None:
     await engine.pause("keep", False)
     wrong = reception(models.witness[2], in_place=True, digest="blake3:" + "0" * 64)
     with pytest.raises(InvalidWeights, match="the bytes make"):
@@ -930,7 +938,7 @@ async def test_an_overwrite_that_fails_can_be_healed(engine: FullEngine, models:
     assert (result.tokens, result.spans[0].sequence) == (witnessed(2, 9, 16), 1)
 
 
-async def test_checks_see_every_change(engine: FullEngine, models: Models, scratch: Path) -> None:
+async def test_checks_see_every_change(engine: OffersMemory, models: Models, scratch: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     (before,) = await engine.check_weights("checksum")
@@ -965,7 +973,7 @@ async def test_checks_see_every_change(engine: FullEngine, models: Models, scrat
 # adapters
 
 
-async def test_adapters_load_swap_and_unload(kind: Kind, engine: FullEngine, models: Models) -> None:
+async def test_adapters_load_swap_and_unload(kind: Kind, engine: OffersMemory, models: Models) -> None:
     await update(engine, models.tiny[1], 1)
 
     async def says(name: str | None, seed: int = 1) -> Result:
@@ -1017,7 +1025,7 @@ async def test_adapters_load_swap_and_unload(kind: Kind, engine: FullEngine, mod
     "target", ["q_proj", "k_proj", "up_proj", "layers.0.self_attn.v_proj", "layers.1.mlp.gate_proj"]
 )
 async def test_adapters_of_a_part_of_a_layer(
-    engine: FullEngine, models: Models, scratch: Path, target: str
+    engine: OffersMemory, models: Models, scratch: Path, target: str
 ) -> None:
     """Engines have the query, the key and the value in one layer."""
     await update(engine, models.tiny[1], 1)
@@ -1028,7 +1036,7 @@ async def test_adapters_of_a_part_of_a_layer(
     assert not is_of(result, models.tiny[1])
 
 
-async def test_an_adapter_that_goes_ends_its_requests(engine: FullEngine, models: Models) -> None:
+async def test_an_adapter_that_goes_ends_its_requests(engine: OffersMemory, models: Models) -> None:
     await load_adapter(engine, "x", models.adapters[1])
     mine = Run(engine, ask([20], adapter="x", max_tokens=ENDLESS))
     other = Run(engine, ask([20], max_tokens=300))
@@ -1039,7 +1047,7 @@ async def test_an_adapter_that_goes_ends_its_requests(engine: FullEngine, models
     assert (await other.end()).tokens == witnessed(1, 20, 300)
 
 
-async def test_an_adapter_that_goes_ends_what_waits_for_it(engine: FullEngine, models: Models) -> None:
+async def test_an_adapter_that_goes_ends_what_waits_for_it(engine: OffersMemory, models: Models) -> None:
     """The adapter was loaded when the requests came in a pause."""
     await load_adapter(engine, "x", models.adapters[1])
     await engine.pause("keep", False)
@@ -1053,7 +1061,9 @@ async def test_an_adapter_that_goes_ends_what_waits_for_it(engine: FullEngine, m
     assert (await other.end()).tokens == witnessed(1, 20, 16)
 
 
-async def test_a_reset_under_a_request_of_an_adapter_that_was_replaced(engine: FullEngine, models: Models) -> None:
+async def test_a_reset_under_a_request_of_an_adapter_that_was_replaced(
+    engine: OffersMemory, models: Models
+) -> None:
     """vLLM drops the adapters with the weights, and would look for the files of the first one."""
     await load_adapter(engine, "x", models.adapters[1])
     one = Run(engine, ask([20], adapter="x", max_tokens=ENDLESS))
@@ -1066,7 +1076,7 @@ async def test_a_reset_under_a_request_of_an_adapter_that_was_replaced(engine: F
     assert (await one.end()).finish == "abort"
 
 
-async def test_an_adapter_that_is_replaced_goes_on_with_its_requests(engine: FullEngine, models: Models) -> None:
+async def test_an_adapter_that_is_replaced_goes_on_with_its_requests(engine: OffersMemory, models: Models) -> None:
     """This also holds in the middle of the requested tokens, and with everything that belongs to them."""
     await update(engine, models.tiny[1], 1)
     await load_adapter(engine, "x", models.adapters[1])
@@ -1104,7 +1114,7 @@ async def test_an_adapter_that_is_replaced_goes_on_with_its_requests(engine: Ful
 
 @pytest.mark.parametrize("then", ["unload", "wait"])
 async def test_what_follows_the_swap_of_an_adapter_in_one_pause(
-    engine: FullEngine, models: Models, then: str
+    engine: OffersMemory, models: Models, then: str
 ) -> None:
     """The adapter's frozen requests are neither lost nor forgotten."""
     await update(engine, models.tiny[1], 1)
@@ -1126,7 +1136,7 @@ async def test_what_follows_the_swap_of_an_adapter_in_one_pause(
 
 
 async def test_a_request_whose_adapter_could_not_be_replaced_goes_on(
-    kind: Kind, engine: FullEngine, models: Models, monkeypatch: pytest.MonkeyPatch
+    kind: Kind, engine: OffersMemory, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await update(engine, models.tiny[1], 1)
     await load_adapter(engine, "x", models.adapters[1])
@@ -1146,7 +1156,7 @@ async def test_a_request_whose_adapter_could_not_be_replaced_goes_on(
 
 
 async def test_a_request_on_its_way_when_its_adapter_goes(
-    kind: Kind, engine: FullEngine, models: Models, monkeypatch: pytest.MonkeyPatch
+    kind: Kind, engine: OffersMemory, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The request must not reach the engine, which would look for the adapter's files and die."""
     await load_adapter(engine, "x", models.adapters[1])
@@ -1169,7 +1179,7 @@ async def test_a_request_on_its_way_when_its_adapter_goes(
 
 @pytest.mark.parametrize("change", ["load", "swap", "unload"])
 async def test_a_change_of_an_adapter_that_fails_changes_nothing(
-    kind: Kind, engine: FullEngine, models: Models, monkeypatch: pytest.MonkeyPatch, change: Any
+    kind: Kind, engine: OffersMemory, models: Models, monkeypatch: pytest.MonkeyPatch, change: Any
 ) -> None:
     await update(engine, models.tiny[1], 1)
     await load_adapter(engine, "x", models.adapters[1])
@@ -1195,7 +1205,7 @@ async def test_a_change_of_an_adapter_that_fails_changes_nothing(
     assert is_of(await run(engine, ask([9], adapter="x", logprobs=True)), models.tiny[1], models.adapters[2])
 
 
-async def test_adapters_that_do_not_fit(kind: Kind, engine: FullEngine, models: Models, scratch: Path) -> None:
+async def test_adapters_that_do_not_fit(kind: Kind, engine: OffersMemory, models: Models, scratch: Path) -> None:
     large = make_tiny_adapter(models.witness[1], scratch / "large", seed=1, r=65)
     with pytest.raises(InvalidWeights, match="rank is 65"):
         await receive(engine, reception(large, kind="lora"))
@@ -1212,7 +1222,7 @@ async def test_adapters_that_do_not_fit(kind: Kind, engine: FullEngine, models: 
 
 
 async def test_bad_adapters_are_refused_and_touch_nothing(
-    kind: Kind, engine: FullEngine, models: Models, scratch: Path
+    kind: Kind, engine: OffersMemory, models: Models, scratch: Path
 ) -> None:
     """An adapter that is wrong by its names and sizes alone is refused. The loaded adapter serves all the while."""
     await update(engine, models.tiny[1], 1)
@@ -1259,7 +1269,7 @@ async def test_bad_adapters_are_refused_and_touch_nothing(
 # hangs and death
 
 
-async def test_a_hang_is_seen_and_passes(kind: Kind, engine: FullEngine) -> None:
+async def test_a_hang_is_seen_and_passes(kind: Kind, engine: OffersMemory) -> None:
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(3)
     ranks = kind.rank_pids(engine)
@@ -1281,7 +1291,9 @@ async def test_a_hang_is_seen_and_passes(kind: Kind, engine: FullEngine) -> None
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-async def test_a_pause_that_a_hang_cuts_leaves_it_running(kind: Kind, engine: FullEngine, mode: PauseMode) -> None:
+async def test_a_pause_that_a_hang_cuts_leaves_it_running(
+    kind: Kind, engine: OffersMemory, mode: PauseMode
+) -> None:
     """A hang cuts the pause at its deadline, and the engine continues later."""
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(3)
@@ -1335,7 +1347,7 @@ async def test_engines_that_begin_alike_draw_other_numbers(kind: Kind, models: M
     assert made[0] != made[1]
 
 
-async def test_closing_ends_streams_and_processes(kind: Kind, shared: tuple[FullEngine, EngineInfo]) -> None:
+async def test_closing_ends_streams_and_processes(kind: Kind, shared: tuple[OffersMemory, EngineInfo]) -> None:
     """The last one: it closes the shared engine."""
     engine, _ = shared
     pids, directory = kind.pids(engine), kind.directory(engine)

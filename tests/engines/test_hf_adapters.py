@@ -371,7 +371,7 @@ async def test_a_swap_that_fails_leaves_the_old_adapter(
     assert again.tokens == base.tokens
     with pytest.raises(InvalidRequest):
         await run(engine, ask(prompt, adapter="fresh"))
-    assert not [name for name, _ in engine._model.named_parameters() if "adapter1" in name or "adapter2" in name]
+    assert not [name for name, _ in engine.model.named_parameters() if "adapter1" in name or "adapter2" in name]
     await engine.pause("keep", False)
     again_staged = await staged_adapter(engine, made_by_peft["two"])
     await engine.swap_adapter("x", again_staged, adapter_version(2, made_by_peft["two"]))
@@ -549,7 +549,7 @@ async def test_after_an_overwrite_no_new_request_reuses_old_kv(start: Start, roo
 async def test_overwriting_holds_one_tensor_at_a_time(start: Start, witnesses: dict[int, Path]) -> None:
     engine = await start(witnesses[1])
     await engine.pause("keep", False)
-    held = engine.holder.weights._targets
+    held = engine.holder.weights.targets
     written: list[str] = []
 
     def stream() -> Iterator[tuple[str, HostTensor]]:

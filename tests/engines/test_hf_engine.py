@@ -47,7 +47,7 @@ from tests.support.reference import logits_of, penalized
 from worker.engines.base import EngineInfo, EngineOptions
 from worker.engines.capabilities import CanReleaseMemory, require
 from worker.engines.common.checkpoint_spec import saved_specs
-from worker.engines.common.tokenizing import IncrementalText
+from worker.engines.common.tokenizing import IncrementalText, eos_tokens, load_tokenizer
 from worker.engines.common.torch_weights import ModelWeights
 from worker.engines.hf.adapter import HfEngine, build
 from worker.engines.hf.streams import HfStream, choose
@@ -296,7 +296,7 @@ async def test_tokens_stream_as_they_come_and_the_text_is_whole(start: Start, mo
         assert len(result.deltas) > 20
         assert result.deltas[0].prompt_token_ids == prompt_of(1, 5)
         assert [delta.finish_reason for delta in result.deltas[:-1]] == [None] * (len(result.deltas) - 1)
-        assert result.text == engine._tokenizer.decode(result.tokens, skip_special_tokens=True)
+        assert result.text == load_tokenizer(models.tiny).decode(result.tokens, skip_special_tokens=True)
 
 
 def test_text_comes_in_whole_characters(models: Models) -> None:
@@ -339,7 +339,7 @@ async def test_stop_strings_cut_the_text_and_end_the_request(start: Start, model
 
 async def test_text_and_messages_are_prompts_too(start: Start, models: Models) -> None:
     engine = await start(models.tiny)
-    encode = engine._tokenizer.encode
+    encode = load_tokenizer(models.tiny).encode
     text = await run(engine, ask(prompt="hello world"))
     assert text.prompt == encode("hello world", add_special_tokens=False)
     chat = await run(engine, ask(messages=[{"role": "user", "content": "hi"}]))
@@ -374,6 +374,7 @@ async def test_what_a_request_allows_and_bars(start: Start, models: Models, plai
     prompt = prompt_of(1, 9)
     free = (await run(engine, ask(prompt))).tokens
     few = sorted({*free, 9, 10, 11})
+    eos = eos_tokens(models.tiny, load_tokenizer(models.tiny))
     biases = {str(token): -100.0 if token == free[0] else 3.0 for token in few}
     asked: list[dict[str, Any]] = [
         {"allowed_token_ids": [token for token in few if token != free[0]]},
@@ -399,7 +400,7 @@ async def test_what_a_request_allows_and_bars(start: Start, models: Models, plai
                 if result.tokens[:place][place - len(before) :] == before and place >= len(before):
                     left.discard(last)
             if place < fields.get("min_tokens", 0):
-                left -= {*fields.get("stop_token_ids", ()), *engine._eos}
+                left -= {*fields.get("stop_token_ids", ()), *eos}
             scores = {one: float(row[one]) + fields.get("logit_bias", {}).get(str(one), 0.0) for one in left}
             assert scores[token] > max(scores.values()) - 1e-4
     assert results[2].tokens[1] == free[0] or free[0] not in results[2].tokens
@@ -574,7 +575,8 @@ async def test_a_full_cache_evicts_and_goes_on_and_aborts_leave_nobody_stuck(sta
         while not scheduler.block_new_requests:  # noqa: ASYNC110  until requests are evicted, which nobody tells
             await asyncio.sleep(0)
     await engine.pause("keep", clear_cache=False)
-    active = [engine.loop._live[key].request.id for key in scheduler.active_requests]
+    # The first token of a prompt is the number of its request, counted from 1.
+    active = [f"b{state.initial_tokens[0] - 1}" for state in scheduler.active_requests.values()]
     assert 0 < len(active) < 10
     assert await engine.abort(active) == len(active)
     await engine.resume()
@@ -636,7 +638,7 @@ async def test_a_cancelled_wait_leaves_the_engine_running(start: Start, models: 
     await asyncio.wait([waiting], timeout=BOUND_S)
     assert waiting.cancelled()
     assert len((await late.end()).tokens) == 16
-    assert not one._task.done()
+    assert not one.has_ended
     await one.cancel()
 
 
@@ -755,7 +757,7 @@ async def test_a_dead_generation_thread_fails_everything_at_once(start: Start, m
     def broken(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("the device is gone")
 
-    engine._model.forward = broken
+    engine.model.forward = broken
     for failing in (one.end(), held.end(), waiting, engine.liveness(), engine.abort(None), engine.resume()):
         with pytest.raises(EngineDied, match="device is gone"):
             async with asyncio.timeout(BOUND_S):
@@ -769,7 +771,7 @@ async def test_logits_that_are_no_numbers_fail_their_requests_and_not_the_engine
     start: Start, models: Models, plain: Any
 ) -> None:
     engine = await start(models.tiny, page_size=4)
-    embedding = engine._model.model.embed_tokens.weight
+    embedding = engine.model.model.embed_tokens.weight
     kept = embedding[77].clone()
     with torch.no_grad():
         embedding[77] = math.nan
@@ -791,9 +793,9 @@ async def test_closing_ends_what_runs(start: Start, models: Models) -> None:
     engine = await start(models.tiny)
     one = Run(engine, ask([7], max_tokens=4000))
     await one.reach(3)
-    thread = engine.loop._generation_thread
+    loop = engine.loop
     await engine.close()
-    assert not thread.is_alive()
+    assert loop.join_thread(0.0), "the generation thread has ended"
     with pytest.raises(EngineFailed, match="closed"):
         await one.end()
     with pytest.raises(EngineFailed):
@@ -919,7 +921,7 @@ async def test_checks_see_every_change(start: Start, models: Models) -> None:
     await engine.check_weights("snapshot")
     assert await engine.check_weights("compare") == [{"rank": 0, "match": True, "mismatches": []}]
     with torch.no_grad():
-        engine._model.model.norm.weight[3] += 1e-6
+        engine.model.model.norm.weight[3] += 1e-6
     assert await engine.check_weights("compare") == [
         {"rank": 0, "match": False, "mismatches": ["model.norm.weight"]}
     ]
@@ -980,7 +982,7 @@ async def test_what_the_model_ties_comes_as_one(start: Start, tmp_path: Path, in
     if not in_place:
         await engine.swap(staging, version(1))
     await engine.resume()
-    assert torch.equal(engine._model.lm_head.weight, tensors[embedding])
+    assert torch.equal(engine.model.lm_head.weight, tensors[embedding])
 
 
 async def test_a_model_whose_head_is_not_what_its_config_ties_it_to_is_served_as_it_lies_there(
@@ -995,7 +997,7 @@ async def test_a_model_whose_head_is_not_what_its_config_ties_it_to_is_served_as
     own = tensors["model.embed_tokens.weight"] + 1
     save_file({**tensors, head: own}, file, {"format": "pt"})
     engine = await start(path)
-    assert torch.equal(engine._model.lm_head.weight, own)
+    assert torch.equal(engine.model.lm_head.weight, own)
     assert model_digest(path, tied=engine.info.tied) == model_digest(path)
     assert head in engine.weight_spec()
 

@@ -96,6 +96,10 @@ class Run:
         async with asyncio.timeout(BOUND_S):
             return await self._task
 
+    @property
+    def has_ended(self) -> bool:
+        return self._task.done()
+
     async def cancel(self) -> None:
         self._task.cancel()
         await asyncio.wait([self._task], timeout=BOUND_S)

@@ -130,8 +130,8 @@ async def proven(
             assert logprobs_of(base, PROMPT, tokens)[1] > 10 * LOGPROB, "the bound tells the adapter"
         (span,) = choice["weight_versions"]
         assert (span["version"], span["start"], span["end"]) == (label, 0, TOKENS), engine
-        told = span.get("adapter")
-        assert (told and (told["name"], told["digest"])) == made_by, engine
+        found = span.get("adapter")
+        assert (found and (found["name"], found["digest"])) == made_by, engine
 
 
 async def fails_of_no_numbers(http: httpx.AsyncClient, mixed: Mixed, client: RlClient) -> None:

@@ -449,7 +449,7 @@ async def test_wait_lets_the_running_end(base: Path) -> None:
     reader = Reader(engine, max_tokens=50)
     await until(lambda: len(reader.deltas) == 1)
     pausing = asyncio.create_task(engine.pause("wait", False))
-    await until(lambda: engine.gate.is_draining)
+    await settle()  # the pause has begun
     late = Reader(engine, "late", 1)
     async with asyncio.timeout(BOUND_S):
         await pausing

@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-import rl_plane.weights.checkpoint as checkpoint
 from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights
-from rl_plane.protocol.versions import HostTensor, TensorSpec, tensors_digest
+from rl_plane.protocol.versions import PARALLEL_HASH_BYTES, HostTensor, TensorSpec, tensors_digest
 from rl_plane.transports.base import Delivery, TransportContext, WeightTransport
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
 from rl_plane.weights.checkpoint import open_published, write_manifest
-from rl_plane.weights.safetensors_file import write_safetensors
+from rl_plane.weights.safetensors_file import READ_BYTES, write_safetensors
 from tests.support.receive_requests import named_request
 from worker.engines.base import EngineOptions
 from worker.engines.fake.adapter import FakeAdapter, FakeEngine, FakeWeights, make_fake_adapter, make_fake_model
@@ -209,9 +208,8 @@ def test_the_digest_does_not_depend_on_the_order() -> None:
     assert run(Engine(forth), forth) == run(Engine(back), back)
 
 
-def test_large_tensors_hash_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_plane.protocol.versions.PARALLEL_HASH_BYTES", 1)
-    delivery = Memory({"a": bytes(3 << 20)})
+def test_large_tensors_hash_the_same() -> None:
+    delivery = Memory({"a": bytes(3 * PARALLEL_HASH_BYTES)})
     assert run(Engine(delivery), delivery) == delivery.true_digest()
 
 
@@ -476,8 +474,10 @@ def test_a_derived_delivery_is_not_believed(tmp_path: Path) -> None:
 # the digest of a model
 
 
-def test_model_digest_is_of_the_bytes_not_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = (TensorSpec("F32", (2,)), b"12345678"), (TensorSpec("U8", (3,)), b"abc")
+def test_model_digest_is_of_the_bytes_not_of_the_files(tmp_path: Path) -> None:
+    """A tensor of more bytes than are read at once has the same digest."""
+    a = TensorSpec("U8", (READ_BYTES + 3,)), bytes(READ_BYTES) + b"end"
+    b = TensorSpec("U8", (3,)), b"abc"
     (tmp_path / "whole").mkdir()
     write_safetensors(tmp_path / "whole" / "model.safetensors", {"a": a, "b": b})
     shards = tmp_path / "shards"
@@ -487,7 +487,6 @@ def test_model_digest_is_of_the_bytes_not_of_the_files(tmp_path: Path, monkeypat
     index = {"weight_map": {"a": "2.safetensors", "b": "1.safetensors"}}
     (shards / "model.safetensors.index.json").write_text(json.dumps(index))
     expected = tensors_digest([("a", a[0], hexed(a[1])), ("b", b[0], hexed(b[1]))])
-    monkeypatch.setattr(checkpoint, "READ_BYTES", 3)
     assert model_digest(tmp_path / "whole") == model_digest(shards) == expected
     (shards / "rl_plane_manifest.json").write_text("not read")
     assert model_digest(shards) == expected
