@@ -1,5 +1,5 @@
 """A pause of real vLLM that waits for what vLLM has preempted: with little memory, and when it dies meanwhile. All else
-that `wait` promises: tests/engines/test_engine_adapters.py."""
+that `wait` promises: tests/engines/test_engine_updates.py."""
 
 from __future__ import annotations
 

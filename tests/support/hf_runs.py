@@ -1,4 +1,4 @@
-"""Helpers of `tests/engines/test_hf_engine.py` and of other tests."""
+"""Models, requests and plain forwards for tests of the `hf` engine."""
 
 from __future__ import annotations
 

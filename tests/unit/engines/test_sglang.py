@@ -1,4 +1,4 @@
-"""The parts of the `sglang` engine that vLLM has not, without SGLang. `tests/engines/test_engine_adapters.py` tests the
+"""The parts of the `sglang` engine that vLLM does not have, without SGLang. `tests/engines/test_engine_*.py` test the
 rest."""
 
 from __future__ import annotations

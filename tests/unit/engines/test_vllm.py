@@ -1,5 +1,5 @@
-"""The parts of the `vllm` engine that SGLang has not, with a stand-in for vLLM. `tests/engines/test_engine_adapters.py`
-tests the rest."""
+"""The parts of the `vllm` engine that SGLang does not have, with a stand-in for vLLM. `tests/engines/test_engine_*.py`
+test the rest."""
 
 from __future__ import annotations
 
