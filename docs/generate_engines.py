@@ -123,8 +123,9 @@ FEATURES = {
     "generate:repetition_penalty": Feature("`repetition_penalty` in a request", PENALTIES),
     "generate:cache_salt": Feature(
         "`cache_salt` in a request",
-        of_engines(
-            "test_a_prefix_is_shared_with_the_same_salt_alone", "test_after_a_swap_a_prompt_is_computed_again"
+        (
+            "test_engine_generation::test_a_prefix_is_shared_with_the_same_salt_alone",
+            "test_hf_updates::test_after_a_swap_a_prompt_is_computed_again",
         ),
     ),
     "generate:truncate_prompt_tokens": Feature(

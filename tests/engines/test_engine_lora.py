@@ -214,7 +214,7 @@ async def test_what_follows_the_swap_of_an_adapter_in_one_pause(
 
 
 async def test_a_request_whose_adapter_could_not_be_replaced_goes_on(
-    kind: Kind, engine: OffersMemory, models: Models, monkeypatch: pytest.MonkeyPatch
+    kind: Kind, engine: OffersMemory, models: Models
 ) -> None:
     await update(engine, models.tiny[1], 1)
     await load_adapter(engine, "x", models.adapters[1])
@@ -223,10 +223,8 @@ async def test_a_request_whose_adapter_could_not_be_replaced_goes_on(
         running = Run(engine, ask([9], adapter="x", logprobs=True, max_tokens=100))
         await running.reach(3)
         await engine.pause("keep", False)
-        monkeypatch.setattr(failure.owner, failure.name, failure.broken)
-        with pytest.raises(EngineFailed, match=failure.why):
+        with failure.happening(), pytest.raises(EngineFailed, match=failure.why):
             await engine.swap_adapter("x", staging, adapter_version(2, models.adapters[2]))
-        monkeypatch.undo()
         await engine.resume()
         result = await running.end()
         assert (result.finish, len(result.tokens), len(result.spans)) == ("length", 100, 1)
@@ -257,7 +255,7 @@ async def test_a_request_on_its_way_when_its_adapter_goes(
 
 @pytest.mark.parametrize("change", ["load", "swap", "unload"])
 async def test_a_change_of_an_adapter_that_fails_changes_nothing(
-    kind: Kind, engine: OffersMemory, models: Models, monkeypatch: pytest.MonkeyPatch, change: Any
+    kind: Kind, engine: OffersMemory, models: Models, change: Any
 ) -> None:
     await update(engine, models.tiny[1], 1)
     await load_adapter(engine, "x", models.adapters[1])
@@ -267,10 +265,8 @@ async def test_a_change_of_an_adapter_that_fails_changes_nothing(
             staging, _ = await receive(engine, reception(models.adapters[2], kind="lora"))
             fresh = adapter_version(2, models.adapters[2])
         await engine.pause("keep", False)
-        monkeypatch.setattr(failure.owner, failure.name, failure.broken)
-        with pytest.raises(EngineFailed, match=failure.why):
+        with failure.happening(), pytest.raises(EngineFailed, match=failure.why):
             await engine.swap_adapter("z" if change == "load" else "x", staging, fresh)
-        monkeypatch.undo()
         assert failure.unreachable() == set()
         await engine.resume()
         result = await run(engine, ask([9], adapter="x", logprobs=True))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +32,13 @@ class Failure:
     why: str
     unreachable: Callable[[], set[str]] = set
     """Adapters that the engine has after it, and no request can name."""
+
+    @contextlib.contextmanager
+    def happening(self) -> Iterator[None]:
+        """Builds the failure in. The engine works again afterwards."""
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(self.owner, self.name, self.broken)
+            yield
 
 
 BATCH_TOKENS = 64

@@ -32,6 +32,7 @@ from worker.engines.fake.adapter import (
     fake_token,
 )
 from worker.receive.staging import model_digest
+from worker.receive.weight_receiver import Receiver
 
 __all__ = ["base", "new"]
 
@@ -261,15 +262,16 @@ async def test_discarded_weights_are_gone(base: Path, new: Path) -> None:
         await engine.swap(staged, version(1, new))
 
 
-async def test_the_engine_goes_on_while_weights_are_discarded(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_engine_goes_on_while_weights_are_discarded(base: Path) -> None:
     engine = await started(base)
     begun, go_on = threading.Event(), threading.Event()
 
-    def slow(staging: str) -> None:
-        begun.set()
-        assert go_on.wait(BOUND_S)
+    class SlowReceiver(Receiver):
+        def discard(self, staging: str) -> None:
+            begun.set()
+            assert go_on.wait(BOUND_S)
 
-    monkeypatch.setattr(engine.receiver, "discard", slow)
+    engine.receiver = SlowReceiver(engine.receiver.holder, {})
     discarding = asyncio.create_task(engine.discard("any"))
     await asyncio.to_thread(begun.wait, BOUND_S)
     assert len(await drain(engine.generate(ask(max_tokens=2)))) == 2

@@ -26,7 +26,6 @@ from worker.engines.common.rank_holder import RankHolder
 from worker.engines.common.torch_weights import StagedTensors
 from worker.engines.sglang.holder import SglangHolder
 from worker.engines.sglang.scheduler import Rank
-from worker.engines.vllm import dtypes
 from worker.engines.vllm.holder import VllmHolder
 from worker.receive.staging import TIE_FIX, receive
 from worker.testing.tiny_model import make_tiny_model
@@ -80,7 +79,7 @@ def holder_of(
 ) -> Any:
     model = make_tiny_model(directory / "model", 1, "bfloat16", **shape)
     if kind == "vllm":
-        return VllmHolder(model, directory, runner, 1)
+        return VllmHolder(model, directory, runner, 1, {})
     updater = SimpleNamespace(_select_runners=lambda: [("target", runner)])
     tp_worker = SimpleNamespace(model_runner=runner)
     return SglangHolder(model, SimpleNamespace(tp_worker=tp_worker, weight_updater=updater), check)
@@ -236,12 +235,11 @@ def test_a_tensor_has_the_type_in_which_the_engine_keeps_it(tmp_path: Path) -> N
     assert other.own == {}
 
 
-def test_vllm_takes_the_types_that_its_load_has_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_takes_the_types_that_its_load_has_shown(tmp_path: Path) -> None:
     """A parameter has another name in vLLM, and one under an adapter has another name yet."""
     name = "model.layers.0.mlp.up_proj.weight"
-    monkeypatch.setattr(dtypes, "_seen", {name: torch.float32})
     model = make_tiny_model(tmp_path / "model", 1, "float32")
-    holder = VllmHolder(model, tmp_path, Runner(torch.device("cpu")), 0)
+    holder = VllmHolder(model, tmp_path, Runner(torch.device("cpu")), 0, {name: torch.float32})
     assert {key for key, spec in holder.weight_spec().items() if spec.dtype == "F32"} == {name}
 
 

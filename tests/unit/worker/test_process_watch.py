@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -252,15 +253,15 @@ def test_a_process_that_is_closed_meanwhile_is_not_reported() -> None:
         helper.close()
 
 
-def test_a_process_that_is_closed_during_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    helper = SPAWN.Process(target=time.sleep, args=(0,), daemon=True)
+class ClosedByOwner(SpawnProcess):
+    """A process that its owner closes while another thread waits for its end."""
+
+    def join(self, timeout: float | None = None) -> None:
+        super().join()
+        self.close()
+
+
+def test_a_process_that_is_closed_during_the_check() -> None:
+    helper = ClosedByOwner(target=time.sleep, args=(0,), daemon=True)
     helper.start()
-
-    join = helper.join
-
-    def closing(timeout_s: float | None = None) -> None:
-        join()
-        helper.close()
-
-    monkeypatch.setattr(helper, "join", closing)
     assert killed([helper], BOUND_S) is None

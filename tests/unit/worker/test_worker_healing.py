@@ -1,4 +1,4 @@
-"""How the core of a worker heals, changes adapters, and takes part in rolling updates and overwritings."""
+"""Healing, changes of adapters, rolling updates and overwritings in the core of a worker."""
 
 from __future__ import annotations
 
