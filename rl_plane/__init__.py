@@ -7,6 +7,7 @@ and frontends are other packages.
 import importlib
 import typing
 
+from rl_plane.bus.credentials import NatsCredentials
 from rl_plane.errors import (
     BusUnreachable,
     CanaryFailed,
@@ -29,6 +30,7 @@ from rl_plane.errors import (
     OutcomeUnknown,
     Overloaded,
     PayloadTooLarge,
+    PermissionDenied,
     PlaneError,
     StaleFence,
     StaleWeights,
@@ -103,6 +105,7 @@ __all__ = [
     "LoraTarget",
     "Member",
     "MembershipChanged",
+    "NatsCredentials",
     "NoWorkers",
     "NotAdmitted",
     "NotAtBase",
@@ -111,6 +114,7 @@ __all__ = [
     "OutcomeUnknown",
     "Overloaded",
     "PayloadTooLarge",
+    "PermissionDenied",
     "PlaneError",
     "Publication",
     "RlClient",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 from click import Choice, IntRange
@@ -105,6 +106,17 @@ SETTINGS: dict[str, Setting] = {
     for setting in (
         # the bus; a NATS URL may carry a password
         Setting("nats_url", f"The NATS server. Default: {DEFAULT_NATS_URL}.", _NATS_URL, secret=True),
+        Setting("nats_nkey", "The file of this process's NKey, as `rl-plane keys` makes it.", types.PATH_TO_FILE),
+        Setting("nats_creds", "A .creds file, in the place of an NKey.", types.PATH_TO_FILE),
+        Setting(
+            "nats_ca", "The certificate of the NATS server's authority. Default: the system's.", types.PATH_TO_FILE
+        ),
+        Setting("nats_cert", "This process's certificate, for a NATS server that wants one.", types.PATH_TO_FILE),
+        Setting("nats_cert_key", "The private key of --nats-cert.", types.PATH_TO_FILE),
+        Setting("keys", "The folder that `rl-plane keys init` has made.", types.PATH),
+        Setting("tls_cert", "The certificate of nats-server.", types.FILE),
+        Setting("tls_key", "The private key of --tls-cert.", types.FILE),
+        Setting("tls_client_ca", "The authority of the certificates that clients must show.", types.FILE),
         Setting("namespace", "The first part of every subject.", types.NAME, DEFAULT_NAMESPACE),
         Setting("component", "The fleet's name.", types.NAME, DEFAULT_COMPONENT),
         Setting("nats_port", "The port of nats-server; 0 takes a free one.", types.PORT, 4222, flag="--port"),
@@ -159,7 +171,17 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting("admin_key", "The key of /v1/rl/*. Prefer the variable.", types.KEY, secret=True),
         Setting("api_key", "The key of generation. Prefer the variable.", types.KEY, secret=True),
+        Setting("keys_file", "A file of keys with roles, made by `rl-plane keys http-add`.", types.FILE),
         Setting("insecure", "Listen beyond loopback without a key.", bool, False),
+        Setting(
+            "allowed_hosts",
+            "A name of this machine by which clients without a key may call it.",
+            types.HOST,
+            separator=",",
+            flag="--allowed-host",
+        ),
+        Setting("https_cert", "The certificate chain of both HTTP listeners, in PEM.", types.FILE),
+        Setting("https_key", "The private key of --https-cert, in PEM.", types.FILE),
         Setting(
             "dialects",
             "The trainers' HTTP dialects on the port of /v1/rl/*: some of vllm, sglang and prime-rl, comma separated, "
@@ -320,6 +342,12 @@ def command(
     def call(**values: Any) -> int:
         context = click.get_current_context()
         flags = {key for key in values if context.get_parameter_source(key) is ParameterSource.COMMANDLINE}
+        if "nats_url" in flags and "@" in urlsplit(values["nats_url"]).netloc:
+            raise BadSetting(
+                "the address has a password, which every user of this machine can read in the list of processes",
+                field="--nats-url",
+                fix="set RL_PLANE_NATS_URL, or give a key by --nats-nkey",
+            )
         try:
             return handler(Command(values, frozenset(flags)))
         except (PlaneError, ModuleNotFoundError, OSError) as error:
