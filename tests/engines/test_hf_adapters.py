@@ -16,7 +16,8 @@ torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported  # noqa: E402
-from rl_plane.protocol.versions import HostTensor, WeightVersion  # noqa: E402
+from rl_plane.protocol.versions import HostTensor  # noqa: E402
+from tests.support.engine_runs import adapter_version, unload_adapter  # noqa: E402
 from tests.support.hf_runs import (  # noqa: E402
     BOUND_S,
     NAMES_OF_STAGINGS,
@@ -127,20 +128,10 @@ async def write_over(engine: HfEngine, tensors: TensorStream) -> None:
     await asyncio.to_thread(engine.holder.overwrite, tensors, False, lambda: False)
 
 
-def adapter_version(sequence: int, path: Path) -> WeightVersion:
-    return WeightVersion("run", sequence, f"lora_{sequence}", adapter_digest(path))
-
-
 async def load(engine: HfEngine, name: str, path: Path, sequence: int = 1, cast: bool = False) -> None:
     staged = await staged_adapter(engine, path, cast)
     await engine.pause("keep", False)
     assert await engine.swap_adapter(name, staged, adapter_version(sequence, path)) is False
-    await engine.resume()
-
-
-async def unload(engine: HfEngine, name: str) -> None:
-    await engine.pause("keep", False)
-    await engine.swap_adapter(name, None, None)
     await engine.resume()
 
 
@@ -214,7 +205,7 @@ async def test_the_base_is_exact_before_beside_and_after_adapters(
     assert not any(other.result.finish for other in others)
     assert beside == before
     for name in made_by_peft:
-        await unload(engine, name)
+        await unload_adapter(engine, name)
     assert await base() == before
     assert [(await other.end()).finish for other in others] == ["abort", "abort"]
 
