@@ -48,7 +48,7 @@ class OwnWay(Protocol):
 
 
 async def _vllm(engine: Any, path: Path) -> None:
-    llm = engine._process.llm
+    llm = engine.process.llm
     await llm.pause_generation(mode="keep", clear_cache=True)
     await llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
     await llm.reset_prefix_cache()
@@ -62,7 +62,7 @@ async def _sglang(engine: Any, path: Path) -> None:
         UpdateWeightFromDiskReqInput,
     )
 
-    manager = engine._process.manager
+    manager = engine.process.manager
     await manager.pause_generation(PauseGenerationReqInput(mode="retract"))
     request = UpdateWeightFromDiskReqInput(model_path=str(path), flush_cache=True)
     done, why, *_ = await manager.update_weights_from_disk(request)

@@ -42,7 +42,7 @@ async def measure_pushed(
     """SGLang's own way → seconds of each round: of its `own`, of our `update`, and for which generation was `held` in
     ours. `engine`: a SglangEngine that was started in this process."""
     weights = trained(model)
-    manager = engine._process.manager
+    manager = engine.process.manager
     found: dict[str, dict[str, list[float]]] = {way: {"update": [], "held": [], "own": []} for way in OWN}
     async with _publishers(engine, info, model, weights) as publishers, _group(manager) as group:
         for number in range(rounds + 1):

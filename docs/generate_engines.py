@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rl_plane import SyncRlClient
 
@@ -30,9 +30,11 @@ class Feature(NamedTuple):
     """Engine → the reason why it lacks this, for a row that is no capability in `describe`."""
 
 
-def of_engines(name: str, of_hf: str | None = None) -> tuple[str, str]:
-    """Two tests: one of vLLM and SGLang, and one of `hf`, which may have another name."""
-    return f"test_engine_adapters::{name}", f"test_hf_engine::{of_hf or name}"
+def of_engines(
+    name: str, of_hf: str | None = None, *, part: Literal["generation", "updates"] = "generation"
+) -> tuple[str, str]:
+    """Returns two tests: one of vLLM and SGLang, and one of `hf`, which may have another name."""
+    return f"test_engine_{part}::{name}", f"test_hf_{part}::{of_hf or name}"
 
 
 CHOICE = of_engines("test_what_a_request_allows_and_bars")
@@ -54,8 +56,9 @@ FEATURES = {
     "flush_cache": Feature(
         "`flush_cache`, `abort_requests`",
         (
-            *of_engines("test_flushing", "test_after_a_swap_a_prompt_is_computed_again"),
-            *of_engines("test_aborting_and_leaving", "test_abort_ends_some_or_all_with_their_tokens"),
+            *of_engines("test_flushing", "test_after_a_swap_a_prompt_is_computed_again", part="updates"),
+            "test_engine_generation::test_aborting_and_leaving",
+            "test_hf_updates::test_abort_ends_some_or_all_with_their_tokens",
         ),
     ),
     "prepare_update": Feature(
@@ -72,7 +75,7 @@ FEATURES = {
     ),
     "check_weights": Feature(
         "`check_weights`: checksum, snapshot, compare, reset_tensors",
-        of_engines("test_checks_see_every_change"),
+        of_engines("test_checks_see_every_change", part="updates"),
     ),
     "release_memory": Feature(
         "`release_memory`, `resume_memory`",
@@ -87,7 +90,7 @@ FEATURES = {
     ),
     "ranks": Feature(
         "several ranks of tensor parallelism",
-        ("test_two_ranks::test_what_comes_from_files", "test_hf_engine::test_the_engine_tells_what_it_is"),
+        ("test_two_ranks::test_what_comes_from_files", "test_hf_generation::test_the_engine_tells_what_it_is"),
         missing={"hf": "the hf engine has one rank"},
     ),
     "generate:seed": Feature(
@@ -120,8 +123,9 @@ FEATURES = {
     "generate:repetition_penalty": Feature("`repetition_penalty` in a request", PENALTIES),
     "generate:cache_salt": Feature(
         "`cache_salt` in a request",
-        of_engines(
-            "test_a_prefix_is_shared_with_the_same_salt_alone", "test_after_a_swap_a_prompt_is_computed_again"
+        (
+            "test_engine_generation::test_a_prefix_is_shared_with_the_same_salt_alone",
+            "test_hf_updates::test_after_a_swap_a_prompt_is_computed_again",
         ),
     ),
     "generate:truncate_prompt_tokens": Feature(

@@ -49,8 +49,10 @@ RUN_ELSEWHERE = {
 }
 
 ENGINES_OF = {
-    "test_engine_adapters": {"sglang", "vllm"},
-    "test_hf_engine": {"hf"},
+    "test_engine_generation": {"sglang", "vllm"},
+    "test_engine_updates": {"sglang", "vllm"},
+    "test_hf_generation": {"hf"},
+    "test_hf_updates": {"hf"},
     "test_mixed_fleet": {"hf", "sglang", "vllm"},
     "test_two_ranks": {"sglang", "vllm"},
 }

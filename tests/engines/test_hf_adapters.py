@@ -16,7 +16,8 @@ torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported  # noqa: E402
-from rl_plane.protocol.versions import HostTensor, WeightVersion  # noqa: E402
+from rl_plane.protocol.versions import HostTensor  # noqa: E402
+from tests.support.engine_runs import adapter_version, unload_adapter  # noqa: E402
 from tests.support.hf_runs import (  # noqa: E402
     BOUND_S,
     NAMES_OF_STAGINGS,
@@ -127,20 +128,10 @@ async def write_over(engine: HfEngine, tensors: TensorStream) -> None:
     await asyncio.to_thread(engine.holder.overwrite, tensors, False, lambda: False)
 
 
-def adapter_version(sequence: int, path: Path) -> WeightVersion:
-    return WeightVersion("run", sequence, f"lora_{sequence}", adapter_digest(path))
-
-
 async def load(engine: HfEngine, name: str, path: Path, sequence: int = 1, cast: bool = False) -> None:
     staged = await staged_adapter(engine, path, cast)
     await engine.pause("keep", False)
     assert await engine.swap_adapter(name, staged, adapter_version(sequence, path)) is False
-    await engine.resume()
-
-
-async def unload(engine: HfEngine, name: str) -> None:
-    await engine.pause("keep", False)
-    await engine.swap_adapter(name, None, None)
     await engine.resume()
 
 
@@ -214,7 +205,7 @@ async def test_the_base_is_exact_before_beside_and_after_adapters(
     assert not any(other.result.finish for other in others)
     assert beside == before
     for name in made_by_peft:
-        await unload(engine, name)
+        await unload_adapter(engine, name)
     assert await base() == before
     assert [(await other.end()).finish for other in others] == ["abort", "abort"]
 
@@ -371,7 +362,7 @@ async def test_a_swap_that_fails_leaves_the_old_adapter(
     assert again.tokens == base.tokens
     with pytest.raises(InvalidRequest):
         await run(engine, ask(prompt, adapter="fresh"))
-    assert not [name for name, _ in engine._model.named_parameters() if "adapter1" in name or "adapter2" in name]
+    assert not [name for name, _ in engine.model.named_parameters() if "adapter1" in name or "adapter2" in name]
     await engine.pause("keep", False)
     again_staged = await staged_adapter(engine, made_by_peft["two"])
     await engine.swap_adapter("x", again_staged, adapter_version(2, made_by_peft["two"]))
@@ -549,7 +540,7 @@ async def test_after_an_overwrite_no_new_request_reuses_old_kv(start: Start, roo
 async def test_overwriting_holds_one_tensor_at_a_time(start: Start, witnesses: dict[int, Path]) -> None:
     engine = await start(witnesses[1])
     await engine.pause("keep", False)
-    held = engine.holder.weights._targets
+    held = engine.holder.weights.targets
     written: list[str] = []
 
     def stream() -> Iterator[tuple[str, HostTensor]]:

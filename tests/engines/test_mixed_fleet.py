@@ -10,13 +10,11 @@ import random
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import openai
-import psutil
 import pytest
 
 from tests.support.mixed_fleet import client, http, mixed
@@ -28,23 +26,15 @@ from safetensors.torch import load_file, save_file
 
 from frontend.routing.attempts import Attempts
 from rl_plane.client import RlClient
-from rl_plane.errors import PlaneError, UpdateAborted
-from tests.conftest import lives
-from tests.support import each_transport, group_trainer, ipc_trainer, nixl_trainer, openai_calls, verl_client
-from tests.support import ipc_memory as ipc
-from tests.support import nixl_trainers as nixl
+from rl_plane.errors import PlaneError
+from tests.support import openai_calls
 from tests.support.bad_adapters import BAD
-from tests.support.broadcast_updates import free_port
-from tests.support.commanded_process import CommandedProcess
 from tests.support.delta_updates import by_delta
-from tests.support.dialect_facade import facade
 from tests.support.faults import Stream, Told
 from tests.support.fleet_updates import all_serve, states, update_of
 from tests.support.frontend_process import ask, events_of, until_running
-from tests.support.group_pushes import Pushing
 from tests.support.ipc_memory import trainer_of
 from tests.support.mixed_fleet import (
-    ARGUMENTS,
     END_S,
     ENDLESS,
     ENGINES,
@@ -54,22 +44,18 @@ from tests.support.mixed_fleet import (
     START_S,
     TOKENS,
     Mixed,
+    begun,
     fails_of_no_numbers,
     proven,
+    seed_of,
     witnessed,
 )
 from tests.support.nixl_trainers import trainer
 from tests.support.reference import logprobs_of, prompt_logprobs
 from tests.support.streaming_client import Streaming
-from tests.support.vllm_trainer import VllmTrainer
-from worker.exit_codes import ENGINE_DEAD
 from worker.receive.staging import adapter_digest
-from worker.testing.phase_hooks import VARIABLE
 from worker.testing.tiny_adapter import make_tiny_adapter
 from worker.testing.tiny_model import VOCAB_SIZE, witness_next_token
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["client", "http", "mixed", "trainer", "trainer_of"]
 
@@ -138,10 +124,6 @@ async def test_every_engine_applies_deltas_to_what_it_keeps(
     await mixed.witnessed(client)
 
 
-def seed_of(label: str) -> int:
-    return 1 if label == "initial" else int(label.split()[-1])
-
-
 def _truncated(path: Path) -> None:
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-64])
@@ -204,17 +186,6 @@ async def test_a_bad_adapter_is_refused_and_touches_no_engine(
     await proven(http, mixed, "tiny 1", mixed.tiny(1), ("style", mixed.adapter(2)))
     await client.run("unload_lora_adapter", {"lora_name": "style"})
     await mixed.witnessed(client)
-
-
-async def begun(client: RlClient, mixed: Mixed, tokens: int | None = None, **request: Any) -> dict[str, Stream]:
-    """A stream on each engine, that has its first tokens; without `tokens` it outlasts what comes. The fastest last."""
-    streams = {}
-    for engine in ("sglang", "vllm", "hf"):
-        many = tokens or ENDLESS[engine]
-        asked = {"temperature": 0.0, "ignore_eos": True, **request}
-        streams[engine] = Stream(client, mixed.ids[engine], PROMPT, many, **asked)
-        await streams[engine].more()
-    return streams
 
 
 async def standing(client: RlClient, mixed: Mixed, streams: dict[str, Stream]) -> dict[str, int]:
@@ -566,261 +537,3 @@ async def test_weights_that_are_written_over_the_served_ones(
     await proven(http, mixed, "tiny 2", mixed.tiny(2), ("style", mixed.adapter(1)))
     await client.run("unload_lora_adapter", {"lora_name": "style"})
     await mixed.witnessed(client)
-
-
-# by which ways weights come, into all three at once
-
-
-@pytest.mark.parametrize("backend", each_transport.BACKENDS)
-async def test_each_transport(mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend: str) -> None:
-    await each_transport.bring(mixed, client, http, backend)
-    await mixed.witnessed(client)
-
-
-async def test_what_is_shared_on_one_machine(
-    mixed: Mixed, client: RlClient, http: httpx.AsyncClient, trainer_of: Callable[..., ipc_trainer.Trainer]
-) -> None:
-    many, label = len(mixed.ids), {"policy": {"staging": "none"}, "version": "ipc 2"}
-    await mixed.witnessed(client)  # from where it can be fetched again
-    await ipc.published(client, trainer_of(mixed.base(2), many), label)
-    await proven(http, mixed, "ipc 2", mixed.base(2))
-    own = trainer_of(mixed.base(3), many, layout="tensors", bucket_bytes=each_transport.BUCKET_BYTES)
-    await ipc.published(client, own, {"version": "ipc 3"})
-    await proven(http, mixed, "ipc 3", mixed.base(3))
-    killed = trainer_of(mixed.tiny(1), many, holds=[ipc.MIDDLE])
-    update, _ = await ipc.holding(client, killed, "killed")
-    killed.kill()
-    with pytest.raises(UpdateAborted, match="trainer is gone"):
-        await update
-    await proven(http, mixed, "ipc 3", mixed.base(3))
-    await mixed.witnessed(client)
-
-
-async def test_what_a_trainer_says_to_one_sglang_server(
-    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
-) -> None:
-    await each_transport.bring_call_by_call(mixed, client, http)
-
-
-@pytest.mark.engines("nixl")
-async def test_what_is_pulled_from_memory(
-    mixed: Mixed, client: RlClient, http: httpx.AsyncClient, trainer: Callable[..., nixl_trainer.Trainer]
-) -> None:
-    """A worker of each engine comes late, and heals from the trainer; one is killed, and heals from another worker."""
-    ids: dict[str, str] = {}
-    view = await client.view()
-
-    async def heal(engine: str, label: str) -> None:
-        """Heals one worker at a time, because a second worker of each engine together needs more memory than some
-        machines have."""
-        late = mixed.plane.spawn(
-            ready=False, engine=engine, model=mixed.first, instance_id=ids.get(engine), **ARGUMENTS[engine]
-        )
-        ids[engine] = (await asyncio.to_thread(late.wait_ready, START_S)).instance_id
-        await mixed.plane.until(lambda: all_serve(client, label), HEAL_S)
-        await proven(http, replace(mixed, ids={engine: ids[engine]}), label, mixed.base(seed_of(label)))
-        late.kill()
-        await mixed.plane.until(lambda: view.member(ids[engine]) is None)
-
-    source = trainer()
-    transport = await source.offers(mixed.base(2), bucket_bytes=1 << 16)
-    await client.run("update_weights", nixl.update_of(transport, "nixl 2"))  # no worker keeps it
-    await source.keeps()
-    for engine in ENGINES:
-        await heal(engine, "nixl 2")
-    transport = await source.offers(mixed.base(3), bucket_bytes=1 << 16)
-    await client.run("update_weights", nixl.update_of(transport, "nixl 3", keep_staged=True))
-    await source.keeps()
-    transport = await source.offers(mixed.tiny(2), bucket_bytes=1 << 16)
-    source.kill()
-    with pytest.raises(PlaneError, match="source_gone"):
-        await client.run("update_weights", nixl.update_of(transport, "never"))
-    await proven(http, mixed, "nixl 3", mixed.base(3))
-    await heal("vllm", "nixl 3")
-    await mixed.witnessed(client)
-
-
-async def test_what_is_broadcast_while_they_generate(
-    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
-) -> None:
-    for base in (mixed.base(2), mixed.base(3)):
-        assert base.is_dir()  # now: making it would hold up this loop, and with it the streams
-    streams = list((await begun(client, mixed)).values())
-
-    async def generate_on() -> None:
-        for stream in streams:
-            await stream.more()
-
-    with group_trainer.Trainer(mixed.plane) as trainer:
-        pushing = Pushing(client, trainer)
-        await pushing.prepare(mixed.base(2), "group 2")
-        await generate_on()
-        await trainer.do("send", 2)
-        await generate_on()
-        await trainer.do("send")
-        await trainer.do("finish")
-        await trainer.do("close")
-        await generate_on()
-        await client.run("complete_weights_update")
-        for stream in streams:
-            stream.stop()
-        await proven(http, mixed, "group 2", mixed.base(2))
-        # Killed in the middle: the engines live, and the next trainer's update comes.
-        await pushing.prepare(mixed.base(3), "group 3")
-        await trainer.do("send", 1)
-        trainer.kill()
-        with pytest.raises(Exception, match="broke"):
-            await client.run("complete_weights_update")
-        await proven(http, mixed, "group 2", mixed.base(2))
-    with group_trainer.Trainer(mixed.plane) as again:
-        await Pushing(client, again).push(mixed.base(3), "group 3")
-    await proven(http, mixed, "group 3", mixed.base(3))
-    await mixed.witnessed(client)
-
-
-async def test_trainers_own_clients_drive_all_three(
-    client: RlClient, http: httpx.AsyncClient, mixed: Mixed
-) -> None:
-    """vLLM's and TRL's, unchanged: each takes the facade for one vLLM. Each meets a worker that is killed in the
-    middle, and brings its update again to the rest."""
-    pytest.importorskip("trl")
-    await mixed.witnessed(client)
-
-    async def form(trainer: CommandedProcess, group: str, ranks: int, seed: int) -> None:
-        told = {
-            "directory": str(mixed.base(seed)),
-            "master_port": free_port(),
-            "world_size": 1 + ranks,
-            "group_name": group,
-            "timeout_s": 30.0,
-            "packed": True,
-            "packed_buffer_size_bytes": 20_000,
-        }
-        await trainer.do("init", told)
-
-    async with facade(mixed.plane) as steered:
-        url = str(steered.base_url).rstrip("/")
-        with VllmTrainer(mixed.plane) as trainer:
-            label, before = "base 1", 1
-            for kind, seed in (("vllm", 2), ("trl", 3)):
-                doomed = await asyncio.to_thread(mixed.plane.spawn, ready=False, engine="hf", model=mixed.first)
-                await asyncio.to_thread(doomed.wait_ready, START_S)
-                await trainer.do("client", {"kind": kind, "url": url})
-                await form(trainer, f"{kind}, with one more", len(mixed.ids) + 1, seed)
-                if kind == "trl":
-                    await trainer.do("call", ["pause"])
-                await trainer.do("call", ["start_weight_update"])
-                await trainer.do("part", [0, 3])
-                doomed.kill()
-                with pytest.raises(PlaneError, match="409"):
-                    await trainer.do("part", [1, 3])
-                if kind == "trl":
-                    await trainer.do("call", ["resume"])
-                await proven(http, mixed, label, mixed.base(before))
-                await form(trainer, f"{kind}, without it", len(mixed.ids), seed)
-                await trainer.do("send")
-                label, before = (await client.run("weight_version"))["version"]["label"], seed
-                await proven(http, mixed, label, mixed.base(seed))
-
-
-@pytest.mark.skipif(not verl_client.MODULE.exists(), reason="verl's client is not there: make engines")
-async def test_verls_own_client_drives_all_three(
-    client: RlClient, http: httpx.AsyncClient, mixed: Mixed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """verl's unchanged client of one SGLang sends buckets and adapters as safetensors. Its pickles are refused. One
-    worker is killed between two buckets, which only the frontend has yet, and another while all workers stage them."""
-    await mixed.witnessed(client)
-    view = await client.view()
-    holds = mixed.plane.tmp / "holds"
-    holds.mkdir()
-    with monkeypatch.context() as patch:
-        patch.setenv(VARIABLE, str(holds))
-        doomed = [mixed.plane.spawn(ready=False, engine="hf", model=mixed.first) for _ in range(2)]
-    for one in doomed:
-        await asyncio.to_thread(one.wait_ready, START_S)
-
-    async def served(seed: int) -> None:
-        """Checks what each of the three engines serves, as its own client sees it."""
-        version = (await client.run("weight_version"))["version"]
-        await proven(http, mixed, version["label"], mixed.base(seed))
-        assert await verl.do("generate") == witnessed(seed, verl_client.TOKENS)
-
-    async with facade(mixed.plane) as steered:
-        with verl_client.VerlClient(mixed.plane, str(steered.base_url), mixed.first) as verl:
-            with pytest.raises(PlaneError, match="501"):
-                await verl.do("pickled")
-            await verl.bucket(mixed.base(2), 0)
-            doomed[0].kill()
-            await mixed.plane.until(lambda: view.member(doomed[0].instance_id) is None)
-            await served(1)
-            for number in range(1, verl_client.BUCKETS):
-                await verl.bucket(mixed.base(2), number)
-            await verl.do("flush")
-            await served(2)
-            # With the last one the update begins, everywhere at once.
-            point = f"prepare_update.after.{doomed[1].instance_id}"
-            (holds / point).touch()
-            for number in range(verl_client.BUCKETS - 1):
-                await verl.bucket(mixed.base(3), number)
-            last = asyncio.create_task(verl.bucket(mixed.base(3), verl_client.BUCKETS - 1))
-            await mixed.plane.until((holds / f"reached.{point}").exists, END_S)
-            doomed[1].kill()
-            with pytest.raises(PlaneError, match="409"):
-                await last
-            await served(2)
-            await verl.bring(mixed.base(3))
-            await served(3)
-            await verl.bring(mixed.base(1))
-            await served(1)
-            assert "verl" in await verl.do("adapt", str(mixed.adapter(1)))
-            await verl.do("abort")
-    await client.run("update_weights", update_of(mixed.tiny(1), "tiny 1"))
-    digest = (await client.run("weight_version"))["adapters"]["verl"]["digest"]
-    await proven(http, mixed, "tiny 1", mixed.tiny(1), ("verl", mixed.adapter(1)), digest)
-    await client.run("update_weights", {"target": {"kind": "lora", "op": "unload", "name": "verl"}})
-
-
-async def test_a_choice_outlives_the_workers_and_the_weights_that_made_it(
-    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
-) -> None:
-    """The last one: it leaves `hf` alone. First a worker is killed, then one whose engine loses a process ends itself.
-    What comes back: tests/kill/test_engine_kills.py."""
-    await mixed.witnessed(client)
-    before, after = 1, 2
-    workers = {
-        engine: next(one for one in mixed.plane.spawned if one.instance_id == mixed.ids[engine])
-        for engine in ENGINES
-    }
-    families = [
-        one
-        for engine in ("vllm", "sglang")
-        for one in psutil.Process(workers[engine].process.pid).children(recursive=True)
-    ]
-    update = update_of(mixed.base(after), f"base {after}")
-    await client.run("disable", {"workers": [mixed.ids["sglang"], mixed.ids["hf"]]})
-    body = {"max_tokens": ENDLESS["sglang"], "temperature": 0, "ignore_eos": True, "migrate": True}
-    async with Streaming(http, **body) as stream:
-        await stream.until(lambda stream: len(stream.tokens) >= 20)
-        workers["vllm"].kill()
-        await client.run("update_weights", update)
-        for engine, doomed in (("sglang", "sglang::detokenizer"), ("hf", None)):
-            await client.run("enable", {"workers": [mixed.ids[engine]]})
-            await stream.until(lambda stream, engine=engine: stream.last["instance_id"] == mixed.ids[engine])  # type: ignore[misc]
-            if doomed is not None:
-                next(one for one in families if lives(one) and one.name().startswith(doomed)).kill()
-                assert await asyncio.to_thread(workers[engine].process.wait, END_S) == ENGINE_DEAD
-        await client.run("abort_requests", {})
-        await stream.end()
-    assert (stream.error, stream.last["finish_reason"]) == (None, "abort")
-    makers = stream.last["instances"]
-    assert [maker["instance_id"] for maker in makers] == [mixed.ids[engine] for engine in ("vllm", "sglang", "hf")]
-    seam = makers[1]["start"]
-    spans = [(seed_of(span["version"]), span["start"], span["end"]) for span in stream.spans]
-    assert spans == [(before, 0, seam), (after, seam, len(stream.tokens))]
-    last = PROMPT[-1]
-    for place, token in enumerate(stream.tokens):
-        last = witness_next_token(before if place < seam else after, last)
-        assert token == last, place
-    await mixed.plane.until(lambda: not any(map(lives, families)))
-    assert {state["engine"] for state in (await states(client)).values()} == {"hf"}
-    await client.run("resume", {})

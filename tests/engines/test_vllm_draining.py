@@ -1,5 +1,5 @@
 """A pause of real vLLM that waits for what vLLM has preempted: with little memory, and when it dies meanwhile. All else
-that `wait` promises: tests/engines/test_engine_adapters.py."""
+that `wait` promises: tests/engines/test_engine_updates.py."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]
 
 
 async def test_wait_drains_what_lost_its_place_in_the_cache(engine: Any) -> None:
-    cache = engine._process.config.cache_config
+    cache = engine.process.config.cache_config
     assert TOKENS < cache.num_gpu_blocks * cache.block_size < 2 * TOKENS
     runs = [Run(engine, ask([20 + number], max_tokens=TOKENS)) for number in range(2)]
     for one in runs:

@@ -3,8 +3,6 @@ finds an engine that does not."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import httpx
 import pytest
 
@@ -25,9 +23,6 @@ from tests.support.moe_fleet import HEAL_S, PROMPT, TOKENS, MoeFleet, canary_of,
 from worker.reconcile.numerics import NOT_SCORED
 
 __all__ = ["client", "fleet", "http"]
-
-if TYPE_CHECKING:
-    pass
 
 pytestmark = [pytest.mark.engines("vllm"), pytest.mark.alone, pytest.mark.timeout(600)]
 

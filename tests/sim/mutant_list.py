@@ -11,6 +11,7 @@ RECOVERY = "tests/unit/commit/test_update_recovery.py::test_"
 UPDATE_CANARY = "tests/unit/commit/test_update_canary.py::test_"
 ADAPTERS = "tests/unit/commit/test_update_adapters.py::test_"
 CORE = "tests/unit/worker/test_worker_core.py::test_"
+HEALING = "tests/unit/worker/test_worker_healing.py::test_"
 STATE = "tests/unit/worker/test_worker_state.py::test_"
 LOCK = "tests/fleet/test_lock.py::test_"
 SEAL = "tests/fleet/test_seal.py::test_"
@@ -830,14 +831,14 @@ MUTANTS = [
         "worker/reconcile/worker_core.py",
         "        return self._on_the_old() and not self._alone",
         "        return self._on_the_old()",
-        CORE + "without_its_coordinator_a_worker_finishes_a_rolling_update_by_itself",
+        HEALING + "without_its_coordinator_a_worker_finishes_a_rolling_update_by_itself",
     ),
     Mutant(
         "worker: whole without its labels",
         "worker/reconcile/worker_core.py",
         "self._held() == record.held and self.state.sequence == record.sequence",
         "self._held() == record.held",
-        CORE + "an_adapter_that_is_lost_in_a_change_is_forgotten",
+        HEALING + "an_adapter_that_is_lost_in_a_change_is_forgotten",
     ),
     Mutant(
         "worker: another model is the first version",

@@ -40,8 +40,8 @@ class Broadcasts:
         port = free_port()
         asked = {"backend": "gloo", "form": "torch", "group": self.group, "world_size": world_size, **body}
         reply = self.client.run("init_transport", {**asked, "master_address": HOST, "master_port": port})
-        told = {"group": self.group, "port": port, "world_size": world_size, "timeout_s": GLOO_S}
-        formed: dict[str, Any] = (await asyncio.gather(reply, self.trainer.do("form", told)))[0]
+        order = {"group": self.group, "port": port, "world_size": world_size, "timeout_s": GLOO_S}
+        formed: dict[str, Any] = (await asyncio.gather(reply, self.trainer.do("form", order)))[0]
         return formed
 
     async def prepare(self, **body: Any) -> dict[str, Any]:
@@ -54,8 +54,8 @@ class Broadcasts:
         return reply
 
     async def send(self, directory: Path, part: dict[str, Any]) -> None:
-        told = {"group": part.get("group", self.group), "directory": str(directory), "part": part}
-        await self.trainer.do("send", told)
+        order = {"group": part.get("group", self.group), "directory": str(directory), "part": part}
+        await self.trainer.do("send", order)
 
     async def push(self, directory: Path, parts: list[dict[str, Any]], **body: Any) -> dict[str, Any]:
         await self.prepare(**body)

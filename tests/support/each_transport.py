@@ -123,8 +123,8 @@ async def bring_call_by_call(mixed: Mixed, client: RlClient, http: httpx.AsyncCl
             replay = Replay(admin, own)
             assert fine(await replay.form("mixed"))["success"] is True
             for label, directory, how in (
-                ("fed 2", mixed.base(2), {}),
-                ("fed tiny", mixed.tiny(1), {"load_format": "flattened_bucket"}),
+                ("broadcast 2", mixed.base(2), {}),
+                ("broadcast tiny", mixed.tiny(1), {"load_format": "flattened_bucket"}),
             ):
                 await replay.post("/pause_generation", {"mode": "retract"})
                 await replay.flush()
@@ -138,5 +138,5 @@ async def bring_call_by_call(mixed: Mixed, client: RlClient, http: httpx.AsyncCl
             call = admin.post("/update_weights_from_distributed", json={**second, "group_name": "mixed"})
             async with asyncio.timeout(END_S):
                 refused(await call, 409)
-            await proven(http, mixed, "fed tiny", mixed.tiny(1))
+            await proven(http, mixed, "broadcast tiny", mixed.tiny(1))
     await mixed.witnessed(client)

@@ -1,11 +1,11 @@
-"""`vllm` and `sglang` as tests/engines/test_engine_adapters.py sees them: how they differ, and how each is made to
-fail."""
+"""Describes `vllm` and `sglang` for tests of both: how they differ, and how a test makes each of them fail."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from rl_plane.errors import EngineFailed
-from worker.engines.base import EngineOptions
-from worker.engines.capabilities import FullEngine
+from worker.engines.base import EngineInfo, EngineOptions
+from worker.engines.common.rank_engine import RankEngine
 from worker.engines.sglang import adapter as sglang
 from worker.engines.sglang.streams import SglangStream
 from worker.engines.vllm import adapter as vllm
@@ -33,6 +33,13 @@ class Failure:
     unreachable: Callable[[], set[str]] = set
     """Adapters that the engine has after it, and no request can name."""
 
+    @contextlib.contextmanager
+    def happening(self) -> Iterator[None]:
+        """Builds the failure in. The engine works again afterwards."""
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(self.owner, self.name, self.broken)
+            yield
+
 
 BATCH_TOKENS = 64
 """A longer prompt is computed in parts."""
@@ -44,7 +51,7 @@ Failures = dict[Literal["load", "swap", "unload"], list[Failure]]
 @dataclass(frozen=True)
 class Kind:
     name: str
-    build: Callable[[EngineOptions], FullEngine]
+    build: Callable[[EngineOptions], OffersMemory]
     arguments: dict[str, str]
     bad_arguments: dict[str, str]
     processes: str
@@ -66,21 +73,22 @@ class Kind:
     cached_tokens: Callable[[pytest.MonkeyPatch], list[int]]
     """Returns a list that grows with each request that ends: the tokens of its prompt that the engine found in its
     cache."""
-    modes: Callable[[Any], tuple[bool, bool]]
-    """engine, not started → is it built to be deterministic, and to release memory?"""
+    modes: Callable[[EngineOptions], tuple[bool, bool]]
+    """Returns whether an engine of these options is built to be deterministic, and to release memory."""
 
     def options(self, model: Path, **extra: str) -> EngineOptions:
         """Weights may be read from beside the model."""
         return EngineOptions(model, device="cpu", extra=self.arguments | extra, weight_roots=(model.parent,))
 
     def pids(self, engine: Any) -> list[int]:
-        return sorted(engine._process._watch._descriptors)
+        found: list[int] = engine.process.pids()
+        return found
 
     def rank_pids(self, engine: Any) -> list[int]:
         return [pid for pid in self.pids(engine) if psutil.Process(pid).name().startswith(self.ranks)]
 
     def directory(self, engine: Any) -> Path:
-        found: Path = engine._process._directory
+        found: Path = engine.process.directory
         return found
 
     def children(self) -> set[int]:
@@ -89,26 +97,42 @@ class Kind:
         return {child.pid for child in every if child.name().startswith(self.processes)}
 
 
-def offer_memory(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes an engine on a CPU take calls that release memory. They free nothing there, and do all else."""
-    refused = ("release_memory", "resume_memory")
-    capabilities = {op: reason for op, reason in engine.info.capabilities.items() if op not in refused}
-    monkeypatch.setattr(engine, "_info", replace(engine.info, capabilities=capabilities))
+class OffersMemory(RankEngine[Any]):
+    """An engine on a CPU. While `offers_memory` is set, it takes calls that release memory. They do everything but free
+    memory."""
+
+    offers_memory = False
+
+    @property
+    def info(self) -> EngineInfo:
+        info = super().info
+        if not self.offers_memory:
+            return info
+        refused = ("release_memory", "resume_memory")
+        return replace(info, capabilities={op: why for op, why in info.capabilities.items() if op not in refused})
+
+
+class OfferingVllm(OffersMemory, vllm.VllmEngine):
+    """The `vllm` engine of these tests."""
+
+
+class OfferingSglang(OffersMemory, sglang.SglangEngine):
+    """The `sglang` engine of these tests."""
 
 
 def _slow_vllm(engine: Any, monkeypatch: pytest.MonkeyPatch, waits: asyncio.Event, go: asyncio.Event) -> None:
-    really = engine._process.llm.add_request
+    really = engine.process.llm.add_request
 
     async def slow(*arguments: Any, **more: Any) -> Any:
         waits.set()
         await go.wait()
         return await really(*arguments, **more)
 
-    monkeypatch.setattr(engine._process.llm, "add_request", slow)
+    monkeypatch.setattr(engine.process.llm, "add_request", slow)
 
 
 def _slow_sglang(engine: Any, monkeypatch: pytest.MonkeyPatch, waits: asyncio.Event, go: asyncio.Event) -> None:
-    manager = engine._process.manager
+    manager = engine.process.manager
     really = manager.generate_request
 
     async def slow(*arguments: Any) -> AsyncIterator[Any]:
@@ -121,14 +145,15 @@ def _slow_sglang(engine: Any, monkeypatch: pytest.MonkeyPatch, waits: asyncio.Ev
 
 
 def _failures_of_vllm(engine: Any) -> Failures:
-    process, llm = engine._process, engine._process.llm
-    really = process.on_ranks
+    process, llm = engine.process, engine.process.llm
+    really, lost = process.on_ranks, list[str]()
 
     async def no_flush(**_: Any) -> bool:
         raise RuntimeError("no flush")
 
     async def lost_file(method: str, *arguments: Any) -> Any:
-        if method == "rl_plane_add_lora" and arguments[1] != engine._loras["x"].path:
+        if method == "rl_plane_add_lora" and not lost:
+            lost.append(arguments[1])
             os.unlink(os.path.join(arguments[1], "adapter_model.safetensors"))
         return await really(method, *arguments)
 
@@ -157,7 +182,7 @@ def _failures_of_vllm(engine: Any) -> Failures:
 
 
 def _failures_of_sglang(engine: Any) -> Failures:
-    process = engine._process
+    process = engine.process
     really = process.call
 
     def once(what: str, done: bool) -> Failure:
@@ -186,15 +211,14 @@ def _failures_of_sglang(engine: Any) -> Failures:
     }
 
 
-def _modes_of_vllm(engine: Any) -> tuple[bool, bool]:
-    with vllm_process._environment(Path(), None, engine._options.deterministic, False):
-        return os.environ.get("VLLM_BATCH_INVARIANT") == "1", engine._process._arguments.get(
-            "enable_sleep_mode", False
-        )
+def _modes_of_vllm(options: EngineOptions) -> tuple[bool, bool]:
+    given = vllm.VllmEngine(options).process.arguments
+    with vllm_process.environment(Path(), None, options.deterministic, False):
+        return os.environ.get("VLLM_BATCH_INVARIANT") == "1", given.get("enable_sleep_mode", False)
 
 
-def _modes_of_sglang(engine: Any) -> tuple[bool, bool]:
-    given = engine._process._arguments
+def _modes_of_sglang(options: EngineOptions) -> tuple[bool, bool]:
+    given = sglang.SglangEngine(options).process.arguments
     return given.get("enable_deterministic_inference", False), given.get("enable_memory_saver", False)
 
 
@@ -226,7 +250,7 @@ def _cached_by_sglang(patch: pytest.MonkeyPatch) -> list[int]:
 
 VLLM = Kind(
     name="vllm",
-    build=vllm.build,
+    build=OfferingVllm,
     arguments={
         "kv_cache_memory_bytes": str(32 << 20),
         "max_model_len": "2048",
@@ -262,7 +286,7 @@ VLLM = Kind(
 
 SGLANG = Kind(
     name="sglang",
-    build=sglang.build,
+    build=OfferingSglang,
     arguments={"context_length": "2048", "max_lora_rank": "64", "chunked_prefill_size": str(BATCH_TOKENS)},
     bad_arguments={
         "nonsense": "1",

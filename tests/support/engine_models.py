@@ -1,4 +1,4 @@
-"""Helpers of `tests/engines/test_engine_adapters.py` and of other tests."""
+"""Models and adapters for tests of vLLM and SGLang, and the check of what they make."""
 
 from __future__ import annotations
 

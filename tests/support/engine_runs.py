@@ -136,7 +136,7 @@ def witnessed(seed: int, token: int, count: int) -> list[int]:
 
 
 async def ends_while_tokenized(engine: Any, request: GenerateRequest, patch: pytest.MonkeyPatch) -> None:
-    """`request`, of text, by an abort, or a pause with one, while its prompt waits for the tokenizer."""
+    """Ends `request`, whose prompt is text, while the prompt waits for the tokenizer: by an abort, then by a pause."""
     await _ends_while_tokenized(engine, request, patch, pauses=False)
     await _ends_while_tokenized(engine, request, patch, pauses=True)
     await engine.resume()
@@ -145,7 +145,9 @@ async def ends_while_tokenized(engine: Any, request: GenerateRequest, patch: pyt
 async def _ends_while_tokenized(
     engine: Any, request: GenerateRequest, patch: pytest.MonkeyPatch, pauses: bool
 ) -> None:
-    begun, go, encode = threading.Event(), threading.Event(), engine._tokenizer.encode
+    from transformers import PreTrainedTokenizerFast
+
+    begun, go, encode = threading.Event(), threading.Event(), PreTrainedTokenizerFast.encode
 
     def held(*args: Any, **more: Any) -> Any:
         begun.set()
@@ -153,7 +155,7 @@ async def _ends_while_tokenized(
         return encode(*args, **more)
 
     with patch.context() as patched:
-        patched.setattr(engine._tokenizer, "encode", held)
+        patched.setattr(PreTrainedTokenizerFast, "encode", held)
         asked = asyncio.create_task(anext(engine.generate(request)))
         try:
             assert await asyncio.to_thread(begun.wait, BOUND_S)

@@ -1,4 +1,4 @@
-"""Helpers of `tests/unit/engines/test_fake_engine.py` and of other tests."""
+"""Models, requests and updates of the fake engine in the process of a test."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.update_requests import PreparedReply
 from rl_plane.protocol.versions import WeightVersion
 from tests.support.receive_requests import NamedRequest, files_request
 from worker.engines.base import EngineOptions
-from worker.engines.fake.adapter import (
-    FakeEngine,
-    build,
-)
+from worker.engines.fake.adapter import FakeEngine, build, make_fake_model
 from worker.receive.staging import model_digest
 
 BOUND_S = 10.0
@@ -92,3 +91,13 @@ class Reader:
         async with asyncio.timeout(BOUND_S):
             await self.task
         return self.deltas[-1]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return make_fake_model(tmp_path / "base", 0)
+
+
+@pytest.fixture
+def new(tmp_path: Path) -> Path:
+    return make_fake_model(tmp_path / "new", 1)

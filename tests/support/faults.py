@@ -1,5 +1,5 @@
-"""Faults of one fake worker that a test switches on and off while it runs, and what a fleet tells meanwhile; and
-a decision that stands still."""
+"""Switches faults of a fake worker on and off while it runs, collects the statuses of a fleet, and delays a
+decision."""
 
 from __future__ import annotations
 
@@ -71,25 +71,26 @@ class Told:
     @classmethod
     async def follow(cls, client: WorkerCalls) -> Told:
         """Begins with the present states, and follows all later messages."""
-        told = cls()
+        log = cls()
 
         async def heard(message: Msg) -> None:
-            told._take(msgpack.unpackb(message.data))
+            log.add(msgpack.unpackb(message.data))
 
         await client.bus.subscribe(client.subjects().status("*"), heard)
         await client.bus.flush()
         await client.list_workers()
         for row in (await client.call_all("state")).rows:
-            told.latest.setdefault(row.instance_id, {"instance_id": row.instance_id, **row.body})
-        told.admitted = [told._open()]  # what was heard before knew only a part of the fleet
-        return told
+            log.latest.setdefault(row.instance_id, {"instance_id": row.instance_id, **row.body})
+        log.admitted = [log.open_workers()]  # the messages before did not show the whole fleet
+        return log
 
-    def _take(self, status: dict[str, Any]) -> None:
+    def add(self, status: dict[str, Any]) -> None:
         self.latest[status["instance_id"]] = status
         self.events.append(status)
-        self.admitted.append(self._open())
+        self.admitted.append(self.open_workers())
 
-    def _open(self) -> frozenset[str]:
+    def open_workers(self) -> frozenset[str]:
+        """The workers that take requests, by their latest statuses."""
         return frozenset(key for key, status in self.latest.items() if status["admission"]["open"])
 
     def of(self, instance_id: str) -> list[dict[str, Any]]:

@@ -31,8 +31,8 @@ class Trainer(CommandedProcess):
 
     def __init__(self, plane: Plane, *, timeout_s: float = 60.0, stated: bool = False) -> None:
         """`stated`: the manifest has the digests already."""
-        told = [plane.url, plane.namespace, plane.component, timeout_s, stated]
-        super().__init__(plane, "tests.support.group_trainer", told)
+        arguments = [plane.url, plane.namespace, plane.component, timeout_s, stated]
+        super().__init__(plane, "tests.support.group_trainer", arguments)
 
 
 class Update:
@@ -106,8 +106,8 @@ async def _serve(url: str, namespace: str, component: str, timeout_s: float, sta
             transport = sender.open(update.manifest)
             if what == "open":
                 return transport
-            told = {key: value for key, value in transport.items() if not key.startswith("manifest_")}
-            return {**told, "manifest": update.manifest.to_wire()}
+            fields = {key: value for key, value in transport.items() if not key.startswith("manifest_")}
+            return {**fields, "manifest": update.manifest.to_wire()}
         if what == "close":
             return sender.close()
         if what == "fork":

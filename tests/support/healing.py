@@ -30,9 +30,9 @@ async def until_open(
 async def until_behind(plane: Plane, client: WorkerCalls, instance_id: str) -> str:
     """Why the worker is not at the committed version, as its state tells."""
 
-    async def told() -> str:
+    async def reason_for_closing() -> str:
         admission = (await state_of(client, instance_id))["admission"]
         assert not admission["open"]
         return next((reason for reason in admission["reasons"] if reason.startswith("behind: ")), "")
 
-    return str(await plane.until(told))
+    return str(await plane.until(reason_for_closing))

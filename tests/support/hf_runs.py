@@ -1,4 +1,4 @@
-"""Helpers of `tests/engines/test_hf_engine.py` and of other tests."""
+"""Models, requests and plain forwards for tests of the `hf` engine."""
 
 from __future__ import annotations
 
@@ -95,6 +95,10 @@ class Run:
     async def end(self) -> Result:
         async with asyncio.timeout(BOUND_S):
             return await self._task
+
+    @property
+    def has_ended(self) -> bool:
+        return self._task.done()
 
     async def cancel(self) -> None:
         self._task.cancel()

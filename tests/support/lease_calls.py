@@ -40,8 +40,8 @@ async def tell(
     return decode(message.data)
 
 
-def follow(told: DecisionRecord, sequence: int) -> dict[str, Any]:
-    return Request("follow_record", {"record": told.to_wire(), "sequence": sequence}, id="x").to_wire()
+def follow(record: DecisionRecord, sequence: int) -> dict[str, Any]:
+    return Request("follow_record", {"record": record.to_wire(), "sequence": sequence}, id="x").to_wire()
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Helpers of `tests/engines/test_mixed_fleet.py` and of other tests."""
+"""A fleet of `hf`, vLLM and SGLang on one model, and what its tests have in common."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from rl_plane.client import RlClient
 from tests.conftest import Plane
+from tests.support.faults import Stream
 from tests.support.fleet_updates import update_of
 from tests.support.frontend_process import ask, error_of, frontend
 from tests.support.reference import logprobs_of
@@ -130,8 +131,8 @@ async def proven(
             assert logprobs_of(base, PROMPT, tokens)[1] > 10 * LOGPROB, "the bound tells the adapter"
         (span,) = choice["weight_versions"]
         assert (span["version"], span["start"], span["end"]) == (label, 0, TOKENS), engine
-        told = span.get("adapter")
-        assert (told and (told["name"], told["digest"])) == made_by, engine
+        found = span.get("adapter")
+        assert (found and (found["name"], found["digest"])) == made_by, engine
 
 
 async def fails_of_no_numbers(http: httpx.AsyncClient, mixed: Mixed, client: RlClient) -> None:
@@ -159,3 +160,18 @@ def witnessed(seed: int, count: int) -> list[int]:
         last = witness_next_token(seed, last)
         tokens.append(last)
     return tokens
+
+
+def seed_of(label: str) -> int:
+    return 1 if label == "initial" else int(label.split()[-1])
+
+
+async def begun(client: RlClient, mixed: Mixed, tokens: int | None = None, **request: Any) -> dict[str, Stream]:
+    """A stream on each engine, that has its first tokens; without `tokens` it outlasts what comes. The fastest last."""
+    streams = {}
+    for engine in ("sglang", "vllm", "hf"):
+        many = tokens or ENDLESS[engine]
+        asked = {"temperature": 0.0, "ignore_eos": True, **request}
+        streams[engine] = Stream(client, mixed.ids[engine], PROMPT, many, **asked)
+        await streams[engine].more()
+    return streams

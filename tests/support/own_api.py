@@ -114,5 +114,5 @@ def sglang(model: str, requests: list[Asked]) -> list[Asked]:
 if __name__ == "__main__":
     name, model, requests_path, replies_path = sys.argv[1:]
     asked = {"hf": hf, "vllm": vllm, "sglang": sglang}[name]
-    told = asked(model, json.loads(Path(requests_path).read_text()))
-    Path(replies_path).write_text(json.dumps(told))
+    answers = asked(model, json.loads(Path(requests_path).read_text()))
+    Path(replies_path).write_text(json.dumps(answers))

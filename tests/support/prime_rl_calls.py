@@ -48,8 +48,8 @@ class PrimeRl:
         try:
             if weight_dir is not None:
                 (weight_dir / "NCCL_READY").touch()
-            told = weight_dir.as_posix() if weight_dir is not None else None
-            await self.admin("/update_weights", UPDATE_READ_S, json={"weight_dir": told})
+            directory = weight_dir.as_posix() if weight_dir is not None else None
+            await self.admin("/update_weights", UPDATE_READ_S, json={"weight_dir": directory})
         finally:
             await self.admin("/resume")
 

@@ -52,8 +52,8 @@ class Rank:
                         publisher.publish(version)
                     except Exception as failed:
                         error = f"{type(failed).__name__}: {failed}"
-                    told = {"rank": dist.get_rank(), "version": version, "error": error, **self.ended()}
-                    print(json.dumps(told) + "\n", end="", flush=True)  # one write: both ranks have one pipe
+                    report = {"rank": dist.get_rank(), "version": version, "error": error, **self.ended()}
+                    print(json.dumps(report) + "\n", end="", flush=True)  # one write: both ranks have one pipe
 
 
 def add_one(model: Any) -> None:

@@ -136,8 +136,8 @@ class ScriptedWorker:
             if self.held is None or body["sequence"] not in (None, self.sequence):
                 await sender.finish({"error": NotAdmitted("another sequence").to_wire()})
                 return
-            told = {"instance_id": self.instance_id, "incarnation": self.incarnation}
-            await sender.send({"accepted": {**told, "version": self.held.version.to_wire()}})
+            identity = {"instance_id": self.instance_id, "incarnation": self.incarnation}
+            await sender.send({"accepted": {**identity, "version": self.held.version.to_wire()}})
             await self._script(Stream(body, sender))
 
 

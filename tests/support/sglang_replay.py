@@ -46,10 +46,10 @@ class Replay:
             "group_name": group,
             "backend": "gloo",
         }
-        told = {"group": group, "port": port, "world_size": ranks + 1, "timeout_s": GLOO_S}
+        order = {"group": group, "port": port, "world_size": ranks + 1, "timeout_s": GLOO_S}
         reply, _ = await asyncio.gather(
             self.http.post("/init_weights_update_group", json=asked),
-            self.trainer.do("form", told),
+            self.trainer.do("form", order),
         )
         return reply
 
@@ -60,9 +60,9 @@ class Replay:
     async def send(self, group: str, directory: Path, part: dict[str, Any], **body: Any) -> httpx.Response:
         """The call and the broadcasts, side by side as trainers do it."""
         layout = "flat" if body.get("load_format") == "flattened_bucket" else "each"
-        told = {"group": group, "directory": str(directory), "part": {**part, "layout": layout}}
+        order = {"group": group, "directory": str(directory), "part": {**part, "layout": layout}}
         reply, _ = await asyncio.gather(
             self.http.post("/update_weights_from_distributed", json={**part, "group_name": group, **body}),
-            self.trainer.do("send", told),
+            self.trainer.do("send", order),
         )
         return reply

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from rl_plane.errors import EngineFailed
-from worker.engines.base import EngineOptions
+from worker.engines.base import EngineInfo, EngineOptions
+from worker.engines.common.spans import Label
 from worker.engines.vllm.adapter import VllmEngine
 
 
 class Llm:
-    """AsyncLLM, and its engine_core. What it was asked for is in `asked`; its answer to a resume waits for `lets_go`;
-    `fails` are those that fail once."""
+    """Stands in for AsyncLLM and its engine_core. `asked` has the calls in their order. The answer to a resume waits
+    for `lets_go`. Each method in `fails` fails once."""
 
     def __init__(self) -> None:
         self.engine_core = self
@@ -28,12 +26,18 @@ class Llm:
         self.resuming = asyncio.Event()
         self.fails: set[str] = set()
         self.flushes = True
+        self.weights_name = "default"
+        """The engine's name of the weights, with which vLLM labels tokens."""
 
     def _is_asked(self, method: str, *details: Any) -> None:
         self.asked.append((method, *details))
         if method in self.fails:
             self.fails.remove(method)
             raise EngineFailed(f"no {method}")
+
+    def asked_of(self, method: str) -> list[Any]:
+        """The calls of this method so far."""
+        return [one for one in self.asked if one[0] == method]
 
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         self._is_asked("pause", mode)
@@ -53,6 +57,7 @@ class Llm:
 
     async def update_weight_version(self, name: str) -> None:
         self._is_asked("name")
+        self.weights_name = name
 
     async def sleep(self, level: int, mode: str) -> None:
         self._is_asked("sleep", level, mode)
@@ -65,11 +70,11 @@ class Llm:
 
 
 class Process:
-    """In the place of a VllmProcess; and its ranks."""
+    """Stands in for a VllmProcess and its ranks."""
 
-    def __init__(self, llm: Llm) -> None:
+    def __init__(self, llm: Llm, ranks: Any = None) -> None:
         self.llm = llm
-        self.ranks = self
+        self.ranks = ranks or self
 
     def check_alive(self) -> None:
         pass
@@ -86,7 +91,7 @@ class Process:
 
 
 class Streams:
-    """None."""
+    """Stands in for an engine's requests: there are none."""
 
     def of_adapter(self, name: str) -> list[Any]:
         return []
@@ -95,12 +100,43 @@ class Streams:
         pass
 
 
-def standing_in(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[VllmEngine, Llm]:
-    """An engine that says it can sleep."""
-    (directory / "config.json").write_text("{}")
-    engine, llm = VllmEngine(EngineOptions(directory)), Llm()
-    monkeypatch.setattr(engine, "_process", Process(llm))
-    info = SimpleNamespace(check_place=lambda name, loaded: None, capabilities={})
-    monkeypatch.setattr(engine, "_info", info)
-    monkeypatch.setattr(engine, "_streams", Streams())
+class StandIn(VllmEngine):
+    """An engine without vLLM that reports that it can sleep."""
+
+    def __init__(self, directory: Path, llm: Llm, ranks: Any, device: str) -> None:
+        (directory / "config.json").write_text("{}")
+        process: Any = Process(llm, ranks)
+        super().__init__(EngineOptions(directory), process)
+        self._llm = llm
+        self._device = device
+        self.in_flight = (0, 0)
+
+    def load(self) -> tuple[int, int]:
+        return self.in_flight
+
+    async def _start(self) -> EngineInfo:
+        streams: Any = Streams()
+        self._streams = streams
+        return EngineInfo(
+            engine="vllm",
+            engine_version="none",
+            model="none",
+            dtype="float32",
+            device=self._device,
+            world_size=1,
+            vocab_size=16,
+            max_model_len=16,
+            capabilities={},
+            transports=(),
+        )
+
+    def label(self, adapter: str | None = None) -> Label:
+        """The label of tokens that vLLM makes now."""
+        return self._label(self._llm.weights_name, adapter)
+
+
+async def standing_in(directory: Path, ranks: Any = None, device: str = "cpu") -> tuple[StandIn, Llm]:
+    llm = Llm()
+    engine = StandIn(directory, llm, ranks, device)
+    await engine.start()
     return engine, llm

@@ -46,7 +46,7 @@ def _engine_types() -> Any:
         def trainer_init(cls, init_info: GlooInitInfo, *, client: Any, source: Any = None) -> Any:
             engine = cls(client=client, source=source, is_sender=init_info.is_sender)
             engine.info = init_info
-            told = {
+            order = {
                 "backend": "gloo",
                 "group_name": init_info.group_name,
                 "master_address": HOST,
@@ -59,7 +59,7 @@ def _engine_types() -> Any:
                 "packed_num_buffers": 2,
             }
             with ThreadPoolExecutor(max_workers=1) as pool:
-                future = pool.submit(client.init_weight_transfer_engine, told)
+                future = pool.submit(client.init_weight_transfer_engine, order)
                 engine.group = form_group(
                     init_info.group_name, init_info.master_port, init_info.world_size, init_info.timeout_s
                 )
@@ -80,17 +80,17 @@ def _engine_types() -> Any:
 
         def send_part(self, names: list[str]) -> None:
             assert self.source is not None
-            told = {one.name: one for one in self.source.metadata() if one.name in names}
+            parameters = {one.name: one for one in self.source.metadata() if one.name in names}
             info = {
-                "names": list(told),
-                "dtype_names": [str(one.dtype).split(".")[-1] for one in told.values()],
-                "shapes": [list(one.shape) for one in told.values()],
+                "names": list(parameters),
+                "dtype_names": [str(one.dtype).split(".")[-1] for one in parameters.values()],
+                "shapes": [list(one.shape) for one in parameters.values()],
             }
             pool = ThreadPoolExecutor(max_workers=1)
             try:
                 future = pool.submit(self.client.update_weights, info)
                 try:
-                    self._broadcast([(name, tensor) for name, tensor in self.source if name in told])
+                    self._broadcast([(name, tensor) for name, tensor in self.source if name in parameters])
                 except RuntimeError:
                     future.result()  # why the others have left
                     raise

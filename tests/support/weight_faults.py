@@ -34,7 +34,7 @@ def _sglang_parameters(holder: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _hf_parameters(weights: Any) -> Iterable[tuple[str, torch.Tensor]]:
-    targets: Mapping[str, torch.Tensor] = weights._targets
+    targets: Mapping[str, torch.Tensor] = weights.targets
     return targets.items()
 
 

@@ -1,6 +1,5 @@
-"""The `object_store` transport into real models: a worker that comes late, or again, fetches what is stored when its
-publisher is dead. vLLM and SGLang: tests/engines/test_mixed_fleet.py; what comes late is the worker's, whatever its
-engine."""
+"""The `object_store` transport into real models. A worker that comes late, or again, fetches what is stored after its
+publisher has died. tests/engines/test_mixed_transports.py has vLLM and SGLang."""
 
 from __future__ import annotations
 

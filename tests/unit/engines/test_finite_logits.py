@@ -1,4 +1,4 @@
-"""Logits that make no tokens, without an engine. `tests/engines/test_engine_adapters.py` and `test_mixed_fleet.py` test
+"""Logits that make no tokens, without an engine. `tests/engines/test_engine_updates.py` and `test_mixed_fleet.py` test
 them on each engine."""
 
 from __future__ import annotations

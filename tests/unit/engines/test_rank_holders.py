@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +20,12 @@ from transformers import Qwen3Config
 from rl_plane.errors import InvalidWeights, Unsupported
 from rl_plane.transports.base import TransportContext
 from rl_plane.transports.filesystem.receiver import FilesystemTransport
+from tests.support.hf_runs import checkpoint
 from worker.engines.common.checkpoint_spec import CheckpointSpec, checkpoint_spec
 from worker.engines.common.rank_holder import RankHolder
 from worker.engines.common.torch_weights import StagedTensors
-from worker.engines.sglang import holder as sglang_holder
 from worker.engines.sglang.holder import SglangHolder
 from worker.engines.sglang.scheduler import Rank
-from worker.engines.vllm import dtypes
 from worker.engines.vllm.holder import VllmHolder
 from worker.receive.staging import TIE_FIX, receive
 from worker.testing.tiny_model import make_tiny_model
@@ -67,18 +67,22 @@ class Runner:
     def end_weight_update(self, run_post_load: bool) -> None: ...
 
 
-@pytest.fixture(autouse=True)
-def no_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_holder, "check_updates", lambda runner: None)
+def accept(runner: Any) -> None: ...
 
 
-def holder_of(kind: str, directory: Path, runner: Runner, **shape: int) -> Any:
+def refuse(runner: Any) -> None:
+    raise Unsupported("SGLang refuses weight updates", field="engine", fix="start it otherwise")
+
+
+def holder_of(
+    kind: str, directory: Path, runner: Runner, check: Callable[[Any], None] = accept, **shape: int
+) -> Any:
     model = make_tiny_model(directory / "model", 1, "bfloat16", **shape)
     if kind == "vllm":
-        return VllmHolder(model, directory, runner, 1)
+        return VllmHolder(model, directory, runner, 1, {})
     updater = SimpleNamespace(_select_runners=lambda: [("target", runner)])
     tp_worker = SimpleNamespace(model_runner=runner)
-    return SglangHolder(model, SimpleNamespace(tp_worker=tp_worker, weight_updater=updater))
+    return SglangHolder(model, SimpleNamespace(tp_worker=tp_worker, weight_updater=updater), check)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -98,28 +102,19 @@ def test_a_check_is_of_what_the_last_load_has_put_in_place(tmp_path: Path, kind:
     assert holder.checks.compare() == ["bias"]
 
 
-def test_sglang_is_asked_before_the_first_byte_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(runner: Any) -> None:
-        raise Unsupported("SGLang refuses weight updates", field="engine", fix="start it otherwise")
-
-    monkeypatch.setattr(sglang_holder, "check_updates", refuse)
-    holder = holder_of("sglang", tmp_path, Runner(torch.device("cpu")))
+def test_sglang_is_asked_before_the_first_byte_is_loaded(tmp_path: Path) -> None:
+    holder = holder_of("sglang", tmp_path, Runner(torch.device("cpu")), refuse)
     before = holder.checks.checksum()
-    monkeypatch.setattr(holder, "_copies", lambda tensors, cast, cancelled: tensors)
-    new = {"weight": torch.ones(2, 2)}
     with pytest.raises(Unsupported):
-        holder.swap(StagedTensors(new))
+        holder.swap(StagedTensors({"weight": torch.ones(2, 2)}))
     with pytest.raises(Unsupported):
-        holder.overwrite(list(new.items()), False, lambda: False)
+        holder.overwrite(checkpoint(tmp_path / "model"), False, lambda: False)
     assert holder.checks.checksum() == before
 
 
 def test_a_rank_that_refuses_updates_takes_nothing() -> None:
-    def refuse() -> None:
-        raise Unsupported("SGLang refuses", field="engine", fix="start it otherwise")
-
     rank: Any = Rank.__new__(Rank)
-    rank._holder = SimpleNamespace(check_updates=refuse)
+    rank._holder = SimpleNamespace(check_updates=partial(refuse, None))
     rank._receiver = SimpleNamespace(take=lambda staging: pytest.fail("it was taken"))
     for op, arguments in (("updatable", {}), ("ready", {"staging": "new"})):
         with pytest.raises(Unsupported):
@@ -140,20 +135,21 @@ def test_weights_are_written_on_the_ranks_own_gpu_between_two_steps(
         yield
         calls.append(("off", device))
 
-    monkeypatch.setattr(sglang_holder, "model_device", lambda model: GPU)
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: calls.append(("settled", device)))
     runner = Runner(GPU)
+    runner.model.parameters = lambda: iter([SimpleNamespace(device=GPU)])
     holder: RankHolder = holder_of(kind, tmp_path, runner)
-    monkeypatch.setattr(holder, "_copies", lambda tensors, cast, cancelled: tensors)
     runner.model.loads = lambda tensors: calls.append(("load", sorted(tensors)))
-    written = [("on", GPU), ("settled", GPU), ("load", ["weight"]), ("settled", GPU), ("off", GPU)]
-    new = {"weight": torch.ones(2, 2)}
-    holder.swap(StagedTensors(new))
-    assert calls == written
+
+    def written(names: list[str]) -> list[tuple[str, Any]]:
+        return [("on", GPU), ("settled", GPU), ("load", names), ("settled", GPU), ("off", GPU)]
+
+    holder.swap(StagedTensors({"weight": torch.ones(2, 2)}))
+    assert calls == written(["weight"])
     calls.clear()
-    holder.overwrite(list(new.items()), False, lambda: False)
-    assert calls == written
+    holder.overwrite(checkpoint(tmp_path / "model"), False, lambda: False)
+    assert calls == written(sorted(holder.weight_spec()))
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -239,12 +235,11 @@ def test_a_tensor_has_the_type_in_which_the_engine_keeps_it(tmp_path: Path) -> N
     assert other.own == {}
 
 
-def test_vllm_takes_the_types_that_its_load_has_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_takes_the_types_that_its_load_has_shown(tmp_path: Path) -> None:
     """A parameter has another name in vLLM, and one under an adapter has another name yet."""
     name = "model.layers.0.mlp.up_proj.weight"
-    monkeypatch.setattr(dtypes, "_seen", {name: torch.float32})
     model = make_tiny_model(tmp_path / "model", 1, "float32")
-    holder = VllmHolder(model, tmp_path, Runner(torch.device("cpu")), 0)
+    holder = VllmHolder(model, tmp_path, Runner(torch.device("cpu")), 0, {name: torch.float32})
     assert {key for key, spec in holder.weight_spec().items() if spec.dtype == "F32"} == {name}
 
 

@@ -1,4 +1,4 @@
-"""The parts of the `sglang` engine that vLLM has not, without SGLang. `tests/engines/test_engine_adapters.py` tests the
+"""The parts of the `sglang` engine that vLLM does not have, without SGLang. `tests/engines/test_engine_*.py` test the
 rest."""
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import pytest
 
 from rl_plane.errors import EngineFailed, Unsupported
 from tests.support.engine_runs import ask
-from worker.engines.base import EngineOptions
+from worker.engines.base import EngineInfo, EngineOptions
 from worker.engines.common.spans import Label
 from worker.engines.sglang import adapter
 from worker.engines.sglang.streams import Experts, Feeder, SglangStream
+from worker.testing.tiny_model import make_tiny_model
 
 
 async def test_what_an_abort_repeats_is_not_taken_again() -> None:
@@ -53,10 +54,12 @@ def test_where_seeds_count(on_cpu: bool, backend: str, deterministic: bool, fix:
 
 
 class Process:
-    """In the place of a SglangProcess, and of its manager. A call waits for `lets_go`; one in `fails` fails once."""
+    """Stands in for a SglangProcess and its manager. A call waits for `lets_go`. Each op in `fails` fails once."""
+
+    device = "cpu"
 
     def __init__(self) -> None:
-        self.manager = self
+        self.manager: Any = self
         self.calls: list[tuple[str, list[str]]] = []
         self.called, self.lets_go = asyncio.Event(), asyncio.Event()
         self.fails: set[str] = set()
@@ -92,23 +95,43 @@ class Process:
     def check_alive(self) -> None: ...
 
 
+class StandIn(adapter.SglangEngine):
+    """An engine without SGLang that reports that it can release memory."""
+
+    async def _start(self) -> EngineInfo:
+        feeder: Any = SimpleNamespace(close=lambda: None)
+        self._feeder = feeder
+        return EngineInfo(
+            engine="sglang",
+            engine_version="none",
+            model="none",
+            dtype="float32",
+            device="cpu",
+            world_size=1,
+            vocab_size=16,
+            max_model_len=16,
+            capabilities={},
+            transports=(),
+        )
+
+
 @pytest.fixture
-async def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An engine that says that it can release memory."""
+def process() -> Any:
+    return Process()
+
+
+@pytest.fixture
+async def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process: Any) -> StandIn:
     (tmp_path / "config.json").write_text("{}")
     names = ("PauseGenerationReqInput", "ReleaseMemoryOccupationReqInput", "ResumeMemoryOccupationReqInput")
     bodies = SimpleNamespace(**dict.fromkeys(names, SimpleNamespace))
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", bodies)
-    monkeypatch.setattr(adapter, "parse_arguments", dict)
-    engine: Any = adapter.SglangEngine(EngineOptions(tmp_path, device="cpu"))
-    engine._process = Process()
-    engine._feeder = SimpleNamespace(close=lambda: None)
-    engine._info = SimpleNamespace(capabilities={})
+    engine = StandIn(EngineOptions(tmp_path), process)
+    await engine.start()
     return engine
 
 
-async def test_memory_is_asked_for_again_where_a_call_failed(engine: Any) -> None:
-    process: Process = engine._process
+async def test_memory_is_asked_for_again_where_a_call_failed(engine: StandIn, process: Process) -> None:
     process.lets_go.set()
     for op, does in (("release", engine.release_memory), ("resume", engine.resume_memory)):
         process.fails.add(op)
@@ -119,9 +142,8 @@ async def test_memory_is_asked_for_again_where_a_call_failed(engine: Any) -> Non
     assert [op for op, _ in process.calls] == ["release", "release", "resume", "resume"]
 
 
-async def test_memory_is_not_asked_for_twice_where_a_caller_gave_up(engine: Any) -> None:
-    """SGLang ends itself when it is to release, or to take back, what it has."""
-    process: Process = engine._process
+async def test_memory_is_not_asked_for_twice_where_a_caller_gave_up(engine: StandIn, process: Process) -> None:
+    """SGLang ends itself if it is asked to release, or to resume, the same memory twice."""
     for does in (engine.release_memory, engine.resume_memory):
         process.called.clear()
         process.lets_go.clear()
@@ -137,37 +159,36 @@ async def test_memory_is_not_asked_for_twice_where_a_caller_gave_up(engine: Any)
     assert process.calls == [("release", ["kv_cache"]), ("resume", ["kv_cache"])]
 
 
-async def test_an_engine_that_refuses_updates_does_not_start(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    process: Process = engine._process
-    ended: list[str] = []
+class RefusingProcess(Process):
+    """Its ranks refuse every op."""
 
-    async def call(op: str, **arguments: str) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        config = SimpleNamespace(num_hidden_layers=1)
+        self.manager = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=config))
+        self.ended = False
+
+    async def start(self) -> None: ...
+
+    async def call(self, op: str, **arguments: str) -> None:
         raise Unsupported(f"SGLang refuses: {op}", field="engine", fix="start it otherwise")
 
-    async def start() -> None: ...
+    def on_death(self, tell: Any) -> None: ...
 
-    async def end() -> None:
-        ended.append("ended")
+    async def end(self) -> None:
+        self.ended = True
 
-    config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=None))
-    for name, value in {
-        "call": call,
-        "start": start,
-        "end": end,
-        "manager": config,
-        "on_death": lambda tell: None,
-    }.items():
-        monkeypatch.setattr(process, name, value, raising=False)
-    monkeypatch.setattr(engine, "_check_model", lambda: None)
-    monkeypatch.setattr(engine, "_load_tokenizer", lambda: None)
-    monkeypatch.setattr(Experts, "of", lambda config: Experts(1, 1, 1))
+
+async def test_an_engine_that_refuses_updates_does_not_start(tmp_path: Path) -> None:
+    process: Any = RefusingProcess()
+    engine = adapter.SglangEngine(EngineOptions(make_tiny_model(tmp_path / "model", 1)), process)
     with pytest.raises(Unsupported, match="refuses: updatable"):
         await engine.start()
-    assert ended == ["ended"]
+    assert process.ended
 
 
 class Manager:
-    """In the place of SGLang's: keeps what it was asked, and gives what a test says."""
+    """Stands in for SGLang's tokenizer manager. It stores the requests, and yields the outputs that a test gives."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
@@ -194,14 +215,18 @@ class Manager:
 
 
 @pytest.fixture
-def feeder(monkeypatch: pytest.MonkeyPatch) -> Feeder:
+def manager() -> Manager:
+    return Manager()
+
+
+@pytest.fixture
+def feeder(monkeypatch: pytest.MonkeyPatch, manager: Manager) -> Feeder:
     bodies = SimpleNamespace(GenerateReqInput=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", bodies)
-    return Feeder(Manager(), frozenset(), lambda name: name, lambda name: Label(None), Experts(1, 1, 1))
+    return Feeder(manager, frozenset(), lambda name: name, lambda name: Label(None), Experts(1, 1, 1))
 
 
-async def test_a_restarted_request_asks_only_for_the_remaining_tokens(feeder: Feeder) -> None:
-    manager: Any = feeder._manager
+async def test_a_restarted_request_asks_only_for_the_remaining_tokens(feeder: Feeder, manager: Manager) -> None:
     wanted = ask([1, 2], max_tokens=5, seed=7, temperature=1.0, logprobs=True, prompt_logprobs=True)
     pieces = feeder.run(wanted, [1, 2])
     manager.says(0, [5, 6], 2)
@@ -224,8 +249,7 @@ async def test_a_restarted_request_asks_only_for_the_remaining_tokens(feeder: Fe
     assert (before.rid != after.rid, manager.open, feeder.streams) == (True, 0, {})
 
 
-async def test_a_request_that_was_left_or_has_ended_is_not_restarted(feeder: Feeder) -> None:
-    manager: Any = feeder._manager
+async def test_a_request_that_was_left_or_has_ended_is_not_restarted(feeder: Feeder, manager: Manager) -> None:
     runs = [feeder.run(ask([1], max_tokens=5), [1]) for _ in range(2)]
     for number, run in enumerate(runs):
         manager.says(number, [5], 1)

@@ -1,17 +1,17 @@
-"""The parts of the `vllm` engine that SGLang has not, with a stand-in for vLLM. `tests/engines/test_engine_adapters.py`
-tests the rest."""
+"""The parts of the `vllm` engine that SGLang does not have, with a stand-in for vLLM. `tests/engines/test_engine_*.py`
+test the rest."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from rl_plane.errors import DeadlineExceeded, EngineFailed
 from rl_plane.protocol.versions import WeightVersion
 from tests.support.vllm_stand_in import standing_in
+from worker.engines.common.spans import Label
 from worker.receive.rank_agents.agent_client import AgentClient
 from worker.receive.rank_agents.agent_server import AgentServer
 from worker.receive.rank_agents.ranks import Ranks
@@ -19,10 +19,8 @@ from worker.receive.rank_agents.ranks import Ranks
 VERSION = WeightVersion("run", 1, "step_1", "blake3:" + "1" * 64)
 
 
-async def test_what_a_cancelled_pause_undoes_late_does_not_undo_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, llm = standing_in(tmp_path, monkeypatch)
+async def test_what_a_cancelled_pause_undoes_late_does_not_undo_the_next_one(tmp_path: Path) -> None:
+    engine, llm = await standing_in(tmp_path)
     waits = asyncio.create_task(engine.pause("wait", False))
     await asyncio.sleep(0)
     llm.lets_go.clear()
@@ -38,10 +36,8 @@ async def test_what_a_cancelled_pause_undoes_late_does_not_undo_the_next_one(
 
 
 @pytest.mark.parametrize("was_paused", [False, True])
-async def test_a_pause_that_fails_leaves_the_engine_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_paused: bool
-) -> None:
-    engine, llm = standing_in(tmp_path, monkeypatch)
+async def test_a_pause_that_fails_leaves_the_engine_as_it_was(tmp_path: Path, was_paused: bool) -> None:
+    engine, llm = await standing_in(tmp_path)
     if was_paused:
         await engine.pause("keep", False)
     llm.fails.add("flush")
@@ -50,61 +46,59 @@ async def test_a_pause_that_fails_leaves_the_engine_as_it_was(
     assert llm.paused is was_paused
 
 
-async def test_a_flush_takes_what_is_kept_beside_the_cache_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, llm = standing_in(tmp_path, monkeypatch)
+async def test_a_flush_takes_what_is_kept_beside_the_cache_too(tmp_path: Path) -> None:
+    engine, llm = await standing_in(tmp_path)
     await engine.flush_cache()
     await engine.pause("keep", False)
     await engine.swap("staging", VERSION)
     assert [asked for asked in llm.asked if asked[0] == "flush"] == [("flush", False, True), ("flush", True, True)]
 
 
-async def test_a_cache_that_is_not_flushed_fails_what_would_find_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cache_that_is_not_flushed_fails_what_would_find_it(tmp_path: Path) -> None:
     """An adapter's part is its own by its number, which the next one of its name takes over."""
-    engine, llm = standing_in(tmp_path, monkeypatch)
+    engine, llm = await standing_in(tmp_path)
+    engine.set_version(VERSION)
+    assert engine.label() == Label(VERSION)
     await engine.pause("keep", False)
     llm.flushes = False
     with pytest.raises(EngineFailed, match="did not flush"):
         await engine.swap("staging", VERSION)
-    assert engine._state.base is None
+    assert engine.label() == Label(None)
     assert await engine.swap_adapter("x", "first", VERSION) is False
-    before = engine._loras["x"]
+    loaded = llm.asked_of("rl_plane_add_lora")
     with pytest.raises(EngineFailed, match="did not flush"):
         await engine.swap_adapter("x", "second", VERSION)
-    assert engine._loras["x"] == before
-    assert llm.asked[-1] == ("rl_plane_add_lora", before.number, before.path), "the old one is back"
+    (first,), (*_, last) = loaded, llm.asked_of("rl_plane_add_lora")
+    assert llm.asked[-1] == last == first, "the old one is back"
     assert await engine.swap_adapter("x", None, None) is False
-    assert engine._loras == {}
+    llm.flushes = True
+    llm.asked.clear()
+    await engine.swap("staging", VERSION)
+    assert llm.asked_of("rl_plane_add_lora") == [], "a swap loads all adapters again, and there is none"
 
 
-async def test_adapters_that_are_gone_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, _ = standing_in(tmp_path, monkeypatch)
+async def test_adapters_that_are_gone_are_forgotten(tmp_path: Path) -> None:
+    engine, _ = await standing_in(tmp_path)
     await engine.pause("keep", False)
     for name in ("a", "b", "c"):
         await engine.swap_adapter(name, name, VERSION)
         if name != "c":
             await engine.swap_adapter(name, None, None)
-    assert engine._state.adapters == {"c": VERSION}
+    assert [engine.label(name).adapter_version for name in ("a", "b", "c")] == [None, None, VERSION]
     await engine.swap_adapter("c", None, None)
     await engine.swap("staging", VERSION)
-    assert engine._state.adapters == {}
+    assert engine.label("c") == Label(VERSION, "c", None)
 
 
-async def test_a_check_on_a_gpu_has_a_time_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_check_on_a_gpu_has_a_time_of_its_own(tmp_path: Path) -> None:
     """It reads each byte of the model, and other calls of an agent none."""
-    engine, _ = standing_in(tmp_path, monkeypatch)
     server = AgentServer(tmp_path, 0, {"check": lambda body, cancelled: {"checksum": body["action"]}})
     server.start()
-    monkeypatch.setattr(engine, "_info", SimpleNamespace(device="cuda"))
-    monkeypatch.setattr(engine._process, "ranks", Ranks(AgentClient(tmp_path, 1)))
-    assert AgentClient.ask.__kwdefaults__ is not None
-    monkeypatch.setitem(AgentClient.ask.__kwdefaults__, "timeout_s", 0.0)
+    ranks = Ranks(AgentClient(tmp_path, 1, ask_timeout_s=0.0))
+    engine, _ = await standing_in(tmp_path, ranks, device="cuda")
     try:
         with pytest.raises(DeadlineExceeded):
-            engine._process.ranks.rows("check", {"action": "any"})
+            ranks.rows("check", {"action": "any"})
         assert await engine.check_weights("checksum") == [{"rank": 0, "checksum": "checksum"}]
     finally:
         server.close()

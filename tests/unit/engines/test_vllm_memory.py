@@ -120,8 +120,8 @@ def test_a_trainer_on_the_same_gpu_gets_the_weights_first() -> None:
     assert taken([*steps, ("resume", TAGS[1])], StandIn()) == set()
 
 
-async def test_the_engine_asks_again_for_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, llm = standing_in(tmp_path, monkeypatch)
+async def test_the_engine_asks_again_for_what_failed(tmp_path: Path) -> None:
+    engine, llm = await standing_in(tmp_path)
     await engine.pause("keep", False)
     for method, op in (("sleep", engine.release_memory), ("wake_up", engine.resume_memory)):
         llm.fails.add(method)
@@ -134,12 +134,10 @@ async def test_the_engine_asks_again_for_what_failed(tmp_path: Path, monkeypatch
     assert [asked for asked in llm.asked if asked[0] in ("sleep", "wake_up")] == [sleep, sleep, wake, wake]
 
 
-async def test_frozen_requests_do_not_keep_memory_from_being_released(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are to be frozen yet when it is: its own default would end them."""
-    engine, llm = standing_in(tmp_path, monkeypatch)
-    monkeypatch.setattr(engine, "load", lambda: (1, 1))
+async def test_frozen_requests_do_not_keep_memory_from_being_released(tmp_path: Path) -> None:
+    """They stay frozen: vLLM's own default would end them."""
+    engine, llm = await standing_in(tmp_path)
+    engine.in_flight = (1, 1)
     await engine.pause("keep", False)
     await engine.release_memory(["kv_cache"])
     await engine.resume_memory(["kv_cache"])

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-import rl_plane.weights.checkpoint as checkpoints
 import rl_plane.weights.rooted_files as directories
 from rl_plane.errors import InvalidRequest, InvalidWeights
 from rl_plane.protocol.versions import ADAPTER_CONFIG_NAME, TensorSpec, tensors_digest
 from rl_plane.transports.filesystem.receiver import FilesystemTransport
 from rl_plane.weights.checkpoint import ADAPTER_NAME, SINGLE_NAME, write_manifest
+from rl_plane.weights.manifest import MAX_CONFIG_BYTES
 from rl_plane.weights.safetensors_file import SafetensorsFile, write_safetensors
 from tests.support.safetensors_files import SCALAR, A, B, Tensors, read, refusal, request, sharded, single
 
@@ -88,13 +88,11 @@ def test_a_config_that_is_no_json_object(transport: FilesystemTransport, root: P
     assert ADAPTER_CONFIG_NAME in adapter_refusal(transport, adapter(root / "lora", raw)).message
 
 
-def test_bounds_of_an_adapter(transport: FilesystemTransport, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = adapter(root / "lora")
-    size = (path / ADAPTER_CONFIG_NAME).stat().st_size
-    monkeypatch.setattr(checkpoints, "MAX_CONFIG_BYTES", size)
-    transport.open(request(path), "lora").close()
-    monkeypatch.setattr(checkpoints, "MAX_CONFIG_BYTES", size - 1)
-    assert f"more than {size - 1} bytes" in adapter_refusal(transport, path).message
+def test_bounds_of_an_adapter(transport: FilesystemTransport, root: Path) -> None:
+    config = json.dumps(LORA).encode()
+    transport.open(request(adapter(root / "largest", config.ljust(MAX_CONFIG_BYTES))), "lora").close()
+    beyond = adapter(root / "beyond", config.ljust(MAX_CONFIG_BYTES + 1))
+    assert f"more than {MAX_CONFIG_BYTES} bytes" in adapter_refusal(transport, beyond).message
 
 
 def test_an_adapter_outside_the_roots(transport: FilesystemTransport, root: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +30,8 @@ from worker.engines.common.process_watch import (
     or_death,
 )
 from worker.engines.sglang.processes import SglangProcess
+from worker.receive.rank_agents.agent_client import AgentClient
+from worker.receive.rank_agents.ranks import Ranks
 
 BOUND_S = 30.0
 
@@ -44,21 +47,21 @@ def children() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 async def test_the_first_vital_death_is_reported_once(children: list[subprocess.Popen[bytes]]) -> None:
-    told: asyncio.Queue[int] = asyncio.Queue()
+    deaths: asyncio.Queue[int] = asyncio.Queue()
     pids = [child.pid for child in children]
     assert set(pids) <= engine_processes([]).keys()
     assert not set(pids) & engine_processes(descendants()).keys()
-    watch = ProcessWatch({pids[0]: "a helper", pids[1]: "x::1", pids[2]: "x::2"}, "x::", told.put_nowait)
-    children[0].kill()  # nobody's concern
+    watch = ProcessWatch({pids[0]: "a helper", pids[1]: "x::1", pids[2]: "x::2"}, "x::", deaths.put_nowait)
+    children[0].kill()  # a helper may end
     children[0].wait()
     children[1].kill()
     async with asyncio.timeout(BOUND_S):
-        assert await told.get() == pids[1]
+        assert await deaths.get() == pids[1]
     watch.kill()
     watch.wait(BOUND_S)
     assert children[2].wait(BOUND_S) < 0
     await asyncio.sleep(0)
-    assert told.empty()
+    assert deaths.empty()
     watch.kill()  # all gone
     watch.close()
 
@@ -66,47 +69,66 @@ async def test_the_first_vital_death_is_reported_once(children: list[subprocess.
 async def test_a_process_that_has_ended_before_the_watch(children: list[subprocess.Popen[bytes]]) -> None:
     children[0].kill()
     children[0].wait()
-    told: asyncio.Queue[int] = asyncio.Queue()
-    watch = ProcessWatch({children[0].pid: "x::1"}, "x::", told.put_nowait)
+    deaths: asyncio.Queue[int] = asyncio.Queue()
+    watch = ProcessWatch({children[0].pid: "x::1"}, "x::", deaths.put_nowait)
     async with asyncio.timeout(BOUND_S):
-        assert await told.get() == children[0].pid
+        assert await deaths.get() == children[0].pid
     watch.close()
 
 
 async def test_nothing_is_reported_after_stop(children: list[subprocess.Popen[bytes]]) -> None:
-    told: asyncio.Queue[int] = asyncio.Queue()
-    watch = ProcessWatch({children[0].pid: "x::1"}, "x::", told.put_nowait)
+    deaths: asyncio.Queue[int] = asyncio.Queue()
+    watch = ProcessWatch({children[0].pid: "x::1"}, "x::", deaths.put_nowait)
     watch.stop()
     watch.kill()
     watch.wait(BOUND_S)
     await asyncio.sleep(0)
-    assert told.empty()
+    assert deaths.empty()
     watch.close()
     watch.close()
 
 
-async def test_the_processes_that_a_dead_sglang_leaves_are_killed(
-    children: list[subprocess.Popen[bytes]], tmp_path: Path
-) -> None:
-    process = SglangProcess(EngineOptions(tmp_path), {}, "cpu", 0)
-    process._dead = asyncio.get_running_loop().create_future()
-    told: asyncio.Queue[EngineDied] = asyncio.Queue()
-    process.on_death(told.put_nowait)
-    pids = {child.pid: f"sglang::{number}" for number, child in enumerate(children)}
-    process._watch = ProcessWatch(pids, "sglang::", process._process_ended)
-    children[0].kill()
-    async with asyncio.timeout(BOUND_S):
-        assert str(children[0].pid) in str(await told.get())
-    for child in children[1:]:
-        assert child.wait(BOUND_S) < 0
-    process._watch.close()
+class OfChildren(SglangProcess):
+    """An SGLang whose ranks are these children: its library does not run."""
+
+    vital = "sleep"
+
+    def __init__(self, model: Path, count: int) -> None:
+        super().__init__(EngineOptions(model), {}, "cpu", 0)
+        self.children: list[subprocess.Popen[bytes]] = []
+        self._count = count
+
+    def _build(self, directory: Path) -> None:
+        self.children = [subprocess.Popen(["sleep", "600"]) for _ in range(self._count)]
+
+    async def _start_ranks(self, directory: Path) -> Ranks:
+        return Ranks(AgentClient(directory, 0))
+
+
+async def test_the_processes_that_a_dead_sglang_leaves_are_killed(tmp_path: Path) -> None:
+    process, deaths = OfChildren(tmp_path, 3), asyncio.Queue[EngineDied]()
+    process.on_death(deaths.put_nowait)
+    try:
+        await process.start()
+        first, *others = process.children
+        assert process.pids() == sorted(child.pid for child in process.children)
+        first.kill()
+        async with asyncio.timeout(BOUND_S):
+            assert str(first.pid) in str(await deaths.get())
+        for child in others:
+            assert child.wait(BOUND_S) < 0
+    finally:
+        for child in process.children:
+            child.kill()
+            child.wait()
+        await process.end()
 
 
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def _rank(told: Any) -> NoReturn:
-    told.recv()
+def _rank(end: Any) -> NoReturn:
+    end.recv()
     os._exit(1)
 
 
@@ -121,7 +143,7 @@ class Building:
         for rank in self.ranks:
             rank.start()
         give_up = time.monotonic() + BOUND_S
-        while not watch._started.issuperset(self.ranks):
+        while not watch.started.issuperset(self.ranks):
             assert time.monotonic() < give_up
             time.sleep(LOOK_S)
 
@@ -138,7 +160,7 @@ class Building:
     def be_killed(self) -> None:
         self.ranks[1].kill()
 
-    def be_told(self) -> None:
+    def be_terminated(self) -> None:
         self.ranks[1].terminate()
 
     def crash(self) -> None:
@@ -165,7 +187,7 @@ def test_a_kill_while_an_engine_is_built_ends_the_processes_that_it_waits_for(bu
         with pytest.raises(EngineDied, match=r"was killed while it started: rank 0 has ended: -9$") as caught:
             building.run(Building.be_killed, waits_for=0)
         assert f"process {building.ranks[1].pid} was" in caught.value.message
-        assert other.is_alive(), "it is of nobody's start"
+        assert other.is_alive(), "another owner has started it"
     finally:
         other.kill()
         other.join()
@@ -173,7 +195,7 @@ def test_a_kill_while_an_engine_is_built_ends_the_processes_that_it_waits_for(bu
 
 @pytest.mark.parametrize(
     ("end", "code"),
-    [(Building.end_itself, 1), (Building.be_told, -signal.SIGTERM), (Building.crash, -signal.SIGABRT)],
+    [(Building.end_itself, 1), (Building.be_terminated, -signal.SIGTERM), (Building.crash, -signal.SIGABRT)],
 )
 def test_the_engine_reports_a_process_that_ends_by_itself(
     building: Building, end: Callable[[Building], None], code: int
@@ -223,7 +245,7 @@ def test_a_process_that_is_closed_meanwhile_is_not_reported() -> None:
         helper = SPAWN.Process(target=time.sleep, args=(6 * BOUND_S,), daemon=True)
         helper.start()
         give_up = time.monotonic() + BOUND_S
-        while helper not in watch._started:
+        while helper not in watch.started:
             assert time.monotonic() < give_up
             time.sleep(LOOK_S)
         helper.terminate()
@@ -231,15 +253,15 @@ def test_a_process_that_is_closed_meanwhile_is_not_reported() -> None:
         helper.close()
 
 
-def test_a_process_that_is_closed_during_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    helper = SPAWN.Process(target=time.sleep, args=(0,), daemon=True)
+class ClosedByOwner(SpawnProcess):
+    """A process that its owner closes while another thread waits for its end."""
+
+    def join(self, timeout: float | None = None) -> None:
+        super().join()
+        self.close()
+
+
+def test_a_process_that_is_closed_during_the_check() -> None:
+    helper = ClosedByOwner(target=time.sleep, args=(0,), daemon=True)
     helper.start()
-
-    join = helper.join
-
-    def closing(timeout_s: float | None = None) -> None:
-        join()
-        helper.close()
-
-    monkeypatch.setattr(helper, "join", closing)
     assert killed([helper], BOUND_S) is None

@@ -11,14 +11,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import rl_plane._util.framing as frames
-import worker.receive.rank_agents.agent_client as client_module
 import worker.receive.rank_agents.agent_messages as wire
+from rl_plane._util.framing import MAX_FRAME_BYTES, send_frame
 from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, PlaneError
 from rl_plane.transports.base import TransportContext
@@ -79,8 +80,13 @@ def reception(path: Path, name: str = "s", **more: Any) -> NamedRequest:
     return files_request(name, path, **more)
 
 
-def staged(engine: FakeEngine) -> list[str]:
-    return [*engine.receiver._staged, *engine.receiver.opened]
+def holds(engine: FakeEngine, name: str) -> bool:
+    """Returns whether something is open or staged under this name, and takes it away."""
+    for takes in (partial(engine.receiver.take, name), partial(engine.receiver.receive, name, never)):
+        with suppress(EngineFailed):
+            takes()
+            return True
+    return False
 
 
 def test_every_rank_receives(ranks: Ranks, engines: list[FakeEngine], tmp_path: Path) -> None:
@@ -91,10 +97,14 @@ def test_every_rank_receives(ranks: Ranks, engines: list[FakeEngine], tmp_path: 
     reply = ranks.receive("s", never)
     told = {"digest": model_digest(new), "tensors": 4, "bytes": 4096}
     assert reply == {**told, "refetchable": True, "ranks": [{"rank": 0, **told}, {"rank": 1, **told}]}
-    assert [staged(engine) for engine in engines] == [["s"], ["s"]]
-    ranks.discard("s")
-    ranks.discard("s")
-    assert [staged(engine) for engine in engines] == [[], []]
+    assert all(holds(engine, "s") for engine in engines)
+    for name, is_received in (("opened", False), ("staged", True)):
+        ranks.open(*reception(new, name))
+        if is_received:
+            ranks.receive(name, never)
+        ranks.discard(name)
+        ranks.discard(name)
+        assert not any(holds(engine, name) for engine in engines)
 
 
 @pytest.mark.engines("nixl")
@@ -112,7 +122,7 @@ def test_the_copy_of_the_first_rank_is_offered_to_others(
     place = ranks.offer()
     assert place is not None
     assert place == ranks.offer()
-    assert engines[1].receiver._place is None
+    assert receiver_methods(engines[1].receiver, 1)["offer"]({}, never) is None
     assert place["digest"] == model_digest(new)
     transport = NixlTransport(TransportContext())
     delivery = transport.open(place["transport"], "base")
@@ -154,19 +164,22 @@ def test_weights_that_one_rank_refuses_are_staged_in_none(
     ranks.open(*reception(make_fake_model(tmp_path / "new", 1)))
     with pytest.raises(EngineFailed, match="fail_stage"):
         ranks.receive("s", never)
-    assert [staged(engine) for engine in engines] == [[], []]
+    assert not any(holds(engine, "s") for engine in engines)
 
 
-def test_ranks_that_received_different_weights(
-    ranks: Ranks, engines: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_received_different_weights(serve: Serve, engines: list[FakeEngine], tmp_path: Path) -> None:
     new, other = make_fake_model(tmp_path / "new", 1), make_fake_model(tmp_path / "other", 2)
-    real = engines[1].receiver.open
-    monkeypatch.setattr(engines[1].receiver, "open", lambda *_: real(*reception(other)))
+
+    def open_other(body: Mapping[str, Any], cancelled: Cancelled) -> None:
+        engines[1].receiver.open(*reception(other))
+
+    serve(0, receiver_methods(engines[0].receiver, 0))
+    ranks = Ranks(serve(1, receiver_methods(engines[1].receiver, 1) | {"open": open_other}))
+    ranks.start()
     ranks.open(*reception(new))
     with pytest.raises(EngineFailed, match="different weights"):
         ranks.receive("s", never)
-    assert [staged(engine) for engine in engines] == [[], []]
+    assert not any(holds(engine, "s") for engine in engines)
 
 
 def test_cancelling(serve: Serve) -> None:
@@ -196,7 +209,7 @@ def test_a_caller_that_is_gone_cancels(serve: Serve, directory: Path) -> None:
     serve(0, {"wait": wait})
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(wire.socket_of(directory, 0)))
-        frames.send_frame(connection, {"op": "wait"})
+        send_frame(connection, {"op": "wait"})
     assert seen.wait(BOUND_S)
 
 
@@ -229,10 +242,10 @@ def test_an_agent_that_breaks_off_or_is_not_there(serve: Serve, directory: Path)
     assert client.ask("big") == ["x" * 100]
 
 
-def test_waits_are_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "CANCEL_WAIT_S", 0.1)
+def test_waits_are_bounded(serve: Serve, directory: Path) -> None:
     ended = threading.Event()
-    client = serve(0, {"hang": lambda *_: ended.wait(BOUND_S)})
+    serve(0, {"hang": lambda *_: ended.wait(BOUND_S)})
+    client = AgentClient(directory, 1, cancel_wait_s=0.1)
     with pytest.raises(PlaneError, match="did not end in time"):
         client.ask("hang", timeout_s=0.1)
     with pytest.raises(EngineFailed, match="cancelled"):
@@ -240,9 +253,8 @@ def test_waits_are_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> Non
     ended.set()
 
 
-def test_frames_are_bounded(serve: Serve, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = serve(0, {"ok": lambda *_: {}, "big": lambda *_: "x" * 1000})
-    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 500)
+def test_frames_are_bounded(serve: Serve, directory: Path) -> None:
+    client = serve(0, {"ok": lambda *_: {}, "big": lambda *_: bytes(MAX_FRAME_BYTES)})
     with pytest.raises(EngineFailed, match="broke off"):
         client.ask("big")
     for sent in (b"\xff\xff\xff\xff", b"\x00\x00\x00\x01\x01", b"\x00"):

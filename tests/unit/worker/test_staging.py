@@ -12,107 +12,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blake3 import blake3
 
-import rl_plane.weights.checkpoint as checkpoint
 from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights
-from rl_plane.protocol.versions import HostTensor, TensorSpec, tensors_digest
+from rl_plane.protocol.versions import PARALLEL_HASH_BYTES, HostTensor, TensorSpec, tensors_digest
 from rl_plane.transports.base import Delivery, TransportContext, WeightTransport
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
 from rl_plane.weights.checkpoint import open_published, write_manifest
-from rl_plane.weights.safetensors_file import write_safetensors
+from rl_plane.weights.safetensors_file import READ_BYTES, write_safetensors
 from tests.support.receive_requests import named_request
 from worker.engines.base import EngineOptions
-from worker.engines.fake.adapter import FakeAdapter, FakeEngine, FakeWeights, make_fake_adapter, make_fake_model
+from worker.engines.fake.adapter import FakeEngine, FakeWeights, make_fake_model
 from worker.engines.fake.holder import FakeHolder
 from worker.receive.staging import (
     OWN_TIE_FIX,
     TIE_FIX,
     DigestingStream,
-    adapter_digest,
     check_specs,
     model_digest,
     not_fitting,
-    overwrite,
     receive,
-    receive_adapter,
 )
-from worker.receive.weight_holder import Staged, TensorStream
+from worker.receive.weight_holder import TensorStream
 from worker.receive.weight_receiver import Receiver
 
 F32, BF16, I64 = TensorSpec("F32", (2, 3)), TensorSpec("BF16", (2, 3)), TensorSpec("I64", (2, 3))
-NONE: Mapping[str, str] = {}
-
-
-def hexed(data: bytes) -> str:
-    return str(blake3(data).hexdigest())
-
-
-class Memory(Delivery):
-    """A Delivery from memory, which may send other tensors than it states."""
-
-    def __init__(self, tensors: Mapping[str, bytes], shape: tuple[int, ...] | None = None) -> None:
-        self.specs: Mapping[str, TensorSpec] = {
-            name: TensorSpec("U8", shape or (len(data),)) for name, data in tensors.items()
-        }
-        self.tensor_digests: Mapping[str, str] | None = None
-        self.digest: str | None = None
-        self.adapter_config: Mapping[str, Any] | None = None
-        self.adapter_config_raw: bytes | None = None
-        self.refetchable = False
-        self.sent = [(name, HostTensor(self.specs[name], memoryview(data))) for name, data in tensors.items()]
-        self.taken = 0
-        self.closed = 0
-
-    def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
-        for item in self.sent:
-            self.taken += 1
-            yield item
-
-    def close(self) -> None:
-        self.closed += 1
-
-    def true_digest(self) -> str:
-        return tensors_digest((name, tensor.spec, hexed(bytes(tensor.data))) for name, tensor in self.sent)
-
-
-class Engine:
-    """A WeightHolder that wants the tensors of a Memory, and stages them by `take`."""
-
-    def __init__(self, delivery: Memory, take: Callable[[TensorStream], Any] = list) -> None:
-        self.begun = False
-        self.wanted = dict(delivery.specs)
-        self.tied = NONE
-        self.take = take
-
-    def weight_spec(self) -> Mapping[str, TensorSpec]:
-        return self.wanted
-
-    def tied_tensors(self) -> Mapping[str, str]:
-        return self.tied
-
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> Staged:
-        self.take(tensors)
-        return FakeWeights({})
-
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> None:
-        self.begun = True
-        self.take(tensors)
-
-    def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
-        assert config == json.loads(CONFIG)
-        return self.wanted
-
-    def stage_adapter(
-        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]
-    ) -> Staged:
-        assert config == json.loads(CONFIG)
-        return self.stage(tensors, cast, cancelled)
-
-
-def two() -> Memory:
-    return Memory({"a": b"aaaa", "b": b"bb"})
+from tests.support.staging_runs import NONE, Engine, Memory, hexed, two, write  # noqa: E402
 
 
 def run(engine: Engine, delivery: Memory, expected: str | None = None, cancelled: bool = False) -> str:
@@ -209,9 +134,8 @@ def test_the_digest_does_not_depend_on_the_order() -> None:
     assert run(Engine(forth), forth) == run(Engine(back), back)
 
 
-def test_large_tensors_hash_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_plane.protocol.versions.PARALLEL_HASH_BYTES", 1)
-    delivery = Memory({"a": bytes(3 << 20)})
+def test_large_tensors_hash_the_same() -> None:
+    delivery = Memory({"a": bytes(3 * PARALLEL_HASH_BYTES)})
     assert run(Engine(delivery), delivery) == delivery.true_digest()
 
 
@@ -221,10 +145,6 @@ def test_stated_digests_that_are_right() -> None:
     delivery.tensor_digests = {"a": hexed(b"aaaa"), "b": hexed(b"bb")}
     assert run(Engine(delivery), delivery, delivery.digest) == delivery.digest
     assert delivery.closed == 1
-
-
-def spec_of(name: str, delivery: Memory) -> HostTensor:
-    return dict(delivery.sent)[name]
 
 
 @pytest.mark.parametrize(
@@ -476,8 +396,10 @@ def test_a_derived_delivery_is_not_believed(tmp_path: Path) -> None:
 # the digest of a model
 
 
-def test_model_digest_is_of_the_bytes_not_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = (TensorSpec("F32", (2,)), b"12345678"), (TensorSpec("U8", (3,)), b"abc")
+def test_model_digest_is_of_the_bytes_not_of_the_files(tmp_path: Path) -> None:
+    """A tensor of more bytes than are read at once has the same digest."""
+    a = TensorSpec("U8", (READ_BYTES + 3,)), bytes(READ_BYTES) + b"end"
+    b = TensorSpec("U8", (3,)), b"abc"
     (tmp_path / "whole").mkdir()
     write_safetensors(tmp_path / "whole" / "model.safetensors", {"a": a, "b": b})
     shards = tmp_path / "shards"
@@ -487,7 +409,6 @@ def test_model_digest_is_of_the_bytes_not_of_the_files(tmp_path: Path, monkeypat
     index = {"weight_map": {"a": "2.safetensors", "b": "1.safetensors"}}
     (shards / "model.safetensors.index.json").write_text(json.dumps(index))
     expected = tensors_digest([("a", a[0], hexed(a[1])), ("b", b[0], hexed(b[1]))])
-    monkeypatch.setattr(checkpoint, "READ_BYTES", 3)
     assert model_digest(tmp_path / "whole") == model_digest(shards) == expected
     (shards / "rl_plane_manifest.json").write_text("not read")
     assert model_digest(shards) == expected
@@ -516,142 +437,3 @@ def test_a_models_digest_is_of_no_tie_that_it_breaks(tmp_path: Path, other: tupl
     with pytest.raises(InvalidWeights, match="ties 'head' to 'embedding', but they differ") as caught:
         model_digest(tmp_path, tied={"head": "embedding"})
     assert (caught.value.facts["field"], caught.value.facts["fix"]) == ("model", OWN_TIE_FIX)
-
-
-# adapters
-
-CONFIG = b'{"peft_type": "LORA",\n "r": 1}'
-
-
-class MemoryAdapter(Memory):
-    def __init__(self, tensors: Mapping[str, bytes], raw: bytes = CONFIG) -> None:
-        super().__init__(tensors)
-        self.adapter_config, self.adapter_config_raw = json.loads(raw), raw
-
-    def true_digest(self) -> str:
-        lines = [(name, tensor.spec, hexed(bytes(tensor.data))) for name, tensor in self.sent]
-        raw = self.adapter_config_raw
-        assert raw is not None
-        return tensors_digest([*lines, ("adapter_config.json", TensorSpec("U8", (len(raw),)), hexed(raw))])
-
-
-def run_adapter(engine: Engine, delivery: Memory, expected: str | None = None) -> str:
-    _, digest = receive_adapter(engine, delivery, cast=False, expected_digest=expected, cancelled=lambda: False)
-    return digest
-
-
-def adapter_of_two(raw: bytes = CONFIG) -> MemoryAdapter:
-    return MemoryAdapter({"a": b"aaaa", "b": b"bb"}, raw)
-
-
-def test_an_adapters_digest_covers_its_config() -> None:
-    delivery = adapter_of_two()
-    digest = run_adapter(Engine(delivery), delivery)
-    assert digest == delivery.true_digest() != two().true_digest()
-    assert delivery.closed == 1
-    spaced = adapter_of_two(CONFIG.replace(b" ", b"  "))  # the same to a parser
-    other = run_adapter(Engine(spaced), spaced)
-    assert other == spaced.true_digest() != digest
-    again = adapter_of_two()
-    with pytest.raises(InvalidWeights, match="is wanted"):
-        run_adapter(Engine(again), again, other)
-    assert again.closed == 1
-
-
-def test_an_adapter_that_does_not_fit_is_not_read() -> None:
-    delivery = adapter_of_two()
-    engine = Engine(delivery)
-    engine.wanted["c"] = F32
-    with pytest.raises(InvalidWeights, match="1 missing") as caught:
-        run_adapter(engine, delivery)
-    assert "PEFT" in caught.value.facts["fix"]
-    base = two()
-    with pytest.raises(InvalidWeights, match="not an adapter"):
-        run_adapter(Engine(base), base)
-    for refused in (delivery, base):
-        assert (refused.taken, refused.closed) == (0, 1)
-
-
-def test_an_adapter_engine_that_does_not_read_all() -> None:
-    delivery = adapter_of_two()
-    with pytest.raises(EngineFailed, match="took 1 of 2"):
-        run_adapter(Engine(delivery, take=lambda tensors: next(iter(tensors))), delivery)
-    assert delivery.closed == 1
-
-
-async def test_an_adapter_from_files(tmp_path: Path) -> None:
-    base = make_fake_model(tmp_path / "base", 1)
-    path = make_fake_adapter(tmp_path / "adapter", 1, base)
-    engine = FakeEngine(EngineOptions(base))
-    await engine.start()
-    digest = adapter_digest(path)
-    for stated in (None, digest):
-        if stated is not None:
-            assert write_manifest(path)["digest"] == digest
-        delivery = FilesystemTransport(TransportContext((tmp_path,))).open(
-            {"backend": "filesystem", "path": str(path)}, "lora"
-        )
-        assert delivery.digest == stated
-        staged, found = receive_adapter(
-            FakeHolder(engine), delivery, cast=False, expected_digest=digest, cancelled=lambda: False
-        )
-        assert found == digest
-        assert isinstance(staged, FakeAdapter)
-        assert staged.digest == digest
-    config = json.loads((path / "adapter_config.json").read_text())
-    (path / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 9}))
-    assert adapter_digest(path) != digest
-    await engine.close()
-
-
-# overwriting
-
-
-def write(engine: Engine, delivery: Memory, expected: str | None = None) -> str:
-    return overwrite(engine, delivery, cast=False, expected_digest=expected, cancelled=lambda: False)
-
-
-def test_overwriting_gives_the_digest() -> None:
-    delivery = two()
-    engine = Engine(delivery)
-    assert write(engine, delivery, delivery.true_digest()) == delivery.true_digest()
-    assert (engine.begun, delivery.closed) == (True, 1)
-
-
-def test_weights_that_are_known_to_be_wrong_do_not_touch_the_engine() -> None:
-    unfit, lying = two(), two()
-    lying.digest = lying.true_digest()
-    engines = [Engine(unfit), Engine(lying)]
-    engines[0].wanted["c"] = F32
-    with pytest.raises(InvalidWeights, match="1 missing"):
-        write(engines[0], unfit)
-    with pytest.raises(InvalidWeights, match="the delivery states"):
-        write(engines[1], lying, "blake3:" + "0" * 64)
-    for engine, delivery in zip(engines, (unfit, lying), strict=True):
-        assert (engine.begun, delivery.taken, delivery.closed) == (False, 0, 1)
-
-
-def test_a_digest_that_turns_out_wrong_at_the_end() -> None:
-    delivery = two()
-    engine = Engine(delivery)
-    with pytest.raises(InvalidWeights, match="the bytes make"):
-        write(engine, delivery, "blake3:" + "0" * 64)
-    assert (engine.begun, delivery.taken, delivery.closed) == (True, 2, 1)
-
-
-def test_a_stated_tensor_is_checked_before_it_is_written() -> None:
-    delivery = two()
-    delivery.tensor_digests = {"a": hexed(b"aaaa"), "b": hexed(b"other")}
-    written: list[str] = []
-    engine = Engine(delivery, take=lambda tensors: written.extend(name for name, _ in tensors))
-    with pytest.raises(InvalidWeights, match="its publisher stated"):
-        write(engine, delivery)
-    assert written == ["a"]
-    assert delivery.closed == 1
-
-
-def test_an_overwriting_engine_that_does_not_read_all() -> None:
-    delivery = two()
-    with pytest.raises(EngineFailed, match="took 1 of 2"):
-        write(Engine(delivery, take=lambda tensors: next(iter(tensors))), delivery)
-    assert delivery.closed == 1

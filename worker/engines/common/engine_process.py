@@ -31,10 +31,12 @@ class EngineProcess(ABC):
 
     def __init__(self, options: EngineOptions, arguments: dict[str, Any]) -> None:
         self._options = options
-        self._arguments = arguments
+        self.arguments = arguments
+        """The engine arguments, beside those that the options set."""
         self._engine: Any = None
         """The library's own engine."""
-        self._directory: Path | None = None
+        self.directory: Path | None = None
+        """The directory of the sockets and other files of the processes, while they run."""
         self._ranks: Ranks | None = None
         self._watch: ProcessWatch | None = None
         self._dead: asyncio.Future[NoReturn] | None = None
@@ -42,16 +44,16 @@ class EngineProcess(ABC):
     async def start(self) -> None:
         self._dead = asyncio.get_running_loop().create_future()
         self._dead.add_done_callback(lambda dead: dead.exception())  # retrieved, even if no call waits
-        self._directory = socket_directory()
+        self.directory = socket_directory()
         before = descendants()
         # On this thread, which it blocks: vLLM's processes end with the thread that starts them, and SGLang uses the
         # running loop for its sockets.
         with StartWatch():
             try:
-                self._build(self._directory)
+                self._build(self.directory)
             finally:
                 self._watch = ProcessWatch(engine_processes(before), self.vital, self._process_ended)
-        self._ranks = await or_death(self._start_ranks(self._directory), self._dead)
+        self._ranks = await or_death(self._start_ranks(self.directory), self._dead)
 
     @abstractmethod
     def _build(self, directory: Path) -> None:
@@ -77,6 +79,10 @@ class EngineProcess(ABC):
         """The library's own engine. Raises EngineDied once it is dead."""
         self.check_alive()
         return self._engine
+
+    def pids(self) -> list[int]:
+        """The processes of the engine, while it runs."""
+        return [] if self._watch is None else self._watch.pids()
 
     @property
     def ranks(self) -> Ranks:
@@ -126,6 +132,6 @@ class EngineProcess(ABC):
             watch.kill()
             await asyncio.to_thread(watch.wait, END_TIMEOUT_S)
             watch.close()
-        directory, self._directory = self._directory, None
+        directory, self.directory = self.directory, None
         if directory is not None:
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)

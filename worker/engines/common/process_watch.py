@@ -85,7 +85,8 @@ class StartWatch:
 
     def __init__(self) -> None:
         self._others = set(multiprocessing.active_children())
-        self._started: set[BaseProcess] = set()
+        self.started: set[BaseProcess] = set()
+        """The processes that have started meanwhile, as far as a look has found them."""
         self._died: BaseProcess | None = None
         """The first process that was killed."""
         self._over = threading.Event()
@@ -107,12 +108,12 @@ class StartWatch:
         while self._died is None and not self._over.wait(LOOK_S):
             self._look()
         if self._died is not None:
-            for process in self._started:
+            for process in self.started:
                 process.kill()
 
     def _look(self) -> None:
-        self._started |= set(multiprocessing.active_children()) - self._others
-        self._died = self._died or killed(self._started)
+        self.started |= set(multiprocessing.active_children()) - self._others
+        self._died = self._died or killed(self.started)
 
 
 class ProcessWatch:
@@ -139,6 +140,9 @@ class ProcessWatch:
         if self._watching:
             self.stop()
             self._on_death(pid)
+
+    def pids(self) -> list[int]:
+        return sorted(self._descriptors)
 
     def stop(self) -> None:
         """Stops the calls of `on_death`."""

@@ -23,18 +23,19 @@ P = TypeVar("P", bound=EngineProcess)
 class RankEngine(Generating, WeightsInRanks, FullEngine, Generic[P]):
     def __init__(self, options: EngineOptions, process: P) -> None:
         super().__init__(options)
-        self._process = process
+        self.process = process
+        """The library's engine and its processes."""
         self._paused = False
 
     async def close(self) -> None:
-        await self._process.end()
+        await self.process.end()
 
     @property
     def ranks(self) -> Ranks:
-        return self._process.ranks
+        return self.process.ranks
 
     def _running(self) -> None:
-        self._process.check_alive()
+        self.process.check_alive()
 
     def _check_paused(self) -> None:
         if not self._paused:

@@ -40,11 +40,6 @@ class RequestGate:
     def is_paused(self) -> bool:
         return self._frozen and self._queueing
 
-    @property
-    def is_draining(self) -> bool:
-        """A pause in mode `wait` is under way."""
-        return self._queueing and not self._frozen
-
     def enter(self, request: GenerateRequest) -> GatedRequest:
         """Raises InvalidRequest if a request of this id is running."""
         if request.id in self._requests:

@@ -44,19 +44,20 @@ class ModelWeights:
         state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         targets = _checkpoint_views(model)
         ties = {_saved_name(model, name, targets): of for name, of in model.all_tied_weights_keys.items()}
-        self._targets = {name: view for name, view in targets.items() if name not in ties}
+        self.targets = {name: view for name, view in targets.items() if name not in ties}
+        """Checkpoint name → the part of the live model that the tensor fills."""
         # One tensor has both names: its memory tells the checkpoint's name of the other one.
-        at = {view.data_ptr(): name for name, view in self._targets.items()}
+        at = {view.data_ptr(): name for name, view in self.targets.items()}
         self.tied: Mapping[str, str] = {
             name: at.get(targets[name].data_ptr(), of) for name, of in ties.items() if name in targets
         }
-        own = {name: NAME_OF_DTYPE[view.dtype] for name, view in self._targets.items()}
+        own = {name: NAME_OF_DTYPE[view.dtype] for name, view in self.targets.items()}
         dtype = NAME_OF_DTYPE[model.dtype]
         # A tensor that the checkpoint has in the model's dtype is taken in it, whatever type the model keeps.
         as_saved = {name for name, spec in saved.items() if spec.dtype == dtype and own.get(name, dtype) != dtype}
         self.spec: Mapping[str, TensorSpec] = {
             name: TensorSpec(dtype if name in as_saved else own[name], tuple(view.shape))
-            for name, view in self._targets.items()
+            for name, view in self.targets.items()
         }
         self._own = {name: own[name] for name in as_saved}
         self._lock = threading.Lock()
@@ -69,7 +70,7 @@ class ModelWeights:
         """Loads tensors one after the other as they arrive. If it raises, the weights are a mixture."""
         with self._lock, torch.no_grad():
             for name, tensor in host_copies(tensors, self.spec, self.tied, cast, cancelled, self._own):
-                self._targets[name].copy_(tensor)
+                self.targets[name].copy_(tensor)
             self._settle()
 
     def load(self, staged: StagedTensors) -> None:
@@ -77,13 +78,13 @@ class ModelWeights:
         run."""
         with self._lock, torch.no_grad():
             for name, tensor in staged.tensors.items():
-                self._targets[name].copy_(tensor)
+                self.targets[name].copy_(tensor)
             self._settle()
 
     def reset(self) -> None:
         """Writes noise over every floating point tensor. No step may run."""
         with self._lock:
-            write_noise(self._targets.items())
+            write_noise(self.targets.items())
             self._settle()
 
     def _settle(self) -> None:

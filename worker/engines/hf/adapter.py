@@ -282,6 +282,14 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         return self._info
 
     @property
+    def model(self) -> Any:
+        """The transformers model, with the live weights. Only the generation thread may touch it while the engine
+        steps."""
+        if self._model is None:
+            raise EngineFailed("the engine is not running")
+        return self._model
+
+    @property
     def loop(self) -> GenerationLoop:
         if self._loop is None:
             raise EngineFailed("the engine is not running")

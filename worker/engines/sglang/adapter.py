@@ -80,22 +80,28 @@ def lacking_seeds(on_cpu: bool, backend: str, deterministic: bool) -> dict[str, 
     return {"generate:seed": NO_SEEDS_CPU if on_cpu else NO_SEEDS}
 
 
+def _process_of(options: EngineOptions) -> SglangProcess:
+    device, _, gpu = _device(options.device).partition(":")
+    on_cpu = device == "cpu"
+    if on_cpu:
+        options.refuse_modes("SGLang has this on GPUs only", "leave it out on a CPU")
+    named = {
+        "enable_deterministic_inference": options.deterministic,
+        "enable_memory_saver": options.memory_saver,
+    }
+    extra = dict(options.extra) | {name: "true" for name, given in named.items() if given}
+    arguments = parse_arguments(extra)
+    if on_cpu and arguments.get("enable_lora"):
+        asked = arguments["lora_target_modules"] if "lora_target_modules" in extra else None
+        arguments["lora_target_modules"] = lora_targets_on_cpu(options.model, asked)
+    return SglangProcess(options, arguments, device, int(gpu or 0))
+
+
 class SglangEngine(RankEngine[SglangProcess]):
-    def __init__(self, options: EngineOptions) -> None:
-        device, _, gpu = _device(options.device).partition(":")
-        self._on_cpu = device == "cpu"
-        if self._on_cpu:
-            options.refuse_modes("SGLang has this on GPUs only", "leave it out on a CPU")
-        named = {
-            "enable_deterministic_inference": options.deterministic,
-            "enable_memory_saver": options.memory_saver,
-        }
-        extra = dict(options.extra) | {name: "true" for name, given in named.items() if given}
-        arguments = parse_arguments(extra)
-        if self._on_cpu and arguments.get("enable_lora"):
-            asked = arguments["lora_target_modules"] if "lora_target_modules" in extra else None
-            arguments["lora_target_modules"] = lora_targets_on_cpu(options.model, asked)
-        super().__init__(options, SglangProcess(options, arguments, device, int(gpu or 0)))
+    def __init__(self, options: EngineOptions, process: SglangProcess | None = None) -> None:
+        """`process`: the default is SGLang's own, built from the options."""
+        super().__init__(options, process or _process_of(options))
+        self._on_cpu = self.process.device == "cpu"
         self._feeder: Feeder | None = None
         self._numbers = itertools.count(1)
         self._version: WeightVersion | None = None
@@ -114,12 +120,12 @@ class SglangEngine(RankEngine[SglangProcess]):
         self.engine_loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._check_model)
         await asyncio.to_thread(self._load_tokenizer)
-        await self._process.start()
-        manager = self._process.manager
+        await self.process.start()
+        manager = self.process.manager
         experts = Experts.of(manager.model_config.hf_text_config)
         self._feeder = Feeder(manager, self._eos, self._adapter_in_engine, self._label, experts)
-        self._process.on_death(self._feeder.fail)
-        await self._process.call("updatable")
+        self.process.on_death(self._feeder.fail)
+        await self.process.call("updatable")
         return self._describe()
 
     def _check_model(self) -> None:
@@ -130,7 +136,7 @@ class SglangEngine(RankEngine[SglangProcess]):
     def _describe(self) -> EngineInfo:
         import sglang
 
-        engine, config = self._process.engine, self._process.manager.model_config
+        engine, config = self.process.engine, self.process.manager.model_config
         arguments = engine.server_args
         lacking = dict(NO_CHOICE)
         if not arguments.enable_lora:
@@ -159,15 +165,15 @@ class SglangEngine(RankEngine[SglangProcess]):
             vocab_size=config.vocab_size,
             max_model_len=int(engine._scheduler_init_result.scheduler_infos[0]["max_req_input_len"]),
             capabilities=lacking,
-            transports=self._process.ranks.transports,
-            tied=self._process.ranks.tied,
+            transports=self.process.ranks.transports,
+            tied=self.process.ranks.tied,
             deterministic=arguments.enable_deterministic_inference,
             memory_saver=arguments.enable_memory_saver,
             max_lora_rank=arguments.max_lora_rank if arguments.enable_lora else None,
         )
 
     async def liveness(self) -> None:
-        await self._process.ask(self._process.manager.get_internal_state())
+        await self.process.ask(self.process.manager.get_internal_state())
 
     def _requests_in_sglang(self) -> Feeder:
         self._running()
@@ -215,13 +221,13 @@ class SglangEngine(RankEngine[SglangProcess]):
         feeder = self._requests_in_sglang()
         feeder.close()
         self._paused = True
-        await self._process.manager.pause_generation(PauseGenerationReqInput(mode=how))
+        await self.process.manager.pause_generation(PauseGenerationReqInput(mode=how))
         await self.liveness()  # the pause has happened when this returns
 
     async def _thaw(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
-        await self._process.manager.continue_generation(ContinueGenerationReqInput())
+        await self.process.manager.continue_generation(ContinueGenerationReqInput())
         self._paused = False
 
     async def _drain(self) -> None:
@@ -247,7 +253,7 @@ class SglangEngine(RankEngine[SglangProcess]):
         elif self._requests_in_sglang().submitted():
             return False
         wait_s = None if self._paused else FLUSH_WAIT_S
-        reply = await self._process.ask(self._process.manager.flush_cache(timeout_s=wait_s))
+        reply = await self.process.ask(self.process.manager.flush_cache(timeout_s=wait_s))
         return bool(reply.success)
 
     # weights
@@ -259,7 +265,7 @@ class SglangEngine(RankEngine[SglangProcess]):
 
     async def _relabel(self, version: WeightVersion | None) -> None:
         key = self._next_key()
-        await self._process.call("relabel", key=key)
+        await self.process.call("relabel", key=key)
         self._requests_in_sglang().key, self._version = key, version
 
     def _next_key(self) -> str:
@@ -268,25 +274,25 @@ class SglangEngine(RankEngine[SglangProcess]):
     async def swap(self, staging: str, version: WeightVersion) -> bool:
         """Retracts running requests: they compute their KV again, by the new weights."""
         self._check_paused()
-        await self._process.ask(self._swap(staging, version))
+        await self.process.ask(self._swap(staging, version))
         return True
 
     async def _swap(self, staging: str, version: WeightVersion) -> None:
         await self._freeze("retract")  # all tokens of the old weights have come when this returns
         try:
-            await self._process.call("ready", staging=staging)
+            await self.process.call("ready", staging=staging)
         except PlaneError:
             await self.discard(staging)  # in the ranks that were not ready
             raise
         key = self._next_key()
         self._requests_in_sglang().key, self._version = key, None  # half-way, the weights are of no version
-        await self._process.call("swap", key=key)
+        await self.process.call("swap", key=key)
         self._version = version
 
     async def _score(self, sequences: list[list[int]], adapter: str | None) -> Any:
         lora_id = "" if adapter is None else self._adapters[adapter].lora_id
         await self._freeze("retract")
-        rows = await self._process.call("score", sequences=json.dumps(sequences), lora_id=lora_id)
+        rows = await self.process.call("score", sequences=json.dumps(sequences), lora_id=lora_id)
         return rows[0]["scores"]
 
     def _adapter_names(self) -> Collection[str]:
@@ -304,7 +310,7 @@ class SglangEngine(RankEngine[SglangProcess]):
         """Gives each adapter a new name in the engine, and so a prefix cache of its own. The new adapter is loaded
         beside the old one, which is removed when that has worked. If the old one can't be removed, the new one is."""
         self._check_paused()
-        await self._process.ask(self._change_adapter(name, staging, version))
+        await self.process.ask(self._change_adapter(name, staging, version))
         return False  # no request finds the KV of the old one
 
     async def _change_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> None:
@@ -321,7 +327,7 @@ class SglangEngine(RankEngine[SglangProcess]):
             fresh = LoadedAdapter(f"{name}@{number}", f"rl-plane-adapter-{number}", version)
         try:
             if fresh is not None and staging is not None:
-                await self._process.call(
+                await self.process.call(
                     "put_adapter", staging=staging, name=fresh.engine_name, lora_id=fresh.lora_id
                 )
             if old is not None:
@@ -329,10 +335,10 @@ class SglangEngine(RankEngine[SglangProcess]):
         except BaseException:
             if fresh is not None:  # one rank may have it while another one failed
                 with contextlib.suppress(PlaneError):  # the first error counts
-                    await self._process.call("forget_adapter", lora_id=fresh.lora_id)
+                    await self.process.call("forget_adapter", lora_id=fresh.lora_id)
             raise
         if fresh is not None:
-            await self._process.manager.lora_registry.register(lora_reference(fresh.engine_name, fresh.lora_id))
+            await self.process.manager.lora_registry.register(lora_reference(fresh.engine_name, fresh.lora_id))
             self._adapters[name] = fresh
         else:
             self._adapters.pop(name, None)
@@ -340,7 +346,7 @@ class SglangEngine(RankEngine[SglangProcess]):
     async def _retire(self, name: str, old: LoadedAdapter, replaced: bool) -> None:
         """Removes an adapter that may have requests. A request can't change to another adapter: if it is replaced, the
         new adapter is asked for the rest."""
-        registry, feeder = self._process.manager.lora_registry, self._requests_in_sglang()
+        registry, feeder = self.process.manager.lora_registry, self._requests_in_sglang()
         if replaced:
             await feeder.begin_again([one for one in feeder.submitted() if one.adapter == old.engine_name])
         else:
@@ -356,18 +362,18 @@ class SglangEngine(RankEngine[SglangProcess]):
                 raise EngineFailed(f"requests of {old.engine_name} did not end in {UNUSED_WAIT_S:g} s") from error
             raise
         try:
-            await self._process.call("remove_adapter", lora_id=old.lora_id)
+            await self.process.call("remove_adapter", lora_id=old.lora_id)
         except BaseException as error:
             await self._put_back(name, old, error)
             raise
         with contextlib.suppress(PlaneError):  # it is removed; only its memory stays
-            await self._process.call("forget_adapter", lora_id=old.lora_id)
+            await self.process.call("forget_adapter", lora_id=old.lora_id)
 
     async def _put_back(self, name: str, old: LoadedAdapter, error: BaseException) -> None:
         """Restores an adapter that a rank may have removed while another one failed. A request for it would end a rank
         without it."""
         try:
-            await self._process.call("put_back_adapter", lora_id=old.lora_id)
+            await self.process.call("put_back_adapter", lora_id=old.lora_id)
         except EngineDied:
             raise
         except PlaneError as failure:
@@ -375,9 +381,9 @@ class SglangEngine(RankEngine[SglangProcess]):
             feeder = self._requests_in_sglang()
             await feeder.abort([one for one in feeder.streams.values() if one.request.adapter == name])
             with contextlib.suppress(PlaneError):  # the first error counts
-                await self._process.call("forget_adapter", lora_id=old.lora_id)
+                await self.process.call("forget_adapter", lora_id=old.lora_id)
             raise AdapterLost.of(name, error, failure) from error
-        await self._process.manager.lora_registry.register(lora_reference(old.engine_name, old.lora_id))
+        await self.process.manager.lora_registry.register(lora_reference(old.engine_name, old.lora_id))
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None:
         check_adapter(name, self._adapters, "name")
@@ -385,13 +391,13 @@ class SglangEngine(RankEngine[SglangProcess]):
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
         if action != "reset_tensors":
-            return await self._process.ask(asyncio.to_thread(self._process.ranks.check, action))
+            return await self.process.ask(asyncio.to_thread(self.process.ranks.check, action))
         async with self._stopped():
             await self._freeze("retract")
             key = self._next_key()
             self._requests_in_sglang().key, self._version = key, None
-            await self._process.call("reset", key=key)
-        return [{"rank": rank} for rank in range(self._process.ranks.count)]
+            await self.process.call("reset", key=key)
+        return [{"rank": rank} for rank in range(self.process.ranks.count)]
 
     # memory
 
@@ -399,7 +405,7 @@ class SglangEngine(RankEngine[SglangProcess]):
         """Retracts frozen requests: they compute their KV again."""
         self._refuse_lacking_op("release_memory")
         await self._freeze("retract")  # SGLang ends the process if a request runs
-        await self._process.ask(self._release(tags))
+        await self.process.ask(self._release(tags))
 
     async def _release(self, tags: list[str]) -> None:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
@@ -407,13 +413,13 @@ class SglangEngine(RankEngine[SglangProcess]):
         async with self._memory:
             wanted = [tag for tag in tags if tag not in self._released]
             if wanted:
-                manager, asked = self._process.manager, ReleaseMemoryOccupationReqInput(tags=_sglang_tags(wanted))
+                manager, asked = self.process.manager, ReleaseMemoryOccupationReqInput(tags=_sglang_tags(wanted))
                 await manager.release_memory_occupation(asked)
                 self._released.update(wanted)
 
     async def resume_memory(self, tags: list[str]) -> None:
         self._refuse_lacking_op("resume_memory")
-        await self._process.ask(self._take_back(tags))
+        await self.process.ask(self._take_back(tags))
 
     async def _take_back(self, tags: list[str]) -> None:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
@@ -423,7 +429,7 @@ class SglangEngine(RankEngine[SglangProcess]):
             if "weights" in wanted:
                 await self._relabel(None)
             if wanted:
-                manager, asked = self._process.manager, ResumeMemoryOccupationReqInput(tags=_sglang_tags(wanted))
+                manager, asked = self.process.manager, ResumeMemoryOccupationReqInput(tags=_sglang_tags(wanted))
                 await manager.resume_memory_occupation(asked)
                 self._released.difference_update(wanted)
 

@@ -40,7 +40,7 @@ class SglangProcess(EngineProcess):
 
     def __init__(self, options: EngineOptions, arguments: dict[str, Any], device: str, gpu: int) -> None:
         super().__init__(options, arguments)
-        self._device = device
+        self.device = device
         self._gpu = gpu
         self._manager: Any = None
         self._reading: asyncio.Task[None] | None = None
@@ -135,7 +135,7 @@ class SglangProcess(EngineProcess):
         os.environ[MARK] = json.dumps(
             {
                 "worker": os.getpid(),
-                "device": self._device,
+                "device": self.device,
                 "directory": str(directory),
                 "model": str(self._options.model.absolute()),
                 "places": self._options.places.to_wire(),
@@ -166,12 +166,12 @@ class SglangProcess(EngineProcess):
             def shutdown(self) -> None:
                 """SGLang calls it at the end of the process, and ends every child. Our `end` has done that already."""
 
-        arguments: dict[str, Any] = dict(ON_CPU) if self._device == "cpu" else {}
-        arguments |= self._arguments
+        arguments: dict[str, Any] = dict(ON_CPU) if self.device == "cpu" else {}
+        arguments |= self.arguments
         with self._environment(directory), _as_it_was():
             self._engine = OwnEngine(
                 model_path=str(self._options.model),
-                device=self._device,
+                device=self.device,
                 base_gpu_id=self._gpu,
                 dtype=self._options.dtype or "auto",
                 weight_version=FIRST_KEY,

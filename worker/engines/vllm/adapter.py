@@ -66,11 +66,16 @@ def build(options: EngineOptions) -> FullEngine:
     return VllmEngine(options)
 
 
+def _process_of(options: EngineOptions) -> VllmProcess:
+    sleeping = {"enable_sleep_mode": "true"} if options.memory_saver else {}
+    return VllmProcess(options, parse_arguments(dict(options.extra) | sleeping))
+
+
 class VllmEngine(RankEngine[VllmProcess]):
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, process: VllmProcess | None = None) -> None:
+        """`process`: the default is vLLM's own, built from the options."""
         quieten()
-        sleeping = {"enable_sleep_mode": "true"} if options.memory_saver else {}
-        super().__init__(options, VllmProcess(options, parse_arguments(dict(options.extra) | sleeping)))
+        super().__init__(options, process or _process_of(options))
         self._released = ReleasedMemory()
         self._streams: Streams | None = None
         self._numbers = itertools.count(1)
@@ -84,17 +89,17 @@ class VllmEngine(RankEngine[VllmProcess]):
     async def _start(self) -> EngineInfo:
         self.engine_loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._load_tokenizer)
-        await self._process.start()
-        self._streams = Streams(self._process, self._eos, self._label)
+        await self.process.start()
+        self._streams = Streams(self.process, self._eos, self._label)
         await self.liveness()
-        return self._describe(self._process.ranks)
+        return self._describe(self.process.ranks)
 
     def _describe(self, ranks: Ranks) -> EngineInfo:
         import vllm
         from vllm.platforms import current_platform
 
-        model, parallel = self._process.config.model_config, self._process.config.parallel_config
-        lora = self._process.config.lora_config
+        model, parallel = self.process.config.model_config, self.process.config.parallel_config
+        lora = self.process.config.lora_config
         return EngineInfo(
             engine="vllm",
             engine_version=vllm.__version__,
@@ -119,9 +124,9 @@ class VllmEngine(RankEngine[VllmProcess]):
         lacking: dict[str, str] = {}
         if (reason := self._no_sleep()) is not None:
             lacking |= {"release_memory": reason, "resume_memory": reason}
-        if self._process.config.lora_config is None:
+        if self.process.config.lora_config is None:
             lacking |= {"prepare_update:lora": NO_LORA, "update_weights:lora": NO_LORA}
-        config = self._process.config
+        config = self.process.config
         wrong: str | None = None
         if config.cache_config.kv_sharing_fast_prefill:
             wrong = _FAST_PREFILL
@@ -138,7 +143,7 @@ class VllmEngine(RankEngine[VllmProcess]):
     def _no_routed_experts(self) -> str:
         from vllm.triton_utils import HAS_TRITON
 
-        if not self._process.config.model_config.is_moe:
+        if not self.process.config.model_config.is_moe:
             return NO_EXPERTS
         return NO_ROUTED if HAS_TRITON else NO_TRITON
 
@@ -147,10 +152,10 @@ class VllmEngine(RankEngine[VllmProcess]):
 
         if current_platform.is_cpu():
             return _NO_SLEEP_CPU
-        return None if self._process.config.model_config.enable_sleep_mode else _NO_SLEEP
+        return None if self.process.config.model_config.enable_sleep_mode else _NO_SLEEP
 
     async def liveness(self) -> None:
-        await self._process.ask(self._process.llm.collective_rpc("rl_plane_ping"))
+        await self.process.ask(self.process.llm.collective_rpc("rl_plane_ping"))
 
     # generation
 
@@ -173,7 +178,7 @@ class VllmEngine(RankEngine[VllmProcess]):
     async def abort(self, request_ids: list[str] | None) -> int:
         streams = self._requests_in_vllm()
         before, ended = self._abort_tokenized(request_ids), streams.of(request_ids)
-        await self._process.ask(streams.abort(ended))
+        await self.process.ask(streams.abort(ended))
         return before + len(ended)
 
     async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
@@ -184,17 +189,17 @@ class VllmEngine(RankEngine[VllmProcess]):
 
     async def _freeze(self, mode: PauseMode = "keep") -> None:
         # Not by pause_generation, which adds a sleep: each token has its own label.
-        await self._process.ask(self._process.llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
+        await self.process.ask(self.process.llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
 
     async def resume(self) -> None:
         self._paused = False  # the last call counts, even if its answer comes late
-        await self._process.ask(self._process.llm.resume_generation())
+        await self.process.ask(self.process.llm.resume_generation())
 
     async def flush_cache(self) -> bool:
         """vLLM refuses while requests run. Frozen requests lose their KV, and compute it again when they continue. The
         KV that vLLM's own connector keeps in host memory (`kv_offloading_size`) is dropped, too."""
-        llm = self._process.llm
-        return await self._process.ask(
+        llm = self.process.llm
+        return await self.process.ask(
             llm.reset_prefix_cache(reset_running_requests=self._paused, reset_connector=True)
         )
 
@@ -211,12 +216,12 @@ class VllmEngine(RankEngine[VllmProcess]):
         """Running requests compute their KV again: vLLM drops the prefix cache only together with theirs."""
         try:
             self._check_paused()
-            await asyncio.to_thread(self._process.ranks.rows, "take", {"staging": staging})
+            await asyncio.to_thread(self.process.ranks.rows, "take", {"staging": staging})
         except BaseException:
             await self._forget(staging)
             raise
         await self._forget_base()
-        await self._process.on_ranks("rl_plane_swap")
+        await self.process.on_ranks("rl_plane_swap")
         await self._add_loras()
         flushed = await self._flush(stale=True)
         await self._name_state(version, self._adapter_versions())
@@ -224,11 +229,11 @@ class VllmEngine(RankEngine[VllmProcess]):
 
     async def _score(self, sequences: list[list[int]], adapter: str | None) -> Any:
         lora = None if adapter is None else (self._loras[adapter].number, self._loras[adapter].path)
-        llm = self._process.llm
+        llm = self.process.llm
         await self._freeze()
-        if not await self._process.ask(llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)):
+        if not await self.process.ask(llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)):
             raise EngineFailed("vLLM did not flush its prefix cache: a request holds KV")
-        return await self._process.ask(llm.engine_core.call_utility_async(METHOD, sequences, lora))
+        return await self.process.ask(llm.engine_core.call_utility_async(METHOD, sequences, lora))
 
     def _adapter_names(self) -> Collection[str]:
         return self._loras
@@ -267,7 +272,7 @@ class VllmEngine(RankEngine[VllmProcess]):
         while len(self._states) > KEPT_STATES:
             del self._states[next(iter(self._states))]
         try:
-            await self._process.ask(self._process.llm.update_weight_version(name))
+            await self.process.ask(self.process.llm.update_weight_version(name))
         except BaseException:
             del self._states[name]  # if the engine has the name nevertheless, its tokens are of unknown weights
             raise
@@ -286,7 +291,7 @@ class VllmEngine(RankEngine[VllmProcess]):
         except InvalidRequest:
             await self._forget(staging)
             raise
-        rows = await asyncio.to_thread(self._process.ranks.rows, "take_adapter", {"staging": staging})
+        rows = await asyncio.to_thread(self.process.ranks.rows, "take_adapter", {"staging": staging})
         lora = _Lora(before.number if before is not None else next(self._numbers), rows[0]["path"])
         try:
             assert version is not None, "of an adapter that is loaded"
@@ -305,7 +310,7 @@ class VllmEngine(RankEngine[VllmProcess]):
     def _lora_places(self) -> int | None:
         from vllm.platforms import current_platform
 
-        limits = self._process.config.lora_config
+        limits = self.process.config.lora_config
         if limits is None:
             return None
         # On a CPU the last slot stays empty: see `completed`.
@@ -314,10 +319,10 @@ class VllmEngine(RankEngine[VllmProcess]):
     async def _add_lora(self, lora: _Lora) -> None:
         """Replaces the adapter of this number, if there is one. On a rank where this one does not load, the old one
         stays."""
-        await self._process.on_ranks("rl_plane_add_lora", lora.number, lora.path)
+        await self.process.on_ranks("rl_plane_add_lora", lora.number, lora.path)
 
     async def _remove_lora(self, lora: _Lora) -> None:
-        await self._process.on_ranks("rl_plane_remove_lora", lora.number)
+        await self.process.on_ranks("rl_plane_remove_lora", lora.number)
 
     async def _take_out(self, name: str, lora: _Lora, before: _Lora | None, error: BaseException) -> None:
         try:
@@ -346,7 +351,7 @@ class VllmEngine(RankEngine[VllmProcess]):
         """Removes the adapter's name, and ends its requests."""
         del self._loras[name]
         streams = self._requests_in_vllm()
-        await self._process.ask(streams.abort(streams.of_adapter(name)))
+        await self.process.ask(streams.abort(streams.of_adapter(name)))
         await asyncio.to_thread(shutil.rmtree, lora.path, ignore_errors=True)
 
     async def _unload(self, name: str, lora: _Lora | None) -> bool:
@@ -371,9 +376,9 @@ class VllmEngine(RankEngine[VllmProcess]):
         if action == "reset_tensors":
             return await self._reset()
         if self.info.device != "cpu":
-            return await asyncio.to_thread(self._process.ranks.check, action)
+            return await asyncio.to_thread(self.process.ranks.check, action)
         # On a CPU a check runs the packed layers, which running steps use too.
-        return await self._process.on_ranks("rl_plane_check", action)
+        return await self.process.on_ranks("rl_plane_check", action)
 
     async def _reset(self) -> list[dict[str, Any]]:
         """Freezes the engine meanwhile: the adapters are dropped with the weights, and a step without one would read
@@ -381,7 +386,7 @@ class VllmEngine(RankEngine[VllmProcess]):
         async with self._stopped():
             await self._freeze()
             await self._forget_base()
-            rows = await self._process.on_ranks("rl_plane_check", "reset_tensors")
+            rows = await self.process.on_ranks("rl_plane_check", "reset_tensors")
             await self._add_loras()
         return rows
 
@@ -397,13 +402,13 @@ class VllmEngine(RankEngine[VllmProcess]):
             await self._make(call)
 
     async def _make(self, call: SleepCall) -> None:
-        llm = self._process.llm
+        llm = self.process.llm
         match call.method:
             case "sleep":
-                await self._process.ask(llm.sleep(level=SLEEP_LEVEL, mode="keep"))
+                await self.process.ask(llm.sleep(level=SLEEP_LEVEL, mode="keep"))
             case "release_kv_cache_memory":
                 # vLLM needs an idle scheduler: an abort leaves work for it.
                 await self._freeze()
-                await self._process.ask(llm.release_kv_cache_memory())
+                await self.process.ask(llm.release_kv_cache_memory())
             case "wake_up":
-                await self._process.ask(llm.wake_up(sorted(call.tags)))
+                await self.process.ask(llm.wake_up(sorted(call.tags)))

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 from rl_plane.errors import InvalidRequest
@@ -131,10 +131,10 @@ def check_cpu(arguments: Mapping[str, Any]) -> None:
             )
 
 
-def thread_binding(ranks: int) -> str | None:
-    """The value of `VLLM_CPU_OMP_THREADS_BIND` for this number of ranks on a CPU, which share its cores. None: vLLM's
-    own choice."""
-    cores = sorted(os.sched_getaffinity(0))
+def thread_binding(ranks: int, cores: Collection[int] | None = None) -> str | None:
+    """Returns the value of `VLLM_CPU_OMP_THREADS_BIND` for this number of ranks on a CPU, which share its cores. None:
+    vLLM's own choice. `cores`: the default is the cores of this process."""
+    cores = sorted(os.sched_getaffinity(0) if cores is None else cores)
     if ranks == 1 or len(cores) < ranks:
         return None
     share = len(cores) // ranks

@@ -18,7 +18,6 @@ from worker.engines.common.rank_holder import RankHolder
 from worker.engines.common.torch_weights import DTYPE_OF_NAME, host_copies
 from worker.engines.common.weight_checks import TensorChecks, noise
 from worker.engines.vllm.adapter_files import write_adapter
-from worker.engines.vllm.dtypes import dtypes_of_load
 from worker.receive.weight_holder import TensorStream
 
 IDENTITY_ROWS = 256
@@ -42,10 +41,13 @@ class VllmStagedAdapter:
 class VllmHolder(RankHolder):
     """A WeightHolder of one rank."""
 
-    def __init__(self, model: Path, directory: Path, runner: Any, rank: int) -> None:
+    def __init__(
+        self, model: Path, directory: Path, runner: Any, rank: int, loaded: Mapping[str, torch.dtype]
+    ) -> None:
+        """`loaded`: the types in which vLLM has put the tensors of the checkpoint, as its load has shown."""
         _check_reloads(runner.get_model())
         dtypes = {name: tensor.dtype for name, tensor in runner.model.state_dict().items()}
-        super().__init__(model, runner.model_config.dtype, runner.device, dtypes | dtypes_of_load())
+        super().__init__(model, runner.model_config.dtype, runner.device, {**dtypes, **loaded})
         self._directory = directory
         self._runner = runner
         self._rank = rank

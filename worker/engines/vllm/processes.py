@@ -92,19 +92,19 @@ class VllmProcess(EngineProcess):
         from vllm.triton_utils import HAS_TRITON
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        if self._arguments.get("enable_return_routed_experts") and not HAS_TRITON:
+        if self.arguments.get("enable_return_routed_experts") and not HAS_TRITON:
             raise InvalidRequest(NO_TRITON, field="engine_arg.enable_return_routed_experts", fix="leave it out")
         on_cpu = current_platform.is_cpu()
         _check_device(self._options.device, on_cpu)
         if on_cpu:
             self._options.refuse_modes("vLLM has this on GPUs only", "leave it out on a CPU")
-            check_cpu(self._arguments)
-        arguments = completed(self._arguments, on_cpu)
+            check_cpu(self.arguments)
+        arguments = completed(self.arguments, on_cpu)
         ranks = int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
         binding = thread_binding(ranks) if on_cpu else None
         eager = on_cpu and arguments["enforce_eager"]
         take_temperatures_as_they_are()  # also here, where requests are made
-        with _environment(directory, binding, self._options.deterministic, eager):
+        with environment(directory, binding, self._options.deterministic, eager):
             self._engine = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(
                     model=str(self._options.model),
@@ -152,7 +152,7 @@ def _model_dtype(model: Path) -> str:
 
 
 @contextlib.contextmanager
-def _environment(sockets: Path, binding: str | None, deterministic: bool, eager: bool) -> Iterator[None]:
+def environment(sockets: Path, binding: str | None, deterministic: bool, eager: bool) -> Iterator[None]:
     """Sets the environment of vLLM's processes. `eager`: nothing is compiled."""
     kept = dict(os.environ)
     os.environ[MARK] = str(os.getpid())

@@ -13,6 +13,7 @@ from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.transports.base import TransportContext
 from worker.engines.common.torch_weights import StagedTensors
+from worker.engines.vllm.dtypes import dtypes_of_load
 from worker.engines.vllm.holder import VllmHolder, VllmStagedAdapter
 from worker.engines.vllm.logits import count_before_sampling
 from worker.engines.vllm.lora_requests import lora_request
@@ -33,7 +34,7 @@ class RankExtension:
         def start() -> None:
             # At each reload, vLLM warns of tables that are in no checkpoint.
             logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-            holder = VllmHolder(Path(model), Path(directory), self.model_runner, self.rank)
+            holder = VllmHolder(Path(model), Path(directory), self.model_runner, self.rank, dtypes_of_load())
             transports = load_transports(TransportContext.from_wire(places), str(self.model_runner.device))
             self.rl_plane_receiver = Receiver(holder, transports)
             self.rl_plane_holder = holder

@@ -31,9 +31,18 @@ POLL_S = 0.05
 class AgentClient:
     """Calls the agents of one engine. `ask` blocks, so it runs on a thread."""
 
-    def __init__(self, directory: Path, ranks: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        ranks: int,
+        *,
+        ask_timeout_s: float = ASK_TIMEOUT_S,
+        cancel_wait_s: float = CANCEL_WAIT_S,
+    ) -> None:
         self._directory = directory
         self.ranks = ranks
+        self._ask_timeout_s = ask_timeout_s
+        self._cancel_wait_s = cancel_wait_s
 
     def ask(
         self,
@@ -41,11 +50,13 @@ class AgentClient:
         body: Mapping[str, Any] | None = None,
         *,
         cancelled: Cancelled = never,
-        timeout_s: float = ASK_TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> list[Any]:
         """Returns the answer of each rank, in order. If one rank raises, cancels the others, waits until all ended, and
-        raises the first error. EngineFailed: a rank can't be reached."""
-        call = _Call(op, time.monotonic() + timeout_s)
+        raises the first error. EngineFailed: a rank can't be reached. `timeout_s`: the client's own time is the
+        default."""
+        timeout_s = self._ask_timeout_s if timeout_s is None else timeout_s
+        call = _Call(op, time.monotonic() + timeout_s, self._cancel_wait_s)
         with contextlib.ExitStack() as stack:
             for rank in range(self.ranks):
                 try:
@@ -67,12 +78,13 @@ class AgentClient:
 class _Call:
     """One call, under way on several ranks."""
 
-    def __init__(self, op: str, deadline: float) -> None:
+    def __init__(self, op: str, deadline: float, cancel_wait_s: float) -> None:
         self.waiting: dict[socket.socket, int] = {}
         self.values: dict[int, Any] = {}
         self.error: PlaneError | None = None
         self._op = op
         self._deadline = deadline
+        self._cancel_wait_s = cancel_wait_s
         self._ended = False
 
     def failed(self, error: PlaneError) -> None:
@@ -84,7 +96,7 @@ class _Call:
         if self._ended:
             return
         self._ended = True
-        self._deadline = min(self._deadline, time.monotonic() + CANCEL_WAIT_S)
+        self._deadline = min(self._deadline, time.monotonic() + self._cancel_wait_s)
         for connection in self.waiting:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
