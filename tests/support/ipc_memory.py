@@ -100,7 +100,7 @@ def impostor(*packets: Any, given: Callable[[], list[int]] = lambda: []) -> Iter
         thread = threading.Thread(target=serve)
         thread.start()
         try:
-            yield {"backend": "ipc", "socket": name}
+            yield {"backend": "ipc", "socket": name, "secret": "0" * 32}
         finally:
             thread.join(BOUND_S)
             assert not thread.is_alive()
@@ -111,6 +111,7 @@ def raw_receiver(transport: dict[str, Any]) -> Iterator[tuple[socket.socket, lis
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(BOUND_S)
         connection.connect(wire.address(transport["socket"]))
+        wire.send_packet(connection, {"secret": transport["secret"]})
         _, given = wire.read_packet(connection, 3)
         try:
             yield connection, given

@@ -282,10 +282,10 @@ def test_memory_that_can_not_be_registered_is_copied(
 def test_only_what_the_manifest_names_can_be_read(sender: NixlSender) -> None:
     addresses = {}
     for seed in (1, 2):
-        key = offer(sender, seed)["key"]
+        key = offer(sender, seed)["secret"]
         addresses[seed] = msgpack.unpackb(sender._server._offers[key][4:])
         sender.keep(str(seed))
-    agent = wire.make_agent("reader")
+    agent = wire.make_agent("reader", "127.0.0.1")
     here = wire.RegisteredMemory(agent, 64)
     source = agent.add_remote_agent(addresses[1]["metadata"])
 
@@ -321,7 +321,7 @@ def test_memory_is_used_again_once_its_pullers_have_left(
     area = sender._opened.area if sender._opened is not None else None
     sender.keep()
     with socket.create_connection((first["host"], first["port"]), BOUND_S) as puller:
-        frames.send_frame(puller, {"protocol": wire.PROTOCOL, "key": first["key"]})
+        frames.send_frame(puller, {"protocol": wire.PROTOCOL, "secret": first["secret"]})
         frames.read_frame(puller)
         offer(sender, 2)
         keeping = threading.Thread(target=sender.keep)
@@ -395,7 +395,7 @@ def test_a_manifest_of_megabytes(sender: NixlSender, puller: NixlTransport) -> N
     for number in fill(manifest, given.items(), sender.buffer, digests):
         sender.send(number)
     sender.finish(digests)
-    assert len(sender._server._offers[transport["key"]]) > 4 << 20
+    assert len(sender._server._offers[transport["secret"]]) > 4 << 20
     assert pull(puller, transport) == (data_of(given), manifest.digested(digests).digest)
 
 
@@ -434,10 +434,10 @@ def test_empty_tensors_and_adapters(sender: NixlSender, puller: NixlTransport) -
         ({"port": "80"}, "transport.port"),
         ({"port": 0}, "transport.port"),
         ({"port": True}, "transport.port"),
-        ({"key": ""}, "transport.key"),
+        ({"secret": ""}, "transport.secret"),
         ({"path": "/"}, "transport.path"),
         ({"host": "host.invalid"}, "transport"),
-        ({"key": "0" * 32}, "transport"),
+        ({"secret": "0" * 32}, "transport"),
     ],
 )
 def test_a_wrong_request_names_its_field(
@@ -517,7 +517,7 @@ def impostor(answer: Any) -> Iterator[dict[str, Any]]:
         thread = threading.Thread(target=serve)
         thread.start()
         try:
-            yield {"backend": "nixl", "host": "127.0.0.1", "port": listener.getsockname()[1], "key": "k"}
+            yield {"backend": "nixl", "host": "127.0.0.1", "port": listener.getsockname()[1], "secret": "k"}
         finally:
             thread.join()
 

@@ -12,7 +12,8 @@ the first packet. The kernel frees that memory when the last process that holds 
                          {bucket, starts, handles}     the same in shares on the receiver's GPU
                          {end: digest | None}          the version's digest, in the turn after the last bucket
                          {error: text}                 instead of any of these
-    receiver → trainer   {gpu: UUID}                   the receiver's GPU, if the buffers are on GPUs
+    receiver → trainer   {secret}                      first of all; the trainer answers nothing before
+                         {gpu: UUID}                   the receiver's GPU, if the buffers are on GPUs
                          {taken: 0}, {taken: 1}, …     one for each turn: its buffer may be used again
                          {closed: turns}               before the last turn: the receiver has closed the GPU's memory of
                                                        the buffers and of the first `turns` turns
@@ -36,7 +37,7 @@ from rl_plane.weights.manifest import ALIGN_BYTES, Manifest
 
 BACKEND = "ipc"
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 BUFFERS = 2
 """One buffer is packed while the other is read."""
@@ -49,6 +50,9 @@ MAX_MANIFEST_BYTES = 256 << 20
 
 NAME = re.compile(r"rl-plane-ipc-[0-9a-f]{32}")
 """The name of a sender's socket. A request can't make a worker connect to any other socket."""
+
+SECRET = re.compile(r"[0-9a-f]{32}")
+"""The secret of an update, which a receiver has from the update's request."""
 
 F_SEAL_FUTURE_WRITE = 0x10
 """The seal (Linux 5.1) after which only existing maps may write. Python's `fcntl` does not have it."""

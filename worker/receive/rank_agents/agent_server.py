@@ -129,8 +129,7 @@ class AgentServer:
     def _answer(self, connection: socket.socket) -> None:
         with connection:
             try:
-                connection.settimeout(FIRST_FRAME_S)
-                request = read_frame(connection)
+                request = read_frame(connection, within_s=FIRST_FRAME_S)
                 connection.settimeout(None)
                 send_frame(connection, self._outcome(request, connection))
             except (OSError, EOFError, ValueError) as error:
