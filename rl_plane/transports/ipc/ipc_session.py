@@ -17,6 +17,7 @@ from typing import Any
 import msgpack
 
 from rl_plane._util.forks import not_for_children
+from rl_plane._util.peer_credentials import same_user
 from rl_plane.errors import DeadlineExceeded, InvalidRequest, PlaneError, Unavailable
 from rl_plane.transports.ipc.cuda_buffers import GpuBuffers, Handle, release, seen
 from rl_plane.transports.ipc.host_buffers import HostBuffers, SealedMemory
@@ -27,7 +28,6 @@ from rl_plane.transports.ipc.wire import (
     address,
     close_all,
     read_packet,
-    same_user,
     send_packet,
 )
 from rl_plane.weights.manifest import Manifest

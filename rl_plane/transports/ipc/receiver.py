@@ -18,6 +18,7 @@ from typing import Any
 
 import msgpack
 
+from rl_plane._util.peer_credentials import peer_pid, same_user
 from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, InvalidWeights, Unavailable
 from rl_plane.protocol.versions import HostTensor
@@ -36,9 +37,7 @@ from rl_plane.transports.ipc.wire import (
     buffer_count,
     check_platform,
     close_all,
-    peer_pid,
     read_packet,
-    same_user,
     seals,
     send_packet,
 )

@@ -25,7 +25,6 @@ import fcntl
 import os
 import re
 import socket
-import struct
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -57,8 +56,6 @@ SECRET = re.compile(r"[0-9a-f]{32}")
 F_SEAL_FUTURE_WRITE = 0x10
 """The seal (Linux 5.1) after which only existing maps may write. Python's `fcntl` does not have it."""
 
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-
 
 def check_platform() -> None:
     """Raises Unsupported unless this is Linux."""
@@ -72,22 +69,6 @@ def check_platform() -> None:
 
 def address(name: str) -> str:
     return f"\0{name}"
-
-
-def same_user(connection: socket.socket) -> bool:
-    """True if the peer of the connection runs as this process's user. A socket's name is no secret: /proc/net/unix has
-    it."""
-    return _credentials(connection)[1] == os.geteuid()
-
-
-def peer_pid(connection: socket.socket) -> int:
-    return _credentials(connection)[0]
-
-
-def _credentials(connection: socket.socket) -> tuple[int, int, int]:
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, gid = _CREDENTIALS.unpack(raw)
-    return pid, uid, gid
 
 
 def buffer_bytes(manifest: Manifest) -> int:
