@@ -83,6 +83,7 @@ class Frontend:
         self.recovery = UpdateRecovery(fleet, view)
         self.calls = OpRunner(fleet)
         self.service = FleetService(client.bus, view.subjects.fleet, self.calls)
+        self.reading = FleetService(client.bus, view.subjects.fleet_read, self.calls, reads=True)
 
     @classmethod
     @asynccontextmanager
@@ -90,7 +91,12 @@ class Frontend:
         frontend_id = secrets.token_hex(8)
         name = f"frontend-{frontend_id}"
         client = await RlClient.connect(
-            options.nats_url, options.namespace, options.component, name=name, wait_s=SERVICE_CONNECT_S
+            options.nats_url,
+            options.namespace,
+            options.component,
+            name=name,
+            wait_s=SERVICE_CONNECT_S,
+            credentials=options.credentials,
         )
         async with AsyncExitStack() as stack:
             stack.push_async_callback(client.close)
@@ -109,11 +115,13 @@ class Frontend:
             if frontend.delivers_tokens:
                 await frontend.lease.start()
                 stack.push_async_callback(frontend.lease.stop)
-            frontend.recovery.start()
+            await frontend.recovery.start()
             stack.push_async_callback(frontend.recovery.stop)
             stack.push_async_callback(frontend.calls.close, GRACE_S)
             await frontend.service.start()
             stack.push_async_callback(frontend.service.stop, GRACE_S)
+            await frontend.reading.start()
+            stack.push_async_callback(frontend.reading.stop, GRACE_S)
             yield frontend
 
     def _snapshot(self) -> Scrape:

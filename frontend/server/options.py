@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.dialects import DIALECTS
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
 
-DIALECTS = ("vllm", "sglang", "prime-rl")
 DEFAULT_RL_PORT = 8002
 DEFAULT_HTTP_PORT = 8000
 DEFAULT_ADMISSION_WAIT_S = 10.0
@@ -33,7 +34,7 @@ class FrontendOptions:
     """The key of the generation API. Without a key it binds to loopback only."""
     insecure: bool = False
     """Bind beyond loopback without a key."""
-    dialects: tuple[str, ...] = DIALECTS
+    dialects: tuple[str, ...] = tuple(DIALECTS)
     """The dialects of trainers' clients that the facade answers. With a dialect, the facade generates too."""
     liveness_timeout_s: float = 5.0
     admission_wait_s: float = DEFAULT_ADMISSION_WAIT_S
@@ -42,6 +43,8 @@ class FrontendOptions:
     """The time for the choices under way after SIGTERM."""
     part_timeout_s: float = PART_TIMEOUT_S
     """The time until every rank has the tensors of one call, where a trainer's dialect has no field for it."""
+    credentials: NatsCredentials = NO_CREDENTIALS
+    """The files by which the frontend connects to NATS."""
 
     def __post_init__(self) -> None:
         for name in self.dialects:

@@ -58,7 +58,13 @@ def fix_of(error: PlaneError, command: str = "") -> str:
 
 
 def error_line(error: PlaneError) -> str:
-    return one_line(f"rl-plane: error: {error.message.rstrip('.')}; fix: {fix_of(error)}")
+    """The error in one line: the wrong field, unless the message names it, the message, and the fix."""
+    field = str(error.facts.get("field") or "")
+    words = error.message.rstrip(".")
+    name = field.rpartition(".")[2]
+    if field not in words and (name.isdigit() or name not in words):
+        words = f"{field}: {words}"
+    return one_line(f"rl-plane: error: {words}; fix: {fix_of(error)}")
 
 
 def plane_error(error: Exception) -> PlaneError | None:

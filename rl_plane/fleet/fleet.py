@@ -440,6 +440,11 @@ class Fleet:
         body = {"open": is_open}
         return await self._on_all(call, "set_admission", body, admission=b"" if is_open else DISABLED)
 
+    async def fix_first_version(self) -> None:
+        """Writes the record of a fleet that has none: the newest that a worker knows, else sequence 0 by the model of
+        all workers. Where keys have roles, no worker may write it."""
+        await self._updates.fix_first_version()
+
     async def finish(self) -> WeightVersion:
         """Finishes or drops an update whose coordinator has died. Returns what the newest decision has made. Locked
         while a coordinator is alive."""

@@ -18,7 +18,7 @@ import pytest
 from frontend.dialects.common.fleet_as_one import NOT_POSSIBLE, begun, dialect_error, served_version
 from frontend.server.api import Api, schema_of
 from frontend.server.bodies import MAX_BODY_BYTES, MAX_NAMES_BYTES, parse_hashed
-from frontend.server.options import DIALECTS, FrontendOptions
+from frontend.server.options import FrontendOptions
 from frontend.server.shared_routes import DialectRequest, Fields, NoFields, ParsedRequest, SharedRoutes, report
 from rl_plane.cli.settings import for_child
 from rl_plane.errors import (
@@ -32,6 +32,7 @@ from rl_plane.errors import (
     Unsupported,
     WorkerLost,
 )
+from rl_plane.protocol.dialects import DIALECTS
 from tests.support.frontend_here import started
 from tests.support.paths import ROOT
 from tests.support.settings import values_of
@@ -146,7 +147,7 @@ async def test_an_unknown_dialect_is_refused() -> None:
 
 
 def test_the_command_line_names_dialects() -> None:
-    assert values_of(["dialects"])["dialects"] == DIALECTS == FrontendOptions().dialects
+    assert values_of(["dialects"])["dialects"] == tuple(DIALECTS) == FrontendOptions().dialects
     for text in ("vllm,prime-rl", "none"):
         values = values_of(["dialects"], RL_PLANE_DIALECTS=text)
         assert values["dialects"] == tuple(text.split(","))
