@@ -30,7 +30,7 @@ from tests.support.paths import ROOT
 from worker.receive.staging import model_digest
 from worker.testing.tiny_model import make_witness_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+pytestmark = [pytest.mark.slow, pytest.mark.parallel, pytest.mark.timeout(600)]
 
 MANY = 100
 """Connections of one stranger to each socket: more than any socket's bound."""
@@ -39,7 +39,7 @@ CONNECT_S = 0.2
 READ_S = 0.3
 BOUND_S = 60.0
 GARBAGE = (b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x10half", bytes(range(256)) * 8)
-"""What no plane understands, half a frame, and bytes of no protocol."""
+"""Words of another protocol, half a frame, and bytes of no protocol."""
 SHAPE = {"tensors": 40, "nbytes": 65536}
 NAMES = re.compile(rb"blake3|tensor|metadata|manifest|handles")
 """Words that only an answer to a receiver has."""
@@ -60,7 +60,7 @@ def rows(part: str) -> Counter[Row]:
 
 
 def row(process: str, listener: Listener, asked: str = "host") -> Row:
-    """How the page would list a listener. Fails if it listens beyond 127.0.0.1, which every test here asks for."""
+    """The row of a listener. Fails if it listens beyond 127.0.0.1, which every test here asks for."""
     if listener.kind == "tcp":
         assert listener.address == "127.0.0.1", listener
         return process, "tcp", asked
