@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.errors import InvalidRequest
@@ -32,8 +33,16 @@ class FrontendOptions:
     """The key of the facade. Without a key it binds to loopback only."""
     api_key: str | None = None
     """The key of the generation API. Without a key it binds to loopback only."""
+    keys_file: Path | None = None
+    """A file with keys and their roles, for both listeners. It is read again when it changes."""
     insecure: bool = False
     """Bind beyond loopback without a key."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names of this machine in a `Host` header, for listeners without a key."""
+    https_cert: Path | None = None
+    """The certificate chain of both listeners, in PEM. With it they speak HTTPS only."""
+    https_key: Path | None = None
+    """The private key of the certificate. Both files are read again when they change."""
     dialects: tuple[str, ...] = tuple(DIALECTS)
     """The dialects of trainers' clients that the facade answers. With a dialect, the facade generates too."""
     liveness_timeout_s: float = 5.0
@@ -54,6 +63,9 @@ class FrontendOptions:
                     field="dialects",
                     fix=f"name some of {', '.join(DIALECTS)}",
                 )
+        if (self.https_cert is None) != (self.https_key is None):
+            missing = "https_cert" if self.https_cert is None else "https_key"
+            raise InvalidRequest(f"{missing} is missing", field=missing, fix="give the certificate and its key")
         if not 0 < self.part_timeout_s <= MAX_PART_TIMEOUT_S:
             raise InvalidRequest(
                 f"part_timeout_s is {self.part_timeout_s!r}",

@@ -10,6 +10,7 @@ import click
 from rl_plane.bus.credentials import NatsCredentials
 from rl_plane.bus.key_folder import KeyFolder, KnownKey, ServerTls, credentials_of
 from rl_plane.bus.roles import ROLES, Role
+from rl_plane.cli import http_key_commands
 from rl_plane.cli.output import BadSetting, say, say_json, table
 from rl_plane.cli.setting_types import PATH
 from rl_plane.cli.settings import Command, command
@@ -32,13 +33,17 @@ def commands() -> list[click.Command]:
     folder = click.Argument(["directory"], type=PATH, metavar="DIR")
     role = click.Argument(["role"], metavar="ROLE")
     name = click.Argument(["name"], required=False, metavar="[NAME]")
-    group = click.Group("keys", help="Make keys for NATS, and say what each role may do.")
+    group = click.Group(
+        "keys", help="Make keys for NATS and for the HTTP listeners, and say what each role may do."
+    )
     group.add_command(command("init", init, _init, ("namespace", "components", *TLS_FILES, "json"), folder))
     group.add_command(command("add", add, _add, ("keys", "json"), role, name))
     remove = "Make the server forget a key, and delete it. KEY is a name of `rl-plane keys list`."
     group.add_command(
         command("remove", remove, _remove, ("keys", "json"), click.Argument(["name"], metavar="KEY"))
     )
+    for each in http_key_commands.commands():
+        group.add_command(each)
     group.add_command(command("list", "List the keys that the server knows.", _list, ("keys", "json")))
     return [group]
 

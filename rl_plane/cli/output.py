@@ -14,6 +14,7 @@ from rl_plane.errors import (
     DeadlineExceeded,
     InvalidRequest,
     Locked,
+    PermissionDenied,
     PlaneError,
     Unauthorized,
     Unavailable,
@@ -29,6 +30,7 @@ READY = "ready"
 """The key of a ready line in JSON; its value names the command."""
 
 _FIXES: tuple[tuple[type[PlaneError], str], ...] = (
+    (PermissionDenied, "set RL_PLANE_ADMIN_KEY to a key with another role"),
     (Unauthorized, "set RL_PLANE_ADMIN_KEY to the frontend's key"),
     (Locked, "repeat it when the other update has ended"),
     (Unavailable, "repeat it in a moment; see `rl-plane state`"),

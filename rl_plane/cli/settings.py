@@ -171,7 +171,17 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting("admin_key", "The key of /v1/rl/*. Prefer the variable.", types.KEY, secret=True),
         Setting("api_key", "The key of generation. Prefer the variable.", types.KEY, secret=True),
+        Setting("keys_file", "A file of keys with roles, made by `rl-plane keys http-add`.", types.FILE),
         Setting("insecure", "Listen beyond loopback without a key.", bool, False),
+        Setting(
+            "allowed_hosts",
+            "A name of this machine by which clients without a key may call it.",
+            types.HOST,
+            separator=",",
+            flag="--allowed-host",
+        ),
+        Setting("https_cert", "The certificate chain of both HTTP listeners, in PEM.", types.FILE),
+        Setting("https_key", "The private key of --https-cert, in PEM.", types.FILE),
         Setting(
             "dialects",
             "The trainers' HTTP dialects on the port of /v1/rl/*: some of vllm, sglang and prime-rl, comma separated, "

@@ -129,6 +129,7 @@ class FleetUpdates:
             body,
             request,
             rollback.model_dump(exclude_none=True) if rollback is not None else None,
+            call.asked_by,
         )
 
     async def _committed(
