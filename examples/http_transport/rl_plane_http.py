@@ -1,6 +1,6 @@
 """Moves weights over plain HTTP: an example of a transport in a package of its own.
 
-The trainer holds the packed buckets in memory and serves them at `/<key>/<number>`. Each rank of each engine fetches
+The trainer holds the packed buckets in memory and serves them at `/<secret>/<number>`. Each rank of each engine fetches
 them. Install this package beside the trainer and beside every worker, and publish with `transport="http"`.
 """
 
@@ -32,15 +32,15 @@ class HttpTransport(WeightTransport):
     backend = BACKEND
 
     def open(self, request: Mapping[str, Any], kind: Kind) -> PackedDelivery:
-        check_fields(BACKEND, request, "host", "port", "key")
-        host, port, key = request.get("host"), request.get("port"), request.get("key")
-        if not (isinstance(host, str) and type(port) is int and isinstance(key, str) and key.isalnum()):
+        check_fields(BACKEND, request, "host", "port", "secret")
+        host, port, secret = request.get("host"), request.get("port"), request.get("secret")
+        if not (isinstance(host, str) and type(port) is int and isinstance(secret, str) and secret.isalnum()):
             raise InvalidRequest(
-                "host, port or key is missing", field="transport", fix="send what HttpSender.open returned"
+                "host, port or secret is missing", field="transport", fix="send what HttpSender.open returned"
             )
         connection = HTTPConnection(host, port, timeout=TIMEOUT_S)
         try:
-            manifest = Manifest.from_wire(json.loads(_fetch(connection, f"/{key}/manifest")))
+            manifest = Manifest.from_wire(json.loads(_fetch(connection, f"/{secret}/manifest")))
             check_kind(manifest, kind)
         except BaseException:
             connection.close()
@@ -48,7 +48,7 @@ class HttpTransport(WeightTransport):
 
         def buckets() -> Iterator[memoryview]:
             for number, bucket in enumerate(manifest.buckets):
-                yield memoryview(_fetch(connection, f"/{key}/{number}", bucket.nbytes))
+                yield memoryview(_fetch(connection, f"/{secret}/{number}", bucket.nbytes))
 
         return PackedDelivery(manifest, buckets(), refetchable=False, owned=True, close=connection.close)
 
@@ -77,7 +77,7 @@ class HttpSender(Sender):
         self._pages: dict[str, bytes | bytearray] = {}
         self._manifest: Manifest | None = None
         self._buckets: list[bytearray] = []
-        self._key = ""
+        self._secret = ""
         pages = self._pages
 
         class Handler(BaseHTTPRequestHandler):
@@ -100,20 +100,20 @@ class HttpSender(Sender):
         threading.Thread(target=self._server.serve_forever, name="rl-plane-http", daemon=True).start()
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
-        self._manifest, self._key = manifest, secrets.token_hex(16)
+        self._manifest, self._secret = manifest, secrets.token_hex(16)
         self._buckets = [bytearray(bucket.nbytes) for bucket in manifest.buckets]
-        return {"backend": BACKEND, "host": self._host, "port": self._server.server_port, "key": self._key}
+        return {"backend": BACKEND, "host": self._host, "port": self._server.server_port, "secret": self._secret}
 
     def buffer(self, number: int) -> memoryview:
         return memoryview(self._buckets[number])
 
     def send(self, number: int) -> None:
-        self._pages[f"/{self._key}/{number}"] = self._buckets[number]
+        self._pages[f"/{self._secret}/{number}"] = self._buckets[number]
 
     def finish(self, digests: Mapping[str, str] | None) -> None:
         assert self._manifest is not None
         manifest = self._manifest if digests is None else self._manifest.digested(digests)
-        self._pages[f"/{self._key}/manifest"] = json.dumps(manifest.to_wire()).encode()
+        self._pages[f"/{self._secret}/manifest"] = json.dumps(manifest.to_wire()).encode()
 
     def close(self) -> None:
         self._pages.clear()

@@ -28,6 +28,7 @@ from rl_plane.errors import (
 )
 from rl_plane.protocol.record import DecisionRecord, UpdateSession
 from rl_plane.protocol.subjects import HISTORY_PREFIX, Entry, KeyValueBucket
+from rl_plane.protocol.update_requests import without_secret
 from rl_plane.protocol.versions import WeightVersion
 
 KEEP = 256
@@ -127,7 +128,10 @@ class UpdateEntry:
         return cls(**wire, version=WeightVersion.from_wire(version) if version else None)
 
     def to_wire(self) -> dict[str, Any]:
+        """The entry as replies show it, without what only the plane needs, and without the transport's secret."""
         wire = self._fields()
+        if self.transport is not None:
+            wire["transport"] = without_secret(self.transport)
         del wire["request"], wire["before"], wire["min_ready"]
         always = ("version", "transport", "ended_at")
         return {key: value for key, value in wire.items() if value is not None or key in always}

@@ -221,7 +221,11 @@ class Fleet:
             loras=sorted({name for body in bodies for name in body["loras"]}),
             version=version_wire(record),
             adapters=adapters_of(record),
-            sources=[source.transport for source in record.sources if source.transport] if record else [],
+            sources=[
+                update_requests.without_secret(source.transport) for source in record.sources if source.transport
+            ]
+            if record
+            else [],
             sequence=record.sequence if record else None,
         )
 

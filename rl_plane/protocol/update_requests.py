@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, NotRequired, Self, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
@@ -66,6 +67,16 @@ class Transport(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
     backend: str = Field(min_length=1, max_length=64)
+
+
+SECRET_FIELD = "secret"
+"""The field of a transport by which a receiver proves that the weights are meant for it. Workers get it; replies and
+events never have it."""
+
+
+def without_secret(transport: Mapping[str, Any]) -> dict[str, Any]:
+    """The transport as replies show it."""
+    return {key: value for key, value in transport.items() if key != SECRET_FIELD}
 
 
 class InitTransport(Transport):

@@ -84,7 +84,7 @@ def listening() -> Iterator[tuple[socket.socket, dict[str, Any]]]:
         listener.settimeout(BOUND_S)
         listener.bind(wire.address(name))
         listener.listen()
-        yield listener, {"backend": "ipc", "socket": name}
+        yield listener, {"backend": "ipc", "socket": name, "secret": "0" * 32}
 
 
 @contextmanager
@@ -119,6 +119,7 @@ def raw_receiver(transport: dict[str, Any]) -> Iterator[tuple[socket.socket, lis
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(BOUND_S)
         connection.connect(wire.address(transport["socket"]))
+        wire.send_packet(connection, {"secret": transport["secret"]})
         _, given = wire.read_packet(connection, 3)
         try:
             yield connection, given

@@ -417,7 +417,7 @@ async def test_a_trainer_hangs_while_its_group_forms(plane: Plane) -> None:
         }
         for more in (
             {"group": "without lifelines"},
-            {"group": "with lifelines", "lifeline_port": lifelines.getsockname()[1]},
+            {"group": "with lifelines", "lifeline_port": lifelines.getsockname()[1], "secret": "s"},
         ):
             async with asyncio.timeout(FORMING_BOUND_S):
                 with pytest.raises(PlaneError, match="not formed within 2 s"):
@@ -485,6 +485,7 @@ async def test_what_is_refused(plane: Plane) -> None:
         await refused("init_transport", {**announced, "master_port": 0}, "master_port")
         await refused("init_transport", {**announced, "timeout_s": 0}, "timeout_s")
         await refused("init_transport", {**announced, "colour": "red"}, "colour")
+        await refused("init_transport", {**announced, "lifeline_port": 1}, "secret")
         with pytest.raises(MembershipChanged):
             await client.run("init_transport", {**announced, "fingerprint": "another"})
         # Prepare.

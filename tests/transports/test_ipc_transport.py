@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -28,7 +28,7 @@ from rl_plane.errors import (
 )
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.base import Sender, SenderContext, TransportContext
-from rl_plane.transports.ipc import wire
+from rl_plane.transports.ipc import ipc_session, wire
 from rl_plane.transports.ipc.receiver import IpcTransport
 from rl_plane.transports.ipc.sender import IpcSender, build
 from rl_plane.transports.packing import fill
@@ -108,7 +108,7 @@ def test_what_is_sent_arrives_everywhere_and_nothing_stays(pool: ThreadPoolExecu
     sender = IpcSender(lambda: 3)
     for seed in range(3):  # the buffers are used again
         transport = sender.open(MANIFEST)
-        assert transport.keys() == {"backend", "socket"}
+        assert transport.keys() == {"backend", "socket", "secret"}
         arriving = [pool.submit(receive, transport) for _ in range(3)]
         digest = publish(sender, tensors(seed))
         for one in arriving:
@@ -156,7 +156,9 @@ def test_without_digests_none_is_stated(pool: ThreadPoolExecutor) -> None:
         ({"socket": 5}, "transport.socket"),
         ({"socket": "/run/docker.sock"}, "transport.socket"),
         ({"socket": "rl-plane-ipc-" + "0" * 32 + "\n"}, "transport.socket"),
-        ({"socket": "rl-plane-ipc-" + "0" * 32}, "transport.socket"),  # nobody listens
+        ({"socket": "rl-plane-ipc-" + "0" * 32, "secret": "0" * 32}, "transport.socket"),  # nobody listens
+        ({"socket": "rl-plane-ipc-" + "0" * 32}, "transport.secret"),
+        ({"socket": "rl-plane-ipc-" + "0" * 32, "secret": "x"}, "transport.secret"),
         ({"socket": "rl-plane-ipc-" + "0" * 32, "path": "/"}, "transport.path"),
     ],
 )
@@ -335,6 +337,36 @@ def test_another_user_really_gets_nothing() -> None:
             finally:
                 os._exit(got != (b"", []))
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("said", [{"secret": "0" * 32}, {"secret": None}, {"gpu": "x"}, {"taken": 0}, {}])
+def test_a_process_that_does_not_know_the_secret_gets_nothing_and_counts_for_nothing(
+    said: dict[str, Any], pool: ThreadPoolExecutor
+) -> None:
+    with sender_of(1) as (sender, transport):
+        for packet in (msgpack.packb(said), b"garbage"):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+                connection.settimeout(BOUND_S)
+                connection.connect(wire.address(transport["socket"]))
+                connection.send(packet)
+                assert connection.recvmsg(4096, 4096)[:2] == (b"", [])
+        arriving = pool.submit(receive, transport)
+        digest = publish(sender, tensors(0))
+        assert arriving.result(BOUND_S) == (data_of(tensors(0)), digest)
+
+
+def test_many_silent_connections_are_bounded_and_disturb_no_receiver(pool: ThreadPoolExecutor) -> None:
+    with ExitStack() as stack, sender_of(1) as (sender, transport):
+        strangers = []
+        for _ in range(ipc_session.STRANGERS + 1):
+            connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            connection.settimeout(BOUND_S)
+            connection.connect(wire.address(transport["socket"]))
+            strangers.append(connection)
+        assert strangers[0].recv(1) == b""
+        arriving = pool.submit(receive, transport)
+        digest = publish(sender, tensors(0))
+        assert arriving.result(BOUND_S) == (data_of(tensors(0)), digest)
 
 
 # ---- bounds ----
@@ -517,7 +549,8 @@ async def test_weights_that_do_not_fit_or_are_not_the_stated_ones_change_nothing
         await serves(client, worker.instance_id, model_of(plane, 0))
     with pytest.raises(InvalidRequest, match="no trainer listens"):
         await client.run(
-            "update_weights", body_of({"backend": "ipc", "socket": "rl-plane-ipc-" + "0" * 32}, "one")
+            "update_weights",
+            body_of({"backend": "ipc", "socket": "rl-plane-ipc-" + "0" * 32, "secret": "0" * 32}, "one"),
         )
     await plane.until(lambda: nothing_left(plane))
 

@@ -282,7 +282,7 @@ def test_memory_that_can_not_be_registered_is_copied(
 def asking(transport: dict[str, Any]) -> Iterator[tuple[socket.socket, dict[str, Any]]]:
     """Asks a sender as a receiver does. Yields the connection and the answer."""
     with socket.create_connection((transport["host"], transport["port"]), BOUND_S) as connection:
-        frames.send_frame(connection, {"protocol": wire.PROTOCOL, "key": transport["key"]})
+        frames.send_frame(connection, {"protocol": wire.PROTOCOL, "secret": transport["secret"]})
         yield connection, frames.read_frame(connection)
 
 
@@ -294,7 +294,7 @@ def test_only_what_the_manifest_names_can_be_read(sender: NixlSender) -> None:
         sender.keep(str(seed))
         with asking(transport) as (_, addresses[seed]):
             pass
-    agent = wire.make_agent("reader")
+    agent = wire.make_agent("reader", "127.0.0.1")
     here = wire.RegisteredMemory(agent, 64)
     source = agent.add_remote_agent(addresses[1]["metadata"])
 
@@ -443,10 +443,10 @@ def test_empty_tensors_and_adapters(sender: NixlSender, puller: NixlTransport) -
         ({"port": "80"}, "transport.port"),
         ({"port": 0}, "transport.port"),
         ({"port": True}, "transport.port"),
-        ({"key": ""}, "transport.key"),
+        ({"secret": ""}, "transport.secret"),
         ({"path": "/"}, "transport.path"),
         ({"host": "host.invalid"}, "transport"),
-        ({"key": "0" * 32}, "transport"),
+        ({"secret": "0" * 32}, "transport"),
     ],
 )
 def test_a_wrong_request_names_its_field(
@@ -524,7 +524,7 @@ def impostor(answer: Any) -> Iterator[dict[str, Any]]:
         thread = threading.Thread(target=serve)
         thread.start()
         try:
-            yield {"backend": "nixl", "host": "127.0.0.1", "port": listener.getsockname()[1], "key": "k"}
+            yield {"backend": "nixl", "host": "127.0.0.1", "port": listener.getsockname()[1], "secret": "k"}
         finally:
             thread.join()
 

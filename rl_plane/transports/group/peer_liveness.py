@@ -1,7 +1,8 @@
 """Connections by which the processes of a group notice that one of them ends.
 
 gloo does not always report a death. So each rank holds a connection to the trainer. A process that gives up sends its
-reason there, and the kernel closes the connection when a process ends. A trainer that has formed its group itself, with
+reason there, and the kernel closes the connection when a process ends. A rank proves that it knows the group's secret,
+which comes in the body of `init_transport`. A trainer that has formed its group itself, with
 torch (`form: torch`), has no such connections: there each rank holds one to the trainer's store, and sends nothing on
 it.
 """
@@ -9,6 +10,8 @@ it.
 from __future__ import annotations
 
 import contextlib
+import hmac
+import secrets
 import selectors
 import socket
 import time
@@ -16,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rl_plane._util.forks import not_for_children
+from rl_plane._util.listening import listen_at
 from rl_plane.errors import InvalidRequest, Unavailable
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, MAX_WORLD_SIZE, Place
 
@@ -34,6 +38,8 @@ STRANGERS = 64
 """The most open connections that have not said which rank they are. Each may be silent for HELLO_S."""
 ACCEPT_AGAIN_S = 0.2
 """Seconds to wait after a failed accept: without descriptors the next one fails at once."""
+SECRET_BYTES = 16
+"""The length of a group's secret. 128 random bits can't be guessed."""
 BACKLOG = 4096
 """Connections that may wait for an accept, since all ranks come at once. Linux allows so many by default."""
 
@@ -41,10 +47,13 @@ BACKLOG = 4096
 class PeerLiveness:
     """Connections between the trainer and each rank of the fleet.
 
-    A rank says who it is. After that either side sends at most its reason for giving up. The trainer closes a
-    connection that is of no rank of the group, or of a rank that is connected already. So it never has more connections
-    than ranks and STRANGERS.
+    A rank says who it is, and proves it. After that either side sends at most its reason for giving up. The trainer
+    closes a connection that is of no rank of the group, or of a rank that is connected already. So it never has more
+    connections than ranks and STRANGERS. Once every rank is connected, the trainer does not listen any more.
     """
+
+    secret: str = ""
+    """The trainer's secret for this group."""
 
     def __init__(
         self,
@@ -70,18 +79,12 @@ class PeerLiveness:
 
     @classmethod
     def of_trainer(cls, host: str, *, hello_s: float = HELLO_S, strangers: int = STRANGERS) -> PeerLiveness:
-        """Listens in the trainer, at any free port."""
-        try:
-            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-            listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
-        except (OSError, UnicodeError) as error:
-            raise InvalidRequest(
-                f"can't listen at {host}: {getattr(error, 'strerror', None) or error}",
-                field="options.host",
-                fix="give an address of this machine",
-            ) from error
+        """Listens in the trainer, at any free port, with a new secret."""
+        listener = listen_at(host, backlog=BACKLOG)
         listener.setblocking(False)
-        return cls(listener, hello_s=hello_s, strangers=strangers)
+        lines = cls(listener, hello_s=hello_s, strangers=strangers)
+        lines.secret = secrets.token_hex(SECRET_BYTES)
+        return lines
 
     @classmethod
     def of_rank(cls, place: Place, timeout_s: float = CONNECT_TIMEOUT_S) -> PeerLiveness | None:
@@ -95,7 +98,7 @@ class PeerLiveness:
         address = (place.master_address, place.lifeline_port)
         line = connected(address, "lifeline_port", "the trainer's lifelines do not answer")
         try:
-            line.sendall(f"{place.group} {place.rank}\n".encode())
+            line.sendall(hello(place.secret, place.group, place.rank))
         except OSError as error:
             line.close()
             raise Unavailable(f"the trainer's lifeline broke: {error}", fix=FORM_AGAIN) from error
@@ -117,13 +120,12 @@ class PeerLiveness:
 
         Returns "" once `ended()` is true. `world_size` counts the trainer, too.
         """
-        listener = self._listener
         while not ended():
             for key, _ in self._selector.select(look_s):
                 line: Any = key.fileobj
-                if listener is not None and line is listener:
-                    self._accept(listener)
-                elif why := self._heard(line, key.data, group, world_size):
+                if self._listener is not None and line is self._listener:
+                    self._accept(self._listener)
+                elif line.fileno() >= 0 and (why := self._heard(line, key.data, group, world_size)):
                     return why
             self._close_strangers()
         return ""
@@ -158,16 +160,30 @@ class PeerLiveness:
         except OSError:
             said = ""
         if who is None:
-            hello, _, said = said.partition("\n")
-            name, _, rank = hello.rpartition(" ")
-            if name != group or rank in self._ranks or not _is_rank(rank, world_size):
+            first, _, said = said.partition("\n")
+            rank = first.rpartition(" ")[0].rpartition(" ")[2]
+            if rank in self._ranks or not _is_rank(rank, world_size) or not self._proves(first, group, int(rank)):
                 self._drop(line)
                 return ""
             self._ranks.add(rank)
             del self._strangers[line]
             self._selector.modify(line, selectors.EVENT_READ, who := f"rank {rank}")
+            if len(self._ranks) == world_size - 1:
+                self._stop_listening()
             return said
         return said or f"{who} is gone"
+
+    def _proves(self, first: str, group: str, rank: int) -> bool:
+        wanted = hello(self.secret, group, rank).rstrip(b"\n")
+        return hmac.compare_digest(first.encode(), wanted)
+
+    def _stop_listening(self) -> None:
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            self._selector.unregister(listener)
+            listener.close()
+        for line in list(self._strangers):
+            self._drop(line)
 
     def end(self, why: str) -> None:
         """Sends the reason to the other side, and ends `watch`."""
@@ -182,6 +198,13 @@ class PeerLiveness:
             if one is not None:
                 one.close()
         self._selector.close()
+
+
+def hello(secret: str, group: str, rank: int) -> bytes:
+    """The first line that a rank sends: `GROUP RANK PROOF`. The proof is an HMAC-SHA256 of the words before it."""
+    who = f"{group} {rank}"
+    proof = hmac.new(secret.encode(), who.encode(), "sha256").hexdigest()
+    return f"{who} {proof}\n".encode()
 
 
 def _is_rank(said: str, world_size: int) -> bool:

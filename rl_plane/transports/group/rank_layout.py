@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -35,6 +35,8 @@ class Place:
     timeout_s: float = RECEIVE_TIMEOUT_S
     lifeline_port: int | None = None
     """The port of the trainer's PeerLiveness; None if it has none."""
+    secret: str = field(default="", repr=False)
+    """The group's secret, which a rank proves to the trainer's PeerLiveness."""
     device: str | None = None
     """The device of nccl's buckets; None for host memory."""
     form: Literal["plane", "torch"] = "plane"
@@ -56,6 +58,12 @@ class Place:
                     field="lifeline_port",
                     fix="leave out lifeline_port or form",
                 )
+        if given.lifeline_port is not None and not given.secret:
+            raise InvalidRequest(
+                "a group with lifelines needs a secret",
+                field="secret",
+                fix="add the secret that the trainer's lifelines ask for, or leave out lifeline_port",
+            )
         for name, value in ranks.items():
             if value >= given.world_size:
                 raise InvalidRequest(
@@ -80,5 +88,6 @@ class _GroupConfig(Body):
     rank_offset: int = Field(ge=1)
     timeout_s: float = Field(default=RECEIVE_TIMEOUT_S, gt=0, le=MAX_TIMEOUT_S)
     lifeline_port: int | None = Field(default=None, ge=1, le=MAX_PORT)
+    secret: str = Field(default="", max_length=MAX_NAME_CHARS, pattern=PRINTABLE)
     form: Literal["plane", "torch"] = "plane"
     fleet_ranks: int | None = Field(default=None, ge=1)

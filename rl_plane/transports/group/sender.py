@@ -18,7 +18,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from blake3 import blake3
@@ -28,6 +27,7 @@ from rl_plane.protocol.versions import DIGEST_PREFIX, HostTensor
 from rl_plane.transports.base import LendingSender, PushingSender, SenderContext
 from rl_plane.transports.group.peer_liveness import PeerLiveness
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, RECEIVE_TIMEOUT_S, Place
+from rl_plane.transports.group.store_listener import StoreListener
 from rl_plane.transports.group.torch_group import (
     AHEAD,
     JOIN_TIMEOUT_S,
@@ -49,7 +49,8 @@ END_S = 5.0
 
 
 class GroupSender(PushingSender, LendingSender):
-    """Sends by a group that `form` has formed. The store by which a group forms listens until `destroy`."""
+    """Sends by a group that `form` has formed. The store by which a group forms lives until `destroy`, and takes new
+    connections only while a group forms."""
 
     bucket_bytes = 32 << 20
     """Each side has two buckets in memory. Larger ones are not faster."""
@@ -89,6 +90,7 @@ class GroupSender(PushingSender, LendingSender):
         self._timeout_s = timeout_s
         self._join_timeout_s = join_timeout_s
         self._store: Any = None
+        self._listener: StoreListener | None = None
         self._group: Group | None = None
         self._manifest: Manifest | None = None
         self._manifest_key = ""
@@ -113,10 +115,23 @@ class GroupSender(PushingSender, LendingSender):
         """Forms a group, and blocks until every rank has joined. `init(body)` runs the op `init_transport`."""
         lifelines = PeerLiveness.of_trainer(self._host)
         try:
-            body = {**self._announce(), "lifeline_port": lifelines.port}
+            body = {**self._announce(), "lifeline_port": lifelines.port, "secret": lifelines.secret}
         except BaseException:
             lifelines.close()
             raise
+        assert self._listener is not None, "it was announced"
+        self._listener.open()
+        try:
+            self._form(init, body, lifelines)
+        finally:
+            self._listener.shut()
+
+    def _form(
+        self,
+        init: Callable[[dict[str, Any]], Mapping[str, Any]],
+        body: dict[str, Any],
+        lifelines: PeerLiveness,
+    ) -> None:
         withdrawn = threading.Event()
         joined: list[Group | PlaneError] = []
 
@@ -149,23 +164,15 @@ class GroupSender(PushingSender, LendingSender):
 
     def _announce(self) -> dict[str, Any]:
         """Lets the store listen, drops the group before, and returns the body of `init_transport`."""
-        dist = import_torch().distributed
         self.leave()
-        if self._store is None:
-            timeout = timedelta(seconds=self._join_timeout_s)
-            try:
-                self._store = dist.TCPStore(self._host, self._port, None, True, timeout, wait_for_workers=False)
-            except RuntimeError as error:
-                raise InvalidRequest(
-                    f"can't listen at {self._host}:{self._port}: {str(error)[:300]}",
-                    field="options.port",
-                    fix="give an address of this machine (options.host), and a free port or 0 (options.port)",
-                ) from error
+        if self._listener is None:
+            self._listener = StoreListener(self._host, self._port, self._join_timeout_s)
+            self._store = self._listener.store
         return {
             "backend": self.backend,
             "group": f"weights-{secrets.token_hex(4)}",
             "master_address": self._host,
-            "master_port": self._store.port,
+            "master_port": self._listener.port,
             "timeout_s": self._timeout_s,
         }
 
@@ -205,7 +212,9 @@ class GroupSender(PushingSender, LendingSender):
         self.leave()
         if group is not None:
             group.await_end(END_S)
-        self._store = None
+        listener, self._listener, self._store = self._listener, None, None
+        if listener is not None:
+            listener.close()
 
     # ---- one update ----
 

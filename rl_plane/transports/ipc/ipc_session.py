@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
 import secrets
 import selectors
@@ -16,6 +17,7 @@ from typing import Any
 import msgpack
 
 from rl_plane._util.forks import not_for_children
+from rl_plane._util.peer_credentials import same_user
 from rl_plane.errors import DeadlineExceeded, InvalidRequest, PlaneError, Unavailable
 from rl_plane.transports.ipc.cuda_buffers import GpuBuffers, Handle, release, seen
 from rl_plane.transports.ipc.host_buffers import HostBuffers, SealedMemory
@@ -27,7 +29,6 @@ from rl_plane.transports.ipc.wire import (
     address,
     close_all,
     read_packet,
-    same_user,
     send_packet,
 )
 from rl_plane.weights.manifest import Manifest
@@ -39,6 +40,15 @@ LOOK_S = 0.5
 
 ACCEPT_AGAIN_S = 0.2
 """Seconds to wait after a failed accept. The sending continues meanwhile."""
+
+HELLO_S = 5.0
+"""The time in seconds in which a connection must send the update's secret. A receiver sends it at once."""
+
+STRANGERS = 64
+"""The most connections that have not sent the secret. Beyond them the oldest is closed."""
+
+BACKLOG = 1024
+"""Connections that may wait for an accept: in the layout `tensors` the thread starts late."""
 
 CLOSE_S = 5.0
 """The time for the thread to end, in seconds. It waits for nothing else."""
@@ -95,6 +105,8 @@ class IpcUpdate:
     ) -> None:
         """`alive`: returns how many receivers there are. The times are in seconds, as in IpcSender."""
         self.name = f"rl-plane-ipc-{secrets.token_hex(16)}"
+        self.secret = secrets.token_hex(16)
+        """The secret that a receiver must send first. The name of the socket is no secret: /proc/net/unix has it."""
         self.manifest = manifest
         self.buffers: HostBuffers | GpuBuffers | None = None
         """None if all buckets are lent."""
@@ -120,6 +132,8 @@ class IpcUpdate:
         """Why the last receiver that has not everything was dropped."""
         self._turns: list[dict[str, Any]] = []
         self._receivers: dict[socket.socket, _Receiver] = {}
+        self._strangers: dict[socket.socket, float] = {}
+        """Connections that have not sent the secret, each with the time at which it is closed."""
         self._closed = False
         self._changed = threading.Condition()
         packed: bytes = msgpack.packb(manifest.to_wire())
@@ -130,7 +144,7 @@ class IpcUpdate:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.setblocking(False)
         self._listener.bind(address(self.name))
-        self._listener.listen()
+        self._listener.listen(BACKLOG)
         not_for_children.update((self._wake, self._woken, self._listener))
         self._thread = threading.Thread(target=self._serve, name="ipc sender", daemon=True)
 
@@ -236,6 +250,7 @@ class IpcUpdate:
                         for key, _ in ready:
                             self._look(key.fileobj)
                         self._drop_silent()
+                        self._drop_strangers()
                         self._changed.notify_all()
             finally:
                 with self._changed:
@@ -246,6 +261,8 @@ class IpcUpdate:
     def _look(self, ready: Any) -> None:
         if ready is self._listener:
             self._accept()
+        elif ready in self._strangers:
+            self._hear_secret(ready)
         elif ready in self._receivers:
             self._read(self._receivers[ready])
 
@@ -263,6 +280,34 @@ class IpcUpdate:
             log.warning("a process of another user asked for the weights")
             connection.close()
             return
+        self._strangers[connection] = time.monotonic() + HELLO_S
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _hear_secret(self, connection: socket.socket) -> None:
+        try:
+            said, _ = read_packet(connection)
+            secret = str(said.get("secret"))
+        except BlockingIOError:
+            return
+        except (OSError, EOFError, ValueError):
+            secret = ""
+        self._selector.unregister(connection)
+        del self._strangers[connection]
+        if hmac.compare_digest(secret.encode(), self.secret.encode()):
+            self._add_receiver(connection)
+        else:
+            log.warning("a process that does not know the update's secret asked for the weights")
+            connection.close()
+
+    def _drop_strangers(self) -> None:
+        now, over = time.monotonic(), len(self._strangers) - STRANGERS
+        for place, (connection, until) in enumerate(list(self._strangers.items())):
+            if place < over or until < now:
+                self._selector.unregister(connection)
+                del self._strangers[connection]
+                connection.close()
+
+    def _add_receiver(self, connection: socket.socket) -> None:
         receiver = _Receiver(connection, 0, 0, time.monotonic(), named=not self._on_gpu)
         try:
             if self._begun_without:
@@ -402,8 +447,9 @@ class IpcUpdate:
             self.buffers.close()
         for receiver in list(self._receivers.values()):
             self._forget(receiver)
-        for one in (self._listener, self._woken, self._wake):
+        for one in (*self._strangers, self._listener, self._woken, self._wake):
             one.close()
+        self._strangers.clear()
 
     def _await_closed_memory(self) -> None:
         """Ends the receivers' waits, and waits until they have closed the GPU's memory."""

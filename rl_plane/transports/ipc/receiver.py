@@ -1,7 +1,7 @@
 """The receiving half of `ipc`: weights from a trainer on this machine, through shared memory, or from a GPU's memory.
 
-A request is `{backend: ipc, socket: S}`, as the sender's `open` returns it. The receiver checks who sends, how large
-the memory really is, and that it can't become smaller while it is read.
+A request is `{backend: ipc, socket: S, secret: K}`, as the sender's `open` returns it. The receiver checks who sends,
+how large the memory really is, and that it can't become smaller while it is read.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import msgpack
 
+from rl_plane._util.peer_credentials import peer_pid, same_user
 from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, InvalidWeights, Unavailable
 from rl_plane.protocol.versions import HostTensor
@@ -31,14 +32,13 @@ from rl_plane.transports.ipc.wire import (
     MAX_MANIFEST_BYTES,
     NAME,
     PROTOCOL,
+    SECRET,
     address,
     buffer_bytes,
     buffer_count,
     check_platform,
     close_all,
-    peer_pid,
     read_packet,
-    same_user,
     seals,
     send_packet,
 )
@@ -81,15 +81,21 @@ class IpcTransport(WeightTransport):
 
     def open(self, request: Mapping[str, Any], kind: Kind) -> PackedDelivery:
         check_platform()
-        check_fields(BACKEND, request, "socket")
-        name = request.get("socket")
+        check_fields(BACKEND, request, "socket", "secret")
+        name, secret = request.get("socket"), request.get("secret")
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise InvalidRequest(
                 "transport.socket is not the name of a sender's socket",
                 field="transport.socket",
                 fix="pass on the `transport` that the sender's `open` gave",
             )
-        connection = _connected(name)
+        if not isinstance(secret, str) or not SECRET.fullmatch(secret):
+            raise InvalidRequest(
+                "transport.secret is not the secret of a sender's update",
+                field="transport.secret",
+                fix="pass on the `transport` that the sender's `open` gave",
+            )
+        connection = _connected(name, secret)
         try:
             first, descriptors = _packet(connection, self._first_packet_s, 1 + BUFFERS)
             return _opened(connection, first, descriptors, kind, self._device, self._cuda, self._bucket_s)
@@ -293,7 +299,7 @@ class IpcDelivery(PackedDelivery):
             raise _gone(error) from error
 
 
-def _connected(name: str) -> socket.socket:
+def _connected(name: str, secret: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(FIRST_PACKET_S)
@@ -304,6 +310,7 @@ def _connected(name: str) -> socket.socket:
                 field="transport.socket",
                 fix="run trainer and workers as one user",
             )
+        send_packet(connection, {"secret": secret})
         return connection
     except OSError as error:
         connection.close()

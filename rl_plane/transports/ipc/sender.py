@@ -117,7 +117,7 @@ class IpcSender(LendingSender):
         )
         if self._layout == "packed":
             self._begun()
-        return {"backend": BACKEND, "socket": self._update.name}
+        return {"backend": BACKEND, "socket": self._update.name, "secret": self._update.secret}
 
     def pack(self, tensors: Iterable[tuple[str, TensorSpec]], bucket_bytes: int) -> tuple[PackedBucket, ...]:
         return pack(tensors, bucket_bytes) if self._layout == "packed" else pack_modules(tensors, bucket_bytes)

@@ -12,7 +12,8 @@ the first packet. The kernel frees that memory when the last process that holds 
                          {bucket, starts, handles}     the same in shares on the receiver's GPU
                          {end: digest | None}          the version's digest, in the turn after the last bucket
                          {error: text}                 instead of any of these
-    receiver → trainer   {gpu: UUID}                   the receiver's GPU, if the buffers are on GPUs
+    receiver → trainer   {secret}                      first of all; the trainer answers nothing before
+                         {gpu: UUID}                   the receiver's GPU, if the buffers are on GPUs
                          {taken: 0}, {taken: 1}, …     one for each turn: its buffer may be used again
                          {closed: turns}               before the last turn: the receiver has closed the GPU's memory of
                                                        the buffers and of the first `turns` turns
@@ -24,7 +25,6 @@ import fcntl
 import os
 import re
 import socket
-import struct
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +36,7 @@ from rl_plane.weights.manifest import ALIGN_BYTES, Manifest
 
 BACKEND = "ipc"
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 BUFFERS = 2
 """One buffer is packed while the other is read."""
@@ -50,10 +50,11 @@ MAX_MANIFEST_BYTES = 256 << 20
 NAME = re.compile(r"rl-plane-ipc-[0-9a-f]{32}")
 """The name of a sender's socket. A request can't make a worker connect to any other socket."""
 
+SECRET = re.compile(r"[0-9a-f]{32}")
+"""The secret of an update, which a receiver has from the update's request."""
+
 F_SEAL_FUTURE_WRITE = 0x10
 """The seal (Linux 5.1) after which only existing maps may write. Python's `fcntl` does not have it."""
-
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 def check_platform() -> None:
@@ -68,22 +69,6 @@ def check_platform() -> None:
 
 def address(name: str) -> str:
     return f"\0{name}"
-
-
-def same_user(connection: socket.socket) -> bool:
-    """True if the peer of the connection runs as this process's user. A socket's name is no secret: /proc/net/unix has
-    it."""
-    return _credentials(connection)[1] == os.geteuid()
-
-
-def peer_pid(connection: socket.socket) -> int:
-    return _credentials(connection)[0]
-
-
-def _credentials(connection: socket.socket) -> tuple[int, int, int]:
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, gid = _CREDENTIALS.unpack(raw)
-    return pid, uid, gid
 
 
 def buffer_bytes(manifest: Manifest) -> int:

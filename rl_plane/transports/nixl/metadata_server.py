@@ -1,8 +1,9 @@
-"""Tells receivers that know a version's key where in memory to pull it from (see `nixl.wire`)."""
+"""Tells receivers that know a version's secret where in memory to pull it from (see `nixl.wire`)."""
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
 import socket
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 from rl_plane._util.forks import not_for_children
 from rl_plane._util.framing import frame_of, read_frame
+from rl_plane._util.listening import listen_at
 from rl_plane.errors import InvalidRequest
 from rl_plane.transports.nixl.wire import BACKEND, PROTOCOL
 from rl_plane.weights.manifest import Manifest
@@ -18,7 +20,11 @@ from rl_plane.weights.manifest import Manifest
 log = logging.getLogger("rl_plane.transports.nixl.sender")
 
 REQUEST_S = 10.0
-"""The time for a receiver's request in seconds. It sends the request as soon as it has connected."""
+"""The time for a receiver's whole request in seconds. It sends the request as soon as it has connected."""
+
+STRANGERS = 64
+"""The most connections that have not asked yet. Each has a thread, and may be silent for REQUEST_S. Beyond them the
+server closes the oldest."""
 
 ANSWER_S = 60.0
 """The time for a receiver to take the answer in seconds: a manifest of megabytes, over a slow network."""
@@ -38,49 +44,45 @@ NOT_KEPT = frame_of({"error": "source_gone: these weights are no longer kept"})
 
 
 class MetadataServer:
-    """Answers receivers over TCP, with a thread for each; there are as many as ranks.
+    """Answers receivers over TCP, with a thread for each; there are as many as ranks, and STRANGERS.
 
-    A receiver keeps its connection open while it pulls, so the server knows when it has left.
+    Only a receiver that knows a version's secret gets an answer about it. A receiver keeps its connection open while it
+    pulls, so the server knows when it has left.
     """
 
     def __init__(self, host: str, port: int) -> None:
         self.host = host
-        try:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            self._listener = socket.create_server((host, port), family=family, backlog=1024)
-        except (OSError, UnicodeError) as error:
-            raise InvalidRequest(
-                f"can't listen at {host}:{port}: {getattr(error, 'strerror', None) or error}",
-                field="options.host",
-                fix="give an address of this machine, and a free port or 0",
-            ) from error
+        self._listener = listen_at(host, port)
         not_for_children.add(self._listener)
         self.port: int = self._listener.getsockname()[1]
         self._offers: dict[str, bytes] = {}
+        """The answer to each secret."""
+        self._strangers: dict[socket.socket, None] = {}
+        """The connections that have not asked yet, the oldest first."""
         self._pulling: dict[str, set[socket.socket]] = {}
         self._lock = threading.Lock()
         self._left = threading.Condition(self._lock)
         self._closed = threading.Event()
         threading.Thread(target=self._accept, name="nixl sender", daemon=True).start()
 
-    def transport(self, key: str) -> dict[str, Any]:
-        """The `transport` object of the request for what is offered under this key."""
-        return {"backend": BACKEND, "host": self.host, "port": self.port, "key": key}
+    def transport(self, secret: str) -> dict[str, Any]:
+        """The `transport` object of the request for what is offered under this secret."""
+        return {"backend": BACKEND, "host": self.host, "port": self.port, "secret": secret}
 
     def offer(
         self,
-        key: str,
+        secret: str,
         metadata: bytes,
         manifest: Manifest,
         places: Sequence[Sequence[tuple[int, int]]],
         *,
         refetchable: bool = True,
     ) -> None:
-        """Offers a version. If the key is in use, receivers have left the old memory when this returns, and may ask
+        """Offers a version. If the secret is in use, receivers have left the old memory when this returns, and may ask
         again.
 
         Args:
-            key: the secret that a receiver must know.
+            secret: what a receiver must know; made for this version.
             metadata: what an agent needs to read this memory, and no other memory of this process.
             manifest: the version's tensors.
             places: for each bucket, (address, bytes) of the whole bucket or of each of its tensors.
@@ -99,16 +101,16 @@ class MetadataServer:
                 f"the manifest is too large: {error}", field="tensors", fix="use shorter names, or fewer tensors"
             ) from error
         with self._left:
-            pulling = self._pulling.pop(key, set())
-            self._offers[key] = frame
-            self._pulling[key] = set()
+            pulling = self._pulling.pop(secret, set())
+            self._offers[secret] = frame
+            self._pulling[secret] = set()
             self._dismiss(pulling)
 
-    def withdraw(self, key: str) -> None:
+    def withdraw(self, secret: str) -> None:
         """Ends an offer. Tells its receivers, and waits until they have left, at most LEAVE_S."""
         with self._left:
-            self._offers.pop(key, None)
-            self._dismiss(self._pulling.pop(key, set()))
+            self._offers.pop(secret, None)
+            self._dismiss(self._pulling.pop(secret, set()))
 
     def _dismiss(self, pulling: set[socket.socket]) -> None:
         """Ends the connections of receivers. The caller holds the lock."""
@@ -121,9 +123,9 @@ class MetadataServer:
 
     def close(self) -> None:
         with self._lock:
-            keys = list(self._offers)
-        for key in keys:
-            self.withdraw(key)
+            offered = list(self._offers)
+        for secret in offered:
+            self.withdraw(secret)
         self._closed.set()
         _hang_up(self._listener)
         self._listener.close()
@@ -138,34 +140,49 @@ class MetadataServer:
                     log.warning("a receiver could not be accepted: %s", error)
                 continue
             not_for_children.add(connection)
+            self._add_stranger(connection)
             serving = threading.Thread(target=self._serve, args=(connection,), name="nixl puller", daemon=True)
             try:
                 serving.start()
             except RuntimeError as error:
+                with self._lock:
+                    self._strangers.pop(connection, None)
                 connection.close()
                 self._closed.wait(ACCEPT_AGAIN_S)
                 log.warning("a receiver could not be served: %s", error)
 
+    def _add_stranger(self, connection: socket.socket) -> None:
+        with self._lock:
+            if len(self._strangers) >= STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                _hang_up(oldest)  # its thread closes it
+            self._strangers[connection] = None
+
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, EOFError, ValueError):
-            connection.settimeout(REQUEST_S)
-            asked = read_frame(connection, MAX_REQUEST_BYTES)
+            try:
+                asked = read_frame(connection, MAX_REQUEST_BYTES, REQUEST_S)
+            finally:
+                with self._lock:
+                    self._strangers.pop(connection, None)
             connection.settimeout(ANSWER_S)
             if asked.get("protocol") != PROTOCOL:
                 connection.sendall(OTHER_PROTOCOL)
                 return
-            with self._held(str(asked.get("key")), connection) as answer:
+            with self._held(str(asked.get("secret")), connection) as answer:
                 connection.sendall(answer or NOT_KEPT)
                 if answer is not None:
                     connection.settimeout(None)
                     connection.recv(1)  # returns when either side closes the connection
 
     @contextlib.contextmanager
-    def _held(self, key: str, connection: socket.socket) -> Iterator[bytes | None]:
-        """The answer for a key. Meanwhile the connection counts as one of the receivers of that key."""
+    def _held(self, secret: str, connection: socket.socket) -> Iterator[bytes | None]:
+        """The answer for a secret. Meanwhile the connection counts as one of the receivers of that secret."""
         with self._lock:
-            answer = self._offers.get(key)
-            pulling = self._pulling.get(key, set())
+            known = [one for one in self._offers if hmac.compare_digest(one.encode(), secret.encode())]
+            answer = self._offers[known[0]] if known else None
+            pulling = self._pulling.get(secret, set()) if known else set()
             pulling.add(connection)
         try:
             yield answer

@@ -20,9 +20,9 @@ class PeerSource:
     """Offers one set of tensors at a time. Other workers read them in place."""
 
     def __init__(self, host: str) -> None:
-        self._agent = make_agent(f"rl-plane-{secrets.token_hex(8)}")
+        self._agent = make_agent(f"rl-plane-{secrets.token_hex(8)}", host)
         self._server = MetadataServer(host, 0)
-        self._key = ""
+        self._secret = ""
         self._registered: Any = None
         self._tensors: Mapping[str, HostTensor] = {}
 
@@ -36,17 +36,17 @@ class PeerSource:
             for bucket in manifest.buckets
         ]
         regions = [(address, nbytes, 0, "") for bucket in places for address, nbytes in bucket if nbytes]
-        self._tensors, self._key = tensors, secrets.token_hex(16)
+        self._tensors, self._secret = tensors, secrets.token_hex(16)
         self._registered = self._agent.register_memory(regions, "DRAM")
         metadata = self._agent.get_partial_agent_metadata(self._registered, True, ["UCX"])
-        self._server.offer(self._key, metadata, manifest, places)
-        return self._server.transport(self._key)
+        self._server.offer(self._secret, metadata, manifest, places)
+        return self._server.transport(self._secret)
 
     def withdraw(self) -> None:
         """Ends the offer. When it returns, no other worker reads the tensors. In a forked child it does nothing."""
         if not is_ours(self._agent):
             return
-        self._server.withdraw(self._key)
+        self._server.withdraw(self._secret)
         if self._registered is not None:
             self._agent.deregister_memory(self._registered)
         self._registered, self._tensors = None, {}

@@ -1,6 +1,6 @@
 """The receiving half of `nixl`: weights that are pulled, one-sided, out of the trainer's memory.
 
-A request is `{backend: nixl, host: H, port: P, key: K}`, as the sender's `open` returns it. The buckets go into two
+A request is `{backend: nixl, host: H, port: P, secret: K}`, as the sender's `open` returns it. The buckets go into two
 registered buffers: one is filled while the other is used. UCX or the connection to the source reports its death; a time
 bound finds a source that hangs.
 """
@@ -60,7 +60,7 @@ BUFFERS = 2
 MAX_PORT = 65535
 MAX_TEXT_CHARS = 255
 
-_FIELDS = ("host", "port", "key")
+_FIELDS = ("host", "port", "secret")
 _PUBLISH = "publish the weights again"
 
 SourceRange = tuple[int, int, int]
@@ -83,7 +83,7 @@ class NixlTransport(OfferingTransport):
 
     def init(self, config: Mapping[str, Any]) -> None:
         check_fields(BACKEND, config)
-        self._idle = self._idle or [Puller()]
+        self._idle = self._idle or [Puller(address_towards(self._nats_url))]
 
     def destroy(self) -> None:
         self._idle.clear()
@@ -95,7 +95,7 @@ class NixlTransport(OfferingTransport):
         check_fields(BACKEND, request, *_FIELDS)
         connection = _connected(request)
         try:
-            return Pull(self, *_asked(connection, request["key"], kind), connection)
+            return Pull(self, *_asked(connection, request["secret"], kind), connection)
         except BaseException:
             connection.close()
             raise
@@ -109,9 +109,10 @@ class NixlTransport(OfferingTransport):
         if self._peer_source is not None:
             self._peer_source.withdraw()
 
-    def take(self) -> Puller:
-        """An idle Puller, or a new one."""
-        return self._idle.pop() if self._idle else Puller()
+    def take(self, host: str) -> Puller:
+        """An idle Puller at this machine's address `host`, or a new one."""
+        idle = self._idle.pop() if self._idle else None
+        return idle if idle is not None and idle.host == host else Puller(host)
 
     def give_back(self, puller: Puller) -> None:
         """Returns a Puller after an update without an error."""
@@ -121,8 +122,10 @@ class NixlTransport(OfferingTransport):
 class Puller:
     """An agent with its registered buffers."""
 
-    def __init__(self) -> None:
-        self.agent = make_agent(f"rl-plane-{secrets.token_hex(8)}")
+    def __init__(self, host: str) -> None:
+        """`host`: this machine's address on the network of the source."""
+        self.host = host
+        self.agent = make_agent(f"rl-plane-{secrets.token_hex(8)}", host)
         self._buffers: list[RegisteredMemory] = []
 
     def buffers(self, count: int, nbytes: int) -> Sequence[RegisteredMemory]:
@@ -178,7 +181,7 @@ class Pull(PackedDelivery):
         self._connection.close()
 
     def _begin(self, count: int, nbytes: int) -> Sequence[RegisteredMemory]:
-        self._puller = self._transport.take()
+        self._puller = self._transport.take(self._connection.getsockname()[0])
         try:
             self._source = self._puller.agent.add_remote_agent(self._metadata)
         except Exception as error:  # nixl's errors have no common base
@@ -240,7 +243,7 @@ class Pull(PackedDelivery):
 
 
 def _connected(request: Mapping[str, Any]) -> socket.socket:
-    for name, fits in (("host", _is_text), ("port", _is_port), ("key", _is_text)):
+    for name, fits in (("host", _is_text), ("port", _is_port), ("secret", _is_text)):
         if not fits(request.get(name)):
             raise InvalidRequest(
                 f"transport.{name} is missing, or is not what a sender gives",
@@ -266,10 +269,10 @@ def _is_port(value: Any) -> bool:
 
 
 def _asked(
-    connection: socket.socket, key: str, kind: Kind
+    connection: socket.socket, secret: str, kind: Kind
 ) -> tuple[Manifest, Sequence[Sequence[Piece]], bytes, bool]:
     try:
-        send_frame(connection, {"protocol": PROTOCOL, "key": key})
+        send_frame(connection, {"protocol": PROTOCOL, "secret": secret})
         answer = read_frame(connection)
     except TimeoutError as error:
         raise DeadlineExceeded(f"the trainer did not answer in {CONNECT_S:g} s", fix=_PUBLISH) from error

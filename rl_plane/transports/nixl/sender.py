@@ -42,7 +42,7 @@ class _Version:
     """One version, and the memory from which it is pulled."""
 
     manifest: Manifest
-    key: str
+    secret: str
     lent: Mapping[int, Sequence[Region]] = field(default_factory=dict)
     """For each bucket that is read in place, the memory of its tensors."""
     area: RegisteredMemory | None = None
@@ -93,7 +93,7 @@ class NixlSender(KeepingSender, LendingSender):
             port: the port at which receivers ask; 0 takes any free one.
             keep_copy: False keeps no committed version, so workers that come late heal from one another.
         """
-        self._agent = make_agent(f"rl-plane-{secrets.token_hex(8)}")
+        self._agent = make_agent(f"rl-plane-{secrets.token_hex(8)}", host)
         self._server = MetadataServer(host, port)
         self._keep_copy = keep_copy
         self._free: list[RegisteredMemory] = []
@@ -123,7 +123,7 @@ class NixlSender(KeepingSender, LendingSender):
         self._live_agent()
         self.close()
         self._opened = _Version(manifest, secrets.token_hex(16))
-        return self._server.transport(self._opened.key)
+        return self._server.transport(self._opened.secret)
 
     def lend(self, tensors: Mapping[str, Tensor]) -> Collection[int]:
         version = self._open_version()
@@ -220,7 +220,7 @@ class NixlSender(KeepingSender, LendingSender):
         metadata = agent.get_partial_agent_metadata(
             agent.get_reg_descs(_described(regions), "DRAM"), True, ["UCX"]
         )
-        self._server.offer(version.key, metadata, version.offered, places, refetchable=self._keep_copy)
+        self._server.offer(version.secret, metadata, version.offered, places, refetchable=self._keep_copy)
 
     def _copy_lent(self, version: _Version) -> None:
         """Copies lent tensors into memory of the sender, and offers the version from there."""
@@ -228,7 +228,7 @@ class NixlSender(KeepingSender, LendingSender):
             return
         assert self._loan is not None
         packed, lent, tensors = version.area, version.lent, self._loan.tensors
-        owned = self._with_area(_Version(version.manifest, version.key))
+        owned = self._with_area(_Version(version.manifest, version.secret))
         for number, bucket in enumerate(version.manifest.buckets):
             data = owned.view(number)
             if number not in lent:
@@ -243,7 +243,7 @@ class NixlSender(KeepingSender, LendingSender):
 
     def _withdraw(self, version: _Version) -> None:
         """Withdraws a version. Its memory is free when no receiver reads it."""
-        self._server.withdraw(version.key)
+        self._server.withdraw(version.secret)
         if version.area is not None:
             self._free.append(version.area)
 

@@ -3,7 +3,7 @@ places.
 
 A receiver asks over TCP, with one frame each way: four bytes of length, big-endian, and so many bytes of msgpack.
 
-    receiver → sender   {protocol, key}
+    receiver → sender   {protocol, secret}
     sender → receiver   {metadata, manifest, places, refetchable}   or {error}
 
 `places` has for each bucket a list of `[address, bytes, device]`: one for the whole bucket, or one for each tensor.
@@ -18,9 +18,12 @@ import ctypes
 import importlib.util
 import mmap
 import os
+import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
+from rl_plane._util.interfaces import other_interfaces
 from rl_plane.errors import Unsupported
 
 BACKEND = "nixl"
@@ -31,6 +34,11 @@ EXTRA = "pip install 'rl-plane[nixl]'"
 WAKE_US = 100_000
 """Microseconds that the agent's thread sleeps when it is idle. With nixl's default of 0 it keeps a core busy."""
 
+NET_DEVICES = "UCX_NET_DEVICES"
+"""UCX's variable for the network devices that it may use. `^` before the list: all but these."""
+
+_environment = threading.Lock()
+
 _ours: weakref.WeakSet[Any] = weakref.WeakSet()
 """The agents that this process has made."""
 
@@ -40,8 +48,25 @@ def have_nixl() -> bool:
     return importlib.util.find_spec("nixl") is not None
 
 
-def make_agent(name: str) -> Any:
-    """Makes a nixl_agent over UCX: RDMA if there is any, else shared memory or TCP."""
+@contextlib.contextmanager
+def _devices(host: str) -> Iterator[None]:
+    """Keeps UCX from other IP interfaces than the one of `host`: over TCP it listens on each that it may use. RDMA
+    devices are not affected, nor is a process whose operator has set the variable."""
+    others = other_interfaces(host)
+    with _environment:
+        if NET_DEVICES in os.environ or not others:
+            yield
+            return
+        os.environ[NET_DEVICES] = "^" + ",".join(others)
+        try:
+            yield
+        finally:
+            del os.environ[NET_DEVICES]
+
+
+def make_agent(name: str, host: str) -> Any:
+    """Makes a nixl_agent over UCX: RDMA if there is any, else shared memory or TCP at this machine's address
+    `host`."""
     if not have_nixl():
         raise Unsupported("nixl is not installed here", field="transport.backend", fix=EXTRA)
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # else nixl writes to stdout, which belongs to the program
@@ -53,7 +78,8 @@ def make_agent(name: str) -> Any:
         config.useProgThread = True
         config.pthrDelay = WAKE_US
         agent.agent = nixl._bindings.nixlAgent(name, config)
-        agent.create_backend("UCX")
+        with _devices(host):
+            agent.create_backend("UCX")
     except Exception as error:  # nixl's errors have no common base, and a broken install may raise any error
         raise Unsupported(
             f"nixl does not work here: {error}",

@@ -188,6 +188,7 @@ def test_shares_that_were_not_opened_are_given_up(
         connection, _ = listener.accept()
         with connection:
             manifest = memory(PACKED)
+            assert ipc_wire.read_packet(connection)[0]["secret"] == transport["secret"]
             ipc_wire.send_packet(connection, FIRST, [manifest])
             os.close(manifest)
             assert ipc_wire.read_packet(connection)[0] == {"gpu": GPUS[0]}

@@ -18,7 +18,7 @@ import pytest
 
 from rl_plane.errors import Unavailable
 from rl_plane.transports.group import peer_liveness
-from rl_plane.transports.group.peer_liveness import PeerLiveness
+from rl_plane.transports.group.peer_liveness import PeerLiveness, hello
 from rl_plane.transports.group.rank_layout import Place
 from tests.support.commanded_process import forked
 
@@ -31,10 +31,10 @@ def is_closed(line: socket.socket) -> bool:
     return line.recv(1) == b""
 
 
-def hear(trainer: PeerLiveness) -> None:
+def hear(trainer: PeerLiveness, world_size: int = 2) -> None:
     """Lets the trainer accept one connection that is there, and read what it says."""
     looks = itertools.count()
-    assert trainer.watch("g", lambda: next(looks) >= 2) == ""
+    assert trainer.watch("g", lambda: next(looks) >= 2, world_size=world_size) == ""
 
 
 @contextlib.contextmanager
@@ -64,9 +64,9 @@ def test_the_connection_of_a_known_rank_stays_open() -> None:
     trainer = PeerLiveness.of_trainer("127.0.0.1", hello_s=1.0)
     address = ("127.0.0.1", trainer.port)
     with socket.create_connection(address) as rank:
-        rank.sendall(b"g 1\n")
-        hear(trainer)
-        with socket.create_connection(address) as stranger, watching(trainer) as why:
+        rank.sendall(hello(trainer.secret, "g", 1))
+        hear(trainer, 3)
+        with socket.create_connection(address) as stranger, watching(trainer, 3) as why:
             assert is_closed(stranger)
         assert why == [""]
     assert trainer.watch("g", lambda: False) == "rank 1 is gone"
@@ -77,16 +77,26 @@ def test_a_second_connection_for_a_rank_and_a_wrong_rank_are_closed() -> None:
     trainer = PeerLiveness.of_trainer("127.0.0.1")
     address = ("127.0.0.1", trainer.port)
     with socket.create_connection(address) as rank:
-        rank.sendall(b"g 1\n")
-        hear(trainer)
-        with watching(trainer) as why:
+        rank.sendall(hello(trainer.secret, "g", 1))
+        hear(trainer, 3)
+        with watching(trainer, 3) as why:
+            own, other = hello(trainer.secret, "g", 1), hello(trainer.secret, "g", 2)
             for said in (
-                b"g 1\n",
-                b"g 1\nI give up",
-                b"g 0\n",
-                b"g 01\n",
+                own,
+                own + b"I give up",
+                hello(trainer.secret, "g", 0),
+                hello(trainer.secret, "g", 3),
+                hello(trainer.secret, "gg", 2),
+                hello("0" * 32, "g", 2),
+                hello("", "g", 2),
+                other.replace(b" 2 ", b" 02 "),
+                other[:-2] + b"\n",
                 b"g 2\n",
+                b"g 2 \n",
+                b"2\n",
                 b"g x\n",
+                "g \u00b2 \u00b2\n".encode(),
+                b"\xff" * 3000 + b"\n",
                 b"g " + b"9" * 4000 + b"\n",
             ):
                 with socket.create_connection(address) as again:
@@ -97,10 +107,31 @@ def test_a_second_connection_for_a_rank_and_a_wrong_rank_are_closed() -> None:
     trainer.close()
 
 
+def test_a_trainer_whose_ranks_are_all_connected_listens_no_more_and_closes_strangers() -> None:
+    trainer = PeerLiveness.of_trainer("127.0.0.1")
+    address = ("127.0.0.1", trainer.port)
+    with socket.create_connection(address) as stranger, socket.create_connection(address) as rank:
+        rank.sendall(hello(trainer.secret, "g", 1))
+        with watching(trainer):
+            assert is_closed(stranger)
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(address)
+    assert trainer.watch("g", lambda: False) == "rank 1 is gone"
+    trainer.close()
+
+
+def test_a_secret_is_made_for_each_group_and_is_not_shown() -> None:
+    one, other = PeerLiveness.of_trainer("127.0.0.1"), PeerLiveness.of_trainer("127.0.0.1")
+    assert one.secret != other.secret
+    assert one.secret not in repr(replace(PLACE, secret=one.secret))
+    one.close()
+    other.close()
+
+
 @pytest.mark.parametrize("ends", ["its trainer", "rank 1"])
 def test_a_lifeline_ends_with_its_process_and_not_with_a_child_of_it(ends: str) -> None:
     trainer = PeerLiveness.of_trainer("127.0.0.1")
-    rank = PeerLiveness.of_rank(replace(PLACE, lifeline_port=trainer.port))
+    rank = PeerLiveness.of_rank(replace(PLACE, lifeline_port=trainer.port, secret=trainer.secret))
     assert rank is not None
     hear(trainer)
     child = forked()
@@ -127,7 +158,7 @@ def test_an_accept_that_fails_is_tried_again_after_a_pause(monkeypatch: pytest.M
     monkeypatch.setattr(time, "sleep", slept.append)
     trainer = PeerLiveness.of_trainer("127.0.0.1")
     with socket.create_connection(("127.0.0.1", trainer.port)) as rank:
-        rank.sendall(b"g 1\nI give up")
+        rank.sendall(hello(trainer.secret, "g", 1) + b"I give up")
         assert trainer.watch("g", lambda: False) == "I give up"
     assert slept == [peer_liveness.ACCEPT_AGAIN_S]
     trainer.close()

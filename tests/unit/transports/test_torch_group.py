@@ -23,13 +23,14 @@ from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, Unav
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.transports.base import TransportContext
 from rl_plane.transports.group import torch_group
-from rl_plane.transports.group.peer_liveness import PeerLiveness
+from rl_plane.transports.group.peer_liveness import PeerLiveness, hello
 from rl_plane.transports.group.rank_layout import Place
 from rl_plane.transports.group.receiver import GlooTransport
 from rl_plane.transports.group.sender import GroupSender
 from rl_plane.transports.group.streamed_delivery import received
 from rl_plane.transports.group.torch_group import CHUNK_BYTES, Group, MakeGroup, import_torch, make_torch_group
 from rl_plane.weights.manifest import Manifest, pack
+from tests.support.listeners import listeners
 
 BOUND_S = 10.0
 PLACE = Place("gloo", "g", "127.0.0.1", 1, world_size=2, rank=1)
@@ -142,7 +143,7 @@ def test_nccl_connects_as_it_forms_and_writes_into_receivers_alone(store: Any) -
         target=lambda: trainers.append(Group(nccl_place(store, 0), BOUND_S, lifelines, make)), daemon=True
     )
     joining.start()
-    rank = Group(nccl_place(store, 1, lifeline_port=lifelines.port), BOUND_S, make=make)
+    rank = Group(nccl_place(store, 1, lifeline_port=lifelines.port, secret=lifelines.secret), BOUND_S, make=make)
     joining.join(BOUND_S)
     (trainer,) = trainers
     assert all(group.gloo is not None for group in made), "they are connected"
@@ -206,7 +207,7 @@ def test_a_trainer_does_not_wait_for_ranks_that_have_died_while_they_connect(sto
     nccl.connecting = staticmethod(connecting)
     trainer = PeerLiveness.of_trainer("127.0.0.1")
     line = socket.create_connection(("127.0.0.1", trainer.port))
-    line.sendall(b"g 1\n")
+    line.sendall(hello(trainer.secret, "g", 1))
 
     def die() -> None:
         assert connects.wait(BOUND_S)
@@ -472,18 +473,18 @@ def test_long_data_is_removed_from_the_store_in_whole(store: Any) -> None:
 Formed = tuple[GroupSender, GlooTransport, dict[str, Any]]
 
 
+def joined(transport: GlooTransport, body: dict[str, Any]) -> dict[str, Any]:
+    transport.init({**body, "world_size": 2, "rank_offset": 1})
+    return {"fingerprint": "f"}
+
+
 @pytest.fixture
 def formed() -> Iterator[Formed]:
     """A trainer's sender and the transport of one rank in a group, and what the trainer has announced."""
     sender, transport = GroupSender(join_timeout_s=BOUND_S), GlooTransport(TransportContext())
     announced: dict[str, Any] = {}
 
-    def init(body: dict[str, Any]) -> dict[str, Any]:
-        announced.update(body)
-        transport.init({**body, "world_size": 2, "rank_offset": 1})
-        return {"fingerprint": "f"}
-
-    sender.form(init)
+    sender.form(lambda body: announced.update(body) or joined(transport, body))
     yield sender, transport, announced
     sender.destroy()
     transport.destroy()
@@ -491,14 +492,37 @@ def formed() -> Iterator[Formed]:
 
 def test_the_manifest_of_an_update_that_failed_is_not_left_in_the_store(formed: Formed) -> None:
     sender, _, announced = formed
-    address = announced["master_address"], announced["master_port"]
-    dist = import_torch().distributed
-    store = dist.PrefixStore(announced["group"], dist.TCPStore(*address, None, False, wait_for_workers=False))
+    store = import_torch().distributed.PrefixStore(announced["group"], sender._store)
     key = sender.open(Manifest(pack([("a", TensorSpec("F32", (1,)))], 64)))["manifest_key"]
     assert store.get(key) == b"1"
     assert store.get(f"{key}/0")
     sender.close()
     assert not any(store.check([name]) for name in (key, f"{key}/0"))
+
+
+def test_a_stranger_finds_neither_the_store_nor_the_lifelines_of_a_formed_group(formed: Formed) -> None:
+    """New connections to the store are dropped, those of the group stay, and the next group lets its ranks in."""
+    sender, transport, announced = formed
+    host = announced["master_address"]
+    found = {(one.address, one.port) for one in listeners([os.getpid()])}
+    assert (host, announced["master_port"]) in found
+    assert not any(announced["master_port"] == port for address, port in found if address != host)
+    with pytest.raises(TimeoutError):
+        socket.create_connection((host, announced["master_port"]), 0.3)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, announced["lifeline_port"]), BOUND_S)
+    assert transport._group is not None
+    transport._group.put("a", b"still")
+    assert transport._group.take("a") == b"still"
+    before = dict(announced)
+    sender.leave()
+    sender.form(lambda body: announced.update(body) or joined(transport, body))
+    assert announced["master_port"] == before["master_port"]
+    assert announced["secret"] != before["secret"]
+    with pytest.raises(TimeoutError):
+        socket.create_connection((host, announced["master_port"]), 0.3)
+    sender.destroy()
+    assert announced["master_port"] not in {one.port for one in listeners([os.getpid()])}
 
 
 def test_the_digest_of_a_manifest_that_is_not_stored_is_refused(formed: Formed) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
 import socket
@@ -32,6 +33,8 @@ from worker.receive.rank_agents.ranks import Ranks
 from worker.receive.staging import DigestingStream, model_digest
 
 BOUND_S = 60.0
+MANY_DESCRIPTORS = 1100
+"""More than `select` can name."""
 
 Serve = Callable[[int, Mapping[str, Method]], AgentClient]
 
@@ -105,6 +108,30 @@ def test_every_rank_receives(ranks: Ranks, engines: list[FakeEngine], tmp_path: 
         ranks.discard(name)
         ranks.discard(name)
         assert not any(holds(engine, name) for engine in engines)
+
+
+def test_a_process_with_many_descriptors_calls_and_answers(serve: Serve) -> None:
+    """Strangers may have connected to other sockets of the process, or the engine has opened many files."""
+    client = serve(0, {"cancelled": lambda body, cancelled: cancelled()})
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2 * MANY_DESCRIPTORS:
+        pytest.skip(f"this system allows {hard} descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * MANY_DESCRIPTORS), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(MANY_DESCRIPTORS)]
+    try:
+        assert client.ask("cancelled") == [False]
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_of_another_user_is_not_answered(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = serve(0, {"secret": lambda body, cancelled: "told"})
+    assert client.ask("secret") == ["told"]
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    with pytest.raises(EngineFailed, match=r"broke off|can't be reached"):
+        client.ask("secret")
 
 
 @pytest.mark.engines("nixl")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from typing import Any
 
 MARK = "RL_PLANE_SGLANG"
@@ -12,6 +13,10 @@ MARK = "RL_PLANE_SGLANG"
 
 METHOD = "rl_plane"
 """The scheduler's method that the adapter's remote calls name."""
+
+
+BACKLOG = 1024
+"""Connections to the ranks' store that may wait. All ranks come at once."""
 
 
 def register() -> None:
@@ -27,6 +32,7 @@ def register() -> None:
     from worker.engines.sglang.logits import tell, telling
 
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", _serve_rank, HookType.AROUND)
+    HookRegistry.register("torch.distributed.rendezvous._create_c10d_store", _listen_there, HookType.AROUND)
     if json.loads(told)["device"] == "cpu":
         from worker.engines.sglang.patches.seeds import hand_over_seeds, sample_by_seed
 
@@ -43,6 +49,30 @@ def register() -> None:
 
 def child_failed(number: int, frame: Any) -> None:
     """Replaces SGLang's handler of SIGQUIT, which ends the process: the adapter notices itself when a child ends."""
+
+
+def _listen_there(
+    make: Any, hostname: str, port: int, rank: int, world_size: int, timeout: Any, use_libuv: bool = True
+) -> Any:
+    """Makes the store of the engine's own ranks listen at the address that SGLang names, which is 127.0.0.1.
+
+    torch alone would listen at every address of the machine, and its store has no authentication.
+    """
+    if rank != 0:
+        return make(hostname, port, rank, world_size, timeout, use_libuv)
+    from torch.distributed import TCPStore
+
+    listener = socket.create_server((hostname, port), backlog=BACKLOG)
+    return TCPStore(
+        hostname,
+        listener.getsockname()[1],
+        world_size,
+        True,
+        timeout,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+        use_libuv=use_libuv,
+    )
 
 
 def _serve_rank(build: Any, scheduler: Any, *arguments: Any, **options: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import select
+import selectors
 import socket
 import time
 from collections.abc import Mapping
@@ -101,6 +101,12 @@ class _Call:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
 
+    def _ready(self) -> list[socket.socket]:
+        """The connections with an answer, after POLL_S at most."""
+        with selectors.DefaultSelector() as selector:
+            found = {selector.register(one, selectors.EVENT_READ).fd: one for one in self.waiting}
+            return [found[key.fd] for key, _ in selector.select(POLL_S)]
+
     def poll(self, cancelled: bool) -> None:
         if cancelled:
             self.failed(EngineFailed("staging was cancelled"))
@@ -109,7 +115,7 @@ class _Call:
             self.failed(DeadlineExceeded(f"{self._op} did not end in time on the ranks {ranks}"))
             self.waiting.clear()
             return
-        for connection in select.select(list(self.waiting), [], [], POLL_S)[0]:
+        for connection in self._ready():
             rank = self.waiting.pop(connection)
             try:
                 answer = read_frame(connection)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane._util.framing import read_frame, send_frame
+from rl_plane._util.peer_credentials import same_user
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.update_requests import ReceiveRequest
@@ -83,7 +84,10 @@ def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
 
 
 class AgentServer:
-    """Serves `methods` on a socket in `directory`. Its threads are daemons, so the process can exit at any time."""
+    """Serves `methods` on a socket in `directory`, to processes of its own user.
+
+    Its threads are daemons, so the process can exit at any time.
+    """
 
     def __init__(self, directory: Path, rank: int, methods: Mapping[str, Method]) -> None:
         self._path = socket_of(directory, rank)
@@ -106,21 +110,27 @@ class AgentServer:
                 connection, _ = self._listener.accept()
             except OSError:
                 return  # closed
+            if not same_user(connection):
+                log.warning("a process of another user called the agent")
+                connection.close()
+                continue
             threading.Thread(target=self._answer, args=(connection,), name="agent call", daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
         with connection:
             try:
-                connection.settimeout(FIRST_FRAME_S)
-                request = read_frame(connection)
+                request = read_frame(connection, within_s=FIRST_FRAME_S)
                 connection.settimeout(None)
                 send_frame(connection, self._outcome(request, connection))
             except (OSError, EOFError, ValueError) as error:
                 log.info("a call ended early: %s", error)
 
     def _outcome(self, request: Mapping[str, Any], connection: socket.socket) -> dict[str, Any]:
+        poll = select.poll()  # select would fail in a process that has more than 1024 descriptors
+        poll.register(connection, select.POLLIN)
+
         def cancelled() -> bool:
-            return bool(select.select([connection], [], [], 0)[0])  # the frame was read, so more input is the end
+            return bool(poll.poll(0))  # the frame was read, so more input is the end
 
         try:
             method = self._methods.get(str(request.get("op")))
