@@ -148,7 +148,7 @@ class FleetUpdates:
         _check_name(body.target, snapshot)
         asked = request_hash(body.model_dump())
         if body.in_parts and body.transport is not None:  # the workers refuse a group that has lost ranks
-            ranks = sum(int(member.info["world_size"]) for member in snapshot)
+            ranks = sum(int(member.info.get("world_size") or 1) for member in snapshot)
             transport = body.transport.model_copy(update={"fleet_ranks": ranks})
             body = body.model_copy(update={"transport": transport})
         async with self._calls.lock(call.view, update_id=call.request_id) as held:

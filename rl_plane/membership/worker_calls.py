@@ -208,7 +208,7 @@ class WorkerCalls:
             same_wait_s=same_wait_s,
         ) as held:
             if held.taken:
-                await bar_former(self.bus, view.subjects.state, held)
+                await bar_former(self.bus, view.subjects.state, held, view.record)
             yield held
 
     async def call(

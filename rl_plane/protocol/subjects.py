@@ -177,4 +177,7 @@ KEPT_PREFIX = "kept."
 """State bucket: `kept.<instance_id>` is the address of the weights that a worker keeps in memory for others."""
 
 ADMISSION_PREFIX = "admission."
-"""State bucket: `admission.<instance_id>` is a worker that an operator has disabled."""
+"""State bucket: `admission.<instance_id>` is DISABLED for a worker that an operator has disabled, and empty for one
+that was enabled again."""
+
+DISABLED = b"disabled"
