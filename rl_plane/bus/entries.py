@@ -7,6 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TypeVar
 
+from pydantic import ValidationError
+
 from rl_plane._util.limited_log import LimitedLog
 from rl_plane.protocol.subjects import Entry
 
@@ -51,5 +53,13 @@ def _log_once(entry: Entry, error: Exception) -> None:
         "the entry %.100s at revision %d can't be read, and counts as absent until the next write: %s",
         ascii(entry.key),
         entry.sequence,
-        ascii(f"{type(error).__name__}: {error}")[:MAX_REASON_CHARS],
+        ascii(_reason(error))[:MAX_REASON_CHARS],
     )
+
+
+def _reason(error: Exception) -> str:
+    """Says what is wrong, without the entry's values: a session has what its trainer has sent."""
+    if not isinstance(error, ValidationError):
+        return f"{type(error).__name__}: {error}"
+    first = error.errors(include_input=False, include_url=False, include_context=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

@@ -406,6 +406,8 @@ def _unpacked(key: str, data: bytes) -> list[tuple[str, Any]]:
     several = body.get("many")
     if several is None:
         return [(key, body)]
+    if not isinstance(several, list) or several[:1] != [key]:
+        raise ValueError("a bundle whose first message is another stream's")
     found = list(zip(several[::2], several[1::2], strict=True))
     if not all(isinstance(one, str) for one, _ in found):
         raise ValueError("a key is not a string")
