@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 ENGINES := deploy/engines-cpu
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup engines demo test test-fast lint sim mutants soak bench docs clean
+.PHONY: setup engines demo test test-fast lint sim mutants soak fuzz bench docs clean
 
 setup: $(VENV)/.ready
 
@@ -68,6 +68,10 @@ mutants: setup
 # Also SEED=n, and WITH='--engine hf --engine vllm' for other engines than two of hf.
 soak: setup
 	$(BIN)/python -m tests.soak --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1) $(WITH)
+
+# An hour of mutated messages, entries, files and bodies. Also SECONDS=n SEED=n.
+fuzz: setup
+	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),3600) --seed $(or $(SEED),1)
 
 bench: setup
 	$(BIN)/python -m bench

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 
@@ -60,8 +61,10 @@ def broken(value: bytes | None) -> dict[str, bytes]:
     if not value:
         return {}
     found = {"truncated": value[: len(value) // 2]}
-    if value[:1] == b"{":
-        fields = json.loads(value)
+    with contextlib.suppress(
+        ValueError, TypeError, RecursionError
+    ):  # a member's record is msgpack, and the value may be broken already
+        fields = dict(json.loads(value))
         found["other types"] = json.dumps({name: [7] for name in fields}).encode()
         found["a further field"] = json.dumps({**fields, "v": 99}).encode()
     return found
