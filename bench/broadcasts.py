@@ -84,11 +84,11 @@ def measure_broadcasts(nbytes: int, receivers: int, rounds: int) -> BroadcastTim
                 hash_alone(data[0].data, times.nbytes)
                 return
             if way == "bare":
-                told: dict[str, Any] = {"sizes": [one.numel() for one in whole]}
+                opened: dict[str, Any] = {"sizes": [one.numel() for one in whole]}
             else:
-                told = {"transport": sender.open(manifest)}
+                opened = {"transport": sender.open(manifest)}
             for one in started:
-                _tell(one, {"way": way, **told})
+                _tell(one, {"way": way, **opened})
             for one in started:
                 _heard(one)  # it listens
             if way == "bare":

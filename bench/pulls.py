@@ -107,10 +107,10 @@ def receiver(transport: dict[str, Any]) -> None:
 
     with socket.create_connection((transport["host"], transport["port"])) as connection:
         send_frame(connection, {"protocol": PROTOCOL, "key": transport["key"]})
-        told = read_frame(connection)
+        offer = read_frame(connection)
     agent = make_agent("bare")
-    peer = agent.add_remote_agent(told["metadata"])
-    places = [bucket for (bucket,) in told["places"]]
+    peer = agent.add_remote_agent(offer["metadata"])
+    places = [bucket for (bucket,) in offer["places"]]
     largest = max(nbytes for _, nbytes, _ in places)
     buffers = [RegisteredMemory(agent, largest) for _ in range(2)]
 

@@ -113,7 +113,7 @@ class Streams:
     """The URL of one server, or of several in turn."""
 
     def __init__(self, urls: Sequence[str], processes: Mapping[str, int] | None = None) -> None:
-        """`processes`: names and pids of those whose CPU time is told."""
+        """`processes`: names and pids of those whose CPU time is reported."""
         self._urls = urls
         self._processes = processes or {}
 

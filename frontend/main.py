@@ -33,7 +33,8 @@ from frontend.routing.engine_client import EngineClient
 from frontend.routing.fleet_status import FleetStatus
 from frontend.routing.routing_lease import FrontendLease
 from frontend.server.api import Api
-from frontend.server.listeners import GRACE_S, Server, bind, url_of
+from frontend.server.listener_keys import KeyFile, Keys
+from frontend.server.listeners import GRACE_S, Certificate, Server, bind, url_of
 from frontend.server.metrics import FrontendMetrics, Scrape
 from frontend.server.options import FrontendOptions
 from frontend.server.shared_routes import SharedRoutes
@@ -44,6 +45,7 @@ from rl_plane.bus.token_stream import StreamReceiver
 from rl_plane.client import RlClient
 from rl_plane.fleet.fleet import Fleet
 from rl_plane.membership.view import MembershipView
+from rl_plane.protocol.http_keys import Caller, Role
 
 log = logging.getLogger("frontend")
 
@@ -82,7 +84,9 @@ class Frontend:
         fleet.liveness_timeout_s = options.liveness_timeout_s
         self.recovery = UpdateRecovery(fleet, view)
         self.calls = OpRunner(fleet)
+        self.calls.on_op = self.events.on_op
         self.service = FleetService(client.bus, view.subjects.fleet, self.calls)
+        self.reading = FleetService(client.bus, view.subjects.fleet_read, self.calls, reads=True)
 
     @classmethod
     @asynccontextmanager
@@ -90,7 +94,12 @@ class Frontend:
         frontend_id = secrets.token_hex(8)
         name = f"frontend-{frontend_id}"
         client = await RlClient.connect(
-            options.nats_url, options.namespace, options.component, name=name, wait_s=SERVICE_CONNECT_S
+            options.nats_url,
+            options.namespace,
+            options.component,
+            name=name,
+            wait_s=SERVICE_CONNECT_S,
+            credentials=options.credentials,
         )
         async with AsyncExitStack() as stack:
             stack.push_async_callback(client.close)
@@ -109,11 +118,13 @@ class Frontend:
             if frontend.delivers_tokens:
                 await frontend.lease.start()
                 stack.push_async_callback(frontend.lease.stop)
-            frontend.recovery.start()
+            await frontend.recovery.start()
             stack.push_async_callback(frontend.recovery.stop)
             stack.push_async_callback(frontend.calls.close, GRACE_S)
             await frontend.service.start()
             stack.push_async_callback(frontend.service.stop, GRACE_S)
+            await frontend.reading.start()
+            stack.push_async_callback(frontend.reading.stop, GRACE_S)
             yield frontend
 
     def _snapshot(self) -> Scrape:
@@ -131,14 +142,14 @@ class Frontend:
             moves=self.engines.moves,
         )
 
-    def generation_app(self, options: FrontendOptions) -> Starlette:
-        api = Api("rl_plane: generation", options.api_key or None, openai_error)
+    def generation_app(self, options: FrontendOptions, keys: Keys) -> Starlette:
+        api = Api("rl_plane: generation", keys, options.allowed_hosts, openai_error)
         add_generation_routes(api, self.generation, self.tokens)
         return api.app()
 
-    def facade_app(self, options: FrontendOptions, shared: SharedRoutes) -> Starlette:
+    def facade_app(self, options: FrontendOptions, keys: Keys, shared: SharedRoutes) -> Starlette:
         """`shared` collects the dialects' routes. The caller closes it."""
-        api = Api("rl_plane: the fleet", options.admin_key or None)
+        api = Api("rl_plane: the fleet", keys, options.allowed_hosts)
         extend: Callable[[dict[str, Any], str], dict[str, Any]] | None = None
         if options.dialects:
             # The dialects' clients take this listener for a whole engine, so it generates too.
@@ -155,6 +166,10 @@ class Frontend:
 async def serve(options: FrontendOptions, on_ready: OnReady | None = None) -> None:
     """Runs until SIGTERM, SIGINT or cancellation. `on_ready` gets `{rl_url, http_url}` once both accept connections.
     The URL of a listener that is off is None."""
+    certificate = (
+        Certificate(options.https_cert, options.https_key) if options.https_cert and options.https_key else None
+    )
+    file = KeyFile(options.keys_file) if options.keys_file is not None else None
     with contextlib.ExitStack() as sockets:
         # The sockets come first: a port that is in use ends the start before it disturbs the fleet.
         rl = _listener(sockets, "rl_port", options, options.rl_port, options.admin_key)
@@ -163,13 +178,17 @@ async def serve(options: FrontendOptions, on_ready: OnReady | None = None) -> No
             apps: list[tuple[Starlette, socket.socket]] = []
             shared = SharedRoutes(dialect_error)
             if rl is not None:
-                apps.append((frontend.facade_app(options, shared), rl))
+                apps.append((frontend.facade_app(options, _keys(options.admin_key, "admin", file), shared), rl))
             if http is not None:
-                apps.append((frontend.generation_app(options), http))
-            urls = {"rl_url": url_of(rl) if rl else None, "http_url": url_of(http) if http else None}
+                apps.append((frontend.generation_app(options, _keys(options.api_key, "generate", file)), http))
+            scheme = "http" if certificate is None else "https"
+            urls = {
+                "rl_url": url_of(rl, scheme) if rl else None,
+                "http_url": url_of(http, scheme) if http else None,
+            }
             stop = _Stop(options.drain_s)
             try:
-                await _serve(apps, lambda: on_ready(urls) if on_ready else None, frontend, stop)
+                await _serve(apps, lambda: on_ready(urls) if on_ready else None, frontend, stop, certificate)
             finally:
                 await shared.close()
 
@@ -179,7 +198,14 @@ def _listener(
 ) -> socket.socket | None:
     if port is None:
         return None
-    return stack.enter_context(bind(field, options.host, port, key or None, options.insecure))
+    has_file = options.keys_file is not None
+    return stack.enter_context(bind(field, options.host, port, key or None, options.insecure, has_file))
+
+
+def _keys(own: str | None, role: Role, file: KeyFile | None) -> Keys:
+    """The keys of one listener. `own`: its own key, which has the id of its option."""
+    name = "admin_key" if role == "admin" else "api_key"
+    return Keys((own, Caller(name, role)) if own else None, file)
 
 
 class _Stop:
@@ -196,9 +222,14 @@ class _Stop:
 
 
 async def _serve(
-    apps: list[tuple[Starlette, socket.socket]], on_ready: Callable[[], None], frontend: Frontend, stop: _Stop
+    apps: list[tuple[Starlette, socket.socket]],
+    on_ready: Callable[[], None],
+    frontend: Frontend,
+    stop: _Stop,
+    certificate: Certificate | None,
 ) -> None:
-    servers = [Server(app) for app, _ in apps]
+    servers = [Server(app, certificate) for app, _ in apps]
+    follower = asyncio.create_task(certificate.follow(), name="certificate") if certificate is not None else None
     runs = [
         asyncio.create_task(server.serve([listener]), name="listener")
         for server, (_, listener) in zip(servers, apps, strict=True)
@@ -213,6 +244,8 @@ async def _serve(
             if stop.asked.is_set():
                 await _first_of([frontend.generation.drain(stop.drain_s), stop.at_once.wait()])
     finally:
+        if follower is not None:
+            await end_tasks([follower])
         # Event streams never end by themselves, and would delay the stop for its whole grace.
         frontend.events.stop()
         for server in servers:

@@ -7,6 +7,7 @@ and frontends are other packages.
 import importlib
 import typing
 
+from rl_plane.bus.credentials import NatsCredentials
 from rl_plane.errors import (
     BusUnreachable,
     CanaryFailed,
@@ -29,6 +30,7 @@ from rl_plane.errors import (
     OutcomeUnknown,
     Overloaded,
     PayloadTooLarge,
+    PermissionDenied,
     PlaneError,
     StaleFence,
     StaleWeights,
@@ -52,6 +54,7 @@ if typing.TYPE_CHECKING:
     from rl_plane.client import RlClient
     from rl_plane.fleet.fleet import Fleet
     from rl_plane.membership.worker_calls import FanOut
+    from rl_plane.protocol.canary import Canary
     from rl_plane.protocol.update_requests import BaseTarget, LoraTarget, UpdatePolicy
     from rl_plane.publish.publication import Publication
     from rl_plane.publish.publisher import WeightPublisher
@@ -59,6 +62,7 @@ if typing.TYPE_CHECKING:
 else:
     _LAZY = {
         "BaseTarget": "protocol.update_requests",
+        "Canary": "protocol.canary",
         "FanOut": "membership.worker_calls",
         "Fleet": "fleet.fleet",
         "LoraTarget": "protocol.update_requests",
@@ -82,6 +86,7 @@ else:
 __all__ = [
     "BaseTarget",
     "BusUnreachable",
+    "Canary",
     "CanaryFailed",
     "Changed",
     "Conflict",
@@ -100,6 +105,7 @@ __all__ = [
     "LoraTarget",
     "Member",
     "MembershipChanged",
+    "NatsCredentials",
     "NoWorkers",
     "NotAdmitted",
     "NotAtBase",
@@ -108,6 +114,7 @@ __all__ = [
     "OutcomeUnknown",
     "Overloaded",
     "PayloadTooLarge",
+    "PermissionDenied",
     "PlaneError",
     "Publication",
     "RlClient",

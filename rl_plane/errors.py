@@ -5,6 +5,7 @@
     │   ├── InvalidWeights      400  the weights do not fit the model: nothing was loaded
     │   └── FenceRequired       400  a changing op without a live fence and the target's incarnation
     ├── Unauthorized            401  no key, or a wrong one
+    ├── PermissionDenied        403  the key is right, and its role may not do this
     ├── NotFound                404  no such worker, component, route or version
     ├── Conflict                409  the world is not as the caller thought, or work was undone
     │   ├── MembershipChanged        the fleet is not the one named or pinned
@@ -79,6 +80,13 @@ class FenceRequired(InvalidRequest):
 class Unauthorized(PlaneError):
     code = "unauthorized"
     http_status = 401
+
+
+class PermissionDenied(PlaneError):
+    """Facts: `subject` (what NATS has refused) and `role` (the key's, where it is known)."""
+
+    code = "permission_denied"
+    http_status = 403
 
 
 class NotFound(PlaneError):

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from rl_plane.bus.connection import CONNECT_TIMEOUT_S
+from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, DeadlineExceeded
@@ -71,12 +72,16 @@ class SyncRlClient(BlockingRun, FleetMethods):
         *,
         name: str = "rl-client",
         wait_s: float = CONNECT_TIMEOUT_S,
+        credentials: NatsCredentials = NO_CREDENTIALS,
     ) -> SyncRlClient:
-        """Connects and reads the membership. BusUnreachable if no server answers within `wait_s` seconds."""
+        """Connects and reads the membership. BusUnreachable if no server answers within `wait_s` seconds. Unauthorized
+        if it refuses `credentials`, or is not the server that they ask for."""
         self = cls()
         try:
             self._client = self._wait(
-                RlClient.connect(nats_url, namespace, component, name=name, wait_s=wait_s),
+                RlClient.connect(
+                    nats_url, namespace, component, name=name, wait_s=wait_s, credentials=credentials
+                ),
                 2 * wait_s + MARGIN_S,
                 "connect",
             )

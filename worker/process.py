@@ -63,6 +63,13 @@ def check_options(options: WorkerOptions) -> None:
         raise InvalidRequest(
             f"copies is {options.copies}", field="copies", fix=f"1 to {MAX_COPIES}; above 1 without an instance id"
         )
+    of_key = options.credentials.load().instance_id
+    if of_key is not None and (options.copies > 1 or options.instance_id not in (None, of_key)):
+        raise InvalidRequest(
+            f"the key {options.credentials.nkey} belongs to the worker {of_key}",
+            field="instance_id",
+            fix="leave the instance id and the copies out, or use another key",
+        )
     for field, path in (("model", options.model), *(("weight_root", root) for root in options.weight_roots)):
         if not path.is_dir():
             raise InvalidRequest(f"{path} is no directory", field=field, fix="give a directory that exists")
@@ -91,6 +98,7 @@ async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], N
         options.component,
         options.deterministic,
         options.enable_memory_saver,
+        options.credentials,
     )
     weights = _weights_at(options.model)
     with arguments.named():
@@ -281,8 +289,9 @@ class WorkerProcess:
 
     async def _worker(self, adapter: EngineAdapter, info: EngineInfo, digest: str) -> Worker:
         options = self._options
-        instance_id = options.instance_id or secrets.token_hex(8)
-        bus = await Bus.connect(options.nats_url, instance_id, SERVICE_CONNECT_S)
+        # A key that belongs to one worker names its instance id.
+        instance_id = options.instance_id or options.credentials.load().instance_id or secrets.token_hex(8)
+        bus = await Bus.connect(options.nats_url, instance_id, SERVICE_CONNECT_S, options.credentials)
         return Worker(
             bus,
             Subjects(options.namespace, options.component),

@@ -122,7 +122,7 @@ class Worker:
             on_registered=self._follow_fleet,
             on_superseded=lambda: on_end("another process has taken this instance id", exit_codes.SUPERSEDED),
         )
-        self._lock = LockWatch(bus, subjects.state, self.state)
+        self._lock = LockWatch(bus, subjects, self.state)
         handlers = with_holds(self._handlers.table(), self.state.instance_id)
         self._dispatcher = Dispatcher(self.state, self._lock, handlers, info.stage)
         self._told = b""
@@ -296,7 +296,7 @@ class Worker:
 
     async def _publish_status(self, message: bytes) -> None:
         with contextlib.suppress(nats.errors.Error):
-            await self.bus.nc.publish(self.subjects.status, message)
+            await self.bus.nc.publish(self.subjects.status(self.state.instance_id), message)
 
 
 def _engine_kind(info: EngineInfo) -> str | None:

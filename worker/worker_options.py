@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from worker.runtime.engine_watch import DEFAULT_ENGINE_HANG_S, DEFAULT_LIVENESS_TIMEOUT_S
 
@@ -20,6 +21,8 @@ class WorkerOptions:
     nats_url: str = DEFAULT_NATS_URL
     namespace: str = DEFAULT_NAMESPACE
     component: str = DEFAULT_COMPONENT
+    credentials: NatsCredentials = NO_CREDENTIALS
+    """The files by which the worker connects to NATS."""
     model_name: str | None = None
     """The model's name in requests. None: the last part of the directory."""
     dtype: str | None = None

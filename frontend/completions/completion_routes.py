@@ -20,7 +20,7 @@ from frontend.completions.plans import Plan, plan_chat, plan_completion
 from frontend.completions.reply_models import ChatReply, CompletionReply, ModelList
 from frontend.completions.service import Generation
 from frontend.completions.tokens import DetokenizeBody, TokenizeBody, Tokens
-from frontend.server.api import Api, Endpoint, Operation
+from frontend.server.api import ANY_KEY, Api, Endpoint, Operation
 from frontend.server.bodies import read_json
 from frontend.server.event_stream import EventStream, unless_gone
 from frontend.server.replies import json_response
@@ -97,7 +97,7 @@ def add_generation_routes(api: Api, generation: Generation, tokens: Tokens, *, a
     ) -> None:
         replies = () if reply is None else (reply,)
         name = path.strip("/").replace("/", "_")
-        shown = {"shape": openai_error, **more}
+        shown = {"shape": openai_error, "roles": ("generate",), **more}
         api.add(
             Operation(
                 method=method,
@@ -113,7 +113,7 @@ def add_generation_routes(api: Api, generation: Generation, tokens: Tokens, *, a
 
     words = "A worker is there, or 503." if as_engine else "The frontend runs."
     add("GET", HEALTH, health, words, None, needs_key=False, shape=None)
-    add("GET", "/v1/models", models, "The models and adapters that are served.", ModelList)
+    add("GET", "/v1/models", models, "The models and adapters that are served.", ModelList, roles=ANY_KEY)
     for path, body, make_plan, prefix, reply_format, reply in ROUTES:
         add(
             "POST",

@@ -13,6 +13,7 @@ from rl_plane.protocol.routed_experts import as_npy
 
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     501: "unsupported_error",

@@ -9,18 +9,13 @@ from collections.abc import Iterable
 
 from frontend.dialects.common.context import DialectContext
 from frontend.server.shared_routes import SharedRoutes
-
-MODULES = {
-    "vllm": "frontend.dialects.vllm.vllm_routes",
-    "sglang": "frontend.dialects.sglang.sglang_routes",
-    "prime-rl": "frontend.dialects.prime_rl",
-}
+from rl_plane.protocol.dialects import DIALECTS
 
 
 def mount_dialects(routes: SharedRoutes, names: Iterable[str], context: DialectContext) -> None:
     """Adds the routes of these dialects, in the order of the table."""
     wanted = set(names)
-    for name, module in MODULES.items():
+    for name, module in DIALECTS.items():
         if name in wanted:
             routes.tag = name
             importlib.import_module(module).mount(routes, context)

@@ -35,7 +35,7 @@ KEEP_ALIVE_S = 15.0
 TOLD_UPDATES = 1024
 """The number of outcomes that are remembered, so that no event comes twice."""
 
-Kind = Literal["member", "update", "admission", "end"]
+Kind = Literal["member", "op", "update", "admission", "end"]
 
 HELLO = b": connected\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -129,6 +129,10 @@ class FleetEvents:
         finally:
             self._listeners.discard(listener)
 
+    def on_op(self, op: str, asked_by: str, outcome: str) -> None:
+        """Sends that this frontend has carried out a changing op. `outcome`: ok, or the error's code."""
+        self._send("op", {"op": op, "asked_by": asked_by, "outcome": outcome})
+
     def _framed(self, kind: Kind, data: dict[str, Any]) -> bytes:
         self._last_id += 1
         return b"id: %d\nevent: %s\ndata: %s\n\n" % (self._last_id, kind.encode(), to_json(data))
@@ -204,6 +208,7 @@ class FleetEvents:
             "label": entry.label,
             "version": entry.version.to_wire() if entry.version is not None else None,
             "who": entry.who,
+            "asked_by": entry.asked_by,
         }
         if entry.error is not None:
             event["error"] = {key: entry.error.get(key) for key in ("code", "message")}

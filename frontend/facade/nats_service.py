@@ -1,4 +1,5 @@
-"""Serves the fleet's ops on the NATS subject `<ns>.<comp>.fleet`, in JSON or msgpack."""
+"""Serves the fleet's ops on the NATS subject `<ns>.<comp>.fleet`, and the reading ones on `<ns>.<comp>.fleet.read`, in
+JSON or msgpack."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from rl_plane.protocol.envelope import (
     format_of,
     request_from_wire,
 )
+from rl_plane.protocol.fleet_ops import FLEET_OPS
 
 log = logging.getLogger("frontend.facade.nats_service")
 
@@ -56,7 +58,9 @@ def call_body(request: Request) -> dict[str, Any]:
 class FleetService:
     """Answers messages, each in a task of its own. A message without a reply subject is carried out too."""
 
-    def __init__(self, bus: Bus, subject: str, calls: OpRunner) -> None:
+    def __init__(self, bus: Bus, subject: str, calls: OpRunner, reads: bool = False) -> None:
+        """`reads`: the subject takes only the ops that change nothing."""
+        self._reads = reads
         self._bus = bus
         self._subject = subject
         self._calls = calls
@@ -104,6 +108,12 @@ class FleetService:
         request = request_from_wire(wire)
         if len(self._tasks) > MAX_IN_FLIGHT:
             raise Unavailable(f"{MAX_IN_FLIGHT} fleet calls are under way in this frontend", retry_after_s=1.0)
+        if self._reads and request.op in FLEET_OPS and FLEET_OPS[request.op].method != "GET":
+            raise InvalidRequest(
+                f"{request.op} changes something, and came by the subject for reading",
+                field="op",
+                fix=f"send it to {self._subject.removesuffix('.read')}",
+            )
         return await self._calls.run(request.op, call_body(request), request.id)
 
     async def _answer(self, message: Msg, reply: dict[str, Any], start: float) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from frontend.server.in_flight import InFlight
+from rl_plane.errors import PlaneError
 from rl_plane.fleet.fleet import Fleet
+from rl_plane.fleet.fleet_call import ASKED_BY
 from rl_plane.protocol.fleet_ops import FLEET_OPS
 
 log = logging.getLogger("frontend.facade.op_runner")
@@ -21,6 +24,8 @@ class OpRunner:
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
+        self.on_op: Callable[[str, str, str], None] = lambda op, asked_by, outcome: None
+        """Called after each changing op with its name, the id of the caller's key, and ok or the error's code."""
         self._in_flight: InFlight[dict[str, Any]] = InFlight(MAX_IN_FLIGHT, log)
 
     async def run(
@@ -30,7 +35,22 @@ class OpRunner:
 
         `digest`: a hash of the body's lists, where they may be long. Writing them out to compare them would block every
         other call."""
-        if op not in FLEET_OPS or not FLEET_OPS[op].coalesce:
+        if op not in FLEET_OPS or FLEET_OPS[op].method == "GET":
+            return await self.fleet.run(op, body, request_id)
+        outcome = "cancelled"
+        try:
+            reply = await self._change(op, body, request_id, digest)
+            outcome = "ok"
+            return reply
+        except PlaneError as error:
+            outcome = error.code
+            raise
+        finally:
+            log.info("%s, asked by %s: %s", op, ASKED_BY.get() or "a caller without a key", outcome)
+            self.on_op(op, ASKED_BY.get(), outcome)
+
+    async def _change(self, op: str, body: dict[str, Any], request_id: str, digest: str | None) -> dict[str, Any]:
+        if not FLEET_OPS[op].coalesce:
             return await self.fleet.run(op, body, request_id)
         short = body if digest is None else {name: one for name, one in body.items() if not isinstance(one, list)}
         content = json.dumps([short, digest], sort_keys=True, default=str)

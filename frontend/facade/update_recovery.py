@@ -1,11 +1,15 @@
-"""Completes an update that was decided and not opened, because its coordinator died."""
+"""Completes an update that was decided and not opened, because its coordinator died. Writes the record for workers
+whose keys may not."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 
+from nats.aio.msg import Msg
+
 from rl_plane._util.tasks import end_tasks
+from rl_plane.bus.state_store import record_of
 from rl_plane.errors import Locked, PlaneError
 from rl_plane.fleet.fleet import Fleet
 from rl_plane.membership.view import MembershipView
@@ -18,6 +22,9 @@ LOOK_S = 1.0
 living coordinator holds the lock."""
 
 
+QUEUE = "frontends"
+
+
 class UpdateRecovery:
     """Watches the record, and completes an update that stays undone."""
 
@@ -25,9 +32,15 @@ class UpdateRecovery:
         self._fleet = fleet
         self._view = view
         self._task: asyncio.Task[None] | None = None
+        self._asked = False
+        """A worker has asked for the record to be written."""
 
-    def start(self) -> None:
+    async def start(self) -> None:
+        await self._view.bus.subscribe(self._view.subjects.keep_record, self._on_ask, queue=QUEUE)
         self._task = asyncio.create_task(self._watch())
+
+    async def _on_ask(self, message: Msg) -> None:
+        self._asked = True
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -38,10 +51,29 @@ class UpdateRecovery:
         while True:
             await asyncio.sleep(LOOK_S)
             record = self._view.record
+            asked, self._asked = self._asked, False
+            if asked and self._view.snapshot():
+                await self._keep_record()
+                continue
             # Without a worker no score tells whether the version may be served.
             if record is not None and not record.final and record == before and self._view.snapshot():
                 await self._complete(record)
             before = record
+
+    async def _keep_record(self) -> None:
+        """Does what a worker without a role does by itself: writes a record that the store lacks, and bars the
+        coordinators before, by sealing the record."""
+        try:
+            if record_of(await self._view.read_record()) is None:
+                await self._fleet.fix_first_version()
+            else:
+                await self._fleet.finish()
+        except Locked:
+            pass  # a coordinator lives, and seals the record itself
+        except PlaneError as error:
+            log.warning("the record could not be written for a worker: %s", error)
+        except Exception:
+            log.exception("the record could not be written for a worker")
 
     async def _complete(self, record: DecisionRecord) -> None:
         try:

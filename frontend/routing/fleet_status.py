@@ -134,7 +134,7 @@ class FleetStatus:
         """Called with each status of a member, changed or not."""
 
     async def start(self) -> None:
-        await self._client.bus.subscribe(self._view.subjects.status, self._on_message)
+        await self._client.bus.subscribe(self._view.subjects.status("*"), self._on_message)
         await self._client.bus.flush()
         self._stop_listening = self._view.listen(self._on_member_change)
         self._client.bus.on_reconnect(self._on_reconnect)
@@ -219,6 +219,9 @@ class FleetStatus:
             status = WorkerStatus.from_wire(wire, str(wire["incarnation"]), now)
         except Exception:  # whatever the bytes make of the decoder
             self._malformed.warning("a malformed message on %s", message.subject)
+            return
+        if instance_id != message.subject.rpartition(".")[2]:
+            log.warning("a status of %s came on %s", instance_id, message.subject)
             return
         member = self._view.member(instance_id)
         if member is not None and member.incarnation == status.incarnation:

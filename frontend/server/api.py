@@ -18,15 +18,30 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from frontend.server.guard import Guard
+from frontend.server.guard import CALLER, Guard, refuse_browser
+from frontend.server.listener_keys import ANYBODY, Keys
 from frontend.server.replies import ErrorShape, MethodNotAllowed, error_body, to_json
-from rl_plane.errors import InvalidRequest, NotFound
+from rl_plane.errors import InvalidRequest, NotFound, PermissionDenied
+from rl_plane.fleet.fleet_call import ASKED_BY
 from rl_plane.protocol.envelope import MAX_ID_CHARS
+from rl_plane.protocol.http_keys import Caller, Role
 
 DOCS = "/docs"
 OPENAPI = "/openapi.json"
+DOCS_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "style-src 'unsafe-inline'",
+        "script-src 'unsafe-inline'",
+        "connect-src 'self'",
+        "frame-ancestors 'none'",
+    )
+)
+"""The page loads nothing from elsewhere, and no other page may show it in a frame."""
 MAX_QUERY_ITEMS = 100
 """A longer list goes into a body: a request's head ends at 64 KiB."""
+ANY_KEY: tuple[Role, ...] = ("read", "generate")
+"""The roles for what every client needs to know before it begins, such as the model's name."""
 _REFS = "#/components/schemas/{model}"
 
 Method = Literal["GET", "POST"]
@@ -56,6 +71,7 @@ class ErrorReply(BaseModel):
 ERRORS = {
     400: "The request is wrong; `field` and `fix` say where. Nothing was changed.",
     401: "The key is missing or wrong.",
+    403: "The key has another role.",
     404: "There is no such worker, model or component.",
     409: "The fleet is not the one named, or the work was undone; each worker's row says more.",
     413: "The body is over its limit.",
@@ -89,8 +105,14 @@ class Operation:
     media_type: str = "application/json"
     errors: tuple[int, ...] = ALL_ERRORS
     needs_key: bool = True
+    roles: tuple[Role, ...] = ()
+    """The keys that may call the route: one of these roles suffices. Empty: `read` for GET, else `steer`."""
     shape: ErrorShape | None = None
     """The shape of the route's errors. None: the listener's."""
+
+    @property
+    def allowed(self) -> tuple[Role, ...]:
+        return self.roles or (("read",) if self.method == "GET" else ("steer",))
 
 
 @dataclass
@@ -98,7 +120,9 @@ class Api:
     """The routes of one listener. `app` serves them; routes may be added until the first request."""
 
     title: str
-    key: str | None = None
+    keys: Keys = field(default_factory=Keys)
+    hosts: tuple[str, ...] = ()
+    """Names by which clients without a key may call this machine."""
     shape: ErrorShape = error_body
     _operations: list[Operation] = field(default_factory=list)
     _shapes: dict[str, ErrorShape] = field(default_factory=dict)
@@ -113,7 +137,7 @@ class Api:
 
     def add(self, operation: Operation) -> None:
         self._operations.append(operation)
-        self._routes.append(Route(operation.path, operation.endpoint, methods=[operation.method]))
+        self._routes.append(Route(operation.path, _guarded(operation), methods=[operation.method]))
         if operation.shape is not None:
             self._shapes[operation.path] = operation.shape
         if not operation.needs_key:
@@ -122,7 +146,8 @@ class Api:
     def app(self) -> Starlette:
         guard = Middleware(
             Guard,
-            key=self.key,
+            keys=self.keys,
+            hosts=frozenset(name.lower() for name in self.hosts),
             open_paths=frozenset(self._open_paths),
             shape=self.shape,
             shapes=self._shapes,
@@ -138,7 +163,10 @@ class Api:
         schemas: dict[str, Any] = {}
         paths: dict[str, Any] = {}
         for operation in self._operations:
-            paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation, schemas)
+            described = _described(operation, schemas)
+            if self.keys and operation.needs_key:
+                described["security"] = [{"key": [role]} for role in operation.allowed]
+            paths.setdefault(operation.path, {})[operation.method.lower()] = described
         components: dict[str, Any] = {"schemas": schemas}
         document: dict[str, Any] = {
             "openapi": "3.1.0",
@@ -146,7 +174,7 @@ class Api:
             "paths": paths,
             "components": components,
         }
-        if self.key is not None:
+        if self.keys:
             components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             document["security"] = [{"key": []}]
         return document
@@ -159,7 +187,28 @@ class Api:
     async def _show_docs(self, request: Request) -> Response:
         """A page that reads the document. It loads nothing from the network."""
         page = resources.files("frontend.server").joinpath("docs.html").read_text()
-        return Response(page, media_type="text/html")
+        return Response(page, headers={"Content-Security-Policy": DOCS_POLICY}, media_type="text/html")
+
+
+def _guarded(operation: Operation) -> Endpoint:
+    """The endpoint, behind a check of what the caller may do."""
+    if not operation.needs_key:
+        return operation.endpoint
+
+    async def answer(request: Request) -> Response:
+        caller: Caller = request.scope[CALLER]
+        if not any(caller.may(role) for role in operation.allowed):
+            raise PermissionDenied(
+                f"the key {caller.id!r} has the role {caller.role}",
+                field="Authorization",
+                fix=f"use a key with the role {' or '.join(operation.allowed)}",
+            )
+        if caller is ANYBODY and operation.method == "GET" and "steer" in operation.allowed:
+            refuse_browser(request.headers)
+        ASKED_BY.set(caller.id)  # each request is a task with a context of its own
+        return await operation.endpoint(request)
+
+    return answer
 
 
 def _raise_http_error(request: Request, error: Exception) -> Response:

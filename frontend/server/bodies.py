@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import typing
-from collections.abc import Callable
-from typing import Any, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from rl_plane.errors import InvalidRequest, PayloadTooLarge
+from frontend.server.large_bodies import parse_large_object
+from rl_plane.errors import InvalidRequest, PayloadTooLarge, Unavailable
 from rl_plane.protocol.envelope import MAX_ID_CHARS
 from rl_plane.protocol.strict_json import parse_json_object
 
@@ -27,57 +29,120 @@ BODY_TIMEOUT_S = 30.0
 """A client that sends its body slower than this occupies a connection for nothing."""
 DIGEST_BYTES = 16
 """A hash of this size never confuses two different bodies."""
+MAX_PARSED_AT_ONCE = 65_536
+"""A larger body is parsed in a thread, one after the other, so that many of them don't stop the loop for long."""
+MAX_BRACKETS = 50_000
+"""Arrays and objects in a body of at most MAX_BODY_BYTES: a batch of prompts has some thousands."""
+MAX_LARGE = 4
+"""Bodies of more than MAX_BODY_BYTES under way: up to 1 GB, and several connections of one trainer."""
+LARGE_WAIT_S = 30.0
+"""The wait for one of these places. A client's own limit is 60 s or more."""
 
-T = TypeVar("T")
-
-
-async def read_json(request: Request, max_bytes: int = MAX_BODY_BYTES) -> dict[str, Any]:
-    """Reads and parses the body. An empty body is an empty object."""
-    return await _read_parsed(request, max_bytes, parse_json_object)
-
-
-async def read_hashed(request: Request, max_bytes: int) -> tuple[dict[str, Any], str]:
-    """Reads and parses the body, and adds the hash by which `InFlight` recognises an equal one."""
-    return await _read_parsed(request, max_bytes, parse_hashed)
-
-
-def parse_hashed(data: bytes) -> tuple[dict[str, Any], str]:
-    """The body's object and a hash of its bytes. `null` is an empty object."""
-    digest = hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
-    return ({} if data.strip() == b"null" else parse_json_object(data)), digest
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_MEDIUM = ThreadPoolExecutor(1, "medium-body")
+_LARGE = ThreadPoolExecutor(1, "large-body")
 
 
-async def _read_parsed(request: Request, max_bytes: int, parse: Callable[[bytes], T]) -> T:
+async def read_json(request: Request) -> dict[str, Any]:
+    """Reads and parses a body of at most MAX_BODY_BYTES. An empty body is an empty object."""
+    return await _parsed(await _read_body(request, MAX_BODY_BYTES, None))
+
+
+class LargeBodyPlace:
+    """A context for one request. If its body is large, it occupies one of MAX_LARGE places until the context ends."""
+
+    def __init__(self, places: asyncio.Semaphore) -> None:
+        self._places = places
+        self._occupied = False
+
+    async def occupy(self) -> None:
+        if self._occupied:
+            return
+        try:
+            async with asyncio.timeout(LARGE_WAIT_S):
+                await self._places.acquire()
+        except TimeoutError as error:
+            raise Unavailable(
+                f"{MAX_LARGE} bodies of more than {MAX_BODY_BYTES} bytes are under way here", retry_after_s=1.0
+            ) from error
+        self._occupied = True
+
+    def __enter__(self) -> LargeBodyPlace:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._occupied:
+            self._places.release()
+
+
+async def read_hashed(request: Request, max_bytes: int, place: LargeBodyPlace) -> tuple[dict[str, Any], str]:
+    """Reads and parses the body, and adds the hash by which `InFlight` recognises an equal one. `null` is an empty
+    object."""
+    data = await _read_body(request, max_bytes, place)
+    digest = await asyncio.to_thread(lambda: hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest())
+    return ({} if data[:8].strip() == b"null" else await _parsed(data)), digest
+
+
+async def _parsed(data: bytearray) -> dict[str, Any]:
+    if len(data) <= MAX_PARSED_AT_ONCE:
+        return _parse(data)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_LARGE if len(data) > MAX_BODY_BYTES else _MEDIUM, _parse, data)
+
+
+def _parse(data: bytearray) -> dict[str, Any]:
+    if len(data) <= MAX_BODY_BYTES:
+        _check_brackets(data)
+        return parse_json_object(bytes(data))
+    try:
+        return parse_large_object(data)
+    except ValueError as error:
+        raise InvalidRequest(
+            f"this is not valid JSON: {error}", field="body", fix="send one JSON object"
+        ) from error
+
+
+def _check_brackets(data: bytearray) -> None:
+    """Parsing takes time and memory for each array and object, so their number is bounded before."""
+    if data.count(b"[") + data.count(b"{") <= MAX_BRACKETS:
+        return
+    outside = _STRING.sub(b"", data)  # a prompt may have any number of brackets
+    if outside.count(b"[") + outside.count(b"{") > MAX_BRACKETS:
+        raise InvalidRequest(
+            f"the body has more than {MAX_BRACKETS} arrays and objects", field="body", fix="send several requests"
+        )
+
+
+async def _read_body(request: Request, max_bytes: int, place: LargeBodyPlace | None) -> bytearray:
     most = max(max_bytes, MAX_DISCARD_BYTES)
     stated = request.headers.get("content-length", "0")
     size = int(stated) if stated.isascii() and stated.isdigit() else 0
     # A client that waits for "100 Continue" sees the limit before it sends anything.
     if size > most or (size > max_bytes and "expect" in request.headers):
         raise _too_large(size, max_bytes)
+    data, read = bytearray(), 0
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            data = await _read_body(request, max_bytes, most)
-            if len(data) > MAX_BODY_BYTES:  # parsing it would block the loop
-                return await asyncio.to_thread(parse, data)
-            return parse(data)
+        async with asyncio.timeout(BODY_TIMEOUT_S) as limit:
+            async for chunk in request.stream():
+                read += len(chunk)
+                if read > most:
+                    break
+                if read > max_bytes:
+                    data.clear()
+                    continue
+                data += chunk
+                if len(data) > MAX_BODY_BYTES and place is not None:
+                    limit.reschedule(None)  # waiting for a place is not the client's fault
+                    await place.occupy()
+                    limit.reschedule(asyncio.get_running_loop().time() + BODY_TIMEOUT_S)
+                    place = None
     except TimeoutError as error:
         raise InvalidRequest(
             f"the body was not there within {BODY_TIMEOUT_S:g} s", field="body", fix="send it at once"
         ) from error
-
-
-async def _read_body(request: Request, max_bytes: int, most: int) -> bytes:
-    chunks: list[bytes] = []
-    read = 0
-    async for chunk in request.stream():
-        read += len(chunk)
-        if read <= max_bytes:
-            chunks.append(chunk)
-        elif read > most:
-            break
     if read > max_bytes:
         raise _too_large(read, max_bytes)
-    return b"".join(chunks)
+    return data
 
 
 def _too_large(size: int, most: int) -> PayloadTooLarge:

@@ -3,37 +3,47 @@
 from __future__ import annotations
 
 import base64
-import hmac
 import ipaddress
 import logging
 import time
 from collections.abc import Mapping
 
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from frontend.server.listener_keys import ANYBODY, Keys
 from frontend.server.replies import ErrorShape, error_response
-from rl_plane.errors import PlaneError, Unauthorized
+from rl_plane.errors import InvalidRequest, PlaneError, Unauthorized
+from rl_plane.protocol.http_keys import Caller
 
 log = logging.getLogger("frontend.server.guard")
 
 
+CALLER = "rl_plane.caller"
+"""The name in the request's scope under which the Guard puts the caller."""
+
+
 class Guard:
-    """ASGI middleware. `open_paths` need no key; `shapes` names the paths whose errors have a shape of their own."""
+    """ASGI middleware. It adds the caller to the scope, and each route checks what the caller may do."""
 
     def __init__(
         self,
         app: ASGIApp,
-        key: str | None,
+        keys: Keys,
         open_paths: frozenset[str],
         shape: ErrorShape,
         shapes: Mapping[str, ErrorShape],
+        hosts: frozenset[str] = frozenset(),
     ) -> None:
+        """`open_paths` need no key. `shapes` names the paths whose errors have a shape of their own. `hosts`: names by
+        which clients without a key may call this machine, beside its addresses and names without a dot."""
         self._app = app
-        self._key = key.encode() if key else None
+        self._keys = keys
         self._open_paths = open_paths
         self._shape = shape
         self._shapes = shapes
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,8 +57,9 @@ class Guard:
             await send(message)
 
         try:
+            _check_framing(scope["headers"])
             if scope["path"] not in self._open_paths:
-                self._check_key(scope)
+                scope[CALLER] = self._caller(scope)
             await self._app(scope, receive, watched)
         except ClientDisconnect:
             log.debug("the client of %s has disconnected", scope["path"])
@@ -57,36 +68,72 @@ class Guard:
                 log.exception("%s %s", scope["method"], scope["path"])
             if started:
                 raise  # cuts the connection, so that no client takes half a reply for a whole one
-            shown = error if isinstance(error, PlaneError) else PlaneError("an unexpected error; see the log")
-            shape = self._shapes.get(scope["path"], self._shape)
-            await error_response(shown, time.monotonic() - start, shape)(scope, receive, send)
+            await self._answer(error, scope["path"], time.monotonic() - start)(scope, receive, send)
 
-    def _check_key(self, scope: Scope) -> None:
-        if self._key is None:
-            self._check_origin(scope)
-            return
+    def _answer(self, error: Exception, path: str, elapsed_s: float) -> Response:
+        # A variable of the caller would keep the error, and with it the body of the request, until a collection.
+        shown = error if isinstance(error, PlaneError) else PlaneError("an unexpected error; see the log")
+        return error_response(shown, elapsed_s, self._shapes.get(path, self._shape))
+
+    def _caller(self, scope: Scope) -> Caller:
+        headers = dict(scope["headers"])
+        if not self._keys:
+            self._refuse_pages(headers)
+            return ANYBODY
         values = [value for name, value in scope["headers"] if name == b"authorization"]
-        if values and values[0][:6].lower() == b"basic " and not _is_own_page(dict(scope["headers"])):
+        if values and values[0][:6].lower() == b"basic " and not _is_own_page(headers):
             raise Unauthorized("a web page of another origin", field="Origin", fix="send a Bearer key")
-        if len(values) != 1 or not hmac.compare_digest(_key_in(values[0]), self._key):
+        caller = self._keys.find(_key_in(values[0])) if len(values) == 1 else None
+        if caller is None:
             raise Unauthorized(
                 "the key is wrong" if values else "this needs a key",
                 field="Authorization",
                 fix="send the header `Authorization: Bearer <key>`",
             )
+        return caller
 
-    @staticmethod
-    def _check_origin(scope: Scope) -> None:
-        """Refuses pages of other sites. A listener without a key is on loopback, where a browser can reach it."""
-        headers = dict(scope["headers"])
-        origin = headers.get(b"origin")
-        host = headers.get(b"host", b"")
-        if origin is not None and (origin.partition(b"://")[2] != host or not _is_loopback(host)):
+    def _refuse_pages(self, headers: Mapping[bytes, bytes]) -> None:
+        """Refuses pages of other sites. A browser on this machine reaches a listener without a key."""
+        host = _name_in(headers.get(b"host", b""))
+        if host and not self._is_own_name(host):
+            raise Unauthorized(
+                f"a call to the name {host[:64]!r} needs a key: a web page can make its own name mean this machine",
+                field="Host",
+                fix="use the machine's address, allow the name (--allowed-host), or set a key",
+            )
+        if not _is_own_page(headers):
             raise Unauthorized("a web page of another origin needs a key", field="Origin", fix="set a key")
+
+    def _is_own_name(self, host: str) -> bool:
+        """Whether a `Host` header surely means this machine. The owner of a domain makes its names mean any machine;
+        an address, `localhost` and a name without a dot have no such owner."""
+        if host in self._hosts or "." not in host:
+            return True
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        return True
+
+
+def _check_framing(headers: list[tuple[bytes, bytes]]) -> None:
+    """Refuses a head whose two lengths a proxy may read in another way (RFC 9112, 6.3)."""
+    names = [name for name, _ in headers]
+    if b"transfer-encoding" in names and b"content-length" in names:
+        raise InvalidRequest(
+            "the head has Content-Length and Transfer-Encoding", field="Content-Length", fix="send one of the two"
+        )
+
+
+def refuse_browser(headers: Mapping[str, str]) -> None:
+    """Refuses a GET that changes something and comes from a browser: any page can make a browser send it."""
+    names = ("origin", "referer", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest")
+    if any(name in headers for name in names) or headers.get("user-agent", "").startswith("Mozilla/"):
+        raise Unauthorized("a browser's GET changes nothing without a key", field="method", fix="send a POST")
 
 
 def _is_own_page(headers: Mapping[bytes, bytes]) -> bool:
-    """A browser stores a Basic password, and sends it for pages of other sites too."""
+    """Whether a request comes from no web page, or from a page of this listener."""
     origin = headers.get(b"origin")
     same = origin is None or origin.partition(b"://")[2] == headers.get(b"host", b"")
     return same and headers.get(b"sec-fetch-site", b"none") in (b"none", b"same-origin")
@@ -105,12 +152,7 @@ def _key_in(authorization: bytes) -> bytes:
         return b""
 
 
-def _is_loopback(host: bytes) -> bool:
-    """Whether a `Host` header names this machine by address or as `localhost`. A DNS name may be an attacker's."""
-    name = host.decode("latin-1").rsplit(":", 1)[0].strip("[]")
-    if name == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
+def _name_in(host: bytes) -> str:
+    """The name or address in a `Host` header, without the port."""
+    text = host.decode("latin-1").lower()
+    return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0].rstrip(".")

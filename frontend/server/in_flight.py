@@ -53,7 +53,10 @@ class InFlight(Generic[T]):
                 field="Idempotency-Key",
                 fix="use a new id for each different request",
             )
-        return await asyncio.shield(current.task)
+        try:
+            return await asyncio.shield(current.task)
+        finally:
+            del current  # an error's traceback keeps this frame, and the task keeps the error
 
     def _start(self, key: Key, content: str, work: Callable[[], Coroutine[Any, Any, T]]) -> _Shared[T]:
         if len(self._shared) >= self._most:

@@ -6,17 +6,31 @@ import asyncio
 import contextlib
 import errno
 import ipaddress
+import logging
+import resource
 import socket
+import ssl
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rl_plane.errors import InvalidRequest
 
+log = logging.getLogger("frontend.server.listeners")
+
 BACKLOG = 2048
+HEAD_TIMEOUT_S = 10.0
+"""From the connection, or from the first byte of a further request, to the end of its head. Until then no key is
+known. A client sends a head at once."""
+MAX_CONNECTIONS = max(64, min(16_384, resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 8))
+"""The bound of one listener. Both leave a quarter of the process's descriptors for everything else."""
+CERTIFICATE_RELOAD_S = 5.0
+"""Seconds between two looks at the certificate's files."""
 GRACE_S = 3
 """The time that each part of a stop waits for the work under way. Open event streams never end, and a container is
 killed after 10 s."""
@@ -24,8 +38,10 @@ KEEP_ALIVE_S = 30
 """Longer than uvicorn's 5 s, because a trainer's step lies between two of its calls."""
 
 
-def bind(field: str, host: str, port: int, key: str | None, insecure: bool) -> socket.socket:
-    """Opens a listening socket. `field`: the option that names the port, for errors."""
+def bind(
+    field: str, host: str, port: int, key: str | None, insecure: bool, keys_file: bool = False
+) -> socket.socket:
+    """Opens a listening socket. `field`: the option that names the port, for errors. `keys_file`: a file has keys."""
     if not 0 <= port <= 65_535:
         raise InvalidRequest(f"{field} is {port}", field=field, fix="use 1 to 65535, or 0 for a free one")
     if key is not None and key != key.strip():
@@ -43,12 +59,13 @@ def bind(field: str, host: str, port: int, key: str | None, insecure: bool) -> s
             f"{host!r} is no address here: {error}", field="host", fix="such as 127.0.0.1"
         ) from error
     # Checked after the name was resolved, because the address that is bound decides.
-    if not key and not insecure and not ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback:
+    is_open = not (key or keys_file or insecure)
+    if is_open and not ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback:
         name = "admin_key" if field == "rl_port" else "api_key"
         raise InvalidRequest(
             f"{host} can be reached from elsewhere, and there is no {name}",
             field="host",
-            fix=f"set {name} (RL_PLANE_{name.upper()}), bind to 127.0.0.1, or say --insecure",
+            fix=f"set {name} (RL_PLANE_{name.upper()}) or keys_file, bind to 127.0.0.1, or say --insecure",
         )
     listener = socket.socket(family, kind, proto)
     try:
@@ -71,14 +88,14 @@ def bind(field: str, host: str, port: int, key: str | None, insecure: bool) -> s
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
     host, port = listener.getsockname()[:2]
     address = ipaddress.ip_address(host.split("%")[0])
     if address.is_unspecified:
         host = "127.0.0.1"
     elif address.version == 6:
         host = f"[{host}]"
-    return f"http://{host}:{port}"
+    return f"{scheme}://{host}:{port}"
 
 
 class _Joined:
@@ -109,31 +126,138 @@ class _Joined:
         return getattr(self._transport, name)
 
 
+class _Heads:
+    """The connections of one listener that wait for the head of a request, the oldest first."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[_Protocol, asyncio.TimerHandle] = {}
+
+    def wait(self, connection: _Protocol) -> None:
+        if connection not in self.waiting:
+            timer = asyncio.get_running_loop().call_later(HEAD_TIMEOUT_S, connection.close_silent)
+            self.waiting[connection] = timer
+
+    def end(self, connection: _Protocol) -> None:
+        if (timer := self.waiting.pop(connection, None)) is not None:
+            timer.cancel()
+
+
 class _Protocol(H11Protocol):
-    """HTTP/1.1 over a joining transport."""
+    """HTTP/1.1 over a joining transport. A stranger's connections last HEAD_TIMEOUT_S, and their number is bounded."""
+
+    @property
+    def _heads(self) -> _Heads:
+        heads: _Heads = self.config.heads  # type: ignore[attr-defined]
+        return heads
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_Joined(transport))  # type: ignore[arg-type]
+        if len(self.connections) > MAX_CONNECTIONS:
+            # The oldest connection without a request makes room. If each has one, there is no room.
+            next(iter(self._heads.waiting), self).close_silent()
+        if not self.transport.is_closing():
+            self._heads.wait(self)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        # h11 is idle until the head of the next request is complete.
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._heads.wait(self)
+        elif self.conn.their_state is not h11.IDLE:
+            self._heads.end(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._heads.end(self)
+        super().connection_lost(exc)
+
+    def close_silent(self) -> None:
+        """Closes a connection that has sent no whole head."""
+        self._heads.end(self)
+        self.transport.close()
+
+
+class Certificate:
+    """The TLS context of both listeners. `reload` reads the files again, for the connections that come after it.
+
+    Raises:
+        InvalidRequest: a file can't be read, or the two don't belong together.
+    """
+
+    def __init__(self, certificate: Path, key: Path) -> None:
+        self._files = (certificate, key)
+        self.context = _server_context(*self._files)
+        self._stamp = self._stamps()
+
+    def reload(self) -> None:
+        """Reads the files if they have changed. A pair that does not fit, such as a file that is being written, is read
+        again later."""
+        if (stamp := self._stamps()) == self._stamp:
+            return
+        _server_context(*self._files)  # a context takes half of a wrong pair, so another one tries first
+        self.context.load_cert_chain(*self._files)
+        self._stamp = stamp
+
+    def _stamps(self) -> tuple[tuple[int, int], ...]:
+        return tuple((found.st_mtime_ns, found.st_ino) for found in (file.stat() for file in self._files))
+
+    async def follow(self) -> None:
+        """Reloads the files when they change, until the task is cancelled."""
+        failed = ""
+        while True:
+            await asyncio.sleep(CERTIFICATE_RELOAD_S)
+            try:
+                self.reload()
+                failed = ""
+            except (InvalidRequest, OSError) as error:
+                if failed != str(error):
+                    failed = str(error)
+                    log.error("the certificate before stays: %s", error)
+
+
+def _server_context(certificate: Path, key: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    for field, file in (("https_cert", certificate), ("https_key", key)):
+        try:
+            mode = file.stat().st_mode
+        except OSError as error:
+            raise InvalidRequest(
+                f"can't read {file}: {error.strerror}", field=field, fix="check the path"
+            ) from error
+        if field == "https_key" and mode & 0o037:
+            raise InvalidRequest(f"others can read {file}", field=field, fix=f"chmod 600 {file}")
+    try:
+        context.load_cert_chain(certificate, key, password="")
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidRequest(
+            f"{certificate} and {key} are no certificate and its key: {error}",
+            field="https_cert",
+            fix="give a chain and its unencrypted key in PEM",
+        ) from error
+    return context
 
 
 class Server(uvicorn.Server):
     """A uvicorn server that handles no signals, because two servers run, and says when it accepts connections."""
 
-    def __init__(self, app: Starlette) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=_Protocol,
-                lifespan="off",
-                ws="none",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                backlog=BACKLOG,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=GRACE_S,
-            )
+    def __init__(self, app: Starlette, certificate: Certificate | None = None) -> None:
+        config = uvicorn.Config(
+            app,
+            http=_Protocol,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=GRACE_S,
         )
+        config.load()
+        config.heads = _Heads()  # type: ignore[attr-defined]
+        if certificate is not None:
+            config.ssl = certificate.context
+        super().__init__(config)
         self.accepting = asyncio.Event()
 
     @contextlib.contextmanager

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.dialects import DIALECTS
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
 
-DIALECTS = ("vllm", "sglang", "prime-rl")
 DEFAULT_RL_PORT = 8002
 DEFAULT_HTTP_PORT = 8000
 DEFAULT_ADMISSION_WAIT_S = 10.0
@@ -31,9 +33,17 @@ class FrontendOptions:
     """The key of the facade. Without a key it binds to loopback only."""
     api_key: str | None = None
     """The key of the generation API. Without a key it binds to loopback only."""
+    keys_file: Path | None = None
+    """A file with keys and their roles, for both listeners. It is read again when it changes."""
     insecure: bool = False
     """Bind beyond loopback without a key."""
-    dialects: tuple[str, ...] = DIALECTS
+    allowed_hosts: tuple[str, ...] = ()
+    """Names of this machine in a `Host` header, for listeners without a key."""
+    https_cert: Path | None = None
+    """The certificate chain of both listeners, in PEM. With it they speak HTTPS only."""
+    https_key: Path | None = None
+    """The private key of the certificate. Both files are read again when they change."""
+    dialects: tuple[str, ...] = tuple(DIALECTS)
     """The dialects of trainers' clients that the facade answers. With a dialect, the facade generates too."""
     liveness_timeout_s: float = 5.0
     admission_wait_s: float = DEFAULT_ADMISSION_WAIT_S
@@ -42,6 +52,8 @@ class FrontendOptions:
     """The time for the choices under way after SIGTERM."""
     part_timeout_s: float = PART_TIMEOUT_S
     """The time until every rank has the tensors of one call, where a trainer's dialect has no field for it."""
+    credentials: NatsCredentials = NO_CREDENTIALS
+    """The files by which the frontend connects to NATS."""
 
     def __post_init__(self) -> None:
         for name in self.dialects:
@@ -51,6 +63,9 @@ class FrontendOptions:
                     field="dialects",
                     fix=f"name some of {', '.join(DIALECTS)}",
                 )
+        if (self.https_cert is None) != (self.https_key is None):
+            missing = "https_cert" if self.https_cert is None else "https_key"
+            raise InvalidRequest(f"{missing} is missing", field=missing, fix="give the certificate and its key")
         if not 0 < self.part_timeout_s <= MAX_PART_TIMEOUT_S:
             raise InvalidRequest(
                 f"part_timeout_s is {self.part_timeout_s!r}",

@@ -9,6 +9,7 @@ update that is already done gets its first answer again while its update continu
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -23,10 +24,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontend.server.api import Api, Endpoint, Method, Operation
-from frontend.server.bodies import MAX_BODY_BYTES, idempotency_key, list_fields, merge_query, read_hashed
+from frontend.server.bodies import (
+    MAX_BODY_BYTES,
+    MAX_LARGE,
+    LargeBodyPlace,
+    idempotency_key,
+    list_fields,
+    merge_query,
+    read_hashed,
+)
 from frontend.server.in_flight import InFlight
 from frontend.server.replies import ErrorShape, error_body, json_response
 from rl_plane.errors import InvalidRequest, PlaneError
+from rl_plane.protocol.http_keys import Role
 from rl_plane.protocol.validation import parse_body
 
 log = logging.getLogger("frontend.server.shared_routes")
@@ -140,6 +150,7 @@ class _Entry:
     once: bool
     standing: Standing | None
     max_body_bytes: int
+    roles: tuple[Role, ...]
 
 
 @dataclass(frozen=True)
@@ -162,6 +173,7 @@ class SharedRoutes:
         self._shapes: dict[str, ErrorShape] = {}
         self._entries: dict[tuple[Method, str], list[_Entry]] = {}
         self._in_flight: InFlight[Any] = InFlight(MAX_IN_FLIGHT, log)
+        self._large_bodies = asyncio.Semaphore(MAX_LARGE)
         self._parts: dict[str, _Part] = {}
         """The answers to parts, also of updates that have ended since: each names its update."""
 
@@ -179,6 +191,7 @@ class SharedRoutes:
         standing: Standing | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
         shape: ErrorShape | None = None,
+        roles: tuple[Role, ...] = (),
     ) -> None:
         """Adds a handler.
 
@@ -186,8 +199,8 @@ class SharedRoutes:
         `once`: equal calls under way share one answer, and continue when their callers disconnect.
         `standing`, for parts of an update: a part that is sent again after it is done gets its first answer, as long
         as `standing` returns what it returned then.
-        `shape`: the shape of the path's errors."""
-        entry = _Entry(handler, self.tag, summary, fields, reply, claims, once, standing, max_body_bytes)
+        `shape`: the shape of the path's errors. `roles`: those of `Operation`, for both methods of the path."""
+        entry = _Entry(handler, self.tag, summary, fields, reply, claims, once, standing, max_body_bytes, roles)
         for method in methods:
             self._entries.setdefault((method, path), []).append(entry)
         if shape is not None:
@@ -238,6 +251,7 @@ class SharedRoutes:
                     idempotent=method == "POST",
                     replies=tuple(replies),
                     shape=self._shapes.get(path, self._shape),
+                    roles=first.roles,
                 )
             )
 
@@ -251,7 +265,10 @@ class SharedRoutes:
         most = max(entry.max_body_bytes for entry in self._entries[method, path])
 
         async def answer(request: Request) -> Response:
-            body, digest = await read_hashed(request, most)
+            with LargeBodyPlace(self._large_bodies) as place:
+                return await handle(request, *await read_hashed(request, most, place))
+
+        async def handle(request: Request, body: dict[str, Any], digest: str) -> Response:
             query, base_url = request.query_params.multi_items(), str(request.base_url).rstrip("/")
             made = DialectRequest(path, query, body, idempotency_key(request), base_url, digest)
             entry = self._entry(method, made)

@@ -19,6 +19,8 @@ EXTRA_OF_MODULE = {
     "uvicorn": "frontend",
     "matplotlib": "demo",
     "click": "cli",
+    "nkeys": "keys",
+    "nacl": "keys",
     "vllm": "vllm",
     "sglang": "sglang",
 }

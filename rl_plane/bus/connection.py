@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import re
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -26,10 +27,12 @@ import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.aio.transport import TcpTransport
-from nats.js import JetStreamContext, api
+from nats.aio.transport import TcpTransport, WebSocketTransport
+from nats.js import api
 
-from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, PlaneError
+from rl_plane.bus.connect_errors import NO_TLS, refusal_of, why_refused
+from rl_plane.bus.credentials import NO_CREDENTIALS, Login, NatsCredentials
+from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, PermissionDenied, PlaneError
 from rl_plane.protocol.subjects import DEFAULT_NATS_URL, Entry, KeyValueBucket
 
 log = logging.getLogger("rl_plane.bus.connection")
@@ -49,6 +52,8 @@ MAX_PINGS = 2
 """Both ends find a dead TCP peer within 4 to 6 s. The default of nats-py is 120 s × 2."""
 REQUEST_TIMEOUT_S = 2.0
 """A JetStream call takes 0.1 ms, and seconds during a restart of the server."""
+LOOK_S = 0.1
+"""The interval at which a process looks for a bucket that only another one may make."""
 CLOSE_TIMEOUT_S = 2.0
 """`close` sends what was published last. A server that has not taken it in this time hangs."""
 MARKER_TTL_S = 60
@@ -68,6 +73,9 @@ _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _EXPECTED_SUBJECT = "Nats-Expected-Last-Subject-Sequence-Subject"
 
 AsyncCallback = Callable[[], Awaitable[None]]
+DenialCallback = Callable[[str, PermissionDenied], None]
+"""Gets the subject to which NATS has refused to publish, in lower case as nats-py has it, and the error for the caller
+that waits for an answer."""
 
 
 class WrongSequence(Exception):
@@ -137,8 +145,35 @@ def _check_one_copy(bucket: KeyValueBucket, config: dict[str, Any]) -> None:
 
 
 class _Client(Client):  # type: ignore[misc]  # nats-py has no types
-    """The client of nats-py, without its endless waits. nats-py blocks every publisher while a server hangs that has
-    not taken the pending bytes."""
+    """The client of nats-py, without its endless waits, and with TLS that is not optional. nats-py blocks every
+    publisher while a server hangs that has not taken the pending bytes."""
+
+    def __init__(self, credentials: NatsCredentials, login: Login, wants_tls: bool) -> None:
+        super().__init__()
+        self._credentials = credentials
+        self._login = login
+        self._wants_tls = wants_tls
+        self._inbox_prefix = bytearray(login.inbox.encode())
+
+    @property
+    def ssl_context(self) -> ssl.SSLContext:
+        """The context for one connection. The files are read again, because certificates are renewed."""
+        return self._credentials.tls_context()
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        """Takes the server's INFO. The first one of a connection comes before this client sends its password."""
+        over_tls = info.get("tls_required") or isinstance(self._transport, WebSocketTransport)
+        if initial_connection and self._wants_tls and not over_tls:
+            raise ssl.SSLError(ssl.SSL_ERROR_SSL, NO_TLS)
+        await super()._process_info(info, initial_connection)
+
+    def _connect_command(self) -> bytes:
+        command: bytes = super()._connect_command()
+        proof = self._login.answer(str(self._server_info.get("nonce", "")))
+        if not proof:
+            return command
+        options = json.loads(command.partition(b" ")[2])
+        return b"CONNECT " + json.dumps({**options, **proof}).encode() + b"\r\n"
 
     def abort(self) -> None:
         """Drops the connection, and the bytes that were not sent."""
@@ -169,24 +204,36 @@ class _Client(Client):  # type: ignore[misc]  # nats-py has no types
 class Bus:
     """A connection that reconnects by itself. After each reconnect the `on_reconnect` callbacks run, one by one."""
 
-    def __init__(self, url: str, name: str) -> None:
+    def __init__(self, url: str, name: str, credentials: NatsCredentials = NO_CREDENTIALS) -> None:
         self.url = url
         self.name = name
-        self.nc: Client = _Client()
-        self.js: JetStreamContext
+        self.credentials = credentials
+        self.login = credentials.load()
+        self.nc: Client = _Client(credentials, self.login, credentials.wants_tls(url))
         self._on_reconnect: list[AsyncCallback] = []
         self._inbox = self.nc.new_inbox()
-        self._requests: dict[str, asyncio.Future[Msg]] = {}
+        self._requests: dict[str, tuple[str, asyncio.Future[Msg]]] = {}
+        """Key of a reply → the subject that was asked, and the answer."""
         self._numbers = itertools.count()
         self._give_up_at = math.inf
+        self._connecting = True
+        self._on_denial: list[DenialCallback] = []
+        self._denied: PermissionDenied | None = None
+        """The first subscription that NATS has refused since the last flush."""
+        self._last_refusal = ""
 
     @classmethod
     async def connect(
-        cls, url: str = DEFAULT_NATS_URL, name: str = "rl-plane", wait_s: float = CONNECT_TIMEOUT_S
+        cls,
+        url: str = DEFAULT_NATS_URL,
+        name: str = "rl-plane",
+        wait_s: float = CONNECT_TIMEOUT_S,
+        credentials: NatsCredentials = NO_CREDENTIALS,
     ) -> Bus:
-        """Connects. BusUnreachable: no server answers within `wait_s`."""
+        """Connects. BusUnreachable: no server answers within `wait_s`. Unauthorized: the server refuses this process,
+        or is not the right one."""
         _check_url(url)
-        bus = cls(url, name)
+        bus = cls(url, name, credentials)
         bus._give_up_at = time.monotonic() + wait_s
         try:
             async with asyncio.timeout(wait_s):
@@ -201,17 +248,43 @@ class Bus:
                     ping_interval=int(PING_INTERVAL_S),
                     max_outstanding_pings=MAX_PINGS,
                     flush_timeout=REQUEST_TIMEOUT_S,
+                    inbox_prefix=bus.login.inbox,
                     flusher_queue_size=0,  # unlimited: PINGs use it too, and must not wait behind publishers
                 )
         except (nats.errors.Error, TimeoutError, OSError) as error:
+            await bus._drop()
+            if (refused := why_refused(error, _without_password(url), bus.login, credentials)) is not None:
+                raise refused from error
             raise BusUnreachable(
                 f"no NATS server answers at {_without_password(url)}: {_words(error)}",
                 fix="start one (`rl-plane nats`), or set --nats-url / RL_PLANE_NATS_URL",
             ) from error
         bus._give_up_at = math.inf
-        await bus.subscribe(f"{bus._inbox}.*", bus._replied)
-        bus.js = bus.nc.jetstream(timeout=REQUEST_TIMEOUT_S)
+        bus._connecting = False
+        try:
+            await bus.subscribe(f"{bus._inbox}.*", bus._replied)
+            await bus.flush()
+        except BaseException:
+            await bus.close()
+            raise
         return bus
+
+    @asynccontextmanager
+    async def another_connection(self) -> AsyncIterator[tuple[str, int]]:
+        """Opens another connection of this process, yields its identity, and closes it."""
+        other = _Client(self.credentials, self.login, self.credentials.wants_tls(self.url))
+        await other.connect(
+            self.url, name="canary", allow_reconnect=False, max_reconnect_attempts=1, reconnect_time_wait=0.1
+        )
+        try:
+            yield str(other._server_info["server_id"]), int(other.client_id or 0)
+        finally:
+            await other.close()
+
+    async def _drop(self) -> None:
+        """Drops a connection that was not made. nats-py leaves its socket open."""
+        self.nc.abort()
+        await asyncio.sleep(0)  # a turn of the loop closes it
 
     async def close(self) -> None:
         if not self.nc.is_closed:
@@ -238,9 +311,37 @@ class Bus:
     async def _error(self, error: Exception) -> None:
         # Failed attempts come here too, which is normal while a server restarts. The first connect would try forever,
         # so this ends it: the loop of nats-py can swallow the one cancellation that a time-out sends.
-        if time.monotonic() > self._give_up_at:
+        refused = why_refused(error, _without_password(self.url), self.login, self.credentials)
+        if time.monotonic() > self._give_up_at or (self._connecting and refused is not None):
             raise error
-        log.debug("%s: NATS: %s", self.name, _words(error))
+        if (denial := refusal_of(error, self.login, self._subjects())) is not None:
+            self._deny(*denial)
+        elif refused is not None and refused.message != self._last_refusal:
+            self._last_refusal = refused.message
+            log.error("%s: %s; fix: %s", self.name, refused.message, refused.facts.get("fix"))
+        else:
+            log.debug("%s: NATS: %s", self.name, _words(error))
+
+    def _subjects(self) -> list[str]:
+        """The subjects that a refusal may mean. nats-py gives it in lower case."""
+        return [*(asked for asked, _ in self._requests.values()), *(sub.subject for sub in self.nc._subs.values())]
+
+    def on_denial(self, callback: DenialCallback) -> None:
+        """Registers a callback for each subject to which NATS refuses to publish. It must not raise."""
+        self._on_denial.append(callback)
+
+    def _deny(self, verb: str, subject: str, error: PermissionDenied) -> None:
+        """NATS drops what this connection may not do. Without this, its caller would only see a time-out."""
+        if verb == "subscribe":
+            self._denied = self._denied or error
+            log.error("%s: %s; fix: %s", self.name, error.message, error.facts["fix"])
+            return
+        log.debug("%s: %s", self.name, error.message)
+        for asked, answer in self._requests.values():
+            if asked.lower() == subject and not answer.done():
+                answer.set_exception(error)
+        for callback in list(self._on_denial):
+            callback(subject, error)
 
     @property
     def identity(self) -> tuple[str, int]:
@@ -264,7 +365,8 @@ class Bus:
         """Sends a request to JetStream, and returns the answer or raises its error. This does not use the request of
         nats-py: on Python 3.11 its `wait_for` can lose a cancellation, and then a cancelled task never ends."""
         key = format(next(self._numbers), "x")
-        answer = self._requests[key] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        self._requests[key] = subject, answer
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 await self.nc.publish(subject, payload, reply=f"{self._inbox}.{key}", headers=headers)
@@ -279,16 +381,20 @@ class Bus:
         return reply
 
     async def _replied(self, message: Msg) -> None:
-        answer = self._requests.get(message.subject.rsplit(".", 1)[1])
+        _, answer = self._requests.get(message.subject.rsplit(".", 1)[1], (None, None))
         if answer is not None and not answer.done():
             answer.set_result(message)
 
     async def flush(self) -> None:
-        """Returns when the server has received everything that was sent before, subscriptions included."""
+        """Returns when the server has received everything that was sent before, subscriptions included.
+        PermissionDenied: it has refused one of them."""
         async with _translated("flush"):
             # nats-py writes the PING before the pending bytes, so the first flush may overtake them.
             await self.nc.flush()
             await self.nc.flush()
+        denied, self._denied = self._denied, None
+        if denied is not None:
+            raise denied
 
     # ---- buckets ----
 
@@ -318,10 +424,25 @@ class Bus:
         )
         async with _translated(f"create the bucket {bucket.name}"):
             try:
-                await self.js.add_stream(config)
+                body = json.dumps(config.as_dict()).encode()
+                await self._request(f"$JS.API.STREAM.CREATE.{bucket.stream}", body)
             except nats.js.errors.BadRequestError as error:
                 if error.err_code != STREAM_EXISTS:
                     raise  # else another process has just created it
+            except PermissionDenied as denied:
+                await self._until_there(bucket, denied)
+
+    async def _until_there(self, bucket: KeyValueBucket, denied: PermissionDenied) -> None:
+        """Waits until another process has made the bucket, because this one's key may not."""
+        give_up = time.monotonic() + SERVICE_CONNECT_S
+        while await self._config(bucket) is None:
+            if time.monotonic() > give_up:
+                raise PermissionDenied(
+                    f"there is no bucket {bucket.name} yet, and {self.login} may not make it",
+                    role=self.login.role,
+                    fix="start a frontend, which makes it",
+                ) from denied
+            await asyncio.sleep(LOOK_S)
 
     async def bucket_exists(self, bucket: KeyValueBucket) -> bool:
         return await self._config(bucket) is not None
@@ -460,7 +581,13 @@ class Bus:
             value = None if is_marker(headers) else message.data
             entries.append(Entry(headers["Nats-Subject"][prefix:], value, int(headers["Nats-Sequence"])))
 
-        inbox = self.nc.new_inbox()
+        inbox, subject = self.nc.new_inbox(), f"$JS.API.DIRECT.GET.{bucket.stream}"
+
+        def denied(what: str, error: PermissionDenied) -> None:
+            if what == subject.lower() and not end.done():
+                end.set_exception(error)
+
+        self._on_denial.append(denied)
         async with _translated(f"read the bucket {bucket.name}"):
             subscription = await self.subscribe(inbox, collect)
             try:
@@ -468,9 +595,7 @@ class Bus:
                     start = entries[-1].sequence + 1 if entries else 1
                     ask = {"seq": start, "batch": READ_BATCH, "next_by_subj": bucket.key(keys)}
                     async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                        await self.nc.publish(
-                            f"$JS.API.DIRECT.GET.{bucket.stream}", json.dumps(ask).encode(), reply=inbox
-                        )
+                        await self.nc.publish(subject, json.dumps(ask).encode(), reply=inbox)
                         status, pending = await end
                     if status == "503":
                         raise nats.errors.NoRespondersError
@@ -478,6 +603,7 @@ class Bus:
                         return entries
                     end = loop.create_future()
             finally:
+                self._on_denial.remove(denied)
                 await subscription.unsubscribe()
 
     async def _has_message_from(self, bucket: KeyValueBucket, sequence: int, keys: str) -> bool:

@@ -21,7 +21,7 @@ from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import Bus, WrongSequence
 from rl_plane.bus.entries import decoded, is_unreadable
 from rl_plane.errors import BusUnreachable, Locked, StaleFence
-from rl_plane.protocol.subjects import LOCK, Entry, KeyValueBucket
+from rl_plane.protocol.subjects import FENCE_KEY, LOCK, Entry, KeyValueBucket
 
 log = logging.getLogger("rl_plane.bus.lock")
 
@@ -35,8 +35,6 @@ ms."""
 DEFAULT_LOCK_WAIT_S = 2.0
 """A caller that has waited this long gets Locked. Two trainers that wait for one lock are a mistake in their setup."""
 
-FENCE_KEY = "fence"
-"""A key of the state bucket, written to raise the bucket's sequence."""
 MAX_RAISES = 100_000
 """Writes that a store may have lost: the writes of some hours."""
 

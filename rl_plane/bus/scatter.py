@@ -15,7 +15,7 @@ import nats.errors
 from nats.aio.msg import Msg
 
 from rl_plane.bus.connection import Bus
-from rl_plane.errors import BusUnreachable, PayloadTooLarge
+from rl_plane.errors import BusUnreachable, PayloadTooLarge, PermissionDenied
 from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
 
 YIELD_EVERY = 256
@@ -29,6 +29,7 @@ class Missing(Enum):
     LOST = "its subject has no subscriber: it is dead"
     SILENT = "no answer within the time-out"
     LEFT = "it left the fleet while the answer was awaited"
+    DENIED = "NATS does not let this process's key ask it"
 
 
 Answer = bytes | Missing
@@ -67,6 +68,12 @@ class Scatter:
     def left(self, index: int) -> None:
         """Ends the wait for a target that has left."""
         self.answer(index, Missing.LEFT)
+
+    def denied(self, subject: str) -> None:
+        """Ends the wait for the targets with a subject to which NATS refuses to publish."""
+        for index in self.unanswered:
+            if self._targets[index][0].lower() == subject:
+                self.answer(index, Missing.DENIED)
 
     async def send(self, index: int) -> None:
         subject, payload = self._targets[index]
@@ -109,7 +116,13 @@ class Gather:
         self._numbers = itertools.count()
         self._sending: set[asyncio.Task[None]] = set()
 
+    def _denied(self, subject: str, error: PermissionDenied) -> None:
+        """Ends the wait for the targets that this process may not ask."""
+        for scatter in list(self._open.values()):
+            scatter.denied(subject)
+
     async def start_listening(self) -> None:
+        self.bus.on_denial(self._denied)
         await self.bus.subscribe(f"{self.inbox}.*.*", self._reply)
 
     def is_open(self, key: str) -> bool:

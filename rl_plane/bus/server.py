@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +19,9 @@ START_TIMEOUT_S = 10.0
 """The server listens within 50 ms. After a crash with a large store it takes seconds."""
 STOP_TIMEOUT_S = 5.0
 POLL_S = 0.01
+
+OUR_VARIABLES = "RL_PLANE_"
+"""The server needs none of our settings, and some of them are secrets."""
 
 CONFIG = Path(__file__).with_name("nats.conf")
 
@@ -42,12 +47,13 @@ class NatsServer:
         self._store = store or self._scratch / "store"
         self._host, self._port = host, port
         self._config = config
+        self._scheme = "nats"
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
         host = "127.0.0.1" if self._host == "0.0.0.0" else self._host
-        return f"nats://{host}:{self._port}"
+        return f"{self._scheme}://{host}:{self._port}"
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
@@ -62,7 +68,12 @@ class NatsServer:
         log_path = self._scratch / "log"
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, start_new_session=True, preexec_fn=die_with_parent()
+                command,
+                stdout=log,
+                stderr=log,
+                env={key: value for key, value in os.environ.items() if not key.startswith(OUR_VARIABLES)},
+                start_new_session=True,
+                preexec_fn=die_with_parent(),
             )
         ports = self._scratch / f"nats-server_{self._process.pid}.ports"
         give_up = time.monotonic() + START_TIMEOUT_S
@@ -76,7 +87,12 @@ class NatsServer:
                 )
             time.sleep(POLL_S)
         address = json.loads(ports.read_bytes())["nats"][0]
+        self._scheme = address.partition("://")[0]
         self._port = int(address.rsplit(":", 1)[1])
+
+    def reload(self) -> None:
+        """Makes the server read its configuration again. Connections stay, if their keys do."""
+        self.process.send_signal(signal.SIGHUP)
 
     def kill(self) -> None:
         """Kills the server with SIGKILL. `start` starts it again on the same port with the same store."""

@@ -38,6 +38,7 @@ from rl_plane.errors import (
     BusUnreachable,
     EngineFailed,
     PayloadTooLarge,
+    PermissionDenied,
     PlaneError,
     Stalled,
     WorkerLost,
@@ -267,7 +268,7 @@ class IncomingStream:
         self._receiver = receiver
         self._key = key
         self._reply = f"{receiver.inbox}.{key}"
-        self._subject = subject
+        self.subject = subject
         self._id = stream_id
         self._opening = opening
         self._window = ReceiveWindow()
@@ -311,10 +312,10 @@ class IncomingStream:
     async def tell(self, message: dict[str, Any]) -> None:
         packed = msgpack.packb({**message, "id": self._id})
         with contextlib.suppress(nats.errors.Error):
-            await self._receiver.bus.nc.publish(self._subject, packed, reply=self._reply)
+            await self._receiver.bus.nc.publish(self.subject, packed, reply=self._reply)
 
     async def send_opening(self) -> None:
-        await self._receiver.bus.nc.publish(self._subject, self._opening, reply=self._reply)
+        await self._receiver.bus.nc.publish(self.subject, self._opening, reply=self._reply)
 
     async def credit(self) -> None:
         await self.tell(self._window.credit(False))
@@ -428,6 +429,7 @@ class StreamReceiver:
     async def start(self) -> None:
         await self.bus.subscribe(f"{self.inbox}.*", self._message)
         self.bus.on_reconnect(self._reconnected)
+        self.bus.on_denial(self._denied)
         self._credits = asyncio.create_task(self._give_credit())
 
     async def stop(self) -> None:
@@ -487,6 +489,11 @@ class StreamReceiver:
             stream is not None and not self.just_back()
         ):  # else the worker may be reconnecting: the request is sent again
             stream.fail(WorkerLost("the worker was gone before it had the request", field="instance_id"))
+
+    def _denied(self, subject: str, error: PermissionDenied) -> None:
+        for stream in list(self._open.values()):
+            if stream.subject.lower() == subject:
+                stream.fail(error)
 
     def just_back(self) -> bool:
         """Reports whether this connection has just reconnected. A subject without a subscriber is no death then."""

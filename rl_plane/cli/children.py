@@ -156,6 +156,15 @@ class Child:
             self._on_line(line.rstrip(b"\r"), fd)
 
 
+async def run_child(argv: Sequence[str], env: Mapping[str, str], on_line: Callable[[bytes, int], None]) -> int:
+    """Runs a process to its end, and returns its return code. Cancelling the caller kills the process."""
+    child = Child(start_process(argv, env), on_line, lambda _: None)
+    try:
+        return await child.wait()
+    finally:
+        child.signal_group(signal.SIGKILL)
+
+
 def ready_facts(line: bytes) -> dict[str, Any] | None:
     """The facts of a ready line in JSON. None: another line."""
     if not line.startswith(b'{"' + READY.encode() + b'"'):

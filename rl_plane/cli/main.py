@@ -24,13 +24,20 @@ def build_group() -> click.Group:
     """All commands. BadSetting and click's own errors come out of `main` as exceptions."""
     import click
 
-    from rl_plane.cli import publish, serve, steer, up
+    from rl_plane.cli import keys, publish, serve, steer, up
 
     class Group(click.Group):
         def list_commands(self, ctx: click.Context) -> list[str]:
             return list(self.commands)
 
-    commands = [*up.commands(), *serve.commands(), *steer.commands(), *publish.commands(), serve.demo_command()]
+    commands = [
+        *up.commands(),
+        *serve.commands(),
+        *steer.commands(),
+        *publish.commands(),
+        *keys.commands(),
+        serve.demo_command(),
+    ]
     doc = "The control plane of a fleet of LLM inference engines. Each flag has a variable RL_PLANE_…."
     group = Group("rl-plane", commands=commands, help=doc, no_args_is_help=False)
     return click.version_option(importlib.metadata.version("rl-plane"), message="rl-plane %(version)s")(group)

@@ -14,6 +14,7 @@ from rl_plane.errors import (
     DeadlineExceeded,
     InvalidRequest,
     Locked,
+    PermissionDenied,
     PlaneError,
     Unauthorized,
     Unavailable,
@@ -29,6 +30,7 @@ READY = "ready"
 """The key of a ready line in JSON; its value names the command."""
 
 _FIXES: tuple[tuple[type[PlaneError], str], ...] = (
+    (PermissionDenied, "set RL_PLANE_ADMIN_KEY to a key with another role"),
     (Unauthorized, "set RL_PLANE_ADMIN_KEY to the frontend's key"),
     (Locked, "repeat it when the other update has ended"),
     (Unavailable, "repeat it in a moment; see `rl-plane state`"),
@@ -58,7 +60,13 @@ def fix_of(error: PlaneError, command: str = "") -> str:
 
 
 def error_line(error: PlaneError) -> str:
-    return one_line(f"rl-plane: error: {error.message.rstrip('.')}; fix: {fix_of(error)}")
+    """The error in one line: the wrong field, unless the message names it, the message, and the fix."""
+    field = str(error.facts.get("field") or "")
+    words = error.message.rstrip(".")
+    name = field.rpartition(".")[2]
+    if field not in words and (name.isdigit() or name not in words):
+        words = f"{field}: {words}"
+    return one_line(f"rl-plane: error: {words}; fix: {fix_of(error)}")
 
 
 def plane_error(error: Exception) -> PlaneError | None:

@@ -11,11 +11,13 @@ from typing import Any
 import click
 
 from rl_plane.cli.canary_file import read_canary
+from rl_plane.cli.keys import credentials
 from rl_plane.cli.output import BadSetting, note, say, say_json
 from rl_plane.cli.settings import Command, command, pairs
 from rl_plane.cli.show import show
-from rl_plane.cli.steer import POLICY, REACH, UPDATE_MARGIN_S, policy_of, waiting
+from rl_plane.cli.steer import POLICY, REACH, UPDATE_MARGIN_S, over_nats, policy_of, waiting
 from rl_plane.protocol.canary import CANARY_NAME
+from rl_plane.protocol.subjects import DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import UpdatePolicy
 
 SEND_S = 3600.0
@@ -57,8 +59,13 @@ def publish(given: Command) -> int:
     if policy.canary is None and not adapter and beside.is_file():
         policy = policy.model_copy(update={"canary": read_canary(beside)})
     reach: dict[str, Any] = {"fleet": values["url"], "admin_key": values["admin_key"]}
-    if "nats_url" in given.flags:
-        reach = {"fleet": values["nats_url"], "namespace": values["namespace"]}
+    reach["credentials"] = credentials(values)
+    if over_nats(given):
+        reach |= {
+            "fleet": values["nats_url"] or DEFAULT_NATS_URL,
+            "namespace": values["namespace"],
+            "admin_key": None,
+        }
 
     def send() -> dict[str, Any]:
         publisher = WeightPublisher(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib.metadata
 import logging
@@ -14,14 +13,16 @@ from typing import Any, NoReturn
 import click
 
 from rl_plane._util.processes import spare_collector
-from rl_plane.bus.server import NatsServer
+from rl_plane.bus.key_folder import KeyFolder
+from rl_plane.bus.server import CONFIG, NatsServer
+from rl_plane.cli.keys import NATS_FILES, credentials
 from rl_plane.cli.models import default_model
 from rl_plane.cli.output import BadSetting, note, say_ready
 from rl_plane.cli.settings import NO_DIALECT, OFF, Command, command, pairs
 from rl_plane.errors import BusUnreachable
 from rl_plane.protocol.subjects import DEFAULT_NATS_URL
 
-BUS = ("nats_url", "namespace", "component")
+BUS = ("nats_url", *NATS_FILES, "namespace", "component")
 ENGINE = (
     "model",
     "model_name",
@@ -41,7 +42,11 @@ LISTENERS = (
     "http_port",
     "admin_key",
     "api_key",
+    "keys_file",
     "insecure",
+    "allowed_hosts",
+    "https_cert",
+    "https_key",
     "dialects",
     "part_timeout_s",
     "liveness_timeout_s",
@@ -57,7 +62,7 @@ ENGINES_GROUP = "rl_plane.engines"
 def commands() -> list[click.Command]:
     nats = "Run the embedded nats-server in the foreground."
     return [
-        command("nats", nats, run_nats, ("nats_port", "nats_host", "store", "json")),
+        command("nats", nats, run_nats, ("nats_port", "nats_host", "store", "keys", "json")),
         command("worker", "Run one engine, and register it in the fleet.", run_worker, WORKER),
         command("frontend", "Serve /v1/rl/* and generation over HTTP.", run_frontend, FRONTEND),
     ]
@@ -91,11 +96,15 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 def run_nats(given: Command) -> int:
     """Runs nats-server until a signal."""
     values = given.values
-    if values["nats_host"] not in LOOPBACK:
-        note(f"rl-plane: any host that reaches {values['nats_host']} may use this server: use a private network")
+    config = KeyFolder(values["keys"]).config if values["keys"] is not None else CONFIG
+    if values["nats_host"] not in LOOPBACK and values["keys"] is None:
+        note(
+            f"rl-plane: any host that reaches {values['nats_host']} may use this server: use a private network, "
+            "or --keys"
+        )
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
-    server = NatsServer(host=values["nats_host"], port=values["nats_port"], store=values["store"])
+    server = NatsServer(host=values["nats_host"], port=values["nats_port"], store=values["store"], config=config)
     try:
         server.start()
         url = server.url
@@ -121,6 +130,7 @@ def run_worker(given: Command) -> int:
         engine=engine,
         model=values["model"] or default_model([engine]),
         nats_url=values["nats_url"] or DEFAULT_NATS_URL,
+        credentials=credentials(values),
         engine_args=pairs(values["engine_args"]),
         **_picked(
             values,
@@ -164,6 +174,7 @@ def run_frontend(given: Command) -> int:
             values[port] = None
     options = FrontendOptions(
         nats_url=values["nats_url"] or DEFAULT_NATS_URL,
+        credentials=credentials(values),
         **_picked(values, f"namespace component drain_s {' '.join(LISTENERS)}"),
     )
 
@@ -179,11 +190,10 @@ def run_frontend(given: Command) -> int:
 
 def run_demo(given: Command) -> int:
     """Runs the demo to its end."""
-    from rl_plane.demo.run import main
+    from rl_plane.demo import run as demo
 
     engine = check_engine(given.values["engine"] or "hf")
-    code: int = main(argparse.Namespace(**{**given.values, "engine": engine}))
-    return code
+    return demo.run(engine=engine, **_picked(given.values, "out steps seed model"))
 
 
 def _picked(values: dict[str, Any], names: str) -> dict[str, Any]:

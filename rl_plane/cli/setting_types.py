@@ -32,7 +32,7 @@ class Text(click.ParamType[Any]):
         try:
             return self._parse(value)
         except (ValueError, InvalidRequest):
-            shown = "" if getattr(param, "secret", True) else f"{value[:200]!r}: "
+            shown = "" if getattr(param, "secret", False) else f"{value[:200]!r}: "
             self.fail(shown + self._fix, param, ctx)
 
 
@@ -94,6 +94,7 @@ WORD = matching("TEXT", r"(?s).+", "give a value, or leave it out")
 PAIR = matching("K=V", r"(?s)[^=]+=.*", "write key=value")
 PATH = Text("DIR", _path, "give a path")
 DIRECTORY = Text("DIR", lambda text: _existing(text, Path.is_dir), "name an existing directory")
+PATH_TO_FILE = Text("FILE", _path, "give a path")
 FILE = Text("FILE", lambda text: _existing(text, Path.is_file), "name an existing file")
 FILE_OR_OFF = Text("FILE", lambda text: text if text == "off" else FILE._parse(text), f"{FILE._fix}, or `off`")
 PORT = click.IntRange(0, 65535)

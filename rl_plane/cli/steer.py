@@ -17,12 +17,13 @@ from typing import Any
 import click
 
 from rl_plane.cli.canary_file import read_canary
+from rl_plane.cli.keys import NATS_FILES, credentials
 from rl_plane.cli.output import BadSetting, note, say, say_json
+from rl_plane.cli.setting_types import INSTANCE_ID
 from rl_plane.cli.settings import Command, command
 from rl_plane.cli.show import show
-from rl_plane.errors import DeadlineExceeded, PlaneError
+from rl_plane.errors import DeadlineExceeded
 from rl_plane.fleet.http_client import call_facade
-from rl_plane.protocol.subjects import check_instance_id
 from rl_plane.protocol.update_requests import UpdatePolicy
 
 READ_S = 30.0
@@ -35,7 +36,7 @@ NOTE_EVERY_S = 10.0
 TICK_S = 0.5
 
 SELECT = ("components", "select_workers")
-REACH = ("url", "admin_key", "nats_url", "namespace", "timeout_s", "json")
+REACH = ("url", "admin_key", "nats_url", *NATS_FILES, "namespace", "timeout_s", "json")
 POLICY = (
     "version",
     "barrier",
@@ -57,7 +58,7 @@ def commands() -> list[click.Command]:
     reach = ("components", *REACH)
     path = click.Argument(["path"], required=False, metavar="PATH")
     label = click.Argument(["label"], required=False, metavar="LABEL")
-    ids = click.Argument(["ids"], nargs=-1, required=True, metavar="ID...")
+    ids = click.Argument(["ids"], nargs=-1, required=True, metavar="ID...", type=INSTANCE_ID)
     update = """Commit new weights on the whole fleet, or on no worker.
 
     PATH is a checkpoint, or an adapter's directory, beneath the workers' weight roots."""
@@ -124,7 +125,7 @@ def body_of(op: str, given: Command) -> tuple[dict[str, Any], float]:
     elif op == "check_weights":
         body["action"] = values["action"]
     elif op in ("enable", "disable"):
-        body["workers"] = [_instance_id(text) for text in dict.fromkeys(values["ids"])]
+        body["workers"] = list(dict.fromkeys(values["ids"]))
     elif op in ("update_weights", "rollback"):
         policy = policy_of(values)
         body["policy"] = policy.model_dump()
@@ -181,15 +182,8 @@ def _earlier(label: str | None, sequence: int | None) -> dict[str, Any]:
     return {"sequence": sequence} if label is None else {"label": label}
 
 
-def _instance_id(text: str) -> str:
-    try:
-        return check_instance_id("ID", text)
-    except PlaneError as error:
-        raise BadSetting(error.message, **error.facts) from error
-
-
 def _ask(op: str, body: dict[str, Any], bound_s: float, given: Command) -> dict[str, Any]:
-    if "nats_url" in given.flags:
+    if over_nats(given):
         return _over_nats(op, body, bound_s, given)
     values = given.values
     request_id = uuid.uuid4().hex
@@ -204,14 +198,22 @@ def _ask(op: str, body: dict[str, Any], bound_s: float, given: Command) -> dict[
     return {**replies[-1], "workers": rows, "elapsed_s": sum(reply.get("elapsed_s", 0.0) for reply in replies)}
 
 
+def over_nats(given: Command) -> bool:
+    """Reports whether the flags ask for NATS, and not for a frontend."""
+    return not given.flags.isdisjoint(("nats_url", "nats_nkey", "nats_creds"))
+
+
 def _over_nats(op: str, body: dict[str, Any], bound_s: float, given: Command) -> dict[str, Any]:
     """Carries out the op in this process, as a frontend does."""
-    from rl_plane.protocol.subjects import DEFAULT_COMPONENT
+    from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NATS_URL
     from rl_plane.sync import SyncRlClient
 
     values = given.values
     component = (body.get("component") or [DEFAULT_COMPONENT])[0]
-    connected = SyncRlClient.connect(values["nats_url"], values["namespace"], component, name="rl-plane")
+    url = values["nats_url"] or DEFAULT_NATS_URL
+    connected = SyncRlClient.connect(
+        url, values["namespace"], component, name="rl-plane", credentials=credentials(values)
+    )
     with connected as fleet, _seconds_shown(op):
         return fleet.run(op, body, timeout_s=bound_s)
 

@@ -10,14 +10,17 @@ import shutil
 import signal
 import sys
 import tempfile
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import click
 
-from rl_plane.bus.server import NatsServer
-from rl_plane.cli.children import ERR, OUT, Child, Printer, start_process
+from rl_plane.bus.key_folder import KeyFolder
+from rl_plane.bus.server import CONFIG, NatsServer
+from rl_plane.cli.children import ERR, OUT, Printer, run_child
+from rl_plane.cli.keys import credentials
 from rl_plane.cli.output import READY, counted, one_line
 from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, WORKER, check_engine
 from rl_plane.cli.settings import Command, command, for_child
@@ -37,6 +40,7 @@ SETTINGS = (
     "drain_s",
     "store",
     "up_nats_port",
+    "keys",
     *BUS,
     *LISTENERS,
     "start_timeout_s",
@@ -130,6 +134,8 @@ class Up:
         self, name: str, command: str, values: dict[str, Any], names: tuple[str, ...], restart: bool
     ) -> SupervisedProcess:
         own = {key: values[key] for key in names}
+        for each in fields(files := credentials(values, "worker" if command == "worker" else "frontend")):
+            own[f"nats_{each.name}"] = getattr(files, each.name)
         own["json"] = True
         argv, env = for_child(own, os.environ)
         if command == "worker":
@@ -151,13 +157,8 @@ class Up:
             else:
                 self._line("model", text, fd)
 
-        maker = Child(
-            start_process(python("rl_plane.cli.models", *self.values["engines"]), os.environ), line, lambda _: None
-        )
-        try:
-            code = await maker.wait()
-        finally:
-            maker.signal_group(signal.SIGKILL)
+        environment = for_child({}, os.environ)[1]
+        code = await run_child(python("rl_plane.cli.models", *self.values["engines"]), environment, line)
         if code != 0 or not lines:
             raise PlaneError(
                 "no model is given, and none could be made", fix="see the lines above, or give --model"
@@ -169,13 +170,15 @@ class Up:
         if store is None:
             self._scratch = Path(tempfile.mkdtemp(prefix="rl-plane-up-"))
             store = self._scratch
-        server = NatsServer(port=self.values["up_nats_port"], store=store)
+        keys = self.values["keys"]
+        config = KeyFolder(keys).config if keys is not None else CONFIG
+        server = NatsServer(port=self.values["up_nats_port"], store=store, config=config)
         server.start()
         port = urlsplit(server.url).port
         assert port is not None
         self.values["nats_url"] = server.url
         self._nats = server
-        self._supervisor.supervise_nats(server, lambda: NatsServer(port=port, store=store))
+        self._supervisor.supervise_nats(server, lambda: NatsServer(port=port, store=store, config=config))
 
     def _keep_ports(self) -> None:
         """Makes a restarted frontend take the ports of the first one."""

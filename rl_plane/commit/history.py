@@ -60,6 +60,8 @@ class UpdateEntry:
     outcome: EntryOutcome
     who: str = ""
     """The client that coordinated it. Empty: the entry was made from the record alone."""
+    asked_by: str = ""
+    """The id of the key with which the caller asked over HTTP. Empty: it asked over NATS, or without a key."""
     began_at: float | None = None
     """Unix seconds."""
     ended_at: float | None = None

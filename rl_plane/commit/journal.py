@@ -54,8 +54,10 @@ class Journal:
         body: Mapping[str, Any],
         request: str = "",
         rollback: Mapping[str, Any] | None = None,
+        asked_by: str = "",
     ) -> None:
-        """`body`: the update's body. `request`: the hash of the request, which for a roll-back is another body."""
+        """`body`: the update's body. `request`: the hash of the request, which for a roll-back is another body.
+        `asked_by`: the id of the caller's key."""
         self._bus = bus
         self._state = state
         self._held = held
@@ -65,6 +67,7 @@ class Journal:
             str(body.get("version") or ""),
             "running",
             who,
+            asked_by=asked_by,
             target=body.get("target"),
             transport=_without_manifest(body.get("transport")),
             digest=body.get("digest"),

@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Coroutine
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rl_plane.bus.server import NatsServer
-from rl_plane.cli.children import OUT, Child, Printer, start_process
+from rl_plane.cli.children import OUT, Printer, run_child
 from rl_plane.cli.supervisor import SupervisedProcess, Supervisor
 from rl_plane.errors import PlaneError
 from rl_plane.fleet.http_client import call_facade
@@ -154,13 +153,8 @@ class DemoFleet:
 
     async def _make_model(self) -> None:
         argv = [sys.executable, "-P", "-c", _MAKE_MODEL, str(self.model), str(self._seed)]
-        process = start_process(argv, self._environment)
-        maker = Child(process, lambda line, fd: self._log("model", line, fd), lambda _: None)
-        try:
-            if await maker.wait() != 0:
-                raise PlaneError(f"no model could be made: {self._last_words.get('model', '')}")
-        finally:
-            maker.signal_group(signal.SIGKILL)
+        if await run_child(argv, self._environment, lambda line, fd: self._log("model", line, fd)) != 0:
+            raise PlaneError(f"no model could be made: {self._last_words.get('model', '')}")
 
     def _log(self, name: str, line: bytes, fd: int) -> None:
         """Writes a line of a process to its log, and takes in the trainer's events."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane.demo.reward import REWARD_RANGE, REWARD_TEXT
-from rl_plane.demo.story import Story, mean
+from rl_plane.demo.story import Story
 
 MEAN_OVER = 5
 """The first and the last so many steps are compared by their mean reward: one step's noise is about 0.02."""
@@ -33,8 +33,8 @@ def make_report(story: Story, trouble: str = "") -> dict[str, Any]:
         "steps": len(story.steps),
         "planned_steps": story.planned,
         "reward": REWARD_TEXT,
-        "reward_first": mean(rewards[:MEAN_OVER]) if rewards else None,
-        "reward_last": mean(rewards[-MEAN_OVER:]) if rewards else None,
+        "reward_first": statistics.fmean(rewards[:MEAN_OVER]) if rewards else None,
+        "reward_last": statistics.fmean(rewards[-MEAN_OVER:]) if rewards else None,
         "reward_range": REWARD_RANGE,
         "max_logprob_diff": max((step.max_logprob_diff for step in story.steps), default=None),
         "logprob_tolerance": LOGPROB_TOLERANCE,
@@ -59,7 +59,7 @@ def make_report(story: Story, trouble: str = "") -> dict[str, Any]:
         "elapsed_seconds": story.elapsed_s,
     }
     failures = [trouble] if trouble else failures_of(report)
-    return {"ok": not failures, "failures": failures, **report, "per_step": [s.to_wire() for s in story.steps]}
+    return {"ok": not failures, "failures": failures, **report, "per_step": [asdict(step) for step in story.steps]}
 
 
 def failures_of(report: dict[str, Any]) -> list[str]:

@@ -53,6 +53,7 @@ class GroupSampler:
     group: int
     max_tokens: int
     post: Callable[[str, dict[str, Any], str | None, float], dict[str, Any]] = call_json
+    first_pause_s: float = FIRST_PAUSE_S
     repeats: int = field(default=0, init=False)
     """The number of requests that were repeated, over the whole run."""
 
@@ -77,7 +78,7 @@ class GroupSampler:
             "logprobs": 1,
             "return_token_ids": True,
         }
-        pause_s = FIRST_PAUSE_S
+        pause_s = self.first_pause_s
         for _ in range(ATTEMPTS - 1):
             try:
                 return self._ask(prompt, body)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import importlib.util
@@ -22,9 +21,6 @@ from rl_plane.demo.story import StepRecord, Story, WorkerEnd
 from rl_plane.demo.table import LiveTable
 from rl_plane.errors import DeadlineExceeded, InvalidRequest, PlaneError
 
-DEFAULT_OUT = "demo-out"
-DEFAULT_STEPS = 40
-"""By then the reward has risen from a half to above 0.9 of its range."""
 DEADLINE_S = 225.0
 """The whole run takes a minute or two; with the stop and the picture it stays below four."""
 ENGINE_DEADLINE_S = 600.0
@@ -85,7 +81,7 @@ class Demo:
             self._phase = (event["step"], event["phase"])
             self._table.phase(*self._phase)
         elif kind == "step":
-            self._take(StepRecord.from_wire(event))
+            self._take(StepRecord(**event))
         return bool(kind != "done")
 
     def _take(self, record: StepRecord) -> None:
@@ -145,24 +141,20 @@ def interruptible() -> Iterator[None]:
         raise Interrupted(f"interrupted by {heard[0].name}") from None
 
 
-def _check(args: argparse.Namespace) -> tuple[int, int, Path | None]:
-    steps = DEFAULT_STEPS if args.steps is None else int(args.steps)
-    seed = 0 if args.seed is None else int(args.seed)
+def _check(steps: int, model: Path | None) -> None:
     if steps < 2 * MEAN_OVER:
-        raise InvalidRequest(f"--steps {steps}: the report compares {MEAN_OVER} steps at each end", field="steps",
-                             fix=f"at least {2 * MEAN_OVER}")  # fmt: skip
-    if seed < 0:
-        raise InvalidRequest(f"--seed {seed} is negative", field="seed", fix="0 or more")
+        raise InvalidRequest(
+            f"--steps {steps}: the report compares {MEAN_OVER} steps at each end",
+            field="steps",
+            fix=f"at least {2 * MEAN_OVER}",
+        )
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise InvalidRequest(f"not installed: {', '.join(missing)}", fix="pip install 'rl-plane[demo]'")
-    given = getattr(args, "model", None)
-    model = Path(given).resolve() if given else None
     if model is not None and not (model / "config.json").is_file():
         raise InvalidRequest(
             f"{model} has no config.json", field="model", fix="give a Hugging Face model directory"
         )
-    return steps, seed, model
 
 
 def _fresh(out: Path) -> Path:
@@ -198,12 +190,10 @@ def _summary(report: dict[str, Any], out: Path) -> str:
     )
 
 
-def main(args: argparse.Namespace) -> int:
+def run(*, out: Path, steps: int, seed: int, model: Path | None, engine: str) -> int:
     """The exit code. Wrong arguments are an InvalidRequest; a later failure is one line."""
     start = time.monotonic()
-    out = Path(args.out or DEFAULT_OUT)
-    steps, seed, model = _check(args)
-    engine = args.engine or "hf"
+    _check(steps, model)
     logs = _fresh(out)
     story, trouble, code = Story(steps), "", 1
     _say(f"starting nats-server, a frontend, {FLEET} {engine} workers and a trainer; logs in {logs}")

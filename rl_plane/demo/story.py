@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +38,6 @@ class StepRecord:
     committed: str
     """The label of the step's new weights."""
     digest: str
-
-    def to_wire(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> StepRecord:
-        return cls(**wire)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +81,3 @@ class Story:
     def joined(self) -> list[str]:
         """The late workers that made completions."""
         return [key for key in self.started if self.first_step_of(key) is not None]
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

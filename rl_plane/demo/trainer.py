@@ -13,18 +13,20 @@ import random
 import sys
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rl_plane.cli.output import say_ready
 from rl_plane.demo.grpo import group_advantages
-from rl_plane.demo.policy import PREFIX, Policy, prune_checkpoints
+from rl_plane.demo.policy import Policy
 from rl_plane.demo.reward import reward
 from rl_plane.demo.rollout import Completion, GroupSampler
 from rl_plane.demo.story import StepRecord
-from rl_plane.demo.trainer_calls import Steering
-from rl_plane.errors import PlaneError
-from rl_plane.fleet.http_client import call_json
+from rl_plane.errors import Conflict, DeadlineExceeded, PlaneError, Unavailable
+from rl_plane.fleet.http_client import call_facade, call_json
+from rl_plane.protocol.canary import default_canary
+from rl_plane.publish import WeightPublisher
 
 PROMPTS = 8
 """The number of requests at once: every worker has some."""
@@ -32,9 +34,15 @@ GROUP = 8
 MAX_TOKENS = 32
 PROMPT_TOKENS = (4, 12)
 """Shortest and longest prompt."""
+PREFIX = "step_"
+"""The beginning of each version's label."""
 CALL_TIMEOUT_S = 10.0
 READY_TIMEOUT_S = 240.0
 """Loading torch and a model on two busy cores takes about 15 s per worker; vLLM and SGLang do so three times."""
+READY_POLL_S = 0.2
+ATTEMPTS = 4
+"""The number of times that a version is published, if a worker that joins or dies undoes its update."""
+PAUSE_S = 0.3
 
 
 def emit(event: str, **facts: Any) -> None:
@@ -59,61 +67,85 @@ def rolled_out(groups: list[list[Completion]], version: dict[str, Any]) -> dict[
     }
 
 
+def wait_ready(url: str, workers: int, timeout_s: float) -> None:
+    """Waits until so many workers serve the committed version."""
+    give_up = time.monotonic() + timeout_s
+    while True:
+        try:
+            call_facade(url, None, "ready", {"min_workers": workers, "wait_s": 1}, CALL_TIMEOUT_S)
+            return
+        except (Unavailable, DeadlineExceeded) as error:
+            if time.monotonic() > give_up:
+                raise DeadlineExceeded(f"{workers} workers were not ready in {timeout_s:g} s: {error}") from error
+        time.sleep(READY_POLL_S)
+
+
+def published(publisher: WeightPublisher, label: str, pause_s: float = PAUSE_S) -> tuple[dict[str, Any], int]:
+    """Publishes a version. Returns the update's reply, and how often the update was repeated."""
+    for repeats in range(ATTEMPTS - 1):
+        try:
+            return publisher.publish(label).result(), repeats
+        except (Conflict, Unavailable):
+            time.sleep(pause_s)
+    return publisher.publish(label).result(), ATTEMPTS - 1
+
+
 def train(args: argparse.Namespace) -> None:
     """Trains for `args.steps` steps, and emits an event for each phase and step."""
     policy = Policy(args.model)
-    fleet = Steering(args.rl_url)
-    fleet.wait_ready(args.workers, READY_TIMEOUT_S)
+    wait_ready(args.rl_url, args.workers, READY_TIMEOUT_S)
     name = call_json(f"{args.http_url}/v1/models", None, None, CALL_TIMEOUT_S)["data"][0]["id"]
     rollout = GroupSampler(args.http_url, name, GROUP, MAX_TOKENS)
     rng = random.Random(args.seed)
-    version, committed = fleet.version(), None
-    for step in range(1, args.steps + 1):
-        if step == args.whole_fleet_from:
-            emit("phase", step=step, phase="waiting for the whole fleet")
-            fleet.wait_ready(args.workers, READY_TIMEOUT_S)
-        emit("phase", step=step, phase="rolling out")
-        start = time.monotonic()
-        groups = rollout.groups(make_prompts(rng, policy.vocab_size), args.seed * 100_000 + step)
-        rollout_s = time.monotonic() - start
-        sampled = rolled_out(groups, version)
-        if sampled["mixed_version_completions"]:
-            wrong = next(one for group in groups for one in group if not one.made_by(version))
-            print(f"step {step}: committed {version}, but a completion says {wrong.spans}", file=sys.stderr)
-        emit("phase", step=step, phase="learning")
-        start = time.monotonic()
-        flat = [one for group in groups for one in group]
-        lesson = policy.learn(
-            [one.prompt for one in flat],
-            [one.token_ids for one in flat],
-            [one.logprobs for one in flat],
-            [gain for group in groups for gain in group_advantages([reward(one.token_ids) for one in group])],
-        )
-        path = args.weights / f"{PREFIX}{step}"
-        digest = policy.save(path)
-        canary = policy.canary()
-        learn_s = time.monotonic() - start
-        emit("phase", step=step, phase="updating the fleet")
-        start = time.monotonic()
-        published = fleet.publish(path, path.name, digest, canary)
-        version, committed = published.version, path
-        update_s = time.monotonic() - start
-        prune_checkpoints(args.weights, committed)
-        record = StepRecord(
-            step=step,
-            **sampled,
-            max_logprob_diff=lesson.max_logprob_diff,
-            canary_difference=published.canary_difference,
-            mismatch_kl=published.mismatch_kl,
-            workers=published.workers,
-            rollout_s=rollout_s,
-            learn_s=learn_s,
-            update_s=update_s,
-            repeats=rollout.repeats + fleet.repeats,
-            committed=version["label"],
-            digest=version["digest"],
-        )
-        emit("step", **record.to_wire())
+    version = call_facade(args.rl_url, None, "weight_version", {}, CALL_TIMEOUT_S)["version"]
+    update_repeats = 0
+    canary = default_canary(policy.vocab_size).sequences
+    with WeightPublisher(
+        policy.model, args.rl_url, transport="filesystem", root=args.weights, canary=canary
+    ) as publisher:
+        for step in range(1, args.steps + 1):
+            if step == args.whole_fleet_from:
+                emit("phase", step=step, phase="waiting for the whole fleet")
+                wait_ready(args.rl_url, args.workers, READY_TIMEOUT_S)
+            emit("phase", step=step, phase="rolling out")
+            start = time.monotonic()
+            groups = rollout.groups(make_prompts(rng, policy.vocab_size), args.seed * 100_000 + step)
+            rollout_s = time.monotonic() - start
+            sampled = rolled_out(groups, version)
+            if sampled["mixed_version_completions"]:
+                wrong = next(one for group in groups for one in group if not one.made_by(version))
+                print(f"step {step}: committed {version}, but a completion says {wrong.spans}", file=sys.stderr)
+            emit("phase", step=step, phase="learning")
+            start = time.monotonic()
+            flat = [one for group in groups for one in group]
+            lesson = policy.learn(
+                [one.prompt for one in flat],
+                [one.token_ids for one in flat],
+                [one.logprobs for one in flat],
+                [gain for group in groups for gain in group_advantages([reward(one.token_ids) for one in group])],
+            )
+            learn_s = time.monotonic() - start
+            emit("phase", step=step, phase="updating the fleet")
+            start = time.monotonic()
+            reply, repeats = published(publisher, f"{PREFIX}{step}")
+            update_s = time.monotonic() - start
+            version, scored = reply["version"], reply.get("canary") or {}
+            update_repeats += repeats
+            record = StepRecord(
+                step=step,
+                **sampled,
+                max_logprob_diff=lesson.max_logprob_diff,
+                canary_difference=scored.get("difference"),
+                mismatch_kl=scored.get("mismatch_kl"),
+                workers=sum(row["status"] == "ok" for row in reply["workers"]),
+                rollout_s=rollout_s,
+                learn_s=learn_s,
+                update_s=update_s,
+                repeats=rollout.repeats + update_repeats,
+                committed=version["label"],
+                digest=version["digest"],
+            )
+            emit("step", **asdict(record))
     emit("done")
 
 

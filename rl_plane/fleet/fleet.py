@@ -27,7 +27,7 @@ from rl_plane.errors import (
     Unsupported,
     WrongIncarnation,
 )
-from rl_plane.fleet.fleet_call import FleetCall, check_engines, members_of, whole_fleet
+from rl_plane.fleet.fleet_call import ASKED_BY, FleetCall, check_engines, members_of, whole_fleet
 from rl_plane.fleet.fleet_replies import (
     adapters_of,
     change_error,
@@ -128,7 +128,8 @@ class Fleet:
             check_name("component", name)
             view = await self.client.view(name)
             update_id = request_id or uuid.uuid4().hex
-            calls.append(FleetCall(spec, select, own, view, update_id, bool(request_id), time.monotonic()))
+            start, asked_by = time.monotonic(), ASKED_BY.get()
+            calls.append(FleetCall(spec, select, own, view, update_id, bool(request_id), start, asked_by))
         handler = self._handlers[op]
         if len(calls) > 1 and spec.one_component:
             raise InvalidRequest("an update is of one component", field="component", fix="name one, call by call")
@@ -433,6 +434,11 @@ class Fleet:
         is_open = call.op.name == "enable"
         body = {"open": is_open}
         return await self._on_all(call, "set_admission", body, admission=b"" if is_open else DISABLED)
+
+    async def fix_first_version(self) -> None:
+        """Writes the record of a fleet that has none: the newest that a worker knows, else sequence 0 by the model of
+        all workers. Where keys have roles, no worker may write it."""
+        await self._updates.fix_first_version()
 
     async def finish(self) -> WeightVersion:
         """Finishes or drops an update whose coordinator has died. Returns what the newest decision has made. Locked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -13,6 +14,9 @@ from rl_plane.membership.view import MembershipView
 from rl_plane.membership.worker_calls import check_pin, select_members
 from rl_plane.membership.worker_reply import skipped_reply
 from rl_plane.protocol.fleet_ops import FleetOp, Select
+
+ASKED_BY: ContextVar[str] = ContextVar("asked_by", default="")
+"""The id of the key of the call under way, which the HTTP listener sets. Empty: a call over NATS, or without a key."""
 
 READS_OF_STAGES = ("workers", "state")
 """Ops that describe stages too, in a fleet without engines."""
@@ -36,6 +40,8 @@ class FleetCall(Generic[B]):
     """The caller gave the request id, so it may have made this call before."""
     start: float
     """Monotonic seconds."""
+    asked_by: str = ""
+    """The id of the caller's key."""
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -44,7 +50,9 @@ class FleetCall(Generic[B]):
 
     def with_body(self, body: C) -> FleetCall[C]:
         """This call with another body."""
-        return FleetCall(self.op, self.select, body, self.view, self.request_id, self.may_repeat, self.start)
+        return FleetCall(
+            self.op, self.select, body, self.view, self.request_id, self.may_repeat, self.start, self.asked_by
+        )
 
     @property
     def pinned(self) -> bool:

@@ -6,12 +6,15 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from rl_plane.bus.entries import is_unreadable
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, HeldLock
-from rl_plane.bus.state_store import read_record, read_session
+from rl_plane.bus.sealed_record import restore
+from rl_plane.bus.state_store import read_record, read_session, record_of, unreadable_record
 from rl_plane.commit.coordinator import Coordinator
 from rl_plane.commit.history import UpdateEntry, first_answer, is_answered, read_entry, read_history, request_hash
 from rl_plane.commit.journal import Journal
 from rl_plane.commit.past_versions import before_of, rollback_target, source_of, target_of
+from rl_plane.commit.rules import newest, one_model
 from rl_plane.commit.session_keepalive import lock_with_keepalive
 from rl_plane.commit.steps import Members, Outcome, PartReceived, Prepared, UpdateCommand
 from rl_plane.errors import InvalidRequest, Locked, PlaneError, StaleFence, UpdateAborted
@@ -20,7 +23,7 @@ from rl_plane.fleet.fleet_replies import answered, ended, head, updated
 from rl_plane.membership.core import Snapshot
 from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.protocol import fleet_ops, update_requests
-from rl_plane.protocol.record import UpdateSession, VersionSource
+from rl_plane.protocol.record import UpdateSession, VersionSource, first_record
 from rl_plane.protocol.validation import Empty, same_values
 from rl_plane.protocol.versions import WeightVersion
 
@@ -127,6 +130,7 @@ class FleetUpdates:
             body,
             request,
             rollback.model_dump(exclude_none=True) if rollback is not None else None,
+            call.asked_by,
         )
 
     async def _committed(
@@ -341,6 +345,22 @@ class FleetUpdates:
         await whole_fleet(call)
         asked_for = UpdateCommand("new_run", call.request_id)
         return await self._once(call, request, asked_for, {"version": "initial"})
+
+    async def fix_first_version(self) -> None:
+        """Writes the record of a fleet that has none. Locked while a coordinator is alive."""
+        view = await self._calls.view()
+        async with self._calls.lock(view, 0.0):
+            entry = await view.read_record()
+            stored = record_of(entry)
+            if stored is not None:
+                return
+            reports = await self._calls.ask(view, list(await view.barrier()), "report_record", {})
+            record = newest(None, view.record, reports)
+            if record is None:
+                if is_unreadable(entry, stored):
+                    raise unreadable_record()  # a version may be committed
+                record = first_record(one_model(reports))
+            await restore(self._calls.bus, view.subjects.state, record, entry)
 
     async def finish(self) -> WeightVersion:
         """Finishes or drops an update whose coordinator has died. Returns what the newest decision has made. Locked

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from rl_plane.errors import (
     DeadlineExceeded,
     InvalidRequest,
     NotFound,
+    PermissionDenied,
     PlaneError,
     Unauthorized,
     Unavailable,
@@ -25,7 +27,13 @@ from rl_plane.protocol.fleet_ops import FLEET_OPS
 MAX_REPLY_BYTES = 64 << 20
 """The state of 10,000 workers has 10 MB."""
 
-_BY_STATUS: dict[int, type[PlaneError]] = {400: InvalidRequest, 401: Unauthorized, 404: NotFound, 503: Unavailable}
+_BY_STATUS: dict[int, type[PlaneError]] = {
+    400: InvalidRequest,
+    401: Unauthorized,
+    403: PermissionDenied,
+    404: NotFound,
+    503: Unavailable,
+}
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -93,6 +101,11 @@ def call_json(
         reason = getattr(error, "reason", error)
         if isinstance(reason, (TimeoutError, socket.timeout)):
             raise DeadlineExceeded(f"{base} did not answer within {timeout_s:g} s") from error
+        if isinstance(reason, ssl.SSLError):
+            raise Unavailable(
+                f"{base} has no certificate that is trusted here: {reason.reason or reason}",
+                fix="set SSL_CERT_FILE to the certificate of its CA, and use a name that the certificate has",
+            ) from error
         raise Unavailable(
             f"no frontend answers at {base}: {reason or type(reason).__name__}",
             fix="start one (`rl-plane up`), or set --url / RL_PLANE_URL",

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import nats.errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from rl_plane._util.limited_log import LimitedLog
@@ -20,7 +19,7 @@ from rl_plane.bus.connection import RECONNECT_GRACE_S, Bus, WrongSequence, is_ma
 from rl_plane.bus.scatter import Answer, Gather, Missing, Scatter
 from rl_plane.bus.sealed_record import restore
 from rl_plane.bus.state_store import record_of
-from rl_plane.errors import BusUnreachable, PlaneError
+from rl_plane.errors import BusUnreachable, PermissionDenied, PlaneError
 from rl_plane.membership.core import Changed, Instruction, Member, MembershipCore, Purge, Resync, Snapshot
 from rl_plane.membership.probe import PROBE_TIMEOUT_S, Outcome, ProbeCore
 from rl_plane.protocol.envelope import Request, encode
@@ -216,6 +215,8 @@ class MembershipView:
         # The store may be lost, together with the server.
         await self.bus.ensure_bucket(self.subjects.members)
         await self.bus.ensure_bucket(self.subjects.state)
+        with contextlib.suppress(PermissionDenied):  # a service only reads
+            await self.bus.ensure_bucket(self.subjects.offers)
         await self.read_record()
         known = self._core.epoch
         entries, last = await self.bus.read_all(self.subjects.members)
@@ -257,6 +258,8 @@ class MembershipView:
             log.info("worker %s is gone", instance_id)
         except WrongSequence:
             pass  # another frontend has removed it, or the worker has registered again
+        except PermissionDenied:
+            log.info("worker %s has died: a frontend will remove it", instance_id)
         except BusUnreachable as error:
             log.warning("could not remove worker %s; the sweep tries again: %s", instance_id, error)
 
@@ -302,7 +305,7 @@ class MembershipView:
     async def _sweep(self) -> None:
         members = list(self._core.members.values())
         self._probes.keep_only(set(self._core.members))
-        targets = [(self.subjects.rl_direct(member.instance_id), PING) for member in members]
+        targets = [(self.subjects.read(member.instance_id), PING) for member in members]
 
         def heard(index: int, answer: Answer) -> None:
             if not isinstance(answer, Missing):
@@ -338,9 +341,5 @@ class MembershipView:
             trip.cancel()
 
     async def _send_canary(self) -> None:
-        canary = Client()
-        await canary.connect(
-            self.bus.url, name="canary", allow_reconnect=False, max_reconnect_attempts=1, reconnect_time_wait=0.1
-        )
-        self._canary = str(canary._server_info["server_id"]), int(canary.client_id or 0)
-        await canary.close()
+        async with self.bus.another_connection() as identity:
+            self._canary = identity

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from rl_plane.bus.connection import CONNECT_TIMEOUT_S, Bus
+from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, HeldLock, hold_lock
 from rl_plane.bus.scatter import Answer, Gather, Missing, Scatter
 from rl_plane.bus.sealed_record import bar_former
@@ -28,6 +29,7 @@ from rl_plane.errors import (
     MembershipChanged,
     NotFound,
     NoWorkers,
+    PermissionDenied,
     PlaneError,
     WorkerLost,
     error_from_wire,
@@ -89,10 +91,12 @@ class WorkerCalls:
         *,
         name: str = "rl-client",
         wait_s: float = CONNECT_TIMEOUT_S,
+        credentials: NatsCredentials = NO_CREDENTIALS,
     ) -> Self:
-        """Connects and reads the membership. BusUnreachable if no server answers within `wait_s` seconds."""
+        """Connects and reads the membership. BusUnreachable if no server answers within `wait_s` seconds. Unauthorized
+        if it refuses `credentials`, or is not the server that they ask for."""
         subjects = Subjects(namespace, component)  # checks the names before a connection is opened
-        bus = await Bus.connect(nats_url, name, wait_s)
+        bus = await Bus.connect(nats_url, name, wait_s, credentials)
         client = cls(bus, namespace, component)
         try:
             await client._gather.start_listening()
@@ -348,7 +352,8 @@ class WorkerCalls:
         retries: int = 0,
         on_row: Callable[[WorkerReply], None] | None = None,
     ) -> list[WorkerReply]:
-        direct = view.subjects.rl_direct("")
+        subjects = view.subjects
+        direct = subjects.rl_direct("") if op_named(request.op).changes else subjects.read("")
         if request.fence is None:
             payload = encode(request.to_wire())
             targets = [(direct + member.instance_id, payload) for member in members]
@@ -451,7 +456,11 @@ def _follow(gather: Gather, scatter: Scatter, members: Sequence[Member]) -> Call
 def _row(member: Member, answer: Answer, timeout_s: float) -> WorkerReply:
     error: PlaneError
     if isinstance(answer, Missing):
-        if answer is Missing.SILENT:
+        if answer is Missing.DENIED:
+            error = PermissionDenied(
+                answer.value, instance_id=member.instance_id, fix="use a key that may (docs/security.md)"
+            )
+        elif answer is Missing.SILENT:
             error = DeadlineExceeded(
                 f"no answer within {timeout_s:g} s", instance_id=member.instance_id, fix="is the worker hung?"
             )

@@ -126,6 +126,8 @@ class FleetOp:
     """Equal calls that are under way share one answer, because the op must happen once. Other ops may be repeated."""
     one_component: bool = False
     """The op is all or nothing, so one call means one component."""
+    admin: bool = False
+    """Only an operator calls it, so over HTTP it needs a key with the role `admin`."""
     brings_weights: bool = False
     """The body names weights, which `cast` may convert to the engine's dtype."""
 
@@ -221,7 +223,9 @@ FLEET_OPS: dict[str, FleetOp] = {
             brings_weights=True,
         ),
         FleetOp("unload_lora_adapter", UnloadLora, "Unload a LoRA adapter.", coalesce=True, one_component=True),
-        FleetOp("enable", validation.Empty, "Admit a worker again.", at="workers/{id}/enable"),
-        FleetOp("disable", validation.Empty, "Take a worker out of routing.", at="workers/{id}/disable"),
+        FleetOp("enable", validation.Empty, "Admit a worker again.", at="workers/{id}/enable", admin=True),
+        FleetOp(
+            "disable", validation.Empty, "Take a worker out of routing.", at="workers/{id}/disable", admin=True
+        ),
     )
 }

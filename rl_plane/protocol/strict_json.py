@@ -16,7 +16,7 @@ MAX_KEY_CHARS = 64
 """The part of a key that an error message shows."""
 
 _LONG_NUMBER = re.compile(rb"\d{19}")
-_INT64 = range(-(1 << 63), 1 << 64)
+INT64 = range(-(1 << 63), 1 << 64)
 
 
 def _no_constant(name: str) -> float:
@@ -50,7 +50,7 @@ def _check_depth_and_numbers(value: Any) -> None:
             for child in item.values() if isinstance(item, dict) else item if isinstance(item, list) else ():
                 if isinstance(child, (dict, list)):
                     inner.append(child)
-                elif isinstance(child, int) and child not in _INT64:
+                elif isinstance(child, int) and child not in INT64:
                     raise ValueError(f"{str(child)[:32]}… has more than 64 bits")
         level = inner
 

@@ -67,7 +67,12 @@ class Subjects:
         return f"{self.namespace}.{self.component}.rl"
 
     def rl_direct(self, instance_id: str) -> str:
+        """The subject of one worker, for every op."""
         return f"{self.rl}.{instance_id}"
+
+    def read(self, instance_id: str) -> str:
+        """The subject of one worker, for the ops that change nothing. A key that may only read has this one alone."""
+        return f"{self.namespace}.{self.component}.read.{instance_id}"
 
     def generate(self, instance_id: str) -> str:
         return f"{self.namespace}.{self.component}.generate.{instance_id}"
@@ -82,9 +87,18 @@ class Subjects:
         return f"{self.namespace}.{self.component}.fleet"
 
     @property
-    def status(self) -> str:
-        """The subject on which workers report changes of their `state`."""
-        return f"{self.namespace}.{self.component}.status"
+    def fleet_read(self) -> str:
+        """The subject of the fleet's ops that change nothing, likewise."""
+        return f"{self.fleet}.read"
+
+    @property
+    def keep_record(self) -> str:
+        """The subject on which a worker that may not write the record asks the frontends to."""
+        return f"{self.namespace}.{self.component}.keep_record"
+
+    def status(self, instance_id: str) -> str:
+        """The subject on which a worker reports changes of its `state`."""
+        return f"{self.namespace}.{self.component}.status.{instance_id}"
 
     @property
     def members(self) -> KeyValueBucket:
@@ -95,6 +109,15 @@ class Subjects:
     @property
     def state(self) -> KeyValueBucket:
         return KeyValueBucket(f"rlp_{self.namespace}_{self.component}_state", f"{self.namespace}.{self.component}")
+
+    @property
+    def offers(self) -> KeyValueBucket:
+        """The bucket in which a worker says where others can fetch the weights that it keeps in memory: the key is its
+        instance id. It is apart from the state, because one write to a bucket can empty it (`Nats-Rollup`), and workers
+        write here."""
+        return KeyValueBucket(
+            f"rlp_{self.namespace}_{self.component}_offers", f"{self.namespace}.{self.component}"
+        )
 
     def object(self, object_id: str) -> StoredObject:
         return StoredObject(
@@ -164,6 +187,9 @@ OPENED = "opened"
 """State bucket: the lock, the decision record, the desired pause, the desired memory, an update that spans several
 calls, and the sessions that a trainer has opened with SGLang's calls."""
 
+FENCE_KEY = "fence"
+"""State bucket: a key that is written to raise the bucket's sequence."""
+
 CANARY_HISTORY = "canary_history"
 """State bucket: the values of earlier versions for the numeric canary (`rl_plane.protocol.canary.CanaryHistory`)."""
 
@@ -172,9 +198,6 @@ HISTORY_PREFIX = "history."
 
 FRONTEND_PREFIX = "frontend."
 """State bucket: `frontend.<id>` is a frontend that delivers tokens. It expires when the frontend is gone."""
-
-KEPT_PREFIX = "kept."
-"""State bucket: `kept.<instance_id>` is the address of the weights that a worker keeps in memory for others."""
 
 ADMISSION_PREFIX = "admission."
 """State bucket: `admission.<instance_id>` is DISABLED for a worker that an operator has disabled, and empty for one

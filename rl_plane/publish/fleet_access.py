@@ -7,6 +7,7 @@ import concurrent.futures
 from collections.abc import Callable
 from typing import Any
 
+from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.client import RlClient
 from rl_plane.errors import DeadlineExceeded, InvalidRequest
 from rl_plane.fleet.fleet import Fleet
@@ -29,12 +30,14 @@ class BlockingFleet:
         admin_key: str | None = None,
         namespace: str = DEFAULT_NAMESPACE,
         component: str | None = None,
+        credentials: NatsCredentials = NO_CREDENTIALS,
     ) -> None:
         """An asynchronous client must be given in the event loop that runs it. `component` belongs to a URL; None is
         the default component."""
         self.nats_url: str | None = None
         self.namespace: str | None = None
         self.component: str | None = None
+        self.credentials = credentials
         self.loop: asyncio.AbstractEventLoop | None = None
         self._close: Callable[[], None] | None = None
         bounds = CallBounds()
@@ -46,7 +49,9 @@ class BlockingFleet:
                 return call_facade(url, admin_key, op, {**body, **select}, bounds.of(op, body), request_id)
         elif isinstance(fleet, (str, SyncRlClient)):
             if isinstance(fleet, str):
-                fleet = SyncRlClient.connect(fleet, namespace, component or DEFAULT_COMPONENT, name="publisher")
+                fleet = SyncRlClient.connect(
+                    fleet, namespace, component or DEFAULT_COMPONENT, name="publisher", credentials=credentials
+                )
                 self._close = fleet.close
             client = fleet
             self._set_address(client.client)
@@ -77,6 +82,7 @@ class BlockingFleet:
 
     def _set_address(self, client: WorkerCalls) -> None:
         self.nats_url, self.namespace, self.component = client.bus.url, client.namespace, client.component
+        self.credentials = client.bus.credentials
 
     def run(self, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
         return self._run(op, body, request_id)

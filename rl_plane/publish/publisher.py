@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.errors import DeadlineExceeded, InvalidRequest
 from rl_plane.protocol.canary import OnCanaryFailure
 from rl_plane.protocol.fleet_ops import DEFAULT_WAIT_S
@@ -70,6 +71,7 @@ class WeightPublisher:
         admin_key: str | None = None,
         namespace: str = DEFAULT_NAMESPACE,
         component: str | None = None,
+        credentials: NatsCredentials = NO_CREDENTIALS,
         workers: int = 1,
         wait_s: float = DEFAULT_WAIT_S,
         rank: int | None = None,
@@ -113,6 +115,8 @@ class WeightPublisher:
             admin_key: the frontend's admin key, if it has one. For an `http://` URL.
             namespace: the fleet's namespace, for a `nats://` URL. Default: `demo`.
             component: the fleet's component, for either kind of URL. Default: the only one.
+            credentials: the files by which the publisher connects to NATS, for a `nats://` or `tls://` URL, and for the
+                transport object_store. Default: none.
             workers: how many workers must be there before a version is sent. Default: 1.
             wait_s: how long to wait for them, in seconds. Default: 5.
 
@@ -161,7 +165,9 @@ class WeightPublisher:
         self._plan: SendPlan | None = None
         self.rank = _rank() if rank is None else rank
         if self.rank == 0:
-            reached = BlockingFleet(fleet, admin_key=admin_key, namespace=namespace, component=component)
+            reached = BlockingFleet(
+                fleet, admin_key=admin_key, namespace=namespace, component=component, credentials=credentials
+            )
             self._plan = SendPlan(reached, self._options)
         if initial is not None:
             try:
@@ -177,6 +183,11 @@ class WeightPublisher:
     def backend(self) -> str | None:
         """The transport of the last version; None before the first."""
         return self._plan.backend if self._plan is not None else None
+
+    @property
+    def copy_bytes(self) -> int:
+        """The host memory that the copy for deltas takes, in bytes; 0 if there is no copy."""
+        return self._copy.nbytes
 
     def publish(self, version: str | None = None, *, wait: bool = True) -> Publication:
         """Sends the weights as they are now.

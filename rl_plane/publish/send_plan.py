@@ -79,6 +79,7 @@ class SendPlan:
             nats_url=self.fleet.nats_url,
             namespace=self.fleet.namespace,
             component=self.fleet.component,
+            credentials=self.fleet.credentials,
             adapter=options.adapter,
             trainer_stays=options.trainer_stays,
         )

@@ -80,7 +80,7 @@ worker may have begun it. If no connection was made, or the call raises Unavaila
 of Python end the rollout: they are the caller's mistakes."""
 Stop = Callable[[], Awaitable[object]]
 """Ends the requests on the engines, which then return their tokens so far: `pause` with mode `abort`, or
-`abort_requests`. It is called again if it raises, and cancelled after STOP_S."""
+`abort_requests`. It is called again if it raises, and cancelled after `stop_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +233,10 @@ def _is_mistaken(error: Exception) -> bool:
     return bool(statuses & MISTAKEN) or not _is_of_the_connection(error)
 
 
-async def _stop(stop: Stop, left: set[asyncio.Task[None]]) -> None:
-    """Calls `stop` until it succeeds, no task of `left` runs, or STOP_S is over."""
+async def _stop(stop: Stop, left: set[asyncio.Task[None]], stop_s: float, retry_s: float) -> None:
+    """Calls `stop` until it succeeds, no task of `left` runs, or `stop_s` is over."""
     now = asyncio.get_running_loop().time
-    give_up = now() + STOP_S
+    give_up = now() + stop_s
     while left and now() < give_up:
         try:
             async with asyncio.timeout_at(give_up):
@@ -246,8 +246,8 @@ async def _stop(stop: Stop, left: set[asyncio.Task[None]]) -> None:
             if _is_mistaken(error):
                 raise
             log.warning("requests may still run, because stop failed: %s: %s", type(error).__name__, error)
-            retry_s = error.facts.get("retry_after_s", RETRY_S) if isinstance(error, PlaneError) else RETRY_S
-        _, left = await asyncio.wait(left, timeout=min(retry_s, give_up - now()))
+            again_s = error.facts.get("retry_after_s", retry_s) if isinstance(error, PlaneError) else retry_s
+        _, left = await asyncio.wait(left, timeout=min(again_s, give_up - now()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,19 +264,30 @@ class Gathered:
 
 
 async def gather_enough(
-    rollouts: Sequence[Rollout], call: Call, stop: Stop, *, enough: int, timeout_s: float
+    rollouts: Sequence[Rollout],
+    call: Call,
+    stop: Stop,
+    *,
+    enough: int,
+    timeout_s: float,
+    stop_s: float = STOP_S,
+    stopped_s: float = STOPPED_S,
+    retry_s: float = RETRY_S,
 ) -> Gathered:
     """Runs all rollouts until `enough` have ended or the time is over, then stops the others.
 
     Args:
         rollouts: New ones, or parked ones of the call before.
         call: Posts one request.
-        stop: Ends the requests on the engines. If it raises, it is called again, for STOP_S.
+        stop: Ends the requests on the engines. If it raises, it is called again.
         enough: How many completions to wait for.
         timeout_s: Seconds to wait for them.
+        stop_s: Seconds for `stop` to take effect.
+        stopped_s: Seconds from `stop` until the tokens must be here.
+        retry_s: Seconds until a retry, if the error does not say.
 
     Returns:
-        The finished, parked and failed rollouts. A request without an answer STOPPED_S after `stop` is parked.
+        The finished, parked and failed rollouts. A request without an answer `stopped_s` after `stop` is parked.
 
     Raises:
         InvalidRequest: `enough` is out of range.
@@ -289,7 +300,7 @@ async def gather_enough(
             field="enough",
             fix="give 1 to the number of rollouts",
         )
-    gathering = _Gathering(rollouts, call)
+    gathering = _Gathering(rollouts, call, retry_s)
     tasks = [asyncio.create_task(gathering.finish(index)) for index in range(len(rollouts))]
     try:
         give_up = asyncio.get_running_loop().time() + timeout_s
@@ -301,8 +312,8 @@ async def gather_enough(
                 break
         if left:
             gathering.stopping = True
-            await _stop(stop, left)
-            await asyncio.wait(left, timeout=STOPPED_S)
+            await _stop(stop, left, stop_s, retry_s)
+            await asyncio.wait(left, timeout=stopped_s)
     finally:
         for task in tasks:
             task.cancel()
@@ -313,12 +324,13 @@ async def gather_enough(
 class _Gathering:
     """One call's rollouts while they run."""
 
-    def __init__(self, rollouts: Sequence[Rollout], call: Call) -> None:
+    def __init__(self, rollouts: Sequence[Rollout], call: Call, retry_s: float) -> None:
         self.finished: list[int] = []
         self.stopping = False
         self._now = list(rollouts)
         self._failed: dict[int, Exception] = {}
         self._call = call
+        self._retry_s = retry_s
         self._room = asyncio.Semaphore(AT_ONCE)
         self._warned: set[type[Exception]] = set()
         """Kinds of errors that were logged, each once."""
@@ -339,7 +351,7 @@ class _Gathering:
                     if not isinstance(error, Unavailable):
                         raise error
                     if not self.stopping:
-                        await asyncio.sleep(error.facts.get("retry_after_s", RETRY_S))
+                        await asyncio.sleep(error.facts.get("retry_after_s", self._retry_s))
         except Exception as failure:  # the other rollouts keep their tokens
             self._failed[index] = failure
             return

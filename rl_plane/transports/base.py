@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_plane._util.tasks import Cancelled
+from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.canary import Canary
 from rl_plane.protocol.envelope import engine_replies
@@ -59,13 +60,17 @@ class TransportContext:
     """The only namespace and component whose stored objects a transport may read."""
     device: str = "cpu"
     """The device of the model in this process, in torch's notation."""
+    credentials: NatsCredentials = NO_CREDENTIALS
+    """The files by which a transport connects to NATS."""
 
     def to_wire(self) -> dict[str, Any]:
-        return {**asdict(self), "weight_roots": [str(root.absolute()) for root in self.weight_roots]}
+        roots = [str(root.absolute()) for root in self.weight_roots]
+        return {**asdict(self), "weight_roots": roots, "credentials": self.credentials.to_wire()}
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> TransportContext:
-        return cls(**{**wire, "weight_roots": tuple(map(Path, wire["weight_roots"]))})
+        roots, credentials = tuple(map(Path, wire["weight_roots"])), NatsCredentials.from_wire(wire["credentials"])
+        return cls(**{**wire, "weight_roots": roots, "credentials": credentials})
 
 
 class Delivery(ABC):
@@ -223,6 +228,8 @@ class SenderContext:
     URL."""
     namespace: str | None = None
     component: str | None = None
+    credentials: NatsCredentials = NO_CREDENTIALS
+    """The files by which the trainer connects to NATS."""
     adapter: str | None = None
     """The name of the adapter that is published; None for base weights."""
     trainer_stays: bool = True

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import re
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,7 @@ import pytest
 
 from frontend.dialects.common.fleet_as_one import NOT_POSSIBLE, begun, dialect_error, served_version
 from frontend.server.api import Api, schema_of
-from frontend.server.bodies import MAX_BODY_BYTES, MAX_NAMES_BYTES, parse_hashed
-from frontend.server.options import DIALECTS, FrontendOptions
+from frontend.server.options import FrontendOptions
 from frontend.server.shared_routes import DialectRequest, Fields, NoFields, ParsedRequest, SharedRoutes, report
 from rl_plane.cli.settings import for_child
 from rl_plane.errors import (
@@ -32,6 +30,7 @@ from rl_plane.errors import (
     Unsupported,
     WorkerLost,
 )
+from rl_plane.protocol.dialects import DIALECTS
 from tests.support.frontend_here import started
 from tests.support.paths import ROOT
 from tests.support.settings import values_of
@@ -146,7 +145,7 @@ async def test_an_unknown_dialect_is_refused() -> None:
 
 
 def test_the_command_line_names_dialects() -> None:
-    assert values_of(["dialects"])["dialects"] == DIALECTS == FrontendOptions().dialects
+    assert values_of(["dialects"])["dialects"] == tuple(DIALECTS) == FrontendOptions().dialects
     for text in ("vllm,prime-rl", "none"):
         values = values_of(["dialects"], RL_PLANE_DIALECTS=text)
         assert values["dialects"] == tuple(text.split(","))
@@ -323,59 +322,6 @@ async def test_equal_calls_under_way_share_one_answer(routes: SharedRoutes) -> N
         assert [(await one).json() for one in (first, again, other)] == [2, 2, 2]
         assert runs == [{"a": 1}, {"a": 2}]
         assert (await http.post("/slow", json={"a": 1})).json() == 3
-
-
-def test_an_equal_body_is_known_by_its_bytes() -> None:
-    for data, read in ((b'{"a": 1}', {"a": 1}), (b" null\n", {}), (b"", {})):
-        assert parse_hashed(data) == parse_hashed(bytes(data))
-        assert parse_hashed(data)[0] == read
-    several = (b'{"a": 1}', b'{"a": 2}', b'{"a": 1, "b": 1}', b'{"a": [1]}', b"{}")
-    assert len({parse_hashed(data)[1] for data in several}) == len(several)
-    with pytest.raises(InvalidRequest):
-        parse_hashed(b"[]")
-
-
-async def test_a_large_body_is_hashed_beside_the_loop(
-    routes: SharedRoutes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Equal ones are one call all the same."""
-    threads, runs = [], []
-    came, started_, let_go = asyncio.Semaphore(0), asyncio.Semaphore(0), asyncio.Event()
-
-    def parse(data: bytes) -> Any:
-        threads.append(threading.current_thread())
-        return parse_hashed(data)
-
-    def claims(request: DialectRequest) -> bool:
-        came.release()
-        return True
-
-    async def slow(request: DialectRequest) -> Any:
-        runs.append(request.body["last"])
-        started_.release()
-        await let_go.wait()
-        return len(runs)
-
-    monkeypatch.setattr("frontend.server.bodies.parse_hashed", parse)
-    routes.add(
-        ["POST"],
-        "/slow",
-        slow,
-        summary="",
-        fields=Names,
-        claims=claims,
-        once=True,
-        max_body_bytes=MAX_NAMES_BYTES,
-    )
-    names = ["x" * 1000] * (MAX_BODY_BYTES // 1000)
-    async with speaking(routes) as http:
-        tasks = [asyncio.create_task(http.post("/slow", json={"names": names, "last": n})) for n in (1, 1, 2)]
-        for each in (came, came, came, started_, started_):
-            await each.acquire()
-        let_go.set()
-        assert {(await task).json() for task in tasks} == {2}
-    assert (sorted(runs), len(threads)) == ([1, 2], 3)
-    assert threading.main_thread() not in threads
 
 
 async def test_a_part_that_is_done_is_not_done_again_while_its_update_goes_on(routes: SharedRoutes) -> None:

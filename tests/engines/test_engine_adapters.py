@@ -40,7 +40,7 @@ from rl_plane.protocol.versions import TensorSpec  # noqa: E402
 from rl_plane.protocol.worker_ops import Tokenize  # noqa: E402
 from rl_plane.weights.checkpoint import ADAPTER_NAME, write_manifest  # noqa: E402
 from tests.support.bad_adapters import BAD, DTYPES, in_dtype  # noqa: E402
-from tests.support.engine_kinds import BATCH_TOKENS, Kind  # noqa: E402
+from tests.support.engine_kinds import BATCH_TOKENS, Kind, offer_memory  # noqa: E402
 from tests.support.engine_models import LOGPROBS, Models, is_of  # noqa: E402
 from tests.support.engine_runs import (  # noqa: E402
     BOUND_S,
@@ -522,10 +522,10 @@ async def test_wait_drains(engine: FullEngine) -> None:
 
 @pytest.mark.parametrize("meanwhile", ["nothing", "a flush", "new weights", "a reset", "a release of memory"])
 async def test_wait_drains_what_was_frozen(
-    kind: Kind, engine: FullEngine, models: Models, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+    engine: FullEngine, models: Models, monkeypatch: pytest.MonkeyPatch, meanwhile: str
 ) -> None:
     """This also holds after the engine lost its KV cache. Requests that came after `keep` are not drained."""
-    monkeypatch.setattr(engine, *kind.refuses_memory)
+    offer_memory(engine, monkeypatch)
     staging, _ = await receive(engine, reception(models.witness[1]))
     runs = [Run(engine, ask([20 + number], max_tokens=200)) for number in range(3)]
     for one in runs:
@@ -654,10 +654,10 @@ async def test_abort_ends_all_at_once(engine: FullEngine) -> None:
 
 
 async def test_frozen_requests_outlast_a_release_of_memory(
-    kind: Kind, engine: FullEngine, monkeypatch: pytest.MonkeyPatch
+    engine: FullEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Frozen requests generate nothing before `resume`, even when all memory is back. On a CPU no memory is freed."""
-    monkeypatch.setattr(engine, *kind.refuses_memory)
+    offer_memory(engine, monkeypatch)
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(10)
     await engine.pause("keep", False)

@@ -226,7 +226,7 @@ class Deaf:
         self._answers_at = answers_at
 
     async def start(self) -> None:
-        await self._client.bus.subscribe(self._client.subjects().rl_direct(self._id), self._message)
+        await self._client.bus.subscribe(self._client.subjects().read(self._id), self._message)
         await self._client.bus.flush()
 
     async def _message(self, message: Msg) -> None:
@@ -287,7 +287,7 @@ async def test_a_reply_that_cannot_be_read_is_that_workers_error(plane: Plane) -
     async def nonsense(message: Msg) -> None:
         await message.respond(b"\xc1\xc1")
 
-    await server.bus.subscribe(server.subjects().rl_direct(bad), nonsense)
+    await server.bus.subscribe(server.subjects().read(bad), nonsense)
     await server.bus.flush()
     await client.wait_for(1, 5)
     out = await client.call_all("state", timeout_s=30)

@@ -342,27 +342,20 @@ def _fake() -> tuple[Callable[[], object], dict[str, Any]]:
     return gate.load, gate._requests
 
 
-def _vllm() -> tuple[Callable[[], object], dict[str, Any]]:
-    from worker.engines.vllm.streams import Streams
-
-    streams = Streams(None, frozenset())
-    return streams.load, streams._streams
-
-
-def _sglang() -> tuple[Callable[[], object], dict[str, Any]]:
+def _with_processes() -> tuple[Callable[[], object], dict[str, Any]]:
     from worker.engines.sglang.adapter import SglangEngine
 
     engine: Any = SglangEngine.__new__(SglangEngine)
-    engine._feeder = SimpleNamespace(streams={})
-    return engine.load, engine._feeder.streams
+    engine._requests = {}
+    return engine.load, engine._requests
 
 
-@pytest.mark.parametrize("of", [_fake, _vllm, _sglang])
+@pytest.mark.parametrize("of", [_fake, _with_processes])
 def test_the_load_can_be_asked_for_while_requests_come_and_go(
     of: Callable[[], tuple[Callable[[], object], dict[str, Any]]],
 ) -> None:
     load, requests = of()
-    one, end = SimpleNamespace(admitted=True, begun=True, submitted=True, made=[1]), threading.Event()
+    one, end = SimpleNamespace(admitted=True, begun=True, tokenizing=False), threading.Event()
     requests |= {str(number): one for number in range(64)}
 
     def come_and_go() -> None:

@@ -159,7 +159,11 @@ async def test_warnings_about_malformed_messages_are_bounded(
     subjects = client.subjects()
     async with staged(plane) as stage:
         await client.wait_for(1)
-        for subject in (subjects.generate(spawned.instance_id), subjects.status, subjects.fleet):
+        for subject in (
+            subjects.generate(spawned.instance_id),
+            subjects.status(spawned.instance_id),
+            subjects.fleet,
+        ):
             for _ in range(10 * MAX_WARNINGS):
                 await client.bus.nc.publish(subject, b"garbage")
         await client.bus.flush()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 async def watching(client: RlClient) -> tuple[LockWatch, WorkerState]:
     state = WorkerState("0" * 16, "me")
-    watch = LockWatch(client.bus, client.subjects().state, state)
+    watch = LockWatch(client.bus, client.subjects(), state)
     await watch.start()
     return watch, state
 
@@ -77,7 +77,7 @@ async def test_without_need_no_fence_is_raised(plane: Plane, monkeypatch: pytest
     async with client.lock(await client.view()):
         pass
     state = client.subjects().state
-    await client.bus.js.purge_stream(state.stream, subject=state.key(LOCK))  # the marker has expired
+    await client.bus.nc.jetstream().purge_stream(state.stream, subject=state.key(LOCK))  # the marker has expired
     before = await client.bus.last_sequence(state)
     await watch._ask()
     assert await client.bus.last_sequence(state) == before

@@ -151,7 +151,7 @@ async def test_a_delayed_decision_is_refused_whatever_other_calls_did_meanwhile(
             async with two.lock(await two.view(), wait_s=10):
                 pass
             if not told:
-                await two.bus.js.purge_stream(state.stream, subject=state.key(LOCK))
+                await two.bus.nc.jetstream().purge_stream(state.stream, subject=state.key(LOCK))
             async with coordinator(two) as (_, sealed):
                 await sealed.seal(as_stored)
                 go_on.set()

@@ -116,6 +116,7 @@ async def test_a_fleet_that_serves_goes_on_and_processes_that_start_come_up(
     client = await plane.client()
     await client.wait_for(2)
     subjects, bus = client.subjects(), client.bus
+    await bus.ensure_bucket(subjects.offers)
     async with frontend(plane) as http:
         await client.run("update_weights", update_of(plane.model(1), "step_1"), request_id=UPDATE)
         for bucket, key in list(keys_of(subjects, one.instance_id, UPDATE)):

@@ -83,6 +83,7 @@ class FuzzedFleet:
         self.sent: list[tuple[str, bytes]] = []
 
     async def start(self) -> None:
+        await self._client.bus.ensure_bucket(self._client.subjects().offers)
         await self._client.bus.subscribe(f"{self._inbox}.*", self._replied)
         await self._client.bus.flush()
         self._sizes = [one.memory_info().rss for one in self._processes]
@@ -136,7 +137,9 @@ class FuzzedFleet:
                 "incarnation": "x",
                 "admission": {"open": True, "reasons": []},
             }
-            return subjects.status, of_message(pick, {**status, "running": 0, "waiting": 0}, packed)
+            return subjects.status(self._instance_id), of_message(
+                pick, {**status, "running": 0, "waiting": 0}, packed
+            )
         return subjects.state.feed("record"), of_message(pick, {"version": {}}, as_json)
 
     async def _entry(self) -> None:

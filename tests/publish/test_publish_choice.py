@@ -28,7 +28,7 @@ ALL = ("filesystem", "gloo", "ipc", "nixl", "object_store")
 
 
 @pytest.mark.parametrize(
-    ("told", "workers", "with_root", "expected"),
+    ("transport", "workers", "with_root", "expected"),
     [
         ("auto", [row("a", "here", *ALL), row("b", "here", *ALL)], True, "filesystem nixl ipc gloo object_store"),
         ("auto", [row("a", "here", *ALL), row("b", "here", *ALL)], False, "nixl ipc gloo object_store"),
@@ -41,8 +41,8 @@ ALL = ("filesystem", "gloo", "ipc", "nixl", "object_store")
         ("gloo", [row("a", "here", *ALL)], True, "gloo"),
     ],
 )
-def test_the_choice_of_a_transport(told: str, workers: list[Any], with_root: bool, expected: str) -> None:
-    assert candidates(told, workers, ALL, with_root=with_root, host="here") == expected.split()
+def test_the_choice_of_a_transport(transport: str, workers: list[Any], with_root: bool, expected: str) -> None:
+    assert candidates(transport, workers, ALL, with_root=with_root, host="here") == expected.split()
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ async def test_auto_goes_by_what_the_trainer_has(
         assert publisher.backend == expected
     assert await served(plane) == {("two", model_digest(plane.model(1)), 2)}
     await asyncio.to_thread(publisher.close)
-    # Nothing can be had: what each needs is told.
+    # No transport fits: the error says what each needs.
     publisher = WeightPublisher(plane.model(1), fleet, options={"colour": "red"})
     with pytest.raises(Unsupported, match="no option 'colour'") as caught:
         await publisher.publish_async("never")
@@ -110,7 +110,7 @@ async def test_auto_goes_by_what_the_trainer_has(
 
 
 @pytest.mark.parametrize(
-    ("told", "workers", "error", "words"),
+    ("transport", "workers", "error", "words"),
     [
         ("pigeon", [row("a", "here", "pigeon")], InvalidRequest, "no sender 'pigeon'"),
         ("gloo", [row("a", "here", *ALL), row("b", "here", "ipc")], Unsupported, "no gloo transport on b"),
@@ -120,10 +120,10 @@ async def test_auto_goes_by_what_the_trainer_has(
     ],
 )
 def test_an_error_names_the_fix_if_no_transport_is_usable(
-    told: str, workers: list[Any], error: type[PlaneError], words: str
+    transport: str, workers: list[Any], error: type[PlaneError], words: str
 ) -> None:
     with pytest.raises(error, match=words) as caught:
-        candidates(told, workers, ALL, with_root=False, host="here")
+        candidates(transport, workers, ALL, with_root=False, host="here")
     assert caught.value.facts["fix"]
 
 

@@ -100,7 +100,7 @@ NEEDS = {"gloo": [pytest.mark.engines("torch")], "nixl": [pytest.mark.engines("n
 async def test_a_directory_goes_by_each_transport(
     transport: str, plane: Plane, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Weights, then an adapter of them, into each worker."""
+    """The command sends weights, and then an adapter of them, into each worker."""
     plane.spawn_many(2)
     client = await plane.client()
     argv = ["--transport", transport, "--nats-url", plane.url, "--namespace", plane.namespace, "--json"]
@@ -184,8 +184,8 @@ def test_no_facade_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.Captur
 # ---- SkyRL's names ----
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Returns what rl_plane logged. What asyncio logs about an earlier test may come at any time."""
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Returns the warnings of rl_plane. asyncio may warn of an earlier test at any time."""
     return [one.getMessage() for one in caplog.records if one.name.startswith("rl_plane")]
 
 
@@ -206,7 +206,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_skyrl_settings(given: dict[str, Any], expected: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING", "rl_plane.publish")
     assert publisher_options(**given) == expected
-    assert not told(caplog)
+    assert not warnings_of(caplog)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_skyrl_settings_that_change_nothing_are_named(
     given: dict[str, Any], way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert publisher_options(**given)["transport"] == way
-    (said,) = told(caplog)
+    (said,) = warnings_of(caplog)
     idle = given.keys() - {"weight_sync_backend", "lora"} - ({"lora_sync_path"} if way == "filesystem" else set())
     assert said.endswith(f"by {way}: {', '.join(idle)} has no effect")
 
@@ -260,7 +260,7 @@ async def test_skyrl_settings_publish_and_override_a_group_that_is_there(plane: 
 
 
 async def test_the_same_lora_disk_load_at_each_sync(plane: Plane) -> None:
-    """The drop-in of the examples loads other bytes from the same path, as SkyRL writes them."""
+    """The example's drop-in writes other bytes to the same path each time, as SkyRL does."""
     plane.spawn()
     client, path = await plane.client(), plane.tmp / "weights" / "skyrl_lora_sync"
     sync = await asyncio.to_thread(SyncRlClient.connect, plane.url, plane.namespace, plane.component)

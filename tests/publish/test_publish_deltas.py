@@ -20,7 +20,7 @@ from rl_plane.errors import InvalidRequest, UpdateAborted
 from rl_plane.publish import WeightPublisher, host_copy
 from rl_plane.publish.free_memory import free_memory
 from rl_plane.publish.host_copy import AGAIN, TRIES, HostCopy
-from rl_plane.publish.sources.directory import DirectorySource
+from rl_plane.publish.publish_options import PublishOptions
 from rl_plane.weights.safetensors_file import write_safetensors
 from tests.conftest import Plane
 from tests.support.delta_updates import tensors_in
@@ -53,23 +53,23 @@ async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pyte
 
     for model, encoding in ((0, "full"), (1, "delta"), (2, "delta"), (3, "delta")):
         await publish(model, encoding)
-    # What the chain needs has stayed, for one that is new.
+    # A new worker still finds what the chain needs.
     plane.spawn()
     await plane.until(lambda: all_serve(client, "step 3"), BOUND_S)
     # A source that breaks off, or a fleet that refuses, leaves the copy at what is committed.
-    broken, whole = Broken(models[5]), publisher._source
+    broken = Broken(models[5])
     broken.good = 3
-    publisher._source = broken
+    source.source = broken
     with pytest.raises(RuntimeError, match="out of memory"):
         await publisher.publish_async("broken")
-    publisher._source = whole
+    source.source = None
     publisher._options.policy["min_ready"] = 9
     source.path = models[6]
     with pytest.raises(UpdateAborted, match="min_ready"):
         await publisher.publish_async("too few")
     del publisher._options.policy["min_ready"]
     await publish(4, "delta")
-    # Nobody keeps it, and what would bring it is gone.
+    # No worker keeps the base, and its checkpoint is gone.
     body: dict[str, Any] = {"transport": {"backend": "filesystem", "path": str(models[4])}}
     await client.run("update_weights", body)
     models[4].rename(plane.tmp / "away")
@@ -77,12 +77,12 @@ async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pyte
         patch.setattr(by_copy.DeltaAttempt, "_base_is_kept", lambda *_: True)
         await publish(5, "full")
     await publish(6, "delta")
-    # Somebody else has published meanwhile.
+    # Another trainer has published meanwhile.
     body = {"transport": {"backend": "filesystem", "path": str(models[2])}, "policy": {"keep_staged": True}}
     await client.run("update_weights", body)
     await publish(7, "full")
     await publish(8, "delta")
-    # By another way: what the chain needs went with the sender before.
+    # With another transport, what the chain needs went with the sender before.
     assert publisher._plan is not None
     publisher._plan.options = dataclasses.replace(publisher._options, transport="object_store")
     await publish(9, "full")
@@ -132,7 +132,7 @@ async def test_a_worker_that_can_not_follow_deltas_is_brought_back_by_a_full_ver
 
 
 async def test_no_delta_is_tried_where_a_worker_can_not_keep_what_it_serves(plane: Plane) -> None:
-    """It would be refused each time, and the full version sent after it."""
+    """A delta would be refused each time, and the full version sent after it."""
     plane.spawn()
     # Its model ties tensors, say.
     plane.spawn(
@@ -146,8 +146,8 @@ async def test_no_delta_is_tried_where_a_worker_can_not_keep_what_it_serves(plan
         await publisher.publish_async(f"step {number}")
         await plane.until(functools.partial(serve, client, f"step {number}"), BOUND_S)
     assert None in {row.get("kept") for row in (await client.run("workers"))["workers"]}
-    told = (await client.run("updates"))["updates"]
-    sent = [(one["label"], one["encoding"], one["outcome"]) for one in told if one["label"] != "initial"]
+    updates = (await client.run("updates"))["updates"]
+    sent = [(one["label"], one["encoding"], one["outcome"]) for one in updates if one["label"] != "initial"]
     assert sent == [(f"step {number}", "full", "committed") for number in (2, 1, 0)]
     await asyncio.to_thread(publisher.close)
 
@@ -155,7 +155,7 @@ async def test_no_delta_is_tried_where_a_worker_can_not_keep_what_it_serves(plan
 async def test_a_delta_is_chosen_where_bytes_are_slow_and_there_is_memory(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Across machines, or by objects; not within one."""
+    """Deltas pay across machines and with the object store, but not within one machine."""
     plane.spawn()
     models = [plane.model(1)]
     for number in range(1, 11):
@@ -182,18 +182,18 @@ async def test_a_delta_is_chosen_where_bytes_are_slow_and_there_is_memory(
         patch.setattr(platform, "node", lambda: "elsewhere")
         await publish("full", kept=True)
         await publish("delta", kept=True)
-        nbytes = publisher._copy.nbytes
+        nbytes = publisher.copy_bytes
         patch.setattr(by_copy, "free_memory", lambda: nbytes)
         await publish("delta", kept=True)  # the copy is there already
         patch.setattr(by_copy, "free_memory", lambda: nbytes - 1)
         await publish("full", kept=False)
-        assert not publisher._copy.specs
+        assert not publisher.copy_bytes
         patch.setattr(by_copy, "free_memory", lambda: 3 * nbytes)
         await publish("full", kept=True)
         patch.setitem(sys.modules, "numba", None)  # as if it weren't installed
         await publish("full", kept=False)
     await publish("full", kept=False)
-    assert not publisher._copy.specs
+    assert not publisher.copy_bytes
     await asyncio.to_thread(publisher.close)
 
     publisher = WeightPublisher(source, client, transport="object_store")
@@ -235,7 +235,7 @@ async def test_deltas_that_are_chosen_overlap_the_next_step(
         await plane.until(functools.partial(all_keep, client, models[0]), BOUND_S)
         await publish(1, "delta")
     await publish(2, "full")
-    assert not publisher._copy.specs
+    assert not publisher.copy_bytes
     assert publisher._plan is not None
     if transport == "nixl":
         assert publisher._plan._sender._loan is None  # type: ignore[union-attr]
@@ -257,7 +257,7 @@ def changed(plane: Plane, model: Path, share: float) -> Path:
 
 
 async def publish_changed(plane: Plane, share: float, count: int, **how: Any) -> tuple[list[str], WeightPublisher]:
-    """(how each version went, the publisher)"""
+    """Publishes `count` versions. Returns the encoding of each, and the publisher."""
     client, source = await plane.client(), Changing()
     publisher = WeightPublisher(source, client, **how)
     source.path = plane.model(1)
@@ -268,20 +268,20 @@ async def publish_changed(plane: Plane, share: float, count: int, **how: Any) ->
         assert newest["label"] == f"step {number}"
         sent.append(newest["encoding"])
         await plane.until(functools.partial(serve, client, f"step {number}"), BOUND_S)
-        if publisher._copy.specs:
+        if publisher.copy_bytes:
             await plane.until(functools.partial(all_keep, client, source.path), BOUND_S)
         source.path = changed(plane, source.path, share)
     return sent, publisher
 
 
 async def test_a_chain_of_deltas_is_no_larger_than_the_model(plane: Plane) -> None:
-    """Late workers fetch it, and what they fetch it from holds it."""
+    """Late workers fetch the whole chain, and its source keeps all of it in memory."""
     pytest.importorskip("nixl")
     plane.spawn()
     sent, publisher = await publish_changed(plane, 1 / 25, 7, transport="nixl", encoding="delta")
     assert publisher._plan is not None
     kept = publisher._plan._sender._kept[None]  # type: ignore[union-attr]
-    assert sum(one.area.nbytes for one in kept) <= 2 * publisher._copy.nbytes
+    assert sum(one.area.nbytes for one in kept) <= 2 * publisher.copy_bytes
     assert sent[:2] == ["full", "delta"]
     assert "full" in sent[2:]
     assert "delta" in sent[-2:], "a new chain"
@@ -301,7 +301,7 @@ def test_deltas_that_did_not_pay_are_tried_again_after_some_versions() -> None:
 async def test_memory_lent_to_nixl_is_returned_before_a_copy_is_allocated(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory that is too short for one copy is too short for two."""
+    """The machine has memory for one copy, and not for two."""
     pytest.importorskip("nixl")
     nixl = importlib.import_module("rl_plane.transports.nixl.sender")
 
@@ -333,9 +333,9 @@ async def test_a_copy_whose_comparisons_save_nothing_is_dropped(plane: Plane) ->
     plane.spawn()
     sent, publisher = await publish_changed(plane, 1.0, 4, transport="object_store")
     assert sent == ["full"] * 4
-    assert publisher._copy.specs
+    assert publisher.copy_bytes
     await publisher.publish_async("one more")
-    assert not publisher._copy.specs
+    assert not publisher.copy_bytes
     rows = (await (await plane.client()).run("workers"))["workers"]
     assert [row.get("kept") for row in rows] == [None]
     await asyncio.to_thread(publisher.close)
@@ -355,13 +355,13 @@ async def test_a_copy_whose_comparisons_save_nothing_is_dropped(plane: Plane) ->
         ({"trainer_stays": False, "encoding": "delta"}, "delta"),
     ],
 )
-def test_options_that_allow_deltas(how: dict[str, Any], encoding: str, tmp_path: Path) -> None:
-    assert WeightPublisher(DirectorySource(tmp_path), "http://127.0.0.1:9", **how)._options.delta_mode == encoding
+def test_options_that_allow_deltas(how: dict[str, Any], encoding: str) -> None:
+    assert PublishOptions(**how).delta_mode == encoding
 
 
 def test_adapters_are_sent_in_full(tmp_path: Path) -> None:
     adapter = make_fake_adapter(tmp_path / "a", 1, make_fake_model(tmp_path / "model", 0))
-    assert WeightPublisher(adapter, "http://127.0.0.1:9", adapter="a")._options.delta_mode == "full"
+    assert PublishOptions(adapter="a").delta_mode == "full"
     with pytest.raises(InvalidRequest, match="in full") as caught:
         WeightPublisher(adapter, "http://127.0.0.1:9", adapter="a", encoding="delta")
     assert caught.value.facts["field"] == "encoding"
@@ -391,7 +391,9 @@ def test_how_much_memory_is_free(tmp_path: Path) -> None:
     assert free_memory(proc, cgroups) == 0, "it is over its limit"
 
 
-async def test_without_memory_for_a_copy_versions_go_whole(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_versions_are_sent_in_full_without_memory_for_a_copy(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Limits that can't be read beforehand refuse the copy."""
     plane.spawn()
 
@@ -402,7 +404,7 @@ async def test_without_memory_for_a_copy_versions_go_whole(plane: Plane, monkeyp
     publisher = WeightPublisher(plane.model(1), await plane.client(), transport="object_store")
     await publisher.publish_async("one")
     assert await served(plane) == {("one", model_digest(plane.model(1)), 1)}
-    assert not publisher._copy.specs
+    assert not publisher.copy_bytes
     await asyncio.to_thread(publisher.close)
     where: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "root": root_of(plane)}
     begin = functools.partial(WeightPublisher, plane.model(1), plane.url, initial="one", **where)

@@ -58,14 +58,14 @@ async def test_the_examples_train_a_fleet(plane: Plane) -> None:
         def example(*command: str, model: Path, out: Path) -> str:
             return run(*command, "--model", str(model), "--out", str(out), *common, timeout_s=EXAMPLE_S)
 
-        told = await asyncio.to_thread(example, "examples/plain_torch.py", model=first, out=plain)
-        assert "the fleet serves step_3, blake3:" in told
+        output = await asyncio.to_thread(example, "examples/plain_torch.py", model=first, out=plain)
+        assert "the fleet serves step_3, blake3:" in output
         await says(http, ids, plain)
-        told = await asyncio.to_thread(example, *torchrun(2), "examples/fsdp2.py", model=plain, out=sharded)
-        assert told.count("the fleet serves sharded_") == 2  # rank 0 alone
+        output = await asyncio.to_thread(example, *torchrun(2), "examples/fsdp2.py", model=plain, out=sharded)
+        assert output.count("the fleet serves sharded_") == 2  # rank 0 alone
         await says(http, ids, sharded)
-        told = await asyncio.to_thread(example, "examples/peft_lora.py", model=sharded, out=adapter)
-        assert "the fleet serves policy_2" in told
+        output = await asyncio.to_thread(example, "examples/peft_lora.py", model=sharded, out=adapter)
+        assert "the fleet serves policy_2" in output
         await says(http, ids, sharded, adapter)
         await says(http, ids, sharded)
     assert greedy(first, PROMPT, TOKENS) != greedy(plain, PROMPT, TOKENS)

@@ -26,27 +26,28 @@ RANKS_S = 150.0
 pytestmark = [pytest.mark.slow, pytest.mark.parallel, pytest.mark.timeout(RANKS_S + 60)]
 
 
-async def told_by_two_ranks(plane: Plane, script: str, *ways: str) -> tuple[list[str], list[dict[str, Any]]]:
-    """(the versions, what each rank told of each): two workers serve the last one. One by each way fails."""
+async def outcomes_on_two_ranks(plane: Plane, script: str, *ways: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """Returns the versions, and the outcomes that each rank reports. Two workers serve the last version. One version
+    by each way fails."""
     model, first = fresh(), plane.tmp / "weights" / "first"
     first.mkdir(parents=True)
     save_file(dict(ModuleSource(model).take().tensors), first / "model.safetensors")
     plane.spawn_many(2, model=first)
     where = (plane.url, plane.namespace, plane.component)
-    told = await asyncio.to_thread(told_by_ranks, 2, script, *where, *ways, timeout_s=RANKS_S)
+    outcomes = await asyncio.to_thread(told_by_ranks, 2, script, *where, *ways, timeout_s=RANKS_S)
     versions = [f"{way} {number}" for way in ways for number in range(1, VERSIONS + 1)]
     for _ in versions:
         add_one(model)
     _, digest = digest_of(ModuleSource(model))
-    assert await served(plane) == {(versions[-1], digest, len(versions) - len(ways))}, told
-    return versions, told
+    assert await served(plane) == {(versions[-1], digest, len(versions) - len(ways))}, outcomes
+    return versions, outcomes
 
 
 async def test_when_rank_0_fails_in_the_middle_of_sending_all_ranks_go_on(plane: Plane) -> None:
     """The failed rank gathers to the end, so that no other rank waits for it, and raises its own error. The next
     version is published."""
-    versions, told = await told_by_two_ranks(plane, "tests/support/failing_ranks.py", "gloo", "ipc")
-    assert {(one["rank"], one["version"]): one["error"] for one in told} == {
+    versions, outcomes = await outcomes_on_two_ranks(plane, "tests/support/failing_ranks.py", "gloo", "ipc")
+    assert {(one["rank"], one["version"]): one["error"] for one in outcomes} == {
         (rank, version): f"OSError: {BROKEN}" if rank == 0 and version.endswith("2") else ""
         for rank in range(2)
         for version in versions
@@ -54,12 +55,12 @@ async def test_when_rank_0_fails_in_the_middle_of_sending_all_ranks_go_on(plane:
 
 
 async def test_rank_0_uses_an_export_up_as_the_others_do(plane: Plane) -> None:
-    """Rank 0 gathers a tensor that is left out and meets a barrier, even after the last tensor that is sent. A tensor
-    that was not announced fails the version."""
+    """Rank 0 also gathers the tensors that are left out after the last sent tensor, and meets a barrier there. A
+    tensor that was not announced fails the version."""
     ways = ("gloo:full", "ipc:full", "ipc:delta")
-    versions, told = await told_by_two_ranks(plane, "tests/support/exporting_ranks.py", *ways)
+    versions, outcomes = await outcomes_on_two_ranks(plane, "tests/support/exporting_ranks.py", *ways)
     refused = f"InvalidRequest: expected nothing next, but {GROWN!r} came"
-    of_rank = [[one for one in told if one["rank"] == rank] for rank in range(2)]
+    of_rank = [[one for one in outcomes if one["rank"] == rank] for rank in range(2)]
     assert [(one["version"], one["error"]) for one in of_rank[1]] == [(name, "") for name in versions]
     assert [(one["version"], one["error"]) for one in of_rank[0]] == [
         (name, refused if name.endswith("2") else "") for name in versions

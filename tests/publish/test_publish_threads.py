@@ -57,7 +57,7 @@ async def test_a_gather_runs_on_the_callers_thread_and_to_its_end(plane: Plane) 
 
 
 class CurrentGpu(threading.local):
-    """Stands in for what `torch.cuda` notes for each thread."""
+    """Stands in for `torch.cuda`: it has one current GPU for each thread."""
 
     number = 0
 
@@ -76,7 +76,7 @@ class CurrentGpu(threading.local):
 
 
 class OnGpu(Gathering):
-    """Notes by which GPU it is read."""
+    """Records the GPU that was current when it was read."""
 
     def __init__(self, path: Path, current: CurrentGpu) -> None:
         super().__init__(path)
@@ -124,17 +124,17 @@ async def test_what_is_read_on_another_thread_is_read_by_the_callers_gpu(
     await asyncio.to_thread(publisher.close)
 
 
-def test_a_gpu_that_has_failed_is_for_its_readers_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They end what they have begun, which a thread that did not come to them would not."""
+def test_a_failed_gpu_is_reported_by_the_code_that_reads_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The readers end what they have begun. A thread that raised before it called them would leave that undone."""
     CurrentGpu().set_in(monkeypatch)
 
     def failed(number: int) -> Any:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr("torch.cuda.device", failed)
-    told: Future[str] = Future()
-    on_thread(lambda: told.set_result("read"))
-    assert told.result(BOUND_S) == "read"
+    outcome: Future[str] = Future()
+    on_thread(lambda: outcome.set_result("read"))
+    assert outcome.result(BOUND_S) == "read"
 
 
 async def test_a_trainer_without_cuda_does_not_initialise_it(

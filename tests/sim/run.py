@@ -116,13 +116,6 @@ class Result:
     """The number of served requests that continued at another worker."""
 
 
-class _NoCanary:
-    """The simulation's server is like one whose advisories nobody has tried yet: the sweep runs at its full rate."""
-
-    async def connect(self, *args: Any, **more: Any) -> None:
-        raise OSError("simulated")
-
-
 @contextmanager
 def _simulated(seed: int) -> Iterator[tuple[VirtualLoop, random.Random]]:
     """A loop and a chance that are the same each time: nothing of this machine gets in."""
@@ -147,7 +140,6 @@ def _simulated(seed: int) -> Iterator[tuple[VirtualLoop, random.Random]]:
         with ExitStack() as stack:
             for target, name, stand_in in stand_ins:
                 stack.enter_context(mock.patch.object(target, name, stand_in))
-            stack.enter_context(mock.patch("rl_plane.membership.view.Client", _NoCanary))
             if seed % 3 == 0:
                 stack.enter_context(mock.patch("rl_plane.commit.sessions.SESSION_IDLE_S", SHORT_IDLE_S))
             stack.enter_context(virtual_time(loop))

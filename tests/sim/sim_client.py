@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -128,6 +129,12 @@ class SimBus(Bus):
 
     async def close(self) -> None:
         await self.conn.close()
+
+    @asynccontextmanager
+    async def another_connection(self) -> AsyncIterator[tuple[str, int]]:
+        """Fails, as on a server without advisories: the sweep runs at its full rate."""
+        raise OSError("simulated")
+        yield self.identity
 
     async def subscribe(self, subject: str, callback: Callable[[Any], Awaitable[None]], queue: str = "") -> Any:
         subscription = Subscription(self.conn, next(self.server.numbers), subject.split("."), callback, queue)

@@ -335,7 +335,9 @@ class World:
 # ---- what is put into the product, to watch it and to connect it ----
 
 
-async def sim_connect(cls: Any, url: str = "", name: str = "rl-plane", wait_s: float = 5.0) -> Any:
+async def sim_connect(
+    cls: Any, url: str = "", name: str = "rl-plane", wait_s: float = 5.0, credentials: object = None
+) -> Any:
     """`Bus.connect`, for the simulated process that runs now."""
     process = PROCESS.get()
     bus = process.bus(name)

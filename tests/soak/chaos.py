@@ -121,8 +121,8 @@ class Chaos:
             await self._adapter(Step(0.0, "adapter", {"name": name}, 0.0))
 
     async def run(self, steps: Sequence[Step], seconds: float) -> None:
-        """Carries out as many steps as there is time for, and all of NEEDED that are among them. On a slow machine
-        each death takes long to recover from."""
+        """Takes as many steps as there is time for, and every step in NEEDED. On a slow machine each death takes long
+        to recover from."""
         start = time.monotonic()
         missing = {step.name for step in steps} & NEEDED
         do: dict[Kind, Callable[[Step], Awaitable[Answer | None]]] = {
@@ -149,7 +149,7 @@ class Chaos:
 
     @contextmanager
     def _noted(self, step: Step) -> Iterator[None]:
-        """If it is one that aborts."""
+        """Records the step if it aborts choices."""
         names: list[str | None] = []
         if step.options.get("policy", {}).get("pause_mode") == "abort":
             names = [None]
@@ -198,7 +198,7 @@ class Chaos:
         return await self._call(step, "update_weights", {"rollback": {"sequence": wanted}})
 
     async def _bad(self, step: Step) -> Answer:
-        """Refused, and nothing has changed."""
+        """Publishes a bad checkpoint. The fleet refuses it, and nothing changes."""
         before = await self.fleet.call(self._frontend(step), "state?min_workers=0")
         body = self._body(self.weights.bad(one_of(BAD, step.choice)), "bad", step)
         answer = await self.fleet.call(self._frontend(step), "update_weights", body)
@@ -226,7 +226,7 @@ class Chaos:
         name: str | None = None,
         may: frozenset[str] = frozenset(),
     ) -> Answer:
-        """Under an id of its own; asked again until the answer is clear, which only deaths may keep it from."""
+        """Makes a call with an id of its own. Repeats it until the answer is clear; only deaths may delay that."""
         began = time.monotonic()
         key = uuid.uuid4().hex
         frontend = frontend or self._frontend(step)

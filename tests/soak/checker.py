@@ -68,7 +68,7 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """digest → the token after each token."""
+    """Maps a digest to the token that follows each token."""
 
     bases: Mapping[str, Sequence[int]]
     adapters: Mapping[str, Sequence[int]]
@@ -82,7 +82,7 @@ class Reference:
 
 @dataclass(slots=True)
 class Checker:
-    """Takes what is delivered as it comes; what only the history can tell, `settle` asks."""
+    """Checks deliveries as they come. `settle` checks what only the history can decide."""
 
     reference: Reference
     tokens: int = 0
@@ -194,7 +194,7 @@ class Checker:
         return _fault("wrong", got, span, words)
 
     def _check_cut(self, got: Delivered, committed: Mapping[tuple[str | None, Version], Weights]) -> list[Fault]:
-        """Some version that was served since the request began explains each token, in their order."""
+        """Yields a fault unless versions that were served since the request began explain the tokens, in order."""
         chains = self.reference.adapters if got.adapter is not None else self.reference.bases
         served = sorted(
             (version[1], chains[digest])

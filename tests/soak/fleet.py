@@ -152,7 +152,7 @@ class SoakFleet(KeptFleet):
     # ---- what is asked of it ----
 
     async def call(self, frontend: str, op: str, body: dict[str, Any] | None = None, key: str = "") -> Answer:
-        """POST with a body, else GET."""
+        """Sends a POST with a body, or else a GET."""
         url = f"{self.url(frontend, 'rl_url')}/v1/rl/{op}"
         headers = {"Idempotency-Key": key} if key else {}
         try:
@@ -162,8 +162,8 @@ class SoakFleet(KeptFleet):
             return Answer(None, {"error": {"code": "lost", "message": f"{type(error).__name__}: {error}"}})
 
     async def learn_committed(self) -> None:
-        """The history, of which nothing that was told before may change. A frontend that is killed just then, or a
-        machine that stands still for seconds, has it asked for again."""
+        """Reads the history. No entry that was read before may change. If a frontend is killed at that moment, or the
+        machine stands still for seconds, it reads the history again."""
         if missing := await _until(self._read_history, WHOLE_S):
             raise Broken(f"the history can't be read: {missing}")
 

@@ -93,7 +93,7 @@ class Ask:
         return {} if self.session is None else {SESSION: self.session}
 
     def body(self, served: int) -> dict[str, Any]:
-        """`served`: the newest version that is served for sure."""
+        """Returns the request's body. `served` is the newest version that is certainly served."""
         demands = DEMANDS[self.demands]
         if "min_version" in demands:
             demands = {"min_version": served}
@@ -126,7 +126,7 @@ def draw(client: str, number: int, seed: int, frontends: int, adapters: Sequence
 
 @dataclass(slots=True)
 class Floors:
-    """The newest version that is served for sure, of the base (None) and of each adapter."""
+    """The newest version of the base (None) and of each adapter that is certainly served."""
 
     sequences: dict[str | None, int] = field(default_factory=dict)
 
@@ -161,7 +161,7 @@ class Told:
 
     @property
     def newest(self) -> int:
-        """The newest sequence that made one of its tokens."""
+        """Returns the newest sequence that made one of the tokens."""
         spans = (span for choice in self.spans.values() for span in choice)
         return max((sequence_of(span) for span in spans), default=0)
 
@@ -182,7 +182,7 @@ class Clients:
         clients: int,
         seed: int,
     ) -> None:
-        """`adapters`: name → is it always there?"""
+        """`adapters` maps a name to True if the adapter is always loaded."""
         self.faults: list[Fault] = []
         self.done: Counter[str] = Counter()
         """Requests that ended well, by client."""

@@ -31,7 +31,7 @@ for seed in range(adapters):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Everything beneath one directory."""
+    """The checkpoints and adapters of a soak, all beneath one directory."""
 
     root: Path
     reference: Reference
@@ -43,7 +43,7 @@ class Weights:
         return self.root / f"adapter_{number % ADAPTERS}"
 
     def bad(self, kind: str) -> Path:
-        """A checkpoint that no worker may take."""
+        """Makes a checkpoint that every worker must refuse."""
         path = self.root / f"bad_{kind}"
         if not path.exists():
             path.mkdir()
@@ -74,7 +74,7 @@ BAD = tuple(_BROKEN)
 
 
 async def make_weights(root: Path, dtype: str) -> Weights:
-    """In a process of its own, which takes torch with it."""
+    """Makes the weights in another process, so that this one does not load torch."""
     argv = [sys.executable, "-P", "-c", _MAKE, str(root), str(BASES), str(ADAPTERS), dtype]
     maker = await asyncio.create_subprocess_exec(*argv, env=child_environment(root))
     if await maker.wait() != 0:

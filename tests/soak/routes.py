@@ -15,7 +15,7 @@ Before = Mapping[int, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A request for tokens, independent of the route's names."""
+    """A request for tokens, without the names of one route's fields."""
 
     prompt: Sequence[int]
     max_tokens: int
@@ -68,7 +68,7 @@ def _vllm_body(ask: Tokens) -> dict[str, Any]:
 
 
 def _of_openai(told: Any, before: Before) -> Iterable[Choice]:
-    """vLLM's are alike."""
+    """Reads the choices of a reply in OpenAI's format, which vLLM's own routes share."""
     for choice in told["choices"]:
         logprobs = choice.get("logprobs")
         if logprobs is not None:
@@ -89,7 +89,8 @@ def _sglang_body(ask: Tokens) -> dict[str, Any]:
 
 
 def _of_sglang(told: Any, before: Before) -> Iterable[Choice]:
-    """An event has all of its choice so far, and its index; of a whole reply the place tells it."""
+    """Reads the choices of a reply of SGLang. An event has all tokens of its choice so far, and its index. In a whole
+    reply the place of a choice is its index."""
     for place, choice in enumerate(told if isinstance(told, list) else [told]):
         index, tokens, meta = choice.get("index", place), choice["output_ids"], choice["meta_info"]
         had = list(before.get(index, ()))

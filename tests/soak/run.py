@@ -86,7 +86,8 @@ async def _soak(fleet: SoakFleet, weights: Weights, report: Report, count: int) 
 
 
 async def _settle(fleet: SoakFleet, checker: Checker, report: Report) -> None:
-    """Checks from time to time what was seen, before the history forgets it, and drops it: memory stays bounded."""
+    """Settles deliveries now and then, so that a long soak does not store all of them, and the history still has
+    their versions."""
     while True:
         await asyncio.sleep(SETTLE_S)
         try:

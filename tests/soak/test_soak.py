@@ -215,7 +215,8 @@ def test_a_seed_is_one_schedule_with_everything_in_it() -> None:
 async def test_a_slow_machine_skips_no_death(
     monkeypatch: pytest.MonkeyPatch, adapters: bool, seconds: float
 ) -> None:
-    """It also skips no update that running choices cross. Each step is made once, even after the time is over."""
+    """It also skips no update that running choices cross. When the time is over, each of these steps is still taken
+    once."""
     steps, made = [replace(step, at_s=0.0) for step in schedule(1, SOAK_S, adapters)], []
 
     async def done(chaos: Chaos, step: Step) -> None:
@@ -235,7 +236,7 @@ async def test_a_slow_machine_skips_no_death(
 
 
 def test_only_what_ends_running_choices_excuses_an_abort() -> None:
-    """An adapter that is swapped ends none, whatever the engine."""
+    """Swapping an adapter ends no choice in any engine."""
     fleet: Any = SimpleNamespace(engines=["hf", "vllm", "sglang"])
     weights: Any = None
     excused = {}

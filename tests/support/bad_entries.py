@@ -8,14 +8,13 @@ from collections.abc import Iterator
 
 import msgpack
 
-from rl_plane.bus.lock import FENCE_KEY
 from rl_plane.commit.history import history_key
 from rl_plane.protocol.subjects import (
     ADMISSION_PREFIX,
     CANARY_HISTORY,
+    FENCE_KEY,
     FRONTEND_PREFIX,
     HISTORY_PREFIX,
-    KEPT_PREFIX,
     LOCK,
     MEMBER_PREFIX,
     MEMORY,
@@ -45,10 +44,12 @@ BAD_VALUES = {
 
 
 def keys_of(subjects: Subjects, instance_id: str, update_id: str) -> Iterator[tuple[KeyValueBucket, str]]:
-    """Yields every key that a process of the plane reads, for this worker, a stranger, and this update."""
+    """Yields every key that a process of the plane reads, for this worker, a stranger, and this update. The bucket
+    of offers must exist."""
     for one in (instance_id, STRANGER, "x"):
         yield subjects.members, MEMBER_PREFIX + one
-        for prefix in (ADMISSION_PREFIX, KEPT_PREFIX, FRONTEND_PREFIX):
+        yield subjects.offers, one
+        for prefix in (ADMISSION_PREFIX, FRONTEND_PREFIX):
             yield subjects.state, prefix + one
     for key in (RECORD, LOCK, PAUSE, MEMORY, SESSION, OPENED, CANARY_HISTORY, FENCE_KEY):
         yield subjects.state, key

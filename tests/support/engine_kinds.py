@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,9 +68,6 @@ class Kind:
     cache."""
     modes: Callable[[Any], tuple[bool, bool]]
     """engine, not started → is it built to be deterministic, and to release memory?"""
-    refuses_memory: tuple[str, Callable[..., None]]
-    """The method by which it refuses to release memory on a CPU, and one that does not. What the engine does then frees
-    nothing there, and is all else that it does."""
 
     def options(self, model: Path, **extra: str) -> EngineOptions:
         """Weights may be read from beside the model."""
@@ -90,6 +87,13 @@ class Kind:
         """The engine's processes that this process has started."""
         every = psutil.Process().children(recursive=True)
         return {child.pid for child in every if child.name().startswith(self.processes)}
+
+
+def offer_memory(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes an engine on a CPU take calls that release memory. They free nothing there, and do all else."""
+    refused = ("release_memory", "resume_memory")
+    capabilities = {op: reason for op, reason in engine.info.capabilities.items() if op not in refused}
+    monkeypatch.setattr(engine, "_info", replace(engine.info, capabilities=capabilities))
 
 
 def _slow_vllm(engine: Any, monkeypatch: pytest.MonkeyPatch, waits: asyncio.Event, go: asyncio.Event) -> None:
@@ -254,7 +258,6 @@ VLLM = Kind(
     no_modes={"enable_sleep_mode": "false"},
     cached_tokens=_cached_by_vllm,
     modes=_modes_of_vllm,
-    refuses_memory=("_no_sleep", lambda: None),
 )
 
 SGLANG = Kind(
@@ -305,5 +308,4 @@ SGLANG = Kind(
     no_modes={"enable_deterministic_inference": "false", "enable_memory_saver": "false"},
     cached_tokens=_cached_by_sglang,
     modes=_modes_of_sglang,
-    refuses_memory=("_check_memory_saver", lambda op: None),
 )

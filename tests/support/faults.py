@@ -27,7 +27,7 @@ import worker.engines.fake.adapter as fake
 def _switch(name):
     return property(lambda self: Path({folder!r}, name).exists(), lambda self, value: None)
 for _name in ("fail_stage", "fail_swap", "fail_overwrite", "miscompute"):
-    setattr(fake.FakeEngine, _name, _switch(_name))
+    setattr(fake.FakeConfig, _name, _switch(_name))
 """
 
 
@@ -76,7 +76,7 @@ class Told:
         async def heard(message: Msg) -> None:
             told._take(msgpack.unpackb(message.data))
 
-        await client.bus.subscribe(client.subjects().status, heard)
+        await client.bus.subscribe(client.subjects().status("*"), heard)
         await client.bus.flush()
         await client.list_workers()
         for row in (await client.call_all("state")).rows:

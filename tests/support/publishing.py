@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rl_plane.client import RlClient
-from rl_plane.errors import BusUnreachable
-from rl_plane.publish.sources.base import Taken
+from rl_plane.errors import BusUnreachable, Unavailable
+from rl_plane.publish.sources.base import Taken, WeightSource
 from rl_plane.publish.sources.directory import DirectorySource
+from rl_plane.transports.base import LendingSender, Sender, SenderContext
+from rl_plane.transports.filesystem.sender import FilesystemSender
+from rl_plane.weights.manifest import Manifest
 from rl_plane.weights.safetensors_file import write_safetensors
 from tests.conftest import Plane
 from tests.support.delta_updates import tensors_in
@@ -20,6 +23,8 @@ from tests.support.fleet_updates import all_serve
 from worker.receive.staging import model_digest
 
 BOUND_S = 60.0
+HEAL_S = 120.0
+"""Seconds for a worker to start, and to import torch and nixl to fetch."""
 
 
 def root_of(plane: Plane) -> Path:
@@ -27,7 +32,7 @@ def root_of(plane: Plane) -> Path:
 
 
 async def serve(client: RlClient, label: str) -> bool:
-    """Do all? On a busy machine a question may go unanswered."""
+    """True if all workers serve the label. On a busy machine a call may get no answer."""
     with contextlib.suppress(BusUnreachable):
         return await all_serve(client, label)
     return False
@@ -112,16 +117,17 @@ class Gathering(Held):
 
 
 class Changing:
-    """A trainer's weights: other ones each time."""
+    """The weights of `source`, or else those of the directory `path`. A test changes either between two versions."""
 
     collective = False
     adapter = False
 
     def __init__(self) -> None:
         self.path = Path()
+        self.source: WeightSource | None = None
 
     def take(self) -> Taken:
-        return DirectorySource(self.path).take()
+        return (self.source or DirectorySource(self.path)).take()
 
 
 def nudged(plane: Plane, model: Path, number: int) -> Path:
@@ -134,3 +140,63 @@ def nudged(plane: Plane, model: Path, number: int) -> Path:
     path.mkdir()
     write_safetensors(path / "model.safetensors", tensors)
     return path
+
+
+class Streaming(Sender):
+    """A sender whose receivers find nothing."""
+
+    backend = "filesystem"
+
+    def __init__(self, around: SenderContext) -> None:
+        self._root = around.root
+        self._closed = threading.Event()
+        self.events: list[str] = []
+
+    def open(self, manifest: Manifest) -> dict[str, Any]:
+        self._sizes = [bucket.nbytes for bucket in manifest.buckets]
+        return {"backend": "filesystem", "path": f"{self._root}/nothing"}
+
+    def buffer(self, number: int) -> memoryview:
+        return memoryview(bytearray(self._sizes[number]))
+
+    def send(self, number: int) -> None:
+        # Waits for receivers that never come, until the thread that asked the fleet closes this sender.
+        assert self._closed.wait(BOUND_S)
+        raise Unavailable("nobody is left to send to")
+
+    def finish(self, digests: Mapping[str, str] | None) -> None:
+        raise AssertionError("it failed before")
+
+    def close(self) -> None:
+        self._closed.set()
+        self.events.append("closed")
+
+    def destroy(self) -> None:
+        self.events.append("destroyed")
+
+
+class Lending(Streaming, LendingSender):
+    """A sender that fails as `Streaming` does, when tensors are lent to it."""
+
+    def lend(self, tensors: Mapping[str, Any]) -> set[int]:
+        self.send(0)
+        return set()
+
+
+class Noted(FilesystemSender):
+    """Lists its name in `alive` until it is destroyed."""
+
+    def __init__(self, name: str, root: Path, alive: list[str]) -> None:
+        super().__init__(root)
+        self.alive, self.name = alive, name
+        alive.append(name)
+
+    def destroy(self) -> None:
+        self.alive.remove(self.name)
+
+
+def loaded(model: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    found: dict[str, Any] = load_file(model / "model.safetensors")
+    return found

@@ -69,6 +69,7 @@ class ScriptedWorker:
 
     async def start(self) -> None:
         await self._bus.subscribe(self._subjects.rl_direct(self.instance_id), self._op)
+        await self._bus.subscribe(self._subjects.read(self.instance_id), self._op)
         await self._bus.subscribe(self._subjects.generate(self.instance_id), self._generate)
         await self._bus.flush()
         await self.register()
@@ -86,7 +87,7 @@ class ScriptedWorker:
 
     async def tell(self) -> None:
         message = {"instance_id": self.instance_id, "incarnation": self.incarnation, **self._state()}
-        await self._bus.nc.publish(self._subjects.status, msgpack.packb(message))
+        await self._bus.nc.publish(self._subjects.status(self.instance_id), msgpack.packb(message))
         await self._bus.flush()
 
     async def stop(self) -> None:

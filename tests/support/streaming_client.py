@@ -1,4 +1,4 @@
-"""Helpers of `tests/fleet/test_frontend_rollouts.py` and of other tests."""
+"""A client that reads a streamed completion event by event."""
 
 from __future__ import annotations
 

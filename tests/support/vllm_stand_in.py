@@ -100,7 +100,7 @@ def standing_in(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[VllmE
     (directory / "config.json").write_text("{}")
     engine, llm = VllmEngine(EngineOptions(directory)), Llm()
     monkeypatch.setattr(engine, "_process", Process(llm))
-    monkeypatch.setattr(engine, "_no_sleep", lambda: None)
-    monkeypatch.setattr(engine, "_info", SimpleNamespace(check_place=lambda name, loaded: None))
+    info = SimpleNamespace(check_place=lambda name, loaded: None, capabilities={})
+    monkeypatch.setattr(engine, "_info", info)
     monkeypatch.setattr(engine, "_streams", Streams())
     return engine, llm

@@ -28,6 +28,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from rl_plane._util.tasks import Cancelled
+from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
@@ -68,10 +69,18 @@ class EngineOptions:
     """`--deterministic`: a request makes the same tokens whatever else is in the batch."""
     memory_saver: bool = False
     """`--enable-memory-saver`: memory can be released and resumed."""
+    credentials: NatsCredentials = NO_CREDENTIALS
+    """The files by which a transport connects to NATS."""
 
     @property
     def places(self) -> TransportContext:
-        return TransportContext((*self.weight_roots, self.model), self.nats_url, self.namespace, self.component)
+        return TransportContext(
+            (*self.weight_roots, self.model),
+            self.nats_url,
+            self.namespace,
+            self.component,
+            credentials=self.credentials,
+        )
 
     def check_model(self) -> None:
         """Raises InvalidRequest if the model is no Hugging Face model, or the dtype none of `DTYPES`."""

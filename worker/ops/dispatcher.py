@@ -81,14 +81,19 @@ class Dispatcher:
         async def to_this_worker(message: Msg) -> None:
             await self._message(bus, message, direct=True)
 
+        async def to_read(message: Msg) -> None:
+            await self._message(bus, message, direct=True, reads=True)
+
         await bus.subscribe(subjects.rl, to_fleet)
         await bus.subscribe(subjects.rl_direct(self._state.instance_id), to_this_worker)
+        await bus.subscribe(subjects.read(self._state.instance_id), to_read)
 
     async def stop(self) -> None:
         for pool in self._pools.values():
             await pool.stop()
 
-    async def _message(self, bus: Bus, message: Msg, direct: bool) -> None:
+    async def _message(self, bus: Bus, message: Msg, direct: bool, reads: bool = False) -> None:
+        """`reads`: the message came by the subject for ops that change nothing."""
         start = time.monotonic()
         form = format_of(message.data)
         request = UNREAD
@@ -98,6 +103,12 @@ class Dispatcher:
             if not self._is_meant(request, direct):
                 return
             op = op_named(request.op)
+            if reads and op.changes:
+                raise InvalidRequest(
+                    f"{op.name} changes something, and came by the subject for reading",
+                    field="op",
+                    fix="send it to the worker's rl subject",
+                )
             skips = self._stage is not None and not op.of_stage
             if op.changes and not skips:
                 self._state.check_changing(request)

@@ -9,6 +9,7 @@ from rl_plane.bus.connection import Bus
 from rl_plane.bus.lock import fence_of
 from rl_plane.bus.sealed_record import bar
 from rl_plane.bus.state_store import read_session, record_of
+from rl_plane.errors import PermissionDenied
 from rl_plane.protocol.subjects import LOCK, RECORD, Subjects
 from worker.reconcile.engine_changes import EngineChanges
 from worker.reconcile.instructions import CoordinatedUpdate
@@ -84,4 +85,8 @@ class CoordinatorWatch:
         if entry is None or record_of(entry) != self._core.record:
             await self._record.read()
             return False
-        return await bar(self._bus, self._bucket, entry, fence)
+        try:
+            return await bar(self._bus, self._bucket, entry, fence)
+        except PermissionDenied:
+            await self._record.ask_frontends()
+            return False

@@ -6,20 +6,22 @@ from nats.aio.msg import Msg
 
 from rl_plane.bus.connection import Bus, is_marker
 from rl_plane.bus.lock import fence_of, raise_sequence
-from rl_plane.protocol.subjects import LOCK, Entry, KeyValueBucket
+from rl_plane.errors import PermissionDenied
+from rl_plane.protocol.subjects import LOCK, Entry, Subjects
 from worker.reconcile.worker_state import WorkerState
 
 
 class LockWatch:
     """Raises the fence in the worker's state with each write to the lock."""
 
-    def __init__(self, bus: Bus, bucket: KeyValueBucket, state: WorkerState) -> None:
+    def __init__(self, bus: Bus, subjects: Subjects, state: WorkerState) -> None:
         self._held = False
         self._asked_on: tuple[str, int] | None = None
         """The connection on which the leader was last asked. A worker misses the writes between two connections."""
         self._sequence = 0
         self._bus = bus
-        self._bucket = bucket
+        self._bucket = subjects.state
+        self._ask_subject = subjects.keep_record
         self._state = state
 
     async def start(self) -> None:
@@ -50,7 +52,10 @@ class LockWatch:
 
     async def _raise_fence(self) -> None:
         """Raises the bucket's sequence if the store has lost it. An expired marker alone changes nothing."""
-        await raise_sequence(self._bus, self._bucket, self._sequence)
+        try:
+            await raise_sequence(self._bus, self._bucket, self._sequence)
+        except PermissionDenied:
+            await self._bus.nc.publish(self._ask_subject)  # a frontend seals the record with a higher fence
 
     async def _heard(self, message: Msg) -> None:
         headers = message.headers or {}

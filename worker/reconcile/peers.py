@@ -1,6 +1,6 @@
 """Offers this worker's copy of the weights to other workers, and takes theirs when the recorded source is gone.
 
-The state bucket has the offers. The members' records do not, because each change of those changes the fleet's epoch.
+A bucket of its own has the offers. The members' records do not, because each change of those changes the fleet's epoch.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from pydantic import BaseModel
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.entries import decoded
 from rl_plane.errors import PlaneError
-from rl_plane.protocol.subjects import KEPT_PREFIX, Subjects
+from rl_plane.protocol.subjects import Subjects
 from rl_plane.protocol.update_requests import Transport
 from worker.engines.base import EngineAdapter
 
 log = logging.getLogger("worker.reconcile.peers")
 
-TRIED = 3
-"""A worker asks so many peers, one after another. A peer that can't be reached costs ten seconds."""
 OFFERS = 1024
 """So many offers stay in the bucket. Dead workers have the oldest."""
+TRIED = 3
+"""A worker asks so many peers, one after another. A peer that can't be reached costs ten seconds."""
 
 
 class _Place(BaseModel):
@@ -41,8 +41,8 @@ class Peers:
 
     def __init__(self, bus: Bus, subjects: Subjects, adapter: EngineAdapter, transports: Collection[str]) -> None:
         self._bus = bus
-        self._state = subjects.state
-        self._key = KEPT_PREFIX + bus.name
+        self._offers = subjects.offers
+        self._key = bus.name
         self._adapter = adapter
         self._transports = transports
         self._offered: dict[str, Any] | None = None
@@ -57,8 +57,9 @@ class Peers:
             place = await asyncio.to_thread(self._adapter.offer)
             if place is not None and place != self._offered:
                 self._offered = place
-                await self._bus.put(self._state, self._key, json.dumps(place).encode())
-                await self._bus.keep_newest(self._state, KEPT_PREFIX + ">", OFFERS)
+                await self._bus.ensure_bucket(self._offers)
+                await self._bus.put(self._offers, self._key, json.dumps(place).encode())
+                await self._bus.keep_newest(self._offers, ">", OFFERS)
                 log.info("%s offers its weights to other workers", self._bus.name)
         except PlaneError as error:
             log.warning("%s can't offer its weights to other workers: %s", self._bus.name, error)
@@ -67,7 +68,9 @@ class Peers:
 
     async def bring(self, digest: str, take: Callable[[Mapping[str, Any]], Awaitable[object]]) -> bool:
         """Calls `take(transport)` for peers that offer this digest. Returns whether one call succeeded."""
-        entries = await self._bus.list_keys(self._state, KEPT_PREFIX + ">")
+        if not await self._bus.bucket_exists(self._offers):
+            return False
+        entries = await self._bus.list_keys(self._offers, ">")
         found = [decoded(entry, _Place.model_validate_json) for entry in entries if entry.key != self._key]
         here = [
             place.transport.model_dump(exclude_unset=True)

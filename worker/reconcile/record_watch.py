@@ -7,17 +7,19 @@ alone extends the lease, and a record that the store has lost is written back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
 
+import nats.errors
 from nats.aio.msg import Msg
 
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.entries import is_unreadable
 from rl_plane.bus.sealed_record import restore
 from rl_plane.bus.state_store import record_of, unreadable_record
-from rl_plane.errors import BusUnreachable, PlaneError
+from rl_plane.errors import BusUnreachable, PermissionDenied, PlaneError
 from rl_plane.protocol.record import SERVING_LEASE_S, DecisionRecord
 from rl_plane.protocol.subjects import RECORD, Entry, Subjects
 from worker.reconcile.worker_core import WorkerCore
@@ -36,6 +38,7 @@ class RecordWatch:
     def __init__(self, bus: Bus, subjects: Subjects, core: WorkerCore, on_news: Callable[[], None]) -> None:
         self._bus = bus
         self._bucket = subjects.state
+        self._ask_subject = subjects.keep_record
         self._core = core
         self._instance_id = core.state.instance_id
         self._on_news = on_news
@@ -80,7 +83,7 @@ class RecordWatch:
                 if before is not self._core.record:
                     self._on_news()
                 return
-            await restore(self._bus, self._bucket, lost.record, entry)
+            await self._restore(lost.record, entry)
         raise BusUnreachable("the record could not be written")
 
     async def _replace_unreadable(self, entry: Entry | None) -> None:
@@ -94,7 +97,21 @@ class RecordWatch:
             self._core.state.close("behind", error.message)
             raise error
         log.warning("%s: %s could not be read: restored", self._instance_id, RECORD)
-        await restore(self._bus, self._bucket, known, entry)
+        await self._restore(known, entry)
+
+    async def _restore(self, record: DecisionRecord, entry: Entry | None) -> None:
+        """Writes the record back. BusUnreachable: this worker's key may not, and it has asked the frontends."""
+        try:
+            await restore(self._bus, self._bucket, record, entry)
+        except PermissionDenied as error:
+            await self.ask_frontends()
+            raise BusUnreachable("a frontend writes the record of a fleet with roles") from error
+
+    async def ask_frontends(self) -> None:
+        """Asks the frontends to write the record, because this worker's key may not: a frontend takes the lock, asks
+        all workers, and seals what it finds."""
+        with contextlib.suppress(nats.errors.Error):  # the worker asks again
+            await self._bus.nc.publish(self._ask_subject)
 
     async def _heard(self, message: Msg) -> None:
         if message.data:

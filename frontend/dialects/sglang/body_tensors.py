@@ -6,7 +6,6 @@ fleet fetches them from there. `sglang_session` decides when an update is commit
 from __future__ import annotations
 
 import asyncio
-import base64
 import binascii
 import json
 import logging
@@ -18,6 +17,7 @@ from typing import Any
 
 from frontend.dialects.common.context import DialectContext
 from frontend.dialects.common.fleet_as_one import NOT_POSSIBLE, SHOWN, begun, rows_of_all
+from frontend.server.large_bodies import LongText
 from rl_plane.errors import InvalidRequest, InvalidWeights, Locked, PayloadTooLarge, Unsupported
 from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.versions import HostTensor
@@ -35,6 +35,8 @@ ANOTHER_WAY = (
 )
 MAX_HELD_BYTES = 1 << 30
 """The largest update that this frontend holds in memory until it is whole."""
+STEP_BYTES = 4 << 20
+"""Text that is decoded or compared at once: some milliseconds of work, and groups of four characters."""
 IDLE_S = 120.0
 """An update is dropped after this much silence of its trainer."""
 BUCKET_BYTES = 32 << 20
@@ -44,16 +46,17 @@ _LENGTH = struct.Struct("<Q")
 Tensors = Mapping[str, HostTensor]
 
 
-def read_tensors(payloads: Sequence[str]) -> Tensors:
+def read_tensors(payloads: Sequence[str | LongText]) -> Tensors:
     """Reads the tensors of one safetensors file. `payloads` has the same file once for each rank."""
-    if any(one != payloads[0] for one in payloads):
+    texts = [one.data if isinstance(one, LongText) else memoryview(one.encode()) for one in payloads]
+    if any(_differ(one, texts[0]) for one in texts):
         raise Unsupported(
             "each element is of one rank of one engine, and all ranks of this fleet receive the same",
             field=FIELD,
             fix=f"send one element, a safetensors file; or {ANOTHER_WAY}",
         )
     try:
-        data = memoryview(base64.b64decode(payloads[0], validate=True))
+        data = memoryview(_decoded(texts[0]))
     except (binascii.Error, ValueError) as error:
         raise InvalidRequest("it is not base64", field=FIELD, fix="base64 of a safetensors file") from error
     length = _LENGTH.unpack_from(data)[0] if data.nbytes > _LENGTH.size else data.nbytes
@@ -68,6 +71,24 @@ def read_tensors(payloads: Sequence[str]) -> Tensors:
     return {
         name: HostTensor(one.spec, data[one.offset : one.offset + one.spec.nbytes]) for name, one in placed.items()
     }
+
+
+def _differ(one: memoryview, other: memoryview) -> bool:
+    steps = range(0, max(len(one), len(other)), STEP_BYTES)
+    return one is not other and any(one[at : at + STEP_BYTES] != other[at : at + STEP_BYTES] for at in steps)
+
+
+def _decoded(text: memoryview) -> bytearray:
+    """Decodes base64 in steps, because one call would stop the process until it ends. ValueError: it is not base64."""
+    if len(text) % 4:
+        raise ValueError("base64 has groups of four characters")
+    decoded = bytearray()
+    for start in range(0, len(text), STEP_BYTES):
+        step = text[start : start + STEP_BYTES]
+        decoded += binascii.a2b_base64(step, strict_mode=True)
+        if start + STEP_BYTES < len(text) and len(decoded) % 3:
+            raise ValueError("base64 ends before its text does")
+    return decoded
 
 
 class Store:

@@ -92,22 +92,22 @@ def mount_control(routes: SharedRoutes, context: DialectContext, updates: Update
             await context.calls.run("abort_requests", {"request_ids": named}, request.request_id)
         return ABORTED
 
-    @routes.any("/flush_cache", FlushFields, "Drop the prefix caches.")
+    @routes.any("/flush_cache", FlushFields, "Drop the prefix caches.", roles=("steer",))
     async def flush(request: ParsedRequest[FlushFields]) -> Any:
         # verl flushes after its last bucket, and takes a success for a complete update.
         if await updates.is_open() and not await updates.opened.in_pause():
             await (_refuse_to_flush(updates.held) if updates.held else _refuse_to_flush_parts())
         return await _flush(context, request.fields.timeout)
 
-    @routes.any("/release_memory_occupation", MemoryFields, "Release memory.")
+    @routes.post("/release_memory_occupation", MemoryFields, "Release memory.")
     async def release(request: ParsedRequest[MemoryFields]) -> Any:
         await _memory(context, "release_memory", request)
 
-    @routes.any("/resume_memory_occupation", MemoryFields, "Take memory again.")
+    @routes.post("/resume_memory_occupation", MemoryFields, "Take memory again.")
     async def resume(request: ParsedRequest[MemoryFields]) -> Any:
         await _memory(context, "resume_memory", request)
 
-    @routes.any("/weights_checker", SglangCheckerFields, "Check the weights.", once=True)
+    @routes.post("/weights_checker", SglangCheckerFields, "Check the weights.", once=True)
     async def check(request: ParsedRequest[SglangCheckerFields]) -> Any:
         fields = request.fields
         if fields.selector == "draft" or fields.skip_tensor_list:

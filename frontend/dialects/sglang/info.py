@@ -10,6 +10,7 @@ from pydantic import Field
 
 from frontend.dialects.common.context import DialectContext
 from frontend.dialects.common.fleet_as_one import members, rows_of_all, same_of_all, served_version, skipped
+from frontend.server.api import ANY_KEY
 from frontend.server.shared_routes import Fields, NoFields, ParsedRequest, SharedRoutes
 from rl_plane.errors import Conflict, InvalidRequest
 
@@ -47,8 +48,8 @@ def mount_info(routes: SharedRoutes, context: DialectContext) -> None:
     async def server_info(request: ParsedRequest[NoFields]) -> Any:
         return await _server_info(context)
 
-    @routes.any("/model_info", NoFields, "The model, and the version that is served.")
-    @routes.any("/get_model_info", NoFields, "The model, and the version that is served.")
+    @routes.any("/model_info", NoFields, "The model, and the version that is served.", roles=ANY_KEY)
+    @routes.any("/get_model_info", NoFields, "The model, and the version that is served.", roles=ANY_KEY)
     async def model_info(request: ParsedRequest[NoFields]) -> Any:
         rows = await members(context)
         return {

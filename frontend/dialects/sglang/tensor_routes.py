@@ -19,6 +19,7 @@ from frontend.dialects.sglang.adapters import BY_NAME, loaded_reply
 from frontend.dialects.sglang.body_tensors import ANOTHER_WAY, FIELD, Store, read_tensors
 from frontend.dialects.sglang.sglang_session import SglangUpdateFields, Updates
 from frontend.dialects.sglang.update_routes import refuse_draft, report_unused
+from frontend.server.large_bodies import LongText
 from frontend.server.shared_routes import Fields, ParsedRequest, SharedRoutes, report_given
 from rl_plane.bus.state_store import read_record
 from rl_plane.errors import Conflict, Locked, Unsupported
@@ -32,7 +33,7 @@ FORMAT = "safetensors"
 class TensorFields(SglangUpdateFields):
     """`/update_weights_from_tensor`"""
 
-    serialized_named_tensors: list[str] = Field(min_length=1, max_length=1024)
+    serialized_named_tensors: list[str | LongText] = Field(min_length=1, max_length=1024)
     """One element: a safetensors file in base64."""
     load_format: str | None = None
     selector: Literal["target", "draft", "all"] = "all"
@@ -44,7 +45,7 @@ class AdapterFields(Fields):
     lora_name: Label
     config_dict: dict[str, Any]
     """PEFT's `adapter_config.json`."""
-    serialized_named_tensors: list[str] = Field(min_length=1, max_length=1024)
+    serialized_named_tensors: list[str | LongText] = Field(min_length=1, max_length=1024)
     """One element: `adapter_model.safetensors` in base64."""
     load_format: str | None = None
     pinned: bool = False

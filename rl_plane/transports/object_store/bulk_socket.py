@@ -11,12 +11,13 @@ import contextlib
 import json
 import secrets
 import socket
-import ssl
 import time
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from rl_plane.bus.connect_errors import refusal_of
+from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.errors import Unsupported
 
 DEFAULT_PORT = 4222
@@ -43,16 +44,18 @@ class Arrival:
 class NatsSocket:
     """A connection that subscribes to an inbox of its own. It connects when it is made."""
 
-    def __init__(self, url: str, name: str, bound_s: float) -> None:
+    def __init__(self, url: str, name: str, bound_s: float, credentials: NatsCredentials = NO_CREDENTIALS) -> None:
         """`bound_s`: the time in seconds to connect, and then for each single read and write."""
         where = urlsplit(url if "://" in url else f"nats://{url}")
         if where.scheme not in ("nats", "tls"):
             raise Unsupported(
                 f"weights can't come over {where.scheme}://", field="nats_url", fix="use nats:// or tls://"
             )
-        self.inbox = f"_INBOX.{secrets.token_hex(12)}"
+        login = credentials.load()
+        self.inbox = f"{login.inbox}.{secrets.token_hex(12)}"
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._begin = self._end = 0
+        self._login = login
         self._left = 0  # of the payload that is to be taken
         self._socket = socket.create_connection((where.hostname or "", where.port or DEFAULT_PORT), bound_s)
         try:
@@ -62,8 +65,8 @@ class NatsSocket:
                 raise ConnectionError("the server did not begin with INFO")
             info = json.loads(rest)
             self.max_payload = int(info["max_payload"])
-            if where.scheme == "tls" or info.get("tls_required"):
-                context = ssl.create_default_context()
+            if credentials.wants_tls(url) or info.get("tls_required"):
+                context = credentials.tls_context()
                 self._socket = context.wrap_socket(self._socket, server_hostname=where.hostname)
             options: dict[str, Any] = {
                 "verbose": False,
@@ -76,6 +79,7 @@ class NatsSocket:
             if where.username is not None:
                 user = {"user": where.username, "pass": where.password}
                 options |= user if where.password is not None else {"auth_token": where.username}
+            options |= login.answer(str(info.get("nonce", "")))
             self._socket.sendall(b"CONNECT %b\r\nSUB %b 1\r\nPING\r\n" % (_json(options), self.inbox.encode()))
             while (line := self._line()) != b"PONG":
                 self._handle(line)
@@ -162,7 +166,9 @@ class NatsSocket:
         if line == b"PING":
             self._socket.sendall(b"PONG\r\n")
         elif line.startswith(b"-ERR"):
-            raise ConnectionError(f"the server says {line[5:].decode(errors='replace')}")
+            said = ConnectionError(f"the server says {line[5:].decode(errors='replace')}")
+            denied = refusal_of(said, self._login)
+            raise denied[2] if denied is not None else said
 
     def _line(self, give_up: float | None = None) -> bytes:
         """The next protocol line. `give_up`: the monotonic time by which it must be here, or TimeoutError; the next

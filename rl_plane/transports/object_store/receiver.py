@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rl_plane.bus.connection import CONNECT_TIMEOUT_S
+from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.errors import BusUnreachable, InvalidWeights, Unavailable
 from rl_plane.protocol.subjects import StoredObject, Subjects, check_object_id
 from rl_plane.transports.base import TransportContext, WeightTransport, check_fields
@@ -47,8 +48,9 @@ an abort waits for a receive to end (`worker.reconcile.staged_updates.ABORT_WAIT
 class StoredReader:
     """Reads the chunks of one object. Reconnects as often as it must."""
 
-    def __init__(self, url: str, stored: StoredObject) -> None:
+    def __init__(self, url: str, stored: StoredObject, credentials: NatsCredentials = NO_CREDENTIALS) -> None:
         self._url = url
+        self._credentials = credentials
         self._stored = stored
         self._socket: NatsSocket | None = None
         self._closed = False
@@ -137,7 +139,9 @@ class StoredReader:
         if self._closed:
             raise Unavailable("the delivery was closed")
         if (connection := self._socket) is None:
-            connection = self._socket = NatsSocket(self._url, "rl-plane-receiver", CONNECT_TIMEOUT_S)
+            connection = self._socket = NatsSocket(
+                self._url, "rl-plane-receiver", CONNECT_TIMEOUT_S, self._credentials
+            )
             if self._closed:  # closed while it connected
                 self._drop()
                 raise Unavailable("the delivery was closed")
@@ -188,12 +192,13 @@ class ObjectStoreTransport(WeightTransport):
 
     def __init__(self, context: TransportContext) -> None:
         self._url = context.nats_url
+        self._credentials = context.credentials
         self._subjects = Subjects(context.namespace, context.component)
 
     def open(self, request: Mapping[str, Any], kind: Kind) -> ObjectDelivery:
         check_fields(BACKEND, request, "object")
         object_id = check_object_id("transport.object", request.get("object"))
-        reader = StoredReader(self._url, self._subjects.object(object_id))
+        reader = StoredReader(self._url, self._subjects.object(object_id), self._credentials)
         try:
             return ObjectDelivery(reader, kind)
         except BaseException:

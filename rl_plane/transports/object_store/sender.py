@@ -18,6 +18,7 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from rl_plane.bus.connection import CONNECT_TIMEOUT_S, WRONG_LAST_SEQUENCE
+from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.bus.entries import decoded
 from rl_plane.errors import BusUnreachable, InvalidRequest, Unavailable
 from rl_plane.protocol.record import DecisionRecord
@@ -83,6 +84,7 @@ class ObjectStoreSender(Sender):
         *,
         keep: int = DEFAULT_KEEP,
         publisher: str = "",
+        credentials: NatsCredentials = NO_CREDENTIALS,
     ) -> None:
         """Makes the sender.
 
@@ -92,8 +94,10 @@ class ObjectStoreSender(Sender):
             component: the fleet's component. Only its workers read the versions.
             keep: how many versions stay beside those that the fleet's record names and the one that is written.
             publisher: the publisher's name, the same after a restart.
+            credentials: the files by which it connects to NATS.
         """
         self._url = nats_url
+        self._credentials = credentials
         self._subjects = Subjects(namespace, component)
         self._keep = keep
         self._publisher = publisher
@@ -162,7 +166,7 @@ class ObjectStoreSender(Sender):
         self._buffer = memoryview(b"")
         if made is not None:
             with contextlib.suppress(OSError, Unavailable, NoSuchObject):
-                connection = NatsSocket(self._url, NAME, CONNECT_TIMEOUT_S)
+                connection = NatsSocket(self._url, NAME, CONNECT_TIMEOUT_S, self._credentials)
                 try:
                     ask(connection, f"STREAM.DELETE.{made.stream}")
                 finally:
@@ -261,7 +265,7 @@ class ObjectStoreSender(Sender):
 
     def _connected(self) -> NatsSocket:
         if (connection := self._socket) is None:
-            connection = self._socket = NatsSocket(self._url, NAME, CONNECT_TIMEOUT_S)
+            connection = self._socket = NatsSocket(self._url, NAME, CONNECT_TIMEOUT_S, self._credentials)
         return connection
 
     def _drop(self) -> None:
@@ -340,4 +344,6 @@ def build(context: SenderContext) -> ObjectStoreSender:
             field="component",
             fix="make a publisher for each component",
         )
-    return ObjectStoreSender(url, *fleets.pop(), keep=keep, publisher=context.publisher())
+    return ObjectStoreSender(
+        url, *fleets.pop(), keep=keep, publisher=context.publisher(), credentials=context.credentials
+    )

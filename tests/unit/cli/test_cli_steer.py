@@ -253,7 +253,7 @@ COMMITTED = {**HEAD, "version": VERSION, "workers": [], "excluded": [], "phases"
         (["--pause-mode", "in_place"], {"pause_mode": "keep", "flush_cache": False}),
     ],
 )
-def test_update_says_how(facade: Facade, argv: list[str], wanted: dict[str, Any]) -> None:
+def test_update_sends_its_policy(facade: Facade, argv: list[str], wanted: dict[str, Any]) -> None:
     facade.answers(COMMITTED)
     assert main.run(["update", "ckpt", *argv]) == 0
     assert facade.asked[0]["body"]["policy"].items() >= wanted.items()
@@ -331,6 +331,16 @@ def test_enable_and_disable_ask_for_each(facade: Facade, capsys: pytest.CaptureF
     assert capsys.readouterr().out.startswith("disabled 2 workers in 0.500 s")
 
 
+def test_an_error_names_the_field_once(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
+    token = {"message": "token 999 is too large", "field": "policy.canary.sequences.0.9", "fix": "use less"}
+    facade.answers({"error": {"code": "invalid_request", **token}}, 400)
+    assert main.run(["update", "x"]) == 1
+    assert "error: policy.canary.sequences.0.9: token 999 is too large; fix" in capsys.readouterr().err
+    facade.answers({"error": {"code": "invalid_request", "message": "wait_s is 9", "field": "body.wait_s"}}, 400)
+    assert main.run(["update", "x"]) == 1
+    assert "error: wait_s is 9; fix" in capsys.readouterr().err
+
+
 def test_an_error_reply_is_one_line_and_exit_code_1(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
     error = {"code": "invalid_weights", "message": "tensor x has\nanother shape", "field": "transport.path"}
     facade.answers(
@@ -339,7 +349,7 @@ def test_an_error_reply_is_one_line_and_exit_code_1(facade: Facade, capsys: pyte
     assert main.run(["update", "x"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == "rl-plane: error: tensor x has another shape; fix: publish it whole\n"
+    assert err == "rl-plane: error: transport.path: tensor x has another shape; fix: publish it whole\n"
     assert main.run(["update", "x", "--json"]) == 1
     out, err = capsys.readouterr()
     shown = json.loads(out)

@@ -50,7 +50,7 @@ def smoke_script() -> ModuleType:
 
 
 def command_of(service: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The values that our CLI reads from the service's command line and environment."""
+    """Returns the values that the CLI reads from the service's command line and environment."""
     for setting in SETTINGS.values():
         monkeypatch.delenv(setting.variable, raising=False)
     for name, value in service["environment"].items():

@@ -121,7 +121,7 @@ def test_a_bad_secret_is_not_shown() -> None:
 
 
 def test_settings_that_share_a_variable_read_it_alike() -> None:
-    """One may be a list of the other."""
+    """One of the settings may be a list of the other's values."""
     owners: dict[str, list[click.Option]] = {}
     for setting in SETTINGS.values():
         for other in owners.setdefault(setting.variable, []):

@@ -1,16 +1,14 @@
-"""The calls of the demo's trainer: what it repeats, refuses, and counts as well labelled."""
+"""The demo's trainer repeats calls that a death has cut, and checks the labels of each completion."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from rl_plane.demo import rollout as rollout_module
-from rl_plane.demo import trainer_calls as steering_module
+from rl_plane.demo import rollout, trainer
 from rl_plane.demo.rollout import Completion, GroupSampler
-from rl_plane.demo.trainer_calls import Published, Steering
+from rl_plane.demo.trainer import published, wait_ready
 from rl_plane.errors import (
     Conflict,
     DeadlineExceeded,
@@ -20,15 +18,12 @@ from rl_plane.errors import (
     Unavailable,
     WorkerLost,
 )
+from rl_plane.publish import WeightPublisher
+from tests.support.small_facade import HEAD, Facade, facade
+
+__all__ = ["facade"]
 
 VERSION = {"run": "r", "sequence": 2, "label": "step_2", "digest": "blake3:22"}
-
-
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_module, "FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr(steering_module, "PAUSE_S", 0.0)
-    monkeypatch.setattr(steering_module, "READY_POLL_S", 0.0)
 
 
 def span(start: int, end: int, **other: Any) -> dict[str, Any]:
@@ -69,18 +64,10 @@ class Server:
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
-        self.calls: list[tuple[str, Any, str]] = []
+        self.calls: list[tuple[str, Any]] = []
 
     def post(self, url: str, body: Any, key: str | None, timeout_s: float) -> dict[str, Any]:
-        return self.answer(url, body, "")
-
-    def call(
-        self, url: str, key: str | None, op: str, body: Any, timeout_s: float, request_id: str
-    ) -> dict[str, Any]:
-        return self.answer(f"{url}/v1/rl/{op}", body, request_id)
-
-    def answer(self, url: str, body: Any, request_id: str) -> dict[str, Any]:
-        self.calls.append((url, body, request_id))
+        self.calls.append((url, body))
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -98,8 +85,8 @@ def reply(choices: int = 2, tokens: int = 3, logprobs: int = 3) -> dict[str, Any
 
 
 def roll(server: Server, prompts: int = 1) -> tuple[GroupSampler, list[list[Completion]]]:
-    rollout = GroupSampler("http://h", "m", group=2, max_tokens=3, post=server.post)
-    return rollout, rollout.groups([[1, 2]] * prompts, seed=7)
+    sampler = GroupSampler("http://h", "m", group=2, max_tokens=3, post=server.post, first_pause_s=0.0)
+    return sampler, sampler.groups([[1, 2]] * prompts, seed=7)
 
 
 def test_a_rollout_asks_for_groups_of_tokens_with_logprobs() -> None:
@@ -107,12 +94,12 @@ def test_a_rollout_asks_for_groups_of_tokens_with_logprobs() -> None:
     _, groups = roll(server, prompts=3)
     assert [len(group) for group in groups] == [2, 2, 2]
     assert groups[0][0] == Completion([1, 2], [2, 2, 2], [-1.0] * 3, [span(0, 3)], "w")
-    url, body, _ = server.calls[0]
+    url, body = server.calls[0]
     assert url == "http://h/v1/completions"
     assert body["prompt_token_ids"] == [1, 2]
     assert (body["n"], body["max_tokens"], body["temperature"]) == (2, 3, 1.0)
     assert body["return_token_ids"] is True
-    assert sorted(body["seed"] for _, body, _ in server.calls) == [42, 44, 46]  # two samples each
+    assert sorted(body["seed"] for _, body in server.calls) == [42, 44, 46]  # two samples each
 
 
 @pytest.mark.parametrize(
@@ -120,16 +107,16 @@ def test_a_rollout_asks_for_groups_of_tokens_with_logprobs() -> None:
     [WorkerLost("died", token_ids=[1]), NoWorkers("none"), DeadlineExceeded("slow"), reply(tokens=1, logprobs=1)],
 )
 def test_a_request_that_a_death_has_cut_is_repeated(trouble: Any) -> None:
-    rollout, groups = roll(Server(trouble, trouble, reply()))
+    sampler, groups = roll(Server(trouble, trouble, reply()))
     assert len(groups[0]) == 2
-    assert rollout.repeats == 2
+    assert sampler.repeats == 2
 
 
 def test_repeats_have_an_end_and_errors_of_ours_are_not_repeated() -> None:
     lost, wrong = Server(WorkerLost("died")), Server(InvalidRequest("no"))
     with pytest.raises(WorkerLost):
         roll(lost)
-    assert len(lost.calls) == rollout_module.ATTEMPTS
+    assert len(lost.calls) == rollout.ATTEMPTS
     with pytest.raises(InvalidRequest):
         roll(wrong)
     assert len(wrong.calls) == 1
@@ -138,51 +125,49 @@ def test_repeats_have_an_end_and_errors_of_ours_are_not_repeated() -> None:
             roll(Server(bad))
 
 
-COMMITTED = {
-    "version": VERSION,
-    "workers": [{"status": "ok"}, {"status": "error"}],
-    "canary": {"scored": 1, "failed": 0, "against": "trainer", "difference": 2e-6, "mismatch_kl": 1e-12},
-}
-CANARY = {"sequences": [[1, 2]], "expected": [[-0.5]]}
+class Publisher:
+    """Gives the outcomes of publications in order, and repeats the last one."""
+
+    def __init__(self, *outcomes: Any) -> None:
+        self.outcomes = list(outcomes)
+        self.labels: list[str] = []
+
+    def publish(self, label: str) -> Publisher:
+        self.labels.append(label)
+        return self
+
+    def result(self) -> dict[str, Any]:
+        outcome = self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return dict(outcome)
 
 
-def test_publishing_is_one_update() -> None:
-    server = Server(COMMITTED)
-    published = Steering("http://h", server.call).publish(Path("/w/step_2"), "step_2", "blake3:22", CANARY)
-    assert published == Published(VERSION, 1, 2e-6, 1e-12)
-    [(url, body, _)] = server.calls
-    assert url == "http://h/v1/rl/update_weights"
-    assert body == {
-        "transport": {"backend": "filesystem", "path": "/w/step_2"},
-        "version": "step_2",
-        "digest": "blake3:22",
-        "policy": {"canary": CANARY},
-    }
+def publish(publisher: Publisher) -> tuple[dict[str, Any], int]:
+    return published(cast("WeightPublisher", publisher), "step_2", pause_s=0.0)
 
 
-def test_an_update_that_was_undone_is_tried_anew_and_a_lost_answer_is_asked_for() -> None:
-    server = Server(Unavailable("reset"), Conflict("aborted"), COMMITTED)
-    steering = Steering("http://h", server.call)
-    steering.publish(Path("/w/step_2"), "step_2", "blake3:22", CANARY)
-    keys = [key for _, _, key in server.calls]
-    assert keys[0] == keys[1] != keys[2]
-    assert steering.repeats == 2
+def test_an_update_that_was_undone_is_repeated() -> None:
+    assert publish(Publisher({"version": VERSION})) == ({"version": VERSION}, 0)
+    publisher = Publisher(Unavailable("reset"), Conflict("aborted"), {"version": VERSION})
+    assert publish(publisher) == ({"version": VERSION}, 2)
+    assert publisher.labels == ["step_2"] * 3
 
 
-def test_a_failed_update_raises() -> None:
-    with pytest.raises(InvalidRequest):
-        Steering("http://h", Server(InvalidRequest("shape")).call).publish(
-            Path("/w"), "step_2", "blake3:22", CANARY
-        )
-    stuck = Server(Conflict("aborted"))
+def test_repeats_of_an_update_have_an_end_and_a_wrong_update_is_not_repeated() -> None:
+    stuck, wrong = Publisher(Conflict("aborted")), Publisher(InvalidRequest("shape"))
     with pytest.raises(Conflict):
-        Steering("http://h", stuck.call).publish(Path("/w"), "step_2", "blake3:22", CANARY)
-    assert len(stuck.calls) == steering_module.ATTEMPTS
-    with pytest.raises(PlaneError, match="is committed"):
-        Steering("http://h", Server(COMMITTED).call).publish(Path("/w"), "step_3", "blake3:33", CANARY)
+        publish(stuck)
+    assert len(stuck.labels) == trainer.ATTEMPTS
+    with pytest.raises(InvalidRequest):
+        publish(wrong)
+    assert len(wrong.labels) == 1
 
 
-def test_waiting_for_workers_is_bounded() -> None:
-    Steering("http://h", Server(NoWorkers("none"), {}).call).wait_ready(2, 5.0)
+def test_waiting_for_workers_ends_after_its_bound(facade: Facade) -> None:
+    facade.answers({"error": NoWorkers("none").to_wire()}, status=503)
     with pytest.raises(DeadlineExceeded, match="2 workers were not ready"):
-        Steering("http://h", Server(NoWorkers("none")).call).wait_ready(2, 0.0)
+        wait_ready(facade.url, 2, timeout_s=0.0)
+    facade.answers({**HEAD, "workers": []})
+    wait_ready(facade.url, 2, timeout_s=0.0)
+    assert facade.asked[-1]["query"] == {"min_workers": ["2"], "wait_s": ["1"]}

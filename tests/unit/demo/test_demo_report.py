@@ -200,8 +200,3 @@ def test_the_table_is_a_line_per_step_and_lives_on_a_terminal() -> None:
     assert "initial   0.520" in lines[1]
     assert "\x1b" not in plain.getvalue()
     assert terminal.getvalue().count("\r\x1b[K   1  rolling out") == 1
-
-
-def test_a_step_travels_as_plain_values() -> None:
-    step = a_step(3)
-    assert StepRecord.from_wire(json.loads(json.dumps(step.to_wire()))) == step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import re
 import subprocess
@@ -267,11 +266,8 @@ def _told_to_sglang(monkeypatch: pytest.MonkeyPatch, model: Path, arguments: dic
 
     monkeypatch.setattr(engine, "Engine", Engine)
 
-    async def build() -> None:  # what watches its processes needs a loop
-        SglangProcess(EngineOptions(model), arguments, "cpu", 0)._build("first")
-
     with pytest.raises(_Told) as caught:
-        asyncio.run(build())
+        SglangProcess(EngineOptions(model), arguments, "cpu", 0)._build(model)
     return caught.value.keywords
 
 

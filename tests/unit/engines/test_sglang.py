@@ -32,8 +32,8 @@ async def test_what_an_abort_repeats_is_not_taken_again() -> None:
     assert not stream.take(out([5, 6], 2), "a", label)
     assert stream.take(out([6], 2, {"type": "abort"}), "a", label)
     stream.take(out([7], 3), "a", label)
-    piece, failure = await stream.next()
-    assert (piece.token_ids, piece.finish_reason, failure) == ([5, 6], "abort", None)
+    piece = await stream.pieces.next()
+    assert (piece.token_ids, piece.finish_reason) == ([5, 6], "abort")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ async def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     engine: Any = adapter.SglangEngine(EngineOptions(tmp_path, device="cpu"))
     engine._process = Process()
     engine._feeder = SimpleNamespace(close=lambda: None)
-    monkeypatch.setattr(engine, "_check_memory_saver", lambda op: None)
+    engine._info = SimpleNamespace(capabilities={})
     return engine
 
 
@@ -144,7 +144,7 @@ async def test_an_engine_that_refuses_updates_does_not_start(engine: Any, monkey
     async def call(op: str, **arguments: str) -> None:
         raise Unsupported(f"SGLang refuses: {op}", field="engine", fix="start it otherwise")
 
-    async def start(key: str) -> None: ...
+    async def start() -> None: ...
 
     async def end() -> None:
         ended.append("ended")
@@ -159,8 +159,7 @@ async def test_an_engine_that_refuses_updates_does_not_start(engine: Any, monkey
     }.items():
         monkeypatch.setattr(process, name, value, raising=False)
     monkeypatch.setattr(engine, "_check_model", lambda: None)
-    monkeypatch.setattr(adapter, "load_tokenizer", lambda model: None)
-    monkeypatch.setattr(adapter, "eos_tokens", lambda model, tokenizer: frozenset())
+    monkeypatch.setattr(engine, "_load_tokenizer", lambda: None)
     monkeypatch.setattr(Experts, "of", lambda config: Experts(1, 1, 1))
     with pytest.raises(Unsupported, match="refuses: updatable"):
         await engine.start()

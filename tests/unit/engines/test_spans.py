@@ -10,12 +10,13 @@ import pytest
 
 from rl_plane.errors import EngineFailed
 from rl_plane.protocol.generation import GenerateDelta, VersionSpan
+from rl_plane.protocol.routed_experts import RoutedExperts
 from rl_plane.protocol.token_batching import merged
 from rl_plane.protocol.versions import WeightVersion
 from tests.support.engine_runs import ask
+from worker.engines.common.pieces import Piece, PieceQueue
 from worker.engines.common.spans import Label, SpanLog
 from worker.engines.sglang.streams import Experts, SglangStream
-from worker.engines.vllm.streams import VllmPiece
 
 
 def version(sequence: int) -> WeightVersion:
@@ -127,21 +128,26 @@ def test_joined_deltas_tell_the_same(seed: int) -> None:
     assert joined[-1].finish_reason == "length"
 
 
-async def test_hf_gives_what_two_weights_made_in_two_pieces() -> None:
-    engine, streams = (
-        pytest.importorskip("worker.engines.hf.adapter"),
-        pytest.importorskip("worker.engines.hf.streams"),
-    )
-    stream = streams.HfStream("x", ask([1]), [1], frozenset())
+async def test_a_queue_joins_tokens_of_the_same_weights_only() -> None:
+    pieces = PieceQueue()
     for tokens, label in (([5], BASE), ([6], BASE), ([7], NEXT), ([8], NEXT)):
-        stream.pieces.put_nowait(streams.HfPiece(tokens, [0.0], [label]))
-    stream.pieces.put_nowait(EngineFailed("dead"))
-    found = [await engine.next_piece(stream) for _ in range(2)]
-    assert [(piece.token_ids, set(piece.labels)) for piece, _ in found] == [([5, 6], {BASE}), ([7, 8], {NEXT})]
-    assert [str(failure) for _, failure in found] == ["None", "dead"]
+        pieces.put(Piece(tokens, [0.0], labels=[label]))
+    pieces.put(EngineFailed("dead"))
+    found = [await pieces.next() for _ in range(2)]
+    assert [(piece.token_ids, set(piece.labels)) for piece in found] == [([5, 6], {BASE}), ([7, 8], {NEXT})]
+    with pytest.raises(EngineFailed, match="dead"):
+        await pieces.next()
 
 
-async def test_sglang_likewise() -> None:
+async def test_a_queue_gives_the_end_with_the_last_tokens() -> None:
+    pieces = PieceQueue()
+    pieces.put(Piece([5], labels=[BASE]))
+    pieces.put(Piece(finish_reason="abort"))
+    piece = await pieces.next()
+    assert (piece.token_ids, piece.finish_reason) == ([5], "abort")
+
+
+async def test_sglang_labels_tokens_by_the_weights_that_made_them() -> None:
     stream = SglangStream(ask([1]), [1], frozenset(), Experts(1, 1, 1))
 
     def out(ids: list[int], count: int, finish: Any = None) -> dict[str, Any]:
@@ -150,15 +156,25 @@ async def test_sglang_likewise() -> None:
     stream.take(out([5, 6], 2), "a", BASE)
     stream.take(out([7], 3), "b", NEXT)
     stream.take(out([8], 4, {"type": "length"}), "b", NEXT)
-    found = [await stream.next() for _ in range(2)]
-    assert [(piece.token_ids, piece.finish_reason) for piece, _ in found] == [([5, 6], None), ([7, 8], "length")]
+    found = [await stream.pieces.next() for _ in range(2)]
+    assert [(piece.token_ids, piece.finish_reason) for piece in found] == [([5, 6], None), ([7, 8], "length")]
 
 
-def test_vllm_likewise() -> None:
+def test_a_piece_is_cut_where_other_weights_made_the_next_token() -> None:
     tops = [[(token, 0.0)] for token in (5, 6, 7)]
-    piece = VllmPiece([5, 6, 7], [0.1, 0.2, 0.3], tops, ["a", "a", None], "stop", [None])
+    routed = RoutedExperts(layers=1, top_k=1, width=1, data=bytes(4))
+    piece = Piece([5, 6, 7], [0.1, 0.2, 0.3], tops, [BASE, BASE, UNKNOWN], "stop", [None], routed)
     one, two = piece.by_weights()
-    assert one == VllmPiece([5, 6], [0.1, 0.2], tops[:2], ["a", "a"], None, [None])
-    assert two == VllmPiece([7], [0.3], tops[2:], [None], "stop", None)
-    empty = VllmPiece([], None, None, [], "abort", None)
+    assert one == Piece([5, 6], [0.1, 0.2], tops[:2], [BASE, BASE], None, [None])
+    assert two == Piece([7], [0.3], tops[2:], [UNKNOWN], "stop", None, routed)
+    empty = Piece(finish_reason="abort")
     assert list(empty.by_weights()) == [empty]
+
+
+def test_a_piece_that_a_stop_string_ends_loses_the_rows_of_the_tokens_after_it() -> None:
+    routed = RoutedExperts(layers=1, top_k=1, width=1, data=bytes([1, 2, 3, 4]))
+    piece = Piece([5, 6, 7], [0.1, 0.2, 0.3], labels=[BASE] * 3, routed=routed)
+    cut = piece.until(2)
+    assert (cut.token_ids, cut.logprobs, cut.finish_reason) == ([5, 6], [0.1, 0.2], "stop")
+    assert cut.routed is not None
+    assert cut.routed.data == bytes([1, 2, 3])

@@ -23,7 +23,7 @@ from tests.support.paths import ROOT
 
 
 def write(sender: FilesystemSender, manifest: Manifest = MANIFEST, mark: bytes = b"abc") -> tuple[Path, str]:
-    """(where, the version's digest)"""
+    """Writes a version. Returns its path and its digest."""
     tensors = {**TENSORS, "small": HostTensor(TENSORS["small"].spec, memoryview(mark))}
     path = Path(sender.open(manifest)["path"])
     digests: dict[str, str] = {}

@@ -14,7 +14,7 @@ def taken(tensors: Tensors) -> Taken:
     return Taken([(name, spec_of(tensor)) for name, tensor in tensors.items()], iter(tensors.items()))
 
 
-def test_the_trainers_copy_tells_what_has_changed() -> None:
+def test_the_copy_finds_changed_tensors() -> None:
     """The copy finds changes in torch's tensors, however they lie in memory."""
     wide = torch.arange(64, dtype=torch.float32).reshape(8, 8)
     one = {**weights(), "slanted": wide.t(), "yes": torch.tensor([True, False])}

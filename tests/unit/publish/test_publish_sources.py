@@ -41,7 +41,7 @@ RANKS_S = 300.0
 
 
 def digest_of(taken: Taken) -> str:
-    """The digest that a receiver computes. The buckets are so small that there are several."""
+    """Returns the digest that a receiver computes, over several small buckets."""
     manifest = Manifest(pack(taken.specs, 4096), taken.adapter_config)
     digests: dict[str, str] = {}
     sizes = [bucket.nbytes for bucket in manifest.buckets]
@@ -95,8 +95,8 @@ def one_rank() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("order", ["compiled", "ddp", "compiled ddp", "ddp compiled", "compiled ddp compiled"])
-def test_what_is_around_a_model_comes_off_in_any_order(order: str) -> None:
-    """The first word is the outermost."""
+def test_wrappers_of_a_model_are_removed_in_any_order(order: str) -> None:
+    """The first word names the outermost wrapper."""
     around = {"compiled": compiled, "ddp": torch.nn.parallel.DistributedDataParallel}
 
     def wrapped(model: Any) -> Any:
@@ -121,7 +121,7 @@ def test_an_adapter_of_a_compiled_base_model_is_one() -> None:
 
 @pytest.fixture
 def own_adapter(tmp_path: Path) -> Any:
-    """In a model of transformers', without a PeftModel around it; saved by transformers."""
+    """Adds an adapter to a model of transformers without a PeftModel around it, and saves it by transformers."""
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM
 
@@ -292,7 +292,7 @@ def test_an_export_that_changes_its_tensors_is_refused() -> None:
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_an_export_that_grows_is_refused(copied: bool) -> None:
-    """Whether it is packed or brought into the publisher's copy, which stays at the version before."""
+    """The tensors are packed, or read into the publisher's copy, which stays at the version before."""
     count, copy = 2, HostCopy()
 
     def export() -> Iterator[tuple[str, Any]]:

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl_plane.errors import InvalidRequest
-from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, Rendering
+from rl_plane.errors import EngineFailed, InvalidRequest
+from rl_plane.protocol.generation import GenerateRequest, Rendering
 from rl_plane.protocol.worker_ops import Tokenize
 from worker.engines.base import EngineInfo
 from worker.engines.capabilities import CanTokenize
@@ -88,52 +88,22 @@ async def _rendered(
     return ids
 
 
-def nothing_made(request: GenerateRequest) -> GenerateDelta:
-    """The only delta of a request that was aborted before the engine had it."""
-    return GenerateDelta(token_ids=[], logprobs=[] if request.logprobs else None, finish_reason="abort")
-
-
 class Tokenizing(CanTokenize):
     """The half of an engine that turns text into tokens and back, without the model."""
 
-    _tokenizer: Any
-    _info: EngineInfo | None
+    _tokenizer: Any = None
+    _info: EngineInfo | None = None
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._tokenized: dict[str, asyncio.Event] = {}
-        """Request id → an event, for requests whose prompt is being tokenized. A set event means that the request was
-        aborted."""
+    @property
+    def info(self) -> EngineInfo:
+        """Raises EngineFailed before the engine has started."""
+        if self._info is None:
+            raise EngineFailed("the engine is not running")
+        return self._info
 
     @abstractmethod
-    def _running(self) -> Any:
+    def _running(self) -> object:
         """Raises EngineFailed if the engine is not running."""
-
-    async def _prompt_of(self, request: GenerateRequest) -> list[int] | None:
-        """Returns the prompt's tokens, or None if the request was aborted meanwhile. The engine does not know the
-        request yet, and many prompts may wait for a thread."""
-        if request.prompt_token_ids is not None:
-            return await prompt_tokens(self._tokenizer, request)  # does not wait
-        if request.id in self._tokenized:
-            raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
-        aborted = self._tokenized[request.id] = asyncio.Event()
-        work = asyncio.create_task(prompt_tokens(self._tokenizer, request))
-        until = asyncio.create_task(aborted.wait())
-        try:
-            await asyncio.wait((work, until), return_when=asyncio.FIRST_COMPLETED)
-            return None if aborted.is_set() else work.result()
-        finally:
-            del self._tokenized[request.id]
-            work.cancel()
-            until.cancel()
-
-    def _abort_tokenized(self, request_ids: list[str] | None) -> int:
-        """Aborts requests whose prompts are being tokenized. Returns how many."""
-        names = list(self._tokenized) if request_ids is None else dict.fromkeys(request_ids)
-        found = [one for name in names if (one := self._tokenized.get(name)) is not None and not one.is_set()]
-        for one in found:
-            one.set()
-        return len(found)
 
     async def tokenize(self, body: Tokenize) -> list[int]:
         self._running()
@@ -143,8 +113,7 @@ class Tokenizing(CanTokenize):
 
     async def detokenize(self, token_ids: list[int]) -> str:
         self._running()
-        assert self._info is not None, "start sets it"
-        check_vocabulary("tokens", token_ids, self._info.vocab_size)
+        check_vocabulary("tokens", token_ids, self.info.vocab_size)
         decode = partial(
             self._tokenizer.decode, token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,30 +20,23 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 from transformers.utils.logging import disable_progress_bar
 
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
-from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
-from rl_plane.protocol.routed_experts import RoutedExperts
+from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.validation import Body
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions, PauseMode
 from worker.engines.capabilities import CanCheckWeights, CanLoadAdapters, CanScore, CheckAction
 from worker.engines.common.checkpoint_spec import saved_specs
+from worker.engines.common.generating import Generating
+from worker.engines.common.pieces import Piece
 from worker.engines.common.scoring import check_sequences, checked_scores
-from worker.engines.common.spans import SpanLog
-from worker.engines.common.stop_strings import ReplyText
-from worker.engines.common.token_checks import NO_EXPERTS, check_adapter, check_tokens, refuse_lacking
-from worker.engines.common.tokenizing import (
-    Tokenizing,
-    eos_tokens,
-    load_tokenizer,
-    nothing_made,
-)
+from worker.engines.common.token_checks import NO_EXPERTS, check_adapter
 from worker.engines.common.torch_weights import ModelWeights, StagedTensors
 from worker.engines.common.weights_in_process import WeightsInProcess
 from worker.engines.hf.experts import ExpertRecorder
 from worker.engines.hf.holder import HfHolder
 from worker.engines.hf.loop import GenerationLoop
 from worker.engines.hf.peft_layers import NO_PEFT, HfStagedAdapter, ModelAdapters, have_peft
-from worker.engines.hf.streams import HfPiece, HfStream
+from worker.engines.hf.streams import HfStream
 from worker.receive.weight_receiver import Receiver, load_transports
 
 CLOSE_TIMEOUT_S = 10.0
@@ -69,51 +62,38 @@ def build(options: EngineOptions) -> EngineAdapter:
     return HfEngine(options)
 
 
-class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheckWeights):
+class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheckWeights):
     def __init__(self, options: EngineOptions) -> None:
-        super().__init__()
-        self._options = options
+        super().__init__(options)
         self._arguments = options.arguments(HfArguments)
-        options.check_model()
         options.refuse_modes("the hf engine does not have this", "use vllm or sglang")
         self._model: Any = None
-        self._tokenizer: Any = None
-        self._info: EngineInfo | None = None
         self._loop: GenerationLoop | None = None
         self._experts: ExpertRecorder | None = None
         self._holder: HfHolder | None = None
-        self._eos: frozenset[int] = frozenset()
         self._streams: dict[str, HfStream] = {}
         self._keys = itertools.count()
 
     # life
 
-    async def start(self) -> EngineInfo:
-        try:
-            info = await asyncio.to_thread(self._load)
-            config = ContinuousBatchingConfig(
-                num_blocks=self._arguments.num_blocks,
-                page_size=self._arguments.page_size,
-                max_batch_tokens=self._arguments.max_batch_tokens,
-                use_async_batching=False,  # our sampler runs on the host, in each step
-                use_cuda_graph=False,
-                allow_block_sharing=False,  # each request computes its own KV, so none of it outlives an update
-                auto_switch_to_flash=False,  # it would fetch kernels from the network
-            )
-            adapters, experts = self.holder.adapters, self._experts
-            assert experts is not None, "made with the model"
-            self._loop = await asyncio.to_thread(
-                GenerationLoop, self._model, adapters, experts, config, asyncio.get_running_loop()
-            )
-            self._loop.start()
-            await self.liveness()
-        except PlaneError:
-            await self.close()
-            raise
-        except Exception as error:
-            await self.close()
-            raise EngineFailed(f"the model did not load: {error}") from error
-        self._info = info
+    async def _start(self) -> EngineInfo:
+        info = await asyncio.to_thread(self._load)
+        config = ContinuousBatchingConfig(
+            num_blocks=self._arguments.num_blocks,
+            page_size=self._arguments.page_size,
+            max_batch_tokens=self._arguments.max_batch_tokens,
+            use_async_batching=False,  # our sampler runs on the host, in each step
+            use_cuda_graph=False,
+            allow_block_sharing=False,  # each request computes its own KV, so none of it outlives an update
+            auto_switch_to_flash=False,  # it would fetch kernels from the network
+        )
+        adapters, experts = self.holder.adapters, self._experts
+        assert experts is not None, "made with the model"
+        self._loop = await asyncio.to_thread(
+            GenerationLoop, self._model, adapters, experts, config, asyncio.get_running_loop()
+        )
+        self._loop.start()
+        await self.liveness()
         return info
 
     def _load(self) -> EngineInfo:
@@ -123,7 +103,7 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         dtype: Any = "auto" if self._options.dtype is None else getattr(torch, self._options.dtype)
         disable_progress_bar()  # a worker's standard error is its log
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)  # it describes its cache at start
-        self._tokenizer = load_tokenizer(path)
+        self._load_tokenizer()
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, local_files_only=True, use_safetensors=True, attn_implementation="sdpa"
         )
@@ -138,7 +118,6 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
         self.receiver = receiver = Receiver(
             self._holder, load_transports(self._options.places, str(self._model.device))
         )
-        self._eos = eos_tokens(path, self._tokenizer)
         config = self._model.config.get_text_config()
         room = min(config.max_position_embeddings, self._arguments.num_blocks * self._arguments.page_size)
         length = self._arguments.max_model_len or room
@@ -177,58 +156,22 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
 
     # generation
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
+    async def _pieces(self, request: GenerateRequest, prompt: list[int]) -> AsyncGenerator[Piece, None]:
         loop = self.loop
-        prompt = await self._prompt_of(request)
-        if prompt is None:
-            yield nothing_made(request)
-            return
-        self._validate(request, prompt)
         stream = HfStream(f"request-{next(self._keys)}", request, prompt, self._eos)
-        text, spans = ReplyText(self._tokenizer, request, prompt), SpanLog()
         self._streams[request.id] = stream
-        submitted = loop.call(lambda: loop.submit(stream))
-        ended = finished = False
-        first_prompt: list[int] | None = prompt
         try:
-            await asyncio.wrap_future(submitted)
+            await asyncio.wrap_future(loop.call(lambda: loop.submit(stream)))
+            finished = False
             while not finished:
-                piece, failure = await next_piece(stream)
-                ended = piece.finish_reason is not None or failure is not None
-                read = text.add(piece.token_ids, last=piece.finish_reason is not None)
-                if read.stop_string is not None:
-                    piece, failure = piece.until(read.count), None
+                piece = await stream.pieces.next()
                 finished = piece.finish_reason is not None
-                for label in piece.labels:
-                    spans.add(label)
-                if finished or piece.token_ids:
-                    yield GenerateDelta(
-                        token_ids=piece.token_ids,
-                        logprobs=piece.logprobs if request.logprobs else None,
-                        top_logprobs=piece.tops if request.logprobs and request.top_logprobs else None,
-                        text=read.text,
-                        finish_reason=piece.finish_reason,
-                        stop_string=read.stop_string,
-                        spans=spans.tell(finished),
-                        prompt_token_ids=first_prompt,
-                        prompt_logprobs=piece.prompt_logprobs,
-                        routed_experts=piece.routed,
-                    )
-                    first_prompt = None
-                if failure is not None:
-                    raise failure
+                yield piece
         finally:
             del self._streams[request.id]
-            if not ended:
+            if not stream.done:
                 # No await: this task may be cancelled, or the generator may be closing.
                 loop.call(lambda: loop.abort([stream]))
-
-    def _validate(self, request: GenerateRequest, prompt: list[int]) -> None:
-        info = self.info
-        check_tokens(request, prompt, self._eos, info.vocab_size, info.max_model_len)
-        refuse_lacking(request, info.capabilities)
-        if request.id in self._streams:
-            raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
 
     async def abort(self, request_ids: list[str] | None) -> int:
         streams = None
@@ -365,29 +308,6 @@ class HfEngine(Tokenizing, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
             raise
         except Exception as error:
             raise EngineFailed(f"{type(error).__name__}: {error}") from error
-
-
-async def next_piece(stream: HfStream) -> tuple[HfPiece, EngineFailed | None]:
-    """Returns the tokens that have come since the last call, as one piece, and the failure after them. Tokens of other
-    weights wait for the next call."""
-    merged = HfPiece()
-    item, stream.waiting = stream.waiting or await stream.pieces.get(), None
-    while True:
-        if isinstance(item, EngineFailed):
-            return merged, item
-        if merged.labels and item.labels and item.labels[0] != merged.labels[-1]:
-            stream.waiting = item
-            return merged, None
-        merged.token_ids += item.token_ids
-        merged.logprobs += item.logprobs
-        merged.labels += item.labels
-        merged.tops += item.tops
-        merged.prompt_logprobs = merged.prompt_logprobs or item.prompt_logprobs
-        merged.routed = RoutedExperts.joined([merged.routed, item.routed])
-        merged.finish_reason = item.finish_reason
-        if stream.pieces.empty():
-            return merged, None
-        item = stream.pieces.get_nowait()
 
 
 def _capabilities(has_experts: bool) -> dict[str, str]:

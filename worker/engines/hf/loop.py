@@ -23,12 +23,13 @@ from transformers.generation.continuous_batching.continuous_api import OutputRou
 from rl_plane.errors import EngineDied, EngineFailed
 from rl_plane.protocol.versions import WeightVersion
 from worker.engines.common.finite_logits import NOT_FINITE
+from worker.engines.common.pieces import Piece
 from worker.engines.common.scoring import in_batches
 from worker.engines.common.spans import Label
 from worker.engines.common.token_checks import check_adapter
 from worker.engines.hf.experts import ExpertRecorder
 from worker.engines.hf.peft_layers import HfStagedAdapter, ModelAdapters
-from worker.engines.hf.streams import HfPiece, HfStream, choose, likeliest, score_batch
+from worker.engines.hf.streams import HfStream, choose, likeliest, score_batch
 
 IDLE_WAIT_S = 0.1
 """Seconds that an idle or paused loop sleeps. Each command wakes it, so this only bounds a missed wake-up."""
@@ -81,7 +82,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         self._live: dict[str, HfStream] = {}  # known to the scheduler
         self._held: deque[HfStream] = deque()
         self._broken: list[str] = []
-        self._outbox: list[tuple[HfStream, HfPiece | EngineFailed]] = []
+        self._outbox: list[tuple[HfStream, Piece | EngineFailed]] = []
 
     def start(self) -> None:
         # The library's own thread would keep the process alive if the engine is not closed.
@@ -391,6 +392,6 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         return failure
 
 
-def _hand_out(outbox: list[tuple[HfStream, HfPiece | EngineFailed]]) -> None:
+def _hand_out(outbox: list[tuple[HfStream, Piece | EngineFailed]]) -> None:
     for stream, piece in outbox:
-        stream.pieces.put_nowait(piece)
+        stream.pieces.put(piece)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from rl_plane.errors import EngineFailed
 from rl_plane.protocol.generation import FinishReason, GenerateRequest
 from rl_plane.protocol.routed_experts import RoutedExperts
+from worker.engines.common.pieces import Piece, PieceQueue, Top
 from worker.engines.common.spans import Label
 from worker.engines.hf.constraints import Constraint
 
@@ -27,37 +25,8 @@ MIN_TEMPERATURE = 1e-5
 """Lower temperatures overflow float32. At this one, every choice but an exact tie is greedy already."""
 
 
-Top = list[tuple[int, float]]
-"""The likeliest tokens of one place, with their logprobs."""
-
-
-@dataclass(slots=True)
-class HfPiece:
-    """New tokens of one request. The last piece has a finish_reason."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    labels: list[Label] = field(default_factory=list)  # one per token
-    tops: list[Top] = field(default_factory=list)
-    """One per token, if the request asks for them."""
-    finish_reason: FinishReason | None = None
-    prompt_logprobs: list[float | None] | None = None
-    """With the first token, if the request asks for them."""
-    routed: RoutedExperts | None = None
-    """The experts of the tokens before these, if the request asks for them."""
-
-    def until(self, count: int) -> HfPiece:
-        """The first `count` tokens, as the last ones of the request."""
-        made = (self.token_ids[:count], self.logprobs[:count], self.labels[:count])
-        dropped, routed = len(self.token_ids) - count, self.routed
-        if routed is not None and dropped:
-            routed = routed.cut(0, routed.tokens - dropped)
-        return HfPiece(*made, self.tops[:count], "stop", self.prompt_logprobs, routed)
-
-
 class HfStream:
-    """One request. `pieces` and `waiting` belong to the consumer on the event loop, everything else to the generation
-    thread."""
+    """One request. `pieces` belongs to the event loop, everything else to the generation thread."""
 
     def __init__(self, key: str, request: GenerateRequest, prompt: list[int], eos: frozenset[int]) -> None:
         """`eos`: the tokens that end a text, unless the request says otherwise."""
@@ -69,12 +38,11 @@ class HfStream:
         self.stop = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else eos)
         self.constraint = Constraint.of(request, prompt, eos)
         self.made: list[int] = []
-        self.pieces: asyncio.Queue[HfPiece | EngineFailed] = asyncio.Queue()
-        self.waiting: HfPiece | None = None
+        self.pieces = PieceQueue()
         self.done = False
         self._prompt_logprobs: list[float | None] = [None] * len(prompt) if request.prompt_logprobs else []
         self._routed = 0  # rows of experts that it has
-        self._fresh = HfPiece()
+        self._fresh = Piece()
         # One draw per token, from a generator of its own: the rest of the batch changes nothing.
         self._random = random.Random(request.seed)
 
@@ -135,8 +103,8 @@ class HfStream:
         self.done = True
         self._fresh.finish_reason = reason
 
-    def take(self) -> HfPiece:
-        piece, self._fresh = self._fresh, HfPiece()
+    def take(self) -> Piece:
+        piece, self._fresh = self._fresh, Piece()
         return piece
 
 

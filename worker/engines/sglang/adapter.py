@@ -10,48 +10,27 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
-from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
+from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
+from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.weights.checkpoint import open_checkpoint
-from worker.engines.base import (
-    LACKING,
-    AdapterLost,
-    EngineInfo,
-    EngineOptions,
-    PauseMode,
-)
+from worker.engines.base import AdapterLost, EngineInfo, EngineOptions, PauseMode
 from worker.engines.capabilities import CheckAction, FullEngine
 from worker.engines.common.lora import NO_LORA
-from worker.engines.common.scoring import check_memory, check_sequences, checked_scores
-from worker.engines.common.spans import Label, SpanLog
-from worker.engines.common.stop_strings import ReplyText
-from worker.engines.common.token_checks import (
-    NO_EXPERTS,
-    NO_ROUTED,
-    check_adapter,
-    check_tokens,
-    no_cut_rows,
-    refuse_lacking,
-)
-from worker.engines.common.tokenizing import (
-    Tokenizing,
-    eos_tokens,
-    load_tokenizer,
-    nothing_made,
-)
-from worker.engines.common.weights_in_ranks import WeightsInRanks
+from worker.engines.common.pieces import Piece
+from worker.engines.common.rank_engine import RankEngine
+from worker.engines.common.spans import Label
+from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, no_cut_rows
 from worker.engines.sglang.args import parse_arguments
 from worker.engines.sglang.limits import check_model, lora_targets_on_cpu
 from worker.engines.sglang.lora_references import lora_reference
 from worker.engines.sglang.processes import SglangProcess
 from worker.engines.sglang.scorer import NO_PIPELINE
-from worker.engines.sglang.streams import FIRST_KEY, Experts, Feeder
-from worker.receive.rank_agents.ranks import Ranks
+from worker.engines.sglang.streams import Experts, Feeder
 
 FLUSH_WAIT_S = 2.0
 """Seconds that a flush waits for the engine to notice that it is idle: right after a request it has not noticed yet."""
@@ -101,11 +80,8 @@ def lacking_seeds(on_cpu: bool, backend: str, deterministic: bool) -> dict[str, 
     return {"generate:seed": NO_SEEDS_CPU if on_cpu else NO_SEEDS}
 
 
-class SglangEngine(Tokenizing, WeightsInRanks, FullEngine):
+class SglangEngine(RankEngine[SglangProcess]):
     def __init__(self, options: EngineOptions) -> None:
-        super().__init__()
-        options.check_model()
-        self._options = options
         device, _, gpu = _device(options.device).partition(":")
         self._on_cpu = device == "cpu"
         if self._on_cpu:
@@ -119,11 +95,8 @@ class SglangEngine(Tokenizing, WeightsInRanks, FullEngine):
         if self._on_cpu and arguments.get("enable_lora"):
             asked = arguments["lora_target_modules"] if "lora_target_modules" in extra else None
             arguments["lora_target_modules"] = lora_targets_on_cpu(options.model, asked)
-        self._process = SglangProcess(options, arguments, device, int(gpu or 0))
+        super().__init__(options, SglangProcess(options, arguments, device, int(gpu or 0)))
         self._feeder: Feeder | None = None
-        self._tokenizer: Any = None
-        self._info: EngineInfo | None = None
-        self._paused = False
         self._numbers = itertools.count(1)
         self._version: WeightVersion | None = None
         """The version of the served weights. None: no version."""
@@ -137,26 +110,17 @@ class SglangEngine(Tokenizing, WeightsInRanks, FullEngine):
 
     # life
 
-    async def start(self) -> EngineInfo:
+    async def _start(self) -> EngineInfo:
         self.engine_loop = asyncio.get_running_loop()
-        try:
-            await asyncio.to_thread(self._check_model)
-            self._tokenizer = await asyncio.to_thread(load_tokenizer, self._options.model)
-            eos = await asyncio.to_thread(eos_tokens, self._options.model, self._tokenizer)
-            await self._process.start(FIRST_KEY)
-            manager = self._process.manager
-            experts = Experts.of(manager.model_config.hf_text_config)
-            self._feeder = Feeder(manager, eos, self._adapter_in_engine, self._label, experts)
-            self._process.on_death(self._feeder.fail)
-            await self._process.call("updatable")
-            self._info = self._describe()
-        except PlaneError:
-            await self.close()
-            raise
-        except Exception as error:
-            await self.close()
-            raise EngineFailed(f"SGLang did not start: {error}") from error
-        return self._info
+        await asyncio.to_thread(self._check_model)
+        await asyncio.to_thread(self._load_tokenizer)
+        await self._process.start()
+        manager = self._process.manager
+        experts = Experts.of(manager.model_config.hf_text_config)
+        self._feeder = Feeder(manager, self._eos, self._adapter_in_engine, self._label, experts)
+        self._process.on_death(self._feeder.fail)
+        await self._process.call("updatable")
+        return self._describe()
 
     def _check_model(self) -> None:
         """Checks the model before SGLang loads it, since SGLang's own errors say less."""
@@ -202,59 +166,18 @@ class SglangEngine(Tokenizing, WeightsInRanks, FullEngine):
             max_lora_rank=arguments.max_lora_rank if arguments.enable_lora else None,
         )
 
-    async def close(self) -> None:
-        await self._process.end()
-
     async def liveness(self) -> None:
         await self._process.ask(self._process.manager.get_internal_state())
 
-    @property
-    def ranks(self) -> Ranks:
-        return self._process.ranks
-
-    def _running(self) -> Feeder:
-        self._process.check_alive()
+    def _requests_in_sglang(self) -> Feeder:
+        self._running()
         assert self._feeder is not None, "start sets it"
         return self._feeder
 
     # generation
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
-        feeder, info = self._running(), self._info
-        assert info is not None, "start sets it"
-        prompt = await self._prompt_of(request)
-        if prompt is None:
-            yield nothing_made(request)
-            return
-        check_tokens(request, prompt, feeder.eos, info.vocab_size, info.max_model_len)
-        refuse_lacking(request, info.capabilities)
-        if request.id in feeder.streams:
-            raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
-        text, spans = ReplyText(self._tokenizer, request, prompt), SpanLog()
-        told: list[int] | None = prompt
-        async with contextlib.aclosing(feeder.run(request, prompt)) as pieces:
-            async for piece in pieces:
-                read = text.add(piece.token_ids, last=piece.finish_reason is not None)
-                if read.stop_string is not None:
-                    piece = piece.until(read.count)
-                for label in piece.labels:
-                    spans.add(label)
-                finished = piece.finish_reason is not None
-                yield GenerateDelta(
-                    token_ids=piece.token_ids,
-                    logprobs=piece.logprobs if request.logprobs else None,
-                    top_logprobs=piece.tops if request.logprobs and request.top_logprobs else None,
-                    text=read.text,
-                    finish_reason=piece.finish_reason,
-                    stop_string=read.stop_string,
-                    spans=spans.tell(finished) if piece.sure else [],
-                    prompt_token_ids=told,
-                    prompt_logprobs=piece.prompt_logprobs,
-                    routed_experts=piece.routed,
-                )
-                told = None
-                if finished:
-                    return  # a stop string ends the request here; closing ends it in the engine
+    def _pieces(self, request: GenerateRequest, prompt: list[int]) -> AsyncGenerator[Piece, None]:
+        return self._requests_in_sglang().run(request, prompt)
 
     def _label(self, adapter: str | None) -> Label:
         if adapter is None:
@@ -263,48 +186,33 @@ class SglangEngine(Tokenizing, WeightsInRanks, FullEngine):
         return Label(self._version, adapter, loaded.version if loaded is not None else None)
 
     def _adapter_in_engine(self, name: str | None) -> str | None:
-        if name is None:
-            return None
-        return self._adapter(name, "model").engine_name
-
-    def _adapter(self, name: str, field: str) -> LoadedAdapter:
-        check_adapter(name, self._adapters, field)
-        return self._adapters[name]
+        check_adapter(name, self._adapters, "model")
+        return None if name is None else self._adapters[name].engine_name
 
     async def abort(self, request_ids: list[str] | None) -> int:
-        feeder = self._running()
+        feeder = self._requests_in_sglang()
         names = feeder.streams if request_ids is None else request_ids
         streams = [feeder.streams[name] for name in dict.fromkeys(names) if name in feeder.streams]
         before = self._abort_tokenized(request_ids)
         await feeder.abort(streams)
         return before + len(streams)
 
-    async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
+    async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
         """`keep` is SGLang's in_place; with `clear_cache` it is SGLang's retract: running requests lose their KV and
         compute it again after `resume`."""
-        was_paused = self._paused
-        try:
-            if mode == "wait":
-                await self._drain()
-            elif mode == "abort":
-                # Retracted requests only wait, so they end at once. Others would end after the next step.
-                await self._freeze("retract")
-                await self.abort(None)
-            else:
-                await self._freeze("retract" if clear_cache else "in_place")
-            return clear_cache and await self.flush_cache()
-        except BaseException:
-            with contextlib.suppress(PlaneError):  # the first error counts
-                if was_paused:
-                    await self._freeze("in_place")
-                else:
-                    await self.resume()
-            raise
+        if mode == "wait":
+            await self._drain()
+        elif mode == "abort":
+            # Retracted requests only wait, so they end at once. Others would end after the next step.
+            await self._freeze("retract")
+            await self.abort(None)
+        else:
+            await self._freeze("retract" if clear_cache else "in_place")
 
-    async def _freeze(self, how: str) -> None:
+    async def _freeze(self, how: str = "in_place") -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        feeder = self._running()
+        feeder = self._requests_in_sglang()
         feeder.close()
         self._paused = True
         await self._process.manager.pause_generation(PauseGenerationReqInput(mode=how))
@@ -317,7 +225,7 @@ class SglangEngine(Tokenizing, WeightsInRanks, FullEngine):
         self._paused = False
 
     async def _drain(self) -> None:
-        feeder = self._running()
+        feeder = self._requests_in_sglang()
         feeder.close()
         if self._paused:
             await self._thaw()
@@ -330,30 +238,19 @@ class SglangEngine(Tokenizing, WeightsInRanks, FullEngine):
         async with self._changing:  # a change continues after its caller is gone
             if self._paused:
                 await self._thaw()
-            self._running().open()
+            self._requests_in_sglang().open()
 
     async def flush_cache(self) -> bool:
         """SGLang refuses while requests run. Frozen requests are retracted: they compute their KV again."""
         if self._paused:
             await self._freeze("retract")
-        elif self._running().submitted():
+        elif self._requests_in_sglang().submitted():
             return False
         wait_s = None if self._paused else FLUSH_WAIT_S
         reply = await self._process.ask(self._process.manager.flush_cache(timeout_s=wait_s))
         return bool(reply.success)
 
-    def load(self) -> tuple[int, int]:
-        if self._feeder is None:
-            return 0, 0
-        streams = list(self._feeder.streams.values())
-        running = sum(bool(stream.made) for stream in streams)
-        return running, len(streams) - running
-
     # weights
-
-    def _check_paused(self) -> None:
-        if not self._paused:
-            raise EngineFailed("the engine is not paused")
 
     async def before_overwrite(self) -> None:
         self._check_paused()
@@ -363,7 +260,7 @@ class SglangEngine(Tokenizing, WeightsInRanks, FullEngine):
     async def _relabel(self, version: WeightVersion | None) -> None:
         key = self._next_key()
         await self._process.call("relabel", key=key)
-        self._running().key, self._version = key, version
+        self._requests_in_sglang().key, self._version = key, version
 
     def _next_key(self) -> str:
         return f"rl-plane-{next(self._numbers)}"
@@ -382,29 +279,21 @@ class SglangEngine(Tokenizing, WeightsInRanks, FullEngine):
             await self.discard(staging)  # in the ranks that were not ready
             raise
         key = self._next_key()
-        self._running().key, self._version = key, None  # half-way, the weights are of no version
+        self._requests_in_sglang().key, self._version = key, None  # half-way, the weights are of no version
         await self._process.call("swap", key=key)
         self._version = version
 
-    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
-        """Retracts running requests: they compute their KV again."""
-        self._running()
-        info = self._info
-        assert info is not None, "start sets it"
-        if (reason := info.capabilities.get("score")) is not None:
-            raise Unsupported(reason, field="op", fix=LACKING)
-        checked = check_sequences(sequences, info.vocab_size, info.max_model_len)
-        check_adapter(adapter, self._adapters, "adapter")
-        check_memory(self._released)
+    async def _score(self, sequences: list[list[int]], adapter: str | None) -> Any:
         lora_id = "" if adapter is None else self._adapters[adapter].lora_id
-        was_paused = self._paused
-        try:
-            await self._freeze("retract")
-            rows = await self._process.call("score", sequences=json.dumps(checked), lora_id=lora_id)
-        finally:
-            if not was_paused:
-                await self.resume()
-        return checked_scores(rows[0]["scores"], checked)
+        await self._freeze("retract")
+        rows = await self._process.call("score", sequences=json.dumps(sequences), lora_id=lora_id)
+        return rows[0]["scores"]
+
+    def _adapter_names(self) -> Collection[str]:
+        return self._adapters
+
+    def _released_tags(self) -> Collection[str]:
+        return self._released
 
     def set_version(self, version: WeightVersion) -> None:
         self._version = version
@@ -451,7 +340,7 @@ class SglangEngine(Tokenizing, WeightsInRanks, FullEngine):
     async def _retire(self, name: str, old: LoadedAdapter, replaced: bool) -> None:
         """Removes an adapter that may have requests. A request can't change to another adapter: if it is replaced, the
         new adapter is asked for the rest."""
-        registry, feeder = self._process.manager.lora_registry, self._running()
+        registry, feeder = self._process.manager.lora_registry, self._requests_in_sglang()
         if replaced:
             await feeder.begin_again([one for one in feeder.submitted() if one.adapter == old.engine_name])
         else:
@@ -483,7 +372,7 @@ class SglangEngine(Tokenizing, WeightsInRanks, FullEngine):
             raise
         except PlaneError as failure:
             del self._adapters[name]
-            feeder = self._running()
+            feeder = self._requests_in_sglang()
             await feeder.abort([one for one in feeder.streams.values() if one.request.adapter == name])
             with contextlib.suppress(PlaneError):  # the first error counts
                 await self._process.call("forget_adapter", lora_id=old.lora_id)
@@ -491,25 +380,24 @@ class SglangEngine(Tokenizing, WeightsInRanks, FullEngine):
         await self._process.manager.lora_registry.register(lora_reference(old.engine_name, old.lora_id))
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None:
-        self._adapter(name, "name").version = version
+        check_adapter(name, self._adapters, "name")
+        self._adapters[name].version = version
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
         if action != "reset_tensors":
             return await self._process.ask(asyncio.to_thread(self._process.ranks.check, action))
-        was_paused = self._paused
-        await self._freeze("retract")
-        key = self._next_key()
-        self._running().key, self._version = key, None
-        await self._process.call("reset", key=key)
-        if not was_paused:
-            await self.resume()
+        async with self._stopped():
+            await self._freeze("retract")
+            key = self._next_key()
+            self._requests_in_sglang().key, self._version = key, None
+            await self._process.call("reset", key=key)
         return [{"rank": rank} for rank in range(self._process.ranks.count)]
 
     # memory
 
     async def release_memory(self, tags: list[str]) -> None:
         """Retracts frozen requests: they compute their KV again."""
-        self._check_memory_saver("release_memory")
+        self._refuse_lacking_op("release_memory")
         await self._freeze("retract")  # SGLang ends the process if a request runs
         await self._process.ask(self._release(tags))
 
@@ -524,7 +412,7 @@ class SglangEngine(Tokenizing, WeightsInRanks, FullEngine):
                 self._released.update(wanted)
 
     async def resume_memory(self, tags: list[str]) -> None:
-        self._check_memory_saver("resume_memory")
+        self._refuse_lacking_op("resume_memory")
         await self._process.ask(self._take_back(tags))
 
     async def _take_back(self, tags: list[str]) -> None:
@@ -538,12 +426,6 @@ class SglangEngine(Tokenizing, WeightsInRanks, FullEngine):
                 manager, asked = self._process.manager, ResumeMemoryOccupationReqInput(tags=_sglang_tags(wanted))
                 await manager.resume_memory_occupation(asked)
                 self._released.difference_update(wanted)
-
-    def _check_memory_saver(self, op: str) -> None:
-        assert self._info is not None, "start sets it"
-        reason = self._info.capabilities.get(op)
-        if reason is not None:
-            raise Unsupported(reason, field="op", fix=LACKING)
 
 
 def _sglang_tags(tags: list[str]) -> list[str]:

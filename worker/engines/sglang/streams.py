@@ -8,13 +8,14 @@ import itertools
 import secrets
 from base64 import b64decode
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.protocol.generation import FinishReason, GenerateRequest
 from rl_plane.protocol.routed_experts import RoutedExperts, width_of
 from worker.engines.common.finite_logits import NOT_FINITE, check_prompt
+from worker.engines.common.pieces import Piece, PieceQueue
 from worker.engines.common.spans import Label
 from worker.engines.sglang.logits import NOTE
 
@@ -51,32 +52,8 @@ class Experts:
         return RoutedExperts(layers=self.layers, top_k=self.top_k, width=self.width, data=ids.tobytes())
 
 
-@dataclass(slots=True)
-class SglangPiece:
-    """New tokens of one request."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    tops: list[list[tuple[int, float]]] = field(default_factory=list)
-    """One per token, if the request asks for them."""
-    labels: list[Label] = field(default_factory=list)
-    """One per token: the weights that made it."""
-    finish_reason: FinishReason | None = None
-    prompt_logprobs: list[float | None] | None = None
-    """With the first token, if the request asks for them."""
-    routed: RoutedExperts | None = None
-    """With the last token, if the request asks for them: the experts of all tokens."""
-    sure: bool = True
-    """False: at the end the engine reported other weights for the tokens than the labels have."""
-
-    def until(self, count: int) -> SglangPiece:
-        """The first `count` tokens, as the last ones of the request."""
-        made = (self.token_ids[:count], self.logprobs[:count], self.tops[:count], self.labels[:count])
-        return SglangPiece(*made, "stop", self.prompt_logprobs, sure=self.sure)
-
-
 class SglangStream:
-    """One request. Its items are pieces; the last item is a piece with a finish_reason, or an error."""
+    """One request, and its pieces."""
 
     def __init__(
         self, request: GenerateRequest, prompt: list[int], stop: frozenset[int], experts: Experts
@@ -88,8 +65,7 @@ class SglangStream:
         self.adapter: str | None = None
         """The adapter's name in the engine, once the request is submitted."""
         self.feeding: asyncio.Task[None] | None = None
-        self._items: asyncio.Queue[SglangPiece | PlaneError] = asyncio.Queue()
-        self._waiting: SglangPiece | None = None
+        self.pieces = PieceQueue()
         self._stop = stop
         self.made: list[int] = []
         self.ended = False
@@ -107,7 +83,7 @@ class SglangStream:
         # The count says what is new: an abort repeats the last token.
         fresh = meta["completion_tokens"] - self._count
         first = not self.made
-        piece = SglangPiece(list(out["output_ids"][:fresh]))
+        piece = Piece(list(out["output_ids"][:fresh]))
         if self.request.logprobs:
             piece.logprobs = [value for value, *_ in meta["output_token_logprobs"][:fresh]]
         if self.request.logprobs and self.request.top_logprobs:
@@ -138,7 +114,7 @@ class SglangStream:
             self.end(piece)
             return True
         if not self.ended:
-            self._items.put_nowait(piece)
+            self.pieces.put(piece)
         return self.ended
 
     @property
@@ -149,34 +125,11 @@ class SglangStream:
         """Prepares to ask the engine, which has dropped the request, for the rest."""
         self.submitted, self._start, self._runs = False, len(self.made), []
 
-    def end(self, item: SglangPiece | PlaneError) -> None:
+    def end(self, item: Piece | PlaneError) -> None:
         """Adds the last item. Later items are dropped."""
         if not self.ended:
             self.ended = True
-            self._items.put_nowait(item)
-
-    async def next(self) -> tuple[SglangPiece, PlaneError | None]:
-        """Returns the pieces that have come since the last call, as one, and the error after them. Tokens of other
-        weights wait for the next call."""
-        merged = SglangPiece()
-        item, self._waiting = self._waiting or await self._items.get(), None
-        while True:
-            if isinstance(item, PlaneError):
-                return merged, item
-            if merged.labels and item.labels and item.labels[0] != merged.labels[-1]:
-                self._waiting = item
-                return merged, None
-            merged.token_ids += item.token_ids
-            merged.logprobs += item.logprobs
-            merged.labels += item.labels
-            merged.tops += item.tops
-            merged.prompt_logprobs = merged.prompt_logprobs or item.prompt_logprobs
-            merged.finish_reason = item.finish_reason
-            merged.routed = item.routed
-            merged.sure = item.sure
-            if self._items.empty():
-                return merged, None
-            item = self._items.get_nowait()
+            self.pieces.put(item)
 
 
 class Feeder:
@@ -197,7 +150,7 @@ class Feeder:
         self.key = FIRST_KEY
         """The engine's name of the served weights."""
         self._manager = manager
-        self.eos = eos
+        self._eos = eos
         self._adapter_of = adapter_of
         self._label_of = label_of
         self._experts = experts
@@ -205,10 +158,6 @@ class Feeder:
         self._open.set()
         self._numbers = itertools.count()
         self.streams: dict[str, SglangStream] = {}
-
-    @property
-    def is_open(self) -> bool:
-        return self._open.is_set()
 
     def open(self) -> None:
         self._open.set()
@@ -224,20 +173,17 @@ class Feeder:
         """The requests in the engine, and the requests that have tokens and wait to return there."""
         return [stream for stream in self.streams.values() if stream.submitted or stream.made]
 
-    async def run(self, request: GenerateRequest, prompt: list[int]) -> AsyncGenerator[SglangPiece, None]:
+    async def run(self, request: GenerateRequest, prompt: list[int]) -> AsyncGenerator[Piece, None]:
         """Yields pieces until one has a finish_reason. Leaving early aborts the request in the engine."""
         after = frozenset(request.stop_token_ids) if request.ignore_eos else frozenset()
         stream = self.streams[request.id] = SglangStream(request, prompt, after, self._experts)
         stream.feeding = asyncio.create_task(self._feed(stream))
         try:
-            while True:
-                piece, failure = await stream.next()
-                if piece.token_ids or piece.finish_reason is not None:
-                    yield piece
-                if failure is not None:
-                    raise failure
-                if piece.finish_reason is not None:
-                    return
+            finished = False
+            while not finished:
+                piece = await stream.pieces.next()
+                finished = piece.finish_reason is not None
+                yield piece
         finally:
             del self.streams[request.id]
             stream.feeding.cancel()  # this aborts it in the engine
@@ -245,7 +191,7 @@ class Feeder:
     async def abort(self, streams: list[SglangStream]) -> None:
         """Ends these requests here at once, and in the engine."""
         for stream in streams:
-            stream.end(SglangPiece(finish_reason="abort"))
+            stream.end(Piece(finish_reason="abort"))
         await self._take_out(streams)
 
     async def begin_again(self, streams: list[SglangStream]) -> None:
@@ -326,7 +272,7 @@ class Feeder:
                 "top_k": min(request.top_k, MAX_TOP_K) or -1,
                 # A draw depends on seed and position only, so the rest continues the same draws.
                 "sampling_seed": request.seed if request.seed is not None else secrets.randbelow(MAX_SEED),
-                "stop_token_ids": sorted({*request.stop_token_ids, *self.eos}) or None,
+                "stop_token_ids": sorted({*request.stop_token_ids, *self._eos}) or None,
                 "ignore_eos": request.ignore_eos,
                 "logit_bias": request.logit_bias or None,
                 "skip_special_tokens": False,

@@ -10,40 +10,20 @@ import asyncio
 import contextlib
 import itertools
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
-from rl_plane.protocol.generation import GenerateDelta, GenerateRequest
+from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
+from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.versions import WeightVersion
-from worker.engines.base import (
-    LACKING,
-    AdapterLost,
-    EngineInfo,
-    EngineOptions,
-    PauseMode,
-)
+from worker.engines.base import AdapterLost, EngineInfo, EngineOptions, PauseMode
 from worker.engines.capabilities import CheckAction, FullEngine
 from worker.engines.common.lora import NO_LORA
-from worker.engines.common.scoring import check_memory, check_sequences, checked_scores
-from worker.engines.common.spans import Label, SpanLog
-from worker.engines.common.stop_strings import ReplyText
-from worker.engines.common.token_checks import (
-    NO_EXPERTS,
-    NO_ROUTED,
-    check_adapter,
-    check_tokens,
-    no_cut_rows,
-    refuse_lacking,
-)
-from worker.engines.common.tokenizing import (
-    Tokenizing,
-    eos_tokens,
-    load_tokenizer,
-    nothing_made,
-)
-from worker.engines.common.weights_in_ranks import WeightsInRanks
+from worker.engines.common.pieces import Piece
+from worker.engines.common.rank_engine import RankEngine
+from worker.engines.common.spans import Label
+from worker.engines.common.token_checks import NO_EXPERTS, NO_ROUTED, check_adapter, no_cut_rows
 from worker.engines.vllm.args import parse_arguments
 from worker.engines.vllm.lora_requests import lora_request
 from worker.engines.vllm.processes import NO_TRITON, VllmProcess, quieten
@@ -86,17 +66,11 @@ def build(options: EngineOptions) -> FullEngine:
     return VllmEngine(options)
 
 
-class VllmEngine(Tokenizing, WeightsInRanks, FullEngine):
+class VllmEngine(RankEngine[VllmProcess]):
     def __init__(self, options: EngineOptions) -> None:
-        super().__init__()
-        options.check_model()
         quieten()
-        self._options = options
         sleeping = {"enable_sleep_mode": "true"} if options.memory_saver else {}
-        self._process = VllmProcess(options, parse_arguments(dict(options.extra) | sleeping))
-        self._tokenizer: Any = None
-        self._info: EngineInfo | None = None
-        self._paused = False
+        super().__init__(options, VllmProcess(options, parse_arguments(dict(options.extra) | sleeping)))
         self._released = ReleasedMemory()
         self._streams: Streams | None = None
         self._numbers = itertools.count(1)
@@ -107,28 +81,20 @@ class VllmEngine(Tokenizing, WeightsInRanks, FullEngine):
 
     # life
 
-    async def start(self) -> EngineInfo:
+    async def _start(self) -> EngineInfo:
         self.engine_loop = asyncio.get_running_loop()
-        try:
-            self._tokenizer = await asyncio.to_thread(load_tokenizer, self._options.model)
-            eos = await asyncio.to_thread(eos_tokens, self._options.model, self._tokenizer)
-            await self._process.start()
-            self._streams = Streams(self._process.llm, eos)
-            await self.liveness()
-            self._info = self._describe(self._process.ranks)
-        except PlaneError:
-            await self.close()
-            raise
-        except Exception as error:
-            await self.close()
-            raise EngineFailed(f"vLLM did not start: {error}") from error
-        return self._info
+        await asyncio.to_thread(self._load_tokenizer)
+        await self._process.start()
+        self._streams = Streams(self._process, self._eos, self._label)
+        await self.liveness()
+        return self._describe(self._process.ranks)
 
     def _describe(self, ranks: Ranks) -> EngineInfo:
         import vllm
         from vllm.platforms import current_platform
 
         model, parallel = self._process.config.model_config, self._process.config.parallel_config
+        lora = self._process.config.lora_config
         return EngineInfo(
             engine="vllm",
             engine_version=vllm.__version__,
@@ -146,7 +112,7 @@ class VllmEngine(Tokenizing, WeightsInRanks, FullEngine):
             deterministic=self._options.deterministic,
             memory_saver=bool(model.enable_sleep_mode),
             max_adapters=self._lora_places(),
-            max_lora_rank=self._lora_rank(),
+            max_lora_rank=None if lora is None else int(lora.max_lora_rank),
         )
 
     def _lacking(self) -> dict[str, str]:
@@ -183,96 +149,40 @@ class VllmEngine(Tokenizing, WeightsInRanks, FullEngine):
             return _NO_SLEEP_CPU
         return None if self._process.config.model_config.enable_sleep_mode else _NO_SLEEP
 
-    async def close(self) -> None:
-        self._streams = None
-        await self._process.end()
-
     async def liveness(self) -> None:
         await self._process.ask(self._process.llm.collective_rpc("rl_plane_ping"))
 
     # generation
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
-        streams, info = self._running(), self._info
-        assert info is not None, "start sets it"
-        prompt = await self._prompt_of(request)
-        if prompt is None:
-            yield nothing_made(request)
-            return
-        check_tokens(request, prompt, streams.eos, info.vocab_size, info.max_model_len)
-        refuse_lacking(request, info.capabilities)
-        text, spans = ReplyText(self._tokenizer, request, prompt), SpanLog()
-        told: list[int] | None = prompt
-        try:
-            async with contextlib.aclosing(streams.run(request, prompt, self._lora_of(request))) as pieces:
-                async for piece in pieces:
-                    read = text.add(piece.token_ids, last=piece.finish_reason is not None)
-                    if read.stop_string is not None:
-                        piece = piece.until(read.count)
-                    for name in piece.names:
-                        spans.add(self._label(name, request.adapter))
-                    finished = piece.finish_reason is not None
-                    yield GenerateDelta(
-                        token_ids=piece.token_ids,
-                        logprobs=piece.logprobs,
-                        top_logprobs=piece.tops,
-                        text=read.text,
-                        finish_reason=piece.finish_reason,
-                        stop_string=read.stop_string,
-                        spans=spans.tell(finished),
-                        prompt_token_ids=told,
-                        prompt_logprobs=piece.prompt_logprobs,
-                        routed_experts=piece.routed,
-                    )
-                    told = None
-                    if finished:
-                        return  # a stop string ends the request here; closing ends it in the engine
-        except Exception as error:
-            raise self._process.translated(error) from error
+    def _pieces(self, request: GenerateRequest, prompt: list[int]) -> AsyncGenerator[Piece, None]:
+        return self._requests_in_vllm().run(request, prompt, self._lora_of(request))
 
-    @property
-    def ranks(self) -> Ranks:
-        return self._process.ranks
-
-    def _running(self) -> Streams:
-        self._process.check_alive()
+    def _requests_in_vllm(self) -> Streams:
+        self._running()
         assert self._streams is not None, "built with the engine"
         return self._streams
 
     def _lora_of(self, request: GenerateRequest) -> Any:
-        if request.adapter is None:
-            return None
         check_adapter(request.adapter, self._loras, "model")
-        return self._loras[request.adapter].request()
+        return None if request.adapter is None else self._loras[request.adapter].request()
 
     def _label(self, name: str | None, adapter: str | None) -> Label:
         state = self._states.get(name or "") or _State()
         return Label(state.base, adapter, None if adapter is None else state.adapters.get(adapter))
 
     async def abort(self, request_ids: list[str] | None) -> int:
-        streams = self._running()
+        streams = self._requests_in_vllm()
         before, ended = self._abort_tokenized(request_ids), streams.of(request_ids)
         await self._process.ask(streams.abort(ended))
         return before + len(ended)
 
-    async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
-        """After `clear_cache`, running requests compute their KV again."""
-        was_paused = self._paused
-        try:
-            self._paused = True
-            await self._freeze(mode)
-            if mode == "abort":
-                self._abort_tokenized(None)
-            return clear_cache and await self.flush_cache()
-        except BaseException:
-            with contextlib.suppress(PlaneError):  # the first error counts
-                if was_paused:  # only requests that a `keep` froze were running
-                    await self._freeze("keep")
-                else:
-                    await self.resume()
-            raise
+    async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        self._paused = True
+        await self._freeze(mode)
+        if mode == "abort":
+            self._abort_tokenized(None)
 
-    async def _freeze(self, mode: PauseMode) -> None:
+    async def _freeze(self, mode: PauseMode = "keep") -> None:
         # Not by pause_generation, which adds a sleep: each token has its own label.
         await self._process.ask(self._process.llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
 
@@ -287,9 +197,6 @@ class VllmEngine(Tokenizing, WeightsInRanks, FullEngine):
         return await self._process.ask(
             llm.reset_prefix_cache(reset_running_requests=self._paused, reset_connector=True)
         )
-
-    def load(self) -> tuple[int, int]:
-        return self._streams.load() if self._streams is not None else (0, 0)
 
     # weights
 
@@ -315,28 +222,19 @@ class VllmEngine(Tokenizing, WeightsInRanks, FullEngine):
         await self._name_state(version, self._adapter_versions())
         return flushed
 
-    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
-        """Running requests compute their KV again."""
-        self._process.check_alive()
-        info = self._info
-        assert info is not None, "start sets it"
-        if (reason := info.capabilities.get("score")) is not None:
-            raise Unsupported(reason, field="op", fix=LACKING)
-        checked = check_sequences(sequences, info.vocab_size, info.max_model_len)
-        check_adapter(adapter, self._loras, "adapter")
-        check_memory(self._released.tags)
+    async def _score(self, sequences: list[list[int]], adapter: str | None) -> Any:
         lora = None if adapter is None else (self._loras[adapter].number, self._loras[adapter].path)
-        was_paused, llm = self._paused, self._process.llm
-        try:
-            await self._freeze("keep")
-            flush = llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-            if not await self._process.ask(flush):
-                raise EngineFailed("vLLM did not flush its prefix cache: a request holds KV")
-            scores = await self._process.ask(llm.engine_core.call_utility_async(METHOD, checked, lora))
-        finally:
-            if not was_paused:
-                await self.resume()
-        return checked_scores(scores, checked)
+        llm = self._process.llm
+        await self._freeze()
+        if not await self._process.ask(llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)):
+            raise EngineFailed("vLLM did not flush its prefix cache: a request holds KV")
+        return await self._process.ask(llm.engine_core.call_utility_async(METHOD, sequences, lora))
+
+    def _adapter_names(self) -> Collection[str]:
+        return self._loras
+
+    def _released_tags(self) -> Collection[str]:
+        return self._released.tags
 
     async def _flush(self, stale: bool) -> bool:
         """`stale`: new requests would find KV of the old weights."""
@@ -357,10 +255,6 @@ class VllmEngine(Tokenizing, WeightsInRanks, FullEngine):
         """Loads all adapters again: new base weights have dropped them."""
         for lora in self._loras.values():
             await self._add_lora(lora)
-
-    def _check_paused(self) -> None:
-        if not self._paused:
-            raise EngineFailed("a swap needs a paused engine")
 
     async def _forget(self, staging: str) -> None:
         with contextlib.suppress(PlaneError):  # the first error counts
@@ -384,12 +278,11 @@ class VllmEngine(Tokenizing, WeightsInRanks, FullEngine):
 
     async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
         self._check_paused()
-        assert self._info is not None, "start sets it"
         before = self._loras.get(name)
         if staging is None:
             return await self._unload(name, before)
         try:
-            self._info.check_place(name, self._loras)  # vLLM would evict another adapter
+            self.info.check_place(name, self._loras)  # vLLM would evict another adapter
         except InvalidRequest:
             await self._forget(staging)
             raise
@@ -417,10 +310,6 @@ class VllmEngine(Tokenizing, WeightsInRanks, FullEngine):
             return None
         # On a CPU the last slot stays empty: see `completed`.
         return int(limits.max_loras - 1 if current_platform.is_cpu() else limits.max_cpu_loras or limits.max_loras)
-
-    def _lora_rank(self) -> int | None:
-        limits = self._process.config.lora_config
-        return None if limits is None else int(limits.max_lora_rank)
 
     async def _add_lora(self, lora: _Lora) -> None:
         """Replaces the adapter of this number, if there is one. On a rank where this one does not load, the old one
@@ -456,7 +345,7 @@ class VllmEngine(Tokenizing, WeightsInRanks, FullEngine):
     async def _end_adapter(self, name: str, lora: _Lora) -> None:
         """Removes the adapter's name, and ends its requests."""
         del self._loras[name]
-        streams = self._running()
+        streams = self._requests_in_vllm()
         await self._process.ask(streams.abort(streams.of_adapter(name)))
         await asyncio.to_thread(shutil.rmtree, lora.path, ignore_errors=True)
 
@@ -479,11 +368,9 @@ class VllmEngine(Tokenizing, WeightsInRanks, FullEngine):
         self._state.adapters[name] = version
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
-        info = self._info
-        assert info is not None, "start sets it"
         if action == "reset_tensors":
             return await self._reset()
-        if info.device != "cpu":
+        if self.info.device != "cpu":
             return await asyncio.to_thread(self._process.ranks.check, action)
         # On a CPU a check runs the packed layers, which running steps use too.
         return await self._process.on_ranks("rl_plane_check", action)
@@ -491,23 +378,21 @@ class VllmEngine(Tokenizing, WeightsInRanks, FullEngine):
     async def _reset(self) -> list[dict[str, Any]]:
         """Freezes the engine meanwhile: the adapters are dropped with the weights, and a step without one would read
         the files that its request began with, which may be deleted."""
-        was_paused = self._paused
-        await self._freeze("keep")
-        await self._forget_base()
-        rows = await self._process.on_ranks("rl_plane_check", "reset_tensors")
-        await self._add_loras()
-        if not was_paused:
-            await self.resume()
+        async with self._stopped():
+            await self._freeze()
+            await self._forget_base()
+            rows = await self._process.on_ranks("rl_plane_check", "reset_tensors")
+            await self._add_loras()
         return rows
 
     async def release_memory(self, tags: list[str]) -> None:
         """Frozen requests lose their KV, and compute it again when they continue."""
-        self._check_able_to_sleep()
+        self._refuse_lacking_op("release_memory")
         for call in self._released.release(tags):
             await self._make(call)
 
     async def resume_memory(self, tags: list[str]) -> None:
-        self._check_able_to_sleep()
+        self._refuse_lacking_op("resume_memory")
         for call in self._released.resume(tags):
             await self._make(call)
 
@@ -518,11 +403,7 @@ class VllmEngine(Tokenizing, WeightsInRanks, FullEngine):
                 await self._process.ask(llm.sleep(level=SLEEP_LEVEL, mode="keep"))
             case "release_kv_cache_memory":
                 # vLLM needs an idle scheduler: an abort leaves work for it.
-                await self._freeze("keep")
+                await self._freeze()
                 await self._process.ask(llm.release_kv_cache_memory())
             case "wake_up":
                 await self._process.ask(llm.wake_up(sorted(call.tags)))
-
-    def _check_able_to_sleep(self) -> None:
-        if (reason := self._no_sleep()) is not None:
-            raise Unsupported(reason, field="op", fix=LACKING)

@@ -4,88 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
-import shutil
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
-from worker.engines.base import EngineOptions
-from worker.engines.common.process_watch import ProcessWatch, StartWatch, descendants, engine_processes, or_death
+from worker.engines.common.engine_process import EngineProcess
 from worker.engines.vllm.args import check_cpu, completed, thread_binding
 from worker.engines.vllm.logits import COUNT, RAISE, end_by_count
 from worker.engines.vllm.plugin import MARK, take_temperatures_as_they_are
-from worker.receive.rank_agents.agent_client import AgentClient
-from worker.receive.rank_agents.agent_messages import socket_directory
 from worker.receive.rank_agents.ranks import Ranks, check_rows
 
 T = TypeVar("T")
-log = logging.getLogger("worker.engines.vllm.processes")
-
-CLOSE_TIMEOUT_S = 5.0
-"""Seconds that killed processes may take to end."""
 
 NO_TRITON = "vLLM tells them by its second model runner only, which needs Triton: this build has none"
 _LOGGING = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
-_VITAL = "VLLM::"
-"""The begin of the names of its processes."""
 
 
 def quieten() -> None:
-    """Sets vLLM's log level. SleepCall it before vLLM is imported."""
+    """Sets vLLM's log level. Call it before vLLM is imported."""
     for name, value in _LOGGING.items():
         os.environ.setdefault(name, value)
 
 
-class VllmProcess:
-    """Use it on the loop on which it was started."""
-
-    def __init__(self, options: EngineOptions, arguments: dict[str, Any]) -> None:
-        self._options = options
-        self._arguments = arguments
-        self._directory: Path | None = None
-        self._llm: Any = None
-        self._ranks: Ranks | None = None
-        self._watch: ProcessWatch | None = None
-        self._dead: asyncio.Future[NoReturn] | None = None
-
-    async def start(self) -> None:
-        self._dead = asyncio.get_running_loop().create_future()
-        self._dead.add_done_callback(lambda dead: dead.exception())  # retrieved, even if no call waits
-        self._directory = socket_directory()
-        before = descendants()
-        # On this thread, which it blocks: the children end with the thread that starts them.
-        with StartWatch():
-            try:
-                self._build(self._directory)
-            finally:
-                self._watch = ProcessWatch(engine_processes(before), _VITAL, self._died)
-        self._ranks = await or_death(self._start_agents(self._directory), self._dead)
-
-    def check_alive(self) -> None:
-        if self._dead is not None and self._dead.done():
-            raise _reason(self._dead)
-        if self._llm is None:
-            raise EngineFailed("the engine is not running")
+class VllmProcess(EngineProcess):
+    name = "vLLM"
+    vital = "VLLM::"
 
     @property
     def llm(self) -> Any:
         """vLLM's AsyncLLM. Raises EngineDied once it is dead."""
-        self.check_alive()
-        return self._llm
+        return self.engine
 
     @property
     def config(self) -> Any:
         """vLLM's own config."""
         return self.llm.vllm_config
-
-    @property
-    def ranks(self) -> Ranks:
-        if self._ranks is None or self._llm is None:
-            raise EngineFailed("the engine is not running")
-        return self._ranks
 
     async def ask(self, work: Coroutine[Any, Any, T]) -> T:
         """Returns the engine's answer, or raises EngineDied if the engine dies meanwhile and would never answer."""
@@ -97,7 +52,7 @@ class VllmProcess:
         finally:
             task.cancel()
         if not task.done() or task.cancelled():
-            raise _reason(dead)
+            raise self._reason()
         try:
             return await task
         except Exception as error:
@@ -111,7 +66,7 @@ class VllmProcess:
         if isinstance(error, EngineDeadError):
             self._fail("vLLM says that it is dead")
         if self._dead is not None and self._dead.done():
-            return _reason(self._dead)
+            return self._reason()
         return EngineFailed(f"{type(error).__name__}: {error}")
 
     async def on_ranks(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
@@ -123,18 +78,11 @@ class VllmProcess:
         return rows
 
     async def end(self) -> None:
-        self._tell_all("the engine was closed")
-        llm, self._llm = self._llm, None
+        self._die("the engine was closed")
+        llm, self._engine = self._engine, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, 0)
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.kill()
-            await asyncio.to_thread(watch.wait, CLOSE_TIMEOUT_S)
-            watch.close()
-        directory, self._directory = self._directory, None
-        if directory is not None:
-            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+        await self._end_processes()
 
     # building
 
@@ -157,7 +105,7 @@ class VllmProcess:
         eager = on_cpu and arguments["enforce_eager"]
         take_temperatures_as_they_are()  # also here, where requests are made
         with _environment(directory, binding, self._options.deterministic, eager):
-            self._llm = AsyncLLM.from_engine_args(
+            self._engine = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(
                     model=str(self._options.model),
                     dtype=self._options.dtype or _model_dtype(self._options.model),
@@ -166,44 +114,21 @@ class VllmProcess:
                     **{"disable_log_stats": True} | arguments,
                 )
             )
-        end_by_count(self._llm)
+        end_by_count(self._engine)
 
-    async def _start_agents(self, directory: Path) -> Ranks:
+    async def _start_ranks(self, directory: Path) -> Ranks:
         model, places = str(self._options.model.absolute()), self._options.places.to_wire()
         await self.on_ranks("rl_plane_start", model, str(directory), places)
-        ranks = Ranks(AgentClient(directory, self._llm.vllm_config.parallel_config.world_size))
-        await asyncio.to_thread(ranks.start)
-        return ranks
+        return await super()._start_ranks(directory)
 
-    # dying
+    def _world_size(self) -> int:
+        return int(self.config.parallel_config.world_size)
 
-    def _died(self, pid: int) -> None:
-        self._fail(f"vLLM's process {pid} ended")
-
-    def _fail(self, why: str) -> None:
-        """Reports the engine's death to all waiting calls, and kills its remaining processes. No other method does."""
-        if self._tell_all(why):
-            log.warning("%s", why)
-            if self._watch is not None:
-                self._watch.kill()
-
-    def _tell_all(self, why: str) -> bool:
-        """Returns False if the end has been reported already."""
-        if self._dead is None or self._dead.done():
-            return False
-        self._dead.set_exception(EngineDied(why))
-        if self._watch is not None:
-            self._watch.stop()
-        if self._llm is not None:
+    def _tell_readers(self, error: EngineDied) -> None:
+        if self._engine is not None:
             from vllm.v1.engine.exceptions import EngineDeadError
 
-            self._llm.output_processor.propagate_error(EngineDeadError())
-        return True
-
-
-def _reason(dead: asyncio.Future[NoReturn]) -> EngineDied:
-    """Makes a new error for each caller."""
-    return EngineDied(str(dead.exception()))
+            self._engine.output_processor.propagate_error(EngineDeadError())
 
 
 def _check_device(device: str, on_cpu: bool) -> None:

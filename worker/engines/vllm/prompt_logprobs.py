@@ -12,7 +12,7 @@ import torch
 
 
 def score_prompts_by_token(runner: Any) -> None:
-    """Gives each row the adapter of its own token while prompts are scored. SleepCall it once in a rank, with LoRA."""
+    """Gives each row the adapter of its own token while prompts are scored. Call it once in a rank, with LoRA."""
     from vllm.lora.layers import LogitsProcessorWithLoRA
 
     original = runner._get_prompt_logprobs_dict

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,46 +12,11 @@ from rl_plane.errors import EngineFailed, InvalidRequest
 from rl_plane.protocol.generation import FinishReason, GenerateRequest
 from rl_plane.protocol.routed_experts import RoutedExperts
 from worker.engines.common.finite_logits import NOT_FINITE, check_prompt
+from worker.engines.common.pieces import Piece, Top
+from worker.engines.common.spans import Label
+from worker.engines.vllm.processes import VllmProcess
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-
-
-@dataclass(frozen=True, slots=True)
-class VllmPiece:
-    """New tokens of one request."""
-
-    token_ids: list[int]
-    logprobs: list[float] | None
-    tops: list[list[tuple[int, float]]] | None
-    names: list[str | None]
-    """vLLM's name for the weights of each token. None: unknown."""
-    finish_reason: FinishReason | None
-    prompt_logprobs: list[float | None] | None
-    """With the first token, if the request asks for them."""
-    routed: RoutedExperts | None = None
-    """With the last token, if the request asks for them: the experts of all tokens."""
-
-    def until(self, count: int) -> VllmPiece:
-        """The first `count` tokens, as the last ones of the request."""
-        logprobs = None if self.logprobs is None else self.logprobs[:count]
-        tops = None if self.tops is None else self.tops[:count]
-        return VllmPiece(self.token_ids[:count], logprobs, tops, self.names[:count], "stop", self.prompt_logprobs)
-
-    def by_weights(self) -> Iterator[VllmPiece]:
-        """Yields pieces whose tokens the same weights made."""
-        names, count = self.names, len(self.names)
-        cuts = [0, *(at for at in range(1, count) if names[at] != names[at - 1]), count]
-        for start, end in itertools.pairwise(cuts):
-            is_last = end == count
-            yield VllmPiece(
-                self.token_ids[start:end],
-                None if self.logprobs is None else self.logprobs[start:end],
-                None if self.tops is None else self.tops[start:end],
-                names[start:end],
-                self.finish_reason if is_last else None,
-                self.prompt_logprobs if not start else None,
-                self.routed if is_last else None,
-            )
 
 
 @dataclass(eq=False, slots=True)
@@ -63,23 +28,24 @@ class VllmStream:
     adapter: str | None
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the engine has the request, or never will: only then an abort finds it."""
-    begun: bool = False
 
 
 class Streams:
-    """`llm`: an AsyncLLM. `eos`: the tokens that end a text, unless a request says otherwise."""
+    """`eos`: the tokens that end a text, unless a request says otherwise. `label_of(name, adapter)`: the label of a
+    token that the weights of this name in vLLM made. A name that is None is unknown."""
 
-    def __init__(self, llm: Any, eos: frozenset[int]) -> None:
-        self._llm = llm
-        self.eos = eos
+    def __init__(
+        self,
+        process: VllmProcess,
+        eos: frozenset[int],
+        label_of: Callable[[str | None, str | None], Label],
+    ) -> None:
+        self._process = process
+        self._llm = process.llm
+        self._eos = eos
+        self._label_of = label_of
         self._streams: dict[str, VllmStream] = {}
         self._numbers = itertools.count(1)
-
-    def load(self) -> tuple[int, int]:
-        """(running, waiting)."""
-        streams = list(self._streams.values())
-        running = sum(stream.begun for stream in streams)
-        return running, len(streams) - running
 
     def of(self, request_ids: Iterable[str] | None) -> list[VllmStream]:
         """The running requests with these ids (None: all)."""
@@ -95,10 +61,8 @@ class Streams:
         if streams:
             await self._llm.abort([stream.key for stream in streams])
 
-    async def run(self, request: GenerateRequest, prompt: list[int], lora: Any) -> AsyncGenerator[VllmPiece, None]:
-        """Yields pieces. Closing it aborts the request."""
-        if request.id in self._streams:
-            raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
+    async def run(self, request: GenerateRequest, prompt: list[int], lora: Any) -> AsyncGenerator[Piece, None]:
+        """Yields pieces until one has a finish_reason. Closing it aborts the request."""
         stream = self._streams[request.id] = VllmStream(f"rl-plane-{next(self._numbers)}", request.adapter)
         made, finished = 0, False
         try:
@@ -108,20 +72,25 @@ class Streams:
                 finished = output.finished
                 (choice,) = output.outputs
                 fresh = list(choice.token_ids)
-                names = list(self._names_of(stream.key, choice, made, len(fresh)))
-                scored = None
+                names = self._names_of(stream.key, choice, made, len(fresh))
+                piece = Piece(fresh, labels=[self._label_of(name, request.adapter) for name in names])
                 if request.prompt_logprobs and fresh and not made:
-                    scored = _prompt_logprobs(output.prompt_logprobs or [], prompt)
-                made, stream.begun = made + len(fresh), True
-                reason = _FINISH.get(choice.finish_reason) if finished else None
-                if fresh or reason is not None:
-                    logprobs = _logprobs(choice, fresh) if request.logprobs else None
-                    tops = _tops(choice, fresh, request.top_logprobs) if request.logprobs else None
-                    routed = _routed(choice.routed_experts) if request.routed_experts else None
-                    for part in VllmPiece(fresh, logprobs, tops, names, reason, scored, routed).by_weights():
+                    piece.prompt_logprobs = _prompt_logprobs(output.prompt_logprobs or [], prompt)
+                if request.logprobs:
+                    piece.logprobs = _logprobs(choice, fresh)
+                    piece.tops = _tops(choice, fresh, request.top_logprobs)
+                if request.routed_experts:
+                    piece.routed = _routed(choice.routed_experts)
+                if finished:
+                    piece.finish_reason = _FINISH.get(choice.finish_reason)
+                made += len(fresh)
+                if fresh or piece.finish_reason is not None:
+                    for part in piece.by_weights():
                         yield part
-                if finished and reason is None:
+                if finished and piece.finish_reason is None:
                     raise EngineFailed(_failure(choice))
+        except Exception as error:
+            raise self._process.translated(error) from error
         finally:
             stream.submitted.set()
             del self._streams[request.id]
@@ -146,7 +115,7 @@ class Streams:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        stop = set(request.stop_token_ids) | (set() if request.ignore_eos else self.eos)
+        stop = set(request.stop_token_ids) | (set() if request.ignore_eos else self._eos)
         sampling = SamplingParams(
             max_tokens=request.max_tokens,
             temperature=request.temperature,
@@ -167,7 +136,7 @@ class Streams:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        sampling.all_stop_token_ids.update(self.eos)  # `min_tokens` bars them
+        sampling.all_stop_token_ids.update(self._eos)  # `min_tokens` bars them
         # vLLM takes bad words as text only, and turns them into these.
         sampling._bad_words_token_ids = request.bad_words_token_ids or None
         return sampling
@@ -212,10 +181,10 @@ def _logprobs(choice: Any, token_ids: list[int]) -> list[float]:
     return [step[token].logprob for token, step in zip(token_ids, choice.logprobs, strict=True)]
 
 
-def _tops(choice: Any, token_ids: list[int], count: int) -> list[list[tuple[int, float]]] | None:
+def _tops(choice: Any, token_ids: list[int], count: int) -> list[Top]:
     """vLLM also returns the chosen token: if it is none of the likeliest, there is one more."""
     if not count:
-        return None
+        return []
     tops = []
     for token, step in zip(token_ids, choice.logprobs, strict=True):
         rows = [(one, row) for one, row in step.items() if one != token or len(step) <= count]

@@ -54,21 +54,6 @@ def die_with_parent() -> None:
 def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
     """Returns the methods that every agent has."""
 
-    def open_(body: Mapping[str, Any], _: Cancelled) -> None:
-        receiver.open(body["staging"], ReceiveRequest.model_validate(body["request"]), body["limits"])
-
-    def receive(body: Mapping[str, Any], cancelled: Cancelled) -> Mapping[str, Any]:
-        return receiver.receive(body["staging"], cancelled)
-
-    def receive_part(body: Mapping[str, Any], cancelled: Cancelled) -> int:
-        return receiver.receive_part(body["staging"], body["part"], cancelled)
-
-    def discard(body: Mapping[str, Any], _: Cancelled) -> None:
-        receiver.discard(body["staging"])
-
-    def cached_digest(_: Mapping[str, Any], __: Cancelled) -> str | None:
-        return receiver.cached_digest
-
     def describe(_: Mapping[str, Any], __: Cancelled) -> dict[str, Any]:
         spec = receiver.holder.weight_spec()
         return {
@@ -81,22 +66,19 @@ def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
         offset = body.get("rank_offset")  # for a group: the offset of this worker's first rank
         receiver.init_transport({**body, "rank_offset": offset + rank} if isinstance(offset, int) else body)
 
-    def destroy_transport(body: Mapping[str, Any], _: Cancelled) -> None:
-        receiver.destroy_transport(body["backend"], body["group"])
-
-    def offer(_: Mapping[str, Any], __: Cancelled) -> dict[str, Any] | None:
-        return receiver.offer() if rank == 0 else None  # each rank has the whole version
-
     return {
         "describe": describe,
-        "offer": offer,
-        "open": open_,
-        "receive": receive,
-        "receive_part": receive_part,
-        "discard": discard,
-        "cached_digest": cached_digest,
+        # Each rank has the whole version.
+        "offer": lambda body, cancelled: receiver.offer() if rank == 0 else None,
+        "open": lambda body, cancelled: receiver.open(
+            body["staging"], ReceiveRequest.model_validate(body["request"]), body["limits"]
+        ),
+        "receive": lambda body, cancelled: receiver.receive(body["staging"], cancelled),
+        "receive_part": lambda body, cancelled: receiver.receive_part(body["staging"], body["part"], cancelled),
+        "discard": lambda body, cancelled: receiver.discard(body["staging"]),
+        "cached_digest": lambda body, cancelled: receiver.cached_digest,
         "init_transport": init_transport,
-        "destroy_transport": destroy_transport,
+        "destroy_transport": lambda body, cancelled: receiver.destroy_transport(body["backend"], body["group"]),
     }
 
 

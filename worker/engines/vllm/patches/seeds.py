@@ -12,7 +12,7 @@ import numpy as np
 
 
 def rewind_by_state(runner: Any) -> None:
-    """Resets generators by their states. SleepCall it once in a rank, on a CPU."""
+    """Resets generators by their states. Call it once in a rank, on a CPU."""
     sample, note_down = runner._sample, runner._bookkeeping_sync
 
     def sample_rewound(*arguments: Any, **more: Any) -> Any:

@@ -1,0 +1,131 @@
+"""The processes of an engine that has them, its ranks among them: how they start, die and end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+from rl_plane.errors import EngineDied, EngineFailed
+from worker.engines.base import EngineOptions
+from worker.engines.common.process_watch import ProcessWatch, StartWatch, descendants, engine_processes, or_death
+from worker.receive.rank_agents.agent_client import AgentClient
+from worker.receive.rank_agents.agent_messages import socket_directory
+from worker.receive.rank_agents.ranks import Ranks
+
+log = logging.getLogger("worker.engines.common.engine_process")
+
+END_TIMEOUT_S = 5.0
+"""Seconds that killed processes may take to end."""
+
+
+class EngineProcess(ABC):
+    """Use it on the loop on which it was started. A subclass sets `_engine` in `_build`, and implements `end`."""
+
+    name: ClassVar[str]
+    vital: ClassVar[str]
+    """The begin of the names of the processes without which the engine is dead."""
+
+    def __init__(self, options: EngineOptions, arguments: dict[str, Any]) -> None:
+        self._options = options
+        self._arguments = arguments
+        self._engine: Any = None
+        """The library's own engine."""
+        self._directory: Path | None = None
+        self._ranks: Ranks | None = None
+        self._watch: ProcessWatch | None = None
+        self._dead: asyncio.Future[NoReturn] | None = None
+
+    async def start(self) -> None:
+        self._dead = asyncio.get_running_loop().create_future()
+        self._dead.add_done_callback(lambda dead: dead.exception())  # retrieved, even if no call waits
+        self._directory = socket_directory()
+        before = descendants()
+        # On this thread, which it blocks: vLLM's processes end with the thread that starts them, and SGLang uses the
+        # running loop for its sockets.
+        with StartWatch():
+            try:
+                self._build(self._directory)
+            finally:
+                self._watch = ProcessWatch(engine_processes(before), self.vital, self._process_ended)
+        self._ranks = await or_death(self._start_ranks(self._directory), self._dead)
+
+    @abstractmethod
+    def _build(self, directory: Path) -> None:
+        """Builds the library's engine."""
+
+    async def _start_ranks(self, directory: Path) -> Ranks:
+        ranks = Ranks(AgentClient(directory, self._world_size()))
+        await asyncio.to_thread(ranks.start)
+        return ranks
+
+    @abstractmethod
+    def _world_size(self) -> int:
+        """The number of ranks."""
+
+    def check_alive(self) -> None:
+        if self._dead is not None and self._dead.done():
+            raise self._reason()
+        if self._engine is None:
+            raise EngineFailed("the engine is not running")
+
+    @property
+    def engine(self) -> Any:
+        """The library's own engine. Raises EngineDied once it is dead."""
+        self.check_alive()
+        return self._engine
+
+    @property
+    def ranks(self) -> Ranks:
+        if self._ranks is None or self._engine is None:
+            raise EngineFailed("the engine is not running")
+        return self._ranks
+
+    def _reason(self) -> EngineDied:
+        """Returns a new error for each caller."""
+        assert self._dead is not None, "start sets it"
+        return EngineDied(str(self._dead.exception()))
+
+    # dying
+
+    def _process_ended(self, pid: int) -> None:
+        self._fail(f"{self.name}'s process {pid} has ended")
+
+    def _fail(self, why: str) -> None:
+        """Raises EngineDied in all waiting calls, and kills the remaining processes: some ranks may still work."""
+        if self._die(why):
+            log.error("%s", why)
+            if self._watch is not None:
+                self._watch.kill()
+
+    def _die(self, why: str) -> bool:
+        """Raises EngineDied in all waiting calls. Returns False if the engine is dead already."""
+        if self._dead is None or self._dead.done():
+            return False
+        error = EngineDied(why)
+        self._dead.set_exception(error)
+        if self._watch is not None:
+            self._watch.stop()
+        self._tell_readers(error)
+        return True
+
+    @abstractmethod
+    def _tell_readers(self, error: EngineDied) -> None:
+        """Ends the requests in flight."""
+
+    @abstractmethod
+    async def end(self) -> None:
+        """Ends the engine. It may come at any time, and twice."""
+
+    async def _end_processes(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.kill()
+            await asyncio.to_thread(watch.wait, END_TIMEOUT_S)
+            watch.close()
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)

@@ -1,0 +1,96 @@
+"""The base class of vLLM and SGLang, whose ranks are processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Collection, Sequence
+from typing import Any, Generic, TypeVar
+
+from rl_plane.errors import EngineFailed, PlaneError
+from worker.engines.base import EngineOptions, PauseMode
+from worker.engines.capabilities import FullEngine
+from worker.engines.common.engine_process import EngineProcess
+from worker.engines.common.generating import Generating
+from worker.engines.common.scoring import check_memory, check_sequences, checked_scores
+from worker.engines.common.token_checks import check_adapter
+from worker.engines.common.weights_in_ranks import WeightsInRanks
+from worker.receive.rank_agents.ranks import Ranks
+
+P = TypeVar("P", bound=EngineProcess)
+
+
+class RankEngine(Generating, WeightsInRanks, FullEngine, Generic[P]):
+    def __init__(self, options: EngineOptions, process: P) -> None:
+        super().__init__(options)
+        self._process = process
+        self._paused = False
+
+    async def close(self) -> None:
+        await self._process.end()
+
+    @property
+    def ranks(self) -> Ranks:
+        return self._process.ranks
+
+    def _running(self) -> None:
+        self._process.check_alive()
+
+    def _check_paused(self) -> None:
+        if not self._paused:
+            raise EngineFailed("the engine is not paused")
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
+        """After `clear_cache`, running requests compute their KV again."""
+        was_paused = self._paused
+        try:
+            await self._pause(mode, clear_cache)
+            return clear_cache and await self.flush_cache()
+        except BaseException:
+            with contextlib.suppress(PlaneError):  # the first error counts
+                if was_paused:  # only requests that a `keep` froze were running
+                    await self._freeze()
+                else:
+                    await self.resume()
+            raise
+
+    @abstractmethod
+    async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        """Pauses. It may leave the engine in any state if it fails."""
+
+    @abstractmethod
+    async def _freeze(self) -> None:
+        """Freezes all requests between two tokens."""
+
+    @contextlib.asynccontextmanager
+    async def _stopped(self) -> AsyncIterator[None]:
+        """Lets the engine run again afterwards if it runs now. The caller freezes it."""
+        was_paused = self._paused
+        try:
+            yield
+        finally:
+            if not was_paused:
+                await self.resume()
+
+    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
+        """Running requests compute their KV again."""
+        self._running()
+        self._refuse_lacking_op("score")
+        checked = check_sequences(sequences, self.info.vocab_size, self.info.max_model_len)
+        check_adapter(adapter, self._adapter_names(), "adapter")
+        check_memory(self._released_tags())
+        async with self._stopped():
+            scores = await self._score(checked, adapter)
+        return checked_scores(scores, checked)
+
+    @abstractmethod
+    async def _score(self, sequences: list[list[int]], adapter: str | None) -> Any:
+        """Freezes the engine and scores. `score` has checked the arguments, and lets the engine run again."""
+
+    @abstractmethod
+    def _adapter_names(self) -> Collection[str]:
+        """The loaded adapters."""
+
+    @abstractmethod
+    def _released_tags(self) -> Collection[str]:
+        """The tags of the memory that is released, or may be."""
