@@ -16,7 +16,7 @@ STUB := deploy/torchvision-stub
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 LOCKED := $(PIP) --no-build-isolation --require-hashes
 
-.PHONY: setup engines demo test test-fast lint lock audit fuzz fuzz-http sim mutants soak bench docs clean
+.PHONY: setup engines demo test test-fast lint lock audit fuzz fuzz-http fuzz-nats sim mutants soak bench docs clean
 
 setup: $(VENV)/.ready
 
@@ -75,8 +75,11 @@ $(VENV)/.tools: $(LOCKS)/tools.txt
 audit: $(VENV)/.tools
 	$(VENV)/tools/bin/python $(LOCKS)/audit.py
 
-# The fuzz tests with ever new requests, for SECONDS in all and from SEED.
-fuzz: fuzz-http
+# Ever new requests, and then mutated messages, entries and files: each for an hour. Also SECONDS=n SEED=n.
+fuzz: fuzz-http fuzz-nats
+
+fuzz-nats: setup
+	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),3600) --seed $(or $(SEED),1)
 
 fuzz-http: setup
 	FUZZ_SECONDS=$$(($(or $(SECONDS),3600) / 3)) FUZZ_SEED=$(or $(SEED),1) $(BIN)/python -m pytest tests/fleet/test_openapi_fuzz.py

@@ -14,10 +14,12 @@ import msgpack
 import nats.errors
 from nats.aio.msg import Msg
 
+from rl_plane._util.limited_log import LimitedLog
 from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.token_stream import CREDIT_INTERVAL_S, Outbox, StreamSender
 from rl_plane.errors import EngineFailed, InvalidRequest, Overloaded, PlaneError, Unavailable
+from rl_plane.protocol.envelope import MAX_ID_CHARS
 from rl_plane.protocol.generation import MAX_STREAMS, GenerateDelta, GenerateRequest, names_of, unwitnessed
 from rl_plane.protocol.token_batching import joined
 from rl_plane.protocol.validation import parse_body
@@ -68,6 +70,7 @@ class GenerationService:
         self._adapter = adapter
         self._engine = engine
         self._state = state
+        self._malformed = LimitedLog(log)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._senders: dict[str, StreamSender] = {}
         self._outbox = Outbox(bus)
@@ -104,16 +107,18 @@ class GenerationService:
     async def _message(self, message: Msg) -> None:
         try:
             body: dict[str, Any] = msgpack.unpackb(message.data)
-            kind, stream_id = body["kind"], str(body["id"])
-        except (ValueError, TypeError, KeyError, msgpack.exceptions.UnpackException):
-            log.warning("a malformed message on %s", message.subject)
+            kind, stream_id = body["kind"], body["id"]
+            _check_message(body, message.reply)
+            credit = (int(body["consumed"]), int(body["have"]), bool(body["resend"])) if kind == "credit" else None
+        except Exception:  # whatever the bytes make of the decoder
+            self._malformed.warning("a malformed message on %s", message.subject)
             return
         if kind == "open":
             await self._open(stream_id, body, message.reply)
-        elif kind == "credit":
+        elif credit is not None:
             sender = self._senders.get(stream_id)
             if sender is not None:
-                await sender.credit(int(body["consumed"]), int(body["have"]), bool(body["resend"]))
+                await sender.credit(*credit)
             elif message.reply:
                 with contextlib.suppress(nats.errors.Error):
                     await self._bus.nc.publish(message.reply, GONE)
@@ -202,6 +207,19 @@ class GenerationService:
                     sender.check_receiver()
                 except Unavailable:
                     self._tasks[stream_id].cancel()
+
+
+def _check_message(body: dict[str, Any], reply: str) -> None:
+    """Raises ValueError for a message that no frontend sends."""
+    if not isinstance(body["id"], str) or not 0 < len(body["id"]) <= MAX_ID_CHARS:
+        raise ValueError("the id")
+    if body["kind"] != "open":
+        return
+    if not reply:
+        raise ValueError("no reply subject")
+    for name, kind in (("sequence", int), ("incarnation", str)):
+        if body.get(name) is not None and type(body[name]) is not kind:
+            raise ValueError(name)
 
 
 async def _send(delta: GenerateDelta, sender: StreamSender) -> None:

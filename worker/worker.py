@@ -15,10 +15,10 @@ import nats.errors
 
 from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import Bus
-from rl_plane.bus.state_store import read_memory, read_pause
+from rl_plane.bus.state_store import read_disabled, read_memory, read_pause
 from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.protocol.canary import engine_kind
-from rl_plane.protocol.subjects import ADMISSION_PREFIX, Subjects
+from rl_plane.protocol.subjects import Subjects
 from rl_plane.protocol.update_requests import Transport
 from worker import exit_codes
 from worker.engines.base import EngineAdapter, EngineInfo
@@ -155,8 +155,7 @@ class Worker:
         """Applies the fleet's admission, pause and memory, which this worker may have missed while it was away."""
         if self._stage is not None:
             return
-        disabled = await self.bus.get(self.subjects.state, ADMISSION_PREFIX + self.state.instance_id)
-        if disabled is not None and disabled.value:
+        if await read_disabled(self.bus, self.subjects.state, self.state.instance_id):
             self.state.close("disabled")
         async with self._changes.changing:
             desired = await read_pause(self.bus, self.subjects.state)

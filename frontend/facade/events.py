@@ -16,12 +16,13 @@ from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.routing.fleet_status import FleetStatus, WorkerStatus
 from frontend.server.replies import to_json
 from rl_plane.bus.connection import is_marker
+from rl_plane.bus.entries import decoded
 from rl_plane.commit.history import UpdateEntry
 from rl_plane.errors import Unavailable
 from rl_plane.membership.core import Changed
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.record import DecisionRecord
-from rl_plane.protocol.subjects import HISTORY_PREFIX
+from rl_plane.protocol.subjects import HISTORY_PREFIX, Entry
 from rl_plane.protocol.versions import WeightVersion
 
 log = logging.getLogger("frontend.facade.events")
@@ -189,10 +190,9 @@ class FleetEvents:
     async def _on_history(self, message: Msg) -> None:
         if is_marker(message.headers):
             return
-        try:
-            entry = UpdateEntry.decode(message.data)
-        except (ValueError, TypeError, KeyError):
-            log.warning("a malformed entry on %s", message.subject)
+        sequence = int((message.headers or {})["Nats-Sequence"])
+        entry = decoded(Entry(message.subject, message.data, sequence), UpdateEntry.decode)
+        if entry is None:
             return
         key = (entry.update_id, entry.outcome, entry.began_at)
         if not entry.update_id or key in self._updates:

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from pydantic import ValidationError
+
 from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.routing.committed import Committed
 from frontend.routing.fleet_status import FleetStatus
 from frontend.routing.router import NO_AFFINITY, Affinity, Router
 from frontend.routing.span_check import SpanCheck
-from rl_plane.bus.token_stream import IncomingStream, StreamReceiver
+from rl_plane.bus.token_stream import IncomingStream, StreamReceiver, unreadable
 from rl_plane.errors import (
     EngineFailed,
     NotAdmitted,
@@ -91,7 +93,7 @@ class Attempts:
         try:
             async with self._stream(request, stream_id, member) as stream, aclosing(stream.batches()) as batches:
                 first, *batch = await _first(batches, self._limits.accept_timeout_s)
-                accepted = _accepted(first)
+                accepted = _accepted(first, member)
                 if not await self._committed.is_known(accepted.version):
                     raise NotAdmitted(f"the worker serves {accepted.version.label}, which was never committed")
                 yield accepted
@@ -159,13 +161,17 @@ async def _next(batches: AsyncIterator[list[dict[str, Any]]]) -> list[dict[str, 
         raise EngineFailed("the worker's stream ended without a finish_reason") from None
 
 
-def _accepted(message: dict[str, Any]) -> Accepted:
+def _accepted(message: dict[str, Any], member: Member) -> Accepted:
     accepted = message.get("accepted")
     if not isinstance(accepted, dict) or not isinstance(accepted.get("version"), dict):
         raise Unlabelled("the worker does not say which weights it serves", retry_after_s=1.0)
-    return Accepted(
-        str(accepted["instance_id"]), str(accepted["incarnation"]), WeightVersion.from_wire(accepted["version"])
-    )
+    if (accepted.get("instance_id"), accepted.get("incarnation")) != (member.instance_id, member.incarnation):
+        raise WorkerLost("another process than the worker that was asked has answered", retry_after_s=1.0)
+    try:
+        version = WeightVersion.from_wire(accepted["version"])
+    except (ValueError, TypeError, LookupError):
+        raise unreadable("its version has other fields") from None
+    return Accepted(member.instance_id, member.incarnation, version)
 
 
 def _deltas(batch: list[dict[str, Any]], request: GenerateRequest) -> Iterator[GenerateDelta]:
@@ -174,7 +180,11 @@ def _deltas(batch: list[dict[str, Any]], request: GenerateRequest) -> Iterator[G
     deltas: list[GenerateDelta] = []
     failure: EngineFailed | None = None
     for message in batch:
-        deltas.append(GenerateDelta.model_validate(message.get("delta")))
+        try:
+            deltas.append(GenerateDelta.model_validate(message.get("delta")))
+        except ValidationError as error:
+            failure = unreadable(f"{error.error_count()} fields of a delta do not fit")
+            break
         if request.logprobs and (failure := _wrong_logprobs(deltas[-1])) is not None:
             deltas.pop()
             break

@@ -16,6 +16,7 @@ from nats.aio.msg import Msg
 
 from frontend.routing.demands import Point
 from frontend.routing.router import Load
+from rl_plane._util.limited_log import LimitedLog
 from rl_plane._util.tasks import end_tasks
 from rl_plane.client import RlClient
 from rl_plane.errors import PlaneError
@@ -119,6 +120,7 @@ class FleetStatus:
     def __init__(self, client: RlClient, view: MembershipView) -> None:
         self._client = client
         self._view = view
+        self._malformed = LimitedLog(log)
         self._known: dict[str, WorkerStatus] = {}
         self._last_status: dict[str, WorkerStatus] = {}
         """The last status, which stays while a worker is asked again: a worker never returns to weights that it has
@@ -215,8 +217,8 @@ class FleetStatus:
             wire = msgpack.unpackb(message.data)
             instance_id = str(wire["instance_id"])
             status = WorkerStatus.from_wire(wire, str(wire["incarnation"]), now)
-        except (ValueError, TypeError, KeyError, msgpack.exceptions.UnpackException):
-            log.warning("a malformed message on %s", message.subject)
+        except Exception:  # whatever the bytes make of the decoder
+            self._malformed.warning("a malformed message on %s", message.subject)
             return
         if instance_id != message.subject.rpartition(".")[2]:
             log.warning("a status of %s came on %s", instance_id, message.subject)

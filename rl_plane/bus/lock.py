@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import Bus, WrongSequence
+from rl_plane.bus.entries import decoded, is_unreadable
 from rl_plane.errors import BusUnreachable, Locked, StaleFence
 from rl_plane.protocol.subjects import FENCE_KEY, LOCK, Entry, KeyValueBucket
 
@@ -53,6 +54,16 @@ DiedCheck = Callable[[tuple[str, int]], bool]
 Holder = dict[str, str | int]
 """The lock's value: owner, server_id, client_id, nonce; update_id, if it is held for an update; fence, from the first
 renewal on."""
+
+_HOLDER_TYPES: dict[str, type] = {
+    "owner": str,
+    "server_id": str,
+    "client_id": int,
+    "nonce": str,
+    "update_id": str,
+    "fence": int,
+}
+_REQUIRED = ("owner", "server_id", "client_id", "nonce")
 
 
 class HeldLock:
@@ -244,7 +255,7 @@ async def _acquire(
                 last = entry.sequence if entry is not None else 0
                 fence = await bus.put(bucket, LOCK, json.dumps(mine).encode(), last=last, ttl_s=ttl_s)
                 taken = holder is not None or (entry is not None and entry.expired)
-                return HeldLock(bus, bucket, mine, fence, taken=taken, ttl_s=ttl_s)
+                return HeldLock(bus, bucket, mine, fence, taken=taken or is_unreadable(entry, holder), ttl_s=ttl_s)
             except WrongSequence:
                 continue  # another call has acquired it first: look again
         same = "update_id" in mine and holder.get("update_id") == mine["update_id"]
@@ -259,9 +270,23 @@ async def _acquire(
 
 
 def _holder(entry: Entry | None) -> Holder | None:
-    if entry is None or entry.value is None:
-        return None
-    holder: Holder = json.loads(entry.value)
+    """The holder in an entry. None: the lock is free, or the entry can't be read, so that no holder can renew it."""
+    holder = decoded(entry, _decode_holder)
+    return holder if entry is not None and holder is not None and _fence(holder, entry) <= entry.sequence else None
+
+
+def _fence(holder: Holder, entry: Entry) -> int:
+    """The fence: the sequence of the write that acquired the lock. That write itself does not know it yet."""
+    return int(holder.get("fence", entry.sequence))
+
+
+def _decode_holder(value: bytes) -> Holder:
+    holder = json.loads(value)
+    if not isinstance(holder, dict):
+        raise TypeError(f"the lock is a {type(holder).__name__}")
+    for name, kind in _HOLDER_TYPES.items():
+        if type(holder.get(name)) is not kind and (name in holder or name in _REQUIRED):
+            raise TypeError(f"the lock's {name} is {holder.get(name)!r}")
     return holder
 
 
@@ -288,4 +313,4 @@ def fence_of(entry: Entry | None) -> tuple[int, bool]:
     holder = _holder(entry)
     if holder is None:
         return entry.sequence, False
-    return int(holder.get("fence", entry.sequence)), True
+    return _fence(holder, entry), True

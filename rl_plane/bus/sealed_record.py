@@ -14,11 +14,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rl_plane.bus.connection import Bus, WrongSequence
-from rl_plane.bus.lock import HeldLock
-from rl_plane.bus.state_store import record_of
+from rl_plane.bus.entries import is_unreadable
+from rl_plane.bus.lock import HeldLock, fence_of
+from rl_plane.bus.state_store import record_of, unreadable_record
 from rl_plane.errors import StaleFence
 from rl_plane.protocol.record import DecisionRecord, newer
-from rl_plane.protocol.subjects import RECORD, Entry, KeyValueBucket
+from rl_plane.protocol.subjects import LOCK, RECORD, Entry, KeyValueBucket
 
 log = logging.getLogger("rl_plane.bus.sealed_record")
 
@@ -47,6 +48,7 @@ class SealedRecord:
     async def seal(self, newest: Newest) -> DecisionRecord | None:
         """Writes the newest record with this coordinator's fence. None: there is no record yet.
 
+        BusUnreachable: the stored record can't be read, and no process that was asked knows it.
         StaleFence: another coordinator has taken the record over, or a worker has barred this one from it."""
         for _ in range(SEAL_TRIES):
             connection = self._bus.identity
@@ -54,6 +56,8 @@ class SealedRecord:
             there = record_of(entry)
             record = newest(there)
             if record is None:
+                if is_unreadable(entry, there):
+                    raise unreadable_record()
                 return None
             lowest = max(_lowest_fence(record), _lowest_fence(there))
             if self._held.fence < lowest:
@@ -153,12 +157,19 @@ async def bar(bus: Bus, bucket: KeyValueBucket, entry: Entry, fence: int) -> boo
     return True
 
 
-async def bar_former(bus: Bus, bucket: KeyValueBucket, held: HeldLock) -> None:
+async def bar_former(bus: Bus, bucket: KeyValueBucket, held: HeldLock, known: DecisionRecord | None) -> None:
     """Bars the former holder of the lock from the record, before this holder acts. A call that seals the record does
-    not need this."""
+    not need this.
+
+    `known`: the record that this process knows. It replaces a stored record that can't be read."""
     for _ in range(SEAL_TRIES):
         entry = await bus.get(bucket, RECORD)
         there = record_of(entry)
+        if entry is not None and is_unreadable(entry, there):
+            if known is None:
+                raise unreadable_record()
+            await restore(bus, bucket, known, entry)
+            continue
         if entry is None or there is None or there.barred >= held.fence - 1:
             return
         if await bar(bus, bucket, entry, held.fence - 1):
@@ -168,10 +179,16 @@ async def bar_former(bus: Bus, bucket: KeyValueBucket, held: HeldLock) -> None:
 
 async def restore(bus: Bus, bucket: KeyValueBucket, record: DecisionRecord, entry: Entry | None) -> None:
     """Writes back a record that the store has lost, over the value that was read as `entry`. Does nothing if another
-    writer has replaced that value."""
+    writer has replaced that value.
+
+    A value that can't be read may have barred coordinators. So the restored record bars every coordinator but the
+    present holder of the lock."""
     there = record_of(entry)
     assert newer(record, there)
     barred = max(record.barred, there.barred if there is not None else 0)
+    if is_unreadable(entry, there):
+        fence, held = fence_of(await bus.get(bucket, LOCK))
+        barred = max(barred, fence - 1 if held else fence)
     value = replace(record, barred=barred).encode()
     try:
         if entry is None or entry.value is None:

@@ -1,30 +1,60 @@
-"""Reads the keys of the state bucket: the decision record, the session, the desired pause and memory, the frontends."""
+"""Reads the keys of the state bucket: the decision record, the session, the desired pause and memory, the frontends.
+
+An entry that can't be decoded counts as absent (`bus/entries.py`), except the record: see `read_record`."""
 
 from __future__ import annotations
 
 from rl_plane.bus.connection import Bus
+from rl_plane.bus.entries import decoded, is_unreadable
+from rl_plane.errors import BusUnreachable
 from rl_plane.protocol.record import DecisionRecord, DesiredMemory, DesiredPause, UpdateSession
-from rl_plane.protocol.subjects import FRONTEND_PREFIX, MEMORY, PAUSE, RECORD, SESSION, Entry, KeyValueBucket
+from rl_plane.protocol.subjects import (
+    ADMISSION_PREFIX,
+    DISABLED,
+    FRONTEND_PREFIX,
+    MEMORY,
+    PAUSE,
+    RECORD,
+    SESSION,
+    Entry,
+    KeyValueBucket,
+)
 
 
 def record_of(entry: Entry | None) -> DecisionRecord | None:
-    """The record in an entry. None: the key is absent."""
-    return DecisionRecord.decode(entry.value) if entry is not None and entry.value else None
+    """The record in an entry. None: the key is absent, or `is_unreadable`."""
+    return decoded(entry, DecisionRecord.decode)
+
+
+def unreadable_record() -> BusUnreachable:
+    """The error of a caller that finds an unreadable record and does not know the committed version itself."""
+    return BusUnreachable(
+        "the entry `record` of the state bucket can't be read, so the committed version is not known; a worker or "
+        "frontend that knows it writes it back within seconds",
+        fix="if no process knows it, purge the key `record`: then the workers begin a new run from their own model",
+        retry_after_s=2.0,
+    )
 
 
 def pause_of(entry: Entry | None) -> DesiredPause:
     """The pause in an entry. An absent key means that the fleet runs."""
-    return DesiredPause.decode(entry.value) if entry is not None and entry.value else DesiredPause(False)
+    return decoded(entry, DesiredPause.decode) or DesiredPause(False)
 
 
 def session_of(entry: Entry | None) -> UpdateSession | None:
     """The session in an entry. None: the key is absent."""
-    return UpdateSession.decode(entry.value) if entry is not None and entry.value else None
+    return decoded(entry, UpdateSession.decode)
 
 
 async def read_record(bus: Bus, state: KeyValueBucket) -> DecisionRecord | None:
-    """Reads the record from the leader. None: no worker has fixed sequence 0 yet."""
-    return record_of(await bus.get(state, RECORD))
+    """Reads the record from the leader. None: no worker has fixed sequence 0 yet.
+
+    BusUnreachable: the record can't be decoded. That never means that nothing is committed."""
+    entry = await bus.get(state, RECORD)
+    record = record_of(entry)
+    if is_unreadable(entry, record):
+        raise unreadable_record()
+    return record
 
 
 async def read_pause(bus: Bus, state: KeyValueBucket) -> DesiredPause:
@@ -34,13 +64,23 @@ async def read_pause(bus: Bus, state: KeyValueBucket) -> DesiredPause:
 
 async def read_memory(bus: Bus, state: KeyValueBucket) -> DesiredMemory | None:
     """Reads the desired memory from the leader. None: no memory was released yet, or the store has lost the key."""
-    entry = await bus.get(state, MEMORY)
-    return DesiredMemory.decode(entry.value) if entry is not None and entry.value else None
+    return decoded(await bus.get(state, MEMORY), DesiredMemory.decode)
 
 
 async def read_session(bus: Bus, state: KeyValueBucket) -> UpdateSession | None:
     """Reads the update that waits for its next call. None: there is none, or its trainer was silent for too long."""
     return session_of(await bus.get(state, SESSION))
+
+
+async def read_disabled(bus: Bus, state: KeyValueBucket, instance_id: str) -> bool:
+    """Reads from the leader whether an operator has disabled the worker."""
+    return decoded(await bus.get(state, ADMISSION_PREFIX + instance_id), _decode_disabled) or False
+
+
+def _decode_disabled(value: bytes) -> bool:
+    if value != DISABLED:
+        raise ValueError(f"it is not {DISABLED.decode()!r}")
+    return True
 
 
 async def read_frontends(bus: Bus, state: KeyValueBucket) -> list[str]:

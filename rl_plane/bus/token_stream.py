@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
+import logging
 import math
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
@@ -31,9 +32,21 @@ import msgpack
 import nats.errors
 from nats.aio.msg import Msg
 
+from rl_plane._util.limited_log import LimitedLog
 from rl_plane.bus.connection import RECONNECT_GRACE_S, Bus
-from rl_plane.errors import BusUnreachable, PayloadTooLarge, PermissionDenied, Stalled, WorkerLost, error_from_wire
+from rl_plane.errors import (
+    BusUnreachable,
+    EngineFailed,
+    PayloadTooLarge,
+    PermissionDenied,
+    PlaneError,
+    Stalled,
+    WorkerLost,
+    error_from_wire,
+)
 from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
+
+log = logging.getLogger("rl_plane.bus.token_stream")
 
 WINDOW = 256
 """Unconfirmed messages of one stream. With a round trip of 1 ms they allow 256,000 deltas a second."""
@@ -45,6 +58,8 @@ ABANDONED_AFTER_S = 10.0
 
 MAX_BUNDLE_BYTES = 1 << 16
 """The size of a bundle: a thousand short messages. A larger one would save nothing."""
+KEY_CHARS = 16
+"""A stream's key is random, so a worker can't name the streams of other workers to the same receiver."""
 HEAD_BYTES, KEY_BYTES = 16, 24
 """The bytes that a bundle adds to its messages, and to each of them."""
 MAX_WAITING_BYTES = 1 << 20
@@ -262,22 +277,36 @@ class IncomingStream:
         """The time at which the last read message arrived, in seconds of the loop. A batch has one time: the arrival of
         its last message."""
         self._ended = False
+        self._failed = False
         self._silence_s = silence_s
         self._waits_since = math.inf
 
-    def put(self, body: dict[str, Any]) -> bool:
-        """Takes a message from the worker. True: a message before it is missing."""
+    def put(self, body: Any) -> bool:
+        """Takes a message from the worker. True: a message before it is missing.
+
+        A message that no worker sends ends the stream with EngineFailed."""
+        if self._failed:
+            return False
+        if not isinstance(body, dict) or not (body.get("gone") or type(body.get("n")) is int):
+            self.fail(unreadable("it has a message without a number"))
+            return False
         if body.get("gone"):
             self.fail(WorkerLost("the worker has given the request up: its tokens were not confirmed in time"))
             return False
         is_next, gap = self._window.take(body["n"])
         if is_next:
             # The queue has at most a window: the sender waits for this receiver's credit.
+            if self._window.next - self._window.consumed > WINDOW:
+                self.fail(unreadable("it does not wait for credit"))
+                return False
             self._queue.put_nowait((asyncio.get_running_loop().time(), body))
         return gap
 
     def fail(self, error: Exception) -> None:
-        """Ends the iteration with this error, after what has arrived."""
+        """Ends the iteration with this error, after what has arrived. The first error counts."""
+        if self._failed:
+            return
+        self._failed = True
         self._queue.put_nowait(error)
 
     async def tell(self, message: dict[str, Any]) -> None:
@@ -335,7 +364,7 @@ class IncomingStream:
             self._window.consumed += 1
             self._ended = bool(message.get("end"))
             if error := message.get("error"):
-                return batch, error_from_wire(error)
+                return batch, _error_of(error)
             batch.append(message)
             if self._ended or len(batch) == CREDIT_EVERY or self._queue.empty():
                 return batch, None
@@ -354,6 +383,38 @@ class IncomingStream:
             await self.tell({"kind": "abort"})
 
 
+def unreadable(why: str) -> EngineFailed:
+    """The error of a stream with a message that no worker sends."""
+    return EngineFailed(
+        f"the worker's stream can't be read: {why}", fix="do the worker and the frontend have the same version?"
+    )
+
+
+def _error_of(wire: Any) -> PlaneError:
+    """The error that ends a stream. One without a code that this side knows is the worker's failure."""
+    try:
+        error = error_from_wire(wire)
+    except Exception:  # whatever it has instead of the fields of an error
+        return unreadable("its error can't be decoded")
+    if not isinstance(error.facts.get("retry_after_s", 0.0), (int, float)):
+        return unreadable("its error's retry_after_s is no number")
+    return EngineFailed(error.message) if type(error) is PlaneError else error
+
+
+def _unpacked(key: str, data: bytes) -> list[tuple[str, Any]]:
+    """The messages in one message to the stream `key`, each with the key of its stream."""
+    body = msgpack.unpackb(data)
+    several = body.get("many")
+    if several is None:
+        return [(key, body)]
+    if not isinstance(several, list) or several[:1] != [key]:
+        raise ValueError("a bundle whose first message is another stream's")
+    found = list(zip(several[::2], several[1::2], strict=True))
+    if not all(isinstance(one, str) for one, _ in found):
+        raise ValueError("a key is not a string")
+    return found
+
+
 class StreamReceiver:
     """The receiving end of all streams of one connection."""
 
@@ -361,7 +422,7 @@ class StreamReceiver:
         self.bus = bus
         self.inbox = bus.nc.new_inbox()
         self._open: dict[str, IncomingStream] = {}
-        self._numbers = itertools.count()
+        self._malformed = LimitedLog(log)
         self._credits: asyncio.Task[None] | None = None
         self._reconnected_at = -math.inf
 
@@ -384,7 +445,7 @@ class StreamReceiver:
         BusUnreachable: NATS does not take it. `silence_s`: a reader that has waited this long gets Stalled, at most
         CREDIT_INTERVAL_S later."""
         self.bus.check_connected()
-        key = format(next(self._numbers), "x")
+        key = secrets.token_hex(KEY_CHARS // 2)
         opening: bytes = msgpack.packb({**message, "kind": "open", "id": stream_id})
         most = min(MAX_MESSAGE_BYTES, self.bus.nc.max_payload)
         if len(opening) > most:
@@ -410,9 +471,14 @@ class StreamReceiver:
             if message.headers and message.headers.get("Status") == "503":
                 self._nobody_there(key)
             return
-        body = msgpack.unpackb(message.data)
-        several = body.get("many")
-        for one, each in zip(several[::2], several[1::2], strict=True) if several else ((key, body),):
+        try:
+            messages = _unpacked(key, message.data)
+        except Exception as error:  # whatever the bytes make of the decoder
+            self._malformed.warning("a malformed message on %s: %s", message.subject, error)
+            if (stream := self._open.get(key)) is not None:
+                stream.fail(unreadable("it has a message that can't be decoded"))
+            return
+        for one, each in messages:
             stream = self._open.get(one)
             if stream is not None and stream.put(each):
                 await stream.ask_again()

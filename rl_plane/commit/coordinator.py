@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from rl_plane.bus.entries import decoded
 from rl_plane.bus.lock import HeldLock
 from rl_plane.bus.sealed_record import SealedRecord
 from rl_plane.bus.state_store import pause_of, read_session
@@ -167,7 +168,7 @@ class Coordinator:
             session,
             pause_of(pause),
             pause.sequence if pause else 0,
-            CanaryHistory.decode(history.value) if history is not None and history.value else CanaryHistory(),
+            decoded(history, CanaryHistory.decode) or CanaryHistory(),
         )
 
     def _server_time(self) -> float:

@@ -11,9 +11,13 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from rl_plane.bus.connection import Bus
+from rl_plane.bus.entries import decoded
 from rl_plane.bus.lock import read_holder
 from rl_plane.bus.state_store import read_record, read_session
 from rl_plane.commit.canary_steps import missed_error
@@ -123,9 +127,8 @@ class UpdateEntry:
 
     @classmethod
     def decode(cls, data: bytes) -> UpdateEntry:
-        wire = json.loads(data)
-        version = wire.pop("version")
-        return cls(**wire, version=WeightVersion.from_wire(version) if version else None)
+        entry: UpdateEntry = _adapter().validate_python(json.loads(data))
+        return entry
 
     def to_wire(self) -> dict[str, Any]:
         """The entry as replies show it, without what only the plane needs, and without the transport's secret."""
@@ -170,6 +173,12 @@ class UpdateEntry:
             error.facts["workers"] = self.replies()
         error.facts["repeated"] = True
         return error
+
+
+@cache
+def _adapter() -> TypeAdapter[Any]:
+    """Built when it is first needed: it takes milliseconds."""
+    return TypeAdapter(UpdateEntry)
 
 
 def history_key(update_id: str) -> str:
@@ -278,7 +287,7 @@ def short_error(error: PlaneError) -> dict[str, Any]:
 
 
 def _decoded(entry: Entry | None) -> UpdateEntry | None:
-    return UpdateEntry.decode(entry.value) if entry is not None and entry.value else None
+    return decoded(entry, UpdateEntry.decode)
 
 
 async def read_entry(bus: Bus, state: KeyValueBucket, update_id: str) -> UpdateEntry | None:

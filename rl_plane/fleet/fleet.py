@@ -48,7 +48,7 @@ from rl_plane.membership.worker_calls import FanOut, WorkerCalls, check_pin
 from rl_plane.protocol import update_requests, worker_ops
 from rl_plane.protocol.fleet_ops import FLEET_OPS, Select
 from rl_plane.protocol.record import DesiredMemory, DesiredPause, version_wire
-from rl_plane.protocol.subjects import ADMISSION_PREFIX, MEMORY, PAUSE, check_name
+from rl_plane.protocol.subjects import ADMISSION_PREFIX, DISABLED, MEMORY, PAUSE, check_name
 from rl_plane.protocol.validation import Empty, parse_body, same_values
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.transports.group.torch_group import FORM_MARGIN_S, JOIN_TORCH_S
@@ -64,8 +64,6 @@ LOST_RETRIES = 3
 """The number of tries of a changing call: it is repeated on the other workers after one has died during it."""
 UNTOUCHED = (InvalidRequest, Unsupported, StaleFence, WrongIncarnation)
 """Errors by which a worker says that it has done nothing."""
-DISABLED = b"disabled"
-"""The value of a disabled worker's admission key. The key of an enabled worker is empty."""
 
 Handler = Callable[[FleetCall[Any]], Awaitable[dict[str, Any]]]
 

@@ -159,7 +159,7 @@ def group_places(snapshot: Snapshot, body: Mapping[str, Any]) -> dict[str, Any]:
     offsets, size = {}, base
     for member in sorted(snapshot, key=lambda each: each.instance_id):
         offsets[member.instance_id] = size
-        size += int(member.info["world_size"])
+        size += int(member.info.get("world_size") or 1)
     for name in ("rank_offset", "rank_offsets", "fleet_ranks"):
         if name in body and not (own and name == "rank_offset"):
             raise InvalidRequest(

@@ -6,9 +6,10 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from rl_plane.bus.entries import is_unreadable
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, HeldLock
 from rl_plane.bus.sealed_record import restore
-from rl_plane.bus.state_store import read_record, read_session, record_of
+from rl_plane.bus.state_store import read_record, read_session, record_of, unreadable_record
 from rl_plane.commit.coordinator import Coordinator
 from rl_plane.commit.history import UpdateEntry, first_answer, is_answered, read_entry, read_history, request_hash
 from rl_plane.commit.journal import Journal
@@ -151,7 +152,7 @@ class FleetUpdates:
         _check_name(body.target, snapshot)
         asked = request_hash(body.model_dump())
         if body.in_parts and body.transport is not None:  # the workers refuse a group that has lost ranks
-            ranks = sum(int(member.info["world_size"]) for member in snapshot)
+            ranks = sum(int(member.info.get("world_size") or 1) for member in snapshot)
             transport = body.transport.model_copy(update={"fleet_ranks": ranks})
             body = body.model_copy(update={"transport": transport})
         async with self._calls.lock(call.view, update_id=call.request_id) as held:
@@ -350,10 +351,15 @@ class FleetUpdates:
         view = await self._calls.view()
         async with self._calls.lock(view, 0.0):
             entry = await view.read_record()
-            if record_of(entry) is not None:
+            stored = record_of(entry)
+            if stored is not None:
                 return
             reports = await self._calls.ask(view, list(await view.barrier()), "report_record", {})
-            record = newest(None, view.record, reports) or first_record(one_model(reports))
+            record = newest(None, view.record, reports)
+            if record is None:
+                if is_unreadable(entry, stored):
+                    raise unreadable_record()  # a version may be committed
+                record = first_record(one_model(reports))
             await restore(self._calls.bus, view.subjects.state, record, entry)
 
     async def finish(self) -> WeightVersion:

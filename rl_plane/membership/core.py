@@ -13,7 +13,18 @@ from typing import Any
 
 import msgpack
 
+from rl_plane.bus.entries import decoded
 from rl_plane.protocol.subjects import MEMBER_PREFIX, Entry
+
+_RECORD_TYPES: dict[str, type] = {"incarnation": str, "server_id": str, "client_id": int, "info": dict}
+_INFO_TYPES: dict[str, type] = {
+    "model_path": str,
+    "world_size": int,
+    "max_model_len": int,
+    "stage": str,
+    "host": str,
+}
+"""Fields of `Member.info` that other processes compute with. A worker may leave one out, or write None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +58,11 @@ class Member:
         return packed
 
     @classmethod
-    def from_entry(cls, entry: Entry) -> Member:
-        assert entry.value is not None
-        record = msgpack.unpackb(entry.value)
+    def from_entry(cls, entry: Entry) -> Member | None:
+        """The worker that an entry registers. None: the key is absent, or the entry can't be read."""
+        record = decoded(entry, _decode_record)
+        if record is None:
+            return None
         return cls(
             entry.key[len(MEMBER_PREFIX) :],
             record["incarnation"],
@@ -58,6 +71,20 @@ class Member:
             entry.sequence,
             record["info"],
         )
+
+
+def _decode_record(value: bytes) -> dict[str, Any]:
+    record = msgpack.unpackb(value)
+    if not isinstance(record, dict):
+        raise TypeError(f"the record is a {type(record).__name__}")
+    for name, kind in _RECORD_TYPES.items():
+        if type(record.get(name)) is not kind:
+            raise TypeError(f"{name} is {record.get(name)!r}")
+    for name, kind in _INFO_TYPES.items():
+        found = record["info"].get(name)
+        if found is not None and type(found) is not kind:
+            raise TypeError(f"info.{name} is {found!r}")
+    return record
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +185,13 @@ class MembershipCore:
         if not entry.key.startswith(MEMBER_PREFIX):
             return []
         before = self.members.get(entry.key[len(MEMBER_PREFIX) :])
-        if entry.value is None:
+        after = Member.from_entry(entry)
+        if after is None:
             if before is None:
                 return []
             del self.members[before.instance_id]
             self._by_connection.pop((before.server_id, before.client_id), None)
             return [Changed(before, None)]
-        after = Member.from_entry(entry)
         if before == after:
             return []
         if before is not None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import nats.errors
 from nats.aio.msg import Msg
 
+from rl_plane._util.limited_log import LimitedLog
 from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import RECONNECT_GRACE_S, Bus, WrongSequence, is_marker
 from rl_plane.bus.scatter import Answer, Gather, Missing, Scatter
@@ -71,6 +72,7 @@ class MembershipView:
         self._dead_connections: OrderedDict[tuple[str, int], float] = OrderedDict()
         """Connection → monotonic seconds at which the server reported that it is closed."""
         self._connected_at = time.monotonic()
+        self._malformed = LimitedLog(log)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -182,12 +184,20 @@ class MembershipView:
 
     async def _record_feed(self, message: Msg) -> None:
         headers = message.headers or {}
-        if not is_marker(headers):
-            self.take_record(DecisionRecord.decode(message.data), int(headers["Nats-Sequence"]))
+        if is_marker(headers):
+            return
+        entry = Entry(RECORD, message.data, int(headers["Nats-Sequence"]))
+        record = record_of(entry)
+        if record is not None:
+            self.take_record(record, entry.sequence)
 
     async def _advisory(self, message: Msg) -> None:
-        event = json.loads(message.data)
-        identity = (str(event["server"]["id"]), int(event["client"]["id"]))
+        try:
+            event = json.loads(message.data)
+            identity = (str(event["server"]["id"]), int(event["client"]["id"]))
+        except (ValueError, TypeError, LookupError, RecursionError):
+            self._malformed.warning("a malformed message on %s", message.subject)
+            return
         if identity == self._canary:
             self._canary_seen.set()
         self._dead_connections.setdefault(identity, time.monotonic())

@@ -228,7 +228,7 @@ class WorkerCalls:
             timings=self._lock_timings,
         ) as held:
             if held.taken:
-                await bar_former(self.bus, view.subjects.state, held)
+                await bar_former(self.bus, view.subjects.state, held, view.record)
             yield held
 
     async def call(

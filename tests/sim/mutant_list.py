@@ -307,7 +307,7 @@ MUTANTS = [
     Mutant(
         "lock: a renewal is a new fence",
         "rl_plane/bus/lock.py",
-        'return int(holder.get("fence", entry.sequence)), True',
+        "return _fence(holder, entry), True",
         "return entry.sequence, True",
         LOCK + "a_new_fence_is_taken_without_giving_the_lock_away",
     ),

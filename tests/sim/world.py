@@ -171,7 +171,8 @@ class World:
         return [entry.key[len(MEMBER_PREFIX) :] for entry in self._entries(self.subjects.members, MEMBER_PREFIX)]
 
     def fingerprint(self) -> str:
-        return fingerprint(Member.from_entry(one) for one in self._entries(self.subjects.members, MEMBER_PREFIX))
+        found = (Member.from_entry(one) for one in self._entries(self.subjects.members, MEMBER_PREFIX))
+        return fingerprint(member for member in found if member is not None)
 
     def session_waits(self) -> bool:
         """Is an update prepared, and waits for complete or abort?"""

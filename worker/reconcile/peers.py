@@ -12,9 +12,13 @@ import random
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 from rl_plane.bus.connection import Bus
+from rl_plane.bus.entries import decoded
 from rl_plane.errors import PlaneError
 from rl_plane.protocol.subjects import Subjects
+from rl_plane.protocol.update_requests import Transport
 from worker.engines.base import EngineAdapter
 
 log = logging.getLogger("worker.reconcile.peers")
@@ -23,6 +27,13 @@ OFFERS = 1024
 """So many offers stay in the bucket. Dead workers have the oldest."""
 TRIED = 3
 """A worker asks so many peers, one after another. A peer that can't be reached costs ten seconds."""
+
+
+class _Place(BaseModel):
+    """An offer: the weights with this digest, and the transport that fetches them (`EngineAdapter.offer`)."""
+
+    digest: str
+    transport: Transport
 
 
 class Peers:
@@ -60,11 +71,11 @@ class Peers:
         if not await self._bus.bucket_exists(self._offers):
             return False
         entries = await self._bus.list_keys(self._offers, ">")
-        found = [json.loads(entry.value) for entry in entries if entry.value and entry.key != self._key]
+        found = [decoded(entry, _Place.model_validate_json) for entry in entries if entry.key != self._key]
         here = [
-            place["transport"]
+            place.transport.model_dump(exclude_unset=True)
             for place in found
-            if place["digest"] == digest and place["transport"]["backend"] in self._transports
+            if place is not None and place.digest == digest and place.transport.backend in self._transports
         ]
         for transport in random.sample(here, min(TRIED, len(here))):
             try:

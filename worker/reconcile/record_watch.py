@@ -16,11 +16,12 @@ import nats.errors
 from nats.aio.msg import Msg
 
 from rl_plane.bus.connection import Bus
+from rl_plane.bus.entries import is_unreadable
 from rl_plane.bus.sealed_record import restore
-from rl_plane.bus.state_store import record_of
+from rl_plane.bus.state_store import record_of, unreadable_record
 from rl_plane.errors import BusUnreachable, PermissionDenied, PlaneError
 from rl_plane.protocol.record import SERVING_LEASE_S, DecisionRecord
-from rl_plane.protocol.subjects import RECORD, Subjects
+from rl_plane.protocol.subjects import RECORD, Entry, Subjects
 from worker.reconcile.worker_core import WorkerCore
 
 log = logging.getLogger("worker.reconcile.record_watch")
@@ -73,18 +74,38 @@ class RecordWatch:
                 await self._bus.ensure_bucket(self._bucket)  # the store may have been lost
                 entry = None
             record, written = record_of(entry), entry.sequence if entry is not None else 0
+            if is_unreadable(entry, record):
+                await self._replace_unreadable(entry)
+                return
             before = self._core.record
             lost = self._core.leader_said(record, written, asked_at, connection, time.monotonic())
             if lost is None:
                 if before is not self._core.record:
                     self._on_news()
                 return
-            try:
-                await restore(self._bus, self._bucket, lost.record, entry)
-            except PermissionDenied as error:
-                await self.ask_frontends()
-                raise BusUnreachable("a frontend writes the record of a fleet with roles") from error
+            await self._restore(lost.record, entry)
         raise BusUnreachable("the record could not be written")
+
+    async def _replace_unreadable(self, entry: Entry | None) -> None:
+        """Writes the known record over one that can't be read.
+
+        This does not extend the serving lease: another process may know a newer decision. It writes that back before
+        this worker reads again. A worker that knows no record stays closed, because a version may be committed."""
+        known = self._core.record
+        if known is None:
+            error = unreadable_record()
+            self._core.state.close("behind", error.message)
+            raise error
+        log.warning("%s: %s could not be read: restored", self._instance_id, RECORD)
+        await self._restore(known, entry)
+
+    async def _restore(self, record: DecisionRecord, entry: Entry | None) -> None:
+        """Writes the record back. BusUnreachable: this worker's key may not, and it has asked the frontends."""
+        try:
+            await restore(self._bus, self._bucket, record, entry)
+        except PermissionDenied as error:
+            await self.ask_frontends()
+            raise BusUnreachable("a frontend writes the record of a fleet with roles") from error
 
     async def ask_frontends(self) -> None:
         """Asks the frontends to write the record, because this worker's key may not: a frontend takes the lock, asks
@@ -94,8 +115,10 @@ class RecordWatch:
 
     async def _heard(self, message: Msg) -> None:
         if message.data:
-            record = DecisionRecord.decode(message.data)
-            self.learn(record, int((message.headers or {})["Nats-Sequence"]))
+            entry = Entry(RECORD, message.data, int((message.headers or {})["Nats-Sequence"]))
+            record = record_of(entry)
+            if record is not None:
+                self.learn(record, entry.sequence)
 
     async def _reconnected(self) -> None:
         try:

@@ -88,7 +88,7 @@ class Registration:
             if entry is not None and self._is_another(entry):
                 self._superseded()
                 return
-            if entry is None or entry.value is None:
+            if entry is None or Member.from_entry(entry) is None:
                 log.warning("this worker's record was removed, and the news of it was lost: registering again")
                 await self.register(revision)
 
@@ -154,13 +154,16 @@ class Registration:
             log.warning("a prober took this worker for dead at sequence %d: registering again", sequence)
             await self._register_soon(sequence)
             return
-        if self._is_another(Entry(self._key, message.data, sequence)):
+        entry = Entry(self._key, message.data, sequence)
+        if Member.from_entry(entry) is None:
+            await self._register_soon(sequence)
+        elif self._is_another(entry):
             self._superseded()
 
     def _is_another(self, entry: Entry) -> bool:
         """Returns whether the record is another process's. An older record comes from a store that has lost writes."""
-        newer = entry.sequence > self.revision
-        return newer and entry.value is not None and Member.from_entry(entry).incarnation != self._incarnation
+        there = Member.from_entry(entry)
+        return there is not None and entry.sequence > self.revision and there.incarnation != self._incarnation
 
     def _superseded(self) -> None:
         log.error("another process has taken the instance id %s", self._instance_id)

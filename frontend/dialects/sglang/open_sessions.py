@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 
+from pydantic import TypeAdapter
+
 from frontend.dialects.common.context import DialectContext
+from rl_plane.bus.entries import decoded
 from rl_plane.bus.state_store import read_pause
 from rl_plane.commit.sessions import SESSION_IDLE_S
 from rl_plane.protocol.subjects import OPENED
@@ -25,6 +28,9 @@ class _Entry:
     sent: str = ""
     """The update that has taken parts and whose commit no frontend has seen. It stays after the update itself has
     ended, so that each end reports the loss."""
+
+
+_ENTRY = TypeAdapter(_Entry)
 
 
 class Opened:
@@ -91,7 +97,7 @@ class Opened:
 
     async def _read(self) -> _Entry:
         found = await self._bus.get(self._state, OPENED)
-        return _Entry(**json.loads(found.value)) if found is not None and found.value else _Entry()
+        return decoded(found, _ENTRY.validate_json) or _Entry()
 
     async def _write(self, entry: _Entry) -> None:
         await self._bus.put(self._state, OPENED, json.dumps(asdict(entry)).encode())

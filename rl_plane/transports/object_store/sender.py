@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from rl_plane.bus.connection import CONNECT_TIMEOUT_S, WRONG_LAST_SEQUENCE
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
+from rl_plane.bus.entries import decoded
 from rl_plane.errors import BusUnreachable, InvalidRequest, Unavailable
 from rl_plane.protocol.record import DecisionRecord
 from rl_plane.protocol.subjects import (
@@ -26,6 +27,7 @@ from rl_plane.protocol.subjects import (
     DEFAULT_NAMESPACE,
     DEFAULT_NATS_URL,
     RECORD,
+    Entry,
     StoredObject,
     Subjects,
 )
@@ -258,8 +260,9 @@ class ObjectStoreSender(Sender):
             found = ask(connection, f"STREAM.MSG.GET.{state.stream}", {"last_by_subj": state.key(RECORD)})
         except NoSuchObject:
             return None
-        data = base64.b64decode(found["message"].get("data", ""))
-        return DecisionRecord.decode(data) if data else None
+        message = found["message"]
+        data = base64.b64decode(message.get("data", ""))
+        return decoded(Entry(RECORD, data, message["seq"]), DecisionRecord.decode)
 
     # ---- the connection ----
 
