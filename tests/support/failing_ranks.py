@@ -9,9 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-import rl_plane.publish.send_plan as send_plan
+from rl_plane import WeightPublisher
 from rl_plane.transports.base import Sender, SenderContext
-from rl_plane.transports.registry import make_sender
 from tests.support.publishing_ranks import Rank, main
 
 BROKEN = "the network is down"
@@ -21,21 +20,26 @@ class Failing(Rank):
     def __init__(self) -> None:
         super().__init__()
         self.fails = False
-        send_plan.make_sender = self.sender  # type: ignore[attr-defined]
 
-    def sender(self, backend: str, context: SenderContext) -> Sender:
-        """A sender that fails when the rank fails."""
-        sender: Any = make_sender(backend, context)
-        send = sender.send
+    def publisher(self, way: str, url: str, **how: Any) -> WeightPublisher:
+        rank = self
 
-        def broken(number: int) -> None:
-            if self.fails and number == 1:
-                raise OSError(BROKEN)
-            send(number)
+        class Publisher(WeightPublisher):
+            def make_sender(self, backend: str, context: SenderContext) -> Sender:
+                """A sender that fails when the rank fails."""
+                sender: Any = super().make_sender(backend, context)
+                send = sender.send
 
-        sender.send = broken
-        made: Sender = sender
-        return made
+                def broken(number: int) -> None:
+                    if rank.fails and number == 1:
+                        raise OSError(BROKEN)
+                    send(number)
+
+                sender.send = broken
+                made: Sender = sender
+                return made
+
+        return Publisher(self.model, url, transport=way, **how)
 
     def begins(self, number: int) -> None:
         self.fails = number == 2
