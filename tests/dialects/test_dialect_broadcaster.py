@@ -198,7 +198,7 @@ async def test_a_group_is_not_formed_over_what_its_trainer_has_left(plane: Plane
                 init = {"backend": "gloo", "master_address": HOST, "master_port": free_port(), "world_size": 3}
                 async with refused_before("abort_weights_update", Locked("taken", retry_after_s=1.0)):
                     error = refused(await at.post("/init_weight_transfer_engine", json={"init_info": init}), 503)
-                assert error["code"] == "locked", "nobody has joined"
+                assert error["code"] == "locked", "no worker has joined"
                 await send(at, await form(at), seed, 2)
                 fine(await at.post("/finish_weight_update", json={"weight_version": str(seed)}))
                 assert await served(http) == [(True, str(seed))] * 2

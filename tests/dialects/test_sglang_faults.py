@@ -103,9 +103,9 @@ async def test_an_update_that_is_lost_after_its_last_part_is_told_at_each_end(pl
                     for at in (http, other):
                         error = refused(await at.post(path, json={}), 409)
                         assert error["code"] == "update_aborted", (path, error)
-                assert {*await served(http)} == {(True, label)}, "nobody stands still for it"
+                assert {*await served(http)} == {(True, label)}, "no worker waits for it"
 
-            # Committed by somebody's own call: that is what the trainer wanted.
+            # Another client's call has committed it, as the trainer wanted.
             await send(1, "/pause_generation")
             fine(await http.post("/v1/rl/complete_weights_update", json={}))
             assert fine(await other.post("/continue_generation", json={}))["weight_version"] == "1"
@@ -165,7 +165,7 @@ async def test_a_trainer_that_begins_anew_does_not_join_what_it_has_left(plane: 
                 asked = {"master_address": HOST, "master_port": free_port(), "rank_offset": 1, "world_size": 3}
                 async with refused_before("abort_weights_update", Locked("taken", retry_after_s=1.0)):
                     error = refused(await http.post("/init_weights_update_group", json=asked), 503)
-                assert error["code"] == "locked", "nobody has joined"
+                assert error["code"] == "locked", "no worker has joined"
             fine(await replay.form("third"))
             assert await send("third", 2, 2) == [None, "2"]
             assert await served(http) == [(True, "2")] * 2
@@ -400,7 +400,7 @@ async def test_a_group_that_nobody_comes_to(plane: Plane) -> None:
             }
             error = refused(await http.post("/init_weights_update_group", json={**body, "world_size": 3}), 400)
             assert error["field"] == "world_size"
-            # A rank of the trainer's own is missing, so that nobody gets further than the store.
+            # A rank of the trainer's own is missing, so no rank gets further than the store.
             held = asyncio.create_task(
                 http.post("/init_weights_update_group", json={**body, "world_size": 3, "rank_offset": 2})
             )

@@ -203,7 +203,7 @@ async def test_seeds_whatever_else_runs(engine: OffersMemory, models: Models) ->
     assert unseeded.tokens != again.tokens
     for one in traffic:
         await one.end()
-    # What was chosen, in the raw distribution.
+    # The logprobs of the chosen tokens, in the raw distribution.
     expected, _ = logprobs_of(models.tiny[1], prompt, alone.tokens)
     assert alone.logprobs == pytest.approx(expected, abs=LOGPROBS)
     assert is_of(await run(engine, ask(prompt, temperature=1.0, top_k=1, logprobs=True)), models.tiny[1])

@@ -317,7 +317,7 @@ async def test_text_and_messages_are_prompts_too(start: Start, models: Models) -
     assert text.prompt == encode("hello world", add_special_tokens=False)
     chat = await run(engine, ask(messages=[{"role": "user", "content": "hi"}]))
     assert chat.prompt == encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
-    # The same without generating.
+    # Tokenizing alone gives the same tokens.
     messages = [{"role": "user", "content": "hi"}]
     for body, rendered in (
         (Tokenize(prompt="hello world"), "hello world"),

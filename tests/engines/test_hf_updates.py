@@ -91,7 +91,7 @@ async def test_a_full_cache_evicts_and_goes_on_and_aborts_leave_nobody_stuck(sta
     runs = [Run(engine, ask([n + 1] * 4, id=f"b{n}", max_tokens=150)) for n in range(10)]
     scheduler = engine.loop.batch_processor.scheduler
     async with asyncio.timeout(BOUND_S):
-        while not scheduler.block_new_requests:  # noqa: ASYNC110  until requests are evicted, which nobody tells
+        while not scheduler.block_new_requests:  # noqa: ASYNC110  requests are evicted without an event
             await asyncio.sleep(0)
     await engine.pause("keep", clear_cache=False)
     # The first token of a prompt is the number of its request, counted from 1.

@@ -124,7 +124,7 @@ def test_a_bad_file_of_engine_arguments_ends_it(start: Callable[..., Started], t
         "up", "--engine", "fake", "--rl-port", "0", "--http-port", "0", RL_PLANE_ENGINE_ARGS_FILE="engine.yaml"
     )
     assert up.process.wait(READY_S) == 1
-    assert f"{tmp_path / 'engine.yaml'}: speed" in up.errors.read_text()
+    assert f"{tmp_path / 'engine.yaml'}: the engine has no argument 'speed'" in up.errors.read_text()
     assert up.marked() == set()
 
 

@@ -98,10 +98,13 @@ class EngineOptions:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             key = str(first["loc"][0])
+            unknown = first["type"] == "extra_forbidden"
             raise InvalidRequest(
-                f"{key} is {self.extra[key][:64]!r}: {first['msg']}",
-                field=f"engine_arg.{key}",
-                fix=f"correct it; the arguments are {', '.join(model.model_fields)}",
+                f"the engine has no argument {key[:64]!r}"
+                if unknown
+                else f"{key} is {self.extra[key][:64]!r}: {first['msg']}",
+                field=f"engine_arg.{key[:64]}",
+                fix=f"{'use one of' if unknown else 'correct it; the arguments are'} {', '.join(model.model_fields)}",
             ) from error
 
     def refuse_modes(self, why: str, fix: str) -> None:

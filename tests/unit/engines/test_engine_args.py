@@ -139,7 +139,7 @@ def test_the_fake_engines_refusals(written: Callable[[str], Path]) -> None:
     config = parser(FakeConfig)(EngineArguments({"vocab_size": "400"}, file).texts)
     assert (config.vocab_size, config.hold_bytes, config.token_delay_s) == (400, False, 0.5)
     bad = {
-        "speed: 3": "the arguments are token_delay_s",
+        "speed: 3": "no argument 'speed'use one of token_delay_s",
         "vocab-size: many": "integer",
         "hold_bytes: 7": "boolean",
     }
@@ -153,7 +153,9 @@ def test_the_hf_engines_refusals(written: Callable[[str], Path]) -> None:
     file = written("num-blocks: 64")
     assert parser(HfArguments)(EngineArguments({}, file).texts).num_blocks == 64
     check_refusals(
-        parser(HfArguments), written, {"speed: 3": "the arguments are num_blocks", "num-blocks: 2.5": "integer"}
+        parser(HfArguments),
+        written,
+        {"speed: 3": "no argument 'speed'use one of num_blocks", "num-blocks: 2.5": "integer"},
     )
 
 
