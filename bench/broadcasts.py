@@ -21,6 +21,7 @@ from bench.shared_memory import hash_alone
 from rl_plane._util.processes import die_with_parent
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.group.sender import GroupSender
+from rl_plane.transports.group.store_listener import StoreListener
 from rl_plane.transports.packing import fill
 from rl_plane.weights.manifest import Manifest, pack
 
@@ -66,8 +67,10 @@ def measure_broadcasts(nbytes: int, receivers: int, rounds: int) -> BroadcastTim
 
         sender.form(init)
         stack.callback(sender.destroy)
+        store = StoreListener("127.0.0.1", 0, timeout_s)  # the sender's own takes no more connections
+        stack.callback(store.close)
         place: dict[str, Any] = {
-            "master_port": sender.port,
+            "master_port": store.port,
             "world_size": 1 + receivers,
             "timeout_s": timeout_s,
         }
