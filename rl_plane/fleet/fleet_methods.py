@@ -26,6 +26,7 @@ from rl_plane.protocol.fleet_reply_types import (
     ServedVersion,
     UpdateReply,
 )
+from rl_plane.protocol.record import Encoding
 from rl_plane.protocol.update_requests import (
     DEFAULT_PACKED_BYTES,
     PART_TIMEOUT_S,
@@ -216,7 +217,7 @@ class FleetMethods:
         target: BaseTarget | LoraTarget | None = None,
         policy: UpdatePolicy | None = None,
         digest: str | None = None,
-        encoding: Literal["full", "delta"] = "full",
+        encoding: Encoding = "full",
         base: str | None = None,
         step: int | None = None,
         cast: bool = False,
@@ -231,8 +232,9 @@ class FleetMethods:
             target: A LoRA adapter, or what becomes of loaded adapters. None: the base weights; adapters stay loaded.
             policy: How the update is carried out, with its time-outs. None: the defaults of UpdatePolicy.
             digest: The digest that the trainer has computed, `blake3:…`. None: the workers' digests must agree.
-            encoding: `delta` sends only the changes since `base`; `digest` is then needed.
-            base: The digest of the committed version that a delta changes.
+            encoding: `delta` sends only the changed elements since `base`, `partial` only the changed tensors; `digest`
+                is then needed.
+            base: The digest of the committed version that a delta or a partial version changes.
             step: The trainer's step, for the history.
             cast: Allow another float dtype than the engine's.
             request_id: Makes the call idempotent: a repeated call returns the first answer.
@@ -327,7 +329,7 @@ class FleetMethods:
         target: BaseTarget | LoraTarget | None = None,
         policy: UpdatePolicy | None = None,
         digest: str | None = None,
-        encoding: Literal["full", "delta"] = "full",
+        encoding: Encoding = "full",
         base: str | None = None,
         step: int | None = None,
         cast: bool = False,

@@ -41,6 +41,7 @@ TIE_FIX = "start the engine with a config whose tie_word_embeddings is false, or
 OWN_TIE_FIX = (
     "start the engine with a config whose tie_word_embeddings is false, or save the model with its head tied"
 )
+SOME_FIX = "publish tensors of the model that this engine runs, in its dtypes"
 ADAPTER_FIX = "publish an adapter of this model as PEFT saves it, with save_embedding_layers=False"
 
 
@@ -65,7 +66,7 @@ def check_specs(
     castable = [name for name in other_dtype if {wanted[name].dtype, offered[name].dtype} <= FLOAT_DTYPES]
     wrong_dtype = [name for name in other_dtype if not cast or name not in set(castable)]
     if not (missing or unexpected or wrong_shape or wrong_dtype):
-        _check_ties(tied, offered)
+        check_ties(tied, offered)
         _tell_of_cast({(offered[name].dtype, wanted[name].dtype) for name in castable})
         return
 
@@ -93,7 +94,7 @@ def check_specs(
     )
 
 
-def _check_ties(
+def check_ties(
     tied: Mapping[str, str],
     of: Mapping[str, TensorSpec] | Mapping[str, str],
     field: str | None = None,
@@ -165,7 +166,8 @@ class DigestingStream:
         self._tied = tied or {}
         self._expected = expected_digest
         self._cancelled = cancelled
-        self._digests: dict[str, str] = {}
+        self.digests: dict[str, str] = {}
+        """The digest of each tensor that has come so far."""
         self._stream = self._run()
 
     def __iter__(self) -> Iterator[tuple[str, HostTensor]]:
@@ -174,12 +176,12 @@ class DigestingStream:
     def check_stated(self) -> None:
         """InvalidWeights if the delivery states another digest, or one that the model can't serve. Reads no byte."""
         self._compare(self._delivery.digest, self._expected, "the delivery states")
-        _check_ties(self._tied, self._delivery.tensor_digests or {})
+        check_ties(self._tied, self._delivery.tensor_digests or {})
 
     def finish(self) -> str:
         """Returns the digest after the engine has read the stream. EngineFailed if it did not read all of it."""
         if next(self._stream, None) is not None:  # an engine may count the tensors, and not ask for the end
-            taken, total = len(self._digests) - 1, len(self._delivery.specs)
+            taken, total = len(self.digests) - 1, len(self._delivery.specs)
             raise EngineFailed(f"the engine took {taken} of {total} tensors, and did not ask for the rest")
         if self.digest is None:
             raise EngineFailed("the engine continued although the weights failed on their way")
@@ -199,18 +201,18 @@ class DigestingStream:
                 raise _refuse(
                     f"{_short(name)} has digest {digest}, but its publisher stated {stated.get(name)}", tensor=name
                 )
-            self._digests[name] = digest
+            self.digests[name] = digest
             yield name, tensor
-        missing = sorted(specs.keys() - self._digests.keys())
+        missing = sorted(specs.keys() - self.digests.keys())
         if missing:
             raise _refuse("; ".join(_part("of the announced tensors did not arrive", missing, _short)))
-        lines = [(name, specs[name], digest) for name, digest in self._digests.items()]
+        lines = [(name, specs[name], digest) for name, digest in self.digests.items()]
         if self._delivery.adapter_config_raw is not None:
             lines.append(config_line(self._delivery.adapter_config_raw))
         computed = tensors_digest(lines)
         self._compare(computed, self._delivery.digest, "the bytes make")
         self._compare(computed, self._expected, "the bytes make")
-        _check_ties(self._tied, self._digests)
+        check_ties(self._tied, self.digests)
         if self._cancelled():
             raise EngineFailed("staging was cancelled")
         self.digest = computed
@@ -218,7 +220,7 @@ class DigestingStream:
     def _check(self, name: str, tensor: HostTensor, specs: Mapping[str, TensorSpec]) -> None:
         if name not in specs:
             raise _refuse(f"{_short(name)} arrived, but was not announced", tensor=name)
-        if name in self._digests:
+        if name in self.digests:
             raise _refuse(f"{_short(name)} arrived twice", tensor=name)
         if tensor.spec != specs[name]:
             raise _refuse(f"{_short(name)} arrived as {tensor.spec}, but {specs[name]} was announced", tensor=name)
@@ -251,8 +253,10 @@ def receive(
     cast: bool,
     expected_digest: str | None,
     cancelled: Callable[[], bool],
+    digests: dict[str, str] | None = None,
 ) -> tuple[Staged, str]:
-    """Checks, stages and verifies a delivery. Returns the staged weights and the version's digest.
+    """Checks, stages and verifies a delivery. Returns the staged weights and the version's digest. `digests` takes each
+    tensor's.
 
     Closes the delivery on every path. When it raises, nothing is staged: wrong weights make the stream raise inside
     `holder.stage`, which then frees its memory. If a holder returns without asking for the stream's end, this frees the
@@ -262,7 +266,10 @@ def receive(
         tied = holder.tied_tensors()
         check_specs(holder.weight_spec(), tied, delivery.specs, cast)
         stream = DigestingStream(delivery, tied=tied, expected_digest=expected_digest, cancelled=cancelled)
-        return _finished(holder.stage(stream, cast, cancelled), stream)
+        finished = _finished(holder.stage(stream, cast, cancelled), stream)
+        if digests is not None:
+            digests.update(stream.digests)
+        return finished
     finally:
         delivery.close()
 
@@ -294,7 +301,14 @@ def _finished(staged: Staged, stream: DigestingStream) -> tuple[Staged, str]:
         raise
 
 
-def check_changes(wanted: Mapping[str, TensorSpec], offered: Mapping[str, TensorSpec]) -> None:
+def check_some(
+    wanted: Mapping[str, TensorSpec], tied: Mapping[str, str], offered: Mapping[str, TensorSpec]
+) -> None:
+    """InvalidWeights unless `offered` are some of the tensors that the model needs. Reads no byte."""
+    check_specs({name: spec for name, spec in wanted.items() if name in offered}, tied, offered, False, SOME_FIX)
+
+
+def check_deltas(wanted: Mapping[str, TensorSpec], offered: Mapping[str, TensorSpec]) -> None:
     """InvalidWeights unless `offered` can be deltas of the `wanted` tensors. Reads no byte."""
     unknown = sorted(name for name in offered if name not in wanted)
     wrong = sorted(
@@ -393,9 +407,9 @@ def model_digest(
     engine that has loaded the directory; InvalidWeights if the engine serves other weights than the digest says."""
     checkpoint = open_checkpoint(directory, None if roots is None else list(roots), field="model")
     try:
-        _check_ties(tied or {}, checkpoint.specs, "model", OWN_TIE_FIX)
+        check_ties(tied or {}, checkpoint.specs, "model", OWN_TIE_FIX)
         digests = checkpoint.tensor_digests()
-        _check_ties(tied or {}, digests, "model", OWN_TIE_FIX)
+        check_ties(tied or {}, digests, "model", OWN_TIE_FIX)
         return checkpoint.digest_of(digests)
     finally:
         checkpoint.close()

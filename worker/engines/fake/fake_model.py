@@ -7,7 +7,7 @@ import math
 import os
 import random
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -189,12 +189,15 @@ class FakeWeights:
 
     def copied(self) -> FakeWeights:
         """A copy of the bytes as they are now: a delta may have changed them, and another may follow."""
-        return FakeWeights(
-            {
-                name: FakeTensor(tensor.spec, tensor.digest_now(), tensor.data and bytes(tensor.data))
-                for name, tensor in self.tensors.items()
-            }
-        )
+        return self.with_some(self, self.tensors)
+
+    def with_some(self, other: FakeWeights, names: Iterable[str]) -> FakeWeights:
+        """These weights with copies of some tensors of `other`, as their bytes are now."""
+        copies = {}
+        for name in names:
+            tensor = other.tensors[name]
+            copies[name] = FakeTensor(tensor.spec, tensor.digest_now(), tensor.data and bytes(tensor.data))
+        return FakeWeights({**self.tensors, **copies})
 
     def checksum(self) -> str:
         lines = sorted(f"{name} {tensor.spec} {tensor.digest_now()}" for name, tensor in self.tensors.items())
