@@ -176,9 +176,13 @@ def evaluate_prepare(
         all(reply.body["refetchable"] for reply in ready.values()),
         failed,
         replies=list(ready.values()),
-        sent_bytes=max(reply.body["bytes"] for reply in ready.values()),
-        model_bytes=max(reply.body.get("model_bytes", reply.body["bytes"]) for reply in ready.values()),
+        sent_bytes=_most(ready.values(), "bytes"),
+        model_bytes=_most(ready.values(), "model_bytes") or _most(ready.values(), "bytes"),
     )
+
+
+def _most(replies: Iterable[WorkerReply], field: str) -> int | None:
+    return max((reply.body[field] for reply in replies if field in reply.body), default=None)
 
 
 def evaluate_listening(replies: Sequence[WorkerReply]) -> Prepared:

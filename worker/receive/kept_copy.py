@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from rl_plane.transports.base import Delivery
 from rl_plane.weights import delta_codec
 from rl_plane.weights.read_ahead import host_memory
 from worker.receive.staging import DigestingStream
-from worker.receive.weight_holder import KeepableStaged, Staged
+from worker.receive.staging_area import StagingArea
 
 EXCHANGE_BYTES = 1 << 20
 """The bytes that are exchanged at once: few enough to stay in a core's cache."""
@@ -59,13 +59,18 @@ class KeptCopy:
     digest: str
     tensors: Mapping[str, HostTensor]
     """Writable memory, by checkpoint name."""
-    staged: KeepableStaged
-    """This memory in the form that the engine's swap takes."""
+    area: StagingArea
+    """The area in which the tensors lie."""
     digests: Mapping[str, str]
     """The digest of each tensor, but of those that a delta has changed since they were hashed."""
     changed: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """For each version that was changed to make this one: its digest → the names of the tensors that differ from it. An
     engine that serves such a version loads only these."""
+
+    def fits(self, wanted: Mapping[str, TensorSpec]) -> bool:
+        """Returns whether a change for a model with these tensors can be made in the copy. After a cast it has
+        others."""
+        return {name: tensor.spec for name, tensor in self.tensors.items()} == dict(wanted)
 
     @property
     def nbytes(self) -> int:
@@ -135,17 +140,12 @@ class KeptCopy:
             one.apply(self.tensors[name].data)
 
 
-def as_kept(
-    digest: str, staged: Staged, specs: Mapping[str, TensorSpec], digests: Mapping[str, str]
-) -> KeptCopy | None:
+def as_kept(digest: str, area: StagingArea, tied: Collection[str], digests: Mapping[str, str]) -> KeptCopy | None:
     """Returns the staged weights as a copy of the published version, whose tensors have these digests.
 
-    None: the engine stages in another form, or other tensors than were published, after a cast or because of ties."""
-    if not isinstance(staged, KeepableStaged):
-        return None
-    tensors = staged.host_tensors()
-    same = {name: tensor.spec for name, tensor in tensors.items()} == dict(specs)
-    return KeptCopy(digest, tensors, staged, dict(digests)) if same else None
+    None: a tensor came that is tied to another one. A change could be of only one of the two."""
+    tensors = area.tensors()
+    return KeptCopy(digest, tensors, area, dict(digests)) if tensors.keys().isdisjoint(tied) else None
 
 
 def taken_changes(

@@ -22,7 +22,8 @@ from rl_plane.transports.base import Delivery
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery
 from rl_plane.weights import delta_codec
 from rl_plane.weights.checkpoint import Kind, open_checkpoint
-from worker.receive.weight_holder import Staged, WeightHolder
+from worker.receive.staging_area import StagingArea
+from worker.receive.weight_holder import Staged, TensorStream, WeightHolder
 
 log = logging.getLogger("worker.receive.staging")
 
@@ -66,7 +67,7 @@ def check_specs(
     castable = [name for name in other_dtype if {wanted[name].dtype, offered[name].dtype} <= FLOAT_DTYPES]
     wrong_dtype = [name for name in other_dtype if not cast or name not in set(castable)]
     if not (missing or unexpected or wrong_shape or wrong_dtype):
-        check_ties(tied, offered)
+        _check_ties(tied, offered)
         _tell_of_cast({(offered[name].dtype, wanted[name].dtype) for name in castable})
         return
 
@@ -94,7 +95,7 @@ def check_specs(
     )
 
 
-def check_ties(
+def _check_ties(
     tied: Mapping[str, str],
     of: Mapping[str, TensorSpec] | Mapping[str, str],
     field: str | None = None,
@@ -176,7 +177,7 @@ class DigestingStream:
     def check_stated(self) -> None:
         """InvalidWeights if the delivery states another digest, or one that the model can't serve. Reads no byte."""
         self._compare(self._delivery.digest, self._expected, "the delivery states")
-        check_ties(self._tied, self._delivery.tensor_digests or {})
+        _check_ties(self._tied, self._delivery.tensor_digests or {})
 
     def finish(self) -> str:
         """Returns the digest after the engine has read the stream. EngineFailed if it did not read all of it."""
@@ -212,7 +213,7 @@ class DigestingStream:
         computed = tensors_digest(lines)
         self._compare(computed, self._delivery.digest, "the bytes make")
         self._compare(computed, self._expected, "the bytes make")
-        check_ties(self._tied, self.digests)
+        _check_ties(self._tied, self.digests)
         if self._cancelled():
             raise EngineFailed("staging was cancelled")
         self.digest = computed
@@ -253,25 +254,32 @@ def receive(
     cast: bool,
     expected_digest: str | None,
     cancelled: Callable[[], bool],
+    area: StagingArea,
     digests: dict[str, str] | None = None,
 ) -> tuple[Staged, str]:
-    """Checks, stages and verifies a delivery. Returns the staged weights and the version's digest. `digests` takes each
-    tensor's.
+    """Checks a delivery, stages it in `area` and verifies it. Returns the staged weights and the version's digest.
+    `digests` takes each tensor's.
 
-    Closes the delivery on every path. When it raises, nothing is staged: wrong weights make the stream raise inside
-    `holder.stage`, which then frees its memory. If a holder returns without asking for the stream's end, this frees the
-    staged weights with their last reference.
+    Closes the delivery on every path. When it raises, nothing is staged, and the area is the caller's to close: wrong
+    weights make the stream raise inside `holder.stage`. If a holder returns without asking for the stream's end, this
+    frees the staged weights with their last reference.
     """
     try:
         tied = holder.tied_tensors()
         check_specs(holder.weight_spec(), tied, delivery.specs, cast)
         stream = DigestingStream(delivery, tied=tied, expected_digest=expected_digest, cancelled=cancelled)
-        finished = _finished(holder.stage(stream, cast, cancelled), stream)
+        finished = _finished(holder.stage(_placed(stream, area), cast, cancelled), stream)
         if digests is not None:
             digests.update(stream.digests)
         return finished
     finally:
         delivery.close()
+
+
+def _placed(tensors: TensorStream, area: StagingArea) -> TensorStream:
+    """Yields the tensors in the memory of the area, where they stay."""
+    for name, tensor in tensors:
+        yield name, area.put(name, tensor)
 
 
 def receive_adapter(
@@ -281,6 +289,7 @@ def receive_adapter(
     cast: bool,
     expected_digest: str | None,
     cancelled: Callable[[], bool],
+    area: StagingArea,
 ) -> tuple[Staged, str]:
     """Does the same as `receive` for a LoRA adapter, whose digest also covers its config: see `config_line`."""
     try:
@@ -288,7 +297,7 @@ def receive_adapter(
         config = delivery.adapter_config
         assert config is not None, "an adapter's spec follows from its config"
         stream = DigestingStream(delivery, expected_digest=expected_digest, cancelled=cancelled)
-        return _finished(holder.stage_adapter(config, stream, cast, cancelled), stream)
+        return _finished(holder.stage_adapter(config, _placed(stream, area), cast, cancelled), stream)
     finally:
         delivery.close()
 
@@ -407,9 +416,9 @@ def model_digest(
     engine that has loaded the directory; InvalidWeights if the engine serves other weights than the digest says."""
     checkpoint = open_checkpoint(directory, None if roots is None else list(roots), field="model")
     try:
-        check_ties(tied or {}, checkpoint.specs, "model", OWN_TIE_FIX)
+        _check_ties(tied or {}, checkpoint.specs, "model", OWN_TIE_FIX)
         digests = checkpoint.tensor_digests()
-        check_ties(tied or {}, digests, "model", OWN_TIE_FIX)
+        _check_ties(tied or {}, digests, "model", OWN_TIE_FIX)
         return checkpoint.digest_of(digests)
     finally:
         checkpoint.close()

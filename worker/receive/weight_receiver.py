@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import entry_points
@@ -32,19 +32,21 @@ from rl_plane.transports.base import (
     WeightTransport,
 )
 from rl_plane.weights.checkpoint import Kind
+from worker.receive.host_room import check_room
 from worker.receive.kept_copy import Changes, KeptCopy, as_kept, digests_of, missing_links, taken_changes
 from worker.receive.staging import (
+    FLOAT_DTYPES,
     check_deltas,
     check_overwrite,
     check_some,
     check_specs,
     check_staged,
-    check_ties,
     digest_of,
     overwrite,
     receive,
     receive_adapter,
 )
+from worker.receive.staging_area import StagingArea
 from worker.receive.weight_holder import Staged, WeightHolder
 
 log = logging.getLogger("worker.receive.weight_receiver")
@@ -80,14 +82,20 @@ class Receiver:
 
     The methods block, so they run on a thread. Only `take` may run on an engine's loop."""
 
-    def __init__(self, holder: WeightHolder, transports: Mapping[str, WeightTransport]) -> None:
+    def __init__(
+        self, holder: WeightHolder, transports: Mapping[str, WeightTransport], *, shared: bool = False
+    ) -> None:
+        """`shared`: other processes map the staging areas."""
         self.holder = holder
         self.transports = transports
+        self._shared = shared
         self.opened: dict[str, tuple[ReceiveRequest, Delivery]] = {}
         """The open deliveries by the name of their staging."""
         self._partwise: dict[str, PartwiseDelivery] = {}
         """The partwise deliveries that are open, by staging name."""
         self._staged: dict[str, Staged] = {}
+        self.areas: dict[str, StagingArea] = {}
+        """The areas of what is staged, by staging name. A delta changes the area of the copy, which is not here."""
         self._to_keep: dict[str, KeptCopy] = {}
         self._undo: dict[str, tuple[KeptCopy, Changes]] = {}
         """The copy and the changes that were made in it, by staging name: `discard` takes them back."""
@@ -153,6 +161,7 @@ class Receiver:
             check_overwrite(self.holder, delivery, cast=request.cast, expected_digest=request.digest)
         else:
             check_staged(self.holder, delivery, _kind(request), cast=request.cast)
+            self._check_room(request, delivery)
         self.opened[staging] = (request, delivery)
 
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
@@ -168,7 +177,8 @@ class Receiver:
             "cancelled": cancelled,
         }
         if request.adapter is not None:
-            self._staged[staging], digest = receive_adapter(self.holder, delivery, **how)
+            area, self._staged[staging], digest = self._received(receive_adapter, delivery, **how)
+            self.areas[staging] = area
         elif request.base is not None:
             digest = self._receive_changes(staging, request, request.base, delivery, cancelled)
         else:
@@ -177,9 +187,9 @@ class Receiver:
                 digest = overwrite(self.holder, delivery, **how)
             else:
                 digests: dict[str, str] = {}
-                staged, digest = receive(self.holder, delivery, **how, digests=digests)
-                self._staged[staging] = staged
-                kept = as_kept(digest, staged, delivery.specs, digests) if request.keeps_copy else None
+                area, self._staged[staging], digest = self._received(receive, delivery, **how, digests=digests)
+                self.areas[staging] = area
+                kept = as_kept(digest, area, self.holder.tied_tensors(), digests) if request.keeps_copy else None
                 if kept is not None:
                     self._to_keep[staging] = kept
         self._partwise.pop(staging, None)
@@ -213,6 +223,7 @@ class Receiver:
         staged = self._staged.pop(staging, None)
         if staged is None:
             raise EngineFailed(f"nothing is staged as {staging!r}: it was swapped or discarded before")
+        self.areas.pop(staging, None)
         to_keep = self._to_keep.pop(staging, None)
         if to_keep is not None:
             self.kept = replace(to_keep, changed={})
@@ -223,6 +234,7 @@ class Receiver:
         """Frees what is staged or open under this name, and takes changes of the copy back. Does nothing for an unknown
         name."""
         self._staged.pop(staging, None)
+        self.areas.pop(staging, None)
         self._partwise.pop(staging, None)
         self._to_keep.pop(staging, None)
         undo = self._undo.pop(staging, None)
@@ -234,6 +246,44 @@ class Receiver:
         if opened is not None:
             opened[1].close()
 
+    # ---- memory ----
+
+    def _received(
+        self, by: Callable[..., tuple[Staged, str]], delivery: Delivery, **how: Any
+    ) -> tuple[StagingArea, Staged, str]:
+        """Receives into a new area. The area is gone when this raises."""
+        area: StagingArea | None = None
+        try:
+            area = self._area(delivery)
+            return area, *by(self.holder, delivery, area=area, **how)
+        except BaseException:
+            delivery.close()
+            if area is not None:
+                area.close()
+            raise
+
+    def _area(self, delivery: Delivery) -> StagingArea:
+        """Makes the area of what is to come. The tensors of a delivery in parts may come in another dtype, or be tied
+        to one that comes: there is room for each, and what does not come takes no memory."""
+        specs = delivery.specs
+        if isinstance(delivery, PartwiseDelivery):
+            wanted, tied = self.holder.weight_spec(), self.holder.tied_tensors()
+            specs = {**{name: wanted[to] for name, to in tied.items()}, **wanted}
+            specs = {name: _widest(spec) for name, spec in specs.items()}
+        return StagingArea.for_specs(specs, shared=self._shared)
+
+    def _check_room(self, request: ReceiveRequest, delivery: Delivery) -> None:
+        """InvalidRequest if there is no memory for the delivery. Closes the delivery when it raises."""
+        replaced = self._kept if request.adapter is None else None
+        try:
+            check_room(
+                sum(spec.nbytes for spec in delivery.specs.values()),
+                0 if replaced is None else replaced.area.nbytes,
+            )
+        except BaseException:
+            delivery.close()
+            raise
+
     # ---- deltas and partial versions ----
 
     def _check_changes(self, request: ReceiveRequest, base: str, delivery: Delivery) -> None:
@@ -241,7 +291,8 @@ class Receiver:
         try:
             self._check_specs(request.encoding, delivery)
             if not (self._is_there(request) or self._may_fit(request, delivery)):
-                missing_links(self.kept, request.base_chain, base)
+                missing_links(self._changeable(), request.base_chain, base)
+            check_room(sum(spec.nbytes for spec in delivery.specs.values()))
         except BaseException:
             delivery.close()
             raise
@@ -254,19 +305,21 @@ class Receiver:
 
     def _is_there(self, request: ReceiveRequest) -> bool:
         """Returns whether the copy is the result already, for example because the swap failed."""
-        return self.kept is not None and self.kept.digest == request.digest
+        kept = self._changeable()
+        return kept is not None and kept.digest == request.digest
+
+    def _changeable(self) -> KeptCopy | None:
+        """The copy, if a delta or a partial version can change it."""
+        kept = self.kept
+        return kept if kept is not None and kept.fits(self.holder.weight_spec()) else None
 
     def _may_fit(self, request: ReceiveRequest, delivery: Delivery) -> bool:
         """Returns whether the tensors of a partial version may make the wanted version of this worker's copy, although
         the copy may be another one than the base: it differs from the base only in tensors that come."""
-        if (
-            request.encoding != "partial"
-            or self.kept is None
-            or not delivery.specs.keys() <= self.kept.tensors.keys()
-        ):
+        kept, stated = self._changeable(), delivery.tensor_digests
+        if request.encoding != "partial" or kept is None or not delivery.specs.keys() <= kept.tensors.keys():
             return False
-        stated = delivery.tensor_digests
-        return not stated or self.kept.digest_with(stated) == request.digest
+        return not stated or kept.digest_with(stated) == request.digest
 
     def _receive_changes(
         self, staging: str, request: ReceiveRequest, base: str, delivery: Delivery, cancelled: Cancelled
@@ -285,8 +338,6 @@ class Receiver:
             raise
         try:
             after = after.hashed(cancelled)
-            if after.digest == wanted:
-                check_ties(self.holder.tied_tensors(), after.digests)
         except BaseException:
             before.take_back(changes)
             self.kept = known  # not a version that was fetched on the way: its own digest was never compared
@@ -302,7 +353,13 @@ class Receiver:
                 digest=after.digest,
                 expected_digest=wanted,
             )
-        self._staged[staging], self._to_keep[staging] = after.staged, after
+        try:
+            self._staged[staging] = self.holder.stage(after.tensors.items(), request.cast, cancelled)
+        except BaseException:
+            before.take_back(changes)
+            self.kept = known
+            raise
+        self._to_keep[staging] = after
         self._undo[staging] = (before, changes)
         return wanted
 
@@ -310,7 +367,7 @@ class Receiver:
         self, request: ReceiveRequest, base: str, changes: Changes, cancelled: Cancelled
     ) -> tuple[KeptCopy, Changes]:
         """Returns the copy to change, and the changes that it needs."""
-        kept = self.kept
+        kept = self._changeable()
         if kept is not None and kept.digest == request.digest:
             return kept, {}
         if kept is not None and kept.digest_with(digests_of(changes)) == request.digest:
@@ -331,7 +388,7 @@ class Receiver:
 
     def _at_base(self, request: ReceiveRequest, base: str, cancelled: Cancelled) -> KeptCopy:
         """Brings the copy to the version that the update changes."""
-        kept, links = missing_links(self.kept, request.base_chain, base)
+        kept, links = missing_links(self._changeable(), request.base_chain, base)
         if not links:
             assert kept is not None
             return kept
@@ -365,18 +422,18 @@ class Receiver:
             kept.check_fits(changes)
             return kept.change(changes, link.digest, cancelled)
         digests: dict[str, str] = {}
-        staged, digest = receive(
-            self.holder,
+        area, _, digest = self._received(
+            receive,
             delivery,
             cast=False,
             expected_digest=link.digest,
             cancelled=cancelled,
             digests=digests,
         )
-        kept = as_kept(digest, staged, delivery.specs, digests)
+        kept = as_kept(digest, area, self.holder.tied_tensors(), digests)
         if kept is None:
             raise NotAtBase(
-                "this engine stages other bytes than were published, so no change of them fits",
+                "this engine ties tensors that were published twice, so no change of them fits",
                 field="base",
                 fix="publish the full version",
             )
@@ -405,6 +462,10 @@ class Receiver:
 
 def _kind(request: ReceiveRequest) -> Kind:
     return "base" if request.adapter is None else "lora"
+
+
+def _widest(spec: TensorSpec) -> TensorSpec:
+    return TensorSpec("F64", spec.shape) if spec.dtype in FLOAT_DTYPES else spec
 
 
 def _check_part(

@@ -268,29 +268,6 @@ def test_a_partial_version_that_does_not_fit_leaves_the_copy() -> None:
     worker.serve(1)
 
 
-def test_tied_tensors_of_a_copy_must_stay_equal() -> None:
-    """An engine may stage both tensors of a tied pair, and ties them while it loads."""
-    worker = Worker("partial", changes={1: "b"}, tied={"tied": "b"})
-    holder = worker.receiver.holder
-    both = {**weights(), "tied": weights()["b"]}
-    specs = {name: spec_of(tensor) for name, tensor in both.items()}
-    holder.stage = lambda tensors, cast, cancelled: StagedTensors(  # type: ignore[method-assign]
-        dict(host_copies(tensors, specs, (), cast, cancelled))
-    )
-    changed = {"b": both["b"] + 1, "tied": both["b"] + 1}
-    worker.digests = [worker.road.put("c0", both), worker.road.put("c1 whole", {**both, **changed})]
-    worker.stage(0)
-    worker.receiver.take("c0")
-    torn = worker.road.put("torn", {**both, "b": changed["b"]})
-    worker.road.put("c1", {"b": changed["b"]})
-    with pytest.raises(InvalidWeights, match="ties 'tied' to 'b'"):
-        worker.stage(1, digest=torn)
-    assert worker.receiver.kept is not None
-    assert same(worker.receiver.kept.tensors, both)
-    worker.road.put("c1", changed)
-    assert worker.stage(1) == worker.digests[1]
-
-
 def test_a_large_tensor_is_exchanged_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_copy, "EXCHANGE_BYTES", 7)
     worker = Worker("partial")

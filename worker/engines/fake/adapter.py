@@ -333,8 +333,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
         if names is not None and self.version == served:
             self.weights = self._held().with_some(staged, names)
         else:
-            kept = self.receiver.kept is not None and self.receiver.kept.staged is staged
-            self.weights = staged.copied() if kept else staged
+            self.weights = staged
         self.version = version
         self._miscomputes = self.config.miscompute
         return await self.flush_cache()
