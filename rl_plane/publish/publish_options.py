@@ -16,7 +16,7 @@ from rl_plane.sync import call_bound_s
 from rl_plane.transports.registry import AUTO
 from rl_plane.weights.delta_codec import import_numba
 
-Encoding = Literal["auto", "full", "delta"]
+Encoding = Literal["auto", "full", "delta", "partial"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,7 @@ class PublishOptions:
     policy: dict[str, Any] = field(default_factory=dict)
     cast: bool = False
     encoding: Encoding = "auto"
+    trainable_only: bool = False
     bucket_bytes: int | None = None
     workers: int = 1
     wait_s: float = DEFAULT_WAIT_S
@@ -63,27 +64,41 @@ class PublishOptions:
             )
         if self.encoding not in get_args(Encoding):
             raise InvalidRequest(
-                f"encoding is {str(self.encoding)[:64]!r}", field="encoding", fix="use auto, full, or delta"
+                f"encoding is {str(self.encoding)[:64]!r}",
+                field="encoding",
+                fix="use auto, full, delta, or partial",
             )
-        if self.encoding != "delta":
+        if self.trainable_only and self.encoding not in ("auto", "partial"):
+            raise InvalidRequest(
+                f"encoding {self.encoding} sends other tensors too, and trainable_only does not",
+                field="trainable_only",
+                fix="leave one of the two out",
+            )
+        encoding = self.mode
+        if encoding not in ("delta", "partial"):
             return
+        field = "trainable_only" if self.trainable_only else "encoding"
         if self._only_full:
             raise InvalidRequest(
-                "encoding delta needs staged copies: it excludes cast, staging none and keep_staged false",
-                field="encoding",
-                fix="leave encoding out, or leave those out",
+                f"encoding {encoding} needs staged copies: it excludes cast, staging none and keep_staged false",
+                field=field,
+                fix=f"leave {field} out, or leave those out",
             )
         if self.adapter is not None:
-            raise InvalidRequest("an adapter is always sent in full", field="encoding", fix="leave encoding out")
-        import_numba()
+            raise InvalidRequest("an adapter is always sent in full", field=field, fix=f"leave {field} out")
+        if encoding == "delta":
+            import_numba()
 
     @property
     def _only_full(self) -> bool:
         return self.cast or self.policy.get("staging") == "none" or self.policy.get("keep_staged") is False
 
     @property
-    def delta_mode(self) -> Encoding:
-        """`encoding`, with `auto` resolved to `full` where a delta can never be sent."""
+    def mode(self) -> Encoding:
+        """`encoding`, with `auto` resolved: to `partial` with `trainable_only`, and to `full` where a delta can never
+        be sent."""
+        if self.trainable_only:
+            return "partial"
         if self.encoding == "auto" and (self._only_full or self.adapter is not None or not self.trainer_stays):
             return "full"
         return self.encoding
