@@ -20,11 +20,9 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from blake3 import blake3
-
 from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, Rendering
-from rl_plane.protocol.versions import TensorSpec, WeightVersion
+from rl_plane.protocol.versions import TensorSpec, WeightVersion, algorithm_of
 from rl_plane.protocol.worker_ops import Tokenize
 from rl_plane.transports.base import WeightTransport
 from rl_plane.weights.checkpoint import Checkpoint, open_checkpoint
@@ -167,10 +165,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
         if not self.config.hold_bytes:
             digests = checkpoint.tensor_digests()
             return {name: FakeTensor(spec, digests[name], None) for name, spec in checkpoint.specs.items()}
-        return {
-            name: FakeTensor(tensor.spec, str(blake3(tensor.data).hexdigest()), bytes(tensor.data))
-            for name, tensor in checkpoint.tensors()
-        }
+        return {name: FakeTensor.of(tensor.spec, bytes(tensor.data)) for name, tensor in checkpoint.tensors()}
 
     async def close(self) -> None:
         self._closed = True
@@ -329,7 +324,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
             raise EngineFailed(f"{staging} is an adapter")
         await self._before_a_swap()
         kept = self.receiver.kept is not None and self.receiver.kept.staged is staged
-        self.weights, self.version = staged.copied() if kept else staged, version
+        self.weights, self.version = staged.copied(algorithm_of(version.digest)) if kept else staged, version
         self._miscomputes = self.config.miscompute
         return await self.flush_cache()
 
