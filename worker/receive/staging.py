@@ -28,7 +28,8 @@ from rl_plane.transports.filesystem.receiver import FilesystemDelivery
 from rl_plane.weights import delta_codec
 from rl_plane.weights.checkpoint import Kind, open_checkpoint
 from rl_plane.weights.manifest import are_digests
-from worker.receive.weight_holder import Staged, WeightHolder
+from worker.receive.staging_area import StagingArea
+from worker.receive.weight_holder import Staged, TensorStream, WeightHolder
 
 log = logging.getLogger("worker.receive.staging")
 
@@ -293,12 +294,13 @@ def receive(
     expected_digest: str | None,
     algorithm: DigestAlgorithm | None = None,
     cancelled: Callable[[], bool],
+    area: StagingArea,
 ) -> tuple[Staged, str]:
-    """Checks, stages and verifies a delivery. Returns the staged weights and the version's digest.
+    """Checks a delivery, stages it in `area` and verifies it. Returns the staged weights and the version's digest.
 
-    Closes the delivery on every path. When it raises, nothing is staged: wrong weights make the stream raise inside
-    `holder.stage`, which then frees its memory. If a holder returns without asking for the stream's end, this frees the
-    staged weights with their last reference.
+    Closes the delivery on every path. When it raises, nothing is staged, and the area is the caller's to close: wrong
+    weights make the stream raise inside `holder.stage`. If a holder returns without asking for the stream's end, this
+    frees the staged weights with their last reference.
     """
     try:
         tied = holder.tied_tensors()
@@ -310,9 +312,15 @@ def receive(
             algorithm=algorithm,
             cancelled=cancelled,
         )
-        return _finished(holder.stage(stream, cast, cancelled), stream)
+        return _finished(holder.stage(_placed(stream, area), cast, cancelled), stream)
     finally:
         delivery.close()
+
+
+def _placed(tensors: TensorStream, area: StagingArea) -> TensorStream:
+    """Yields the tensors in the memory of the area, where they stay."""
+    for name, tensor in tensors:
+        yield name, area.put(name, tensor)
 
 
 def receive_adapter(
@@ -323,8 +331,9 @@ def receive_adapter(
     expected_digest: str | None,
     algorithm: DigestAlgorithm | None = None,
     cancelled: Callable[[], bool],
+    area: StagingArea,
 ) -> tuple[Staged, str]:
-    """Does the same as `receive` for a LoRA adapter, whose digest also covers its config: see `config_line`."""
+    """Does the same as `receive` for a LoRA adapter, whose digest also covers its config: see `tensors_digest`."""
     try:
         check_specs(_adapter_spec(holder, delivery), {}, delivery.specs, cast, ADAPTER_FIX)
         config = delivery.adapter_config
@@ -332,7 +341,7 @@ def receive_adapter(
         stream = DigestingStream(
             delivery, expected_digest=expected_digest, algorithm=algorithm, cancelled=cancelled
         )
-        return _finished(holder.stage_adapter(config, stream, cast, cancelled), stream)
+        return _finished(holder.stage_adapter(config, _placed(stream, area), cast, cancelled), stream)
     finally:
         delivery.close()
 
@@ -368,14 +377,21 @@ def _may_be_delta(spec: TensorSpec, of: TensorSpec) -> bool:
     return spec.dtype == "U8" and len(spec.shape) == 1 and spec.nbytes <= longest
 
 
-def digest_of(tensors: Mapping[str, HostTensor], algorithm: DigestAlgorithm, cancelled: Callable[[], bool]) -> str:
-    """Returns the digest of the version that has these bytes."""
-    lines = []
+def hashed(
+    tensors: Mapping[str, HostTensor], algorithm: DigestAlgorithm, cancelled: Callable[[], bool]
+) -> dict[str, HostTensor]:
+    """Returns the tensors with the digests of the bytes that they have now."""
+    made = {}
     for name, tensor in tensors.items():
         if cancelled():
             raise EngineFailed("staging was cancelled")
-        lines.append((name, tensor.spec, tensor_digest(tensor.data, algorithm)))
-    return tensors_digest(lines)
+        made[name] = replace(tensor, digest=tensor_digest(tensor.data, algorithm))
+    return made
+
+
+def digest_of(tensors: Mapping[str, HostTensor]) -> str:
+    """Returns the digest of the version that has these tensors, which are `hashed`."""
+    return tensors_digest((name, tensor.spec, tensor.digest or "") for name, tensor in tensors.items())
 
 
 def check_staged(holder: WeightHolder, delivery: Delivery, kind: Kind, *, cast: bool) -> None:

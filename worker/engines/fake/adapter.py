@@ -22,7 +22,7 @@ from typing import Any
 
 from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, Rendering
-from rl_plane.protocol.versions import TensorSpec, WeightVersion, algorithm_of
+from rl_plane.protocol.versions import TensorSpec, WeightVersion
 from rl_plane.protocol.worker_ops import Tokenize
 from rl_plane.transports.base import WeightTransport
 from rl_plane.weights.checkpoint import Checkpoint, open_checkpoint
@@ -323,8 +323,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
         if not isinstance(staged, FakeWeights):
             raise EngineFailed(f"{staging} is an adapter")
         await self._before_a_swap()
-        kept = self.receiver.kept is not None and self.receiver.kept.staged is staged
-        self.weights, self.version = staged.copied(algorithm_of(version.digest)) if kept else staged, version
+        self.weights, self.version = staged, version
         self._miscomputes = self.config.miscompute
         return await self.flush_cache()
 

@@ -19,7 +19,6 @@ from rl_plane.protocol.versions import (
     ADAPTER_CONFIG_NAME,
     DEFAULT_ALGORITHM,
     DigestAlgorithm,
-    HostTensor,
     TensorSpec,
     WeightVersion,
     algorithm_of,
@@ -188,24 +187,6 @@ class FakeWeights:
             # A half-written mixture of two versions, so this need not be a version's digest.
             digests = {name: hex_digest(digest.encode(), DEFAULT_ALGORITHM) for name, digest in digests.items()}
         self.digest = tensors_digest((name, tensor.spec, digests[name]) for name, tensor in tensors.items())
-
-    def host_tensors(self) -> dict[str, HostTensor]:
-        """The tensors' own memory; empty without `hold_bytes`."""
-        return {
-            name: HostTensor(tensor.spec, memoryview(tensor.data), owned=True)
-            for name, tensor in self.tensors.items()
-            if tensor.data is not None
-        }
-
-    def copied(self, algorithm: DigestAlgorithm) -> FakeWeights:
-        """A copy of the bytes as they are now: a delta may have changed them, and another may follow. `algorithm`: that
-        of the version's digest."""
-        return FakeWeights(
-            {
-                name: FakeTensor(tensor.spec, tensor.digest_now(algorithm), tensor.data and bytes(tensor.data))
-                for name, tensor in self.tensors.items()
-            }
-        )
 
     def checksum(self) -> str:
         lines = sorted(
