@@ -14,7 +14,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,7 @@ class Plane:
         copies: int = 1,
         drain_s: float = 30.0,
         engine: str = "fake",
+        weight_urls: Sequence[str] = (),
         **engine_args: Any,
     ) -> Spawned:
         """`patch`: code that runs in the process before the worker does."""
@@ -151,6 +152,7 @@ class Plane:
             "instance_id": instance_id if copies == 1 else None,
             "copies": copies,
             "weight_roots": [str(self.tmp / "weights")],
+            "weight_urls": list(weight_urls),
             "engine_args": {key: str(value) for key, value in engine_args.items()},
             "drain_s": drain_s,
         }
