@@ -31,6 +31,7 @@ from rl_plane.fleet.fleet import Fleet
 from rl_plane.membership.worker_calls import BusConnector
 from rl_plane.transports.base import TransportContext
 from rl_plane.transports.filesystem.receiver import FilesystemTransport
+from tests.support.range_server import RangeServer
 from tests.support.zygote import fork_module
 from worker.engines.fake.adapter import make_fake_model
 
@@ -118,6 +119,15 @@ class Plane:
     spawned: list[Spawned] = field(default_factory=list)
     _clients: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
     _made: dict[int, object] = field(default_factory=dict)
+    _server: RangeServer | None = None
+
+    @property
+    def weight_server(self) -> RangeServer:
+        """A server of the workers' weight root, by HTTP."""
+        if self._server is None:
+            (self.tmp / "weights").mkdir(exist_ok=True)
+            self._server = RangeServer(self.tmp / "weights")
+        return self._server
 
     def model(self, seed: int = 0, **shape: int) -> Path:
         """A fake model's directory beneath the workers' weight root. One that is as it was made stays: a worker may be
@@ -209,6 +219,9 @@ class Plane:
     def kill_all(self) -> None:
         for one in self.spawned:
             one.close()
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
 
     async def close(self) -> None:
         self.kill_all()

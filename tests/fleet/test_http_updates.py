@@ -4,7 +4,6 @@ that end, and healing."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,10 +31,8 @@ HttpTransport.__init__.__defaults__ = (1.0,)
 
 
 @pytest.fixture
-def server(plane: Plane) -> Iterator[RangeServer]:
-    (plane.tmp / "weights").mkdir(exist_ok=True)
-    with RangeServer(plane.tmp / "weights") as server:
-        yield server
+def server(plane: Plane) -> RangeServer:
+    return plane.weight_server
 
 
 def by_url(transport: dict[str, Any], version: str, **policy: Any) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Asked:
 
 @dataclass
 class Behaviour:
-    """What the server does. A test may change it at any time."""
+    """The faults of the server. A test may change them at any time."""
 
     ranges: bool = True
     validators: bool = True

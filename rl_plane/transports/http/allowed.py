@@ -26,7 +26,7 @@ Origin = tuple[str, str, int]
 
 @dataclass(frozen=True, slots=True)
 class UrlPrefix:
-    """What the operator allows: URLs of one scheme, host and port, at or below one path."""
+    """A prefix that the operator allows: URLs of one scheme, host and port, at or below one path."""
 
     origin: Origin
     path: str

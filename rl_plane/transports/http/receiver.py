@@ -199,7 +199,7 @@ class UrlFile(SafetensorsFile):
 
 
 class _Place(threading.local):
-    """Where one thread reads a file."""
+    """The place at which one thread reads a file."""
 
     stream: RangeStream | None = None
     end = 0

@@ -67,7 +67,7 @@ class Source:
 
     @property
     def shown(self) -> str:
-        """Where the files are, for messages."""
+        """The place of the files, for messages."""
         return shown(self.base) if self.base is not None else f"{len(self.urls)} URLs"
 
 
