@@ -68,7 +68,7 @@ CLUSTER: dict[Kind, float] = {"change_leader": 1.5, "keep_old_leader": 1.5}
 
 APART: dict[Kind, float] = {"partition": 3.0, "overtake": 3.0}
 """Faults that a chance of its own adds to some runs: the other runs are what they would be without."""
-APART_SHARE = {"partition": 0.3, "overtake": 0.15}
+APART_SHARE = {"partition": 0.3, "overtake": 0.3}
 """In how many runs."""
 
 
