@@ -35,6 +35,7 @@ from rl_plane.protocol.update_requests import (
     Transport,
     UpdatePolicy,
 )
+from rl_plane.protocol.versions import DigestAlgorithm
 from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
 
 PauseWord = Literal["keep", "wait", "abort", "retract", "in_place"]
@@ -217,6 +218,7 @@ class FleetMethods:
         target: BaseTarget | LoraTarget | None = None,
         policy: UpdatePolicy | None = None,
         digest: str | None = None,
+        digest_algorithm: DigestAlgorithm | None = None,
         encoding: Encoding = "full",
         base: str | None = None,
         step: int | None = None,
@@ -231,7 +233,8 @@ class FleetMethods:
             version: The trainer's label, such as `step_17`. None: the sequence number.
             target: A LoRA adapter, or what becomes of loaded adapters. None: the base weights; adapters stay loaded.
             policy: How the update is carried out, with its time-outs. None: the defaults of UpdatePolicy.
-            digest: The digest that the trainer has computed, `blake3:…`. None: the workers' digests must agree.
+            digest: The trainer's digest, `xxh3:…` or `blake3:…`. None: the workers' digests must agree.
+            digest_algorithm: The hash, where neither `digest` nor digests beside the weights tell it. None: `xxh3`.
             encoding: `delta` sends only the changed elements since `base`, `partial` only the changed tensors; `digest`
                 is then needed.
             base: The digest of the committed version that a delta or a partial version changes.
@@ -249,7 +252,9 @@ class FleetMethods:
             Locked: another update is under way.
             OutcomeUnknown: NATS was lost at the decision. Repeat the call with the same `request_id`.
         """
-        body = _update_body(transport, version, target, policy, digest, encoding, base, step, cast)
+        body = _update_body(
+            transport, version, target, policy, digest, digest_algorithm, encoding, base, step, cast
+        )
         return FleetRequest("update_weights", {**body, **select}, request_id)
 
     @fleet_method
@@ -329,6 +334,7 @@ class FleetMethods:
         target: BaseTarget | LoraTarget | None = None,
         policy: UpdatePolicy | None = None,
         digest: str | None = None,
+        digest_algorithm: DigestAlgorithm | None = None,
         encoding: Encoding = "full",
         base: str | None = None,
         step: int | None = None,
@@ -341,7 +347,9 @@ class FleetMethods:
         Generation continues. `complete_weights_update` commits the update. It expires 120 seconds after its last call.
         The arguments and errors are those of `update_weights`.
         """
-        body = _update_body(transport, version, target, policy, digest, encoding, base, step, cast)
+        body = _update_body(
+            transport, version, target, policy, digest, digest_algorithm, encoding, base, step, cast
+        )
         return FleetRequest("prepare_weights_update", {**body, **select}, request_id)
 
     @fleet_method
@@ -517,6 +525,7 @@ def _update_body(
     target: BaseTarget | LoraTarget | None,
     policy: UpdatePolicy | None,
     digest: str | None,
+    digest_algorithm: DigestAlgorithm | None,
     encoding: str,
     base: str | None,
     step: int | None,
@@ -529,6 +538,7 @@ def _update_body(
         target=None if target is None else target.model_dump(),
         policy=_policy(policy),
         digest=digest,
+        digest_algorithm=digest_algorithm,
         encoding=encoding,
         base=base,
         step=step,

@@ -9,7 +9,14 @@ from typing import Any, Protocol, runtime_checkable
 
 from rl_plane.errors import InvalidRequest, NotAtBase, PlaneError
 from rl_plane.protocol.record import MAX_DELTAS
-from rl_plane.protocol.versions import DTYPE_BYTES, HostTensor, TensorSpec, tensor_digest, tensors_digest
+from rl_plane.protocol.versions import (
+    DTYPE_BYTES,
+    HostTensor,
+    TensorSpec,
+    algorithm_of,
+    tensor_digest,
+    tensors_digest,
+)
 from rl_plane.publish.attempt import JOINS, Attempt
 from rl_plane.publish.host_copy import as_tensors
 from rl_plane.publish.publication import RunningPublication
@@ -127,9 +134,11 @@ class PartialAttempt(Attempt):
             return
         self._joins = 0  # a worker that joins gets the version from the copies
         baseline, lent = self._baseline, taken.held if self._lends else {}
+        assert baseline.digest is not None
+        algorithm = algorithm_of(baseline.digest)
         for name, tensor in in_order(taken.specs, self._known(taken)):
             data = raw_bytes(tensor)
-            digest = tensor_digest(data)
+            digest = tensor_digest(data, algorithm)
             self._new_digests[name] = digest
             if digest != baseline.digests[name]:
                 self._changed[name] = HostTensor(baseline.specs[name], data if name in lent else _copied(data))

@@ -26,6 +26,7 @@ from rl_plane.errors import DeadlineExceeded, InvalidRequest
 from rl_plane.protocol.canary import OnCanaryFailure
 from rl_plane.protocol.fleet_ops import DEFAULT_WAIT_S
 from rl_plane.protocol.subjects import DEFAULT_NAMESPACE
+from rl_plane.protocol.versions import DEFAULT_ALGORITHM, DigestAlgorithm
 from rl_plane.publish.attempt import JOINS, Attempt, drain
 from rl_plane.publish.delta_attempt import DeltaAttempt
 from rl_plane.publish.fleet_access import BlockingFleet, FleetLike
@@ -65,6 +66,7 @@ class WeightPublisher:
         bucket_bytes: int | None = None,
         encoding: Encoding = "auto",
         trainable_only: bool = False,
+        digest: DigestAlgorithm = DEFAULT_ALGORITHM,
         trainer_stays: bool = True,
         adapter: str | None = None,
         dtype: Any = None,
@@ -104,6 +106,9 @@ class WeightPublisher:
                 and the workers keep a copy of it.
             trainable_only: True reads and sends only parameters that have, or once had, `requires_grad`, after a full
                 first version. It implies `encoding` `partial`. Only a module can be the source. Default: False.
+            digest: the algorithm of the versions' digests. `xxh3` finds corruption, at the speed of memory. `blake3` is
+                for a digest that someone compares outside of the fleet, and for weights from a source that is not
+                trusted; hashing then takes several times as long. Default: `xxh3`.
             trainer_stays: False if this process ends soon. `auto` then prefers transports whose weights outlive it, and
                 `nixl` keeps no copy for workers that heal. Default: True.
 
@@ -160,6 +165,7 @@ class WeightPublisher:
             cast=cast,
             encoding=encoding,
             trainable_only=trainable_only,
+            digest=digest,
             bucket_bytes=bucket_bytes,
             workers=workers,
             wait_s=wait_s,
@@ -176,7 +182,7 @@ class WeightPublisher:
             raise InvalidRequest(
                 "canary is given twice: by canary= and in policy", field="canary", fix="leave policy's canary out"
             )
-        self._copy = HostCopy()
+        self._copy = HostCopy(digest)
         self._baseline = Baseline()
         self._canary = CanarySource(canary, tolerance, self._source, source, adapter is not None)
         self._progress = progress
@@ -343,7 +349,7 @@ class WeightPublisher:
             )
         if self._previous is not None:
             self._previous.settle(self._options.bound_s())
-        self._copy = HostCopy()  # an attempt that is still under way has its own reference
+        self._copy = HostCopy(self._options.digest)  # an attempt that is still under way has its own reference
         if self._plan is not None:
             self._plan.close()
 

@@ -1,4 +1,4 @@
-"""What the attempts share that send from host memory: their source, and the errors of a base that is not there."""
+"""The source of the attempts that send from host memory, and the errors of a base that is not there."""
 
 from __future__ import annotations
 

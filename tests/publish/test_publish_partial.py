@@ -48,7 +48,7 @@ async def computes_with(plane: Plane, client: RlClient, model: Path) -> bool:
             return [await generated(client, row["instance_id"], PROMPT, 4) for row in rows]
         return []
 
-    found = await plane.until(tokens, BOUND_S)
+    found: list[Any] = await plane.until(tokens, BOUND_S)
     return found == [made] * len(found)
 
 

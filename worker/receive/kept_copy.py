@@ -12,9 +12,18 @@ from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidWeights, NotAtBase
 from rl_plane.protocol.record import Encoding
 from rl_plane.protocol.update_requests import DeltaChainEntry
-from rl_plane.protocol.versions import DTYPE_BYTES, HostTensor, TensorSpec, tensor_digest, tensors_digest
+from rl_plane.protocol.versions import (
+    DTYPE_BYTES,
+    DigestAlgorithm,
+    HostTensor,
+    TensorSpec,
+    algorithm_of,
+    tensor_digest,
+    tensors_digest,
+)
 from rl_plane.transports.base import Delivery
 from rl_plane.weights import delta_codec
+from rl_plane.weights.manifest import are_digests
 from rl_plane.weights.read_ahead import host_memory
 from worker.receive.staging import DigestingStream
 from worker.receive.staging_area import StagingArea
@@ -105,20 +114,25 @@ class KeptCopy:
         return self._version_digest({**self.digests, **replaced})
 
     def hashed(self, cancelled: Cancelled) -> KeptCopy:
-        """Returns the copy with the digest of every tensor, for which it hashes those that deltas have changed. Its
-        `digest` is the one that the bytes make."""
-        digests = dict(self.digests)
+        """Returns the copy with the digest of every tensor, for which it hashes those that deltas have changed, and
+        those whose digest is of another algorithm. Its `digest` is the one that the bytes make."""
+        algorithm = algorithm_of(self.digest)
+        digests = {name: digest for name, digest in self.digests.items() if algorithm_of(digest) == algorithm}
         for name, tensor in self.tensors.items():
             if cancelled():
                 raise EngineFailed("staging was cancelled")
             if name not in digests:
-                digests[name] = tensor_digest(tensor.data)
+                digests[name] = tensor_digest(tensor.data, algorithm)
         made = self._version_digest(digests)
         assert made is not None
         return replace(self, digest=made, digests=digests)
 
+    def with_digests(self) -> dict[str, HostTensor]:
+        """The tensors, each with its digest, of a copy that is `hashed`."""
+        return {name: replace(tensor, digest=self.digests[name]) for name, tensor in self.tensors.items()}
+
     def _version_digest(self, digests: Mapping[str, str]) -> str | None:
-        if digests.keys() != self.tensors.keys():
+        if digests.keys() != self.tensors.keys() or not are_digests(digests.values()):
             return None
         return tensors_digest((name, tensor.spec, digests[name]) for name, tensor in self.tensors.items())
 
@@ -149,15 +163,25 @@ def as_kept(digest: str, area: StagingArea, tied: Collection[str], digests: Mapp
 
 
 def taken_changes(
-    delivery: Delivery, encoding: Encoding, tensors: Mapping[str, TensorSpec], cancelled: Cancelled
+    delivery: Delivery,
+    encoding: Encoding,
+    tensors: Mapping[str, TensorSpec],
+    algorithm: DigestAlgorithm,
+    cancelled: Cancelled,
 ) -> Changes:
-    """Receives all deltas or tensors of a delivery, whose specs were checked. Closes the delivery."""
+    """Receives all deltas or tensors of a delivery, whose specs were checked. Closes the delivery.
+
+    `algorithm`: the hash of the version that they make, and of the delivery if that states no digests before its
+    tensors."""
     try:
-        stream = DigestingStream(delivery, cancelled=cancelled)
+        stream = DigestingStream(delivery, algorithm=algorithm, cancelled=cancelled)
         changes: dict[str, TensorChange] = {}
         for name, tensor in stream:
             if encoding == "partial":
-                changes[name] = Replacement(_own(tensor), stream.digests[name])
+                digest = stream.digests[name]
+                if algorithm_of(digest) != algorithm:
+                    digest = tensor_digest(tensor.data, algorithm)
+                changes[name] = Replacement(_own(tensor), digest)
                 continue
             blob = tensor.data if tensor.owned else bytes(tensor.data)
             of = tensors[name]

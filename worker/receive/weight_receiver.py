@@ -22,7 +22,7 @@ from rl_plane.protocol.update_requests import (
     ReceiveRequest,
     Transport,
 )
-from rl_plane.protocol.versions import TensorSpec
+from rl_plane.protocol.versions import TensorSpec, algorithm_of
 from rl_plane.transports.base import (
     Delivery,
     GroupedTransport,
@@ -42,6 +42,7 @@ from worker.receive.staging import (
     check_specs,
     check_staged,
     digest_of,
+    hashed,
     overwrite,
     receive,
     receive_adapter,
@@ -174,6 +175,7 @@ class Receiver:
         how: dict[str, Any] = {
             "cast": request.cast,
             "expected_digest": request.digest,
+            "algorithm": request.digest_algorithm,
             "cancelled": cancelled,
         }
         if request.adapter is not None:
@@ -319,7 +321,8 @@ class Receiver:
         kept, stated = self._changeable(), delivery.tensor_digests
         if request.encoding != "partial" or kept is None or not delivery.specs.keys() <= kept.tensors.keys():
             return False
-        return not stated or kept.digest_with(stated) == request.digest
+        # Without digests of the same algorithm only the bytes will tell.
+        return not stated or kept.digest_with(stated) in (None, request.digest)
 
     def _receive_changes(
         self, staging: str, request: ReceiveRequest, base: str, delivery: Delivery, cancelled: Cancelled
@@ -327,7 +330,8 @@ class Receiver:
         """Applies changes to the copy, in place. Returns the digest of the full version."""
         wanted = request.digest
         assert wanted is not None, "the request has it"
-        changes = taken_changes(delivery, request.encoding, self.holder.weight_spec(), cancelled)
+        algorithm = algorithm_of(wanted)
+        changes = taken_changes(delivery, request.encoding, self.holder.weight_spec(), algorithm, cancelled)
         before, changes = self._before(request, base, changes, cancelled)
         before.check_fits(changes)
         known, self.kept = self.kept, None
@@ -354,7 +358,7 @@ class Receiver:
                 expected_digest=wanted,
             )
         try:
-            self._staged[staging] = self.holder.stage(after.tensors.items(), request.cast, cancelled)
+            self._staged[staging] = self.holder.stage(after.with_digests().items(), request.cast, cancelled)
         except BaseException:
             before.take_back(changes)
             self.kept = known
@@ -378,7 +382,7 @@ class Receiver:
         """Finds out whether the update or the copy is wrong. A damaged copy is dropped, and the error is NotAtBase."""
         if known is None:
             return
-        if digest_of(known.tensors, cancelled) != known.digest:
+        if digest_of(hashed(known.tensors, algorithm_of(known.digest), cancelled)) != known.digest:
             raise NotAtBase(
                 f"this worker's copy of {known.digest} was damaged in memory",
                 field="base",
@@ -418,7 +422,8 @@ class Receiver:
             except BaseException:
                 delivery.close()
                 raise
-            changes = taken_changes(delivery, link.encoding, self.holder.weight_spec(), cancelled)
+            algorithm = algorithm_of(link.digest)
+            changes = taken_changes(delivery, link.encoding, self.holder.weight_spec(), algorithm, cancelled)
             kept.check_fits(changes)
             return kept.change(changes, link.digest, cancelled)
         digests: dict[str, str] = {}

@@ -13,7 +13,7 @@ import torch
 from rl_plane._util.tasks import never
 from rl_plane.errors import EngineFailed, InvalidWeights, NotAtBase
 from rl_plane.protocol.update_requests import DeltaChainEntry, Transport
-from rl_plane.protocol.versions import tensor_digest
+from rl_plane.protocol.versions import tensor_digest, tensors_digest
 from rl_plane.transports.base import Delivery
 from tests.support.receive_requests import NamedRequest, named_request
 from tests.support.small_versions import Road, Tensors, raw, same, spec_of, weights
@@ -23,7 +23,7 @@ from worker.receive.kept_copy import KeptCopy
 from worker.receive.weight_holder import Staged, TensorStream
 from worker.receive.weight_receiver import Receiver
 
-WRONG = "blake3:" + "0" * 64
+WRONG = "xxh3:" + "0" * 32
 
 
 class Holder:
@@ -285,6 +285,19 @@ def test_a_link_of_the_chain_that_does_not_fit_is_named() -> None:
     with pytest.raises(NotAtBase, match="unknown to the model"):
         worker.stage(2)
     assert worker.receiver.kept is None
+
+
+@pytest.mark.parametrize("encoding", ["delta", "partial"])
+def test_a_version_may_have_a_digest_of_another_algorithm(encoding: Literal["delta", "partial"]) -> None:
+    worker = Worker(encoding, encoding)
+    worker.serve(0)
+    lines = [
+        (name, spec_of(one), tensor_digest(memoryview(raw(one)), "blake3"))
+        for name, one in worker.versions[1].items()
+    ]
+    worker.digests[1] = tensors_digest(lines)
+    worker.serve(1, 2)
+    assert worker.keeps(2)
 
 
 def test_a_damaged_copy_is_found_where_the_digest_is_wrong() -> None:
