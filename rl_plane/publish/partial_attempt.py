@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from rl_plane.errors import InvalidRequest, NotAtBase, PlaneError
 from rl_plane.protocol.record import MAX_DELTAS
 from rl_plane.protocol.versions import (
     DTYPE_BYTES,
+    DigestAlgorithm,
     HostTensor,
     TensorSpec,
     algorithm_of,
@@ -25,6 +27,7 @@ from rl_plane.publish.sources.base import Taken, WeightSource
 from rl_plane.publish.taken_source import TakenSource, is_not_at_base, says_not_at_base
 from rl_plane.transports.packing import Tensor, in_order, raw_bytes
 from rl_plane.weights import delta_codec
+from rl_plane.weights.checkpoint import open_checkpoint
 from rl_plane.weights.read_ahead import host_memory
 
 log = logging.getLogger("rl_plane.publish")
@@ -62,6 +65,15 @@ class Baseline:
     def set_full(self, digest: str, specs: Mapping[str, TensorSpec], digests: Mapping[str, str]) -> None:
         self.digest, self.specs, self.digests = digest, dict(specs), dict(digests)
         self.chain = [Link(digest, frozenset(specs), self.nbytes)]
+
+    def set_checkpoint(self, path: Path, algorithm: DigestAlgorithm) -> None:
+        """Takes a checkpoint for the version that is committed. InvalidWeights: there is none at `path`."""
+        checkpoint = open_checkpoint(path, field="base")
+        try:
+            digests = checkpoint.tensor_digests(algorithm)
+            self.set_full(checkpoint.digest_of(digests), checkpoint.specs, digests)
+        finally:
+            checkpoint.close()
 
     def set_partial(self, digest: str, digests: Mapping[str, str], chain: list[Link]) -> None:
         self.digest, self.digests, self.chain = digest, dict(digests), chain

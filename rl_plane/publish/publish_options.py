@@ -52,6 +52,8 @@ class PublishOptions:
     cast: bool = False
     encoding: Encoding = "auto"
     trainable_only: bool = False
+    with_base: bool = False
+    """The publisher has the checkpoint that the fleet serves."""
     digest: DigestAlgorithm = DEFAULT_ALGORITHM
     bucket_bytes: int | None = None
     workers: int = 1
@@ -72,16 +74,16 @@ class PublishOptions:
                 field="encoding",
                 fix="use auto, full, delta, or partial",
             )
-        if self.trainable_only and self.encoding not in ("auto", "partial"):
+        field = "trainable_only" if self.trainable_only else "base" if self.with_base else "encoding"
+        if field != "encoding" and self.encoding not in ("auto", "partial"):
             raise InvalidRequest(
-                f"encoding {self.encoding} sends other tensors too, and trainable_only does not",
-                field="trainable_only",
+                f"encoding {self.encoding} and {field} exclude one another, because {field} sends whole tensors",
+                field=field,
                 fix="leave one of the two out",
             )
         encoding = self.mode
         if encoding not in ("delta", "partial"):
             return
-        field = "trainable_only" if self.trainable_only else "encoding"
         if self._only_full:
             raise InvalidRequest(
                 f"encoding {encoding} needs staged copies: it excludes cast, staging none and keep_staged false",
@@ -99,9 +101,9 @@ class PublishOptions:
 
     @property
     def mode(self) -> Encoding:
-        """`encoding`, with `auto` resolved: to `partial` with `trainable_only`, and to `full` where a delta can never
-        be sent."""
-        if self.trainable_only:
+        """`encoding`, with `auto` resolved: to `partial` with `trainable_only` or a base, and to `full` where a delta
+        can never be sent."""
+        if self.trainable_only or self.with_base:
             return "partial"
         if self.encoding == "auto" and (self._only_full or self.adapter is not None or not self.trainer_stays):
             return "full"

@@ -66,6 +66,7 @@ class WeightPublisher:
         bucket_bytes: int | None = None,
         encoding: Encoding = "auto",
         trainable_only: bool = False,
+        base: Path | str | None = None,
         digest: DigestAlgorithm = DEFAULT_ALGORITHM,
         trainer_stays: bool = True,
         adapter: str | None = None,
@@ -106,6 +107,8 @@ class WeightPublisher:
                 and the workers keep a copy of it.
             trainable_only: True reads and sends only parameters that have, or once had, `requires_grad`, after a full
                 first version. It implies `encoding` `partial`. Only a module can be the source. Default: False.
+            base: the checkpoint that the fleet serves, if it is at hand: the first version, too, is sent as what
+                differs from it. It implies `encoding` `partial`. Default: the first version is sent in full.
             digest: the algorithm of the versions' digests. `xxh3` finds corruption, at the speed of memory. `blake3` is
                 for a digest that someone compares outside of the fleet, and for weights from a source that is not
                 trusted; hashing then takes several times as long. Default: `xxh3`.
@@ -165,6 +168,7 @@ class WeightPublisher:
             cast=cast,
             encoding=encoding,
             trainable_only=trainable_only,
+            with_base=base is not None,
             digest=digest,
             bucket_bytes=bucket_bytes,
             workers=workers,
@@ -190,6 +194,8 @@ class WeightPublisher:
         self._plan: SendPlan | None = None
         self.rank = _rank() if rank is None else rank
         if self.rank == 0:
+            if base is not None:
+                self._baseline.set_checkpoint(Path(base), digest)
             reached = (
                 fleet
                 if isinstance(fleet, BlockingFleet)
