@@ -76,7 +76,10 @@ events never have it."""
 
 def without_secret(transport: Mapping[str, Any]) -> dict[str, Any]:
     """The transport as replies show it."""
-    return {key: value for key, value in transport.items() if key != SECRET_FIELD}
+    shown = {key: value for key, value in transport.items() if key != SECRET_FIELD}
+    if isinstance(shares := shown.get("shares"), list):  # of the ranks of a trainer
+        shown["shares"] = [without_secret(one) if isinstance(one, Mapping) else one for one in shares]
+    return shown
 
 
 class InitTransport(Transport):

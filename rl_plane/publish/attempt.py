@@ -24,6 +24,8 @@ from rl_plane.errors import (
     UpdateAborted,
 )
 from rl_plane.publish.publication import RunningPublication
+from rl_plane.publish.ranks.lead import Lead
+from rl_plane.publish.ranks.shared_sender import SharedSender
 from rl_plane.publish.send_plan import SendPlan
 from rl_plane.publish.sources.base import Taken, WeightSource
 from rl_plane.publish.threads import on_thread
@@ -61,6 +63,7 @@ class Attempt:
         *,
         lends: bool = False,
         joins: int = 0,
+        make_lead: Callable[[], Lead] | None = None,
     ) -> None:
         """Makes the attempt.
 
@@ -68,7 +71,11 @@ class Attempt:
             fields: further fields of the update's body.
             lends: the tensors stay unchanged until the publication ends, so receivers may read them in place.
             joins: how often the source may be read again.
+            make_lead: finds what directs the other ranks, for a source of which each rank can own tensors.
         """
+        self._make_lead = make_lead
+        self._lead: Lead | None = None
+        """Directs the other ranks, once they have to take part."""
         self._fields = fields or {}
         self._lends = lends
         self._joins = joins
@@ -106,6 +113,9 @@ class Attempt:
             self._publication.begin_reading()
             taken = self._source.take()
             self._publication.pause_reading()
+            if taken.owned is not None and self._make_lead is not None:
+                self._lead = self._make_lead()
+                taken = self._lead.begin(taken)
             if late is not None:
                 raise late
             if not taken.specs:
@@ -115,7 +125,7 @@ class Attempt:
             self._error = self._publication.given_up or error
         finally:
             if taken is not None:
-                if self._source.collective:
+                if self._source.collective and (self._lead is None or self._lead.reading):
                     self._do_anyway(partial(drain, taken.tensors))
                 self._do_anyway(taken.close)
             if not self._lent and not self._joins:  # else they may be read until the end
@@ -137,6 +147,8 @@ class Attempt:
         if self._lends and taken.held and isinstance(sender, LendingSender):
             held = taken.held
             self._lent = _transport_call(lambda: sender.lend(held))
+        if isinstance(sender, SharedSender):
+            manifest = sender.own_share
         sizes = [bucket.nbytes for bucket in manifest.buckets]
         publication.report("sending", buckets=0, of_buckets=len(sizes), nbytes=0, of_nbytes=sum(sizes))
 
@@ -180,6 +192,8 @@ class Attempt:
         bucket_bytes = plan.options.bucket_bytes
         if bucket_bytes is None:
             bucket_bytes = sender.bucket_bytes
+        if self._lead is not None:
+            sender = self._sender = self._lead.shared(sender, plan.workers)
         packed = sender.pack(taken.specs, bucket_bytes)
         manifest = self._manifest = Manifest(packed, taken.adapter_config)
         sender.device = taken.device
@@ -229,12 +243,17 @@ class Attempt:
         self.end()
 
     def end(self) -> None:
-        """Waits for the fleet, and sets the publication's outcome."""
+        """Waits for the fleet, and sets the publication's outcome, on all ranks."""
         try:
             reply = self.committed_by_all()
         except BaseException as error:
-            self._publication.end(error=_with_worker_named(error))
+            named = _with_worker_named(error)
+            if self._lead is not None:
+                self._lead.end(named)
+            self._publication.end(error=named)
         else:
+            if self._lead is not None:
+                self._lead.end(None)
             self._publication.end(reply)
 
     def committed_by_all(self) -> dict[str, Any]:
@@ -326,6 +345,8 @@ class Attempt:
 
     def _reply(self) -> dict[str, Any]:
         error, update = self._error, self._update
+        if error is not None and self._lead is not None and (failure := self._lead.failure()) is not None:
+            raise failure
         if isinstance(error, _SendFailed):
             return self._fleet_reply(error.__cause__ or error)
         if error is not None:
@@ -357,6 +378,8 @@ class Attempt:
         assert sender is not None
         assert manifest is not None
         self._check_not_given_up()
+        if isinstance(sender, SharedSender):
+            self._digests = sender.collect(self._digests)
         if self._update is None:
             self._body.setdefault("digest", manifest.digested(self._digests).digest)
         _transport_call(lambda: sender.finish(self._digests))

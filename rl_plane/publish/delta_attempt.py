@@ -13,6 +13,7 @@ from rl_plane.publish.free_memory import free_memory
 from rl_plane.publish.host_copy import Change, HostCopy, as_tensors
 from rl_plane.publish.publication import RunningPublication
 from rl_plane.publish.publish_options import Encoding
+from rl_plane.publish.ranks.lead import Lead
 from rl_plane.publish.send_plan import SendPlan
 from rl_plane.publish.sources.base import Taken, WeightSource
 from rl_plane.weights.delta_codec import import_numba
@@ -45,9 +46,10 @@ class DeltaAttempt(Attempt):
         unless_digest: str | None = None,
         lends: bool = False,
         joins: int = 0,
+        make_lead: Callable[[], Lead] | None = None,
     ) -> None:
         """`unless_digest`: a version of this digest is not sent."""
-        super().__init__(plan, source, publication, previous, lends=lends, joins=joins)
+        super().__init__(plan, source, publication, previous, lends=lends, joins=joins, make_lead=make_lead)
         self._copy = copy
         self._encoding = encoding
         self._unless_digest = unless_digest

@@ -393,6 +393,48 @@ class LendingSender(Sender):
         """
 
 
+class SharingSender(Sender):
+    """A Sender of which each rank of a trainer can have one, to send its own share of a version.
+
+    Rank 0 joins the shares to one update. A rank without tensors takes no part. In order, before any tensor is read:
+
+        plan_shares(manifests)               on rank 0
+        announce(plan)                       on each rank with a share
+        assemble(plan, offers)               on rank 0
+        open_share(rank, manifest, plan)     on each rank with a share, in place of `open`
+        joined(parts)                        on rank 0
+
+    Then each rank packs and sends its own buckets, and calls `finish` with the digests of its own tensors. Last comes
+    `seal` on rank 0. `keep`, `close` and `destroy` are called on each rank.
+    """
+
+    def plan_shares(self, manifests: Mapping[int, Manifest]) -> dict[str, Any]:
+        """Returns what every rank has to know, as plain values. `manifests`: each owner's share, by rank."""
+        return {}
+
+    def announce(self, plan: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what rank 0 has to know before any share is opened, as plain values."""
+        return {}
+
+    def assemble(self, plan: Mapping[str, Any], offers: Mapping[int, dict[str, Any]]) -> None:
+        """Prepares the fleet. `offers`: what each rank has announced."""
+
+    def open_share(self, rank: int, manifest: Manifest, plan: Mapping[str, Any]) -> dict[str, Any]:
+        """Begins to send a share. Returns the `transport` object of a request for this share alone."""
+        return self.open(manifest)
+
+    def joined(self, parts: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+        """The `transport` object of the update. `parts`: what `open_share` has returned on each rank."""
+        shares = [
+            {"rank": rank, **{key: value for key, value in part.items() if key != "backend"}}
+            for rank, part in parts.items()
+        ]
+        return {"backend": self.backend, "shares": shares}
+
+    def seal(self, digests: Mapping[str, str]) -> None:
+        """Ends the version when every rank has finished its share. `digests`: those of all tensors."""
+
+
 class PushingSender(Sender):
     """A Sender that needs its receivers to listen before it sends.
 

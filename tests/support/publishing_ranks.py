@@ -59,7 +59,9 @@ class Rank:
 def add_one(model: Any) -> None:
     with torch.no_grad():
         for weight in model.parameters():
-            weight.add_(1)
+            (weight.ds_tensor if hasattr(weight, "ds_tensor") else weight).add_(
+                1
+            )  # ZeRO-3 keeps the weight in parts
 
 
 def main(make: Callable[[], Rank]) -> None:

@@ -1,0 +1,169 @@
+"""Rank 0's part of a publication in which each rank of the trainer owns some of the tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rl_plane.errors import InvalidRequest, PlaneError
+from rl_plane.publish.publish_options import PublishLimits
+from rl_plane.publish.ranks.gather_group import GatherGroup
+from rl_plane.publish.ranks.link import LeadLink, wire_of
+from rl_plane.publish.ranks.meeting import MeetingPoint, agreed_specs
+from rl_plane.publish.ranks.ownership import owners_of
+from rl_plane.publish.ranks.shared_sender import PushingSharedSender, SharedSender
+from rl_plane.publish.sources.base import Taken
+from rl_plane.transports.base import PushingSender, Sender, SharingSender
+from rl_plane.transports.packing import Tensor
+
+
+class Lead:
+    """Directs the other ranks: one version at a time, from `begin` to `end`."""
+
+    def __init__(self, meeting: MeetingPoint, limits: PublishLimits) -> None:
+        self.owners: Mapping[str, int] | None = None
+        """The owner of each tensor, while a version is open on all ranks. None: rank 0 gets all tensors."""
+        self.reading = False
+        """The ranks gather the tensors of the version."""
+        self._meeting = meeting
+        self._limits = limits
+        self._link: LeadLink | None = None
+        self._version = 0
+        self._taken: Taken | None = None
+        self._group: GatherGroup | None = None
+        self._groups = itertools.count()
+        self._senders: dict[int, Sender] = {}
+        """Rank 0's own senders, by the number under which the other ranks know theirs."""
+        self._used: int | None = None
+        """The number of the sender that sends this version on all ranks."""
+
+    @property
+    def link(self) -> LeadLink:
+        if self._link is None:
+            self._link = LeadLink(self._meeting.host(), self._meeting.ranks, self._limits)
+            self._meeting.announce(self._link.address, self._link.secret)
+        return self._link
+
+    def begin(self, taken: Taken) -> Taken:
+        """Waits until each rank has begun this version, and checks that all have the same tensors.
+
+        Returns the version with tensors that are gathered at their owners: at rank 0, unless a sender of `shared` is
+        open by then.
+        """
+        self._version += 1
+        self.owners, self.reading, self._taken, self._used = None, False, taken, None
+        begun = self.replies("begin")
+        self._check_agreed(taken, begun)
+        if self._group is None or self._group.broken or any(one["broken"] for one in begun.values()):
+            self._drop_group()
+            name = f"{self._meeting.name}/gather{next(self._groups)}"
+            self._group = GatherGroup(
+                0,
+                self.link.ranks,
+                name,
+                self.link.address,
+                bound_s=self._limits.ranks_s,
+                check=self._check_gather,
+                step=self.step,
+            )
+        return replace(taken, tensors=self._tensors(taken), held={})
+
+    def _check_agreed(self, taken: Taken, begun: Mapping[int, Any]) -> None:
+        own = agreed_specs(taken)
+        other = next((rank for rank, one in begun.items() if one["specs"] != own), None)
+        if other is None:
+            return
+        self.tell_all("describe")
+        theirs = [(name, dtype, tuple(shape)) for name, dtype, shape in self.replies("describe")[other]]
+        ours = [(name, spec.dtype, spec.shape) for name, spec in taken.specs]
+        pairs = itertools.zip_longest(ours, theirs)
+        what = next(
+            (f"{here} on rank 0, {there} there" for here, there in pairs if here != there), "their placement"
+        )
+        raise InvalidRequest(
+            f"rank {other} of the trainer has other tensors than rank 0: {what}",
+            field="source",
+            fix="give every rank the same model, names and dtype",
+        )
+
+    def _tensors(self, taken: Taken) -> Iterator[tuple[str, Tensor]]:
+        group, owners = self._group, self.owners
+        assert group is not None
+        assert taken.owned is not None
+        self.reading = True
+        self.tell_all("read", {"group": group.name, "shared": owners is not None})
+        try:
+            yield from taken.owned(owners or dict.fromkeys((name for name, _ in taken.specs), 0), group)
+        except PlaneError as error:
+            if group.broken:
+                self.tell_all("abort", {"error": wire_of(error)})
+            raise
+
+    def _check_gather(self, since: float, what: str) -> None:
+        self.link.check_step(since, what, self._version)
+
+    def shared(self, sender: Sender, workers: Callable[[], Sequence[Mapping[str, Any]]]) -> Sender:
+        """A sender that sends each tensor from its owner; `sender` itself if its transport can't. `workers`: asks for
+        the rows of the fleet's engines."""
+        taken = self._taken
+        assert taken is not None
+        if not isinstance(sender, SharingSender):
+            return sender
+        number = next((number for number, one in self._senders.items() if one is sender), None)
+        if number is None:
+            number = max(self._senders, default=0) + 1
+            self._senders[number] = sender
+        rows = [{key: row.get(key) for key in ("instance_id", "host", "transports")} for row in workers()]
+        self._used = number
+        self.tell_all("sender", {"backend": sender.backend, "number": number, "workers": rows})
+        self.replies("sender")
+        kind = PushingSharedSender if isinstance(sender, PushingSender) else SharedSender
+        return kind(sender, self, owners_of(taken.specs, taken.shared, self.link.ranks))
+
+    def tell(self, op: str, bodies: Mapping[int, Any]) -> None:
+        """Sends a command of this version to some ranks, to each its own body."""
+        for rank, body in bodies.items():
+            self.link.tell(rank, self._version, op, body)
+
+    def tell_all(self, op: str, body: Mapping[str, Any] | None = None) -> None:
+        """Sends a command of this version to all ranks."""
+        self.tell(op, dict.fromkeys(range(1, self.link.ranks), body or {}))
+
+    def replies(self, op: str, ranks: Collection[int] | None = None) -> dict[int, Any]:
+        return self.link.replies(self._version, op, ranks)
+
+    def step(self) -> None:
+        """Counts a tensor that rank 0 has gathered, or a bucket that it has packed."""
+        self.link.step += 1
+
+    def failure(self) -> PlaneError | None:
+        """The error of another rank that explains why this version has failed here. A broken group explains nothing:
+        it breaks on all ranks."""
+        try:
+            self.link.check()
+        except PlaneError as error:
+            return error
+        reported = self.link.reported(self._version)
+        return None if reported is None or reported.facts.get("field") == "transport.group" else reported
+
+    def end(self, error: BaseException | None) -> None:
+        """Tells each rank the outcome of the version."""
+        if self._taken is None:
+            return
+        self._taken = None
+        sender = self._used if error is None else None
+        if error is None:  # workers heal from the last sender alone
+            self._senders = {number: one for number, one in self._senders.items() if number == sender}
+        self.tell_all("end", {"error": None if error is None else wire_of(error, "rank 0: "), "sender": sender})
+
+    def _drop_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.drop()
+
+    def close(self) -> None:
+        self._drop_group()
+        if self._link is not None:
+            self._link.close()
