@@ -33,7 +33,7 @@ from rl_plane.publish.fleet_access import BlockingFleet, FleetLike
 from rl_plane.publish.host_copy import HostCopy
 from rl_plane.publish.publication import Progress, Publication, RunningPublication
 from rl_plane.publish.publish_options import PUBLISH_LIMITS, Encoding, PublishOptions, absolute_root
-from rl_plane.publish.ranks.follower import Follower
+from rl_plane.publish.ranks.following import Follower
 from rl_plane.publish.ranks.lead import Lead
 from rl_plane.publish.ranks.meeting import MeetingPoint
 from rl_plane.publish.send_plan import SendPlan

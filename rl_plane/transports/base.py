@@ -234,6 +234,8 @@ class SenderContext:
     """The name of the adapter that is published; None for base weights."""
     trainer_stays: bool = True
     """True if the trainer's process lives on after a commit, so that workers may fetch from it."""
+    rank: int = 0
+    """The rank of this process among those of the trainer that send tensors."""
 
     def workers(self) -> Sequence[Mapping[str, Any]]:
         """The rows of `GET /v1/rl/workers` at this moment, engines only."""
@@ -244,7 +246,8 @@ class SenderContext:
         return all(worker["host"] == platform.node() for worker in workers)
 
     def address(self) -> tuple[str, int]:
-        """(host, port) at which workers reach this machine: the options `host` and `port` (0: any free port)."""
+        """(host, port) at which workers reach this rank: the options `host` and `port` (0: any free port). Each further
+        rank has the next port."""
         host, port = self.options.get("host"), self.options.get("port", 0)
         if host is None and self.colocated(self.workers()):
             host = "127.0.0.1"
@@ -256,7 +259,7 @@ class SenderContext:
             )
         if type(port) is not int or not 0 <= port < 1 << 16:
             raise InvalidRequest(f"port is {port!r}", field="options.port", fix="give a free port, or 0")
-        return host, port
+        return host, port + self.rank if port else 0
 
     def check_options(self, backend: str, *known: str) -> None:
         """Raises InvalidRequest for an option that the backend doesn't know."""

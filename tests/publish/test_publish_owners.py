@@ -61,7 +61,7 @@ def with_deepspeed(kind: str) -> dict[str, str]:
 async def test_each_rank_sends_the_tensors_that_it_owns(plane: Plane, kind: str, ranks: int) -> None:
     """The fleet gets exactly the bytes of the model, and no rank has packed more than a balanced share."""
     model = fleet_of(plane, 2)
-    ways = [f"{kind}:{transport}:full" for transport in ("filesystem",)]
+    ways = [f"{kind}:{transport}:full" for transport in ("filesystem", "nixl", "gloo")]
     outcomes = await told(plane, ranks, "owning_ranks.py", *ways, **with_deepspeed(kind))
     for _ in range(VERSIONS):
         add_one(model)

@@ -47,7 +47,7 @@ class Line:
     """One connection, with a thread that reads it."""
 
     def __init__(self, connection: socket.socket, who: str, heard: Callable[[Line, dict[str, Any]], None]) -> None:
-        """`who` is at the other end. `heard` is called with each message but beats, on the reading thread."""
+        """Begins to read. `who`: the other end. `heard` is called with each message but beats, on the reading thread."""
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_S), 0))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -331,7 +331,7 @@ class FollowerLink:
 
 
 def proof_of(secret: str, rank: object) -> str:
-    """What a rank sends to prove that it belongs to this trainer."""
+    """The proof by which a rank shows that it belongs to this trainer."""
     return hmac.new(secret.encode(), f"rank {rank}".encode(), "sha256").hexdigest()
 
 

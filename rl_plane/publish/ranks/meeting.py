@@ -1,4 +1,4 @@
-"""How the ranks of one trainer find each other, and what they must agree on."""
+"""Lets the ranks of one trainer find each other, and tells what they must agree on."""
 
 from __future__ import annotations
 

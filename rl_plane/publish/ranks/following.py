@@ -60,6 +60,7 @@ class Follower:
                     root=options.root,
                     options=options.transport_options,
                     trainer_stays=options.trainer_stays,
+                    rank=self.meeting.rank,
                 ),
             )
             assert isinstance(sender, SharingSender), "as on rank 0"
