@@ -47,7 +47,7 @@ class Line:
     """One connection, with a thread that reads it."""
 
     def __init__(self, connection: socket.socket, who: str, heard: Callable[[Line, dict[str, Any]], None]) -> None:
-        """Begins to read. `who`: the other end. `heard` is called with each message but beats, on the reading thread."""
+        """Begins to read. `who`: the other end. `heard`: called with each message but beats, on the reading thread."""
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_S), 0))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
