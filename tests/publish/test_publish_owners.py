@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,14 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
 from safetensors.torch import save_file
 
+from rl_plane.errors import EngineFailed
 from rl_plane.publish.sources.module import ModuleSource
 from rl_plane.weights.manifest import PackedBucket
 from tests.conftest import Plane
+from tests.support.faulty_ranks import FaultyRank
 from tests.support.paths import ROOT
 from tests.support.publishing import root_of, served
 from tests.support.publishing_ranks import VERSIONS, add_one
@@ -73,3 +78,87 @@ async def test_each_rank_sends_the_tensors_that_it_owns(plane: Plane, kind: str,
     fair = sum(sizes) / ranks
     for one in outcomes:
         assert 0 < one["packed"] <= fair + max(sizes), one
+
+
+async def published(ranks: Sequence[FaultyRank], *version: Any) -> list[str]:
+    """Each rank's error of one version; an empty text for none."""
+    done = await asyncio.gather(*(one.publish(*version) for one in ranks), return_exceptions=True)
+    return [str(one) if isinstance(one, BaseException) else "" for one in done]
+
+
+def trainer(plane: Plane, name: str, transport: str) -> list[FaultyRank]:
+    """The three ranks of a trainer."""
+    return [FaultyRank(plane, name, rank, 3, transport) for rank in range(3)]
+
+
+def digest_plus(number: int) -> str | None:
+    """The digest of the model plus a number."""
+    model = fresh()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(number)
+    return digest_of(ModuleSource(model))[1]
+
+
+@pytest.mark.parametrize(
+    ("transport", "phase", "victim"),
+    [
+        ("filesystem", "begin", 1),
+        ("filesystem", "finish", 2),
+        ("nixl", "gather", 1),
+        ("nixl", "gather", 0),
+        ("gloo", "send", 1),
+        ("gloo", "finish", 2),
+    ],
+)
+async def test_a_rank_that_dies_fails_the_version_on_all_ranks(
+    plane: Plane, transport: str, phase: str, victim: int
+) -> None:
+    """Each rank that lives raises an error that names the dead rank. The fleet serves the version before, whole. A
+    trainer that is started again publishes the next version."""
+    fleet_of(plane, 2)
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(one) for one in trainer(plane, "first", transport)]
+        assert await published(ranks, "good", "", "", 1) == ["", "", ""]
+        lives = [one for one in ranks if one.rank != victim]
+        dying = asyncio.create_task(ranks[victim].publish("bad", "die", phase, 2))
+        errors = await published(lives, "bad", "", "", 2)
+        assert all(f"rank {victim} of the trainer has died" in error for error in errors), errors
+        assert isinstance((await asyncio.gather(dying, return_exceptions=True))[0], AssertionError)
+        assert await served(plane) == {("good", digest_plus(1), 1)}
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(one) for one in trainer(plane, "second", transport)]
+        assert await published(ranks, "next", "", "", 3) == ["", "", ""]
+        assert await served(plane) == {("next", digest_plus(3), 2)}
+
+
+@pytest.mark.parametrize("transport", ["filesystem", "nixl", "gloo"])
+async def test_a_rank_that_hangs_fails_the_version_on_all_ranks(plane: Plane, transport: str) -> None:
+    """Each other rank raises an error that names the hung rank. When that one goes on, it raises the error too, and the
+    same processes publish the next version."""
+    fleet_of(plane, 1)
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(one) for one in trainer(plane, "hanging", transport)]
+        assert await published(ranks, "good 0", "", "", 0) == ["", "", ""]
+        for number, phase in enumerate(("begin", "gather", "finish"), 1):
+            hanging = asyncio.create_task(ranks[1].publish(f"bad {number}", "hang", phase, 100))
+            errors = await published([ranks[0], ranks[2]], f"bad {number}", "", "", 100)
+            assert all("rank 1 of the trainer hangs" in error for error in errors), (phase, errors)
+            ranks[1].go_on()
+            with pytest.raises(EngineFailed, match="rank 1 of the trainer hangs"):
+                await hanging
+            assert await published(ranks, f"good {number}", "", "", number) == ["", "", ""], phase
+            assert await served(plane) == {(f"good {number}", digest_plus(number), number + 1)}, phase
+
+
+async def test_ranks_with_other_tensors_are_refused(plane: Plane) -> None:
+    """The error names the rank and the tensor, on all ranks. Nothing was sent."""
+    fleet_of(plane, 1)
+    outcomes = await told(plane, 2, "differing_ranks.py", "filesystem")
+    assert len(outcomes) == 2
+    for one in outcomes:
+        assert one["error"] == (
+            "InvalidRequest: rank 1 of the trainer has other tensors than rank 0: "
+            "('scale', 'F32', (2,)) on rank 0, ('scale', 'F32', (3,)) there"
+        )
+    assert not root_of(plane).exists()
