@@ -14,7 +14,6 @@ import pytest
 
 pytest.importorskip("torch")
 
-import torch
 from safetensors.torch import save_file
 
 from rl_plane.errors import EngineFailed
@@ -94,9 +93,8 @@ def trainer(plane: Plane, name: str, transport: str) -> list[FaultyRank]:
 def digest_plus(number: int) -> str | None:
     """The digest of the model plus a number."""
     model = fresh()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(number)
+    for _ in range(number):
+        add_one(model)
     return digest_of(ModuleSource(model))[1]
 
 
@@ -141,8 +139,8 @@ async def test_a_rank_that_hangs_fails_the_version_on_all_ranks(plane: Plane, tr
         ranks = [stack.enter_context(one) for one in trainer(plane, "hanging", transport)]
         assert await published(ranks, "good 0", "", "", 0) == ["", "", ""]
         for number, phase in enumerate(("begin", "gather", "finish"), 1):
-            hanging = asyncio.create_task(ranks[1].publish(f"bad {number}", "hang", phase, 100))
-            errors = await published([ranks[0], ranks[2]], f"bad {number}", "", "", 100)
+            hanging = asyncio.create_task(ranks[1].publish(f"bad {number}", "hang", phase, number))
+            errors = await published([ranks[0], ranks[2]], f"bad {number}", "", "", number)
             assert all("rank 1 of the trainer hangs" in error for error in errors), (phase, errors)
             ranks[1].go_on()
             with pytest.raises(EngineFailed, match="rank 1 of the trainer hangs"):

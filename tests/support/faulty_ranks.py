@@ -35,7 +35,7 @@ class FaultyRank(CommandedProcess):
         self.rank = rank
 
     async def publish(self, version: str, fault: str = "", phase: str = "", model: int = 0) -> dict[str, Any]:
-        """Publishes a version: the model plus `model`. At the phase the rank dies (`die`) or stops (`hang`)."""
+        """Publishes a version: the model plus `model`, which only grows. At the phase the rank dies (`die`) or stops (`hang`)."""
         answer: dict[str, Any] = await self.do("publish", [version, fault, phase, model])
         return answer
 
@@ -45,7 +45,7 @@ class FaultyRank(CommandedProcess):
 
 
 class _Fault:
-    """What this rank does at one phase of the present version."""
+    """The death or the stop of this rank at one phase of the present version."""
 
     def __init__(self) -> None:
         self.kind = self.phase = ""
@@ -120,7 +120,8 @@ def main(file: str, rank: int, ranks: int, transport: str, root: str, fleet: lis
         fault.gathers = 0
         with torch.no_grad():
             for weight in model.parameters():
-                weight.add_(number - added)
+                for _ in range(number - added):
+                    weight.add_(1)
         added = number
         fault.at("begin")
         publisher.publish(version)

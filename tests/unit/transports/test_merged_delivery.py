@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -120,9 +119,10 @@ def test_a_share_that_does_not_open_closes_the_others_and_is_named() -> None:
     def open_one(request: Mapping[str, Any]) -> PackedDelivery:
         assert request == {"backend": "nixl", "port": 7}
         answer = next(answers)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        if isinstance(answer, Share):
+            return answer
+        assert isinstance(answer, Exception)
+        raise answer
 
     request = {"backend": "nixl", "shares": [{"rank": 0, "port": 7}, {"rank": 2, "port": 7}]}
     with pytest.raises(Unavailable, match="rank 2: it has closed"):
@@ -148,6 +148,4 @@ def test_a_share_that_does_not_open_closes_the_others_and_is_named() -> None:
 )
 def test_a_request_that_is_not_of_shares_is_refused(shares: Any, more: Mapping[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=r"shares|port"):
-        open_shares(
-            "nixl", {"backend": "nixl", "shares": shares, **more}, 4, lambda share: next(itertools.repeat(share))
-        )
+        open_shares("nixl", {"backend": "nixl", "shares": shares, **more}, 4, lambda share: Share("a"))
