@@ -35,7 +35,7 @@ class FaultyRank(CommandedProcess):
         self.rank = rank
 
     async def publish(self, version: str, fault: str = "", phase: str = "", model: int = 0) -> dict[str, Any]:
-        """Publishes a version: the model plus `model`, which only grows. At the phase the rank dies (`die`) or stops (`hang`)."""
+        """Publishes the model plus `model`, which only grows. At the phase the rank dies (`die`) or stops (`hang`)."""
         answer: dict[str, Any] = await self.do("publish", [version, fault, phase, model])
         return answer
 
