@@ -16,6 +16,7 @@ from rl_plane.publish.publish_options import Encoding
 from rl_plane.publish.ranks.lead import Lead
 from rl_plane.publish.send_plan import SendPlan
 from rl_plane.publish.sources.base import Taken, WeightSource
+from rl_plane.transports.base import SharingSender
 from rl_plane.weights.delta_codec import import_numba
 
 log = logging.getLogger("rl_plane.publish")
@@ -72,7 +73,9 @@ class DeltaAttempt(Attempt):
 
     def _pays(self, taken: Taken) -> bool:
         """True if a delta saves time, and the copy leaves enough memory for the rest of this machine."""
-        self._plan.ready_sender()
+        sender = self._plan.ready_sender()
+        if self._lead is not None and isinstance(sender, SharingSender):
+            return False  # each owner sends its share, which needs no copy of the whole model on one rank
         if not self._plan.slow or not self._copy.is_tried():
             return False
         try:

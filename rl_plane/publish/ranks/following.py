@@ -10,7 +10,7 @@ from rl_plane.errors import PlaneError, error_from_wire
 from rl_plane.publish.publication import RunningPublication
 from rl_plane.publish.publish_options import PublishOptions
 from rl_plane.publish.ranks.gather_group import GatherGroup
-from rl_plane.publish.ranks.link import FollowerLink
+from rl_plane.publish.ranks.link import BEGIN, FollowerLink
 from rl_plane.publish.ranks.meeting import MeetingPoint, agreed_specs
 from rl_plane.publish.ranks.ownership import owners_of
 from rl_plane.publish.sources.base import Taken
@@ -89,7 +89,7 @@ class Follower:
         return self.group
 
     def step(self) -> None:
-        """Counts a tensor that was gathered, or a bucket that was packed."""
+        """Counts a tensor that was gathered."""
         self.link.step += 1
 
     def drop_group(self) -> None:
@@ -126,12 +126,12 @@ class Following:
             link, group = self._follower.link, self._follower.group
             link.interrupt = self._interrupt
             broken = group is not None and group.broken
-            link.reply(self._version, "begin", {"specs": agreed_specs(self._taken), "broken": broken})
+            link.reply(self._version, BEGIN, {"specs": agreed_specs(self._taken), "broken": broken})
             self._obey(until="read")
         except BaseException as error:
             self._fail(error)
             if not isinstance(error, Exception):  # Ctrl-C on this rank: the others must not wait for it
-                self._follower.link.reply(self._version, "read", error=error, broken=True)
+                self._follower.link.reply(self._version, BEGIN, error=error, broken=True)
                 self._close_sender()
                 self._publication.end(error=error)
                 raise
@@ -157,7 +157,7 @@ class Following:
         link = self._follower.link
         while not self._ended:
             command = link.next_command(self._version)
-            op, body = command["op"], command["body"]
+            op, body, call = command["op"], command["body"], command["call"]
             if op == "end":
                 self._take_outcome(body)
                 return
@@ -165,9 +165,9 @@ class Following:
                 value = getattr(self, f"_on_{op}")(body)
             except Exception as error:
                 group = self._follower.group
-                link.reply(self._version, op, error=error, broken=group is not None and group.broken)
+                link.reply(self._version, call, error=error, broken=group is not None and group.broken)
             else:
-                link.reply(self._version, op, value)
+                link.reply(self._version, call, value)
             if op == until:
                 return
 
@@ -232,7 +232,6 @@ class Following:
             return
         assert sender is not None
         for number in fill(manifest, tensors, sender.buffer, self._digests):
-            self._follower.step()
             sender.send(number)
 
     def _check(self, since: float, what: str) -> None:

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rl_plane._util.own_address import own_address
-from rl_plane.errors import PlaneError, Unavailable
+from rl_plane.errors import Unavailable
 from rl_plane.publish.ranks.link import LOOK_S, RESTART
 
 if TYPE_CHECKING:
@@ -99,15 +99,15 @@ class GatherGroup:
             while not _has_ended(work, part.device.type):
                 self.check(since, "a gather")
             work.wait()
-        except PlaneError:
-            self.broken = True
-            raise
         except RuntimeError as error:
             self.broken = True
             self._explain(since)
             raise Unavailable(
                 f"a gather among the trainer's ranks broke: {_first_line(error)}", fix=RESTART
             ) from error
+        except BaseException:
+            self.broken = True
+            raise
         return whole
 
     def _explain(self, since: float) -> None:
@@ -140,7 +140,7 @@ class GatherGroup:
         try:
             while not ended.wait(LOOK_S):
                 self.check(since, "the forming of the ranks' group")
-        except PlaneError:
+        except BaseException:
             self.broken = True
             raise
         if errors:

@@ -10,7 +10,7 @@ from typing import Any
 from rl_plane.errors import InvalidRequest, PlaneError
 from rl_plane.publish.publish_options import PublishLimits
 from rl_plane.publish.ranks.gather_group import GatherGroup
-from rl_plane.publish.ranks.link import LeadLink, wire_of
+from rl_plane.publish.ranks.link import BEGIN, LeadLink, wire_of
 from rl_plane.publish.ranks.meeting import MeetingPoint, agreed_specs
 from rl_plane.publish.ranks.ownership import owners_of
 from rl_plane.publish.ranks.shared_sender import PushingSharedSender, SharedSender
@@ -34,6 +34,9 @@ class Lead:
         self._taken: Taken | None = None
         self._group: GatherGroup | None = None
         self._groups = itertools.count()
+        self._numbers = itertools.count(BEGIN + 1)
+        self._calls: dict[str, int] = {}
+        """The number of the last command of each kind."""
         self._senders: dict[int, Sender] = {}
         """Rank 0's own senders, by the number under which the other ranks know theirs."""
         self._used: int | None = None
@@ -54,7 +57,7 @@ class Lead:
         """
         self._version += 1
         self.owners, self.reading, self._taken, self._used = None, False, taken, None
-        begun = self.replies("begin")
+        begun = self.link.replies(self._version, BEGIN)
         self._check_agreed(taken, begun)
         if self._group is None or self._group.broken or any(one["broken"] for one in begun.values()):
             self._drop_group()
@@ -96,9 +99,9 @@ class Lead:
         self.tell_all("read", {"group": group.name, "shared": owners is not None})
         try:
             yield from taken.owned(owners or dict.fromkeys((name for name, _ in taken.specs), 0), group)
-        except PlaneError as error:
+        except BaseException as error:
             if group.broken:
-                self.tell_all("abort", {"error": wire_of(error)})
+                self.tell_all("abort", {"error": wire_of(error, "rank 0: ")})
             raise
 
     def _check_gather(self, since: float, what: str) -> None:
@@ -124,18 +127,20 @@ class Lead:
 
     def tell(self, op: str, bodies: Mapping[int, Any]) -> None:
         """Sends a command of this version to some ranks, to each its own body."""
+        call = self._calls[op] = next(self._numbers)
         for rank, body in bodies.items():
-            self.link.tell(rank, self._version, op, body)
+            self.link.tell(rank, {"version": self._version, "call": call, "op": op, "body": body})
 
     def tell_all(self, op: str, body: Mapping[str, Any] | None = None) -> None:
         """Sends a command of this version to all ranks."""
         self.tell(op, dict.fromkeys(range(1, self.link.ranks), body or {}))
 
     def replies(self, op: str, ranks: Collection[int] | None = None) -> dict[int, Any]:
-        return self.link.replies(self._version, op, ranks)
+        """Waits for the replies of these ranks (None: all) to the last command of this kind. Raises the first error."""
+        return self.link.replies(self._version, self._calls[op], ranks)
 
     def step(self) -> None:
-        """Counts a tensor that rank 0 has gathered, or a bucket that it has packed."""
+        """Counts a tensor that was gathered."""
         self.link.step += 1
 
     def failure(self) -> PlaneError | None:

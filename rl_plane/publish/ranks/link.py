@@ -1,11 +1,11 @@
 """Connections between rank 0 of a trainer and its other ranks, by which one version has one outcome on all ranks.
 
-Rank 0 sends commands, and the other ranks reply. Both sides send a beat each second, with the number of the step that
-the rank has come to. So a rank that dies is noticed at once, and a rank that hangs within a bound; the error names it.
+Rank 0 sends commands, and the other ranks reply. Both sides send a beat each second, with the rank's step: the number
+of tensors that it has gathered. So a rank that dies is noticed at once, and a rank that hangs within a bound; the error names it.
 
     rank 0 → rank   {hello}           rank → rank 0   {rank, proof}
                     {beat: step}                      {beat: step}
-                    {version, op, body}               {version, begin} or {version, op, value} or {version, op, error}
+                    {version, call, op, body}         {version, call, value} or {version, call, error}
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ SEND_S = 30.0
 HELLO_S = 10.0
 """The time in seconds in which a new connection must prove which rank it is."""
 SECRET_BYTES = 16
+BEGIN = 0
+"""The call of the first message of a version, by which a rank begins it without a command."""
 
 INTERRUPTS = ("close", "abort")
 """Commands that a rank obeys at once, in the middle of another one."""
@@ -164,22 +166,21 @@ class LeadLink:
 
         return heard
 
-    def tell(self, rank: int, version: int, op: str, body: Mapping[str, Any]) -> None:
+    def tell(self, rank: int, command: dict[str, Any]) -> None:
         """Sends a command to a rank. May be called from any thread."""
         line = self._lines.get(rank)
         if line is not None:
-            line.send({"version": version, "op": op, "body": body})
+            line.send(command)
 
-    def replies(self, version: int, op: str, ranks: Collection[int] | None = None) -> dict[int, Any]:
-        """Waits until these ranks (None: all) have replied to `op`, or have begun the version. Raises the first error,
-        with the rank's name."""
+    def replies(self, version: int, call: int, ranks: Collection[int] | None = None) -> dict[int, Any]:
+        """Waits until these ranks (None: all) have replied to a call. Raises the first error, with the rank's name."""
         wanted = set(self._messages if ranks is None else ranks)
         found: dict[int, dict[str, Any]] = {}
         asked = time.monotonic()
         while True:
             with self._changed:
                 for rank in wanted - found.keys():
-                    reply = self._reply(rank, version, op)
+                    reply = self._reply(rank, version, call)
                     if reply is not None:
                         found[rank] = reply
                 failed = next((rank for rank in sorted(found) if "error" in found[rank]), None)
@@ -191,12 +192,12 @@ class LeadLink:
             self.check()
             self._check_moving(wanted - found.keys(), asked)
 
-    def _reply(self, rank: int, version: int, op: str) -> dict[str, Any] | None:
+    def _reply(self, rank: int, version: int, call: int) -> dict[str, Any] | None:
         """The rank's reply, if it has come. Replies to earlier versions and commands are dropped."""
         waiting = self._messages[rank]
         while waiting:
             message = waiting.popleft()
-            if message.get("version") == version and message.get("op") == op:
+            if message.get("version") == version and message.get("call") == call:
                 return message
         return None
 
@@ -249,7 +250,7 @@ class LeadLink:
         """The error that names the rank which is furthest behind."""
         rank, line = min(lines.items(), key=lambda one: (one[1].step, one[1].heard_at))
         return DeadlineExceeded(
-            f"rank {rank} of the trainer hangs: at step {line.step} for more than {self.limits.ranks_s:g} s",
+            f"rank {rank} of the trainer hangs: no step beyond {line.step} for more than {self.limits.ranks_s:g} s",
             fix=RESTART,
         )
 
@@ -294,10 +295,10 @@ class FollowerLink:
             self._changed.notify_all()
 
     def reply(
-        self, version: int, op: str, value: Any = None, error: BaseException | None = None, broken: bool = False
+        self, version: int, call: int, value: Any = None, error: BaseException | None = None, broken: bool = False
     ) -> None:
-        """Answers a command. `broken`: this rank can't gather any more."""
-        message: dict[str, Any] = {"version": version, "op": op}
+        """Answers a call. `broken`: this rank can't gather any more."""
+        message: dict[str, Any] = {"version": version, "call": call}
         if error is None:
             self._line.send({**message, "value": value})
         else:

@@ -90,6 +90,8 @@ class FilesystemSender(SharingSender):
         return {"directory": str(version.directory), "names": {str(rank): name for rank, name in names.items()}}
 
     def open_share(self, rank: int, manifest: Manifest, plan: Mapping[str, Any]) -> dict[str, Any]:
+        if self._writing is not None:
+            self._writing.close()
         self._writing = self._file(Path(plan["directory"]), plan["names"][str(rank)], manifest)
         return {}
 

@@ -367,6 +367,8 @@ class FleetGroupSender(GroupSender, SharingSender):
     def announce(self, plan: Mapping[str, Any]) -> dict[str, Any]:
         if not plan["form"]:
             return {}
+        if self._joining is not None:
+            self._withdraw(self._joining)
         self._joining = self.begin_joining()
         return self._joining.body
 
