@@ -1,7 +1,8 @@
 """Connections between rank 0 of a trainer and its other ranks, by which one version has one outcome on all ranks.
 
 Rank 0 sends commands, and the other ranks reply. Both sides send a beat each second, with the rank's step: the number
-of tensors that it has gathered. So a rank that dies is noticed at once, and a rank that hangs within a bound; the error names it.
+of tensors that it has gathered. So a rank that dies is noticed at once, and a rank that hangs within a bound. The error
+names the rank.
 
     rank 0 → rank   {hello}           rank → rank 0   {rank, proof}
                     {beat: step}                      {beat: step}
