@@ -64,6 +64,7 @@ class Attempt:
         lends: bool = False,
         joins: int = 0,
         make_lead: Callable[[], Lead] | None = None,
+        lead: Lead | None = None,
     ) -> None:
         """Makes the attempt.
 
@@ -72,9 +73,10 @@ class Attempt:
             lends: the tensors stay unchanged until the publication ends, so receivers may read them in place.
             joins: how often the source may be read again.
             make_lead: finds what directs the other ranks, for a source of which each rank can own tensors.
+            lead: directs the other ranks, which have begun the version already.
         """
         self._make_lead = make_lead
-        self._lead: Lead | None = None
+        self._lead = lead
         """Directs the other ranks, once they have to take part."""
         self._fields = fields or {}
         self._lends = lends
@@ -248,13 +250,19 @@ class Attempt:
             reply = self.committed_by_all()
         except BaseException as error:
             named = _with_worker_named(error)
-            if self._lead is not None:
-                self._lead.end(named)
+            self._tell_ranks(named)
             self._publication.end(error=named)
         else:
-            if self._lead is not None:
-                self._lead.end(None)
+            self._tell_ranks(None)
             self._publication.end(reply)
+
+    def _tell_ranks(self, error: BaseException | None) -> None:
+        if self._lead is not None:
+            self._lead.end(error, committed=error is None or self.committed, keeps_copy=self._keeps_copy())
+
+    def _keeps_copy(self) -> bool:
+        """True if the publisher has a copy of this version, for the next delta."""
+        return False
 
     def committed_by_all(self) -> dict[str, Any]:
         """The update's reply. If workers have joined that can't fetch the version, it is sent again for them."""
@@ -272,6 +280,7 @@ class Attempt:
             self._fields,
             lends=self._lends,
             joins=self._joins - 1,
+            lead=self._lead,
         )
         again.read()
         try:

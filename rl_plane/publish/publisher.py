@@ -209,7 +209,7 @@ class WeightPublisher:
 
     @property
     def copy_bytes(self) -> int:
-        """The host memory that the copy for deltas takes, in bytes; 0 if there is no copy."""
+        """The host memory that this rank's copy for deltas takes, in bytes; 0 if there is no copy."""
         return self._copy.nbytes
 
     def make_sender(self, backend: str, context: SenderContext) -> Sender:
@@ -393,7 +393,7 @@ class WeightPublisher:
                 return
             if self._follower is None:
                 self._follower = Follower(
-                    MeetingPoint(self._options.transport_options), self._options, self.make_sender
+                    MeetingPoint(self._options.transport_options), self._options, self.make_sender, self._copy
                 )
             following = self._follower.begin(publication, taken)
             following.read()

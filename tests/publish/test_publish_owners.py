@@ -21,6 +21,7 @@ from rl_plane.publish.sources.module import ModuleSource
 from rl_plane.weights.manifest import PackedBucket
 from tests.conftest import Plane
 from tests.support.faulty_ranks import FaultyRank
+from tests.support.owning_ranks import step
 from tests.support.paths import ROOT
 from tests.support.publishing import root_of, served
 from tests.support.publishing_ranks import VERSIONS, add_one
@@ -65,14 +66,17 @@ def with_deepspeed(kind: str) -> dict[str, str]:
 async def test_each_rank_sends_the_tensors_that_it_owns(plane: Plane, kind: str, ranks: int) -> None:
     """The fleet gets exactly the bytes of the model, and no rank has packed more than a balanced share."""
     model = fleet_of(plane, 2)
-    ways = [f"{kind}:{transport}:full" for transport in ("filesystem", "nixl", "gloo")]
+    ways = [f"{kind}:{way}" for way in ("filesystem:full", "nixl:full", "gloo:full", "nixl:delta", "gloo:delta")]
     outcomes = await told(plane, ranks, "owning_ranks.py", *ways, **with_deepspeed(kind))
     for _ in range(VERSIONS):
-        add_one(model)
+        step(model, ways[-1])
     _, digest = digest_of(ModuleSource(model))
     last = f"{ways[-1]} {VERSIONS}"
     assert await served(plane) == {(last, digest, VERSIONS * len(ways))}, outcomes
     assert [one["error"] for one in outcomes] == [""] * ranks * VERSIONS * len(ways)
+    sent = (await (await plane.client("asks")).run("updates", {"limit": 100}))["updates"]
+    deltas = {one["label"] for one in sent if one["encoding"] == "delta"}
+    assert deltas == {f"{way} {number}" for way in ways if way.endswith("delta") for number in (2, 3)}
     sizes = [PackedBucket.of([one]).nbytes for one in ModuleSource(model).take().specs]
     fair = sum(sizes) / ranks
     for one in outcomes:

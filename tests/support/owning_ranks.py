@@ -9,12 +9,24 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
+
 from rl_plane.publish import WeightPublisher
 from rl_plane.transports.base import Sender, SenderContext
-from tests.support.publishing_ranks import Rank, main
+from tests.support.publishing_ranks import Rank, add_one, main
 from tests.support.sharded_sources import fresh, fsdp2, zero3
 
 KINDS = {"fsdp2": fsdp2, "zero3": zero3}
+
+
+def step(model: Any, way: str) -> None:
+    """Changes all tensors, or one small one for a delta."""
+    if way.endswith(":delta"):
+        with torch.no_grad():
+            (narrow,) = (one for name, one in model.named_parameters() if name.endswith("narrow"))
+            (narrow.ds_tensor if hasattr(narrow, "ds_tensor") else narrow).add_(1)
+    else:
+        add_one(model)
 
 
 class Owning(Rank):
@@ -50,6 +62,9 @@ class Owning(Rank):
             root=os.environ["PUBLISH_ROOT"],
             **how,
         )
+
+    def step(self, way: str) -> None:
+        step(self.model, way)
 
     def begins(self, number: int) -> None:
         self.packed.clear()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rl_plane.errors import PlaneError, error_from_wire
+from rl_plane.publish.host_copy import Change, HostCopy, as_tensors
 from rl_plane.publish.publication import RunningPublication
 from rl_plane.publish.publish_options import PublishOptions
 from rl_plane.publish.ranks.gather_group import GatherGroup
 from rl_plane.publish.ranks.link import BEGIN, FollowerLink
 from rl_plane.publish.ranks.meeting import MeetingPoint, agreed_specs
-from rl_plane.publish.ranks.ownership import owners_of
+from rl_plane.publish.ranks.ownership import own_specs, owners_of
 from rl_plane.publish.sources.base import Taken
 from rl_plane.transports.base import KeepingSender, Sender, SenderContext, SharingSender
 from rl_plane.transports.packing import Tensor, fill
@@ -26,7 +28,11 @@ MakeSender = Callable[[str, SenderContext], Sender]
 class Follower:
     """A rank other than 0, from one version to the next."""
 
-    def __init__(self, meeting: MeetingPoint, options: PublishOptions, make_sender: MakeSender) -> None:
+    def __init__(
+        self, meeting: MeetingPoint, options: PublishOptions, make_sender: MakeSender, copy: HostCopy
+    ) -> None:
+        """`copy`: takes the tensors that this rank owns, where deltas are sent."""
+        self.copy = copy
         self.meeting = meeting
         self.options = options
         self.group: GatherGroup | None = None
@@ -116,6 +122,8 @@ class Following:
         self._manifest: Manifest | None = None
         """This rank's share; None if it owns nothing, or if rank 0 sends all."""
         self._digests: dict[str, str] = {}
+        self._change: Change | None = None
+        """How the version differs from the one before, if it was read into the copy."""
         self._error: BaseException | None = None
         self._aborted: PlaneError | None = None
         self._ended = False
@@ -173,6 +181,11 @@ class Following:
 
     def _take_outcome(self, body: Mapping[str, Any]) -> None:
         self._ended = True
+        copy = self._follower.copy
+        if self._change is not None and not body["committed"]:
+            copy.take_back(self._change)
+        if not body["keeps_copy"]:
+            copy.drop()
         if body["error"] is not None:
             self._error = error_from_wire(body["error"])
         else:
@@ -199,6 +212,7 @@ class Following:
         return [[name, spec.dtype, list(spec.shape)] for name, spec in self._taken.specs]
 
     def _on_sender(self, body: Mapping[str, Any]) -> None:
+        self._manifest = None
         self._sender = self._follower.sender(body["number"], body["backend"], body["workers"])
         self._sender.device = self._taken.device
 
@@ -218,21 +232,60 @@ class Following:
         gather = self._follower.gather_group(body["group"], self._check)
         tensors = taken.owned(owners, gather)
         try:
-            self._fill(self._publication.readable(tensors))
+            if body.get("into") == "copy":
+                return self._read_copy(owners, self._publication.readable(tensors), body["compare"])
+            self._follower.copy.drop()
+            return self._fill(self._publication.readable(tensors))
         finally:
             for _ in tensors:  # the other ranks wait for this one in each gathering
                 pass
-        return {"digests": self._digests}
 
-    def _fill(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    def _read_copy(
+        self, owners: Mapping[str, int], tensors: Iterator[tuple[str, Tensor]], compare: bool
+    ) -> dict[str, Any]:
+        """Reads the tensors that this rank owns into its copy. `compare`: rank 0's copy has a version to compare."""
+        copy, own = self._follower.copy, own_specs(self._taken.specs, owners, self._follower.meeting.rank)
+        if not compare:
+            copy.forget()
+        if not own:
+            for _ in tensors:
+                pass
+            return {"digests": {}, "sizes": {}}
+        self._change = copy.read(replace(self._taken, specs=own, tensors=tensors))
+        return {"digests": dict(copy.tensor_digests), "sizes": self._change.sizes}
+
+    def _on_room(self, body: Mapping[str, Any]) -> bool:
+        """True if there is room for a copy of the tensors that this rank owns."""
+        taken, meeting = self._taken, self._follower.meeting
+        own = own_specs(taken.specs, owners_of(taken.specs, taken.shared, meeting.ranks), meeting.rank)
+        try:
+            self._follower.copy.make_room(replace(taken, specs=own))
+        except (MemoryError, OSError) as error:
+            log.info("rank %d has no room for a copy: %s", meeting.rank, error)
+            return False
+        return True
+
+    def _on_send(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Packs this rank's share out of its copy: in full, or the deltas."""
+        self._digests = {}
+        if self._manifest is None:
+            return {"digests": {}}
+        if not body["deltas"]:
+            return self._fill(self._follower.copy.whole().tensors)
+        assert self._change is not None
+        assert self._change.deltas is not None
+        return self._fill(as_tensors(self._change.deltas).tensors)
+
+    def _fill(self, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Any]:
         manifest, sender = self._manifest, self._sender
         if manifest is None:
             for _ in tensors:
                 pass
-            return
+            return {"digests": {}}
         assert sender is not None
         for number in fill(manifest, tensors, sender.buffer, self._digests):
             sender.send(number)
+        return {"digests": self._digests}
 
     def _check(self, since: float, what: str) -> None:
         if self._aborted is not None:

@@ -8,11 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from rl_plane.errors import InvalidRequest, PlaneError
+from rl_plane.protocol.versions import TensorSpec, tensors_digest
+from rl_plane.publish.host_copy import Change, HostCopy, as_tensors
 from rl_plane.publish.publish_options import PublishLimits
 from rl_plane.publish.ranks.gather_group import GatherGroup
 from rl_plane.publish.ranks.link import BEGIN, LeadLink, wire_of
 from rl_plane.publish.ranks.meeting import MeetingPoint, agreed_specs
-from rl_plane.publish.ranks.ownership import owners_of
+from rl_plane.publish.ranks.ownership import own_specs, owners_of
 from rl_plane.publish.ranks.shared_sender import PushingSharedSender, SharedSender
 from rl_plane.publish.sources.base import Taken
 from rl_plane.transports.base import PushingSender, Sender, SharingSender
@@ -39,6 +41,10 @@ class Lead:
         """The number of the last command of each kind."""
         self._senders: dict[int, Sender] = {}
         """Rank 0's own senders, by the number under which the other ranks know theirs."""
+        self.filled_by = "read"
+        """The command by which the ranks pack their shares."""
+        self._into: Mapping[str, Any] = {}
+        """What the ranks do with the tensors that they gather, other than to pack them."""
         self._used: int | None = None
         """The number of the sender that sends this version on all ranks."""
 
@@ -57,6 +63,7 @@ class Lead:
         """
         self._version += 1
         self.owners, self.reading, self._taken, self._used = None, False, taken, None
+        self.filled_by, self._into = "read", {}
         begun = self.link.replies(self._version, BEGIN)
         self._check_agreed(taken, begun)
         if self._group is None or self._group.broken or any(one["broken"] for one in begun.values()):
@@ -96,7 +103,7 @@ class Lead:
         assert group is not None
         assert taken.owned is not None
         self.reading = True
-        self.tell_all("read", {"group": group.name, "shared": owners is not None})
+        self.tell_all("read", {"group": group.name, "shared": owners is not None, **self._into})
         try:
             yield from taken.owned(owners or dict.fromkeys((name for name, _ in taken.specs), 0), group)
         except BaseException as error:
@@ -123,7 +130,56 @@ class Lead:
         self.tell_all("sender", {"backend": sender.backend, "number": number, "workers": rows})
         self.replies("sender")
         kind = PushingSharedSender if isinstance(sender, PushingSender) else SharedSender
-        return kind(sender, self, owners_of(taken.specs, taken.shared, self.link.ranks))
+        return kind(sender, self, self._owners_of(taken))
+
+    def _owners_of(self, taken: Taken) -> Mapping[str, int]:
+        return owners_of(taken.specs, taken.shared, self.link.ranks)
+
+    # ---- copies, for deltas ----
+
+    def has_room(self, copy: HostCopy, taken: Taken) -> bool:
+        """True if each rank has made room for a copy of the tensors that it owns. `copy`: rank 0's."""
+        copy.make_room(replace(taken, specs=own_specs(taken.specs, self._owners_of(taken), 0)))
+        self.tell_all("room")
+        return all(self.replies("room").values())
+
+    def read_copies(self, copy: HostCopy, taken: Taken) -> Change:
+        """Reads the tensors into the copies of their owners. Returns how the version differs from the one before.
+
+        The `deltas` are those of rank 0, and the `sizes` those of all ranks.
+
+        Args:
+            copy: rank 0's copy. Its digest is that of the whole version.
+            taken: the version, as `begin` has returned it.
+        """
+        self.owners = owners = self._owners_of(taken)
+        self._into = {"into": "copy", "compare": copy.digest is not None}
+        change = copy.read(replace(taken, specs=own_specs(taken.specs, owners, 0)))
+        digests, sizes = dict(copy.tensor_digests), change.sizes
+        for reply in self.replies("read").values():
+            digests.update(reply["digests"])
+            sizes = None if sizes is None or reply["sizes"] is None else {**sizes, **reply["sizes"]}
+        copy.digest = tensors_digest([(name, spec, digests[name]) for name, spec in taken.specs])
+        return replace(change, digest=copy.digest, sizes=sizes)
+
+    def from_copies(self, copy: HostCopy, change: Change, deltas: bool) -> Taken:
+        """The version in full, or its deltas, to be sent by each owner from its copy."""
+        assert self._taken is not None, "begin comes first"
+        sizes, taken = change.sizes, self._taken
+        if not deltas:
+            specs, own = list(taken.specs), copy.whole()
+        else:
+            assert sizes is not None
+            assert change.deltas is not None
+            own = as_tensors(change.deltas)
+            specs = [(name, TensorSpec("U8", (sizes[name],))) for name, _ in taken.specs if name in sizes]
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            self.tell_all("send", {"deltas": deltas})
+            self.filled_by = "send"
+            yield from own.tensors
+
+        return Taken(specs, tensors())
 
     def tell(self, op: str, bodies: Mapping[int, Any]) -> None:
         """Sends a command of this version to some ranks, to each its own body."""
@@ -153,15 +209,29 @@ class Lead:
         reported = self.link.reported(self._version)
         return None if reported is None or reported.facts.get("field") == "transport.group" else reported
 
-    def end(self, error: BaseException | None) -> None:
-        """Tells each rank the outcome of the version."""
+    def end(self, error: BaseException | None, committed: bool, keeps_copy: bool) -> None:
+        """Tells each rank the outcome of the version.
+
+        Args:
+            error: what `publish` raises on all ranks.
+            committed: the version was committed, perhaps in spite of the error.
+            keeps_copy: rank 0 has a copy for the next delta, so the other ranks keep theirs.
+        """
         if self._taken is None:
             return
         self._taken = None
         sender = self._used if error is None else None
         if error is None:  # workers heal from the last sender alone
             self._senders = {number: one for number, one in self._senders.items() if number == sender}
-        self.tell_all("end", {"error": None if error is None else wire_of(error, "rank 0: "), "sender": sender})
+        self.tell_all(
+            "end",
+            {
+                "error": None if error is None else wire_of(error, "rank 0: "),
+                "sender": sender,
+                "committed": committed,
+                "keeps_copy": keeps_copy,
+            },
+        )
 
     def _drop_group(self) -> None:
         group, self._group = self._group, None

@@ -35,6 +35,11 @@ def owners_of(specs: Specs, shared: Collection[str], ranks: int) -> dict[str, in
     return owners
 
 
+def own_specs(specs: Specs, owners: Mapping[str, int], rank: int) -> list[tuple[str, TensorSpec]]:
+    """The tensors that a rank owns, in the order of `specs`."""
+    return [(name, spec) for name, spec in specs if owners[name] == rank]
+
+
 def shares_of(specs: Specs, owners: Mapping[str, int]) -> dict[int, list[tuple[str, TensorSpec]]]:
     """The tensors of each owner, in the order of `specs`. A rank that owns none is missing."""
     found: dict[int, list[tuple[str, TensorSpec]]] = {}

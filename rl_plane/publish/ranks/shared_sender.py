@@ -69,7 +69,7 @@ class SharedSender(KeepingSender):
     def collect(self, digests: Mapping[str, str]) -> dict[str, str]:
         """Waits until each rank has packed and hashed its share. Returns the digests of all tensors."""
         found = dict(digests)
-        for reply in self._lead.replies("read").values():
+        for reply in self._lead.replies(self._lead.filled_by).values():
             found.update(reply["digests"])
         return found
 
