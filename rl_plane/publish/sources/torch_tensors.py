@@ -149,6 +149,7 @@ def owned_tensors(
             whole = parts.gathered(dtype, gather, owner)
             if whole is not None:
                 yield name, whole
+            del whole  # before the next one is gathered
         else:  # every rank gathers it, and only the owner keeps it
             for pair in _each_whole([(name, tensor)], dtype):
                 if owner == gather.rank:
