@@ -68,12 +68,12 @@ async def test_each_rank_sends_the_tensors_that_it_owns(plane: Plane, kind: str,
     model = fleet_of(plane, 2)
     ways = [f"{kind}:{way}" for way in ("filesystem:full", "nixl:full", "gloo:full", "nixl:delta", "gloo:delta")]
     outcomes = await told(plane, ranks, "owning_ranks.py", *ways, **with_deepspeed(kind))
+    assert [one["error"] for one in outcomes] == [""] * ranks * VERSIONS * len(ways)
     for _ in range(VERSIONS):
         step(model, ways[-1])
     _, digest = digest_of(ModuleSource(model))
     last = f"{ways[-1]} {VERSIONS}"
     assert await served(plane) == {(last, digest, VERSIONS * len(ways))}, outcomes
-    assert [one["error"] for one in outcomes] == [""] * ranks * VERSIONS * len(ways)
     sent = (await (await plane.client("asks")).run("updates", {"limit": 100}))["updates"]
     deltas = {one["label"] for one in sent if one["encoding"] == "delta"}
     assert deltas == {f"{way} {number}" for way in ways if way.endswith("delta") for number in (2, 3)}
