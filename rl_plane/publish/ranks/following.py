@@ -134,7 +134,11 @@ class Following:
             link, group = self._follower.link, self._follower.group
             link.interrupt = self._interrupt
             broken = group is not None and group.broken
-            link.reply(self._version, BEGIN, {"specs": agreed_specs(self._taken), "broken": broken})
+            link.reply(
+                self._version,
+                BEGIN,
+                {"specs": agreed_specs(self._taken, self._follower.options.digest), "broken": broken},
+            )
             self._obey(until="read")
         except BaseException as error:
             self._fail(error)
@@ -283,7 +287,8 @@ class Following:
                 pass
             return {"digests": {}}
         assert sender is not None
-        for number in fill(manifest, tensors, sender.buffer, self._digests):
+        algorithm = self._follower.options.digest
+        for number in fill(manifest, tensors, sender.buffer, self._digests, algorithm=algorithm):
             sender.send(number)
         return {"digests": self._digests}
 

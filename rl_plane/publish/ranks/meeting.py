@@ -66,7 +66,8 @@ class MeetingPoint:
         return (host, port), secret
 
 
-def agreed_specs(taken: Taken) -> str:
-    """A digest of what all ranks must agree on: names, dtypes, shapes and order of the tensors, and how they lie."""
+def agreed_specs(taken: Taken, algorithm: str) -> str:
+    """A hash of what all ranks must agree on: names, dtypes, shapes and order of the tensors, how they lie, and the
+    algorithm of their digests."""
     specs = [[name, spec.dtype, list(spec.shape), name in taken.shared] for name, spec in taken.specs]
-    return blake2b(json.dumps(specs).encode(), digest_size=16).hexdigest()
+    return blake2b(json.dumps([algorithm, specs]).encode(), digest_size=16).hexdigest()
