@@ -376,7 +376,7 @@ class WeightPublisher:
 
     def _make_lead(self) -> Lead:
         if self._lead is None:
-            self._lead = Lead(MeetingPoint(self._options.transport_options), self.limits)
+            self._lead = Lead(MeetingPoint(self._options.transport_options), self._options)
         return self._lead
 
     def _follow(self, publication: RunningPublication, wait: bool) -> None:

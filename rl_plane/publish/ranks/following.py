@@ -123,7 +123,7 @@ class Following:
         """This rank's share; None if it owns nothing, or if rank 0 sends all."""
         self._digests: dict[str, str] = {}
         self._change: Change | None = None
-        """How the version differs from the one before, if it was read into the copy."""
+        """The difference from the version before, if the tensors were read into the copy."""
         self._error: BaseException | None = None
         self._aborted: PlaneError | None = None
         self._ended = False

@@ -10,7 +10,7 @@ from typing import Any
 from rl_plane.errors import InvalidRequest, PlaneError
 from rl_plane.protocol.versions import TensorSpec, tensors_digest
 from rl_plane.publish.host_copy import Change, HostCopy, as_tensors
-from rl_plane.publish.publish_options import PublishLimits
+from rl_plane.publish.publish_options import PublishOptions
 from rl_plane.publish.ranks.gather_group import GatherGroup
 from rl_plane.publish.ranks.link import BEGIN, LeadLink, wire_of
 from rl_plane.publish.ranks.meeting import MeetingPoint, agreed_specs
@@ -24,13 +24,14 @@ from rl_plane.transports.packing import Tensor
 class Lead:
     """Directs the other ranks: one version at a time, from `begin` to `end`."""
 
-    def __init__(self, meeting: MeetingPoint, limits: PublishLimits) -> None:
+    def __init__(self, meeting: MeetingPoint, options: PublishOptions) -> None:
         self.owners: Mapping[str, int] | None = None
         """The owner of each tensor, while a version is open on all ranks. None: rank 0 gets all tensors."""
         self.reading = False
         """The ranks gather the tensors of the version."""
         self._meeting = meeting
-        self._limits = limits
+        self._limits = options.limits
+        self._algorithm = options.digest
         self._link: LeadLink | None = None
         self._version = 0
         self._taken: Taken | None = None
@@ -44,7 +45,7 @@ class Lead:
         self.filled_by = "read"
         """The command by which the ranks pack their shares."""
         self._into: Mapping[str, Any] = {}
-        """What the ranks do with the tensors that they gather, other than to pack them."""
+        """Fields of `read`, by which the ranks do something else with the tensors than to pack them."""
         self._used: int | None = None
         """The number of the sender that sends this version on all ranks."""
 
@@ -81,7 +82,7 @@ class Lead:
         return replace(taken, tensors=self._tensors(taken), held={})
 
     def _check_agreed(self, taken: Taken, begun: Mapping[int, Any]) -> None:
-        own = agreed_specs(taken)
+        own = agreed_specs(taken, self._algorithm)
         other = next((rank for rank, one in begun.items() if one["specs"] != own), None)
         if other is None:
             return
@@ -90,7 +91,8 @@ class Lead:
         ours = [(name, spec.dtype, spec.shape) for name, spec in taken.specs]
         pairs = itertools.zip_longest(ours, theirs)
         what = next(
-            (f"{here} on rank 0, {there} there" for here, there in pairs if here != there), "their placement"
+            (f"{here} on rank 0, {there} there" for here, there in pairs if here != there),
+            "how they lie, or `digest`",
         )
         raise InvalidRequest(
             f"rank {other} of the trainer has other tensors than rank 0: {what}",
