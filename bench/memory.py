@@ -2,6 +2,8 @@
 
 Beside what it should: two buckets in each, and in the worker the staged weights. What is measured is the peak of a
 process's resident memory (VmHWM, which Linux lets a process set back) less what was resident before the first update.
+
+A second table has the ranks of a trainer with sharded weights, each of which keeps and sends the tensors that it owns.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from bench.gaps import SHAPE_500_MB
+from bench.owners import AIM, RANKS, measure_ranks
 from bench.peers import hf_worker
 from rl_plane.publish import WeightPublisher
 from rl_plane.transports.nixl.wire import have_nixl
@@ -52,6 +55,15 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
     "object_store": {"": {"encoding": "full"}, DELTA: {"encoding": "delta"}},
 }
 """The options of the publisher, and of its `publish`, with which a transport is measured."""
+OWNERS_HEAD = (
+    "transport, FSDP2",
+    "1 rank MB",
+    f"the largest of {RANKS} ranks MB",
+    f"{RANKS} ranks ÷ 1 rank",
+    f"limit with copies ({AIM:.2f})",
+)
+KEEPS_COPIES = ("nixl",)
+"""The transports whose owners keep copies of their shares. The others need two buckets, for any number of ranks."""
 HEAD = ("transport", "trainer MB", "÷ two buckets", "worker MB", "÷ two buckets and staging")
 
 
@@ -148,7 +160,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.memory", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny model: to see that it runs")
     parser.add_argument("--only", choices=sorted(installed()), help="one transport")
+    parser.add_argument("--owners", action="store_true", help="the table of a trainer's ranks alone")
     arguments = parser.parse_args()
+    if not arguments.owners:
+        _show_transports(arguments)
+    _show_owners(arguments)
+
+
+def owner_rows(quick: bool, only: str | None = None) -> Iterator[tuple[str, ...]]:
+    """The cells of each row of the table of a trainer's ranks."""
+    lacking = set() if have_nixl() else {"nixl"}
+    backends = [name for name in ("nixl", "gloo", "filesystem") if name not in lacking and only in (None, name)]
+    with tempfile.TemporaryDirectory(prefix="rl-plane-bench-") as scratch:
+        model = make_tiny_model(Path(scratch) / "model", 0, "float32", **({} if quick else SHAPE_500_MB))
+        for backend in backends:
+            with served(model) as worker:
+                one, many = (
+                    max(measure_ranks(backend, model, worker.url, worker.namespace, ranks)) for ranks in (1, RANKS)
+                )
+            aim = "" if backend not in KEEPS_COPIES else "met" if many <= AIM * one else "missed"
+            yield backend, f"{one / 1e6:,.0f}", f"{many / 1e6:,.0f}", f"{many / one:.2f}", aim
+
+
+def _show_owners(arguments: argparse.Namespace) -> None:
+    print("\n| " + " | ".join(OWNERS_HEAD) + " |\n" + "|---" * len(OWNERS_HEAD) + "|")
+    for row in owner_rows(arguments.quick, arguments.only):
+        print("| " + " | ".join(row) + " |", flush=True)
+
+
+def _show_transports(arguments: argparse.Namespace) -> None:
     print("| " + " | ".join(HEAD) + " |\n" + "|---" * len(HEAD) + "|")
     with tempfile.TemporaryDirectory(prefix="rl-plane-bench-") as scratch:
         shape = {} if arguments.quick else SHAPE_500_MB

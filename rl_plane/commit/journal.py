@@ -270,13 +270,24 @@ def _serving(error: PlaneError) -> dict[str, dict[str, Any]]:
 
 def _without_manifest(transport: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The transport without its manifest, which is long. The record has it, if workers can fetch by it."""
-    return None if transport is None else {key: value for key, value in transport.items() if key != "manifest"}
+    if transport is None:
+        return None
+    kept = {key: value for key, value in transport.items() if key != "manifest"}
+    if isinstance(shares := kept.get("shares"), list):
+        kept["shares"] = [_without_manifest(one) if isinstance(one, Mapping) else one for one in shares]
+    return kept
 
 
 def pushed_buckets(transport: Mapping[str, Any] | None) -> int | None:
     """The number of buckets that the workers listen for. None: nothing is pushed, or the field is missing or wrong."""
     if transport is None or transport.get("backend") not in PUSHED:
         return None
+    if isinstance(shares := transport.get("shares"), list):  # of the ranks of a trainer
+        counts = [
+            pushed_buckets({**one, "backend": transport["backend"]}) if isinstance(one, Mapping) else None
+            for one in shares
+        ]
+        return None if None in counts else sum(count for count in counts if count is not None)
     manifest, count = transport.get("manifest"), transport.get("num_buckets")
     if isinstance(manifest, Mapping) and isinstance(manifest.get("buckets"), list):
         count = len(manifest["buckets"])

@@ -91,7 +91,10 @@ _URL = re.compile(r"(https?://)(?:[^/?#]*@)?([^?#]*)([?#].*)?", re.IGNORECASE | 
 def without_secret(transport: Mapping[str, Any]) -> dict[str, Any]:
     """The transport as replies show it: without its secret and its headers, and with URLs that show no query, where
     signatures are."""
-    return {key: _without_queries(value) for key, value in transport.items() if key not in _SECRET_FIELDS}
+    shown = {key: _without_queries(value) for key, value in transport.items() if key not in _SECRET_FIELDS}
+    if isinstance(shares := shown.get("shares"), list):  # of the ranks of a trainer
+        shown["shares"] = [without_secret(one) if isinstance(one, Mapping) else one for one in shares]
+    return shown
 
 
 def _without_queries(value: Any) -> Any:

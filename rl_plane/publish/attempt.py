@@ -24,6 +24,8 @@ from rl_plane.errors import (
     UpdateAborted,
 )
 from rl_plane.publish.publication import RunningPublication
+from rl_plane.publish.ranks.lead import Lead
+from rl_plane.publish.ranks.shared_sender import SharedSender
 from rl_plane.publish.send_plan import SendPlan
 from rl_plane.publish.sources.base import Taken, WeightSource
 from rl_plane.publish.threads import on_thread
@@ -62,6 +64,8 @@ class Attempt:
         lends: bool = False,
         joins: int = 0,
         earlier: int | None = None,
+        make_lead: Callable[[], Lead] | None = None,
+        lead: Lead | None = None,
     ) -> None:
         """Makes the attempt.
 
@@ -71,7 +75,12 @@ class Attempt:
             joins: how often the source may be read again.
             earlier: how many of the versions that the sender keeps the new one is built on, the full one first. None:
                 all. For a delta or a partial version.
+            make_lead: finds what directs the other ranks, for a source of which each rank can own tensors.
+            lead: directs the other ranks, which have begun the version already.
         """
+        self._make_lead = make_lead
+        self._lead = lead
+        """Directs the other ranks, once they have to take part."""
         self._earlier = earlier
         self._fields = fields or {}
         self._lends = lends
@@ -110,6 +119,9 @@ class Attempt:
             self._publication.begin_reading()
             taken = self._take()
             self._publication.pause_reading()
+            if taken.owned is not None and self._make_lead is not None:
+                self._lead = self._make_lead()
+                taken = self._lead.begin(taken)
             if late is not None:
                 raise late
             if not taken.specs:
@@ -119,7 +131,7 @@ class Attempt:
             self._error = self._publication.given_up or error
         finally:
             if taken is not None:
-                if self._source.collective:
+                if self._source.collective and (self._lead is None or self._lead.reading):
                     self._do_anyway(partial(drain, taken.tensors))
                 self._do_anyway(taken.close)
             if not self._lent and not self._joins:  # else they may be read until the end
@@ -154,6 +166,8 @@ class Attempt:
         if self._lends and taken.held and isinstance(sender, LendingSender):
             held = taken.held
             self._lent = _transport_call(lambda: sender.lend(held))
+        if isinstance(sender, SharedSender):
+            manifest = sender.own_share
         sizes = [bucket.nbytes for bucket in manifest.buckets]
         publication.report("sending", buckets=0, of_buckets=len(sizes), nbytes=0, of_nbytes=sum(sizes))
 
@@ -197,6 +211,8 @@ class Attempt:
         bucket_bytes = plan.options.bucket_bytes
         if bucket_bytes is None:
             bucket_bytes = sender.bucket_bytes
+        if self._lead is not None:
+            sender = self._sender = self._lead.shared(sender, plan.workers)
         packed = sender.pack(taken.specs, bucket_bytes)
         manifest = self._manifest = Manifest(packed, taken.adapter_config)
         sender.device = taken.device
@@ -246,13 +262,24 @@ class Attempt:
         self.end()
 
     def end(self) -> None:
-        """Waits for the fleet, and sets the publication's outcome."""
+        """Waits for the fleet, and sets the publication's outcome, on all ranks."""
         try:
             reply = self.committed_by_all()
         except BaseException as error:
-            self._publication.end(error=_with_worker_named(error))
+            named = _with_worker_named(error)
+            self._tell_ranks(named)
+            self._publication.end(error=named)
         else:
+            self._tell_ranks(None)
             self._publication.end(reply)
+
+    def _tell_ranks(self, error: BaseException | None) -> None:
+        if self._lead is not None:
+            self._lead.end(error, committed=error is None or self.committed, keeps_copy=self._keeps_copy())
+
+    def _keeps_copy(self) -> bool:
+        """True if the publisher has a copy of this version, for the next delta."""
+        return False
 
     def committed_by_all(self) -> dict[str, Any]:
         """The update's reply. If workers have joined that can't fetch the version, it is sent again for them."""
@@ -271,6 +298,7 @@ class Attempt:
             lends=self._lends,
             joins=self._joins - 1,
             earlier=self._earlier,
+            lead=self._lead,
         )
         again.read()
         try:
@@ -346,6 +374,8 @@ class Attempt:
 
     def _reply(self) -> dict[str, Any]:
         error, update = self._error, self._update
+        if error is not None and self._lead is not None and (failure := self._lead.failure()) is not None:
+            raise failure
         if isinstance(error, _SendFailed):
             return self._fleet_reply(error.__cause__ or error)
         if error is not None:
@@ -377,6 +407,8 @@ class Attempt:
         assert sender is not None
         assert manifest is not None
         self._check_not_given_up()
+        if isinstance(sender, SharedSender):
+            self._digests = sender.collect(self._digests)
         if self._update is None:
             self._body.setdefault("digest", manifest.digested(self._digests).digest)
         _transport_call(lambda: sender.finish(self._digests))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from rl_plane.errors import PlaneError, Unsupported
@@ -12,9 +13,11 @@ from rl_plane.publish.free_memory import free_memory
 from rl_plane.publish.host_copy import Change, HostCopy, as_tensors
 from rl_plane.publish.publication import RunningPublication
 from rl_plane.publish.publish_options import Encoding
+from rl_plane.publish.ranks.lead import Lead
 from rl_plane.publish.send_plan import SendPlan
 from rl_plane.publish.sources.base import Taken, WeightSource
 from rl_plane.publish.taken_source import TakenSource, is_not_at_base, says_not_at_base
+from rl_plane.transports.base import SharingSender
 from rl_plane.weights.delta_codec import import_numba
 
 log = logging.getLogger("rl_plane.publish")
@@ -45,14 +48,19 @@ class DeltaAttempt(Attempt):
         unless_digest: str | None = None,
         lends: bool = False,
         joins: int = 0,
+        make_lead: Callable[[], Lead] | None = None,
     ) -> None:
         """`unless_digest`: a version of this digest is not sent."""
-        super().__init__(plan, source, publication, previous, lends=lends, joins=joins)
+        super().__init__(plan, source, publication, previous, lends=lends, joins=joins, make_lead=make_lead)
         self._copy = copy
         self._encoding = encoding
         self._unless_digest = unless_digest
         self._deltas = False
         self._change: Change | None = None
+        self._nbytes = 0
+        """The size of the version."""
+        self._sharing: Lead | None = None
+        """Directs the other ranks, if each has a copy of the tensors that it owns."""
 
     def _send(self, taken: Taken) -> None:
         self._deltas = self._encoding == "delta"
@@ -63,7 +71,12 @@ class DeltaAttempt(Attempt):
             by_copy = self._deltas = self._pays(taken)
         if by_copy:
             self._joins = 0  # the source is not read again: a worker that joins gets the version from the copy
-            self._change = self._copy.read(taken)
+            self._nbytes = sum(spec.nbytes for _, spec in taken.specs)
+            self._sharing = self._sharing_lead()
+            if self._sharing is not None:
+                self._change = self._sharing.read_copies(self._copy, taken)
+            else:
+                self._change = self._copy.read(taken)
         else:
             self._copy.drop()
             super()._send(taken)
@@ -87,9 +100,18 @@ class DeltaAttempt(Attempt):
         )
         return False
 
+    def _sharing_lead(self) -> Lead | None:
+        """Directs the other ranks, if each of them can send the tensors that it owns."""
+        if self._lead is None or not isinstance(self._plan.ready_sender(), SharingSender):
+            return None
+        return self._lead
+
     def _has_room(self, taken: Taken) -> bool:
         """Makes room for the copy. False if there is none."""
+        sharing = self._sharing_lead()
         try:
+            if sharing is not None:
+                return sharing.has_room(self._copy, taken)
             self._copy.make_room(taken)
             return True
         except (MemoryError, OSError) as error:  # a limit that `free_memory` does not know
@@ -112,14 +134,14 @@ class DeltaAttempt(Attempt):
             log.info("the fleet serves %s already", self._publication.version)
             self._copy.forget()  # a delta needs a source of its base, which may have ended with the trainer before
             return {}
-        copy, deltas = self._copy, change.deltas
+        copy, sizes = self._copy, change.sizes
         chain_bytes = copy.chain_bytes
         try:
-            if deltas is not None and self._chain_has_room(deltas) and self._plan.is_kept(change.base):
-                copy.chain_bytes += sum(map(len, deltas.values()))
+            if sizes is not None and self._chain_has_room(sizes) and self._plan.is_kept(change.base):
+                copy.chain_bytes += sum(sizes.values())
                 try:
                     delta = {"encoding": "delta", "base": change.base, "digest": change.digest}
-                    reply = self._send_taken(lambda: as_tensors(deltas), delta)
+                    reply = self._send_taken(partial(self._from_copy, change, deltas=True), delta)
                     copy.in_vain = 0
                     if says_not_at_base(reply["workers"]):
                         copy.forget()  # only a full version brings back the workers that were left out
@@ -129,7 +151,7 @@ class DeltaAttempt(Attempt):
                         raise
                     log.info("%s is sent in full: %s", self._publication.version, error)
             copy.chain_bytes = 0
-            reply = self._send_taken(copy.whole, {"digest": change.digest})
+            reply = self._send_taken(partial(self._from_copy, change, deltas=False), {"digest": change.digest})
             copy.in_vain += change.base is not None
             return reply
         except BaseException:
@@ -138,12 +160,24 @@ class DeltaAttempt(Attempt):
                 copy.chain_bytes = chain_bytes
             raise
 
-    def _chain_has_room(self, deltas: Mapping[str, bytes]) -> bool:
+    def _from_copy(self, change: Change, deltas: bool) -> Taken:
+        """The version in full, or its deltas."""
+        if self._sharing is not None:
+            return self._sharing.from_copies(self._copy, change, deltas)
+        if not deltas:
+            return self._copy.whole()
+        assert change.deltas is not None
+        return as_tensors(change.deltas)
+
+    def _keeps_copy(self) -> bool:
+        return bool(self._copy.specs)
+
+    def _chain_has_room(self, sizes: Mapping[str, int]) -> bool:
         """True if the deltas since the last full version are not larger than the full version.
 
         A worker that joins late fetches all of them, and their source has to hold them.
         """
-        return self._copy.chain_bytes + sum(map(len, deltas.values())) <= self._copy.nbytes
+        return self._copy.chain_bytes + sum(sizes.values()) <= self._nbytes
 
     def _is_served(self, digest: str) -> bool:
         """True if the fleet serves the digest under the publication's label now: another version may have come
@@ -158,7 +192,9 @@ class DeltaAttempt(Attempt):
         if self._deltas:  # the next delta changes what the workers keep of this version
             fields = {**fields, "policy": {**self._plan.options.policy, "keep_staged": True}}
         source = TakenSource(take)
-        attempt = Attempt(self._plan, source, self._publication, None, fields, lends=lends, joins=JOINS)
+        attempt = Attempt(
+            self._plan, source, self._publication, None, fields, lends=lends, joins=JOINS, lead=self._sharing
+        )
         attempt.read()
         try:
             return attempt.committed_by_all()

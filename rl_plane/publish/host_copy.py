@@ -39,6 +39,8 @@ class Change:
     """Tensor name to delta, for tensors that have changed. None: together the deltas are too large to pay."""
     before: Mapping[str, str] = field(default_factory=dict)
     """The digests of the tensors in `base`."""
+    sizes: Mapping[str, int] | None = None
+    """The length of each delta. If several ranks have copies: of the deltas of all ranks. None: see `deltas`."""
 
 
 class HostCopy:
@@ -101,7 +103,7 @@ class HostCopy:
         if not deltas:  # a version must have at least one tensor
             name, spec = taken.specs[0]
             deltas[name] = delta_codec.nothing(spec.nbytes, DTYPE_BYTES[spec.dtype])
-        return Change(self.digest, base, deltas, before)
+        return Change(self.digest, base, deltas, before, {name: len(blob) for name, blob in deltas.items()})
 
     def make_room(self, taken: Taken) -> None:
         """Makes room for a version of these tensors. Raises MemoryError or OSError if there is none."""
@@ -127,6 +129,11 @@ class HostCopy:
         if self.in_vain > TRIES + AGAIN:
             self.in_vain = TRIES - 1
         return self.in_vain < TRIES
+
+    @property
+    def tensor_digests(self) -> Mapping[str, str]:
+        """The digest of each tensor that the copy holds."""
+        return {name: self._digests[name] for name in self.specs}
 
     @property
     def nbytes(self) -> int:

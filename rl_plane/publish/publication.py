@@ -156,6 +156,7 @@ class RunningPublication(Publication):
         self.begin_reading()
         for tensor in tensors:
             yield tensor
+            del tensor  # its memory is free before the next one is gathered
             self.begin_reading()
 
     def begin_reading(self) -> None:

@@ -32,6 +32,11 @@ class PublishLimits:
     openings: int = 8
     """The number of times that an update is opened while workers join, as in a fleet that starts. Each takes about a
     second, in which the other ranks may wait."""
+    ranks_s: float = 300.0
+    """Seconds that a rank of the trainer may take to come to a publication, or for one of its steps: the gathering of a
+    tensor, or the sending of a bucket."""
+    silent_s: float = 60.0
+    """Seconds after which a rank hangs that has not sent a beat, which a thread of its own sends each second."""
 
 
 PUBLISH_LIMITS = PublishLimits()

@@ -8,7 +8,8 @@
 
 To overlap a publication with the next step, call `publish(…, wait=False)`: it returns the Publication at once. Its
 tensors must not change until `wait_read` returns, so call that before `optimizer.step()`. With several ranks every rank
-makes a publisher and calls `publish` at the same point. Only rank 0 talks to the fleet and learns the outcome.
+makes a publisher and calls `publish` at the same point. Only rank 0 talks to the fleet. Where the weights are sharded,
+each rank sends the tensors that it owns, and learns the outcome.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ from rl_plane.publish.host_copy import HostCopy
 from rl_plane.publish.partial_attempt import Baseline, PartialAttempt, TrainableSource, agree, taken_of
 from rl_plane.publish.publication import Progress, Publication, RunningPublication
 from rl_plane.publish.publish_options import PUBLISH_LIMITS, Encoding, PublishOptions, absolute_root
+from rl_plane.publish.ranks.following import Follower
+from rl_plane.publish.ranks.lead import Lead
+from rl_plane.publish.ranks.meeting import MeetingPoint
 from rl_plane.publish.send_plan import SendPlan
 from rl_plane.publish.sources.base import Names
 from rl_plane.publish.sources.source_choice import as_source
@@ -191,6 +195,10 @@ class WeightPublisher:
         self._canary = CanarySource(canary, tolerance, self._source, source, adapter is not None)
         self._progress = progress
         self._previous: RunningPublication | None = None
+        self._lead: Lead | None = None
+        """On rank 0, once the ranks have published together: directs the other ranks."""
+        self._follower: Follower | None = None
+        """On another rank, likewise: obeys rank 0."""
         self._plan: SendPlan | None = None
         self.rank = _rank() if rank is None else rank
         if self.rank == 0:
@@ -227,7 +235,7 @@ class WeightPublisher:
 
     @property
     def copy_bytes(self) -> int:
-        """The host memory that the copy for deltas takes, in bytes; 0 if there is no copy."""
+        """The host memory that this rank's copy for deltas takes, in bytes; 0 if there is no copy."""
         return self._copy.nbytes
 
     def make_sender(self, backend: str, context: SenderContext) -> Sender:
@@ -258,7 +266,7 @@ class WeightPublisher:
         publication = RunningPublication(version, self._progress if self.rank == 0 else None)
         publication.policy = self._canary.policy(version, self.rank)
         if self.rank != 0:
-            self._gather(publication)
+            self._follow(publication, wait)
             return publication
         assert self._plan is not None
         blocks = wait or self._source.collective
@@ -286,7 +294,15 @@ class WeightPublisher:
                 joins=joins,
             )
         elif self._options.mode == "full" and unless_digest is None:
-            attempt = Attempt(self._plan, self._source, publication, previous, lends=lends, joins=joins)
+            attempt = Attempt(
+                self._plan,
+                self._source,
+                publication,
+                previous,
+                lends=lends,
+                joins=joins,
+                make_lead=self._make_lead,
+            )
         else:
             attempt = DeltaAttempt(
                 self._plan,
@@ -298,6 +314,7 @@ class WeightPublisher:
                 unless_digest=unless_digest,
                 lends=lends,
                 joins=joins,
+                make_lead=self._make_lead,
             )
         publication.begin()
         try:
@@ -356,8 +373,9 @@ class WeightPublisher:
         if self._previous is not None:
             self._previous.settle(self._options.bound_s())
         self._copy = HostCopy(self._options.digest)  # an attempt that is still under way has its own reference
-        if self._plan is not None:
-            self._plan.close()
+        for one in (self._follower, self._lead, self._plan):
+            if one is not None:
+                one.close()
 
     async def aclose(self) -> None:
         """`close` for asyncio. If the caller is cancelled, closing continues."""
@@ -389,20 +407,47 @@ class WeightPublisher:
     def _waits_for_this_loop(self) -> bool:
         return self._runs_in_fleets_loop() and self._previous is not None and self._previous.under_way
 
-    def _gather(self, publication: RunningPublication) -> None:
-        """The part of a rank other than 0: it gathers, and sends nothing."""
+    def _make_lead(self) -> Lead:
+        if self._lead is None:
+            self._lead = Lead(MeetingPoint(self._options.transport_options), self._options)
+        return self._lead
+
+    def _follow(self, publication: RunningPublication, wait: bool) -> None:
+        """The part of a rank other than 0."""
+        if not self._source.collective:
+            publication.end()
+            return
+        previous, self._previous = self._previous, publication
+        publication.begin()
         try:
-            if self._source.collective:
-                partial_version = self._options.trainable_only and agree(False)
-                taken = taken_of(self._source, partial_version)
+            if previous is not None:
+                publication.wait_for(previous, self._options.bound_s())
+            partial_version = self._options.trainable_only and agree(False)
+            taken = taken_of(self._source, partial_version)
+            # Rank 0 sends all, and this rank only gathers.
+            if taken.owned is None or self._options.mode == "partial":
                 try:
                     drain(taken.tensors)
                 finally:
                     taken.close()
+                publication.end()
+                return
+            if self._follower is None:
+                self._follower = Follower(
+                    MeetingPoint(self._options.transport_options), self._options, self.make_sender, self._copy
+                )
+            following = self._follower.begin(publication, taken)
+            following.read()
+            if wait:
+                following.end()
+                publication.result()
+            else:
+                on_thread(following.end)
         except BaseException as error:
-            publication.end(error=error)
+            if not publication.done:
+                publication.end(error=error)
+            publication.mark_watched()
             raise
-        publication.end()
 
 
 def _begin(attempt: Attempt, work: Callable[[], object]) -> None:

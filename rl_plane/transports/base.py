@@ -240,6 +240,8 @@ class SenderContext:
     """The name of the adapter that is published; None for base weights."""
     trainer_stays: bool = True
     """True if the trainer's process lives on after a commit, so that workers may fetch from it."""
+    rank: int = 0
+    """The rank of this process among those of the trainer that send tensors."""
 
     def workers(self) -> Sequence[Mapping[str, Any]]:
         """The rows of `GET /v1/rl/workers` at this moment, engines only."""
@@ -250,7 +252,8 @@ class SenderContext:
         return all(worker["host"] == platform.node() for worker in workers)
 
     def address(self) -> tuple[str, int]:
-        """(host, port) at which workers reach this machine: the options `host` and `port` (0: any free port)."""
+        """(host, port) at which workers reach this rank: the options `host` and `port` (0: any free port). Each further
+        rank has the next port."""
         host, port = self.options.get("host"), self.options.get("port", 0)
         if host is None and self.colocated(self.workers()):
             host = "127.0.0.1"
@@ -262,7 +265,7 @@ class SenderContext:
             )
         if type(port) is not int or not 0 <= port < 1 << 16:
             raise InvalidRequest(f"port is {port!r}", field="options.port", fix="give a free port, or 0")
-        return host, port
+        return host, port + self.rank if port else 0
 
     def check_options(self, backend: str, *known: str) -> None:
         """Raises InvalidRequest for an option that the backend doesn't know."""
@@ -398,6 +401,48 @@ class LendingSender(Sender):
         Called between `open` and the first `buffer`. Returns the numbers of the buckets that receivers read from
         there; `buffer` is not called for them. The memory must stay allocated until the next version, or `destroy`.
         """
+
+
+class SharingSender(Sender):
+    """A Sender of which each rank of a trainer can have one, to send its own share of a version.
+
+    Rank 0 joins the shares to one update. A rank without tensors takes no part. In order, before any tensor is read:
+
+        plan_shares(manifests)               on rank 0
+        announce(plan)                       on each rank with a share
+        assemble(plan, offers)               on rank 0
+        open_share(rank, manifest, plan)     on each rank with a share, in place of `open`
+        joined(parts)                        on rank 0
+
+    Then each rank packs and sends its own buckets, and calls `finish` with the digests of its own tensors. Last comes
+    `seal` on rank 0. `keep`, `close` and `destroy` are called on each rank.
+    """
+
+    def plan_shares(self, manifests: Mapping[int, Manifest]) -> dict[str, Any]:
+        """Returns what every rank has to know, as plain values. `manifests`: each owner's share, by rank."""
+        return {}
+
+    def announce(self, plan: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what rank 0 has to know before any share is opened, as plain values."""
+        return {}
+
+    def assemble(self, plan: Mapping[str, Any], offers: Mapping[int, dict[str, Any]]) -> None:
+        """Prepares the fleet. `offers`: what each rank has announced."""
+
+    def open_share(self, rank: int, manifest: Manifest, plan: Mapping[str, Any]) -> dict[str, Any]:
+        """Begins to send a share. Returns the `transport` object of a request for this share alone."""
+        return self.open(manifest)
+
+    def joined(self, parts: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+        """The `transport` object of the update. `parts`: what `open_share` has returned on each rank."""
+        shares = [
+            {"rank": rank, **{key: value for key, value in part.items() if key != "backend"}}
+            for rank, part in parts.items()
+        ]
+        return {"backend": self.backend, "shares": shares}
+
+    def seal(self, digests: Mapping[str, str]) -> None:
+        """Ends the version when every rank has finished its share. `digests`: those of all tensors."""
 
 
 class PushingSender(Sender):

@@ -48,6 +48,11 @@ class PackedDelivery(Delivery):
         self._owned = owned
         self._close = close
 
+    @property
+    def manifest(self) -> Manifest:
+        """The tensors of each bucket, with their digests if the publisher has stated them before."""
+        return self._manifest
+
     def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
         self.cancelled = cancelled
         for number, bucket in enumerate(self._manifest.buckets):

@@ -96,6 +96,7 @@ def in_order(specs: Iterable[tuple[str, TensorSpec]], tensors: Named) -> Iterato
         if tensor is None or found != name or spec_of(tensor, name) != spec:
             raise _other(repr(name), found)
         yield name, tensor
+        del tensor  # its memory is free before the next one is gathered
     for more, _ in source:
         raise _other("nothing", more)
 

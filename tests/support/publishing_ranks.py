@@ -33,6 +33,10 @@ class Rank:
     def publisher(self, way: str, url: str, **how: Any) -> WeightPublisher:
         return WeightPublisher(self.model, url, transport=way, **how)
 
+    def step(self, way: str) -> None:
+        """Changes the weights before each version."""
+        add_one(self.model)
+
     def begins(self, number: int) -> None:
         """Called before each version."""
 
@@ -45,7 +49,7 @@ class Rank:
             how: dict[str, Any] = {"namespace": namespace, "component": component, "bucket_bytes": 100}
             with self.publisher(way, url, **how) as publisher:
                 for number in range(1, VERSIONS + 1):
-                    add_one(self.model)
+                    self.step(way)
                     self.begins(number)
                     version, error = f"{way} {number}", ""
                     try:
@@ -60,8 +64,8 @@ def add_one(model: Any) -> None:
     """Adds one to each parameter that is trained."""
     with torch.no_grad():
         for weight in model.parameters():
-            if weight.requires_grad:
-                weight.add_(1)
+            if weight.requires_grad:  # ZeRO-3 keeps the weight in parts
+                (weight.ds_tensor if hasattr(weight, "ds_tensor") else weight).add_(1)
 
 
 def main(make: Callable[[], Rank]) -> None:

@@ -6,23 +6,41 @@
     AdapterSource    a PEFT adapter of a model, sharded as the model is
     DirectorySource  a checkpoint or a PEFT directory; it needs no torch
 
-Gathering is collective: for each version every rank calls `take` and uses up the iterator, in the same order. Only rank
-0 gets tensors that it may keep.
+Gathering is collective: for each version every rank calls `take` and uses up the iterator, in the same order. By
+`tensors` rank 0 alone gets tensors that it may keep. By `owned` each rank gets those that it owns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.transports.packing import Tensor
+
+if TYPE_CHECKING:
+    import torch
 
 Names = Mapping[str, str] | Callable[[str], str | None] | None
 """Maps the trainer's tensor names to the engine's. A mapping leaves other names unchanged; a function leaves out a
 tensor by returning None."""
 NamedTensors = Iterable[tuple[str, Any]]
+
+
+class GatherParts(Protocol):
+    """Gathers the parts of one tensor among the trainer's ranks."""
+
+    rank: int
+    """This rank."""
+
+    def gather(self, part: torch.Tensor, slot_bytes: int, owner: int) -> torch.Tensor | None:
+        """On the owner the parts of all ranks one after another, each `slot_bytes` long; None on other ranks."""
+
+
+OwnedTensors = Callable[[Mapping[str, int], GatherParts], Iterator[tuple[str, Tensor]]]
+"""`(owners, gather)`: takes part in each gathering, and yields the tensors that this rank owns, in the order of the
+specs."""
 
 
 def _nothing() -> None:
@@ -45,6 +63,10 @@ class Taken:
     held: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors that lie contiguous in the trainer's own memory (host or GPU), exactly as they are sent, and stay
     there."""
+    shared: frozenset[str] = frozenset()
+    """Names of tensors that lie in parts on all of the trainer's ranks, so that any rank can own them."""
+    owned: OwnedTensors | None = None
+    """None: the source gathers on rank 0 only."""
 
 
 class WeightSource(Protocol):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.publish.sources import fsdp1
-from rl_plane.publish.sources.base import NamedTensors, Names, Taken
+from rl_plane.publish.sources.base import GatherParts, NamedTensors, Names, Taken
 from rl_plane.publish.sources.fsdp1 import UnitParameter, is_fsdp1
 from rl_plane.publish.sources.names import check_specs, engine_name, without_wrappers
 from rl_plane.transports.packing import check_readable, spec_from
@@ -62,7 +64,11 @@ def take_state(
         seen.add(identity)
         sent.append((new_name, tensor))
         specs.append((new_name, sent_spec(name, tensor, dtype)))
-    return Taken(check_specs(specs), whole_tensors(sent, dtype), adapter_config, device=device_of(sent[0][1]))
+    taken = Taken(check_specs(specs), whole_tensors(sent, dtype), adapter_config, device=device_of(sent[0][1]))
+    shared = frozenset(name for name, tensor in sent if is_on_all_ranks(tensor))
+    if not shared or adapter_config is not None:  # an adapter is small
+        return taken
+    return replace(taken, shared=shared, owned=partial(owned_tensors, sent, dtype))
 
 
 def take_held(state: Mapping[str, Any], dtype: torch.dtype | None, names: Names) -> Taken:
@@ -117,6 +123,87 @@ def _each_whole(tensors: NamedTensors, dtype: torch.dtype | None) -> Iterator[tu
             yield name, _converted(_gathered_shards(tensor), dtype)
         else:
             yield name, _converted(tensor, dtype)
+
+
+def is_on_all_ranks(tensor: Any) -> bool:
+    """True if each rank of the trainer has a part of the tensor: by FSDP2, or by ZeRO-3."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    if _is_zero3(tensor):
+        group = getattr(tensor, "ds_process_group", None)
+        return group is not None and dist.get_world_size(group) == dist.get_world_size()
+    if hasattr(tensor, "full_tensor"):
+        return bool(tensor.device_mesh.size() == dist.get_world_size())
+    return False
+
+
+def owned_tensors(
+    tensors: NamedTensors, dtype: torch.dtype | None, owners: Mapping[str, int], gather: GatherParts
+) -> Iterator[tuple[str, Any]]:
+    """Yields each tensor that this rank owns, whole, and takes part in the gathering of all others."""
+    for name, tensor in tensors:
+        owner, parts = owners[name], _even_parts(tensor)
+        if parts is not None:
+            whole = parts.gathered(dtype, gather, owner)
+            if whole is not None:
+                yield name, whole
+            del whole  # before the next one is gathered
+        else:  # every rank gathers it, and only the owner keeps it
+            for pair in _each_whole([(name, tensor)], dtype):
+                if owner == gather.rank:
+                    yield pair
+
+
+@dataclass(frozen=True, slots=True)
+class _EvenParts:
+    """A tensor of which each rank has the next part along one dimension. The last parts may be shorter, or empty."""
+
+    part: Any
+    """This rank's part, with that dimension first."""
+    shape: tuple[int, ...]
+    """The shape of the whole, with that dimension first."""
+    longest: int
+    """The number of elements of the longest part."""
+    dim: int = 0
+
+    def gathered(self, dtype: torch.dtype | None, gather: GatherParts, owner: int) -> Any:
+        """The whole tensor on its owner; None elsewhere."""
+        import torch
+
+        part = _converted(self.part, dtype)  # convert before gathering: fewer bytes travel
+        data = part.contiguous().reshape(-1).view(torch.uint8)
+        parts = gather.gather(data, self.longest * part.element_size(), owner)
+        if parts is None:
+            return None
+        whole = parts.view(part.dtype)[: math.prod(self.shape)]
+        return whole.reshape(self.shape).movedim(0, self.dim)
+
+
+def _even_parts(tensor: Any) -> _EvenParts | None:
+    """Describes the even parts of a tensor, one for each rank in its order. None: it lies in another way."""
+    import torch.distributed as dist
+
+    if not is_on_all_ranks(tensor):
+        return None
+    ranks = list(range(dist.get_world_size()))
+    if _is_zero3(tensor):
+        part = tensor.ds_tensor
+        # A parameter may be whole already, and a part may be quantised, or on a disk.
+        whole, there = tensor.ds_status.name != "NOT_AVAILABLE", part.status.name == "AVAILABLE"
+        if whole or not there or part.dtype != tensor.dtype:
+            return None
+        if dist.get_process_group_ranks(tensor.ds_process_group) != ranks:
+            return None
+        return _EvenParts(part, tuple(tensor.ds_shape), part.numel())
+    mesh, placement = tensor.device_mesh, tensor.placements[0]
+    if mesh.ndim != 1 or mesh.mesh.tolist() != ranks or type(placement).__name__ != "Shard":
+        return None
+    dim, shape = placement.dim % tensor.dim(), list(tensor.shape)
+    shape.insert(0, shape.pop(dim))
+    rows = -(-shape[0] // len(ranks))
+    return _EvenParts(tensor.to_local().movedim(dim, 0), tuple(shape), rows * math.prod(shape[1:]), dim)
 
 
 def _gathered_shards(tensor: Any) -> Any:

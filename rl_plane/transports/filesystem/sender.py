@@ -1,7 +1,8 @@
 """The sending half of `filesystem`: a directory for each version, beneath a root that trainer and workers share.
 
 The directory holds a checkpoint (`model.safetensors`) or a PEFT adapter (`adapter_model.safetensors`,
-`adapter_config.json`), and a manifest. A rename makes it appear whole. These versions stay: the newest `keep` of this
+`adapter_config.json`), and a manifest. If several ranks of the trainer own tensors, each writes a file of its own, and
+rank 0 the index. A rename makes the directory appear whole. These versions stay: the newest `keep` of this
 publisher, those that the fleet's record names (a worker that joins or heals reads them), and those of other publishers.
 """
 
@@ -21,8 +22,8 @@ from typing import Any
 
 from rl_plane.errors import InvalidRequest, PlaneError, Unavailable
 from rl_plane.protocol.versions import ADAPTER_CONFIG_NAME, DTYPE_BYTES
-from rl_plane.transports.base import Sender, SenderContext
-from rl_plane.weights.checkpoint import ADAPTER_NAME, MANIFEST_NAME, SINGLE_NAME, manifest_of
+from rl_plane.transports.base import SenderContext, SharingSender
+from rl_plane.weights.checkpoint import ADAPTER_NAME, INDEX_NAME, MANIFEST_NAME, SINGLE_NAME, manifest_of
 from rl_plane.weights.manifest import Manifest
 from rl_plane.weights.safetensors_file import encode_header
 
@@ -39,7 +40,7 @@ _NAME = re.compile(rf"{PREFIX}(\d{{8}})-([0-9a-f]{{8}})-[0-9a-f]{{8}}")
 _UNFINISHED = re.compile(rf"\.{PREFIX}\d{{8}}-([0-9a-f]{{8}})-[0-9a-f]{{8}}\.writing")
 
 
-class FilesystemSender(Sender):
+class FilesystemSender(SharingSender):
     """Writes each version to a directory of its own."""
 
     backend = "filesystem"
@@ -67,17 +68,53 @@ class FilesystemSender(Sender):
         self._keep = keep
         self._mark = blake2b(publisher.encode(), digest_size=4).hexdigest()
         self._sources = sources
-        self._writing: _VersionWriter | None = None
+        self._version: _VersionDirectory | None = None
+        """The directory that this process has made."""
+        self._writing: _FileWriter | None = None
+        self._shared = False
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
+        self._shared = False
+        name = SINGLE_NAME if manifest.adapter_config is None else ADAPTER_NAME
+        version = self._begin({name: manifest})
+        self._writing = self._file(version.directory, name, manifest)
+        return {"backend": self.backend, "path": str(version.final)}
+
+    def plan_shares(self, manifests: Mapping[int, Manifest]) -> dict[str, Any]:
+        self._shared = True
+        names = {
+            rank: f"model-{number:05d}-of-{len(manifests):05d}.safetensors"
+            for number, rank in enumerate(manifests, 1)
+        }
+        version = self._begin({names[rank]: manifest for rank, manifest in manifests.items()})
+        return {"directory": str(version.directory), "names": {str(rank): name for rank, name in names.items()}}
+
+    def open_share(self, rank: int, manifest: Manifest, plan: Mapping[str, Any]) -> dict[str, Any]:
+        if self._writing is not None:
+            self._writing.close()
+        self._writing = self._file(Path(plan["directory"]), plan["names"][str(rank)], manifest)
+        return {}
+
+    def joined(self, parts: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+        assert self._version is not None, "plan_shares comes first"
+        return {"backend": self.backend, "path": str(self._version.final)}
+
+    def _begin(self, files: Mapping[str, Manifest]) -> _VersionDirectory:
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             _remove_unfinished(self._root, self._mark)
             self._remove_old()
-            self._writing = _VersionWriter(self._root, self._mark, manifest)
+            self._version = _VersionDirectory(self._root, self._mark, files)
         except OSError as error:
             raise _unwritable(self._root, error) from error
-        return {"backend": self.backend, "path": str(self._writing.final)}
+        return self._version
+
+    @staticmethod
+    def _file(directory: Path, name: str, manifest: Manifest) -> _FileWriter:
+        try:
+            return _FileWriter(directory, name, manifest)
+        except OSError as error:
+            raise _unwritable(directory, error) from error
 
     def buffer(self, number: int) -> memoryview:
         return self._open().buffer(number)
@@ -86,14 +123,24 @@ class FilesystemSender(Sender):
         self._open().send(number)
 
     def finish(self, digests: Mapping[str, str] | None) -> None:
-        self._open().finish(digests)
+        self._open().finish()
+        if not self._shared and self._version is not None:
+            self._version.seal(digests)
+
+    def seal(self, digests: Mapping[str, str]) -> None:
+        if self._version is None:
+            raise Unavailable("the update was given up")
+        self._version.seal(digests)
 
     def close(self) -> None:
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.close()
+        version, self._version = self._version, None
+        if version is not None:
+            version.close()
 
-    def _open(self) -> _VersionWriter:
+    def _open(self) -> _FileWriter:
         if self._writing is None:
             raise Unavailable("the update was given up")
         return self._writing
@@ -114,28 +161,74 @@ class FilesystemSender(Sender):
                 shutil.rmtree(self._root / name)
 
 
-class _VersionWriter:
-    """Writes one version, on a thread of its own."""
+class _VersionDirectory:
+    """The directory of one version: hidden until `seal`."""
 
-    def __init__(self, root: Path, mark: str, manifest: Manifest) -> None:
+    def __init__(self, root: Path, mark: str, files: Mapping[str, Manifest]) -> None:
+        """`files`: the tensors of each file of weights that it will have."""
         numbers = [int(match[1]) for name in os.listdir(root) if (match := _NAME.fullmatch(name))]
         name = f"{PREFIX}{max(numbers, default=0) + 1:08d}-{mark}-{secrets.token_hex(4)}"
         self.final = root / name
-        self._directory = root / f".{name}.writing"
-        self._manifest = manifest
-        self._directory.mkdir()
-        self._lock = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
-        self._file = -1
-        self._threads = ThreadPoolExecutor(1, "rl-plane-write")
+        self.directory = root / f".{name}.writing"
+        self._files = files
+        self.directory.mkdir()
+        self._lock = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # in use while this process lives
-            adapter = manifest.adapter_config is not None
-            self._name = ADAPTER_NAME if adapter else SINGLE_NAME
-            self._file = os.open(self._directory / self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except BaseException:
+            self.close()
+            raise
+
+    def seal(self, digests: Mapping[str, str] | None) -> None:
+        """Writes what describes the files of weights, and makes the version appear."""
+        manifest = Manifest(tuple(bucket for one in self._files.values() for bucket in one.buckets))
+        try:
+            lengths = {name: os.stat(self.directory / name).st_size for name in self._files}
+            for one in self._files.values():
+                if one.adapter_config is not None:
+                    manifest = one
+                    lengths[ADAPTER_CONFIG_NAME] = len(one.adapter_config)
+                    self._write(ADAPTER_CONFIG_NAME, one.adapter_config)
+            if self._files.keys().isdisjoint({SINGLE_NAME, ADAPTER_NAME}):
+                weight_map = {tensor: name for name, one in self._files.items() for tensor in one.specs}
+                index = {"metadata": {"total_size": manifest.nbytes}, "weight_map": weight_map}
+                self._write(INDEX_NAME, json.dumps(index).encode())
+            if digests is not None:
+                digested = manifest.digested(digests)
+                assert digested.digest is not None
+                self._write(
+                    MANIFEST_NAME,
+                    json.dumps(manifest_of(digested.specs, digests, digested.digest, lengths)).encode(),
+                )
+            os.fsync(self._lock)
+            os.rename(self.directory, self.final)
+            _sync_directory(self.final.parent)
+        except OSError as error:
+            raise _unwritable(self.directory, error) from error
+
+    def _write(self, name: str, data: bytes) -> None:
+        with open(self.directory / name, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)  # it is still there only if the update was given up
+        os.close(self._lock)
+
+
+class _FileWriter:
+    """Writes one file of weights, on a thread of its own."""
+
+    def __init__(self, directory: Path, name: str, manifest: Manifest) -> None:
+        self._directory = directory
+        self._manifest = manifest
+        self._threads = ThreadPoolExecutor(1, "rl-plane-write")
+        self._file = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
             # Wide dtypes come first, so that each tensor is aligned for readers that map the file.
             specs = dict(sorted(manifest.specs.items(), key=lambda item: -DTYPE_BYTES[item[1].dtype]))
             header, self._places = encode_header(specs, {"format": "pt"})
-            self._nbytes = len(header) + manifest.nbytes
             _write_at(self._file, memoryview(header), 0)
         except BaseException:
             self.close()
@@ -168,39 +261,19 @@ class _VersionWriter:
         except OSError as error:
             raise _unwritable(self._directory, error) from error
 
-    def finish(self, digests: Mapping[str, str] | None) -> None:
+    def finish(self) -> None:
         for written in self._written:
             self._wait(written)
         try:
             os.fsync(self._file)
-            files = {self._name: self._nbytes}
-            if (config := self._manifest.adapter_config) is not None:
-                files[ADAPTER_CONFIG_NAME] = len(config)
-                self._write_small(ADAPTER_CONFIG_NAME, config)
-            if digests is not None:
-                digested = self._manifest.digested(digests)
-                assert digested.digest is not None
-                manifest = manifest_of(digested.specs, digests, digested.digest, files)
-                self._write_small(MANIFEST_NAME, json.dumps(manifest).encode())
-            os.fsync(self._lock)
-            os.rename(self._directory, self.final)
-            _sync_directory(self.final.parent)
         except OSError as error:
             raise _unwritable(self._directory, error) from error
 
-    def _write_small(self, name: str, data: bytes) -> None:
-        with open(self._directory / name, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
-        shutil.rmtree(self._directory, ignore_errors=True)  # it is still there only if the update was given up
-        for descriptor in (self._file, self._lock):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._file = self._lock = -1
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
 
 
 def _write_at(file: int, data: memoryview, offset: int) -> None:

@@ -5,10 +5,12 @@ plane adds `world_size` and each worker's `rank_offset`. A request for an update
 
     {backend, group?, manifest_key, manifest_digest, num_buckets}   the manifest is in the group's store
     {backend, group?, manifest, num_buckets?}                       the manifest is short
+    {backend, shares: [{rank, group, manifest_key, …}, …]}          each rank of the trainer sends its own share
     {backend, group, in_parts: true}                                the trainer announces it part by part
 
-The last needs a group that the trainer has formed itself, with `init_transport {backend, form: "torch", group,
-master_address, master_port, timeout_s?}`; there may be several (see `streamed_delivery.py`; for the store see
+For shares `init_transport` has `shares: [{group, master_address, …}, …]`: a group for each rank of the trainer that
+owns tensors. Parts need a group that the trainer has formed itself, with `init_transport {backend, form: "torch",
+group, master_address, master_port, timeout_s?}`; there may be several (see `streamed_delivery.py`; for the store see
 `Group.put`). A receive that fails drops the group, since what was posted to it can't be taken back.
 """
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_plane.errors import Conflict, InvalidRequest, InvalidWeights
@@ -37,6 +39,7 @@ from rl_plane.transports.group.torch_group import (
     gpu,
     import_torch,
 )
+from rl_plane.transports.merged_delivery import MAX_SHARES, SHARES, MergedDelivery, open_shares
 from rl_plane.transports.packed_delivery import PackedDelivery
 from rl_plane.weights.checkpoint import Kind
 from rl_plane.weights.manifest import Manifest
@@ -47,30 +50,44 @@ MAX_GROUPS = 64
 
 
 class GroupTransport(GroupedTransport):
-    """The transport in one rank. Holds one group of the form `plane`, and those that the trainer has formed itself."""
+    """The transport in one rank. Holds one trainer's groups of the form `plane`, and those that a trainer has formed
+    itself."""
 
     _device: str | None = None
 
     def __init__(self, context: TransportContext) -> None:
-        self._group: Group | None = None
+        self._groups: dict[str, Group] = {}
+        """The group of the form `plane`, or one for each share, by name."""
         self._own: dict[str, Group] = {}
         """Groups of the form `torch`, by name."""
-        self._receiving: GroupDelivery | GroupPartwiseDelivery | None = None
+        self._receiving: list[GroupDelivery | GroupPartwiseDelivery] = []
         self._forming = threading.Lock()
 
     def init(self, config: Mapping[str, Any]) -> None:
         import_torch()
-        place = Place.of_worker(config, self.backend, self._device)
+        places = [Place.of_worker(one, self.backend, self._device) for one in _each_share(config)]
         with self._forming:
-            if place.form == "torch":
-                self._form_own(place)
+            if places[0].form == "torch":
+                self._form_own(places[0])
                 return
-            group = self._group
-            if group is not None and group.place == place and not group.why_dropped:
+            there = {name: group.place for name, group in self._groups.items() if not group.why_dropped}
+            if there == {place.group: place for place in places}:
                 return
-            formed = Group(place, JOIN_TIMEOUT_S)
-            self._leave(self._group)
-            self._group = formed
+            formed = self._formed_groups(places)
+            self._leave_all()
+            self._groups = formed
+
+    def _formed_groups(self, places: Sequence[Place]) -> dict[str, Group]:
+        """Forms one group after another: every rank of the fleet does so in the same order."""
+        formed: dict[str, Group] = {}
+        try:
+            for place in places:
+                formed[place.group] = Group(place, JOIN_TIMEOUT_S)
+        except BaseException:
+            for group in formed.values():
+                self._leave(group)
+            raise
+        return formed
 
     def _form_own(self, place: Place) -> None:
         self._own = {name: group for name, group in self._own.items() if not group.why_dropped}
@@ -85,9 +102,13 @@ class GroupTransport(GroupedTransport):
         self._own[place.group] = Group(place, min(place.timeout_s, JOIN_TORCH_S))
 
     def destroy(self) -> None:
-        self._leave(self._group)
-        self._group = None
+        self._leave_all()
         self._drop_own("it was destroyed")
+
+    def _leave_all(self) -> None:
+        groups, self._groups = self._groups, {}
+        for group in groups.values():
+            self._leave(group)
 
     def leave(self, name: str) -> None:
         """Leaves one of the groups that the trainer has formed itself."""
@@ -102,9 +123,16 @@ class GroupTransport(GroupedTransport):
         for group in list(self._own.values()):
             group.drop(why)
 
-    def open(self, request: Mapping[str, Any], kind: Kind) -> GroupDelivery | GroupPartwiseDelivery:
+    def open(
+        self, request: Mapping[str, Any], kind: Kind
+    ) -> GroupDelivery | GroupPartwiseDelivery | MergedDelivery:
         if "in_parts" in request:
             return self._open_in_parts(request)
+        if SHARES in request:  # all at once, since each rank of the trainer waits until its buckets are taken
+            return open_shares(self.backend, request, MAX_SHARES, self._open_whole)
+        return self._open_whole(request)
+
+    def _open_whole(self, request: Mapping[str, Any]) -> GroupDelivery:
         check_fields(self.backend, request, *_FIELDS)
         group = self._formed(request.get("group"))
         manifest = _manifest(group, request)
@@ -117,7 +145,7 @@ class GroupTransport(GroupedTransport):
             )
         self._check_free(group)
         delivery = GroupDelivery(manifest, group)
-        self._receiving = delivery
+        self._receiving.append(delivery)
         return delivery
 
     def _open_in_parts(self, request: Mapping[str, Any]) -> GroupPartwiseDelivery:
@@ -139,7 +167,7 @@ class GroupTransport(GroupedTransport):
             )
         self._check_free(group)
         delivery = GroupPartwiseDelivery(group, self._own_group, self._drop_own)
-        self._receiving = delivery
+        self._receiving.append(delivery)
         return delivery
 
     def _own_group(self, name: str) -> Group:
@@ -150,15 +178,32 @@ class GroupTransport(GroupedTransport):
         return group
 
     def _check_free(self, group: Group) -> None:
-        if self._receiving is not None and not self._receiving.ended:
+        self._receiving = [one for one in self._receiving if not one.ended]
+        if any(isinstance(one, GroupPartwiseDelivery) or one.group is group for one in self._receiving):
             raise Conflict(f"the group {group.place.group} receives another update", fix="abort that one first")
 
     def _formed(self, name: Any) -> Group:
-        group = self._group
-        if group is None or name not in (None, group.place.group):
-            raise _not_formed(self.backend, name, "none" if group is None else group.place.group)
+        group = self._groups.get(name) if isinstance(name, str) else None
+        if name is None and len(self._groups) == 1:
+            group = next(iter(self._groups.values()))
+        if group is None:
+            raise _not_formed(self.backend, name, ", ".join(sorted(self._groups)) or "none")
         group.check()
         return group
+
+
+def _each_share(config: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The body of `init_transport` for each group that it describes."""
+    if SHARES not in config:
+        return [config]
+    shares = config[SHARES]
+    fits = isinstance(shares, list) and all(isinstance(one, Mapping) for one in shares)
+    if not fits or not 0 < len(shares) <= MAX_SHARES:
+        raise InvalidRequest(
+            f"{SHARES} must be a list of 1 to {MAX_SHARES} groups", field=SHARES, fix="give each group its fields"
+        )
+    rest = {key: value for key, value in config.items() if key != SHARES}
+    return [{**rest, **one} for one in shares]
 
 
 def _not_formed(backend: str, name: Any, there: str) -> InvalidRequest:
@@ -210,16 +255,16 @@ class GroupDelivery(PackedDelivery):
     def __init__(self, manifest: Manifest, group: Group) -> None:
         super().__init__(manifest, self._received(), refetchable=False, close=self._end)
         self.ended = False
-        self._group = group
+        self.group = group
         self._deadline = time.monotonic() + group.place.timeout_s
 
     def _end(self) -> None:
         if not self.ended:
             self.ended = True
-            self._group.drop(f"rank {self._group.place.rank} did not take the whole update")
+            self.group.drop(f"rank {self.group.place.rank} did not take the whole update")
 
     def _received(self) -> Iterator[memoryview]:
-        group, sizes = self._group, [bucket.nbytes for bucket in self._manifest.buckets]
+        group, sizes = self.group, [bucket.nbytes for bucket in self._manifest.buckets]
 
         def name(number: int) -> str:
             return f"bucket {number + 1} of {len(sizes)}"
@@ -233,7 +278,7 @@ class GroupDelivery(PackedDelivery):
     def _stated(self) -> str | None:
         """The version's digest, which the trainer broadcasts after the last bucket."""
         data = digest_tensor()
-        self._group.broadcast(data).wait("the digest", self._deadline, self.cancelled)
+        self.group.broadcast(data).wait("the digest", self._deadline, self.cancelled)
         text = bytes(data.numpy()).rstrip(b"\0").decode("ascii", "replace")
         if text and not re.fullmatch(DIGEST_PATTERN, text):
             raise InvalidWeights(

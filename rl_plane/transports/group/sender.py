@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rl_plane.errors import DeadlineExceeded, InvalidRequest, PlaneError, Unavailable
 from rl_plane.protocol.hashers import hex_digest
 from rl_plane.protocol.versions import HostTensor
-from rl_plane.transports.base import LendingSender, PushingSender, SenderContext
+from rl_plane.transports.base import LendingSender, PushingSender, SenderContext, SharingSender
 from rl_plane.transports.group.peer_liveness import PeerLiveness
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, RECEIVE_TIMEOUT_S, Place
 from rl_plane.transports.group.store_listener import StoreListener
@@ -48,6 +48,49 @@ if TYPE_CHECKING:
 
 END_S = 5.0
 """Seconds to wait for the end of a group. Operations that a dead peer left posted take longer, and are not awaited."""
+
+
+class Joining:
+    """The trainer's own rank on its way into a group."""
+
+    def __init__(
+        self,
+        body: dict[str, Any],
+        join: Callable[[], Group],
+        withdrawn: threading.Event,
+        join_timeout_s: float,
+    ) -> None:
+        """`body`: that of `init_transport`. `join` runs on a thread, until `withdrawn` is set."""
+        self.body = body
+        self._withdrawn = withdrawn
+        self._bound_s = 2 * join_timeout_s
+        self._joined: list[Group | PlaneError] = []
+
+        def work() -> None:
+            try:
+                self._joined.append(join())
+            except PlaneError as error:
+                self._joined.append(error)
+
+        self._thread = threading.Thread(target=work, name="weight group", daemon=True)
+        self._thread.start()
+
+    def group(self) -> Group:
+        """Waits for the group."""
+        self._thread.join(self._bound_s)
+        if not self._joined:
+            raise DeadlineExceeded("the trainer's own rank has not joined the group", fix=FORM_AGAIN)
+        if isinstance(self._joined[0], PlaneError):
+            raise self._joined[0]
+        return self._joined[0]
+
+    def withdraw(self) -> None:
+        """Gives the group up."""
+        self._withdrawn.set()
+        self._thread.join(self._bound_s)
+        for one in self._joined:
+            if isinstance(one, Group):
+                one.drop("some rank did not join")
 
 
 class GroupSender(PushingSender, LendingSender):
@@ -115,6 +158,17 @@ class GroupSender(PushingSender, LendingSender):
 
     def form(self, init: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
         """Forms a group, and blocks until every rank has joined. `init(body)` runs the op `init_transport`."""
+        joining = self.begin_joining()
+        try:
+            reply = init(joining.body)
+            self._join_with(joining)
+        except BaseException:
+            self._withdraw(joining)
+            raise
+        self.fingerprint = str(reply["fingerprint"])
+
+    def begin_joining(self) -> Joining:
+        """Lets the store listen, and the trainer's own rank join a new group, on a thread."""
         lifelines = PeerLiveness.of_trainer(self._host)
         try:
             body = {**self._announce(), "lifeline_port": lifelines.port, "secret": lifelines.secret}
@@ -123,46 +177,21 @@ class GroupSender(PushingSender, LendingSender):
             raise
         assert self._listener is not None, "it was announced"
         self._listener.open()
-        try:
-            self._form(init, body, lifelines)
-        finally:
+        withdrawn = threading.Event()
+        return Joining(
+            body, lambda: self._join(body["group"], lifelines, withdrawn), withdrawn, self._join_timeout_s
+        )
+
+    def _join_with(self, joining: Joining) -> None:
+        """Waits until the group is formed, and sends by it from now on."""
+        self._group = joining.group()
+        if self._listener is not None:
             self._listener.shut()
 
-    def _form(
-        self,
-        init: Callable[[dict[str, Any]], Mapping[str, Any]],
-        body: dict[str, Any],
-        lifelines: PeerLiveness,
-    ) -> None:
-        withdrawn = threading.Event()
-        joined: list[Group | PlaneError] = []
-
-        def join() -> None:
-            try:
-                joined.append(self._join(body["group"], lifelines, withdrawn))
-            except PlaneError as error:
-                joined.append(error)
-
-        joining = threading.Thread(target=join, name="weight group", daemon=True)
-        joining.start()
-        try:
-            reply = init(body)
-        except BaseException:
-            withdrawn.set()
-            joining.join(2 * self._join_timeout_s)
-            for one in joined:
-                if isinstance(one, Group):
-                    one.drop("some rank did not join")
-            raise
-        joining.join(2 * self._join_timeout_s)
-        group = (
-            joined[0]
-            if joined
-            else DeadlineExceeded("the trainer's own rank has not joined the group", fix=FORM_AGAIN)
-        )
-        if isinstance(group, PlaneError):
-            raise group
-        self._group, self.fingerprint = group, str(reply["fingerprint"])
+    def _withdraw(self, joining: Joining) -> None:
+        joining.withdraw()
+        if self._listener is not None:
+            self._listener.shut()
 
     def _announce(self) -> dict[str, Any]:
         """Lets the store listen, drops the group before, and returns the body of `init_transport`."""
@@ -304,8 +333,9 @@ class GroupSender(PushingSender, LendingSender):
         return self._group
 
 
-class FleetGroupSender(GroupSender):
-    """A GroupSender that forms its group when it must, before each update."""
+class FleetGroupSender(GroupSender, SharingSender):
+    """A GroupSender that forms its group when it must, before each update. For shares there is a group for each rank of
+    the trainer that owns tensors, in which that rank is rank 0."""
 
     def __init__(self, backend: Literal["gloo", "nccl"], context: SenderContext) -> None:
         device = ("device",) if backend == "nccl" else ()
@@ -316,15 +346,60 @@ class FleetGroupSender(GroupSender):
             raise InvalidRequest(
                 f"timeout_s is {timeout_s!r}", field="options.timeout_s", fix="give seconds, above 0"
             )
-        at = context.options.get("device", "cuda:0")
+        at = context.options.get("device", _own_gpu() if context.rank else "cuda:0")
         super().__init__(backend, host=host, port=port, timeout_s=timeout_s, device=at)
         self._run = context.run
+        self._joining: Joining | None = None
+        self._owners: frozenset[int] = frozenset()
+        """The trainer's ranks whose groups were formed together with this one. Known on rank 0."""
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
         now = self._run("workers", {})["fingerprint"]  # ask first: another trainer may form its group meanwhile
         if not self.formed or self.fingerprint != now:
+            self._owners = frozenset()
             self.form(lambda body: self._run("init_transport", body))
         return super().open(manifest)
+
+    def plan_shares(self, manifests: Mapping[int, Manifest]) -> dict[str, Any]:
+        now, owners = self._run("workers", {})["fingerprint"], frozenset(manifests)
+        whole = self.formed and self.fingerprint == now and self._owners == owners
+        self._owners = owners
+        return {"form": not whole}
+
+    def announce(self, plan: Mapping[str, Any]) -> dict[str, Any]:
+        if not plan["form"]:
+            return {}
+        if self._joining is not None:
+            self._withdraw(self._joining)
+        self._joining = self.begin_joining()
+        return self._joining.body
+
+    def assemble(self, plan: Mapping[str, Any], offers: Mapping[int, dict[str, Any]]) -> None:
+        if plan["form"]:
+            common = {"backend": self.backend, "timeout_s": self._timeout_s}
+            shares = [{key: value for key, value in one.items() if key not in common} for one in offers.values()]
+            self.fingerprint = str(self._run("init_transport", {**common, "shares": shares})["fingerprint"])
+
+    def open_share(self, rank: int, manifest: Manifest, plan: Mapping[str, Any]) -> dict[str, Any]:
+        joining = self._joining
+        if joining is not None:
+            self._join_with(joining)
+            self._joining = None
+        if not self.formed:
+            raise InvalidRequest("the group of this share broke", field="transport.group", fix=FORM_AGAIN)
+        return super().open(manifest)
+
+    def close(self) -> None:
+        joining, self._joining = self._joining, None
+        if joining is not None:
+            self._withdraw(joining)
+        super().close()
+
+
+def _own_gpu() -> str:
+    """The current GPU of this rank, by torch's notation."""
+    torch = import_torch()
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cuda:0"
 
 
 def _here(device: object) -> str | None:

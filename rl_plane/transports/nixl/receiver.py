@@ -1,6 +1,7 @@
 """The receiving half of `nixl`: weights that are pulled, one-sided, out of the trainer's memory.
 
-A request is `{backend: nixl, host: H, port: P, secret: K}`, as the sender's `open` returns it. The buckets go into two
+A request is `{backend: nixl, host: H, port: P, secret: K}`, as the sender's `open` returns it, or has one such object
+for each share of a version (see `merged_delivery`). The buckets go into two
 registered buffers: one is filled while the other is used. UCX or the connection to the source reports its death; a time
 bound finds a source that hangs.
 """
@@ -21,6 +22,7 @@ from rl_plane._util.framing import read_frame, send_frame
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unavailable
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.transports.base import OfferingTransport, TransportContext, check_fields
+from rl_plane.transports.merged_delivery import SHARES, MergedDelivery, open_shares
 from rl_plane.transports.nixl.peer_source import PeerSource, address_towards
 from rl_plane.transports.nixl.wire import BACKEND, PROTOCOL, RegisteredMemory, have_nixl, make_agent
 from rl_plane.transports.packed_delivery import PackedDelivery, check_kind
@@ -57,6 +59,9 @@ POLL_S = 0.0005
 BUFFERS = 2
 """One buffer is filled while the other is used."""
 
+LANES = 4
+"""The number of shares that are pulled at once. Each has its own buffers, and four fill most networks."""
+
 MAX_PORT = 65535
 MAX_TEXT_CHARS = 255
 
@@ -91,7 +96,12 @@ class NixlTransport(OfferingTransport):
         if source is not None:
             source.close()
 
-    def open(self, request: Mapping[str, Any], kind: Kind) -> PackedDelivery:
+    def open(self, request: Mapping[str, Any], kind: Kind) -> PackedDelivery | MergedDelivery:
+        if SHARES in request:
+            return open_shares(BACKEND, request, LANES, lambda share: self._pull(share, kind))
+        return self._pull(request, kind)
+
+    def _pull(self, request: Mapping[str, Any], kind: Kind) -> Pull:
         check_fields(BACKEND, request, *_FIELDS)
         connection = _connected(request)
         try:
@@ -116,7 +126,7 @@ class NixlTransport(OfferingTransport):
 
     def give_back(self, puller: Puller) -> None:
         """Returns a Puller after an update without an error."""
-        self._idle = [puller]
+        self._idle = [*self._idle[-LANES + 1 :], puller]
 
 
 class Puller:

@@ -511,9 +511,9 @@ def test_a_stranger_finds_neither_the_store_nor_the_lifelines_of_a_formed_group(
         socket.create_connection((host, announced["master_port"]), 0.3)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, announced["lifeline_port"]), BOUND_S)
-    assert transport._group is not None
-    transport._group.put("a", b"still")
-    assert transport._group.take("a") == b"still"
+    (group,) = transport._groups.values()
+    group.put("a", b"still")
+    assert group.take("a") == b"still"
     before = dict(announced)
     sender.leave()
     sender.form(lambda body: announced.update(body) or joined(transport, body))

@@ -1,0 +1,246 @@
+"""Rank 0's part of a publication in which each rank of the trainer owns some of the tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rl_plane.errors import InvalidRequest, PlaneError
+from rl_plane.protocol.versions import TensorSpec, tensors_digest
+from rl_plane.publish.host_copy import Change, HostCopy, as_tensors
+from rl_plane.publish.publish_options import PublishOptions
+from rl_plane.publish.ranks.gather_group import GatherGroup
+from rl_plane.publish.ranks.link import BEGIN, LeadLink, wire_of
+from rl_plane.publish.ranks.meeting import MeetingPoint, agreed_specs
+from rl_plane.publish.ranks.ownership import own_specs, owners_of
+from rl_plane.publish.ranks.shared_sender import PushingSharedSender, SharedSender
+from rl_plane.publish.sources.base import Taken
+from rl_plane.transports.base import PushingSender, Sender, SharingSender
+from rl_plane.transports.packing import Tensor
+
+
+class Lead:
+    """Directs the other ranks: one version at a time, from `begin` to `end`."""
+
+    def __init__(self, meeting: MeetingPoint, options: PublishOptions) -> None:
+        self.owners: Mapping[str, int] | None = None
+        """The owner of each tensor, while a version is open on all ranks. None: rank 0 gets all tensors."""
+        self.reading = False
+        """The ranks gather the tensors of the version."""
+        self._meeting = meeting
+        self._limits = options.limits
+        self._algorithm = options.digest
+        self._link: LeadLink | None = None
+        self._version = 0
+        self._taken: Taken | None = None
+        self._group: GatherGroup | None = None
+        self._groups = itertools.count()
+        self._numbers = itertools.count(BEGIN + 1)
+        self._calls: dict[str, int] = {}
+        """The number of the last command of each kind."""
+        self._senders: dict[int, Sender] = {}
+        """Rank 0's own senders, by the number under which the other ranks know theirs."""
+        self.filled_by = "read"
+        """The command by which the ranks pack their shares."""
+        self._into: Mapping[str, Any] = {}
+        """Fields of `read`, by which the ranks do something else with the tensors than to pack them."""
+        self._used: int | None = None
+        """The number of the sender that sends this version on all ranks."""
+
+    @property
+    def link(self) -> LeadLink:
+        if self._link is None:
+            self._link = LeadLink(self._meeting.host(), self._meeting.ranks, self._limits)
+            self._meeting.announce(self._link.address, self._link.secret)
+        return self._link
+
+    def begin(self, taken: Taken) -> Taken:
+        """Waits until each rank has begun this version, and checks that all have the same tensors.
+
+        Returns the version with tensors that are gathered at their owners: at rank 0, unless a sender of `shared` is
+        open by then.
+        """
+        self._version += 1
+        self.owners, self.reading, self._taken, self._used = None, False, taken, None
+        self.filled_by, self._into = "read", {}
+        begun = self.link.replies(self._version, BEGIN)
+        self._check_agreed(taken, begun)
+        if self._group is None or self._group.broken or any(one["broken"] for one in begun.values()):
+            self._drop_group()
+            name = f"{self._meeting.name}/gather{next(self._groups)}"
+            self._group = GatherGroup(
+                0,
+                self.link.ranks,
+                name,
+                self.link.address,
+                bound_s=self._limits.ranks_s,
+                check=self._check_gather,
+                step=self.step,
+            )
+        return replace(taken, tensors=self._tensors(taken), held={})
+
+    def _check_agreed(self, taken: Taken, begun: Mapping[int, Any]) -> None:
+        own = agreed_specs(taken, self._algorithm)
+        other = next((rank for rank, one in begun.items() if one["specs"] != own), None)
+        if other is None:
+            return
+        self.tell_all("describe")
+        theirs = [(name, dtype, tuple(shape)) for name, dtype, shape in self.replies("describe")[other]]
+        ours = [(name, spec.dtype, spec.shape) for name, spec in taken.specs]
+        pairs = itertools.zip_longest(ours, theirs)
+        what = next(
+            (f"{here} on rank 0, {there} there" for here, there in pairs if here != there),
+            "how they lie, or `digest`",
+        )
+        raise InvalidRequest(
+            f"rank {other} of the trainer has other tensors than rank 0: {what}",
+            field="source",
+            fix="give every rank the same model, names and dtype",
+        )
+
+    def _tensors(self, taken: Taken) -> Iterator[tuple[str, Tensor]]:
+        group, owners = self._group, self.owners
+        assert group is not None
+        assert taken.owned is not None
+        self.reading = True
+        self.tell_all("read", {"group": group.name, "shared": owners is not None, **self._into})
+        try:
+            yield from taken.owned(owners or dict.fromkeys((name for name, _ in taken.specs), 0), group)
+        except BaseException as error:
+            if group.broken:
+                self.tell_all("abort", {"error": wire_of(error, "rank 0: ")})
+            raise
+
+    def _check_gather(self, since: float, what: str) -> None:
+        self.link.check_step(since, what, self._version)
+
+    def shared(self, sender: Sender, workers: Callable[[], Sequence[Mapping[str, Any]]]) -> Sender:
+        """A sender that sends each tensor from its owner; `sender` itself if its transport can't. `workers`: asks for
+        the rows of the fleet's engines."""
+        taken = self._taken
+        assert taken is not None
+        if not isinstance(sender, SharingSender):
+            return sender
+        number = next((number for number, one in self._senders.items() if one is sender), None)
+        if number is None:
+            number = max(self._senders, default=0) + 1
+            self._senders[number] = sender
+        rows = [{key: row.get(key) for key in ("instance_id", "host", "transports")} for row in workers()]
+        self._used = number
+        self.tell_all("sender", {"backend": sender.backend, "number": number, "workers": rows})
+        self.replies("sender")
+        kind = PushingSharedSender if isinstance(sender, PushingSender) else SharedSender
+        return kind(sender, self, self._owners_of(taken))
+
+    def _owners_of(self, taken: Taken) -> Mapping[str, int]:
+        return owners_of(taken.specs, taken.shared, self.link.ranks)
+
+    # ---- copies, for deltas ----
+
+    def has_room(self, copy: HostCopy, taken: Taken) -> bool:
+        """True if each rank has made room for a copy of the tensors that it owns. `copy`: rank 0's."""
+        copy.make_room(replace(taken, specs=own_specs(taken.specs, self._owners_of(taken), 0)))
+        self.tell_all("room")
+        return all(self.replies("room").values())
+
+    def read_copies(self, copy: HostCopy, taken: Taken) -> Change:
+        """Reads the tensors into the copies of their owners. Returns how the version differs from the one before.
+
+        The `deltas` are those of rank 0, and the `sizes` those of all ranks.
+
+        Args:
+            copy: rank 0's copy. Its digest is that of the whole version.
+            taken: the version, as `begin` has returned it.
+        """
+        self.owners = owners = self._owners_of(taken)
+        self._into = {"into": "copy", "compare": copy.digest is not None}
+        change = copy.read(replace(taken, specs=own_specs(taken.specs, owners, 0)))
+        digests, sizes = dict(copy.tensor_digests), change.sizes
+        for reply in self.replies("read").values():
+            digests.update(reply["digests"])
+            sizes = None if sizes is None or reply["sizes"] is None else {**sizes, **reply["sizes"]}
+        copy.digest = tensors_digest([(name, spec, digests[name]) for name, spec in taken.specs])
+        return replace(change, digest=copy.digest, sizes=sizes)
+
+    def from_copies(self, copy: HostCopy, change: Change, deltas: bool) -> Taken:
+        """The version in full, or its deltas, to be sent by each owner from its copy."""
+        assert self._taken is not None, "begin comes first"
+        sizes, taken = change.sizes, self._taken
+        if not deltas:
+            specs, own = list(taken.specs), copy.whole()
+        else:
+            assert sizes is not None
+            assert change.deltas is not None
+            own = as_tensors(change.deltas)
+            specs = [(name, TensorSpec("U8", (sizes[name],))) for name, _ in taken.specs if name in sizes]
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            self.tell_all("send", {"deltas": deltas})
+            self.filled_by = "send"
+            yield from own.tensors
+
+        return Taken(specs, tensors())
+
+    def tell(self, op: str, bodies: Mapping[int, Any]) -> None:
+        """Sends a command of this version to some ranks, to each its own body."""
+        call = self._calls[op] = next(self._numbers)
+        for rank, body in bodies.items():
+            self.link.tell(rank, {"version": self._version, "call": call, "op": op, "body": body})
+
+    def tell_all(self, op: str, body: Mapping[str, Any] | None = None) -> None:
+        """Sends a command of this version to all ranks."""
+        self.tell(op, dict.fromkeys(range(1, self.link.ranks), body or {}))
+
+    def replies(self, op: str, ranks: Collection[int] | None = None) -> dict[int, Any]:
+        """Waits for the replies of these ranks (None: all) to the last command of this kind. Raises the first error."""
+        return self.link.replies(self._version, self._calls[op], ranks)
+
+    def step(self) -> None:
+        """Counts a tensor that was gathered."""
+        self.link.step += 1
+
+    def failure(self) -> PlaneError | None:
+        """The error of another rank that explains why this version has failed here. A broken group explains nothing:
+        it breaks on all ranks."""
+        try:
+            self.link.check()
+        except PlaneError as error:
+            return error
+        reported = self.link.reported(self._version)
+        return None if reported is None or reported.facts.get("field") == "transport.group" else reported
+
+    def end(self, error: BaseException | None, committed: bool, keeps_copy: bool) -> None:
+        """Tells each rank the outcome of the version.
+
+        Args:
+            error: what `publish` raises on all ranks.
+            committed: the version was committed, perhaps in spite of the error.
+            keeps_copy: rank 0 has a copy for the next delta, so the other ranks keep theirs.
+        """
+        if self._taken is None:
+            return
+        self._taken = None
+        sender = self._used if error is None else None
+        if error is None:  # workers heal from the last sender alone
+            self._senders = {number: one for number, one in self._senders.items() if number == sender}
+        self.tell_all(
+            "end",
+            {
+                "error": None if error is None else wire_of(error, "rank 0: "),
+                "sender": sender,
+                "committed": committed,
+                "keeps_copy": keeps_copy,
+            },
+        )
+
+    def _drop_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.drop()
+
+    def close(self) -> None:
+        self._drop_group()
+        if self._link is not None:
+            self._link.close()
