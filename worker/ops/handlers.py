@@ -105,7 +105,8 @@ class OpHandlers:
             async with asyncio.timeout(self._liveness_timeout_s):
                 await self._engine.run(self._adapter.liveness())
         except TimeoutError as error:
-            raise EngineHung(f"no round trip through the engine within {self._liveness_timeout_s:g} s") from error
+            why = str(error) or f"no round trip through the engine within {self._liveness_timeout_s:g} s"
+            raise EngineHung(why) from error
         return time.monotonic() - start
 
     # ---- reading ----
