@@ -38,7 +38,8 @@ class RankHolder(ABC):
         self._model_directory = model
         self._dtype = NAME_OF_DTYPE[dtype]
         types = {name: NAME_OF_DTYPE[one] for name, one in dtypes.items() if one in NAME_OF_DTYPE}
-        self._spec = checkpoint_spec(model, self._dtype, types)
+        self.spec = checkpoint_spec(model, self._dtype, types)
+        """The tensors that a checkpoint must have and may have."""
         self._linear: LinearModules | None = None
         self._lock = threading.Lock()
         """Held while weights are written."""
@@ -66,11 +67,11 @@ class RankHolder(ABC):
         """The methods of this rank's agent. `directory`: where the host agent listens."""
 
         def describe(_: Mapping[str, Any], __: Cancelled) -> dict[str, Any]:
-            tensors = specs_to_wire(self._spec.tensors)
-            return {"tensors": tensors, "tied": dict(self._spec.tied), "device": str(self._device)}
+            tensors = specs_to_wire(self.spec.tensors)
+            return {"tensors": tensors, "tied": dict(self.spec.tied), "device": str(self._device)}
 
         def take(body: Mapping[str, Any], _: Cancelled) -> None:
-            self._taken = staged_weights(directory, body["staging"])
+            self.take(staged_weights(directory, body["staging"]))
 
         def stage_adapter(body: Mapping[str, Any], cancelled: Cancelled) -> None:
             weights = staged_weights(directory, body["staging"])
@@ -107,6 +108,10 @@ class RankHolder(ABC):
         paused."""
         self._write(self._torch_tensors(tensors, cast, cancelled))
 
+    def take(self, weights: MappedWeights) -> None:
+        """Takes the weights that the next `swap` loads."""
+        self._taken = weights
+
     def swap(self) -> None:
         """Loads the weights that were taken."""
         taken, self._taken = self._taken, None
@@ -139,7 +144,7 @@ class RankHolder(ABC):
         self, tensors: TensorStream, cast: bool, cancelled: Cancelled
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors without those of tied names, in the model's dtypes: cast, or in the mapped memory."""
-        return host_copies(tensors, self._spec.tensors, self._spec.tied, cast, cancelled, self._spec.own)
+        return host_copies(tensors, self.spec.tensors, self.spec.tied, cast, cancelled, self.spec.own)
 
     def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
         return self._adapter(config)[2]

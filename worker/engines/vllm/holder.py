@@ -59,7 +59,7 @@ class VllmHolder(RankHolder):
         self._write(self._noise())
 
     def _noise(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, spec in self._spec.tensors.items():
+        for name, spec in self.spec.tensors.items():
             yield name, noise(name, spec.shape).to(DTYPE_OF_NAME[spec.dtype])
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
