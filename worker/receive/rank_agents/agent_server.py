@@ -110,9 +110,7 @@ class AgentServer:
 
     def _outcome(self, request: Mapping[str, Any], connection: socket.socket) -> dict[str, Any]:
         def cancelled() -> bool:
-            # Not `select`, which fails in a process that has more than 1024 descriptors. One object for each call,
-            # since several threads of a transport may call at the same time.
-            poll = select.poll()
+            poll = select.poll()  # of its own: several threads may ask. select would fail beyond 1024 descriptors
             poll.register(connection, select.POLLIN)
             return bool(poll.poll(0))  # the frame was read, so more input is the end
 
