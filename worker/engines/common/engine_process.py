@@ -12,8 +12,8 @@ from typing import Any, ClassVar, NoReturn
 from rl_plane.errors import EngineDied, EngineFailed
 from worker.engines.base import EngineOptions
 from worker.engines.common.process_watch import ProcessWatch, StartWatch, descendants, engine_processes, or_death
-from worker.receive.host_agent.client import HostAgentClient
-from worker.receive.host_agent.process import HostAgentProcess
+from worker.receive.host_agent.host_agent_client import HostAgentClient
+from worker.receive.host_agent.host_agent_process import HostAgentProcess
 from worker.receive.rank_agents.agent_client import AgentClient
 from worker.receive.rank_agents.agent_messages import socket_directory
 from worker.receive.rank_agents.model_description import ModelDescription
