@@ -73,12 +73,13 @@ def test_all_ranks_load_what_was_staged_once(one_host: OneHost, new: Path) -> No
         "bytes": TENSORS * 4096,
         "refetchable": True,
     }
+    one_host.ranks.stage("s", never)
     one_host.ranks.take("s")
     host.take("s")
     assert [rank.loaded for rank in one_host.all] == [bytes_of(new)] * 2
     assert host.cached_digest() is None
     with pytest.raises(EngineFailed, match="nothing is staged"):
-        one_host.ranks.take("s")
+        one_host.ranks.stage("s", never)
 
 
 def test_the_area_becomes_the_copy(one_host: OneHost, new: Path) -> None:
@@ -87,7 +88,7 @@ def test_the_area_becomes_the_copy(one_host: OneHost, new: Path) -> None:
     host.receive("s", never)
     _, area = receiver.staged_area("s")
     assert host.cached_digest() is None, "it may still be discarded"
-    one_host.ranks.take("s")
+    one_host.ranks.stage("s", never)
     host.take("s")
     assert host.cached_digest() == model_digest(new)
     assert receiver.kept is not None
@@ -97,7 +98,15 @@ def test_the_area_becomes_the_copy(one_host: OneHost, new: Path) -> None:
     assert receiver.kept is None, "memory has room for one copy beside the staged weights"
     host.discard("t")
     with pytest.raises(EngineFailed, match="nothing is staged"):
-        one_host.ranks.take("t")
+        one_host.ranks.stage("t", never)
+
+
+def test_weights_are_staged_only_where_every_rank_is_there(one_host: OneHost, new: Path) -> None:
+    one_host.host.open(*files_request("s", new))
+    one_host.host.receive("s", never)
+    one_host.all[1].server.close()
+    with pytest.raises(EngineFailed, match="rank 1"):
+        one_host.ranks.stage("s", never)
 
 
 @pytest.mark.engines("nixl")

@@ -69,13 +69,16 @@ class WeightsInRanks(EngineAdapter):
             self._in_place.discard(staging)
             return self._overwrite(staging, cancelled)
         reply = host.receive(staging, cancelled)
-        if staging in self._of_adapters:
-            self._of_adapters.discard(staging)
-            try:
+        of_adapter = staging in self._of_adapters
+        self._of_adapters.discard(staging)
+        try:
+            if of_adapter:
                 self.ranks.stage_adapter(staging, cancelled)
-            except BaseException:
-                self._forget(staging)
-                raise
+            else:
+                self.ranks.stage(staging, cancelled)
+        except BaseException:
+            self._forget(staging)
+            raise
         return reply
 
     def _overwrite(self, staging: str, cancelled: Cancelled) -> PreparedReply:
