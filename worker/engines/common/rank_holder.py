@@ -122,12 +122,14 @@ class RankHolder(ABC):
         """Takes the weights that the next `swap` loads."""
         self._taken = weights
 
-    def swap(self) -> None:
-        """Loads the weights that were taken."""
+    def swap(self) -> bool:
+        """Loads the weights that were taken. Returns whether the engine has copied all of them: then the host agent may
+        use their memory again."""
         taken, self._taken = self._taken, None
         if taken is None:
             raise EngineFailed("no weights were taken for this swap")
         self._write(self._torch_tensors(taken.tensors.items(), taken.cast, never))
+        return taken.area.released()
 
     def _write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         with self._writing():

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_plane._util.tasks import Cancelled
@@ -110,6 +110,11 @@ class WeightsInRanks(EngineAdapter):
     def _forget(self, staging: str) -> None:
         self.ranks.forget(staging)
         self.host.forget(staging)
+
+    async def _loaded(self, staging: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Gives the memory of swapped weights back, if every rank has copied them. `rows`: the answers to the swap."""
+        if all(row.get("copied") for row in rows):
+            await asyncio.to_thread(self.host.loaded, staging)
 
     def offer(self) -> dict[str, Any] | None:
         return self.host.offer()
