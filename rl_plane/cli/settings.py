@@ -24,6 +24,7 @@ from rl_plane.protocol.dialects import DIALECTS
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
 from rl_plane.protocol.validation import MAX_LEASE_S, PAUSE_WORDS
+from rl_plane.protocol.versions import DEFAULT_ALGORITHM, DIGEST_PATTERN, HEX_DIGITS
 from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
 
 ENV_PREFIX = "RL_PLANE_"
@@ -294,7 +295,15 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             "digest",
             "The digest that the trainer has published.",
-            types.matching("DIGEST", r"blake3:[0-9a-f]{64}", "give blake3: and 64 hex digits"),
+            types.matching("DIGEST", DIGEST_PATTERN, "give xxh3: and 32 hex digits, or blake3: and 64"),
+        ),
+        Setting(
+            "digest_algorithm",
+            "The hash of the version's digest: xxh3 finds corruption, blake3 also forged bytes, and is slower.",
+            Choice(list(HEX_DIGITS)),
+            DEFAULT_ALGORITHM,
+            flag="--digest",
+            env="PUBLISH_DIGEST",
         ),
         Setting(
             "transport",

@@ -23,19 +23,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from blake3 import blake3
-
 from rl_plane.errors import InvalidRequest, InvalidWeights
 from rl_plane.protocol.canary import CANARY_NAME, MAX_CANARY_BYTES, Canary, parse_canary
+from rl_plane.protocol.hashers import new_hasher
 from rl_plane.protocol.versions import (
     ADAPTER_CONFIG_NAME,
-    DIGEST_PREFIX,
+    DEFAULT_ALGORITHM,
+    DIGEST_PATTERN,
+    DigestAlgorithm,
     HostTensor,
     TensorSpec,
-    config_line,
     tensors_digest,
 )
-from rl_plane.weights.manifest import MAX_CONFIG_BYTES
+from rl_plane.weights.manifest import MAX_CONFIG_BYTES, are_digests
 from rl_plane.weights.read_ahead import END_S, ReadAhead, host_memory
 from rl_plane.weights.rooted_files import Directory, check_beneath, kind_of, listed, unopened
 from rl_plane.weights.safetensors_file import READ_BYTES, DiskFile, SafetensorsFile, StoredTensor, write_atomically
@@ -60,7 +60,6 @@ PIECE_BYTES = 1 << 20
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
-_HEX = re.compile(r"[0-9a-f]{64}")
 _MANIFEST_KEYS = frozenset({"v", "digest", "tensors", "files"})
 _NO_PICKLES = (
     "pickled checkpoints are never loaded, because loading one runs code from it: "
@@ -113,15 +112,15 @@ class Checkpoint:
         self.readers = READERS
         self._lanes: list[ReadAhead[list[tuple[str, HostTensor]]]] = []
 
-    def tensors(self, hashed: bool = False) -> Iterator[tuple[str, HostTensor]]:
-        """Yields each tensor, which is `owned`, and has its digest if `hashed`. Threads read the next tensors
-        meanwhile."""
+    def tensors(self, algorithm: DigestAlgorithm | None = None) -> Iterator[tuple[str, HostTensor]]:
+        """Yields each tensor, which is `owned`. Threads read the next tensors meanwhile. `algorithm`: that of the
+        tensors' digests; None makes none."""
         runs = list(self._runs())
         if len(runs) == 1:
-            yield from self._read(*runs[0], hashed)
+            yield from self._read(*runs[0], algorithm)
         else:
             for lane in range(min(self.readers, len(runs))):
-                self._lanes.append(ReadAhead(self._read(*run, hashed) for run in runs[lane :: self.readers]))
+                self._lanes.append(ReadAhead(self._read(*run, algorithm) for run in runs[lane :: self.readers]))
             turns = itertools.cycle([iter(lane) for lane in self._lanes])
             for lane_in_turn in itertools.islice(turns, len(runs)):
                 yield from next(lane_in_turn)
@@ -141,42 +140,44 @@ class Checkpoint:
             if names:
                 yield file, names
 
-    def _read(self, file: SafetensorsFile, names: list[str], hashed: bool) -> list[tuple[str, HostTensor]]:
+    def _read(
+        self, file: SafetensorsFile, names: list[str], algorithm: DigestAlgorithm | None
+    ) -> list[tuple[str, HostTensor]]:
         places = [file.tensors[name] for name in names]
         start = places[0].offset
         file.will_read(start, places[-1].offset + places[-1].spec.nbytes - start)
         # The file is not mapped: if a mapped file is truncated, SIGBUS kills the process.
         data = host_memory(places[-1].offset + places[-1].spec.nbytes - start)
-        if not hashed:
+        if algorithm is None:
             file.read_into(start, data)
         made = []
         for name, one in zip(names, places, strict=True):
             part = data[one.offset - start :][: one.spec.nbytes]
             pieces = (part[at : at + PIECE_BYTES] for at in range(0, len(part), PIECE_BYTES))
-            digest = _read_hashed(file, one.offset, pieces) if hashed else None
+            digest = None if algorithm is None else _read_hashed(file, one.offset, pieces, algorithm)
             made.append((name, HostTensor(one.spec, part, owned=True, digest=digest)))
         file.check_unchanged()
         return made
 
-    def tensor_digests(self) -> dict[str, str]:
-        """The blake3 hex digest of each tensor. The memory that this takes is bounded."""
+    def tensor_digests(self, algorithm: DigestAlgorithm = DEFAULT_ALGORITHM) -> dict[str, str]:
+        """The hex digest of each tensor. The memory that this takes is bounded."""
         buffer = memoryview(bytearray(READ_BYTES))
         digests = {}
         for name, (file, stored) in self.places.items():
             nbytes = stored.spec.nbytes
             pieces = (buffer[: nbytes - at] for at in range(0, nbytes, len(buffer)))
-            digests[name] = _read_hashed(file, stored.offset, pieces)
+            digests[name] = _read_hashed(file, stored.offset, pieces, algorithm)
         self.check_unchanged()
         return digests
 
-    def digest(self) -> str:
+    def digest(self, algorithm: DigestAlgorithm = DEFAULT_ALGORITHM) -> str:
         """The version's digest, computed from the files' bytes."""
-        return self.digest_of(self.tensor_digests())
+        return self.digest_of(self.tensor_digests(algorithm))
 
     def digest_of(self, tensor_digests: Mapping[str, str]) -> str:
         """The version's digest, from the digests of its tensors."""
         lines = [(name, self.specs[name], value) for name, value in tensor_digests.items()]
-        return tensors_digest(lines if self.config is None else [*lines, config_line(self.config.raw)])
+        return tensors_digest(lines, None if self.config is None else self.config.raw)
 
     def check_unchanged(self) -> None:
         """Raises InvalidWeights if a file was written to since it was opened."""
@@ -191,14 +192,16 @@ class Checkpoint:
             lane.close(max(0.0, give_up - time.monotonic()))
 
 
-def _read_hashed(file: SafetensorsFile, offset: int, pieces: Iterable[memoryview]) -> str:
-    """Fills the pieces, one after another, from `offset` on. Returns the blake3 hex digest of what was read."""
-    hasher = blake3()
+def _read_hashed(
+    file: SafetensorsFile, offset: int, pieces: Iterable[memoryview], algorithm: DigestAlgorithm
+) -> str:
+    """Fills the pieces, one after another, from `offset` on. Returns the hex digest of what was read."""
+    hasher = new_hasher(algorithm)
     for piece in pieces:
         file.read_into(offset, piece)
         hasher.update(piece)
         offset += len(piece)
-    return str(hasher.hexdigest())
+    return hasher.hexdigest()
 
 
 def open_checkpoint(
@@ -233,7 +236,7 @@ def _with_digests(
         raise
 
 
-def write_manifest(directory: Path) -> dict[str, Any]:
+def write_manifest(directory: Path, algorithm: DigestAlgorithm = DEFAULT_ALGORITHM) -> dict[str, Any]:
     """Computes the digests of a complete checkpoint or adapter directory, and writes its manifest.
 
     Returns the manifest, whose `digest` is the version's.
@@ -245,7 +248,7 @@ def write_manifest(directory: Path) -> dict[str, Any]:
     kind: Kind = "lora" if is_adapter(directory) else "base"
     checkpoint = open_checkpoint(directory, field="directory", kind=kind)
     try:
-        digests = checkpoint.tensor_digests()
+        digests = checkpoint.tensor_digests(algorithm)
         manifest = manifest_of(checkpoint.specs, digests, checkpoint.digest_of(digests), _sizes(checkpoint))
     finally:
         checkpoint.close()
@@ -490,8 +493,8 @@ def _checked_manifest(manifest: dict[str, Any], checkpoint: Checkpoint, field: s
     tensors, files, digest = manifest["tensors"], manifest["files"], manifest["digest"]
     if not isinstance(tensors, dict) or not isinstance(files, dict):
         raise refuse("must have objects as tensors and files")
-    if not isinstance(digest, str) or not digest.startswith(DIGEST_PREFIX):
-        raise refuse(f"must have a digest '{DIGEST_PREFIX}<hex>'")
+    if not isinstance(digest, str) or not re.fullmatch(DIGEST_PATTERN, digest):
+        raise refuse("must have a digest 'xxh3:<32 hex digits>' or 'blake3:<64 hex digits>'")
 
     if files != _sizes(checkpoint):
         raise refuse("names other files, or other lengths, than there are")
@@ -505,8 +508,8 @@ def _checked_manifest(manifest: dict[str, Any], checkpoint: Checkpoint, field: s
             raise refuse(f"must have exactly dtype, shape and digest for {name!r}")
         if entry["dtype"] != spec.dtype or entry["shape"] != list(spec.shape):
             raise refuse(f"and the files differ in the dtype or shape of {name!r}")
-        if not isinstance(entry["digest"], str) or not _HEX.fullmatch(entry["digest"]):
-            raise refuse(f"must have 64 hex digits as the digest of {name!r}")
+        if not are_digests([entry["digest"], digest.rpartition(":")[2]]):
+            raise refuse(f"must have {len(digest.rpartition(':')[2])} hex digits as the digest of {name!r}")
         tensor_digests[name] = entry["digest"]
     computed = checkpoint.digest_of(tensor_digests)
     if computed != digest:
