@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.large import BUCKET_BYTES, EXAMPLES, GB, Deployment, Speeds, cost, table
+from bench.large_plan import BUCKET_BYTES, EXAMPLES, GB, Deployment, Speeds, cost, table
 from tests.support.paths import ROOT
 
 SPEEDS = Speeds()

@@ -1,4 +1,4 @@
-"""Computes what one update of a large model costs in memory, network and time. `python -m bench.large` prints the table
+"""Computes what one update of a large model costs in memory, network and time. `python -m bench.large_plan` prints the table
 of docs/large-models.md.
 
 Nothing here is measured. The speeds are arguments, and each formula says what it counts.
@@ -149,7 +149,7 @@ def _time(seconds: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.large", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.large_plan", description=__doc__)
     parser.add_argument("--link-gbit", type=float, default=400, help="a host's network, each way [400]")
     parser.add_argument("--cores", type=int, default=8, help="cores of a host that copy and hash [8]")
     parser.add_argument("--device-gb", type=float, default=50, help="GB/s from host memory to one GPU [50]")
