@@ -143,6 +143,13 @@ SETTINGS: dict[str, Setting] = {
             separator=os.pathsep,
             flag="--weight-root",
         ),
+        Setting(
+            "weight_urls",
+            "The beginning of URLs that weights may be fetched from: scheme, host and perhaps a path.",
+            types.WEIGHT_URL,
+            separator=",",
+            flag="--weight-url",
+        ),
         Setting("dtype", "The engine's dtype. Default: the checkpoint's."),
         Setting(
             "device", "auto, cpu, cuda, cuda:1, … With vllm, CUDA_VISIBLE_DEVICES selects.", types.WORD, "auto"
@@ -271,6 +278,12 @@ SETTINGS: dict[str, Setting] = {
             "If every worker fails the canary: rollback to the version before, exclude every worker, or warn.",
             Choice(["rollback", "exclude", "warn"]),
             "rollback",
+        ),
+        Setting(
+            "source",
+            "A JSON file with url or urls, and perhaps headers: for signed URLs. It replaces PATH.",
+            types.FILE,
+            env="UPDATE_SOURCE",
         ),
         Setting("adapter", "Update this LoRA adapter instead of the base weights.", types.LABEL),
         Setting(

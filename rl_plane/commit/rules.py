@@ -251,6 +251,20 @@ def serves(reply: WorkerReply, record: DecisionRecord) -> bool:
     """Reports by a worker's `state` whether it computes with exactly the committed weights and may take requests.
 
     It may be closed for reasons that have nothing to do with the weights, by an operator or a released KV memory."""
+    return _holds(reply, record) and all(
+        reason.partition(":")[0] in CLOSED_BY_CHOICE for reason in reply.body["admission"]["reasons"]
+    )
+
+
+def gave_up(reply: WorkerReply, record: DecisionRecord) -> bool:
+    """Reports by a worker's `state` whether the committed weights have failed the canary there, and the worker does not
+    fetch them again."""
+    canary = reply.body.get("canary")
+    return _holds(reply, record) and bool(canary and canary["gave_up"])
+
+
+def _holds(reply: WorkerReply, record: DecisionRecord) -> bool:
+    """Reports by a worker's `state` whether its engine is alive and has exactly the committed weights."""
     version = reply.body.get("version")
     return bool(
         reply.ok
@@ -258,7 +272,6 @@ def serves(reply: WorkerReply, record: DecisionRecord) -> bool:
         and reply.body.get("sequence") == record.sequence
         and version
         and version["digest"] == record.version.digest
-        and all(reason.partition(":")[0] in CLOSED_BY_CHOICE for reason in reply.body["admission"]["reasons"])
     )
 
 

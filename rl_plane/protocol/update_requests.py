@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, NotRequired, Self, TypedDict
 
@@ -83,9 +84,22 @@ SECRET_FIELD = "secret"
 events never have it."""
 
 
+_SECRET_FIELDS = frozenset({SECRET_FIELD, "headers"})
+_URL = re.compile(r"(https?://)(?:[^/?#]*@)?([^?#]*)([?#].*)?", re.IGNORECASE | re.DOTALL)
+
+
 def without_secret(transport: Mapping[str, Any]) -> dict[str, Any]:
-    """The transport as replies show it."""
-    return {key: value for key, value in transport.items() if key != SECRET_FIELD}
+    """The transport as replies show it: without its secret and its headers, and with URLs that show no query, where
+    signatures are."""
+    return {key: _without_queries(value) for key, value in transport.items() if key not in _SECRET_FIELDS}
+
+
+def _without_queries(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_queries(one) for key, one in value.items()}
+    if isinstance(value, str) and (url := _URL.fullmatch(value)):
+        return f"{url[1]}{url[2]}{'?…' if url[3] else ''}"
+    return value
 
 
 class InitTransport(Transport):

@@ -62,6 +62,8 @@ class TransportContext:
     """The device of the model in this process, in torch's notation."""
     credentials: NatsCredentials = NO_CREDENTIALS
     """The files by which a transport connects to NATS."""
+    weight_urls: tuple[str, ...] = ()
+    """The only places that a transport may fetch from by HTTP: prefixes of URLs."""
 
     def to_wire(self) -> dict[str, Any]:
         roots = [str(root.absolute()) for root in self.weight_roots]
@@ -70,7 +72,8 @@ class TransportContext:
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> TransportContext:
         roots, credentials = tuple(map(Path, wire["weight_roots"])), NatsCredentials.from_wire(wire["credentials"])
-        return cls(**{**wire, "weight_roots": roots, "credentials": credentials})
+        urls = tuple(wire["weight_urls"])
+        return cls(**{**wire, "weight_roots": roots, "credentials": credentials, "weight_urls": urls})
 
 
 class Delivery(ABC):

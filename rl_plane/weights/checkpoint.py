@@ -18,10 +18,10 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from rl_plane.errors import InvalidRequest, InvalidWeights
 from rl_plane.protocol.canary import CANARY_NAME, MAX_CANARY_BYTES, Canary, parse_canary
@@ -39,7 +39,7 @@ from rl_plane.weights.hashed_copy import PIECE_BYTES
 from rl_plane.weights.manifest import MAX_CONFIG_BYTES, are_digests
 from rl_plane.weights.read_ahead import END_S, ReadAhead, host_memory
 from rl_plane.weights.rooted_files import Directory, check_beneath, kind_of, listed, unopened
-from rl_plane.weights.safetensors_file import READ_BYTES, SafetensorsFile, StoredTensor, write_atomically
+from rl_plane.weights.safetensors_file import READ_BYTES, DiskFile, SafetensorsFile, StoredTensor, write_atomically
 
 Kind = Literal["base", "lora"]
 
@@ -77,6 +77,27 @@ class AdapterConfig:
     raw: bytes
 
 
+class Folder(Protocol):
+    """A place that holds the files of a checkpoint: a directory, or one that is reached by URLs."""
+
+    field: str
+    """The field of the request that has chosen the folder."""
+
+    def names(self) -> list[str]: ...
+
+    def has(self, name: str) -> bool: ...
+
+    def open_weights(self, name: str) -> SafetensorsFile: ...
+
+    def read_json(self, name: str, max_bytes: int | None = None) -> tuple[dict[str, Any], bytes, Hashable]:
+        """Reads a small JSON file. Returns the object, its bytes and the file's identity."""
+
+    def check_same(self, name: str, identity: Hashable) -> None:
+        """Raises InvalidWeights if another file has taken the name since it was opened."""
+
+    def refuse(self, what: str, fix: str) -> InvalidWeights: ...
+
+
 class Checkpoint:
     """The open files of a checkpoint or an adapter, with their tensors in the order in which they are best read."""
 
@@ -90,6 +111,7 @@ class Checkpoint:
             name: (file, stored) for file in files for name, stored in file.tensors.items()
         }
         self.specs: dict[str, TensorSpec] = {name: stored.spec for name, (_, stored) in self.places.items()}
+        self.readers = READERS
         self._lanes: list[ReadAhead[list[tuple[str, HostTensor]]]] = []
 
     def tensors(
@@ -101,8 +123,10 @@ class Checkpoint:
         if len(runs) == 1:
             yield from self._read(*runs[0], algorithm, places)
         else:
-            for lane in range(min(READERS, len(runs))):
-                self._lanes.append(ReadAhead(self._read(*run, algorithm, places) for run in runs[lane::READERS]))
+            for lane in range(min(self.readers, len(runs))):
+                self._lanes.append(
+                    ReadAhead(self._read(*run, algorithm, places) for run in runs[lane :: self.readers])
+                )
             turns = itertools.cycle([iter(lane) for lane in self._lanes])
             for lane_in_turn in itertools.islice(turns, len(runs)):
                 yield from next(lane_in_turn)
@@ -133,10 +157,12 @@ class Checkpoint:
         found = [
             None if places is None else places(name, one.spec) for name, one in zip(names, stored, strict=True)
         ]
+        start = stored[0].offset
+        nbytes = stored[-1].offset + stored[-1].spec.nbytes - start
+        file.will_read(start, nbytes)
         if None in found:
             # The file is not mapped: if a mapped file is truncated, SIGBUS kills the process.
-            start = stored[0].offset
-            data = host_memory(stored[-1].offset + stored[-1].spec.nbytes - start)
+            data = host_memory(nbytes)
             found = [data[one.offset - start :][: one.spec.nbytes] for one in stored]
         made = []
         for name, one, place in zip(names, stored, found, strict=True):
@@ -208,11 +234,21 @@ def open_published(
 ) -> tuple[Checkpoint, str | None, dict[str, str] | None]:
     """Opens what is at an absolute path. Returns it with the version's digest and the tensors' digests of its manifest,
     or None for both without one."""
-    checkpoint, manifest = _open(path, roots, "transport.path", kind, with_manifest=True)
+    return _with_digests(*_open(path, roots, "transport.path", kind, with_manifest=True), "transport.path")
+
+
+def open_folder(folder: Folder, shown: str, kind: Kind) -> tuple[Checkpoint, str | None, dict[str, str] | None]:
+    """Opens what a folder holds, as `open_published` does. `shown`: the folder's name in messages."""
+    return _with_digests(*_open_directory(folder, shown, kind, with_manifest=True), folder.field)
+
+
+def _with_digests(
+    checkpoint: Checkpoint, manifest: dict[str, Any] | None, field: str
+) -> tuple[Checkpoint, str | None, dict[str, str] | None]:
     if manifest is None:
         return checkpoint, None, None
     try:
-        return checkpoint, *_checked_manifest(manifest, checkpoint)
+        return checkpoint, *_checked_manifest(manifest, checkpoint, field)
     except BaseException:
         checkpoint.close()
         raise
@@ -301,13 +337,13 @@ def _open(
     finally:
         directory.close()
     name = os.path.basename(path).encode("utf-8", "replace").decode()  # it may appear in an error and on the wire
-    return Checkpoint([SafetensorsFile(descriptor, name, field=field)]), None
+    return Checkpoint([DiskFile(descriptor, name, field=field)]), None
 
 
 def _open_directory(
-    directory: Directory, path: str, kind: Kind, with_manifest: bool
+    directory: Folder, path: str, kind: Kind, with_manifest: bool
 ) -> tuple[Checkpoint, dict[str, Any] | None]:
-    identities: dict[str, tuple[int, int]] = {}
+    identities: dict[str, Hashable] = {}
     weight_map: dict[str, str] | None = None
     config: AdapterConfig | None = None
     if kind == "lora":
@@ -355,7 +391,7 @@ def _open_directory(
         raise
 
 
-def _index(directory: Directory, path: str, identities: dict[str, tuple[int, int]]) -> dict[str, str] | None:
+def _index(directory: Folder, path: str, identities: dict[str, Hashable]) -> dict[str, str] | None:
     """The shard of each tensor; None if one file holds all."""
     single, index = directory.has(SINGLE_NAME), directory.has(INDEX_NAME)
     if not single and not index:
@@ -371,7 +407,7 @@ def _index(directory: Directory, path: str, identities: dict[str, tuple[int, int
     return weight_map
 
 
-def _nothing_there(directory: Directory, path: str) -> InvalidWeights:
+def _nothing_there(directory: Folder, path: str) -> InvalidWeights:
     names = directory.names()
     others = [name for name in names if name.endswith(".safetensors")]
     pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
@@ -389,7 +425,7 @@ def _nothing_there(directory: Directory, path: str) -> InvalidWeights:
     return directory.refuse(what, "name a directory that holds safetensors files")
 
 
-def _no_adapter(directory: Directory, path: str) -> InvalidWeights:
+def _no_adapter(directory: Folder, path: str) -> InvalidWeights:
     names = directory.names()
     pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
     if ADAPTER_CONFIG_NAME not in names:
@@ -403,7 +439,7 @@ def _no_adapter(directory: Directory, path: str) -> InvalidWeights:
     return directory.refuse(what, "name a directory that PEFT's save_pretrained wrote")
 
 
-def _checked_map(directory: Directory, content: dict[str, Any]) -> dict[str, str]:
+def _checked_map(directory: Folder, content: dict[str, Any]) -> dict[str, str]:
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise directory.refuse(f"{INDEX_NAME} has no weight_map", "write the index again")
@@ -427,7 +463,7 @@ def _checked_map(directory: Directory, content: dict[str, Any]) -> dict[str, str
     return weight_map
 
 
-def _check_shards(directory: Directory, weight_map: dict[str, str], files: list[SafetensorsFile]) -> None:
+def _check_shards(directory: Folder, weight_map: dict[str, str], files: list[SafetensorsFile]) -> None:
     """Refuses shards unless each tensor of the index is in its shard only, and no shard holds any other tensor."""
     found: dict[str, str] = {}
     for file in files:
@@ -457,13 +493,13 @@ def _sizes(checkpoint: Checkpoint) -> dict[str, int]:
     return sizes
 
 
-def _checked_manifest(manifest: dict[str, Any], checkpoint: Checkpoint) -> tuple[str, dict[str, str]]:
+def _checked_manifest(manifest: dict[str, Any], checkpoint: Checkpoint, field: str) -> tuple[str, dict[str, str]]:
     """The digest and the tensors' digests of a manifest. Refuses it if it contradicts itself or the files."""
 
     def refuse(what: str) -> InvalidWeights:
         return InvalidWeights(
             f"{MANIFEST_NAME} {what}",
-            field="transport.path",
+            field=field,
             file=MANIFEST_NAME,
             fix="write the manifest again (rl_plane.weights.checkpoint.write_manifest), after the weights",
         )

@@ -34,7 +34,7 @@ from rl_plane.weights.checkpoint import (
     write_manifest,
 )
 from rl_plane.weights.rooted_files import MAX_JSON_BYTES
-from rl_plane.weights.safetensors_file import READ_BYTES, SafetensorsFile, write_safetensors
+from rl_plane.weights.safetensors_file import READ_BYTES, DiskFile, write_safetensors
 from tests.support.safetensors_files import SCALAR, A, B, Tensors, read, refusal, request, sharded, single
 
 pytestmark = pytest.mark.usefixtures("no_descriptor_leaks")
@@ -561,13 +561,13 @@ def test_a_checkpoint_replaced_while_it_is_opened(
     """The index and the first shard are new, and the second shard is old. They are never mixed, although they fit."""
     directory = sharded(root / "c", one={"a": A}, two={"b": B})
 
-    class Replacing(SafetensorsFile):
+    class Replacing(DiskFile):
         def __init__(self, descriptor: int, name: str, *, field: str = "") -> None:
             super().__init__(descriptor, name, field=field)
             if name == "one.safetensors":
                 sharded(directory, one={"a": A}, two={"b": (B[0], b"ABCDEFGH")})
 
-    monkeypatch.setattr(directories, "SafetensorsFile", Replacing)
+    monkeypatch.setattr(directories, "DiskFile", Replacing)
     assert "replaced while" in refusal(transport, directory, InvalidWeights).message
 
 

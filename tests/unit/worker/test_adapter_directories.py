@@ -16,7 +16,7 @@ from rl_plane.protocol.versions import ADAPTER_CONFIG_NAME, TensorSpec, tensors_
 from rl_plane.transports.filesystem.receiver import FilesystemTransport
 from rl_plane.weights.checkpoint import ADAPTER_NAME, SINGLE_NAME, write_manifest
 from rl_plane.weights.manifest import MAX_CONFIG_BYTES
-from rl_plane.weights.safetensors_file import SafetensorsFile, write_safetensors
+from rl_plane.weights.safetensors_file import DiskFile, write_safetensors
 from tests.support.safetensors_files import SCALAR, A, B, Tensors, read, refusal, request, sharded, single
 
 pytestmark = pytest.mark.usefixtures("no_descriptor_leaks")
@@ -135,11 +135,11 @@ def test_a_config_replaced_while_the_adapter_is_opened(
 ) -> None:
     path = adapter(root / "lora")
 
-    class Replacing(SafetensorsFile):
+    class Replacing(DiskFile):
         def __init__(self, descriptor: int, name: str, *, field: str = "") -> None:
             super().__init__(descriptor, name, field=field)
             (path / "fresh").write_text(json.dumps(LORA | {"r": 2}))
             (path / "fresh").replace(path / ADAPTER_CONFIG_NAME)
 
-    monkeypatch.setattr(directories, "SafetensorsFile", Replacing)
+    monkeypatch.setattr(directories, "DiskFile", Replacing)
     assert "was replaced" in adapter_refusal(transport, path).message
