@@ -50,7 +50,7 @@ STORED = (
     ("object_store, publishing, unverified", "nats-py put"),
 )
 DELTAS = [f"delta, 34 MB of bf16, 1 % changed: 2.0% of the bytes, {what}" for what in ("encode", "apply")]
-HASHED = ", BLAKE3 alone of the same bytes"
+HASHED = ", XXH3 alone of the same bytes"
 SHARED_MEMORY = [
     ("ipc, 67 MB, digests not checked", "copy"),
     ("ipc, 67 MB", "copy"),
