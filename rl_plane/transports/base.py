@@ -35,7 +35,7 @@ from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEF
 from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import DEFAULT_ALGORITHM, DigestAlgorithm, HostTensor, TensorSpec
 from rl_plane.transports.packing import Buffer, Tensor
-from rl_plane.weights.checkpoint import Kind
+from rl_plane.weights.checkpoint import Kind, Places
 from rl_plane.weights.manifest import DEFAULT_BUCKET_BYTES, Manifest, PackedBucket, pack
 from rl_plane.weights.rooted_files import listed
 
@@ -93,7 +93,13 @@ class Delivery(ABC):
     """Name to hex digest, if the publisher has stated them. Each is there when its tensor is yielded."""
 
     algorithm: DigestAlgorithm = DEFAULT_ALGORITHM
-    """The algorithm by which a delivery hashes the bytes while it writes them. Set before `tensors`."""
+    """The algorithm of `HostTensor.digest`, if the delivery hashes. The receiver sets it before `tensors`."""
+
+    places: Places | None = None
+    """The memory into which the tensors shall go. The receiver sets it before `tensors`.
+
+    A delivery that can write there directly does so: the `data` of the HostTensor is that memory, and its `digest` that
+    of the bytes, if the delivery has hashed them on their way. The receiver copies and hashes all others."""
 
     adapter_config: Mapping[str, Any] | None = None
     """The PEFT config of an adapter; None for base weights."""
