@@ -14,6 +14,7 @@ Errors: a method raises a `PlaneError`.
     Unsupported     this engine or build can't do it; the message says why
     InvalidRequest  the input is wrong; the engine serves on as before
     EngineFailed    the engine failed
+    EngineHung      the engine, or another host's part of it, does not answer now
     EngineDied      a process of the engine ended: the worker exits
 """
 
@@ -35,6 +36,7 @@ from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEF
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
 from rl_plane.transports.base import TransportContext
+from worker.nodes.link import NodeLink
 
 LACKING = "do without, or name workers that can: describe tells what each lacks"
 """The fix of an op that one engine can't do."""
@@ -71,6 +73,8 @@ class EngineOptions:
     """`--enable-memory-saver`: memory can be released and resumed."""
     credentials: NatsCredentials = NO_CREDENTIALS
     """The files by which a transport connects to NATS."""
+    nodes: NodeLink | None = None
+    """The link to the other nodes of an engine that spans several hosts. None: one host."""
 
     @property
     def places(self) -> TransportContext:
@@ -170,6 +174,10 @@ class EngineInfo:
                 field="target.name",
                 fix="unload one, or start the engine with a larger --engine-arg max_loras",
             )
+
+
+class EngineHung(EngineFailed):
+    """The engine does not answer in time. It may answer again; a dead engine does not."""
 
 
 class AdapterLost(EngineFailed):

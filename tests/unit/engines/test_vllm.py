@@ -94,7 +94,7 @@ async def test_a_check_on_a_gpu_has_a_time_of_its_own(tmp_path: Path) -> None:
     """It reads each byte of the model, and other calls of an agent none."""
     server = AgentServer(tmp_path, 0, {"check": lambda body, cancelled: {"checksum": body["action"]}})
     server.start()
-    ranks = Ranks(AgentClient(tmp_path, 1, ask_timeout_s=0.0))
+    ranks = Ranks(AgentClient(tmp_path, [0], ask_timeout_s=0.0))
     engine, _ = await standing_in(tmp_path, ranks, device="cuda")
     try:
         with pytest.raises(DeadlineExceeded):

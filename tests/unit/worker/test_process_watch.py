@@ -102,7 +102,7 @@ class OfChildren(SglangProcess):
         self.children = [subprocess.Popen(["sleep", "600"]) for _ in range(self._count)]
 
     async def _start_ranks(self, directory: Path) -> Ranks:
-        return Ranks(AgentClient(directory, 0))
+        return Ranks(AgentClient(directory, []))
 
 
 async def test_the_processes_that_a_dead_sglang_leaves_are_killed(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def serve(directory: Path) -> Iterator[Serve]:
     def start(rank: int, methods: Mapping[str, Method]) -> AgentClient:
         servers.append(AgentServer(directory, rank, methods))
         servers[-1].start()
-        return AgentClient(directory, len(servers))
+        return AgentClient(directory, range(len(servers)))
 
     yield start
     for server in servers:
@@ -265,14 +265,14 @@ def test_an_agent_that_breaks_off_or_is_not_there(serve: Serve, directory: Path)
     with pytest.raises(PlaneError, match="has no 'other'"):
         client.ask("other")
     with pytest.raises(EngineFailed, match="rank 1 can't be reached"):
-        AgentClient(directory, 2).ask("big")
+        AgentClient(directory, range(2)).ask("big")
     assert client.ask("big") == ["x" * 100]
 
 
 def test_waits_are_bounded(serve: Serve, directory: Path) -> None:
     ended = threading.Event()
     serve(0, {"hang": lambda *_: ended.wait(BOUND_S)})
-    client = AgentClient(directory, 1, cancel_wait_s=0.1)
+    client = AgentClient(directory, [0], cancel_wait_s=0.1)
     with pytest.raises(PlaneError, match="did not end in time"):
         client.ask("hang", timeout_s=0.1)
     with pytest.raises(EngineFailed, match="cancelled"):

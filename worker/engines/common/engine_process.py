@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from rl_plane.errors import EngineDied, EngineFailed
-from worker.engines.base import EngineOptions
+from worker.engines.base import EngineHung, EngineOptions
 from worker.engines.common.process_watch import ProcessWatch, StartWatch, descendants, engine_processes, or_death
+from worker.nodes.head import HeadLink
+from worker.nodes.link import NodeLink
+from worker.nodes.spanning_client import SpanningClient
 from worker.receive.rank_agents.agent_client import AgentClient
 from worker.receive.rank_agents.agent_messages import socket_directory
 from worker.receive.rank_agents.ranks import Ranks
 
 log = logging.getLogger("worker.engines.common.engine_process")
+
+T = TypeVar("T")
 
 END_TIMEOUT_S = 5.0
 """Seconds that killed processes may take to end."""
@@ -39,34 +46,64 @@ class EngineProcess(ABC):
         """The directory of the sockets and other files of the processes, while they run."""
         self._ranks: Ranks | None = None
         self._watch: ProcessWatch | None = None
+        self._blaming: asyncio.Future[None] | None = None
         self._dead: asyncio.Future[NoReturn] | None = None
 
     async def start(self) -> None:
+        """Starts the engine. With several hosts, this process is the head."""
+        directory = await self._start_processes()
+        self._ranks = await self._or_death(self._start_ranks(directory))
+
+    async def start_node(self) -> AgentClient:
+        """Starts this host's part of an engine whose head is another host. Returns its agents."""
+        return self._local_agents(await self._start_processes())
+
+    async def _start_processes(self) -> Path:
         self._dead = asyncio.get_running_loop().create_future()
         self._dead.add_done_callback(lambda dead: dead.exception())  # retrieved, even if no call waits
         self.directory = socket_directory()
         before = descendants()
         # On this thread, which it blocks: vLLM's processes end with the thread that starts them, and SGLang uses the
         # running loop for its sockets.
-        with StartWatch():
+        nodes, loop = self._options.nodes, asyncio.get_running_loop()
+        with StartWatch(lambda: None if nodes is None else nodes.lost):
             try:
                 self._build(self.directory)
             finally:
                 self._watch = ProcessWatch(engine_processes(before), self.vital, self._process_ended)
-        self._ranks = await or_death(self._start_ranks(self.directory), self._dead)
+        if nodes is not None:
+
+            def fail(why: str) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop has been closed
+                    loop.call_soon_threadsafe(self._fail, why)
+
+            nodes.on_lost(fail)
+        return self.directory
+
+    async def _or_death(self, work: Awaitable[T]) -> T:
+        assert self._dead is not None, "_start_processes sets it"
+        return await or_death(work, self._dead)
 
     @abstractmethod
     def _build(self, directory: Path) -> None:
-        """Builds the library's engine."""
+        """Builds the library's engine, or this host's part of it."""
 
     async def _start_ranks(self, directory: Path) -> Ranks:
-        ranks = Ranks(AgentClient(directory, self._world_size()))
+        client: AgentClient | SpanningClient = self._local_agents(directory)
+        if isinstance(self._options.nodes, HeadLink):
+            await asyncio.to_thread(self._options.nodes.wait_built)
+            self._options.nodes.me.ranks = tuple(self._local_ranks())
+            client = SpanningClient(self._local_agents(directory), self._options.nodes)
+        ranks = Ranks(client)
         await asyncio.to_thread(ranks.start)
         return ranks
 
+    def _local_agents(self, directory: Path) -> AgentClient:
+        return AgentClient(directory, self._local_ranks())
+
     @abstractmethod
-    def _world_size(self) -> int:
-        """The number of ranks."""
+    def _local_ranks(self) -> Sequence[int]:
+        """The ranks of the model on this host."""
 
     def check_alive(self) -> None:
         if self._dead is not None and self._dead.done():
@@ -97,8 +134,29 @@ class EngineProcess(ABC):
 
     # dying
 
+    async def died(self) -> str:
+        """Waits until the engine has died, and returns the reason."""
+        assert self._dead is not None, "start sets it"
+        await asyncio.wait([self._dead])
+        return self._reason().message
+
+    def check_nodes(self) -> None:
+        """Raises EngineHung if another host's part of the engine does not answer."""
+        nodes = self._options.nodes
+        if isinstance(nodes, HeadLink) and (why := nodes.hanging) is not None:
+            raise EngineHung(why)
+
     def _process_ended(self, pid: int) -> None:
-        self._fail(f"{self.name}'s process {pid} has ended")
+        why = f"{self.name}'s process {pid} has ended"
+        if self._options.nodes is None:
+            self._fail(why)
+        else:
+            self._blaming = asyncio.ensure_future(self._blame(why, self._options.nodes))
+
+    async def _blame(self, why: str, nodes: NodeLink) -> None:
+        """Fails with the reason that counts: a rank ends when the ranks of another host have."""
+        await asyncio.to_thread(nodes.look_for_lost)
+        self._fail(nodes.lost or why)
 
     def _fail(self, why: str) -> None:
         """Raises EngineDied in all waiting calls, and kills the remaining processes: some ranks may still work."""

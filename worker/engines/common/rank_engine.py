@@ -9,18 +9,19 @@ from typing import Any, Generic, TypeVar
 
 from rl_plane.errors import EngineFailed, PlaneError
 from worker.engines.base import EngineOptions, PauseMode
-from worker.engines.capabilities import FullEngine
+from worker.engines.capabilities import FullEngine, SpansHosts
 from worker.engines.common.engine_process import EngineProcess
 from worker.engines.common.generating import Generating
 from worker.engines.common.scoring import check_memory, check_sequences, checked_scores
 from worker.engines.common.token_checks import check_adapter
 from worker.engines.common.weights_in_ranks import WeightsInRanks
+from worker.receive.rank_agents.agent_client import AgentClient
 from worker.receive.rank_agents.ranks import Ranks
 
 P = TypeVar("P", bound=EngineProcess)
 
 
-class RankEngine(Generating, WeightsInRanks, FullEngine, Generic[P]):
+class RankEngine(Generating, WeightsInRanks, FullEngine, SpansHosts, Generic[P]):
     def __init__(self, options: EngineOptions, process: P) -> None:
         super().__init__(options)
         self.process = process
@@ -29,6 +30,24 @@ class RankEngine(Generating, WeightsInRanks, FullEngine, Generic[P]):
 
     async def close(self) -> None:
         await self.process.end()
+
+    async def start_node(self) -> AgentClient:
+        try:
+            return await self.process.start_node()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def node_died(self) -> str:
+        return await self.process.died()
+
+    async def liveness(self) -> None:
+        self.process.check_nodes()
+        await self._round_trip()
+
+    @abstractmethod
+    async def _round_trip(self) -> None:
+        """Makes a round trip through the engine. Raises EngineFailed if the engine is not running."""
 
     @property
     def ranks(self) -> Ranks:

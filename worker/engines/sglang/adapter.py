@@ -172,7 +172,7 @@ class SglangEngine(RankEngine[SglangProcess]):
             max_lora_rank=arguments.max_lora_rank if arguments.enable_lora else None,
         )
 
-    async def liveness(self) -> None:
+    async def _round_trip(self) -> None:
         await self.process.ask(self.process.manager.get_internal_state())
 
     def _requests_in_sglang(self) -> Feeder:
@@ -222,7 +222,7 @@ class SglangEngine(RankEngine[SglangProcess]):
         feeder.close()
         self._paused = True
         await self.process.manager.pause_generation(PauseGenerationReqInput(mode=how))
-        await self.liveness()  # the pause has happened when this returns
+        await self._round_trip()  # the pause has happened when this returns
 
     async def _thaw(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput

@@ -40,6 +40,9 @@ _SECOND_RUNNER = (
     "with LoRA, vLLM's second model runner makes some that are wrong: start it with VLLM_USE_V2_MODEL_RUNNER=0"
 )
 _NO_SLEEP_CPU = "vLLM frees nothing on a CPU: its sleep mode is for GPUs"
+_LORA_OF_ONE_HOST = (
+    "vLLM reads an adapter's files in every rank, and the files are on one host: run it on one host"
+)
 _NO_SLEEP = "vLLM's sleep mode is off: start it with --enable-memory-saver"
 
 
@@ -91,7 +94,7 @@ class VllmEngine(RankEngine[VllmProcess]):
         await asyncio.to_thread(self._load_tokenizer)
         await self.process.start()
         self._streams = Streams(self.process, self._eos, self._label)
-        await self.liveness()
+        await self._round_trip()
         return self._describe(self.process.ranks)
 
     def _describe(self, ranks: Ranks) -> EngineInfo:
@@ -124,7 +127,9 @@ class VllmEngine(RankEngine[VllmProcess]):
         lacking: dict[str, str] = {}
         if (reason := self._no_sleep()) is not None:
             lacking |= {"release_memory": reason, "resume_memory": reason}
-        if self.process.config.lora_config is None:
+        if self._options.nodes is not None:
+            lacking |= {"prepare_update:lora": _LORA_OF_ONE_HOST, "update_weights:lora": _LORA_OF_ONE_HOST}
+        elif self.process.config.lora_config is None:
             lacking |= {"prepare_update:lora": NO_LORA, "update_weights:lora": NO_LORA}
         config = self.process.config
         wrong: str | None = None
@@ -154,7 +159,7 @@ class VllmEngine(RankEngine[VllmProcess]):
             return _NO_SLEEP_CPU
         return None if self.process.config.model_config.enable_sleep_mode else _NO_SLEEP
 
-    async def liveness(self) -> None:
+    async def _round_trip(self) -> None:
         await self.process.ask(self.process.llm.collective_rpc("rl_plane_ping"))
 
     # generation

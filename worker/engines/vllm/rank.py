@@ -14,6 +14,7 @@ from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.transports.base import TransportContext
 from worker.engines.common.torch_weights import StagedTensors
 from worker.engines.vllm.dtypes import dtypes_of_load
+from worker.engines.vllm.here import Here
 from worker.engines.vllm.holder import VllmHolder, VllmStagedAdapter
 from worker.engines.vllm.logits import count_before_sampling
 from worker.engines.vllm.lora_requests import lora_request
@@ -30,12 +31,15 @@ class RankExtension:
     rl_plane_taken: StagedTensors | None = None
     """The staged weights of the next swap."""
 
-    def rl_plane_start(self, model: str, directory: str, places: dict[str, Any]) -> dict[str, Any]:
+    def rl_plane_start(self) -> dict[str, Any]:
         def start() -> None:
+            here = Here.read()
             # At each reload, vLLM warns of tables that are in no checkpoint.
             logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-            holder = VllmHolder(Path(model), Path(directory), self.model_runner, self.rank, dtypes_of_load())
-            transports = load_transports(TransportContext.from_wire(places), str(self.model_runner.device))
+            holder = VllmHolder(
+                Path(here.model), Path(here.directory), self.model_runner, self.rank, dtypes_of_load()
+            )
+            transports = load_transports(TransportContext.from_wire(here.places), str(self.model_runner.device))
             self.rl_plane_receiver = Receiver(holder, transports)
             self.rl_plane_holder = holder
             methods = receiver_methods(self.rl_plane_receiver, self.rank)
@@ -48,7 +52,7 @@ class RankExtension:
 
                 rewind_by_state(self.model_runner)
             count_before_sampling(self.model_runner)
-            AgentServer(Path(directory), self.rank, methods).start()
+            AgentServer(Path(here.directory), self.rank, methods).start()
 
         return _outcome(start)
 

@@ -6,7 +6,7 @@ import contextlib
 import selectors
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,20 @@ class AgentClient:
     def __init__(
         self,
         directory: Path,
-        ranks: int,
+        numbers: Sequence[int],
         *,
         ask_timeout_s: float = ASK_TIMEOUT_S,
         cancel_wait_s: float = CANCEL_WAIT_S,
     ) -> None:
+        """`numbers`: the ranks of the model on this host."""
         self._directory = directory
-        self.ranks = ranks
+        self.numbers = numbers
         self._ask_timeout_s = ask_timeout_s
         self._cancel_wait_s = cancel_wait_s
+
+    @property
+    def ranks(self) -> int:
+        return len(self.numbers)
 
     def ask(
         self,
@@ -58,7 +63,7 @@ class AgentClient:
         timeout_s = self._ask_timeout_s if timeout_s is None else timeout_s
         call = _Call(op, time.monotonic() + timeout_s, self._cancel_wait_s)
         with contextlib.ExitStack() as stack:
-            for rank in range(self.ranks):
+            for rank in self.numbers:
                 try:
                     connection = stack.enter_context(socket.socket(socket.AF_UNIX))
                     connection.settimeout(CONNECT_TIMEOUT_S)
@@ -72,7 +77,23 @@ class AgentClient:
                 call.poll(cancelled())
         if call.error is not None:
             raise call.error
-        return [call.values[rank] for rank in range(self.ranks)]
+        return [call.values[rank] for rank in self.numbers]
+
+    def silent(self, within_s: float) -> list[int]:
+        """Returns the ranks that don't answer a ping within this time. A rank without an agent is not among them."""
+        call = _Call("ping", time.monotonic() + within_s, within_s)
+        with contextlib.ExitStack() as stack:
+            for rank in self.numbers:
+                with contextlib.suppress(OSError):
+                    connection = stack.enter_context(socket.socket(socket.AF_UNIX))
+                    connection.settimeout(within_s)
+                    connection.connect(str(socket_of(self._directory, rank)))
+                    send_frame(connection, {"op": "ping"})
+                    call.waiting[connection] = rank
+            asked = list(call.waiting.values())
+            while call.waiting:
+                call.poll(cancelled=False)
+        return [rank for rank in asked if rank not in call.values]
 
 
 class _Call:

@@ -68,6 +68,7 @@ def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
         receiver.init_transport({**body, "rank_offset": offset + rank} if isinstance(offset, int) else body)
 
     return {
+        "ping": lambda body, cancelled: None,
         "describe": describe,
         # Each rank has the whole version.
         "offer": lambda body, cancelled: receiver.offer() if rank == 0 else None,

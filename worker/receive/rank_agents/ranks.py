@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, PlaneError, error_from_wire
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec
-from worker.receive.rank_agents.agent_client import AgentClient
 
 RECEIVE_TIMEOUT_S = 86_400.0
 """A day. The caller of a receive cancels it much earlier; this only ensures that no thread waits for ever."""
@@ -25,10 +24,26 @@ INIT_TIMEOUT_S = 300.0
 """The op's own bound: a group of many ranks takes long to form."""
 
 
+class Agents(Protocol):
+    """The agents of all ranks: `AgentClient`, or several hosts' as one."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    def ask(
+        self,
+        op: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        cancelled: Cancelled = ...,
+        timeout_s: float | None = None,
+    ) -> list[Any]: ...
+
+
 class Ranks:
     """Calls the receiver of each rank. Call `start` first. The methods block, so they run on a thread."""
 
-    def __init__(self, client: AgentClient) -> None:
+    def __init__(self, client: Agents) -> None:
         self._client = client
         self._spec: Mapping[str, TensorSpec] = {}
         self.transports: tuple[str, ...] = ()
