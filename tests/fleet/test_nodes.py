@@ -178,7 +178,7 @@ def test_a_head_that_does_not_come_is_named_within_a_bound(links: Links) -> None
     [{"version of torch": "2.8"}, {"engine_arg tp_size": "4"}, {"the model's tensors": "0f"}],
     ids=lambda facts: next(iter(facts)),
 )
-def test_a_node_that_differs_is_refused_on_every_node(links: Links, facts: dict[str, str]) -> None:
+def test_a_node_that_differs_is_refused_on_every_node(links: Links, facts: dict[str, Any]) -> None:
     head, good, bad = links.head(3), links.node(1, 3), links.node(2, 3, **facts)
     errors = together(head.gather, good.join, bad.join)
     ((what, value),) = facts.items()

@@ -7,14 +7,15 @@ from typing import Any
 
 from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import PlaneError
+from worker.nodes.follower import LocalAgents
 from worker.nodes.head import HeadLink
-from worker.receive.rank_agents.agent_client import ASK_TIMEOUT_S, CANCEL_WAIT_S, POLL_S, AgentClient
+from worker.receive.rank_agents.agent_client import ASK_TIMEOUT_S, CANCEL_WAIT_S, POLL_S
 
 
 class SpanningClient:
     """Calls this host's agents and the other nodes' at the same time. `ask` blocks, so it runs on a thread."""
 
-    def __init__(self, local: AgentClient, link: HeadLink) -> None:
+    def __init__(self, local: LocalAgents, link: HeadLink) -> None:
         self._local = local
         self._link = link
         self.numbers: Sequence[int] = sorted(

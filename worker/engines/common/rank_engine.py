@@ -42,6 +42,7 @@ class RankEngine(Generating, WeightsInRanks, FullEngine, SpansHosts, Generic[P])
         return await self.process.died()
 
     async def liveness(self) -> None:
+        self._running()
         self.process.check_nodes()
         await self._round_trip()
 
