@@ -234,9 +234,6 @@ class PreparedReply(TypedDict):
     refetchable: bool
     canary: NotRequired[dict[str, Any]]
     """The `canary.json` beside the checkpoint, if there is one: see `rl_plane.protocol.canary.Canary`."""
-    ranks: NotRequired[list[dict[str, Any]]]
-    """The staged weights of each rank, `{rank, digest, tensors, bytes}`. On the wire they are the reply's
-    `rank_results`."""
 
 
 class Part(Body):
@@ -371,8 +368,6 @@ class CommittedReply(TypedDict):
     """Seconds for which generation was stopped."""
     canary: NotRequired[ScoresReply]
     """Absent: the record has no canary, the engine can't score, or its memory is released."""
-    ranks: NotRequired[list[dict[str, Any]]]
-    """The weights that each rank has swapped in: see PreparedReply."""
 
 
 class ScoresReply(TypedDict):

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -20,6 +20,7 @@ from worker.nodes.facts import node_facts
 from worker.nodes.follower import FollowerLink
 from worker.nodes.head import HeadLink
 from worker.nodes.link import NodeLink, NodePlace, pack, unpack
+from worker.nodes.node_part import NodePart
 from worker.nodes.settings import NodeSettings
 from worker.nodes.spanning_client import SpanningClient
 
@@ -30,7 +31,7 @@ FACTS = {"version of torch": "2.9", "engine_arg tp_size": "2"}
 
 
 class Agents:
-    """The agents of one host."""
+    """The agents of one host, in the place of `NodePart` and of `AgentClient`."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self.numbers = numbers
@@ -38,7 +39,7 @@ class Agents:
         self.ended = threading.Event()
 
     @property
-    def ranks(self) -> int:
+    def count(self) -> int:
         return len(self.numbers)
 
     def ask(
@@ -61,7 +62,22 @@ class Agents:
             return [{f"model.layers.{layer}.weight": [1] for layer in range(50_000)}] * len(self.numbers)
         return [{"rank": rank, **(body or {})} for rank in self.numbers]
 
-    def silent(self, within_s: float) -> list[int]:
+
+class Part:
+    """One host's agents, in the place of `NodePart`."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers = numbers
+        self._agents = Agents(numbers)
+        self.begun, self.ended = self._agents.begun, self._agents.ended
+
+    def ask(
+        self, group: str, op: str, body: Mapping[str, Any], cancelled: Cancelled, timeout_s: float
+    ) -> list[Any]:
+        assert group == "ranks"
+        return self._agents.ask(op, body, cancelled=cancelled, timeout_s=timeout_s)
+
+    def silent(self, within_s: float) -> list[str]:
         return []
 
 
@@ -88,14 +104,14 @@ class Links:
         made.start()
         return made
 
-    def pair(self) -> tuple[HeadLink, FollowerLink, SpanningClient, Agents, Agents]:
+    def pair(self) -> tuple[HeadLink, FollowerLink, SpanningClient, Agents, Part]:
         """A head and a node whose parts of the engine run."""
         head, node = self.head(), self.node()
         together(head.gather, node.join)
-        here, there = Agents([0]), Agents([1])
-        node.serve(there)
+        here, there = Agents([0]), Part([1])
+        node.serve(cast(NodePart, there))
         head.wait_built()
-        return head, node, SpanningClient(here, head), here, there
+        return head, node, SpanningClient(here, head, "ranks"), here, there
 
     def close(self) -> None:
         for one in self._made:
@@ -150,7 +166,7 @@ def test_all_nodes_gather_and_know_each_other(links: Links) -> None:
     head, nodes = links.head(3), [links.node(rank, 3) for rank in (2, 1)]
     assert together(head.gather, *(node.join for node in nodes)) == [None] * 3
     for node in nodes:
-        node.serve(Agents([2 * node.me.rank, 2 * node.me.rank + 1]))
+        node.serve(cast(NodePart, Part([2 * node.me.rank, 2 * node.me.rank + 1])))
     head.wait_built()
     rows = head.rows()
     assert [(row["node_rank"], row["ranks"]) for row in rows] == [(0, []), (1, [2, 3]), (2, [4, 5])]
@@ -212,7 +228,7 @@ def test_a_second_head_is_refused(links: Links, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_agents_of_all_hosts_are_asked_as_one(links: Links) -> None:
     *_, client, _, _ = links.pair()
-    assert client.ranks == 2
+    assert client.count == 2
     assert client.ask("echo", {"x": b"1"}) == [{"rank": 0, "x": b"1"}, {"rank": 1, "x": b"1"}]
     here, there = client.ask("large")
     assert here == there, "an answer that is larger than a NATS message is compressed"
@@ -229,7 +245,7 @@ def test_the_first_failure_cancels_the_others(links: Links) -> None:
     assert there.ended.wait(BOUND_S)
 
 
-def _cancel_when_begun(client: SpanningClient, stop: threading.Event, here: Agents, there: Agents) -> None:
+def _cancel_when_begun(client: SpanningClient, stop: threading.Event, here: Agents, there: Part) -> None:
     def cancel() -> None:
         assert here.begun.wait(BOUND_S)
         assert there.begun.wait(BOUND_S)

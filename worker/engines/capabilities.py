@@ -16,7 +16,7 @@ from rl_plane.errors import Unsupported
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.protocol.worker_ops import Tokenize
 from worker.engines.base import LACKING, EngineAdapter, EngineInfo
-from worker.nodes.follower import LocalAgents
+from worker.nodes.node_part import NodePart
 
 CheckAction = Literal["checksum", "snapshot", "compare", "reset_tensors"]
 
@@ -121,7 +121,7 @@ class SpansHosts(Protocol):
     `close`."""
 
     @abstractmethod
-    async def start_node(self) -> LocalAgents:
+    async def start_node(self) -> NodePart:
         """Starts this host's part of the engine, and returns the agents of its ranks."""
 
     @abstractmethod

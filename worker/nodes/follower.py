@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import (
     BusUnreachable,
     DeadlineExceeded,
@@ -19,6 +18,7 @@ from rl_plane.errors import (
     error_from_wire,
 )
 from worker.nodes.link import FAREWELL_S, JOIN_S, PING_TIMEOUT_S, TAKEN_S, Handler, NodeEntry, NodeLink, NodePlace
+from worker.nodes.node_part import NodePart, digest_of
 from worker.nodes.settings import NodeSettings
 
 LOOK_S = 2.0
@@ -26,24 +26,6 @@ LOOK_S = 2.0
 
 KEPT_CANCELS = 256
 """Cancelled calls whose cancellation came before the call, or long after it."""
-
-
-class LocalAgents(Protocol):
-    """The agents of this host, as `AgentClient` asks them."""
-
-    numbers: Sequence[int]
-    """The ranks of the model that they stand for."""
-
-    def ask(
-        self,
-        op: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        cancelled: Cancelled = ...,
-        timeout_s: float | None = None,
-    ) -> list[Any]: ...
-
-    def silent(self, within_s: float) -> list[int]: ...
 
 
 class FollowerLink(NodeLink):
@@ -62,8 +44,8 @@ class FollowerLink(NodeLink):
         self._facts = facts
         self._digest = digest
         self._head: NodeEntry | None = None
-        self._agents: LocalAgents | None = None
-        self._silent: list[int] = []
+        self._part: NodePart | None = None
+        self._silent: list[str] = []
         self.exit_code: int | None = None
         """The exit code of the head, if it has told its end."""
         self._cancelled: dict[str, threading.Event] = {}
@@ -110,10 +92,10 @@ class FollowerLink(NodeLink):
             await asyncio.sleep(JOIN_S)
         self._spawn(self._watch(self.head, lambda answer, silent_s: None))
 
-    def serve(self, agents: LocalAgents) -> None:
+    def serve(self, part: NodePart) -> None:
         """Reports that this node's part of the engine runs, and answers for its agents from now on."""
-        self._agents = agents
-        self.run(self._tell("built", ranks=list(agents.numbers)))
+        self._part = part
+        self.run(self._tell("built", ranks=list(part.numbers)))
         self._loop.call_soon_threadsafe(lambda: self._spawn(self._look()))
 
     async def _tell(self, op: str, **body: Any) -> None:
@@ -126,10 +108,10 @@ class FollowerLink(NodeLink):
                 self.run(self._tell("ended", why=why), FAREWELL_S)
 
     async def _look(self) -> None:
-        """Notes which ranks don't answer, for the head's pings."""
-        assert self._agents is not None, "serve sets it"
+        """Notes which agents don't answer, for the head's pings."""
+        assert self._part is not None, "serve sets it"
         while self._lost is None:
-            self._silent = await asyncio.to_thread(self._agents.silent, LOOK_S)
+            self._silent = await asyncio.to_thread(self._part.silent, LOOK_S)
             await asyncio.sleep(LOOK_S)
 
     def _peers(self) -> list[NodeEntry]:
@@ -140,6 +122,7 @@ class FollowerLink(NodeLink):
     def _handlers(self) -> Mapping[str, Handler]:
         return {
             "ping": self._ping,
+            "begin": self._begin,
             "ask": self._ask,
             "cancel": self._cancel,
             "digest": self._hash,
@@ -149,17 +132,26 @@ class FollowerLink(NodeLink):
     async def _ping(self, body: Mapping[str, Any]) -> dict[str, Any]:
         return {"silent": self._silent}
 
-    async def _ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        if self._agents is None:
+    def _running(self) -> NodePart:
+        if self._part is None:
             raise EngineFailed("this node's part of the engine is not there yet")
-        cancelled = self._event(str(body["call"]))
+        return self._part
+
+    async def _begin(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        part = self._running()
+        model = await asyncio.to_thread(part.begin)
+        return {"model": digest_of(model), "transports": list(part.host.transports)}
+
+    async def _ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        part, cancelled = self._running(), self._event(str(body["call"]))
         try:
             values = await asyncio.to_thread(
-                self._agents.ask,
+                part.ask,
+                str(body["group"]),
                 str(body["what"]),
                 body["body"],
-                cancelled=cancelled.is_set,
-                timeout_s=float(body["within_s"]),
+                cancelled.is_set,
+                float(body["within_s"]),
             )
         finally:
             self._cancelled.pop(str(body["call"]), None)

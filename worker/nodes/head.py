@@ -8,7 +8,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,9 @@ from worker.nodes.link import (
     NodeLink,
     NodePlace,
 )
+from worker.nodes.node_part import digest_of
 from worker.nodes.settings import NodeSettings
+from worker.receive.rank_agents.model_description import ModelDescription
 
 log = logging.getLogger("worker.nodes")
 
@@ -49,6 +51,14 @@ BUILT_WAIT_S = 1800.0
 
 DIGEST_WAIT_S = 1800.0
 """NATS lets a node answer for half an hour: a terabyte at 600 MB/s."""
+
+BEGIN_WAIT_S = 120.0
+"""Seconds for the agents of a node to describe the model. They import torch meanwhile."""
+
+GROUPS = frozenset({"gloo", "nccl"})
+"""Transports whose sender counts one receiver for each worker. An engine over several hosts has several."""
+ONE_HOST_ONLY = frozenset({"ipc"})
+"""Transports that read the memory of a trainer on the same host."""
 
 ANSWER_MARGIN_S = 5.0
 """The time that a node's answer may take after the bound of its work."""
@@ -73,6 +83,8 @@ class HeadLink(NodeLink):
         """Node rank → why it seems to hang."""
         self._calls: set[NodeCalls] = set()
         self._warned: set[str] = set()
+        self._transports: list[frozenset[str]] = []
+        """The transports of each other node."""
 
     @property
     def nodes(self) -> list[NodeEntry]:
@@ -167,6 +179,28 @@ class HeadLink(NodeLink):
             names = ", ".join(node.name for node in self.nodes if not node.ranks)
             raise EngineFailed(f"{names} did not load the model within {BUILT_WAIT_S:g} s")
 
+    def begin(self, model: ModelDescription) -> None:
+        """Lets the other nodes describe their part of the model to their host agents. Raises EngineFailed if a node has
+        another model than `model`, which this host's ranks have described."""
+        self.wait_built()
+        own = digest_of(model)
+        for node, reply in zip(self.nodes, self.run(self._begin()), strict=True):
+            if reply["model"] != own:
+                raise EngineFailed(f"{node.name} has a model of other tensors")
+            self._transports.append(frozenset(reply["transports"]))
+
+    async def _begin(self) -> list[dict[str, Any]]:
+        asked = [self.ask_node(node.rank, "begin", BEGIN_WAIT_S, node.incarnation) for node in self.nodes]
+        return await asyncio.gather(*asked)
+
+    def common(self, transports: Iterable[str]) -> tuple[str, ...]:
+        """The transports that can bring weights to every node, of those that this host has."""
+        apart = len({node.host for node in (self.me, *self.nodes)}) > 1
+        lacking = GROUPS | (ONE_HOST_ONLY if apart else set())
+        return tuple(
+            one for one in transports if one not in lacking and all(one in other for other in self._transports)
+        )
+
     def check_digests(self, tied: Mapping[str, str], own: str) -> None:
         """Raises Conflict unless every node has loaded the weights that the head has loaded."""
         for node, reply in zip(self.nodes, self.run(self._digests(tied)), strict=True):
@@ -254,7 +288,7 @@ class HeadLink(NodeLink):
         if silent_s:
             self._silent[node.rank] = f"{node.name} has not answered for {silent_s:.0f} s"
         elif silent := answer.get("silent"):
-            self._silent[node.rank] = f"{node.name}: its ranks {silent} do not answer"
+            self._silent[node.rank] = f"{node.name}: {', '.join(silent)} does not answer"
         else:
             self._silent.pop(node.rank, None)
 
@@ -271,9 +305,11 @@ class HeadLink(NodeLink):
 
     # ---- asking agents; these block ----
 
-    def ask(self, op: str, body: Mapping[str, Any], timeout_s: float, cancel_wait_s: float) -> NodeCalls:
-        """Begins a call of the agents of all other nodes."""
-        calls = NodeCalls(self, op, body, timeout_s, cancel_wait_s)
+    def ask(
+        self, group: str, op: str, body: Mapping[str, Any], timeout_s: float, cancel_wait_s: float
+    ) -> NodeCalls:
+        """Begins a call of the agents of a group (`ranks` or `host`) on all other nodes."""
+        calls = NodeCalls(self, group, op, body, timeout_s, cancel_wait_s)
         self._calls.add(calls)
         if self._lost is not None:
             calls.failed(EngineFailed(self._lost))
@@ -301,13 +337,20 @@ class NodeCalls:
     """One call of the agents of all other nodes. If one node fails, the call is cancelled on the others."""
 
     def __init__(
-        self, link: HeadLink, op: str, body: Mapping[str, Any], timeout_s: float, cancel_wait_s: float
+        self,
+        link: HeadLink,
+        group: str,
+        op: str,
+        body: Mapping[str, Any],
+        timeout_s: float,
+        cancel_wait_s: float,
     ) -> None:
         self.error: PlaneError | None = None
         """The first error."""
-        self.values: dict[int, Any] = {}
-        """Rank of the model → its answer."""
+        self._values: dict[int, list[Any]] = {}
+        """Node rank → the answers of its agents."""
         self._link = link
+        self._group = group
         self._op = op
         self._body = dict(body)
         self._timeout_s = timeout_s
@@ -330,12 +373,13 @@ class NodeCalls:
                 self._timeout_s + ANSWER_MARGIN_S,
                 node.incarnation,
                 call=self._id,
+                group=self._group,
                 what=self._op,
                 body=self._body,
                 within_s=self._timeout_s,
             )
             with self._changing:
-                self.values.update(zip(node.ranks, reply["values"], strict=True))
+                self._values[node.rank] = reply["values"]
         except PlaneError as error:
             self.failed(_of_node(node, error))
         except Exception as error:
@@ -366,8 +410,13 @@ class NodeCalls:
         with contextlib.suppress(PlaneError):
             await self._link.ask_node(node.rank, "cancel", PING_TIMEOUT_S, node.incarnation, call=self._id)
 
-    def wait(self, cancelled: Cancelled, poll_s: float) -> None:
-        """Waits until every node has answered. Raises the first error."""
+    def end(self) -> None:
+        """Waits until the call has ended on every node, after an error."""
+        self._done.wait(self._cancel_wait_s)
+        self._link.forget(self)
+
+    def wait(self, cancelled: Cancelled, poll_s: float) -> list[Any]:
+        """Waits until every node has answered. Returns the answers of all agents, or raises the first error."""
         give_up: float | None = None
         try:
             while not self._done.wait(poll_s):
@@ -382,6 +431,7 @@ class NodeCalls:
             self._link.forget(self)
         if self.error is not None:
             raise self.error
+        return [value for rank in sorted(self._values) for value in self._values[rank]]
 
 
 def _of_node(node: NodeEntry, error: PlaneError) -> PlaneError:

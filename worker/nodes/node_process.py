@@ -36,8 +36,8 @@ class NodeProcess:
 
         self._link.on_lost(end_soon)
         try:
-            agents = await self._adapter.start_node()
-            await asyncio.to_thread(self._link.serve, agents)
+            part = await self._adapter.start_node()
+            await asyncio.to_thread(self._link.serve, part)
         except Exception as error:
             await asyncio.to_thread(self._link.tell_end, f"{type(error).__name__}: {error}")
             if isinstance(error, InvalidRequest):

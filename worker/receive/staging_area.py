@@ -39,26 +39,35 @@ class StagingArea:
 
     _descriptor: int | None = None
 
-    def __init__(self, specs: Mapping[str, TensorSpec], *, shared: bool) -> None:
+    def __init__(self, nbytes: int, *, shared: bool) -> None:
+        """Makes an area without places. Each tensor takes up to a multiple of ALIGN_BYTES."""
+        self.nbytes = nbytes
+        self._end = 0
         self._rooms: dict[str, _Room] = {}
         self._specs: dict[str, TensorSpec] = {}
         """The tensors whose places were asked for."""
-        at = 0
-        for name, spec in specs.items():
-            self._rooms[name] = _Room(at, spec.nbytes)
-            at += -(-spec.nbytes // ALIGN_BYTES) * ALIGN_BYTES
-        self.nbytes = at
         self._memory = memoryview(bytearray())
         if shared:
-            self._descriptor = _sealed_memory(max(at, 1))
-            self._memory = _mapped(self._descriptor, max(at, 1))
-        elif at:
-            self._memory = _aligned(at)
+            self._descriptor = _sealed_memory(max(nbytes, 1))
+            self._memory = _mapped(self._descriptor, max(nbytes, 1))
+        elif nbytes:
+            self._memory = _aligned(nbytes)
 
     @classmethod
     def for_specs(cls, specs: Mapping[str, TensorSpec], *, shared: bool = False) -> Self:
         """Makes an area with a place for each tensor."""
-        return cls(specs, shared=shared)
+        area = cls(sum(map(room_bytes, specs.values())), shared=shared)
+        for name, spec in specs.items():
+            area.add(name, spec)
+        return area
+
+    def add(self, name: str, spec: TensorSpec) -> bool:
+        """Adds a place after the last one. Returns False if the area is full."""
+        if self._end + room_bytes(spec) > self.nbytes:
+            return False
+        self._rooms[name] = _Room(self._end, spec.nbytes)
+        self._end += room_bytes(spec)
+        return True
 
     def place(self, name: str, spec: TensorSpec | None = None) -> memoryview:
         """Returns the writable memory of one tensor, of exactly its bytes.
@@ -111,6 +120,11 @@ class StagingArea:
 
     def __del__(self) -> None:
         self.close()
+
+
+def room_bytes(spec: TensorSpec) -> int:
+    """The bytes that a tensor takes in an area."""
+    return -(-spec.nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 class MappedArea:

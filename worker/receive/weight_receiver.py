@@ -217,6 +217,14 @@ class Receiver:
         self._undo.pop(staging, None)
         return staged
 
+    def staged_area(self, staging: str) -> tuple[Staged, StagingArea]:
+        """Returns what is staged under this name, which stays staged, and the area in which it lies."""
+        staged, kept = self._staged.get(staging), self._to_keep.get(staging)
+        area = self.areas.get(staging) or (None if kept is None else kept.area)
+        if staged is None or area is None:
+            raise EngineFailed(f"nothing is staged as {staging!r}: it was swapped or discarded before")
+        return staged, area
+
     def discard(self, staging: str) -> None:
         """Frees what is staged or open under this name, and takes a delta back. Does nothing for an unknown name."""
         self._staged.pop(staging, None)

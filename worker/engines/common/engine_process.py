@@ -1,4 +1,4 @@
-"""The processes of an engine that has them, its ranks among them: how they start, die and end."""
+"""The processes of an engine that has them, its ranks and its host agent among them: how they start, die and end."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ import contextlib
 import logging
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn
 
 from rl_plane.errors import EngineDied, EngineFailed
 from worker.engines.base import EngineHung, EngineOptions
 from worker.engines.common.process_watch import ProcessWatch, StartWatch, descendants, engine_processes, or_death
 from worker.nodes.head import HeadLink
 from worker.nodes.link import NodeLink
+from worker.nodes.node_part import NodePart
 from worker.nodes.spanning_client import SpanningClient
-from worker.receive.rank_agents.agent_client import AgentClient
+from worker.receive.host_agent.client import HostAgentClient
+from worker.receive.host_agent.process import HostAgentProcess
 from worker.receive.rank_agents.agent_messages import socket_directory
-from worker.receive.rank_agents.ranks import Ranks
+from worker.receive.rank_agents.model_description import ModelDescription
+from worker.receive.rank_agents.ranks import Agents, Ranks
 
 log = logging.getLogger("worker.engines.common.engine_process")
 
-T = TypeVar("T")
+HOST_AGENT = "host agent"
 
 END_TIMEOUT_S = 5.0
 """Seconds that killed processes may take to end."""
@@ -45,6 +47,9 @@ class EngineProcess(ABC):
         self.directory: Path | None = None
         """The directory of the sockets and other files of the processes, while they run."""
         self._ranks: Ranks | None = None
+        self._host: HostAgentClient | None = None
+        self._model: ModelDescription | None = None
+        self._agent: HostAgentProcess | None = None
         self._watch: ProcessWatch | None = None
         self._blaming: asyncio.Future[None] | None = None
         self._dead: asyncio.Future[NoReturn] | None = None
@@ -52,25 +57,28 @@ class EngineProcess(ABC):
     async def start(self) -> None:
         """Starts the engine. With several hosts, this process is the head."""
         directory = await self._start_processes()
-        self._ranks = await self._or_death(self._start_ranks(directory))
+        assert self._dead is not None, "set"
+        await or_death(self._start_agents(directory), self._dead)
 
-    async def start_node(self) -> AgentClient:
-        """Starts this host's part of an engine whose head is another host. Returns its agents."""
-        return self._local_agents(await self._start_processes())
+    async def start_node(self) -> NodePart:
+        """Starts this host's part of an engine whose head is another host."""
+        return self._part(await self._start_processes())
 
     async def _start_processes(self) -> Path:
         self._dead = asyncio.get_running_loop().create_future()
         self._dead.add_done_callback(lambda dead: dead.exception())  # retrieved, even if no call waits
         self.directory = socket_directory()
+        self._agent = HostAgentProcess(self.directory)  # on this thread: it ends with it
         before = descendants()
+        nodes, loop = self._options.nodes, asyncio.get_running_loop()
         # On this thread, which it blocks: vLLM's processes end with the thread that starts them, and SGLang uses the
         # running loop for its sockets.
-        nodes, loop = self._options.nodes, asyncio.get_running_loop()
         with StartWatch(lambda: None if nodes is None else nodes.lost):
             try:
                 self._build(self.directory)
             finally:
-                self._watch = ProcessWatch(engine_processes(before), self.vital, self._process_ended)
+                processes = engine_processes(before) | {self._agent.pid: HOST_AGENT}
+                self._watch = ProcessWatch(processes, (self.vital, HOST_AGENT), self._process_ended)
         if nodes is not None:
 
             def fail(why: str) -> None:
@@ -80,29 +88,28 @@ class EngineProcess(ABC):
             nodes.on_lost(fail)
         return self.directory
 
-    async def _or_death(self, work: Awaitable[T]) -> T:
-        assert self._dead is not None, "_start_processes sets it"
-        return await or_death(work, self._dead)
-
     @abstractmethod
     def _build(self, directory: Path) -> None:
         """Builds the library's engine, or this host's part of it."""
 
-    async def _start_ranks(self, directory: Path) -> Ranks:
-        client: AgentClient | SpanningClient = self._local_agents(directory)
-        if isinstance(self._options.nodes, HeadLink):
-            await asyncio.to_thread(self._options.nodes.wait_built)
-            self._options.nodes.me.ranks = tuple(self._local_ranks())
-            client = SpanningClient(self._local_agents(directory), self._options.nodes)
-        ranks = Ranks(client)
-        await asyncio.to_thread(ranks.start)
-        return ranks
+    async def _start_agents(self, directory: Path) -> None:
+        """Asks the ranks of this host for their model, and tells its host agent. The other nodes do the same."""
+        part, nodes = self._part(directory), self._options.nodes
+        self._model, host = await asyncio.to_thread(part.begin), part.host
+        ranks: Agents = part.ranks
+        if isinstance(nodes, HeadLink):
+            nodes.me.ranks = part.numbers
+            await asyncio.to_thread(nodes.begin, self._model)
+            ranks = SpanningClient(part.ranks, nodes, "ranks")
+            host.span(SpanningClient(host.agent, nodes, "host"), nodes.common(host.transports))
+        self._ranks, self._host = Ranks(ranks), host
 
-    def _local_agents(self, directory: Path) -> AgentClient:
-        return AgentClient(directory, self._local_ranks())
+    def _part(self, directory: Path) -> NodePart:
+        assert self._agent is not None, "started"
+        return NodePart(directory, self._local_ranks(), self._agent.pid, self._options.places)
 
     @abstractmethod
-    def _local_ranks(self) -> Sequence[int]:
+    def _local_ranks(self) -> range:
         """The ranks of the model on this host."""
 
     def check_alive(self) -> None:
@@ -127,6 +134,18 @@ class EngineProcess(ABC):
             raise EngineFailed("the engine is not running")
         return self._ranks
 
+    @property
+    def host(self) -> HostAgentClient:
+        if self._host is None or self._engine is None:
+            raise EngineFailed("the engine is not running")
+        return self._host
+
+    @property
+    def model(self) -> ModelDescription:
+        if self._model is None or self._engine is None:
+            raise EngineFailed("the engine is not running")
+        return self._model
+
     def _reason(self) -> EngineDied:
         """Returns a new error for each caller."""
         assert self._dead is not None, "start sets it"
@@ -147,7 +166,8 @@ class EngineProcess(ABC):
             raise EngineHung(why)
 
     def _process_ended(self, pid: int) -> None:
-        why = f"{self.name}'s process {pid} has ended"
+        agent = self._agent is not None and pid == self._agent.pid
+        why = f"the host agent (pid {pid}) has ended" if agent else f"{self.name}'s process {pid} has ended"
         if self._options.nodes is None:
             self._fail(why)
         else:
@@ -190,6 +210,9 @@ class EngineProcess(ABC):
             watch.kill()
             await asyncio.to_thread(watch.wait, END_TIMEOUT_S)
             watch.close()
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            await asyncio.to_thread(agent.kill)
         directory, self.directory = self.directory, None
         if directory is not None:
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)

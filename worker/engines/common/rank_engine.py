@@ -15,7 +15,9 @@ from worker.engines.common.generating import Generating
 from worker.engines.common.scoring import check_memory, check_sequences, checked_scores
 from worker.engines.common.token_checks import check_adapter
 from worker.engines.common.weights_in_ranks import WeightsInRanks
-from worker.receive.rank_agents.agent_client import AgentClient
+from worker.nodes.node_part import NodePart
+from worker.receive.host_agent.client import HostAgentClient
+from worker.receive.rank_agents.model_description import ModelDescription
 from worker.receive.rank_agents.ranks import Ranks
 
 P = TypeVar("P", bound=EngineProcess)
@@ -31,7 +33,7 @@ class RankEngine(Generating, WeightsInRanks, FullEngine, SpansHosts, Generic[P])
     async def close(self) -> None:
         await self.process.end()
 
-    async def start_node(self) -> AgentClient:
+    async def start_node(self) -> NodePart:
         try:
             return await self.process.start_node()
         except BaseException:
@@ -41,18 +43,27 @@ class RankEngine(Generating, WeightsInRanks, FullEngine, SpansHosts, Generic[P])
     async def node_died(self) -> str:
         return await self.process.died()
 
-    async def liveness(self) -> None:
-        self._running()
-        self.process.check_nodes()
-        await self._round_trip()
-
-    @abstractmethod
-    async def _round_trip(self) -> None:
-        """Makes a round trip through the engine. Raises EngineFailed if the engine is not running."""
-
     @property
     def ranks(self) -> Ranks:
         return self.process.ranks
+
+    @property
+    def host(self) -> HostAgentClient:
+        return self.process.host
+
+    @property
+    def model(self) -> ModelDescription:
+        return self.process.model
+
+    async def liveness(self) -> None:
+        self._running()
+        self.process.check_nodes()
+        await self._ranks_answer()
+        await self.host.ping()
+
+    @abstractmethod
+    async def _ranks_answer(self) -> None:
+        """Waits for one round trip through the engine's loop and all ranks."""
 
     def _running(self) -> None:
         self.process.check_alive()

@@ -24,7 +24,7 @@ from worker.engines.common.engine_process import EngineProcess
 from worker.engines.sglang.args import ON_CPU
 from worker.engines.sglang.plugin import MARK, METHOD, child_failed
 from worker.engines.sglang.streams import FIRST_KEY
-from worker.receive.rank_agents.ranks import Ranks, check_rows
+from worker.receive.rank_agents.ranks import check_rows
 
 T = TypeVar("T")
 
@@ -140,7 +140,6 @@ class SglangProcess(EngineProcess):
                 "device": self.device,
                 "directory": str(directory),
                 "model": str(self._options.model.absolute()),
-                "places": self._options.places.to_wire(),
             }
         )
         plugins, files = os.environ.get("SGLANG_PLUGINS"), tempfile.tempdir
@@ -186,16 +185,17 @@ class SglangProcess(EngineProcess):
                 **arguments,
             )
 
-    async def _start_ranks(self, directory: Path) -> Ranks:
+    async def _start_agents(self, directory: Path) -> None:
         self._read()
-        return await super()._start_ranks(directory)
+        await super()._start_agents(directory)
 
-    def _local_ranks(self) -> list[int]:
+    def _local_ranks(self) -> range:
         from sglang.srt.entrypoints.engine import _calculate_rank_ranges
 
         parameters = self._engine.server_args
         stages, parts, _, _ = _calculate_rank_ranges(parameters.node_rank)
-        return [stage * parameters.tp_size + part for stage in stages for part in parts]
+        first = stages.start * parameters.tp_size + parts.start
+        return range(first, first + len(stages) * len(parts))
 
     def _read(self) -> None:
         manager, loop = self._manager, asyncio.get_running_loop()

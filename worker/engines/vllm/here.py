@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from typing import Any
 
 HERE = "RL_PLANE_VLLM_HERE"
 """An environment variable of vLLM's processes: `Here`, as JSON."""
@@ -17,8 +16,6 @@ class Here:
     """The model's directory on this host."""
     directory: str
     """The directory of the agents' sockets and other files."""
-    places: dict[str, Any]
-    """The transports' context on the wire."""
 
     @classmethod
     def read(cls) -> Here:

@@ -18,8 +18,9 @@ from worker.engines.vllm.args import check_cpu, completed, thread_binding
 from worker.engines.vllm.here import HERE, Here
 from worker.engines.vllm.logits import COUNT, RAISE, end_by_count
 from worker.engines.vllm.plugin import MARK, take_temperatures_as_they_are
+from worker.nodes.head import HeadLink
 from worker.nodes.settings import NodeSettings
-from worker.receive.rank_agents.ranks import Ranks, check_rows
+from worker.receive.rank_agents.ranks import check_rows
 
 T = TypeVar("T")
 
@@ -137,7 +138,7 @@ class VllmProcess(EngineProcess):
             distributed_executor_backend="mp",
             **{"disable_log_stats": True} | arguments,
         )
-        here = Here(str(self._options.model.absolute()), str(directory), self._options.places.to_wire())
+        here = Here(str(self._options.model.absolute()), str(directory))
         with environment(directory, binding, self._options.deterministic, eager, here):
             if self._is_head:
                 self._engine = AsyncLLM.from_engine_args(given)
@@ -154,9 +155,11 @@ class VllmProcess(EngineProcess):
     def _is_head(self) -> bool:
         return self._options.nodes is None or self._options.nodes.settings.rank == 0
 
-    async def _start_ranks(self, directory: Path) -> Ranks:
+    async def _start_agents(self, directory: Path) -> None:
+        if isinstance(self._options.nodes, HeadLink):
+            await asyncio.to_thread(self._options.nodes.wait_built)
         await self.on_ranks("rl_plane_start")
-        return await super()._start_ranks(directory)
+        await super()._start_agents(directory)
 
     def _local_ranks(self) -> range:
         count = int(self._parallel.local_world_size)
