@@ -140,6 +140,8 @@ def together(*works: Callable[[], object]) -> list[PlaneError | None]:
 @pytest.fixture
 def links(nats: NatsServer, namespace: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Links]:
     monkeypatch.setattr(peer_watch, "GONE_S", 0.5)
+    monkeypatch.setattr(link, "LOOK_S", BOUND_S)  # on a busy machine
+    monkeypatch.setattr(link, "FAREWELL_S", BOUND_S)
     made = Links(nats.url, namespace)
     yield made
     made.close()

@@ -135,9 +135,9 @@ class EngineInfo:
     max_model_len: int
     """The largest number of tokens of one request, prompt and new tokens together."""
     capabilities: Mapping[str, str]
-    """Op → why the engine can't do it. Keys are ops (`score`), variants of ops (`prepare_update:lora`), and fields of a
-    generation request (`generate:seed`, or `generate:a+b` for two fields that exclude each other). The worker adds the
-    ops of the capability protocols that the adapter does not implement."""
+    """Op → why the engine can't do it. Keys are ops (`score`), variants of ops (`prepare_update:lora`), transports
+    (`transport:gloo`), and fields of a generation request (`generate:seed`, or `generate:a+b` for two fields that
+    exclude each other). The worker adds the ops of the capability protocols that the adapter does not implement."""
     transports: tuple[str, ...]
     """The backends by which the engine's receivers can receive weights."""
     deterministic: bool = False

@@ -55,10 +55,10 @@ DIGEST_WAIT_S = 1800.0
 BEGIN_WAIT_S = 120.0
 """Seconds for the agents of a node to describe the model. They import torch meanwhile."""
 
-GROUPS = frozenset({"gloo", "nccl"})
-"""Transports whose sender counts one receiver for each worker. An engine over several hosts has several."""
-ONE_HOST_ONLY = frozenset({"ipc"})
-"""Transports that read the memory of a trainer on the same host."""
+GROUPS = ("gloo", "nccl")
+NO_GROUPS = "a group has one receiver for each worker, and an engine over several hosts has one for each host"
+ONE_HOST_ONLY = ("ipc",)
+NO_MEMORY = "it reads the memory of a trainer on the same host, and the nodes of this engine are on several"
 
 ANSWER_MARGIN_S = 5.0
 """The time that a node's answer may take after the bound of its work."""
@@ -195,11 +195,15 @@ class HeadLink(NodeLink):
 
     def common(self, transports: Iterable[str]) -> tuple[str, ...]:
         """The transports that can bring weights to every node, of those that this host has."""
-        apart = len({node.host for node in (self.me, *self.nodes)}) > 1
-        lacking = GROUPS | (ONE_HOST_ONLY if apart else set())
+        lacking = self.lacking_transports()
         return tuple(
             one for one in transports if one not in lacking and all(one in other for other in self._transports)
         )
+
+    def lacking_transports(self) -> dict[str, str]:
+        """Transport → why it can't bring weights to an engine over several hosts."""
+        apart = len({node.host for node in (self.me, *self.nodes)}) > 1
+        return dict.fromkeys(GROUPS, NO_GROUPS) | (dict.fromkeys(ONE_HOST_ONLY, NO_MEMORY) if apart else {})
 
     def check_digests(self, tied: Mapping[str, str], own: str) -> None:
         """Raises Conflict unless every node has loaded the weights that the head has loaded."""

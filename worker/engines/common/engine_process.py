@@ -39,7 +39,7 @@ class EngineProcess(ABC):
     """The begin of the names of the processes without which the engine is dead."""
 
     def __init__(self, options: EngineOptions, arguments: dict[str, Any]) -> None:
-        self._options = options
+        self.options = options
         self.arguments = arguments
         """The engine arguments, beside those that the options set."""
         self._engine: Any = None
@@ -70,7 +70,7 @@ class EngineProcess(ABC):
         self.directory = socket_directory()
         self._agent = HostAgentProcess(self.directory)  # on this thread: it ends with it
         before = descendants()
-        nodes, loop = self._options.nodes, asyncio.get_running_loop()
+        nodes, loop = self.options.nodes, asyncio.get_running_loop()
         # On this thread, which it blocks: vLLM's processes end with the thread that starts them, and SGLang uses the
         # running loop for its sockets.
         with StartWatch(lambda: None if nodes is None else nodes.lost):
@@ -94,7 +94,7 @@ class EngineProcess(ABC):
 
     async def _start_agents(self, directory: Path) -> None:
         """Asks the ranks of this host for their model, and tells its host agent. The other nodes do the same."""
-        part, nodes = self._part(directory), self._options.nodes
+        part, nodes = self._part(directory), self.options.nodes
         self._model, host = await asyncio.to_thread(part.begin), part.host
         ranks: Agents = part.ranks
         if isinstance(nodes, HeadLink):
@@ -106,7 +106,7 @@ class EngineProcess(ABC):
 
     def _part(self, directory: Path) -> NodePart:
         assert self._agent is not None, "started"
-        return NodePart(directory, self._local_ranks(), self._agent.pid, self._options.places)
+        return NodePart(directory, self._local_ranks(), self._agent.pid, self.options.places)
 
     @abstractmethod
     def _local_ranks(self) -> range:
@@ -161,17 +161,17 @@ class EngineProcess(ABC):
 
     def check_nodes(self) -> None:
         """Raises EngineHung if another host's part of the engine does not answer."""
-        nodes = self._options.nodes
+        nodes = self.options.nodes
         if isinstance(nodes, HeadLink) and (why := nodes.hanging) is not None:
             raise EngineHung(why)
 
     def _process_ended(self, pid: int) -> None:
         agent = self._agent is not None and pid == self._agent.pid
         why = f"the host agent (pid {pid}) has ended" if agent else f"{self.name}'s process {pid} has ended"
-        if self._options.nodes is None:
+        if self.options.nodes is None:
             self._fail(why)
         else:
-            self._blaming = asyncio.ensure_future(self._blame(why, self._options.nodes))
+            self._blaming = asyncio.ensure_future(self._blame(why, self.options.nodes))
 
     async def _blame(self, why: str, nodes: NodeLink) -> None:
         """Fails with the reason that counts: a rank ends when the ranks of another host have."""

@@ -15,6 +15,7 @@ from worker.engines.common.generating import Generating
 from worker.engines.common.scoring import check_memory, check_sequences, checked_scores
 from worker.engines.common.token_checks import check_adapter
 from worker.engines.common.weights_in_ranks import WeightsInRanks
+from worker.nodes.head import HeadLink
 from worker.nodes.node_part import NodePart
 from worker.receive.host_agent.client import HostAgentClient
 from worker.receive.rank_agents.model_description import ModelDescription
@@ -39,6 +40,13 @@ class RankEngine(Generating, WeightsInRanks, FullEngine, SpansHosts, Generic[P])
         except BaseException:
             await self.close()
             raise
+
+    def _lacking_over_hosts(self) -> dict[str, str]:
+        """What an engine over several hosts can't do, and why."""
+        nodes = self.process.options.nodes
+        if not isinstance(nodes, HeadLink):
+            return {}
+        return {f"transport:{name}": why for name, why in nodes.lacking_transports().items()}
 
     async def node_died(self) -> str:
         return await self.process.died()

@@ -139,7 +139,7 @@ class SglangProcess(EngineProcess):
                 "worker": os.getpid(),
                 "device": self.device,
                 "directory": str(directory),
-                "model": str(self._options.model.absolute()),
+                "model": str(self.options.model.absolute()),
             }
         )
         plugins, files = os.environ.get("SGLANG_PLUGINS"), tempfile.tempdir
@@ -169,15 +169,15 @@ class SglangProcess(EngineProcess):
 
         arguments: dict[str, Any] = dict(ON_CPU) if self.device == "cpu" else {}
         arguments |= self.arguments
-        if (nodes := self._options.nodes) is not None:
+        if (nodes := self.options.nodes) is not None:
             arguments["nnodes"], arguments["node_rank"] = nodes.settings.count, nodes.settings.rank
             arguments["dist_init_addr"] = nodes.settings.address
         with self._environment(directory), _as_it_was():
             self._engine = OwnEngine(
-                model_path=str(self._options.model),
+                model_path=str(self.options.model),
                 device=self.device,
                 base_gpu_id=self._gpu,
-                dtype=self._options.dtype or "auto",
+                dtype=self.options.dtype or "auto",
                 weight_version=FIRST_KEY,
                 skip_tokenizer_init=True,
                 incremental_streaming_output=True,

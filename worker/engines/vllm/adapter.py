@@ -124,7 +124,7 @@ class VllmEngine(RankEngine[VllmProcess]):
         )
 
     def _lacking(self) -> dict[str, str]:
-        lacking: dict[str, str] = {}
+        lacking = self._lacking_over_hosts()
         if (reason := self._no_sleep()) is not None:
             lacking |= {"release_memory": reason, "resume_memory": reason}
         if self._options.nodes is not None:

@@ -106,12 +106,12 @@ class VllmProcess(EngineProcess):
         if self.arguments.get("enable_return_routed_experts") and not HAS_TRITON:
             raise InvalidRequest(NO_TRITON, field="engine_arg.enable_return_routed_experts", fix="leave it out")
         on_cpu = current_platform.is_cpu()
-        _check_device(self._options.device, on_cpu)
+        _check_device(self.options.device, on_cpu)
         if on_cpu:
-            self._options.refuse_modes("vLLM has this on GPUs only", "leave it out on a CPU")
+            self.options.refuse_modes("vLLM has this on GPUs only", "leave it out on a CPU")
             check_cpu(self.arguments)
         arguments = completed(self.arguments, on_cpu)
-        nodes = self._options.nodes.settings if self._options.nodes is not None else NodeSettings()
+        nodes = self.options.nodes.settings if self.options.nodes is not None else NodeSettings()
         ranks = int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
         if ranks % nodes.count:
             raise InvalidRequest(
@@ -132,14 +132,14 @@ class VllmProcess(EngineProcess):
                 "master_port": port,
             }
         given = AsyncEngineArgs(
-            model=str(self._options.model),
-            dtype=self._options.dtype or _model_dtype(self._options.model),
+            model=str(self.options.model),
+            dtype=self.options.dtype or _model_dtype(self.options.model),
             worker_extension_cls="worker.engines.vllm.rank.RankExtension",
             distributed_executor_backend="mp",
             **{"disable_log_stats": True} | arguments,
         )
-        here = Here(str(self._options.model.absolute()), str(directory))
-        with environment(directory, binding, self._options.deterministic, eager, here):
+        here = Here(str(self.options.model.absolute()), str(directory))
+        with environment(directory, binding, self.options.deterministic, eager, here):
             if self._is_head:
                 self._engine = AsyncLLM.from_engine_args(given)
                 self._parallel = self._engine.vllm_config.parallel_config
@@ -153,11 +153,11 @@ class VllmProcess(EngineProcess):
 
     @property
     def _is_head(self) -> bool:
-        return self._options.nodes is None or self._options.nodes.settings.rank == 0
+        return self.options.nodes is None or self.options.nodes.settings.rank == 0
 
     async def _start_agents(self, directory: Path) -> None:
-        if isinstance(self._options.nodes, HeadLink):
-            await asyncio.to_thread(self._options.nodes.wait_built)
+        if isinstance(self.options.nodes, HeadLink):
+            await asyncio.to_thread(self.options.nodes.wait_built)
         await self.on_ranks("rl_plane_start")
         await super()._start_agents(directory)
 
