@@ -29,11 +29,11 @@ from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
 from worker.engines.capabilities import SpansHosts, with_missing
 from worker.engines.common.token_checks import lacking_fields
 from worker.nodes.facts import node_facts
-from worker.nodes.follower import FollowerLink
-from worker.nodes.head import HeadLink
-from worker.nodes.link import NodeLink, NodePlace
+from worker.nodes.follower_link import FollowerLink
+from worker.nodes.head_link import HeadLink
+from worker.nodes.node_link import NodeLink, NodePlace
 from worker.nodes.node_process import NodeProcess
-from worker.nodes.settings import NodeSettings
+from worker.nodes.node_settings import NodeSettings
 from worker.receive.staging import model_digest
 from worker.runtime.engine_args import EngineArguments
 from worker.runtime.engine_loop import EngineLoop

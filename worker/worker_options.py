@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
-from worker.nodes.settings import ONE_HOST, NodeSettings
+from worker.nodes.node_settings import ONE_HOST, NodeSettings
 from worker.runtime.engine_watch import DEFAULT_ENGINE_HANG_S, DEFAULT_LIVENESS_TIMEOUT_S
 
 

@@ -135,7 +135,7 @@ def run_worker(given: Command) -> int:
     engine = check_engine(values["engine"])
     _set_up_logging(values["log_level"])
 
-    from worker.nodes.settings import NodeSettings
+    from worker.nodes.node_settings import NodeSettings
     from worker.process import run
     from worker.worker_options import WorkerOptions
 

@@ -9,7 +9,6 @@ import asyncio
 import os
 import platform
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -24,6 +23,7 @@ pytest.importorskip("peft")
 from rl_plane.client import RlClient
 from rl_plane.errors import InvalidWeights
 from tests.conftest import Plane, Spawned, lives
+from tests.support.broadcast_updates import free_port
 from tests.support.faults import Stream
 from tests.support.fleet_updates import update_of
 from tests.support.mixed_fleet import (
@@ -62,7 +62,7 @@ class Nodes(Mixed):
     def start(self) -> None:
         """Starts both nodes, with the same instance id each time."""
         (engine,) = self.ids
-        address = f"127.0.0.1:{_free_port()}"
+        address = f"127.0.0.1:{free_port()}"
         self.node, self.head = (
             self.plane.spawn(
                 ready=False,
@@ -91,11 +91,6 @@ class Nodes(Mixed):
     async def end_within(self, bound_s: float, *ones: Spawned) -> list[int]:
         async with asyncio.timeout(bound_s):
             return [await asyncio.to_thread(one.process.wait) for one in ones]
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.engines(name)) for name in PARTS])
@@ -129,8 +124,7 @@ async def test_both_nodes_are_one_worker(mixed: Nodes, client: RlClient, http: h
 async def test_an_update_reaches_both_nodes_or_neither(
     mixed: Nodes, client: RlClient, http: httpx.AsyncClient
 ) -> None:
-    (row,) = (await client.run("update_weights", update_of(mixed.tiny(1), "one")))["workers"]
-    assert [rank["rank"] for rank in row["rank_results"]] == [0, 1]
+    await client.run("update_weights", update_of(mixed.tiny(1), "one"))
     await proven(http, mixed, "one", mixed.tiny(1))
     with pytest.raises(InvalidWeights):
         await client.run("update_weights", {**update_of(mixed.tiny(2)), "digest": "blake3:" + "0" * 64})

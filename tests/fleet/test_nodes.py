@@ -15,13 +15,13 @@ from rl_plane.bus.server import NatsServer
 from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unavailable
 from rl_plane.protocol.subjects import Subjects
 from worker.engines.fake.adapter import make_fake_model
-from worker.nodes import follower, head, link, peer_watch
+from worker.nodes import follower_link, head_link, node_link, peer_watch
 from worker.nodes.facts import node_facts
-from worker.nodes.follower import FollowerLink
-from worker.nodes.head import HeadLink
-from worker.nodes.link import NodeLink, NodePlace, pack, unpack
+from worker.nodes.follower_link import FollowerLink
+from worker.nodes.head_link import HeadLink
+from worker.nodes.node_link import NodeLink, NodePlace, pack, unpack
 from worker.nodes.node_part import NodePart
-from worker.nodes.settings import NodeSettings
+from worker.nodes.node_settings import NodeSettings
 from worker.nodes.spanning_client import SpanningClient
 
 BOUND_S = 30.0
@@ -140,8 +140,8 @@ def together(*works: Callable[[], object]) -> list[PlaneError | None]:
 @pytest.fixture
 def links(nats: NatsServer, namespace: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Links]:
     monkeypatch.setattr(peer_watch, "GONE_S", 0.5)
-    monkeypatch.setattr(link, "LOOK_S", BOUND_S)  # on a busy machine
-    monkeypatch.setattr(link, "FAREWELL_S", BOUND_S)
+    monkeypatch.setattr(node_link, "LOOK_S", BOUND_S)  # on a busy machine
+    monkeypatch.setattr(node_link, "FAREWELL_S", BOUND_S)
     made = Links(nats.url, namespace)
     yield made
     made.close()
@@ -207,7 +207,7 @@ def test_a_node_that_differs_is_refused_on_every_node(links: Links, facts: dict[
 
 
 def test_a_node_rank_twice_is_refused_and_the_first_goes_on(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follower, "TAKEN_S", 0.5)
+    monkeypatch.setattr(follower_link, "TAKEN_S", 0.5)
     head, node, client, *_ = links.pair()
     (told,) = together(links.node().join)
     assert isinstance(told, Conflict)
@@ -217,7 +217,7 @@ def test_a_node_rank_twice_is_refused_and_the_first_goes_on(links: Links, monkey
 
 
 def test_a_second_head_is_refused(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "TAKEN_S", 0.5)
+    monkeypatch.setattr(head_link, "TAKEN_S", 0.5)
     first, *_ = links.pair()
     (told,) = together(links.head().gather)
     assert isinstance(told, Conflict)
@@ -297,7 +297,7 @@ def test_a_node_that_is_gone_ends_a_running_call(links: Links, who: str) -> None
 
 
 def test_a_node_that_hangs(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "PING_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(node_link, "PING_TIMEOUT_S", 0.5)
     head, node, *_ = links.pair()
     go = threading.Event()
     node._loop.call_soon_threadsafe(lambda: go.wait(BOUND_S))  # its thread stands still

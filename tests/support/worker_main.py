@@ -11,7 +11,7 @@ import logging
 import sys
 from pathlib import Path
 
-from worker.nodes.settings import NodeSettings
+from worker.nodes.node_settings import NodeSettings
 from worker.process import run
 from worker.worker_options import WorkerOptions
 

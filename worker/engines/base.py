@@ -36,7 +36,7 @@ from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEF
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
 from rl_plane.transports.base import TransportContext
-from worker.nodes.link import NodeLink
+from worker.nodes.node_link import NodeLink
 
 LACKING = "do without, or name workers that can: describe tells what each lacks"
 """The fix of an op that one engine can't do."""

@@ -12,7 +12,7 @@ from rl_plane._util.tasks import end_tasks
 from rl_plane.errors import InvalidRequest
 from worker import exit_codes
 from worker.engines.capabilities import SpansHosts
-from worker.nodes.follower import FollowerLink
+from worker.nodes.follower_link import FollowerLink
 
 log = logging.getLogger("worker.nodes")
 

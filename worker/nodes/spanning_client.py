@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import PlaneError
-from worker.nodes.head import HeadLink
+from worker.nodes.head_link import HeadLink
 from worker.receive.rank_agents.agent_client import ASK_TIMEOUT_S, CANCEL_WAIT_S, POLL_S
 from worker.receive.rank_agents.ranks import Agents
 

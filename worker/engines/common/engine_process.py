@@ -13,8 +13,8 @@ from typing import Any, ClassVar, NoReturn
 from rl_plane.errors import EngineDied, EngineFailed
 from worker.engines.base import EngineHung, EngineOptions
 from worker.engines.common.process_watch import ProcessWatch, StartWatch, descendants, engine_processes, or_death
-from worker.nodes.head import HeadLink
-from worker.nodes.link import NodeLink
+from worker.nodes.head_link import HeadLink
+from worker.nodes.node_link import NodeLink
 from worker.nodes.node_part import NodePart
 from worker.nodes.spanning_client import SpanningClient
 from worker.receive.host_agent.client import HostAgentClient

@@ -15,7 +15,7 @@ from worker.engines.common.generating import Generating
 from worker.engines.common.scoring import check_memory, check_sequences, checked_scores
 from worker.engines.common.token_checks import check_adapter
 from worker.engines.common.weights_in_ranks import WeightsInRanks
-from worker.nodes.head import HeadLink
+from worker.nodes.head_link import HeadLink
 from worker.nodes.node_part import NodePart
 from worker.receive.host_agent.client import HostAgentClient
 from worker.receive.rank_agents.model_description import ModelDescription
@@ -42,7 +42,7 @@ class RankEngine(Generating, WeightsInRanks, FullEngine, SpansHosts, Generic[P])
             raise
 
     def _lacking_over_hosts(self) -> dict[str, str]:
-        """What an engine over several hosts can't do, and why."""
+        """Returns the capabilities that an engine over several hosts lacks, with the reasons."""
         nodes = self.process.options.nodes
         if not isinstance(nodes, HeadLink):
             return {}

@@ -18,8 +18,8 @@ from worker.engines.vllm.args import check_cpu, completed, thread_binding
 from worker.engines.vllm.here import HERE, Here
 from worker.engines.vllm.logits import COUNT, RAISE, end_by_count
 from worker.engines.vllm.plugin import MARK, take_temperatures_as_they_are
-from worker.nodes.head import HeadLink
-from worker.nodes.settings import NodeSettings
+from worker.nodes.head_link import HeadLink
+from worker.nodes.node_settings import NodeSettings
 from worker.receive.rank_agents.ranks import check_rows
 
 T = TypeVar("T")

@@ -41,8 +41,8 @@ from rl_plane.errors import (
 )
 from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
 from rl_plane.protocol.subjects import Subjects
+from worker.nodes.node_settings import NodeSettings
 from worker.nodes.peer_watch import PeerWatch
-from worker.nodes.settings import NodeSettings
 
 log = logging.getLogger("worker.nodes")
 

@@ -17,9 +17,18 @@ from rl_plane.errors import (
     WorkerLost,
     error_from_wire,
 )
-from worker.nodes.link import FAREWELL_S, JOIN_S, PING_TIMEOUT_S, TAKEN_S, Handler, NodeEntry, NodeLink, NodePlace
+from worker.nodes.node_link import (
+    FAREWELL_S,
+    JOIN_S,
+    PING_TIMEOUT_S,
+    TAKEN_S,
+    Handler,
+    NodeEntry,
+    NodeLink,
+    NodePlace,
+)
 from worker.nodes.node_part import NodePart, digest_of
-from worker.nodes.settings import NodeSettings
+from worker.nodes.node_settings import NodeSettings
 
 LOOK_S = 2.0
 """Seconds between two looks at the agents of this node. An agent that does not answer in this time is silent."""

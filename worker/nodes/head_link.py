@@ -24,7 +24,7 @@ from rl_plane.errors import (
     error_from_wire,
 )
 from worker.nodes.facts import check_facts
-from worker.nodes.link import (
+from worker.nodes.node_link import (
     FAREWELL_S,
     JOIN_S,
     PING_TIMEOUT_S,
@@ -35,7 +35,7 @@ from worker.nodes.link import (
     NodePlace,
 )
 from worker.nodes.node_part import digest_of
-from worker.nodes.settings import NodeSettings
+from worker.nodes.node_settings import NodeSettings
 from worker.receive.rank_agents.model_description import ModelDescription
 
 log = logging.getLogger("worker.nodes")
@@ -439,6 +439,6 @@ class NodeCalls:
 
 
 def _of_node(node: NodeEntry, error: PlaneError) -> PlaneError:
-    """The same error, with the node's name."""
+    """Adds the node's name to an error."""
     wire = error.to_wire()
     return error_from_wire({**wire, "message": f"{node.name}: {wire['message']}"})
