@@ -12,7 +12,7 @@ from rl_plane.errors import EngineFailed
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.transports.base import TransportContext
 from worker.receive.host_agent.agent import HostAgent
-from worker.receive.host_agent.client import HostAgentClient
+from worker.receive.host_agent.host_agent_client import HostAgentClient
 from worker.receive.rank_agents.agent_client import AgentClient
 from worker.receive.rank_agents.agent_messages import host_socket
 from worker.receive.rank_agents.agent_server import AgentServer, Method, listen_at

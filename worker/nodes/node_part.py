@@ -11,7 +11,7 @@ from typing import Any
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed
 from rl_plane.transports.base import TransportContext
-from worker.receive.host_agent.client import HostAgentClient
+from worker.receive.host_agent.host_agent_client import HostAgentClient
 from worker.receive.rank_agents.agent_client import AgentClient
 from worker.receive.rank_agents.model_description import ModelDescription
 from worker.receive.rank_agents.ranks import Ranks

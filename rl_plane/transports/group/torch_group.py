@@ -422,7 +422,7 @@ class Broadcast:
         self.data = data
         self.there = there
         self.others: list[Broadcast] = []
-        """The same broadcast, for the silent ranks of the group."""
+        """This broadcast for the silent ranks of the group."""
 
     def wait(self, what: str, deadline: float, cancelled: Callable[[], bool] = never) -> None:
         if self.work is not None:

@@ -26,8 +26,8 @@ from tests.support.host_ranks import OneHost
 from tests.support.receive_requests import files_request
 from worker.engines.fake.adapter import make_fake_model
 from worker.receive.host_agent import windows
-from worker.receive.host_agent.client import HostAgentClient
-from worker.receive.host_agent.process import HostAgentProcess
+from worker.receive.host_agent.host_agent_client import HostAgentClient
+from worker.receive.host_agent.host_agent_process import HostAgentProcess
 from worker.receive.rank_agents.agent_messages import socket_directory
 from worker.receive.rank_agents.host_areas import staged_weights
 from worker.receive.staging import DigestingStream, adapter_digest, model_digest
@@ -242,7 +242,7 @@ async def test_the_process_answers_hangs_and_ends(tmp_path: Path) -> None:
 
 def test_the_process_ends_with_the_worker(tmp_path: Path) -> None:
     program = (
-        "import pathlib, sys; from worker.receive.host_agent.process import HostAgentProcess; "
+        "import pathlib, sys; from worker.receive.host_agent.host_agent_process import HostAgentProcess; "
         "print(HostAgentProcess(pathlib.Path(sys.argv[1])).pid, flush=True); input()"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]

@@ -17,8 +17,8 @@ from worker.nodes.head_link import HeadLink
 from worker.nodes.node_link import NodeLink
 from worker.nodes.node_part import NodePart
 from worker.nodes.spanning_client import SpanningClient
-from worker.receive.host_agent.client import HostAgentClient
-from worker.receive.host_agent.process import HostAgentProcess
+from worker.receive.host_agent.host_agent_client import HostAgentClient
+from worker.receive.host_agent.host_agent_process import HostAgentProcess
 from worker.receive.rank_agents.agent_messages import socket_directory
 from worker.receive.rank_agents.model_description import ModelDescription
 from worker.receive.rank_agents.ranks import Agents, Ranks

@@ -17,7 +17,7 @@ from worker.engines.common.token_checks import check_adapter
 from worker.engines.common.weights_in_ranks import WeightsInRanks
 from worker.nodes.head_link import HeadLink
 from worker.nodes.node_part import NodePart
-from worker.receive.host_agent.client import HostAgentClient
+from worker.receive.host_agent.host_agent_client import HostAgentClient
 from worker.receive.rank_agents.model_description import ModelDescription
 from worker.receive.rank_agents.ranks import Ranks
 

@@ -13,7 +13,7 @@ from rl_plane._util.tasks import Cancelled
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec
 from worker.engines.base import EngineAdapter
-from worker.receive.host_agent.client import HostAgentClient
+from worker.receive.host_agent.host_agent_client import HostAgentClient
 from worker.receive.rank_agents.model_description import ModelDescription
 from worker.receive.rank_agents.ranks import Ranks
 

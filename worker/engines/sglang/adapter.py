@@ -329,10 +329,12 @@ class SglangEngine(RankEngine[SglangProcess]):
             fresh = LoadedAdapter(f"{name}@{number}", f"rl-plane-adapter-{number}", version)
         try:
             if fresh is not None and staging is not None:
-                await self.process.call(
-                    "put_adapter", staging=staging, name=fresh.engine_name, lora_id=fresh.lora_id
-                )
-                await asyncio.to_thread(self.host.forget, staging)  # the ranks have it
+                try:
+                    await self.process.call(
+                        "put_adapter", staging=staging, name=fresh.engine_name, lora_id=fresh.lora_id
+                    )
+                finally:
+                    await asyncio.to_thread(self._forget, staging)
             if old is not None:
                 await self._retire(name, old, replaced=fresh is not None)
         except BaseException:

@@ -293,8 +293,10 @@ class VllmEngine(RankEngine[VllmProcess]):
         except InvalidRequest:
             await asyncio.to_thread(self._forget, staging)
             raise
-        rows = await asyncio.to_thread(self.process.ranks.rows, "take_adapter", {"staging": staging})
-        await asyncio.to_thread(self.host.forget, staging)  # the files have its bytes
+        try:
+            rows = await asyncio.to_thread(self.process.ranks.rows, "take_adapter", {"staging": staging})
+        finally:
+            await asyncio.to_thread(self._forget, staging)
         lora = _Lora(before.number if before is not None else next(self._numbers), rows[0]["path"])
         try:
             assert version is not None, "of an adapter that is loaded"

@@ -22,7 +22,7 @@ OVERWRITE_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class HostStaged:
-    """What a rank must know of staged weights, beside their bytes."""
+    """Facts about staged weights that a rank must know, beside their bytes."""
 
     cast: bool
     config: Mapping[str, Any] | None

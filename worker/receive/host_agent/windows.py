@@ -15,7 +15,7 @@ from worker.receive.rank_agents.agent_messages import WithDescriptor
 from worker.receive.staging_area import StagingArea, room_bytes
 
 WINDOW_BYTES = 64 << 20
-"""The size of a window, unless one tensor is larger."""
+"""The most bytes of a window, unless one tensor is larger."""
 
 AHEAD = 2
 """The windows that may be in memory: the ranks load one while the next one fills."""
@@ -51,6 +51,12 @@ class Windows:
             self._filling = StagingArea(max(WINDOW_BYTES, room_bytes(tensor.spec)), shared=True)
             self._filling.add(name, tensor.spec)
         self._filling.put(name, tensor)
+        if self._ranks_wait():  # a slow source does not make them wait for a full window
+            self._pass_on(check)
+
+    def _ranks_wait(self) -> bool:
+        with self._changed:
+            return min(self._asked) == self._made
 
     def end(self, check: Callable[[], None]) -> None:
         """Passes on the last window, and ends the stream."""
