@@ -24,6 +24,7 @@ from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import SERVICE_CONNECT_S, Bus
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.subjects import Subjects, check_instance_id
+from rl_plane.transports.http.allowed import Allowed
 from worker import exit_codes
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
 from worker.engines.capabilities import SpansHosts, with_missing
@@ -80,6 +81,7 @@ def check_options(options: WorkerOptions) -> None:
     for field, path in (("model", options.model), *(("weight_root", root) for root in options.weight_roots)):
         if not path.is_dir():
             raise InvalidRequest(f"{path} is no directory", field=field, fix="give a directory that exists")
+    Allowed.of(options.weight_urls)
 
 
 def run(options: WorkerOptions, on_ready: Callable[[list[str]], None] | None = None) -> int:
@@ -155,6 +157,7 @@ def _engine_options(options: WorkerOptions, arguments: EngineArguments, nodes: N
         options.deterministic,
         options.enable_memory_saver,
         options.credentials,
+        options.weight_urls,
         nodes,
     )
 

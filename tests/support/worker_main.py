@@ -22,5 +22,6 @@ if __name__ == "__main__":
     options["weight_roots"] = tuple(map(Path, options["weight_roots"]))
     if "nodes" in options:
         options["nodes"] = NodeSettings(**options["nodes"])
+    options["weight_urls"] = tuple(options.get("weight_urls", ()))
     exec(sys.argv[2])
     sys.exit(run(WorkerOptions(**options), lambda ids: print(*ids, flush=True)))

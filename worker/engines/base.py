@@ -73,6 +73,8 @@ class EngineOptions:
     """`--enable-memory-saver`: memory can be released and resumed."""
     credentials: NatsCredentials = NO_CREDENTIALS
     """The files by which a transport connects to NATS."""
+    weight_urls: tuple[str, ...] = ()
+    """The only places that weights are fetched from by HTTP: prefixes of URLs."""
     nodes: NodeLink | None = None
     """The link to the other nodes of an engine that spans several hosts. None: one host."""
 
@@ -84,6 +86,7 @@ class EngineOptions:
             self.namespace,
             self.component,
             credentials=self.credentials,
+            weight_urls=self.weight_urls,
         )
 
     def check_model(self) -> None:
