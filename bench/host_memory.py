@@ -1,8 +1,9 @@
 """`python -m bench.host_memory`: how much host memory an update adds to a worker of vLLM or SGLang, by its ranks.
 
 The worker's process, its host agent and all processes of the engine count, each with its PSS: memory that several
-processes map counts once. Measured beside the state before the update: when the new weights are staged beside the
-served ones, when they are swapped in and nothing is kept, and when the version is kept for deltas and healing.
+processes map counts once. Measured beside the state before the first staged update: when the new weights are staged
+beside the served ones; when they are swapped in, and their memory waits for the next update; and when the version is
+kept for deltas and healing.
 """
 
 from __future__ import annotations
@@ -54,13 +55,18 @@ class Worker:
     def memory(self) -> int:
         return pss([os.getpid(), *self._engine.process.pids()])
 
-    async def stage(self, model: Path, keep: bool) -> str:
+    async def stage(self, model: Path, **more: Any) -> str:
         name = next(_names)
         transport = Transport.model_validate({"backend": "filesystem", "path": str(model)})
-        request = ReceiveRequest(update_id=name, transport=transport, label=name, keep_staged=keep)
+        request = ReceiveRequest(update_id=name, transport=transport, label=name, **more)
         await asyncio.to_thread(self._engine.open, name, request)
         await asyncio.to_thread(self._engine.receive, name, never)
         return name
+
+    async def overwrite(self, model: Path) -> None:
+        await self._engine.pause("keep", False)
+        await self.stage(model, staging="none")
+        await self._engine.resume()
 
     async def swap(self, name: str) -> None:
         await self._engine.pause("keep", False)
@@ -80,13 +86,13 @@ async def measure(kind: str, ranks: int, models: list[Path]) -> tuple[int, int, 
     await engine.start()
     try:
         worker = Worker(engine)
-        await worker.swap(await worker.stage(models[1], False))  # the first one loads libraries, too
+        await worker.overwrite(models[1])  # the first update loads libraries, too
         before = worker.memory()
-        name = await worker.stage(models[0], False)
+        name = await worker.stage(models[0])
         staged = worker.memory() - before
         await worker.swap(name)
         swapped = worker.memory() - before
-        await worker.swap(await worker.stage(models[1], True))
+        await worker.swap(await worker.stage(models[1], keep_staged=True))
         return staged, swapped, worker.memory() - before
     finally:
         await engine.close()

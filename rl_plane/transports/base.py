@@ -74,13 +74,8 @@ class TransportContext:
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> TransportContext:
         roots, credentials = tuple(map(Path, wire["weight_roots"])), NatsCredentials.from_wire(wire["credentials"])
-        changed = {
-            "weight_roots": roots,
-            "credentials": credentials,
-            "rank_devices": tuple(wire["rank_devices"]),
-            "weight_urls": tuple(wire["weight_urls"]),
-        }
-        return cls(**{**wire, **changed})
+        tuples = {name: tuple(wire[name]) for name in ("weight_urls", "rank_devices")}
+        return cls(**{**wire, **tuples, "weight_roots": roots, "credentials": credentials})
 
 
 class Delivery(ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ class StandInRank:
 
     def __init__(self, specs: Mapping[str, TensorSpec], directory: Path, number: int) -> None:
         self.specs = specs
+        self.staged: dict[str, dict[str, bytes]] = {}
         self.loaded: dict[str, bytes] = {}
         self.adapters: dict[str, dict[str, bytes]] = {}
         self.fails_after: int | None = None
@@ -47,15 +49,19 @@ class StandInRank:
                 "device": "cpu",
             },
             "adapter_spec": lambda body, cancelled: {f"{body['config']['peft_type']}.a": ["U8", [4]]},
+            "stage": self._stage,
             "take": self._take,
             "stage_adapter": self._stage_adapter,
             "overwrite": self._overwrite,
             "discard": lambda body, cancelled: self.adapters.pop(body["staging"], None) and None,
         }
 
-    def _take(self, body: Mapping[str, Any], cancelled: Cancelled) -> None:
+    def _stage(self, body: Mapping[str, Any], cancelled: Cancelled) -> None:
         tensors = staged_weights(self._directory, body["staging"]).tensors
-        self.loaded = {name: bytes(tensor.data) for name, tensor in tensors.items()}
+        self.staged[body["staging"]] = {name: bytes(tensor.data) for name, tensor in tensors.items()}
+
+    def _take(self, body: Mapping[str, Any], cancelled: Cancelled) -> None:
+        self.loaded = self.staged.pop(body["staging"])
 
     def _stage_adapter(self, body: Mapping[str, Any], cancelled: Cancelled) -> None:
         tensors = staged_weights(self._directory, body["staging"]).tensors
@@ -88,5 +94,6 @@ class OneHost:
     def close(self) -> None:
         for rank in self.all:
             rank.goes_on.set()
-            rank.server.close()
+            with contextlib.suppress(OSError):  # a test has closed it
+                rank.server.close()
         self._server.close()

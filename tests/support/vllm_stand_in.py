@@ -90,6 +90,9 @@ class Process:
     def take(self, staging: str) -> None:
         pass
 
+    def loaded(self, staging: str) -> None:
+        pass
+
     def forget(self, staging: str) -> None:
         pass
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -19,6 +20,9 @@ ALIGN_BYTES = 64
 
 PIECE_BYTES = 1 << 20
 """The bytes that are copied at once. Between two pieces other threads may run."""
+
+MADV_POPULATE_READ = 22
+"""Linux 5.14 and later: puts all pages into the map at once, before an engine stops to read them."""
 
 Layout = Sequence[tuple[str, str, Sequence[int], int]]
 """`(name, dtype, shape, offset)` of each tensor, as plain values: another process finds the tensors by it."""
@@ -57,9 +61,15 @@ class StagingArea:
     def for_specs(cls, specs: Mapping[str, TensorSpec], *, shared: bool = False) -> Self:
         """Makes an area with a place for each tensor."""
         area = cls(sum(map(room_bytes, specs.values())), shared=shared)
-        for name, spec in specs.items():
-            area.add(name, spec)
+        area.lay_out(specs)
         return area
+
+    def lay_out(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Replaces all places by a place for each tensor, which must fit."""
+        self._end, self._rooms, self._specs = 0, {}, {}
+        for name, spec in specs.items():
+            if not self.add(name, spec):
+                raise ValueError(f"{name} does not fit into {self.nbytes} bytes")
 
     def add(self, name: str, spec: TensorSpec) -> bool:
         """Adds a place after the last one. Returns False if the area is full."""
@@ -137,11 +147,19 @@ class MappedArea:
         """Maps the memory. The descriptor stays open, and belongs to the caller."""
         nbytes = os.fstat(descriptor).st_size
         mapped = mmap.mmap(descriptor, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        with contextlib.suppress(OSError):  # an older kernel finds each page when it is read
+            mapped.madvise(MADV_POPULATE_READ)
         memory = _whole(mapped, nbytes)
+        self._map = weakref.ref(memory.obj)
         self.tensors: dict[str, HostTensor] = {}
         for name, dtype, shape, offset in layout:
             spec = TensorSpec(dtype, tuple(shape))
             self.tensors[name] = HostTensor(spec, memory[offset : offset + spec.nbytes], owned=True)
+
+    def released(self) -> bool:
+        """Drops the tensors. Returns whether nothing else in this process refers to the memory."""
+        self.tensors = {}
+        return self._map() is None
 
 
 def _sealed_memory(nbytes: int) -> int:

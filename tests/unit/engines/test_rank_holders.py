@@ -160,9 +160,17 @@ def test_weights_are_written_on_the_ranks_own_gpu_between_two_steps(
         return [("on", GPU), ("settled", GPU), ("load", names), ("settled", GPU), ("off", GPU)]
 
     whole = written(sorted(holder.spec.tensors))
-    holder.take(MappedWeights(dict(checkpoint(tmp_path / "model")), False, None))
-    holder.swap()
+    area = StagingArea.for_specs(holder.spec.tensors, shared=True)
+    for name, tensor in checkpoint(tmp_path / "model"):
+        area.put(name, tensor)
+    holder.take(MappedWeights(MappedArea(area.descriptor, area.layout), False, None))
+    assert holder.swap(), "nothing is left of the map"
     assert calls == whole
+    held: list[Any] = []
+    runner.model.loads = lambda tensors: held.append(tensors)
+    holder.take(MappedWeights(MappedArea(area.descriptor, area.layout), False, None))
+    assert not holder.swap(), "a model that holds what it has loaded holds the memory"
+    runner.model.loads = lambda tensors: calls.append(("load", sorted(tensors)))
     calls.clear()
     holder.overwrite(checkpoint(tmp_path / "model"), False, lambda: False)
     assert calls == whole

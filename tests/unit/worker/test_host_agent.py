@@ -31,6 +31,7 @@ from worker.receive.host_agent.host_agent_process import HostAgentProcess
 from worker.receive.rank_agents.agent_messages import socket_directory
 from worker.receive.rank_agents.host_areas import staged_weights
 from worker.receive.staging import DigestingStream, adapter_digest, model_digest
+from worker.receive.staging_area import StagingArea
 
 BOUND_S = 60.0
 TENSORS = 6
@@ -73,12 +74,40 @@ def test_all_ranks_load_what_was_staged_once(one_host: OneHost, new: Path) -> No
         "bytes": TENSORS * 4096,
         "refetchable": True,
     }
+    one_host.ranks.stage("s", never)
     one_host.ranks.take("s")
     host.take("s")
     assert [rank.loaded for rank in one_host.all] == [bytes_of(new)] * 2
     assert host.cached_digest() is None
     with pytest.raises(EngineFailed, match="nothing is staged"):
-        one_host.ranks.take("s")
+        one_host.ranks.stage("s", never)
+
+
+def test_the_memory_of_loaded_weights_is_used_again(one_host: OneHost, new: Path, tmp_path: Path) -> None:
+    host, receiver = one_host.host, one_host.agent.receiver
+
+    def staged(name: str, keep: bool = False) -> StagingArea:
+        host.open(*files_request(name, new, keep=keep))
+        host.receive(name, never)
+        area = receiver.staged_area(name)[1]
+        one_host.ranks.stage(name, never)
+        one_host.ranks.take(name)
+        return area
+
+    first = staged("s")
+    host.take("s")
+    host.loaded("s")
+    assert staged("t", keep=True) is first
+    host.take("t")
+    host.loaded("t")
+    assert staged("u") is first, "the copy made room"
+    host.take("u")
+    assert staged("v") is not first, "some rank may still load it"
+    host.discard("v")
+    other = staged("w")
+    host.discard("w")
+    assert staged("x") is other
+    assert [rank.loaded for rank in one_host.all] == [bytes_of(new)] * 2
 
 
 def test_the_area_becomes_the_copy(one_host: OneHost, new: Path) -> None:
@@ -87,7 +116,7 @@ def test_the_area_becomes_the_copy(one_host: OneHost, new: Path) -> None:
     host.receive("s", never)
     _, area = receiver.staged_area("s")
     assert host.cached_digest() is None, "it may still be discarded"
-    one_host.ranks.take("s")
+    one_host.ranks.stage("s", never)
     host.take("s")
     assert host.cached_digest() == model_digest(new)
     assert receiver.kept is not None
@@ -97,7 +126,15 @@ def test_the_area_becomes_the_copy(one_host: OneHost, new: Path) -> None:
     assert receiver.kept is None, "memory has room for one copy beside the staged weights"
     host.discard("t")
     with pytest.raises(EngineFailed, match="nothing is staged"):
-        one_host.ranks.take("t")
+        one_host.ranks.stage("t", never)
+
+
+def test_weights_are_staged_only_where_every_rank_is_there(one_host: OneHost, new: Path) -> None:
+    one_host.host.open(*files_request("s", new))
+    one_host.host.receive("s", never)
+    one_host.all[1].server.close()
+    with pytest.raises(EngineFailed, match="rank 1"):
+        one_host.ranks.stage("s", never)
 
 
 @pytest.mark.engines("nixl")

@@ -43,6 +43,8 @@ class RankHolder(ABC):
         self._linear: LinearModules | None = None
         self._lock = threading.Lock()
         """Held while weights are written."""
+        self._staged: dict[str, MappedWeights] = {}
+        """Mapped base weights, by staging name."""
         self._taken: MappedWeights | None = None
         """The weights of the next swap."""
         self._adapters: dict[str, Staged] = {}
@@ -70,8 +72,14 @@ class RankHolder(ABC):
             tensors = specs_to_wire(self.spec.tensors)
             return {"tensors": tensors, "tied": dict(self.spec.tied), "device": str(self._device)}
 
+        def stage(body: Mapping[str, Any], _: Cancelled) -> None:
+            self._staged[body["staging"]] = staged_weights(directory, body["staging"])
+
         def take(body: Mapping[str, Any], _: Cancelled) -> None:
-            self.take(staged_weights(directory, body["staging"]))
+            staged = self._staged.pop(body["staging"], None)
+            if staged is None:
+                raise EngineFailed(f"nothing is staged as {body['staging']!r}: it was swapped or discarded before")
+            self.take(staged)
 
         def stage_adapter(body: Mapping[str, Any], cancelled: Cancelled) -> None:
             weights = staged_weights(directory, body["staging"])
@@ -85,12 +93,14 @@ class RankHolder(ABC):
 
         def discard(body: Mapping[str, Any], _: Cancelled) -> None:
             self._taken = None  # another rank may have failed to take it
+            self._staged.pop(body["staging"], None)
             self._adapters.pop(body["staging"], None)
 
         return {
             "ping": lambda body, cancelled: None,
             "describe": describe,
             "adapter_spec": lambda body, cancelled: specs_to_wire(self.adapter_spec(body["config"])),
+            "stage": stage,
             "take": take,
             "stage_adapter": stage_adapter,
             "overwrite": overwrite,
@@ -113,12 +123,14 @@ class RankHolder(ABC):
         """Takes the weights that the next `swap` loads."""
         self._taken = weights
 
-    def swap(self) -> None:
-        """Loads the weights that were taken."""
+    def swap(self) -> bool:
+        """Loads the weights that were taken. Returns whether the engine has copied all of them: then the host agent may
+        use their memory again."""
         taken, self._taken = self._taken, None
         if taken is None:
             raise EngineFailed("no weights were taken for this swap")
         self._write(self._torch_tensors(taken.tensors.items(), taken.cast, never))
+        return taken.area.released()
 
     def _write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         with self._writing():

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_plane._util.tasks import Cancelled
@@ -69,13 +69,16 @@ class WeightsInRanks(EngineAdapter):
             self._in_place.discard(staging)
             return self._overwrite(staging, cancelled)
         reply = host.receive(staging, cancelled)
-        if staging in self._of_adapters:
-            self._of_adapters.discard(staging)
-            try:
+        of_adapter = staging in self._of_adapters
+        self._of_adapters.discard(staging)
+        try:
+            if of_adapter:
                 self.ranks.stage_adapter(staging, cancelled)
-            except BaseException:
-                self._forget(staging)
-                raise
+            else:
+                self.ranks.stage(staging, cancelled)
+        except BaseException:
+            self._forget(staging)
+            raise
         return reply
 
     def _overwrite(self, staging: str, cancelled: Cancelled) -> PreparedReply:
@@ -107,6 +110,11 @@ class WeightsInRanks(EngineAdapter):
     def _forget(self, staging: str) -> None:
         self.ranks.forget(staging)
         self.host.forget(staging)
+
+    async def _loaded(self, staging: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Gives the memory of swapped weights back, if every rank has copied them. `rows`: the answers to the swap."""
+        if all(row.get("copied") for row in rows):
+            await asyncio.to_thread(self.host.loaded, staging)
 
     def offer(self) -> dict[str, Any] | None:
         return self.host.offer()

@@ -288,7 +288,7 @@ class SglangEngine(RankEngine[SglangProcess]):
             raise
         key = self._next_key()
         self._requests_in_sglang().key, self._version = key, None  # half-way, the weights are of no version
-        await self.process.call("swap", key=key)
+        await self._loaded(staging, await self.process.call("swap", key=key))
         self._version = version
 
     async def _score(self, sequences: list[list[int]], adapter: str | None) -> Any:

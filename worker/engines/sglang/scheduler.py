@@ -64,9 +64,9 @@ class Rank:
         self._holder.check_updates()
         self._forget_cache()
 
-    def _swap(self, key: str) -> None:
+    def _swap(self, key: str) -> dict[str, Any]:
         self._relabel(key)
-        self._holder.swap()
+        return {"copied": self._holder.swap()}
 
     def _reset(self, key: str) -> None:
         self._forget_cache()

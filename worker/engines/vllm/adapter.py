@@ -227,7 +227,7 @@ class VllmEngine(RankEngine[VllmProcess]):
             await asyncio.to_thread(self._forget, staging)
             raise
         await self._forget_base()
-        await self.process.on_ranks("rl_plane_swap")
+        await self._loaded(staging, await self.process.on_ranks("rl_plane_swap"))
         await self._add_loras()
         flushed = await self._flush(stale=True)
         await self._name_state(version, self._adapter_versions())

@@ -51,7 +51,7 @@ class RankExtension:
 
     def rl_plane_swap(self) -> dict[str, Any]:
         """Swaps in the taken weights."""
-        return _outcome(self.rl_plane_holder.swap)
+        return _outcome(lambda: {"copied": self.rl_plane_holder.swap()})
 
     # These replace vLLM's own calls for adapters. If one of those raises in a rank, vLLM takes the answers of the later
     # ranks for answers to the next call.

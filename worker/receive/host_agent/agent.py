@@ -46,6 +46,7 @@ class HostAgent:
                 body["staging"], body["part"], cancelled
             ),
             "take": self._take,
+            "loaded": lambda body, cancelled: self.receiver.loaded(body["staging"]),
             "discard": lambda body, cancelled: self.receiver.discard(body["staging"]),
             "cached_digest": lambda body, cancelled: self.receiver.cached_digest,
             "init_transport": self._init_transport,
@@ -72,8 +73,8 @@ class HostAgent:
         return {"transports": list(self._receiver.backends)}
 
     def _take(self, body: Mapping[str, Any], cancelled: Cancelled) -> None:
-        """Gives what is staged to the ranks, which have mapped it. Memory that is not kept is freed when they have
-        loaded it."""
+        """Gives what is staged to the ranks, which have mapped it. Memory that is not kept is used again after
+        `loaded`, or freed when no rank maps it."""
         self.receiver.take(body["staging"])
 
     def _area(self, body: Mapping[str, Any], cancelled: Cancelled) -> WithDescriptor:

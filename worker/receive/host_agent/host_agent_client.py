@@ -106,6 +106,11 @@ class HostAgentClient:
         """Gives what is staged to the ranks, which have mapped it. The agent keeps it only as the version's copy."""
         self._ask("take", {"staging": staging})
 
+    def loaded(self, staging: str) -> None:
+        """Says that every rank has loaded what was taken. Without it the agent uses the memory no more."""
+        with contextlib.suppress(PlaneError):  # the swap is done
+            self._ask("loaded", {"staging": staging})
+
     def discard(self, staging: str) -> None:
         self._ask("discard", {"staging": staging})
 

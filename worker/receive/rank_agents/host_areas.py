@@ -25,18 +25,22 @@ ANSWER_S = 30.0
 class MappedWeights:
     """Staged weights of the host agent, mapped into this process."""
 
-    tensors: Mapping[str, HostTensor]
+    area: MappedArea
     cast: bool
     """Tensors of another dtype than the model's are allowed."""
     config: Mapping[str, Any] | None
     """The PEFT config of an adapter; None for base weights."""
+
+    @property
+    def tensors(self) -> Mapping[str, HostTensor]:
+        return self.area.tensors
 
 
 def staged_weights(directory: Path, staging: str) -> MappedWeights:
     """Maps what is staged under this name. EngineFailed if nothing is."""
     answer, area = _ask(directory, "area", {"staging": staging})
     assert area is not None, "it is staged"
-    return MappedWeights(area.tensors, answer["cast"], answer["config"])
+    return MappedWeights(area, answer["cast"], answer["config"])
 
 
 def windows(directory: Path, rank: int, cancelled: Cancelled) -> Iterator[tuple[str, HostTensor]]:

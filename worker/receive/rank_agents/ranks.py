@@ -52,8 +52,12 @@ class Ranks:
             raise EngineFailed("the ranks don't agree on the model's tensors")
         return ModelDescription.from_wire({**rows[0], "devices": devices, "first": first})
 
+    def stage(self, staging: str, cancelled: Cancelled) -> None:
+        """Makes every rank map what the host agent has staged. EngineFailed if a rank has died meanwhile."""
+        self._client.ask("stage", {"staging": staging}, cancelled=cancelled)
+
     def take(self, staging: str) -> None:
-        """Makes every rank map the staged weights, for the next swap."""
+        """Makes every rank choose these weights for its next swap. EngineFailed if one has not mapped them."""
         self._client.ask("take", {"staging": staging})
 
     def stage_adapter(self, staging: str, cancelled: Cancelled) -> None:
