@@ -29,11 +29,10 @@ answer."""
 SHORT_OUTAGE_S = 2.5
 
 
-Engine = Literal["fake", "hf", "vllm", "sglang", "two-nodes"]
+Engine = Literal["fake", "hf", "vllm", "sglang"]
 Fault = Literal["kill", "stop"]
-Victim = Literal["worker", "engine", "node", "node-engine", "coordinator", "nats"]
-"""The process that is killed or stopped. `engine`: one of the processes of a worker's engine. `node`: the process of
-the engine's other node. `node-engine`: one of the processes of that."""
+Victim = Literal["worker", "engine", "coordinator", "nats"]
+"""The process that is killed or stopped. `engine`: one of the processes of a worker's engine."""
 DECIDE = "decide"
 """A point at which no worker stands: some milliseconds after all have prepared."""
 DECIDE_S = 0.015
@@ -66,12 +65,11 @@ class Case:
         """The decision is written before the gate. None: who knows?"""
         prepared = not self.point.startswith("prepare_update") and self.point not in (RECEIVE, LOAD)
         # A worker whose engine is dead may have answered before it notices.
-        of_an_engine = self.victim in ("engine", "node", "node-engine")
-        return None if self.point == DECIDE or (of_an_engine and not prepared) else prepared
+        return None if self.point == DECIDE or (self.victim == "engine" and not prepared) else prepared
 
     @property
     def of_a_worker(self) -> bool:
-        return self.victim in ("worker", "engine", "node", "node-engine")
+        return self.victim in ("worker", "engine")
 
     @property
     def backend(self) -> str:
@@ -98,14 +96,7 @@ async def run_case(fleet: RealFleet, case: Case) -> None:
         "policy": policy,
     }
     key = uuid.uuid4().hex
-    victim = {
-        "worker": worker,
-        "engine": worker,
-        "node": fleet.node_of(worker),
-        "node-engine": fleet.node_of(worker),
-        "coordinator": coordinator,
-        "nats": "nats",
-    }[case.victim]
+    victim = {"worker": worker, "engine": worker, "coordinator": coordinator, "nats": "nats"}[case.victim]
     fleet.note(f"== {case}: {victim} at sequence {before['sequence']}, held {held}, {coordinator}, {policy}")
 
     fleet.hold(case.held_at, held, key)
@@ -204,7 +195,7 @@ async def _strike(
     """Carries out the fault and returns the final clear answer. A stopped process continues afterwards."""
     long = chance.random() < 0.8
     if case.fault == "kill":
-        if case.victim in ("engine", "node-engine"):
+        if case.victim == "engine":
             fleet.kill_engine(victim, case.child)
         else:
             fleet.kill(victim)

@@ -38,10 +38,6 @@ class Models(Protocol):
         """The flags of `rl-plane worker`, for each worker of the fleet."""
 
     @property
-    def nodes(self) -> int:
-        """The nodes of the first worker's engine."""
-
-    @property
     def pause_s(self) -> float:
         """The seconds between two requests of a client."""
 
@@ -54,7 +50,6 @@ class Models(Protocol):
 
 class FakeModels:
     workers = (("--engine", "fake", "--engine-arg", "token_delay_s=0.01"),) * 3
-    nodes = 1
     pause_s = 0.03
 
     def __init__(self, root: Path) -> None:
@@ -77,7 +72,6 @@ _MAKE_WITNESSES = (
 class WitnessModels:
     dtype = "float32"
     workers: Sequence[Sequence[str]] = (("--engine", "hf", "--device", "cpu"),) * 3
-    nodes = 1
     pause_s = 0.15
     seeds = 5
 
@@ -116,20 +110,9 @@ class SglangModels(VllmModels):
     workers = (("--engine", "sglang", "--device", "cpu"), ("--engine", "hf", "--device", "cpu"))
 
 
-class TwoNodes(VllmModels):
-    """SGLang with a rank on each of two nodes, and `hf` beside it."""
-
-    workers = (
-        ("--engine", "sglang", "--device", "cpu", "--engine-arg", "tp_size=2"),
-        ("--engine", "hf", "--device", "cpu"),
-    )
-    nodes = 2
-
-
 MODELS: dict[str, Callable[[Path], Models]] = {
     "fake": FakeModels,
     "hf": WitnessModels,
     "vllm": VllmModels,
     "sglang": SglangModels,
-    "two-nodes": TwoNodes,
 }

@@ -22,7 +22,6 @@ from tests.conftest import lives, stop_process
 from tests.kill.checkpoints import MODELS, Checkpoint, Wrong, check
 from tests.kill.clients import TRANSIENT, Rollouts, Version, Weights
 from tests.kill.held import installed
-from tests.support.broadcast_updates import free_port
 from tests.support.kept_fleet import KeptFleet
 from tests.support.paths import ROOT
 from worker.testing.phase_hooks import VARIABLE as HOLD_DIR
@@ -116,11 +115,9 @@ class RealFleet(KeptFleet):
         for name in self.frontends:
             self.keep_frontend(name)
         for instance_id, flags in zip(self.worker_ids, self.models.workers, strict=True):
-            own = ("--model", str(self.own.path), "--weight-root", str(self.weights), *flags)
-            if instance_id == self.worker_ids[0] and self.models.nodes > 1:
-                own = (*own, "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}")
-                self.keep_node(self.node_of(instance_id), instance_id, *own, "--node-rank", "1")
-            self.keep_worker(instance_id, *own)
+            self.keep_worker(
+                instance_id, "--model", str(self.own.path), "--weight-root", str(self.weights), *flags
+            )
         await self.ready()
         version = (await self.whole())["version"]
         self.committed[version["run"], version["sequence"]] = (version["label"], version["digest"])
@@ -139,10 +136,6 @@ class RealFleet(KeptFleet):
         return self._rollouts
 
     # ---- its processes ----
-
-    def node_of(self, instance_id: str) -> str:
-        """The name of the process of the engine's other node, if it has two."""
-        return f"{instance_id}-node"
 
     def kill(self, name: str) -> None:
         """It may be starting."""

@@ -66,10 +66,6 @@ class KeptFleet:
         """Starts a worker. Its engine's processes too have the worker's id in their environment."""
         self._keep(instance_id, "worker", "--drain-s", "1", *flags, RL_PLANE_INSTANCE_ID=instance_id)
 
-    def keep_node(self, name: str, instance_id: str, *flags: str) -> None:
-        """Starts another node of a worker's engine."""
-        self._keep(name, "worker", *flags, RL_PLANE_INSTANCE_ID=instance_id)
-
     def _keep(self, name: str, what: str, *flags: str, **environment: str) -> SupervisedProcess:
         kept = SupervisedProcess(name, self._argv(what, *flags), self._environment | environment, restart=True)
         self._supervisor.supervise(kept)
