@@ -32,6 +32,7 @@ WORKER_COLUMNS = {
     "VERSION": "version",
     "CANARY": "canary",
 }
+NODE_COLUMNS = {"INSTANCE": "instance_id", "NODE": "node_rank", "HOST": "host", "PID": "pid", "RANKS": "ranks"}
 UPDATE_COLUMNS = {
     "BEGAN": "began",
     "OUTCOME": "outcome",
@@ -64,7 +65,7 @@ def show(op: str, reply: Reply, body: Reply) -> str:
     if op == "state":
         return "\n".join([*_heads(reply), *_rows(reply, STATE_COLUMNS)])
     if op == "workers":
-        return "\n".join([*_heads(reply), *_rows(reply, WORKER_COLUMNS)])
+        return "\n".join([*_heads(reply), *_rows(reply, WORKER_COLUMNS), *_nodes(reply)])
     if op == "updates":
         return "\n".join(_updates(reply))
     if op == "new_run":
@@ -111,6 +112,16 @@ def _rows(reply: Reply, columns: Mapping[str, str]) -> list[str]:
         if row.get("status") == "skipped"
     ]
     return lines
+
+
+def _nodes(reply: Reply) -> list[str]:
+    """The nodes of the workers whose engines span several hosts."""
+    rows = [
+        {**node, "instance_id": row["instance_id"], "ranks": ", ".join(map(str, node["ranks"]))}
+        for row in reply["workers"]
+        for node in row.get("nodes") or ()
+    ]
+    return [table(rows, NODE_COLUMNS)] if rows else []
 
 
 def _flat(row: Reply) -> dict[str, Any]:

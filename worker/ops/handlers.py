@@ -8,10 +8,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from rl_plane.errors import Conflict, EngineFailed
+from rl_plane.errors import Conflict
 from rl_plane.protocol import update_requests, validation, worker_ops
 from rl_plane.protocol.versions import TensorSpec, VersionReply
-from worker.engines.base import EngineAdapter, EngineInfo
+from worker.engines.base import EngineAdapter, EngineHung, EngineInfo
 from worker.engines.capabilities import CanCheckWeights, CanTokenize, require
 from worker.ops.contract import ByRank, Handler
 from worker.reconcile.coordinator_calls import CoordinatorCalls
@@ -336,10 +336,6 @@ def _canary_state(numerics: Numerics) -> worker_ops.CanaryState | None:
         tolerance=verdict.tolerance,
         mismatch_kl=verdict.mismatch_kl,
     )
-
-
-class EngineHung(EngineFailed):
-    """The engine does not answer in time. It may answer again; a dead engine does not."""
 
 
 def _page(spec: Mapping[str, TensorSpec], start: int) -> list[worker_ops.TensorReply]:

@@ -97,6 +97,7 @@ class RankHolder(ABC):
             self._adapters.pop(body["staging"], None)
 
         return {
+            "ping": lambda body, cancelled: None,
             "describe": describe,
             "adapter_spec": lambda body, cancelled: specs_to_wire(self.adapter_spec(body["config"])),
             "stage": stage,

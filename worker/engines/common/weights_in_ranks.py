@@ -129,4 +129,4 @@ class WeightsInRanks(EngineAdapter):
 
     def _rows(self) -> list[dict[str, Any]]:
         """One row for each rank: the host agent acts for all of them."""
-        return [{"rank": rank} for rank in range(self.model.ranks)]
+        return [{"rank": rank} for rank in range(self.ranks.count)]

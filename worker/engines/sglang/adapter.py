@@ -138,7 +138,7 @@ class SglangEngine(RankEngine[SglangProcess]):
 
         engine, config = self.process.engine, self.process.manager.model_config
         arguments = engine.server_args
-        lacking = dict(NO_CHOICE)
+        lacking = NO_CHOICE | self._lacking_over_hosts()
         if not arguments.enable_lora:
             lacking |= {"prepare_update:lora": NO_LORA, "update_weights:lora": NO_LORA}
         if self._on_cpu or not arguments.enable_memory_saver:

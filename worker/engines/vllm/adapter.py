@@ -40,6 +40,9 @@ _SECOND_RUNNER = (
     "with LoRA, vLLM's second model runner makes some that are wrong: start it with VLLM_USE_V2_MODEL_RUNNER=0"
 )
 _NO_SLEEP_CPU = "vLLM frees nothing on a CPU: its sleep mode is for GPUs"
+_LORA_OF_ONE_HOST = (
+    "vLLM reads an adapter's files in every rank, and the files are on one host: run it on one host"
+)
 _NO_SLEEP = "vLLM's sleep mode is off: start it with --enable-memory-saver"
 
 
@@ -121,10 +124,12 @@ class VllmEngine(RankEngine[VllmProcess]):
         )
 
     def _lacking(self) -> dict[str, str]:
-        lacking: dict[str, str] = {}
+        lacking = self._lacking_over_hosts()
         if (reason := self._no_sleep()) is not None:
             lacking |= {"release_memory": reason, "resume_memory": reason}
-        if self.process.config.lora_config is None:
+        if self._options.nodes is not None:
+            lacking |= {"prepare_update:lora": _LORA_OF_ONE_HOST, "update_weights:lora": _LORA_OF_ONE_HOST}
+        elif self.process.config.lora_config is None:
             lacking |= {"prepare_update:lora": NO_LORA, "update_weights:lora": NO_LORA}
         config = self.process.config
         wrong: str | None = None

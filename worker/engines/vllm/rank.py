@@ -11,6 +11,7 @@ from typing import Any
 
 from rl_plane.errors import EngineFailed, PlaneError
 from worker.engines.vllm.dtypes import dtypes_of_load
+from worker.engines.vllm.here import Here
 from worker.engines.vllm.holder import VllmHolder
 from worker.engines.vllm.logits import count_before_sampling
 from worker.engines.vllm.lora_requests import lora_request
@@ -24,13 +25,15 @@ class RankExtension:
     model_runner: Any
     rank: int
 
-    def rl_plane_start(self, model: str, directory: str) -> dict[str, Any]:
+    def rl_plane_start(self) -> dict[str, Any]:
         def start() -> None:
+            here = Here.read()
             # At each reload, vLLM warns of tables that are in no checkpoint.
             logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-            holder = VllmHolder(Path(model), Path(directory), self.model_runner, self.rank, dtypes_of_load())
+            directory = Path(here.directory)
+            holder = VllmHolder(Path(here.model), directory, self.model_runner, self.rank, dtypes_of_load())
             self.rl_plane_holder = holder
-            methods = holder.agent_methods(Path(directory), self.rank) | _methods(holder)
+            methods = holder.agent_methods(directory, self.rank) | _methods(holder)
             # With the second model runner the adapter refuses such requests.
             if self.model_runner.lora_config and not self.model_runner.vllm_config.use_v2_model_runner:
                 score_prompts_by_token(self.model_runner)
@@ -39,7 +42,7 @@ class RankExtension:
 
                 rewind_by_state(self.model_runner)
             count_before_sampling(self.model_runner)
-            AgentServer.of_rank(Path(directory), self.rank, methods).start()
+            AgentServer.of_rank(directory, self.rank, methods).start()
 
         return _outcome(start)
 

@@ -31,6 +31,7 @@ class HostAgent:
         self._holder: HostHolder | None = None
         self._receiver: Receiver | None = None
         self._ranks = 0
+        self._first = 0
 
     def methods(self) -> dict[str, Method]:
         return {
@@ -65,7 +66,7 @@ class HostAgent:
     def _begin(self, body: Mapping[str, Any], cancelled: Cancelled) -> dict[str, Any]:
         model = ModelDescription.from_wire(body["model"])
         context = replace(TransportContext.from_wire(body["places"]), rank_devices=model.devices)
-        self._ranks = model.ranks
+        self._ranks, self._first = model.ranks, model.first
         self._holder = HostHolder(self._directory, model)
         transports = self._make_transports(context, model.devices[0])
         self._receiver = Receiver(self._holder, transports, shared=True)
@@ -86,7 +87,7 @@ class HostAgent:
         windows = None if self._holder is None else self._holder.windows
         if windows is None:
             raise EngineFailed("no update in place is under way")
-        return windows.ask(body["rank"], body["number"], cancelled)
+        return windows.ask(body["rank"] - self._first, body["number"], cancelled)
 
     def _init_transport(self, body: Mapping[str, Any], cancelled: Cancelled) -> None:
         # A trainer that has formed a group by itself waits for all ranks: the host agent joins in place of each.

@@ -34,8 +34,8 @@ class HostHolder:
 
     def __init__(self, directory: Path, model: ModelDescription) -> None:
         self._model = model
-        self._ranks = AgentClient.of_ranks(directory, model.ranks)
-        self._first = AgentClient.of_ranks(directory, 1)
+        self._ranks = AgentClient.of_ranks(directory, model.ranks, first=model.first)
+        self._first = AgentClient.of_ranks(directory, 1, first=model.first)
         self.windows: Windows | None = None
         """The windows of the update in place that is under way."""
 

@@ -16,6 +16,7 @@ from rl_plane.transports.base import TransportContext
 from worker.receive.rank_agents.agent_client import AgentClient
 from worker.receive.rank_agents.agent_messages import host_socket
 from worker.receive.rank_agents.model_description import ModelDescription
+from worker.receive.rank_agents.ranks import Agents
 
 RECEIVE_TIMEOUT_S = 86_400.0
 """A day. The caller of a receive cancels it much earlier; this only ensures that no thread waits for ever."""
@@ -36,11 +37,22 @@ class HostAgentClient:
     def __init__(self, directory: Path, pid: int) -> None:
         self._path = host_socket(directory)
         self._name = f"the host agent (pid {pid})"
-        self._client = AgentClient({self._name: self._path})
+        self.agent = AgentClient({self._name: self._path})
+        """The agent of this host."""
+        self._agents: Agents = self.agent
         self.transports: tuple[str, ...] = ()
 
+    def span(self, agents: Agents, transports: tuple[str, ...]) -> None:
+        """Asks the agents of several hosts from now on. Weights are prepared on all of them, or on none.
+        `transports`: those of all hosts."""
+        self._agents, self.transports = agents, transports
+
+    def _ask_all(self, op: str, body: Mapping[str, Any] | None = None, **how: Any) -> list[Any]:
+        return self._agents.ask(op, body, **how)
+
     def _ask(self, op: str, body: Mapping[str, Any] | None = None, **how: Any) -> Any:
-        return self._client.ask(op, body, **how)[0]
+        """Returns the answer of this host's agent."""
+        return self._ask_all(op, body, **how)[0]
 
     def begin(self, model: ModelDescription, places: TransportContext) -> None:
         """Tells the agent for which model it receives. `places`: what its transports may use."""
@@ -74,19 +86,21 @@ class HostAgentClient:
 
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
         try:
-            reply: PreparedReply = self._ask(
+            replies: list[PreparedReply] = self._ask_all(
                 "receive", {"staging": staging}, cancelled=cancelled, timeout_s=RECEIVE_TIMEOUT_S
             )
+            if any(reply["digest"] != replies[0]["digest"] for reply in replies):
+                raise EngineFailed("the hosts received different weights")
         except PlaneError:
             self.forget(staging)
             raise
-        return reply
+        return replies[0]
 
     def receive_part(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
         bound_s = part["timeout_s"] + PART_MARGIN_S
         body = {"staging": staging, "part": dict(part)}
-        missing: int = self._ask("receive_part", body, cancelled=cancelled, timeout_s=bound_s)
-        return missing
+        missing: list[int] = self._ask_all("receive_part", body, cancelled=cancelled, timeout_s=bound_s)
+        return max(missing)
 
     def take(self, staging: str) -> None:
         """Gives what is staged to the ranks, which have mapped it. The agent keeps it only as the version's copy."""
@@ -106,8 +120,8 @@ class HostAgentClient:
             self.discard(staging)
 
     def cached_digest(self) -> str | None:
-        digest: str | None = self._ask("cached_digest")
-        return digest
+        digests: set[str | None] = set(self._ask_all("cached_digest"))
+        return digests.pop() if len(digests) == 1 else None
 
     def offer(self) -> dict[str, Any] | None:
         place: dict[str, Any] | None = self._ask("offer")

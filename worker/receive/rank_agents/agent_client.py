@@ -44,8 +44,10 @@ class AgentClient:
         self._cancel_wait_s = cancel_wait_s
 
     @classmethod
-    def of_ranks(cls, directory: Path, ranks: int, **bounds: float) -> Self:
-        return cls({f"rank {rank}": socket_of(directory, rank) for rank in range(ranks)}, **bounds)
+    def of_ranks(cls, directory: Path, ranks: int, *, first: int = 0, **bounds: float) -> Self:
+        """The agents of `ranks` ranks, from the rank `first` on."""
+        numbers = range(first, first + ranks)
+        return cls({f"rank {rank}": socket_of(directory, rank) for rank in numbers}, **bounds)
 
     @property
     def count(self) -> int:
@@ -81,6 +83,22 @@ class AgentClient:
         if call.error is not None:
             raise call.error
         return [call.values[name] for name in self._agents]
+
+    def silent(self, within_s: float) -> list[str]:
+        """Returns the agents that don't answer a ping within this time. Those that are not there are not among them."""
+        call = _Call("ping", time.monotonic() + within_s, within_s)
+        with contextlib.ExitStack() as stack:
+            for name, path in self._agents.items():
+                with contextlib.suppress(OSError):
+                    connection = stack.enter_context(socket.socket(socket.AF_UNIX))
+                    connection.settimeout(within_s)
+                    connection.connect(str(path))
+                    send_frame(connection, {"op": "ping"})
+                    call.waiting[connection] = name
+            asked = list(call.waiting.values())
+            while call.waiting:
+                call.poll(cancelled=False)
+        return [name for name in asked if name not in call.values]
 
 
 class _Call:

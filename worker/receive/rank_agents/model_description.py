@@ -18,7 +18,9 @@ class ModelDescription:
     tied: Mapping[str, str]
     """The names that a checkpoint may also have → the tensor to which each is tied."""
     devices: tuple[str, ...]
-    """The device of each rank, in torch's notation."""
+    """The device of each rank of this host, in torch's notation."""
+    first: int = 0
+    """The number of the first rank of this host. The others follow."""
 
     @property
     def ranks(self) -> int:
@@ -29,11 +31,12 @@ class ModelDescription:
             "tensors": specs_to_wire(self.tensors),
             "tied": dict(self.tied),
             "devices": list(self.devices),
+            "first": self.first,
         }
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> ModelDescription:
-        return cls(specs_from_wire(wire["tensors"]), wire["tied"], tuple(wire["devices"]))
+        return cls(specs_from_wire(wire["tensors"]), wire["tied"], tuple(wire["devices"]), wire["first"])
 
 
 def specs_to_wire(specs: Mapping[str, TensorSpec]) -> dict[str, Any]:

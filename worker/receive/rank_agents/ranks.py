@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, PlaneError, error_from_wire
-from worker.receive.rank_agents.agent_client import AgentClient
 from worker.receive.rank_agents.model_description import ModelDescription
 
 CHECK_TIMEOUT_S = 600.0
@@ -18,23 +17,40 @@ ADAPTER_TIMEOUT_S = 600.0
 """The bound of the making of an adapter's files, which takes seconds unless a disk is slow."""
 
 
+class Agents(Protocol):
+    """The agents of all ranks: `AgentClient`, or several hosts' as one."""
+
+    @property
+    def count(self) -> int: ...
+
+    def ask(
+        self,
+        op: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        cancelled: Cancelled = ...,
+        timeout_s: float | None = None,
+    ) -> list[Any]: ...
+
+
 class Ranks:
     """Calls the agent of each rank. The methods block, so they run on a thread."""
 
-    def __init__(self, client: AgentClient) -> None:
+    def __init__(self, client: Agents) -> None:
         self._client = client
 
     @property
     def count(self) -> int:
         return self._client.count
 
-    def describe(self) -> ModelDescription:
-        """Returns the model, of which each rank holds a part. EngineFailed if the ranks disagree."""
+    def describe(self, first: int = 0) -> ModelDescription:
+        """Returns the model, of which each rank holds a part. EngineFailed if the ranks disagree. `first`: the number
+        of the first rank."""
         rows = self._client.ask("describe")
         devices = [row.pop("device") for row in rows]
         if any(row != rows[0] for row in rows):
             raise EngineFailed("the ranks don't agree on the model's tensors")
-        return ModelDescription.from_wire({**rows[0], "devices": devices})
+        return ModelDescription.from_wire({**rows[0], "devices": devices, "first": first})
 
     def stage(self, staging: str, cancelled: Cancelled) -> None:
         """Makes every rank map what the host agent has staged. EngineFailed if a rank has died meanwhile."""
