@@ -18,7 +18,7 @@ from rl_plane.protocol.relay import RelayPlan, SourceUse
 TRAINER = "trainer"
 """The trainer's name among the sources."""
 
-HANG_S = 5.0
+HANG_S = 10.0
 """A receiver gives a peer up if nothing comes from it for so many seconds. The slowest useful link brings more."""
 
 SLOW = 5.0
@@ -28,12 +28,15 @@ slower than others, and that is no reason for a change."""
 SLOW_LEAST_S = 0.2
 """No read is called slow before so many seconds: in a busy machine a process may wait so long for a core."""
 
-PATIENCE_S = (0.1, 5.0)
+PATIENCE_S = (0.25, 5.0)
 """A receiver that has nothing to read waits for its peers as long as two of its reads take, within these bounds. Then
-it takes the buckets of their shares from the trainer."""
+it takes its part of what is missing from the trainer."""
 
 FIRST_PATIENCE_S = 1.0
 """The same, before the first of its reads has ended."""
+
+MORE_PATIENCE = 4
+"""It waits so many times as long for the other parts, which its peers take if they wait in vain too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,14 +225,16 @@ class Chooser:
             return None
         least_s, most_s = PATIENCE_S
         patience_s = min(max(2 * median(self._read_s), least_s), most_s) if self._read_s else FIRST_PATIENCE_S
-        if any(peer.good for peer in self._peers.values()) and now - self._news < patience_s:
-            return None
+        waits = any(peer.good for peer in self._peers.values())
         missing = [bucket for bucket in self._turn if bucket in self._missing]
-        parts = [bucket for bucket in missing if self._heir(bucket) == self._plan.share]
-        if parts and not self._impatient:
+        if not self._impatient:
+            if waits and now - self._news < patience_s:
+                return None
             self._impatient, self._news = True, now
-            self._own.extend(parts)
-        else:
+            self._own.extend(bucket for bucket in missing if self._heir(bucket) == self._plan.share)
+        if not self._own:
+            if waits and now - self._news < MORE_PATIENCE * patience_s:
+                return None
             self._own.extend(missing)
         return self._from_trainer()
 
