@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rl_plane._util.tasks import Cancelled
@@ -13,7 +13,7 @@ from rl_plane.transports.base import Delivery
 from rl_plane.weights import delta_codec
 from rl_plane.weights.delta_codec import Delta
 from worker.receive.staging import DigestingStream
-from worker.receive.weight_holder import KeepableStaged, Staged
+from worker.receive.staging_area import StagingArea
 
 Changes = Mapping[str, Delta]
 """Tensor name → its checked delta."""
@@ -26,8 +26,12 @@ class KeptCopy:
     digest: str
     tensors: Mapping[str, HostTensor]
     """Writable memory, by checkpoint name."""
-    staged: KeepableStaged
-    """This memory in the form that the engine's swap takes."""
+    area: StagingArea
+    """The area in which the tensors lie."""
+
+    def fits(self, wanted: Mapping[str, TensorSpec]) -> bool:
+        """Returns whether a delta for a model with these tensors can change the copy. After a cast it has others."""
+        return {name: tensor.spec for name, tensor in self.tensors.items()} == dict(wanted)
 
     def change(self, changes: Changes, digest: str, cancelled: Cancelled) -> KeptCopy:
         """Applies the changes in place, and returns the copy as another version.
@@ -49,15 +53,12 @@ class KeptCopy:
             one.apply(self.tensors[name].data)
 
 
-def as_kept(digest: str, staged: Staged, specs: Mapping[str, TensorSpec]) -> KeptCopy | None:
+def as_kept(digest: str, area: StagingArea, tied: Collection[str]) -> KeptCopy | None:
     """Returns the staged weights as a copy of the published version.
 
-    None: the engine stages in another form, or other tensors than were published, after a cast or because of ties."""
-    if not isinstance(staged, KeepableStaged):
-        return None
-    tensors = staged.host_tensors()
-    same = {name: tensor.spec for name, tensor in tensors.items()} == dict(specs)
-    return KeptCopy(digest, tensors, staged) if same else None
+    None: a tensor came that is tied to another one. A delta could change only one of the two."""
+    tensors = area.tensors()
+    return KeptCopy(digest, tensors, area) if tensors.keys().isdisjoint(tied) else None
 
 
 def taken_changes(delivery: Delivery, tensors: Mapping[str, TensorSpec], cancelled: Cancelled) -> Changes:

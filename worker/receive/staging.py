@@ -22,7 +22,8 @@ from rl_plane.transports.base import Delivery
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery
 from rl_plane.weights import delta_codec
 from rl_plane.weights.checkpoint import Kind, open_checkpoint
-from worker.receive.weight_holder import Staged, WeightHolder
+from worker.receive.staging_area import StagingArea
+from worker.receive.weight_holder import Staged, TensorStream, WeightHolder
 
 log = logging.getLogger("worker.receive.staging")
 
@@ -251,20 +252,27 @@ def receive(
     cast: bool,
     expected_digest: str | None,
     cancelled: Callable[[], bool],
+    area: StagingArea,
 ) -> tuple[Staged, str]:
-    """Checks, stages and verifies a delivery. Returns the staged weights and the version's digest.
+    """Checks a delivery, stages it in `area` and verifies it. Returns the staged weights and the version's digest.
 
-    Closes the delivery on every path. When it raises, nothing is staged: wrong weights make the stream raise inside
-    `holder.stage`, which then frees its memory. If a holder returns without asking for the stream's end, this frees the
-    staged weights with their last reference.
+    Closes the delivery on every path. When it raises, nothing is staged, and the area is the caller's to close: wrong
+    weights make the stream raise inside `holder.stage`. If a holder returns without asking for the stream's end, this
+    frees the staged weights with their last reference.
     """
     try:
         tied = holder.tied_tensors()
         check_specs(holder.weight_spec(), tied, delivery.specs, cast)
         stream = DigestingStream(delivery, tied=tied, expected_digest=expected_digest, cancelled=cancelled)
-        return _finished(holder.stage(stream, cast, cancelled), stream)
+        return _finished(holder.stage(_placed(stream, area), cast, cancelled), stream)
     finally:
         delivery.close()
+
+
+def _placed(tensors: TensorStream, area: StagingArea) -> TensorStream:
+    """Yields the tensors in the memory of the area, where they stay."""
+    for name, tensor in tensors:
+        yield name, area.put(name, tensor)
 
 
 def receive_adapter(
@@ -274,6 +282,7 @@ def receive_adapter(
     cast: bool,
     expected_digest: str | None,
     cancelled: Callable[[], bool],
+    area: StagingArea,
 ) -> tuple[Staged, str]:
     """Does the same as `receive` for a LoRA adapter, whose digest also covers its config: see `config_line`."""
     try:
@@ -281,7 +290,7 @@ def receive_adapter(
         config = delivery.adapter_config
         assert config is not None, "an adapter's spec follows from its config"
         stream = DigestingStream(delivery, expected_digest=expected_digest, cancelled=cancelled)
-        return _finished(holder.stage_adapter(config, stream, cast, cancelled), stream)
+        return _finished(holder.stage_adapter(config, _placed(stream, area), cast, cancelled), stream)
     finally:
         delivery.close()
 

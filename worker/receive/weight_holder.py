@@ -8,7 +8,7 @@ The receiving half of a transport runs where the model is: in the worker's own p
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from rl_plane._util.tasks import Cancelled
 from rl_plane.protocol.versions import HostTensor, TensorSpec
@@ -18,15 +18,7 @@ TensorStream = Iterable[tuple[str, HostTensor]]
 
 
 class Staged(Protocol):
-    """Complete and verified weights in host memory, which a holder's `stage` has made."""
-
-
-@runtime_checkable
-class KeepableStaged(Staged, Protocol):
-    """Staged weights that an engine can swap in more than once."""
-
-    def host_tensors(self) -> Mapping[str, HostTensor]:
-        """Returns its own memory, writable, by checkpoint name."""
+    """Complete and verified weights in host memory, in the form that the engine's swap takes."""
 
 
 class WeightHolder(Protocol):
@@ -40,8 +32,11 @@ class WeightHolder(Protocol):
         bytes of both must be equal."""
 
     def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> Staged:
-        """Copies tensors into host memory, ready to swap, while generation continues. The receiver has checked names,
-        shapes and dtypes. Raises EngineFailed when `cancelled()`."""
+        """Prepares the swap while generation continues, and reads the stream to its end. The receiver has checked
+        names, shapes and dtypes. Raises EngineFailed when `cancelled()`.
+
+        Each tensor lies in the staging area, and stays there for as long as the holder refers to its `data`: no copy is
+        needed. A delta may change the bytes after the swap."""
 
     def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
         """Writes the tensors over the served weights as they come. The engine is paused. When this raises, its weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import entry_points
@@ -31,8 +31,10 @@ from rl_plane.transports.base import (
     WeightTransport,
 )
 from rl_plane.weights.checkpoint import Kind
+from worker.receive.host_room import check_room
 from worker.receive.kept_copy import Changes, KeptCopy, as_kept, missing_links, taken_changes
 from worker.receive.staging import (
+    FLOAT_DTYPES,
     check_changes,
     check_overwrite,
     check_specs,
@@ -42,6 +44,7 @@ from worker.receive.staging import (
     receive,
     receive_adapter,
 )
+from worker.receive.staging_area import StagingArea
 from worker.receive.weight_holder import Staged, WeightHolder
 
 log = logging.getLogger("worker.receive.weight_receiver")
@@ -77,14 +80,20 @@ class Receiver:
 
     The methods block, so they run on a thread. Only `take` may run on an engine's loop."""
 
-    def __init__(self, holder: WeightHolder, transports: Mapping[str, WeightTransport]) -> None:
+    def __init__(
+        self, holder: WeightHolder, transports: Mapping[str, WeightTransport], *, shared: bool = False
+    ) -> None:
+        """`shared`: other processes map the staging areas."""
         self.holder = holder
         self.transports = transports
+        self._shared = shared
         self.opened: dict[str, tuple[ReceiveRequest, Delivery]] = {}
         """The open deliveries by the name of their staging."""
         self._partwise: dict[str, PartwiseDelivery] = {}
         """The partwise deliveries that are open, by staging name."""
         self._staged: dict[str, Staged] = {}
+        self.areas: dict[str, StagingArea] = {}
+        """The areas of what is staged, by staging name. A delta changes the area of the copy, which is not here."""
         self._to_keep: dict[str, KeptCopy] = {}
         self._undo: dict[str, tuple[KeptCopy, Changes]] = {}
         """The copy and the changes that a delta made in it, by staging name: `discard` takes them back."""
@@ -149,6 +158,7 @@ class Receiver:
             check_overwrite(self.holder, delivery, cast=request.cast, expected_digest=request.digest)
         else:
             check_staged(self.holder, delivery, _kind(request), cast=request.cast)
+            self._check_room(request, delivery)
         self.opened[staging] = (request, delivery)
 
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
@@ -164,7 +174,8 @@ class Receiver:
             "cancelled": cancelled,
         }
         if request.adapter is not None:
-            self._staged[staging], digest = receive_adapter(self.holder, delivery, **how)
+            area, self._staged[staging], digest = self._received(receive_adapter, delivery, **how)
+            self.areas[staging] = area
         elif request.base is not None:
             digest = self._receive_delta(staging, request, request.base, delivery, cancelled)
         else:
@@ -172,9 +183,9 @@ class Receiver:
             if request.in_place:
                 digest = overwrite(self.holder, delivery, **how)
             else:
-                staged, digest = receive(self.holder, delivery, **how)
-                self._staged[staging] = staged
-                kept = as_kept(digest, staged, delivery.specs) if request.keeps_copy else None
+                area, self._staged[staging], digest = self._received(receive, delivery, **how)
+                self.areas[staging] = area
+                kept = as_kept(digest, area, self.holder.tied_tensors()) if request.keeps_copy else None
                 if kept is not None:
                     self._to_keep[staging] = kept
         self._partwise.pop(staging, None)
@@ -199,6 +210,7 @@ class Receiver:
         staged = self._staged.pop(staging, None)
         if staged is None:
             raise EngineFailed(f"nothing is staged as {staging!r}: it was swapped or discarded before")
+        self.areas.pop(staging, None)
         to_keep = self._to_keep.pop(staging, None)
         if to_keep is not None:
             self.kept = to_keep
@@ -208,6 +220,7 @@ class Receiver:
     def discard(self, staging: str) -> None:
         """Frees what is staged or open under this name, and takes a delta back. Does nothing for an unknown name."""
         self._staged.pop(staging, None)
+        self.areas.pop(staging, None)
         self._partwise.pop(staging, None)
         self._to_keep.pop(staging, None)
         undo = self._undo.pop(staging, None)
@@ -219,6 +232,44 @@ class Receiver:
         if opened is not None:
             opened[1].close()
 
+    # ---- memory ----
+
+    def _received(
+        self, by: Callable[..., tuple[Staged, str]], delivery: Delivery, **how: Any
+    ) -> tuple[StagingArea, Staged, str]:
+        """Receives into a new area. The area is gone when this raises."""
+        area: StagingArea | None = None
+        try:
+            area = self._area(delivery)
+            return area, *by(self.holder, delivery, area=area, **how)
+        except BaseException:
+            delivery.close()
+            if area is not None:
+                area.close()
+            raise
+
+    def _area(self, delivery: Delivery) -> StagingArea:
+        """Makes the area of what is to come. The tensors of a delivery in parts may come in another dtype, or be tied
+        to one that comes: there is room for each, and what does not come takes no memory."""
+        specs = delivery.specs
+        if isinstance(delivery, PartwiseDelivery):
+            wanted, tied = self.holder.weight_spec(), self.holder.tied_tensors()
+            specs = {**{name: wanted[to] for name, to in tied.items()}, **wanted}
+            specs = {name: _widest(spec) for name, spec in specs.items()}
+        return StagingArea.for_specs(specs, shared=self._shared)
+
+    def _check_room(self, request: ReceiveRequest, delivery: Delivery) -> None:
+        """InvalidRequest if there is no memory for the delivery. Closes the delivery when it raises."""
+        replaced = self._kept if request.adapter is None else None
+        try:
+            check_room(
+                sum(spec.nbytes for spec in delivery.specs.values()),
+                0 if replaced is None else replaced.area.nbytes,
+            )
+        except BaseException:
+            delivery.close()
+            raise
+
     # ---- deltas ----
 
     def _check_delta(self, request: ReceiveRequest, base: str, delivery: Delivery) -> None:
@@ -226,14 +277,20 @@ class Receiver:
         try:
             check_changes(self.holder.weight_spec(), delivery.specs)
             if not self._is_there(request):
-                missing_links(self.kept, request.base_chain, base)
+                missing_links(self._changeable(), request.base_chain, base)
         except BaseException:
             delivery.close()
             raise
 
     def _is_there(self, request: ReceiveRequest) -> bool:
         """Returns whether the copy is the delta's result already, for example because the swap failed."""
-        return self.kept is not None and self.kept.digest == request.digest
+        kept = self._changeable()
+        return kept is not None and kept.digest == request.digest
+
+    def _changeable(self) -> KeptCopy | None:
+        """The copy, if a delta can change it."""
+        kept = self.kept
+        return kept if kept is not None and kept.fits(self.holder.weight_spec()) else None
 
     def _receive_delta(
         self, staging: str, request: ReceiveRequest, base: str, delivery: Delivery, cancelled: Cancelled
@@ -270,7 +327,13 @@ class Receiver:
                 digest=digest,
                 expected_digest=wanted,
             )
-        self._staged[staging], self._to_keep[staging] = after.staged, after
+        try:
+            self._staged[staging] = self.holder.stage(after.tensors.items(), request.cast, cancelled)
+        except BaseException:
+            before.take_back(changes)
+            self.kept = known
+            raise
+        self._to_keep[staging] = after
         self._undo[staging] = (before, changes)
         return digest
 
@@ -288,7 +351,7 @@ class Receiver:
 
     def _at_base(self, request: ReceiveRequest, base: str, cancelled: Cancelled) -> KeptCopy:
         """Brings the copy to the version that the delta changes."""
-        kept, links = missing_links(self.kept, request.base_chain, base)
+        kept, links = missing_links(self._changeable(), request.base_chain, base)
         if not links:
             assert kept is not None
             return kept
@@ -320,13 +383,13 @@ class Receiver:
                 raise
             changes = taken_changes(delivery, self.holder.weight_spec(), cancelled)
             return kept.change(changes, link.digest, cancelled)
-        staged, digest = receive(
-            self.holder, delivery, cast=False, expected_digest=link.digest, cancelled=cancelled
+        area, _, digest = self._received(
+            receive, delivery, cast=False, expected_digest=link.digest, cancelled=cancelled
         )
-        kept = as_kept(digest, staged, delivery.specs)
+        kept = as_kept(digest, area, self.holder.tied_tensors())
         if kept is None:
             raise NotAtBase(
-                "this engine stages other bytes than were published, so no delta fits",
+                "this engine ties tensors that were published twice, so no delta fits",
                 field="base",
                 fix="publish the full version",
             )
@@ -355,6 +418,10 @@ class Receiver:
 
 def _kind(request: ReceiveRequest) -> Kind:
     return "base" if request.adapter is None else "lora"
+
+
+def _widest(spec: TensorSpec) -> TensorSpec:
+    return TensorSpec("F64", spec.shape) if spec.dtype in FLOAT_DTYPES else spec
 
 
 def _check_part(

@@ -28,6 +28,7 @@ from worker.engines.sglang.holder import SglangHolder
 from worker.engines.sglang.scheduler import Rank
 from worker.engines.vllm.holder import VllmHolder
 from worker.receive.staging import TIE_FIX, receive
+from worker.receive.staging_area import StagingArea
 from worker.testing.tiny_model import make_tiny_model
 
 GPU = torch.device("cuda", 1)
@@ -166,7 +167,14 @@ def test_what_the_config_ties_comes_as_one(tmp_path: Path, kind: str) -> None:
         path.mkdir()
         save_file({**tensors, head: given}, path / "model.safetensors")
         delivery = transport.open({"backend": "filesystem", "path": str(path)}, "base")
-        staged, _ = receive(holder, delivery, cast=False, expected_digest=None, cancelled=lambda: False)
+        staged, _ = receive(
+            holder,
+            delivery,
+            cast=False,
+            expected_digest=None,
+            cancelled=lambda: False,
+            area=StagingArea.for_specs(delivery.specs),
+        )
         assert isinstance(staged, StagedTensors)
         return staged
 
@@ -268,7 +276,14 @@ def test_a_cast_rounds_nothing_that_the_engine_keeps(tmp_path: Path, kind: str) 
     delivery = FilesystemTransport(TransportContext((tmp_path,))).open(
         {"backend": "filesystem", "path": str(tmp_path / "new")}, "base"
     )
-    staged, _ = receive(holder, delivery, cast=True, expected_digest=None, cancelled=lambda: False)
+    staged, _ = receive(
+        holder,
+        delivery,
+        cast=True,
+        expected_digest=None,
+        cancelled=lambda: False,
+        area=StagingArea.for_specs(delivery.specs),
+    )
     assert isinstance(staged, StagedTensors)
     assert staged.tensors[router].dtype == torch.float32
     assert (staged.tensors[router] == exact).all()

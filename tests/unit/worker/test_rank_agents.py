@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -360,3 +361,11 @@ def test_an_engines_process_ends_with_who_started_it(tmp_path: Path, when: str) 
             assert told.read(5) == b""
         finally:
             starter.kill()
+
+
+def test_several_threads_of_a_call_ask_whether_it_was_cancelled(serve: Serve) -> None:
+    def ask_often(_: Mapping[str, Any], cancelled: Cancelled) -> list[bool]:
+        with ThreadPoolExecutor(4) as pool:
+            return list(pool.map(lambda _: any(cancelled() for _ in range(2000)), range(4)))
+
+    assert serve(0, {"ask": ask_often}).ask("ask") == [[False] * 4]

@@ -33,6 +33,7 @@ from worker.receive.staging import (
     not_fitting,
     receive,
 )
+from worker.receive.staging_area import StagingArea
 from worker.receive.weight_holder import TensorStream
 from worker.receive.weight_receiver import Receiver
 
@@ -41,7 +42,14 @@ from tests.support.staging_runs import NONE, Engine, Memory, hexed, two, write  
 
 
 def run(engine: Engine, delivery: Memory, expected: str | None = None, cancelled: bool = False) -> str:
-    _, digest = receive(engine, delivery, cast=False, expected_digest=expected, cancelled=lambda: cancelled)
+    _, digest = receive(
+        engine,
+        delivery,
+        cast=False,
+        expected_digest=expected,
+        cancelled=lambda: cancelled,
+        area=StagingArea.for_specs(delivery.specs),
+    )
     return digest
 
 
@@ -289,7 +297,14 @@ def test_cancelled() -> None:
     answers = iter([False, False, True])  # at the very end, after the last tensor
     delivery = two()
     with pytest.raises(EngineFailed, match="cancelled"):
-        receive(Engine(delivery), delivery, cast=False, expected_digest=None, cancelled=lambda: next(answers))
+        receive(
+            Engine(delivery),
+            delivery,
+            cast=False,
+            expected_digest=None,
+            cancelled=lambda: next(answers),
+            area=StagingArea.for_specs(delivery.specs),
+        )
     assert delivery.closed == 1
 
 
@@ -302,7 +317,12 @@ async def test_from_files_into_an_engine(tmp_path: Path) -> None:
         {"backend": "filesystem", "path": str(new)}, "base"
     )
     staged, digest = receive(
-        FakeHolder(engine), delivery, cast=False, expected_digest=manifest["digest"], cancelled=lambda: False
+        FakeHolder(engine),
+        delivery,
+        cast=False,
+        expected_digest=manifest["digest"],
+        cancelled=lambda: False,
+        area=StagingArea.for_specs(delivery.specs),
     )
     assert digest == manifest["digest"] == model_digest(new)
     assert isinstance(staged, FakeWeights)
@@ -321,7 +341,14 @@ async def test_bytes_that_are_not_the_manifests(tmp_path: Path) -> None:
         {"backend": "filesystem", "path": str(new)}, "base"
     )
     with pytest.raises(InvalidWeights, match="its publisher stated"):
-        receive(FakeHolder(engine), delivery, cast=False, expected_digest=None, cancelled=lambda: False)
+        receive(
+            FakeHolder(engine),
+            delivery,
+            cast=False,
+            expected_digest=None,
+            cancelled=lambda: False,
+            area=StagingArea.for_specs(delivery.specs),
+        )
     await engine.close()
 
 

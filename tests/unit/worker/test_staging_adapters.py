@@ -20,6 +20,7 @@ from worker.receive.staging import (
     adapter_digest,
     receive_adapter,
 )
+from worker.receive.staging_area import StagingArea
 
 F32, BF16, I64 = TensorSpec("F32", (2, 3)), TensorSpec("BF16", (2, 3)), TensorSpec("I64", (2, 3))
 from tests.support.staging_runs import CONFIG, Engine, Memory, hexed, two, write  # noqa: E402
@@ -38,7 +39,14 @@ class MemoryAdapter(Memory):
 
 
 def run_adapter(engine: Engine, delivery: Memory, expected: str | None = None) -> str:
-    _, digest = receive_adapter(engine, delivery, cast=False, expected_digest=expected, cancelled=lambda: False)
+    _, digest = receive_adapter(
+        engine,
+        delivery,
+        cast=False,
+        expected_digest=expected,
+        cancelled=lambda: False,
+        area=StagingArea.for_specs(delivery.specs),
+    )
     return digest
 
 
@@ -95,7 +103,12 @@ async def test_an_adapter_from_files(tmp_path: Path) -> None:
         )
         assert delivery.digest == stated
         staged, found = receive_adapter(
-            FakeHolder(engine), delivery, cast=False, expected_digest=digest, cancelled=lambda: False
+            FakeHolder(engine),
+            delivery,
+            cast=False,
+            expected_digest=digest,
+            cancelled=lambda: False,
+            area=StagingArea.for_specs(delivery.specs),
         )
         assert found == digest
         assert isinstance(staged, FakeAdapter)

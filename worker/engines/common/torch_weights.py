@@ -26,12 +26,9 @@ DTYPE_OF_NAME = {name: dtype for dtype, name in NAME_OF_DTYPE.items()}
 
 @dataclass(slots=True)
 class StagedTensors:
-    """Staged weights by checkpoint name, in host memory, in the model's dtypes."""
+    """Staged weights by checkpoint name, in the model's dtypes: in the staging area, or cast."""
 
     tensors: dict[str, torch.Tensor]
-
-    def host_tensors(self) -> dict[str, HostTensor]:
-        return {name: _host_tensor(tensor) for name, tensor in self.tensors.items()}
 
 
 class ModelWeights:
@@ -142,12 +139,6 @@ def _kept(tensor: HostTensor) -> torch.Tensor:
         np.copyto(copied, kept)
         kept = copied
     return torch.from_numpy(kept).view(DTYPE_OF_NAME[spec.dtype]).reshape(spec.shape)
-
-
-def _host_tensor(tensor: torch.Tensor) -> HostTensor:
-    spec = TensorSpec(NAME_OF_DTYPE[tensor.dtype], tuple(tensor.shape))
-    data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if spec.nbytes else memoryview(bytearray())
-    return HostTensor(spec, data, owned=True)
 
 
 def _saved_name(model: Any, name: str, saved: Collection[str]) -> str:

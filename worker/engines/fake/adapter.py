@@ -328,8 +328,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
         if not isinstance(staged, FakeWeights):
             raise EngineFailed(f"{staging} is an adapter")
         await self._before_a_swap()
-        kept = self.receiver.kept is not None and self.receiver.kept.staged is staged
-        self.weights, self.version = staged.copied() if kept else staged, version
+        self.weights, self.version = staged, version
         self._miscomputes = self.config.miscompute
         return await self.flush_cache()
 

@@ -18,7 +18,6 @@ from blake3 import blake3
 from rl_plane.protocol.generation import GenerateRequest
 from rl_plane.protocol.versions import (
     ADAPTER_CONFIG_NAME,
-    HostTensor,
     TensorSpec,
     WeightVersion,
     config_line,
@@ -178,23 +177,6 @@ class FakeWeights:
     def __init__(self, tensors: dict[str, FakeTensor]) -> None:
         self.tensors = tensors
         self.digest = tensors_digest((name, tensor.spec, tensor.digest) for name, tensor in tensors.items())
-
-    def host_tensors(self) -> dict[str, HostTensor]:
-        """The tensors' own memory; empty without `hold_bytes`."""
-        return {
-            name: HostTensor(tensor.spec, memoryview(tensor.data), owned=True)
-            for name, tensor in self.tensors.items()
-            if tensor.data is not None
-        }
-
-    def copied(self) -> FakeWeights:
-        """A copy of the bytes as they are now: a delta may have changed them, and another may follow."""
-        return FakeWeights(
-            {
-                name: FakeTensor(tensor.spec, tensor.digest_now(), tensor.data and bytes(tensor.data))
-                for name, tensor in self.tensors.items()
-            }
-        )
 
     def checksum(self) -> str:
         lines = sorted(f"{name} {tensor.spec} {tensor.digest_now()}" for name, tensor in self.tensors.items())

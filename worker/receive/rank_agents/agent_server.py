@@ -126,10 +126,9 @@ class AgentServer:
                 log.info("a call ended early: %s", error)
 
     def _outcome(self, request: Mapping[str, Any], connection: socket.socket) -> dict[str, Any]:
-        poll = select.poll()  # select would fail in a process that has more than 1024 descriptors
-        poll.register(connection, select.POLLIN)
-
         def cancelled() -> bool:
+            poll = select.poll()  # of its own: several threads may ask. select would fail beyond 1024 descriptors
+            poll.register(connection, select.POLLIN)
             return bool(poll.poll(0))  # the frame was read, so more input is the end
 
         try:
