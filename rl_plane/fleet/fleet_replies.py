@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_plane.commit.history import UpdateEntry
+from rl_plane.commit.history import UpdateEntry, short_sources
 from rl_plane.commit.rules import serves
 from rl_plane.commit.steps import Outcome
 from rl_plane.errors import Conflict, DeadlineExceeded, InvalidRequest, PlaneError
@@ -15,6 +15,7 @@ from rl_plane.membership.core import Member, Snapshot
 from rl_plane.membership.worker_calls import FanOut
 from rl_plane.membership.worker_reply import WorkerReply, skipped_reply
 from rl_plane.protocol.record import DecisionRecord
+from rl_plane.protocol.relay import SourceUse
 
 MAX_OFFSET = 1 << 16
 """The largest number of ranks that a trainer may have in a group."""
@@ -67,7 +68,12 @@ def with_stages(call: FleetCall[Any], reply: dict[str, Any]) -> dict[str, Any]:
     return {**reply, "workers": [*reply["workers"], *rows]}
 
 
-def updated(call: FleetCall[Any], outcome: Outcome, phases: Mapping[str, float]) -> dict[str, Any]:
+def updated(
+    call: FleetCall[Any],
+    outcome: Outcome,
+    phases: Mapping[str, float],
+    sources: Mapping[str, Sequence[SourceUse]],
+) -> dict[str, Any]:
     """The reply to an update that was committed now."""
     return {
         **head(call, call.view.snapshot()),
@@ -75,6 +81,7 @@ def updated(call: FleetCall[Any], outcome: Outcome, phases: Mapping[str, float])
         "workers": [row.to_wire() for row in outcome.replies],
         "excluded": list(outcome.excluded),
         "phases": dict(phases),
+        **({"sources": short_sources(sources)} if sources else {}),
         **({"canary": dict(outcome.canary)} if outcome.canary is not None else {}),
     }
 
@@ -89,6 +96,7 @@ def answered(call: FleetCall[Any], entry: UpdateEntry) -> dict[str, Any]:
         "workers": entry.replies(),
         "excluded": list(entry.excluded),
         "phases": dict(entry.phases),
+        **({"sources": dict(entry.sources)} if entry.sources else {}),
         **({"canary": dict(entry.canary)} if entry.canary is not None else {}),
     }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NotRequired, TypedDict
 
+from rl_plane.protocol.relay import SourceUse
 from rl_plane.protocol.versions import VersionReply
 from rl_plane.protocol.worker_ops import (
     AbortedReply,
@@ -159,6 +160,9 @@ class UpdateReply(Merged):
     """Members that do not serve the new version yet. They heal by themselves."""
     phases: dict[str, float]
     """Phase → seconds: `prepare_s`, `gate_s`, `commit_s`, `open_s`."""
+    sources: NotRequired[dict[str, list[SourceUse]]]
+    """Worker → the bytes that it took from each source, if workers fetched from one another: the largest sources of 64
+    workers."""
     canary: NotRequired[dict[str, Any]]
     """The result of the numeric canary, if an engine scored it."""
     num_buckets_received: NotRequired[int]

@@ -5,6 +5,7 @@ The coordinator makes a RelayPlan for each worker (`rl_plane.transports.relay.pl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypedDict
 
 from pydantic import Field, model_validator
@@ -12,11 +13,18 @@ from pydantic import Field, model_validator
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.validation import Body
 
+TRAINER = "trainer"
+"""The trainer's name among the sources."""
+
 MAX_PEERS = 8
 """The most workers from which one worker reads. A worker has a thread and a connection for each of them."""
 MAX_WORKERS = 1 << 16
 MAX_ADDRESS_CHARS = 255
 MAX_NAME_CHARS = 128
+
+
+class OpenRelay(Body):
+    """No fields."""
 
 
 class RelayAddress(TypedDict):
@@ -65,11 +73,26 @@ class RelayPlan(Body):
         return bucket % self.shares
 
 
+class OpenRelayReply(TypedDict):
+    relay: RelayAddress | None
+    """None: this worker can't serve its peers."""
+
+
 class SourceUse(TypedDict):
-    """What a worker took from one source during an update."""
+    """The bytes that a worker took from one source during an update."""
 
     source: str
     """A worker's instance id, or `trainer`."""
     bytes: int
     seconds: float
     """From the first read of this source until the last one ended."""
+
+
+def largest(uses: Sequence[SourceUse], most: int) -> list[SourceUse]:
+    """The largest uses, and the sum of all smaller ones as `others`: at most so many."""
+    ordered = sorted(uses, key=lambda one: -one["bytes"])
+    shown, rest = ordered[: most - 1], ordered[most - 1 :]
+    if len(rest) <= 1:
+        return ordered
+    seconds = max(one["seconds"] for one in rest)
+    return [*shown, SourceUse(source="others", bytes=sum(one["bytes"] for one in rest), seconds=seconds)]

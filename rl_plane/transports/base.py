@@ -101,11 +101,11 @@ class Delivery(ABC):
     """The numeric canary that the publisher has put beside the weights, or what is wrong with it. None: nothing."""
 
     places: Callable[[str, TensorSpec], memoryview | None] | None = None
-    """Where the bytes of a tensor are to be, if the receiver has set this before `tensors`. A delivery that can put
-    bytes straight there does so, and yields a HostTensor whose `data` is that memory."""
+    """Returns the memory in which the bytes of a tensor are to be, if the receiver has set this before `tensors`. A
+    delivery that can put bytes straight there does so, and yields a HostTensor whose `data` is that memory."""
 
     sources: Sequence[SourceUse] = ()
-    """What came from where, after the last tensor. Empty: the transport does not know."""
+    """The bytes that came from each source, after the last tensor. Empty: the transport does not know."""
 
     @abstractmethod
     def tensors(self, cancelled: Cancelled, /) -> Iterator[tuple[str, HostTensor]]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rl_plane.protocol.relay import RelayAddress, RelayPlan
-from rl_plane.transports.relay.chooser import TRAINER, Chooser, Read
+from rl_plane.protocol.relay import TRAINER, RelayAddress, RelayPlan
+from rl_plane.transports.relay.chooser import BucketRead, Chooser
 from rl_plane.transports.relay.plan import plan_relay
 
 MB = 1 << 20
@@ -32,7 +32,7 @@ def addresses(hosts: Sequence[str]) -> dict[str, RelayAddress]:
 @dataclass
 class Flow:
     to: str
-    read: Read
+    read: BucketRead
     left: float
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import entry_points
@@ -13,6 +13,7 @@ from typing import Any
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase, PlaneError, Unsupported
 from rl_plane.protocol.canary import CANARY_NAME, Canary, check_vocabulary
+from rl_plane.protocol.relay import RelayPlan
 from rl_plane.protocol.update_requests import (
     CanaryLimits,
     DeltaChainEntry,
@@ -27,6 +28,7 @@ from rl_plane.transports.base import (
     GroupedTransport,
     OfferingTransport,
     PartwiseDelivery,
+    RelayingTransport,
     TransportContext,
     WeightTransport,
 )
@@ -146,7 +148,9 @@ class Receiver:
             for left in [*self._to_keep, *self._undo]:  # of a receive that ended after its cancellation
                 self.discard(left)
         assert request.transport is not None, "an unload receives nothing"
-        delivery = self._open(request.transport, _kind(request))
+        if request.adapter is None:
+            self._end_relays()
+        delivery = self._open(request.transport, _kind(request), request.relay)
         _check_canary(request, delivery, limits)
         if isinstance(delivery, PartwiseDelivery):
             wanted, tied = self.holder.weight_spec(), self.holder.tied_tensors()
@@ -191,6 +195,8 @@ class Receiver:
         self._partwise.pop(staging, None)
         size = sum(spec.nbytes for spec in delivery.specs.values())  # a partwise delivery knows it only now
         reply = PreparedReply(digest=digest, tensors=len(delivery.specs), bytes=size, refetchable=refetchable)
+        if delivery.sources:
+            reply["sources"] = list(delivery.sources)
         if isinstance(delivery.canary, Canary):
             reply["canary"] = delivery.canary.model_dump()
         return reply
@@ -211,6 +217,8 @@ class Receiver:
         if staged is None:
             raise EngineFailed(f"nothing is staged as {staging!r}: it was swapped or discarded before")
         self.areas.pop(staging, None)
+        # On a thread, because a peer may need a second to leave. No update still needs it: all have prepared.
+        threading.Thread(target=self._end_relays, name="end of the relay", daemon=True).start()
         to_keep = self._to_keep.pop(staging, None)
         if to_keep is not None:
             self.kept = to_keep
@@ -219,6 +227,8 @@ class Receiver:
 
     def discard(self, staging: str) -> None:
         """Frees what is staged or open under this name, and takes a delta back. Does nothing for an unknown name."""
+        if staging in self._staged:
+            self._end_relays()
         self._staged.pop(staging, None)
         self.areas.pop(staging, None)
         self._partwise.pop(staging, None)
@@ -241,9 +251,11 @@ class Receiver:
         area: StagingArea | None = None
         try:
             area = self._area(delivery)
+            delivery.places = area.find
             return area, *by(self.holder, delivery, area=area, **how)
         except BaseException:
             delivery.close()
+            self._end_relays()
             if area is not None:
                 area.close()
             raise
@@ -397,8 +409,24 @@ class Receiver:
 
     # ---- transports ----
 
-    def _open(self, transport: Transport, kind: Kind) -> Delivery:
-        return self._transport(transport.backend).open(transport.model_dump(), kind)
+    def _open(self, transport: Transport, kind: Kind, plan: RelayPlan | None = None) -> Delivery:
+        by, request = self._transport(transport.backend), transport.model_dump()
+        if plan is not None and isinstance(by, RelayingTransport):
+            return by.open_relayed(request, kind, plan)
+        return by.open(request, kind)
+
+    def relay_address(self) -> tuple[str, int] | None:
+        """The address at which peers fetch what this process receives. None: no transport serves peers."""
+        relaying = next(self._relaying(), None)
+        return None if relaying is None else relaying.relay_address()
+
+    def _relaying(self) -> Iterator[RelayingTransport]:
+        return (one for one in self.transports.values() if isinstance(one, RelayingTransport))
+
+    def _end_relays(self) -> None:
+        """Ends what is served to peers. When this returns, none of them reads a staging area."""
+        for transport in self._relaying():
+            transport.end_relay()
 
     def init_transport(self, config: Mapping[str, Any]) -> None:
         self._transport(config["backend"]).init(config)

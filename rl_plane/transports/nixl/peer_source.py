@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import secrets
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +15,7 @@ from rl_plane._util.own_address import own_address
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.transports.nixl.metadata_server import MetadataServer, RelayOffer
 from rl_plane.transports.nixl.sender import NixlSender, Region, address_of
-from rl_plane.transports.nixl.wire import is_ours, make_agent
+from rl_plane.transports.nixl.wire import make_agent
 from rl_plane.transports.object_store.bulk_socket import DEFAULT_PORT
 from rl_plane.weights.manifest import ALIGN_BYTES, Manifest, pack
 
@@ -22,12 +24,26 @@ class PeerSource:
     """Offers one set of tensors at a time, and serves one relay. Other workers read the tensors in place."""
 
     def __init__(self, host: str) -> None:
-        self._agent = make_agent(f"rl-plane-{secrets.token_hex(8)}", host)
         self._server = MetadataServer(host, 0)
+        self._process = os.getpid()
+        self._made: Any = None
         self._secret = ""
         self._registered: Any = None
         self._tensors: Mapping[str, HostTensor] = {}
         self._relay: _Relay | None = None
+        self._ending = threading.Lock()
+
+    @property
+    def _agent(self) -> Any:
+        """The agent, made when it is first needed. That takes seconds, if this process has not imported nixl yet."""
+        if self._made is None:
+            self._made = make_agent(f"rl-plane-{secrets.token_hex(8)}", self._server.host)
+        return self._made
+
+    @property
+    def _is_ours(self) -> bool:
+        """False in a forked child, which must touch neither the agent nor the server."""
+        return os.getpid() == self._process
 
     @property
     def address(self) -> tuple[str, int]:
@@ -52,7 +68,7 @@ class PeerSource:
 
     def withdraw(self) -> None:
         """Ends the offer. When it returns, no other worker reads the tensors. In a forked child it does nothing."""
-        if not is_ours(self._agent):
+        if not self._is_ours:
             return
         self._server.withdraw(self._secret)
         if self._registered is not None:
@@ -73,19 +89,20 @@ class PeerSource:
 
     def end_relay(self) -> None:
         """Ends the relay. When it returns, no other worker reads its memory. In a forked child it does nothing."""
-        relay, self._relay = self._relay, None
-        if relay is not None and is_ours(self._agent):
-            self._server.end_relay(relay.offer)
-            self._agent.deregister_memory(relay.registered)
+        with self._ending:
+            relay, self._relay = self._relay, None
+            if relay is not None and self._is_ours:
+                self._server.end_relay(relay.offer)
+                self._agent.deregister_memory(relay.registered)
 
     def close(self) -> None:
         """Ends the offer and the server. In a forked child it does nothing."""
-        if not is_ours(self._agent):
+        if not self._is_ours:
             return
         self.end_relay()
         self.withdraw()
         self._server.close()
-        self._agent = None
+        self._made = None
 
 
 @dataclass(frozen=True, slots=True)

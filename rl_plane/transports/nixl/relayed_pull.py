@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidWeights, PlaneError, Unavailable
-from rl_plane.protocol.relay import RelayPlan
+from rl_plane.protocol.relay import TRAINER, RelayPlan
 from rl_plane.protocol.versions import HostTensor, tensor_digest
 from rl_plane.transports.nixl.metadata_server import RelayOffer
 from rl_plane.transports.nixl.peer_link import Lost, News, Offered, PeerLink, Verified
@@ -36,7 +36,7 @@ from rl_plane.transports.nixl.reads import (
 )
 from rl_plane.transports.nixl.wire import RegisteredMemory
 from rl_plane.transports.packed_delivery import PackedDelivery
-from rl_plane.transports.relay.chooser import TRAINER, Chooser, Read
+from rl_plane.transports.relay.chooser import BucketRead, Chooser
 from rl_plane.weights.manifest import Manifest, PackedBucket, pack
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ UNIT_BYTES = (1 << 20, 32 << 20)
 """The least and the most bytes of a bucket in a relay, unless a tensor is larger. A host passes a bucket on when it has
 all of it, so with many small ones the hosts work at the same time."""
 UNITS_OF_A_SHARE = 8
-"""As many buckets make a share, within UNIT_BYTES."""
+"""The number of buckets of a share, within UNIT_BYTES."""
 
 SLOT_BYTES = 128 << 20
 """The most memory of all slots, unless two buckets need more."""
@@ -84,7 +84,7 @@ class _Source:
 class _Flight:
     """A read of one bucket, as a run of transfers."""
 
-    read: Read
+    read: BucketRead
     slot: RegisteredMemory
     rest: Iterator[list[Piece]]
     handle: Any = None
@@ -122,13 +122,13 @@ class _Reading:
     places: Mapping[str, memoryview]
     largest: int
     slots: int
-    """How many more slots may be made."""
+    """The number of slots that may still be made."""
     made: list[RegisteredMemory] = field(default_factory=list)
     free: list[RegisteredMemory] = field(default_factory=list)
     lost: list[RegisteredMemory] = field(default_factory=list)
     """Slots of reads that have failed."""
     flights: list[_Flight] = field(default_factory=list)
-    checks: dict[Future[Sequence[tuple[str, HostTensor]] | None], tuple[Read, RegisteredMemory]] = field(
+    checks: dict[Future[Sequence[tuple[str, HostTensor]] | None], tuple[BucketRead, RegisteredMemory]] = field(
         default_factory=dict
     )
 
@@ -424,7 +424,7 @@ class RelayedPull(PackedDelivery):
             self._out.put(_Arrived(read.bucket, tensors, None if reading.places else slot))
         return bool(done)
 
-    def _wrong(self, reading: _Reading, read: Read) -> None:
+    def _wrong(self, reading: _Reading, read: BucketRead) -> None:
         if read.source == TRAINER:
             raise InvalidWeights(
                 f"the trainer's bucket {read.bucket} has not the digests that it stated",

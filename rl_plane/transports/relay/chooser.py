@@ -13,10 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from rl_plane.protocol.relay import RelayPlan, SourceUse
-
-TRAINER = "trainer"
-"""The trainer's name among the sources."""
+from rl_plane.protocol.relay import TRAINER, RelayPlan, SourceUse
 
 HANG_S = 10.0
 """A receiver gives a peer up if nothing comes from it for so many seconds. The slowest useful link brings more."""
@@ -33,14 +30,14 @@ PATIENCE_S = (0.25, 5.0)
 it takes its part of what is missing from the trainer."""
 
 FIRST_PATIENCE_S = 1.0
-"""The same, before the first of its reads has ended."""
+"""The patience of a receiver none of whose reads has ended."""
 
 MORE_PATIENCE = 4
 """It waits so many times as long for the other parts, which its peers take if they wait in vain too."""
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class BucketRead:
     """One read of one bucket from one source."""
 
     bucket: int
@@ -114,11 +111,11 @@ class Chooser:
         if wanted:
             self._news = now
 
-    def progressed(self, read: Read, now: float) -> None:
+    def progressed(self, read: BucketRead, now: float) -> None:
         """A part of the read has come."""
         self._source(read.source).heard = now
 
-    def arrived(self, read: Read, now: float) -> None:
+    def arrived(self, read: BucketRead, now: float) -> None:
         """All bytes of the bucket have come. `verified`, `superseded` or `failed` follows."""
         source, nbytes = self._source(read.source), self._sizes[read.bucket]
         seconds = max(now - source.begun, 1e-9)
@@ -130,12 +127,12 @@ class Chooser:
         if read.source != TRAINER:
             self._news = now
 
-    def verified(self, read: Read) -> None:
+    def verified(self, read: BucketRead) -> None:
         """The bucket has the right digests."""
         self._missing.discard(read.bucket)
         self._end(read)
 
-    def superseded(self, read: Read) -> None:
+    def superseded(self, read: BucketRead) -> None:
         """The bucket has come from another source before."""
         self._end(read)
 
@@ -149,7 +146,7 @@ class Chooser:
         source.reading = None
         for bucket, sources in list(self._flying.items()):
             if peer in sources:
-                self._end(Read(bucket, peer))
+                self._end(BucketRead(bucket, peer))
 
     # ---- decisions ----
 
@@ -166,7 +163,7 @@ class Chooser:
             peer.name for peer in self._peers.values() if peer.reading is not None and now - peer.heard > HANG_S
         ]
 
-    def next(self, now: float) -> Read | None:
+    def next(self, now: float) -> BucketRead | None:
         """The next read, which begins now. None: there is nothing to begin. Ask again after each event, and several
         times a second."""
         self._find_slow(now)
@@ -180,7 +177,7 @@ class Chooser:
         return read
 
     def uses(self) -> list[SourceUse]:
-        """What came from each source, the largest first."""
+        """The bytes that came from each source, the largest first."""
         found = [
             SourceUse(source=one.name, bytes=one.nbytes, seconds=round(one.ended - (one.began or 0.0), 4))
             for one in (*self._peers.values(), self._trainer)
@@ -190,13 +187,13 @@ class Chooser:
 
     # ---- the parts of a decision ----
 
-    def _from_trainer(self) -> Read | None:
+    def _from_trainer(self) -> BucketRead | None:
         if self._trainer.reading is not None:
             return None
         while self._own:
             bucket = self._own.popleft()
             if bucket in self._missing and not self._comes(bucket):
-                return Read(bucket, TRAINER)
+                return BucketRead(bucket, TRAINER)
         return None
 
     def _comes(self, bucket: int) -> bool:
@@ -205,7 +202,7 @@ class Chooser:
             return True
         return any(peer.good and bucket in peer.has for peer in self._peers.values())
 
-    def _from_peer(self) -> Read | None:
+    def _from_peer(self) -> BucketRead | None:
         """A read from the fastest peer that has something."""
         ready = [peer for peer in self._peers.values() if peer.good and peer.offered and peer.reading is None]
         for peer in sorted(ready, key=lambda peer: -(peer.rate or 0.0)):
@@ -214,11 +211,11 @@ class Chooser:
                 if bucket not in self._missing:
                     continue
                 if not any(self._source(name).good for name in self._flying.get(bucket, ())):
-                    return Read(bucket, peer.name)
+                    return BucketRead(bucket, peer.name)
                 peer.offered.append(bucket)  # in case the other source fails
         return None
 
-    def _instead_of_peers(self, now: float) -> Read | None:
+    def _instead_of_peers(self, now: float) -> BucketRead | None:
         """A read from the trainer, when no peer brings anything. At first each receiver takes only its part of what is
         missing, and its peers take the other parts."""
         if self._own or any(peer.good and peer.reading is not None for peer in self._peers.values()):
@@ -259,7 +256,7 @@ class Chooser:
         share, heir = self._plan.share_of(bucket), bucket // self._plan.shares % self._plan.shares
         return heir if heir != share else (heir + 1) % self._plan.shares
 
-    def _end(self, read: Read) -> None:
+    def _end(self, read: BucketRead) -> None:
         sources = self._flying.get(read.bucket, set())
         sources.discard(read.source)
         if not sources:

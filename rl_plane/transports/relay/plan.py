@@ -46,7 +46,7 @@ def plan_relay(workers: Mapping[str, RelayAddress], nbytes: int | None = None) -
 
 
 def steps_back(count: int) -> list[int]:
-    """How far before a worker in a ring of `count` its peers are."""
+    """The places between a worker and its peers, which are before it in a ring of `count`."""
     if count - 1 <= MAX_PEERS:
         return list(range(1, count))
     doubled = [1 << power for power in range(MAX_PEERS)]

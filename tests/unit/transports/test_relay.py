@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rl_plane.errors import InvalidRequest
-from rl_plane.protocol.relay import MAX_PEERS, RelayPeer, RelayPlan
-from rl_plane.transports.relay.chooser import HANG_S, PATIENCE_S, TRAINER, Chooser, Read
+from rl_plane.protocol.relay import MAX_PEERS, TRAINER, RelayPeer, RelayPlan
+from rl_plane.transports.relay.chooser import HANG_S, PATIENCE_S, BucketRead, Chooser
 from rl_plane.transports.relay.plan import LEAST_BYTES, plan_relay, steps_back
 from tests.support.relay_network import GBIT, MB, Network, addresses, relayed
 
@@ -94,18 +94,18 @@ def chooser(share: int | None = 0, peers: int = 2, buckets: int = 6) -> Chooser:
 
 def test_the_own_share_comes_from_the_trainer_and_the_rest_from_peers() -> None:
     one = chooser()
-    assert one.next(0.0) == Read(0, TRAINER)
+    assert one.next(0.0) == BucketRead(0, TRAINER)
     assert one.next(0.0) is None, "one read at a time from each source"
     one.announced("p1", [1, 0], 0.1)
     one.announced("p2", [1, 2], 0.1)
     reads = [one.next(0.1), one.next(0.1)]
-    assert reads == [Read(1, "p1"), Read(2, "p2")], "not 0, which is in flight, and 1 only once"
-    one.arrived(Read(0, TRAINER), 0.2)
-    one.verified(Read(0, TRAINER))
-    assert one.next(0.2) == Read(3, TRAINER)
-    one.arrived(Read(1, "p1"), 0.3)
+    assert reads == [BucketRead(1, "p1"), BucketRead(2, "p2")], "not 0, which is in flight, and 1 only once"
+    one.arrived(BucketRead(0, TRAINER), 0.2)
+    one.verified(BucketRead(0, TRAINER))
+    assert one.next(0.2) == BucketRead(3, TRAINER)
+    one.arrived(BucketRead(1, "p1"), 0.3)
     assert one.next(0.3) is None, "a bucket that is being verified is not read again"
-    one.verified(Read(1, "p1"))
+    one.verified(BucketRead(1, "p1"))
     assert [use["source"] for use in one.uses()] == ["p1", TRAINER]
     assert not one.done
 
@@ -115,11 +115,11 @@ def test_a_bucket_of_a_lost_peer_comes_from_another_one_that_has_it() -> None:
     one.next(0.0)
     one.announced("p1", [1, 4], 0.0)
     one.announced("p2", [1], 0.0)
-    assert one.next(0.0) == Read(1, "p1")
+    assert one.next(0.0) == BucketRead(1, "p1")
     assert one.next(0.0) is None
     one.failed("p1")
     one.failed("p1")
-    assert one.next(0.0) == Read(1, "p2")
+    assert one.next(0.0) == BucketRead(1, "p2")
     one.announced("p1", [2], 0.0)
     assert one.next(0.0) is None, "a lost peer is not asked again"
 
@@ -148,19 +148,19 @@ def test_a_receiver_waits_for_its_peers_before_it_takes_their_shares() -> None:
     assert one.next(0.2) is None
     one.announced("p1", [1], 0.3)
     read = one.next(0.3)
-    assert read == Read(1, "p1")
+    assert read == BucketRead(1, "p1")
     one.arrived(read, 0.5)
     one.verified(read)
     assert one.next(0.5 + 2 * 0.2 - 0.01) is None
-    assert one.next(0.5 + 2 * 0.2 + PATIENCE_S[0]) == Read(2, TRAINER)
+    assert one.next(0.5 + 2 * 0.2 + PATIENCE_S[0]) == BucketRead(2, TRAINER)
 
 
 def test_a_peer_that_hangs_is_found_by_its_silence() -> None:
     one = chooser()
     one.announced("p1", [1], 0.0)
     one.next(0.0)
-    assert one.next(0.0) == Read(1, "p1")
-    one.progressed(Read(1, "p1"), 3.0)
+    assert one.next(0.0) == BucketRead(1, "p1")
+    one.progressed(BucketRead(1, "p1"), 3.0)
     assert one.hanging(3.0 + HANG_S) == []
     assert one.hanging(3.1 + HANG_S) == ["p1"]
 
@@ -171,19 +171,19 @@ def test_a_slow_peer_is_replaced_while_its_read_goes_on() -> None:
     for peer in ("p1", "p2"):
         one.announced(peer, [1], 0.0)
     one.announced("p3", [3], 0.0)
-    assert one.next(0.0) == Read(1, "p1")
-    assert one.next(0.0) == Read(3, "p3")
-    one.arrived(Read(3, "p3"), 0.05)
-    one.verified(Read(3, "p3"))
+    assert one.next(0.0) == BucketRead(1, "p1")
+    assert one.next(0.0) == BucketRead(3, "p3")
+    one.arrived(BucketRead(3, "p3"), 0.05)
+    one.verified(BucketRead(3, "p3"))
     assert one.next(0.15) is None
-    assert one.next(0.3) == Read(1, "p2"), "p1 has taken six times as long as p3"
-    one.arrived(Read(1, "p2"), 0.35)
-    one.verified(Read(1, "p2"))
-    one.arrived(Read(1, "p1"), 0.4)
-    one.superseded(Read(1, "p1"))
+    assert one.next(0.3) == BucketRead(1, "p2"), "p1 has taken six times as long as p3"
+    one.arrived(BucketRead(1, "p2"), 0.35)
+    one.verified(BucketRead(1, "p2"))
+    one.arrived(BucketRead(1, "p1"), 0.4)
+    one.superseded(BucketRead(1, "p1"))
     assert not one.is_missing(1)
     one.announced("p1", [2], 0.4)
-    assert one.next(0.4) is None or one.next(0.4) != Read(2, "p1")
+    assert one.next(0.4) is None or one.next(0.4) != BucketRead(2, "p1")
 
 
 # ---- fleets ----

@@ -72,6 +72,9 @@ class WeightsInRanks(EngineAdapter):
     def offer(self) -> dict[str, Any] | None:
         return self.ranks.offer()
 
+    def relay_address(self) -> tuple[str, int] | None:
+        return self.ranks.relay_address()
+
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         return self.ranks.init_transport(config)
 

@@ -71,6 +71,7 @@ def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
         "describe": describe,
         # Each rank has the whole version.
         "offer": lambda body, cancelled: receiver.offer() if rank == 0 else None,
+        "relay_address": lambda body, cancelled: receiver.relay_address(),
         "open": lambda body, cancelled: receiver.open(
             body["staging"], ReceiveRequest.model_validate(body["request"]), body["limits"]
         ),

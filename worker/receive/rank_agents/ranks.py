@@ -87,6 +87,13 @@ class Ranks:
         place: dict[str, Any] | None = self._client.ask("offer")[0]
         return place
 
+    def relay_address(self) -> tuple[str, int] | None:
+        """None for several ranks: each of them receives by itself, and a plan is for one receiver."""
+        if self.count > 1:
+            return None
+        found = self._client.ask("relay_address")[0]
+        return None if found is None else (found[0], found[1])
+
     def _forget(self, staging: str) -> None:
         with contextlib.suppress(PlaneError):  # the first error explains the failure
             self.discard(staging)
