@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,8 @@ async def test_a_worker_that_joins_late_heals_from_a_worker_and_not_from_the_tra
     transport = await source.offers(new, bucket_bytes=1 << 20)
     await client.run("update_weights", update_of(transport, "one", keep_staged=True))
     await source.keeps()
-    late = plane.spawn(model=plane.model(0, **SHAPE), ready=False).wait_ready(60.0)
+    late = plane.spawn(model=plane.model(0, **SHAPE), ready=False)
+    await asyncio.to_thread(late.wait_ready, 60.0)
     await client.wait_for(3)
     await until_open(plane, client, late.instance_id, "one", 60.0)
     assert "took the weights from a peer" in late.log.read_text()
