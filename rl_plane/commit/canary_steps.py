@@ -160,13 +160,15 @@ def message_of(settlement: Settlement) -> str:
 def awaits_scores(
     record: DecisionRecord, replies: Sequence[WorkerReply], settlement: Settlement | None
 ) -> list[str]:
-    """The workers whose scores the verdict still lacks: they are fetching the version by themselves, because its first
-    coordinator died. Empty: a worker has passed, or nothing is decided by the scores."""
+    """The workers whose scores the verdict still lacks. They fetch the version by themselves, because its first
+    coordinator died; or, if no worker has scored anything, the question or its answer was lost on the way. Empty: a
+    worker has passed, or nothing is decided by the scores."""
     if record.canary is None or record.version != record.made or record.on_canary_failure == "exclude":
         return []
     if settlement is not None and any(verdict.passed for verdict in settlement.verdicts.values()):
         return []
-    return [reply.instance_id for reply in replies if isinstance(reply.error, NotPrepared)]
+    awaited = (NotPrepared,) if settlement is not None else (NotPrepared, DeadlineExceeded)
+    return [reply.instance_id for reply in replies if isinstance(reply.error, awaited)]
 
 
 def missed_error(

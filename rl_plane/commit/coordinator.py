@@ -14,7 +14,7 @@ from rl_plane.bus.sealed_record import SealedRecord
 from rl_plane.bus.state_store import pause_of, read_session
 from rl_plane.commit.commands import machine_for
 from rl_plane.commit.journal import Journal
-from rl_plane.commit.rules import newest, serves, still_there
+from rl_plane.commit.rules import gave_up, newest, serves, still_there
 from rl_plane.commit.steps import (
     Announce,
     Answered,
@@ -293,19 +293,21 @@ class Coordinator:
             await self._view.wait_until(gone, left_s)
 
     async def _watch(self, record: DecisionRecord, timeout_s: float) -> Answered:
-        """Returns the workers' states when each worker serves the version, when another version is committed, or when
-        the time is over. No worker can continue while NATS is down, so each one gets BACK_S after that."""
-        give_up = self._clock() + timeout_s
-        last = give_up + WATCH_GRACE_S
+        """Returns the workers' states when each worker serves the version or has given it up, when another version is
+        committed, or when the time is over. No worker can continue while NATS is down, so each one gets BACK_S after
+        that."""
+        until = self._clock() + timeout_s
+        last = until + WATCH_GRACE_S
         while True:
             try:
                 out = await self._calls.call_all("state", component=self._view.subjects.component, empty="ok")
                 known = self._view.record
                 replaced = known is not None and known.made != record.made and newer(known, record)
-                if replaced or all(serves(reply, record) for reply in out.rows) or self._clock() > give_up:
+                settled = all(serves(reply, record) or gave_up(reply, record) for reply in out.rows)
+                if replaced or settled or self._clock() > until:
                     return Answered(out.rows)
             except BusUnreachable:
-                give_up = min(last, max(give_up, self._clock() + BACK_S))
+                until = min(last, max(until, self._clock() + BACK_S))
             if self._clock() > last:
                 raise Unavailable(
                     f"{record.made.label} is committed, but NATS does not answer, so the workers' state is unknown",

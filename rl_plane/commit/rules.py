@@ -30,7 +30,7 @@ from rl_plane.protocol.record import (
     newer,
 )
 from rl_plane.protocol.update_requests import LoraTarget, UpdatePolicy, UpdateWeights
-from rl_plane.protocol.versions import WeightVersion
+from rl_plane.protocol.versions import WeightVersion, algorithm_of
 
 SHOWN = 3
 """The number of workers that an error message names."""
@@ -164,7 +164,14 @@ def evaluate_prepare(
         raise too_few(len(ready), policy)
     digest = next(iter(digests))
     if stated_digest is not None and digest != stated_digest:
-        raise UpdateAborted(f"the workers received {digest}, the caller stated {stated_digest}", field="digest")
+        algorithm = algorithm_of(stated_digest)
+        raise UpdateAborted(
+            f"the workers received {digest}, the caller stated {stated_digest}",
+            field="digest",
+            fix="publish the weights again, and don't change them meanwhile"
+            if algorithm == algorithm_of(digest)
+            else f"prepare the update with digest_algorithm {algorithm}",
+        )
     return Prepared(
         digest,
         {key: reply.incarnation for key, reply in ready.items()},
@@ -244,6 +251,20 @@ def serves(reply: WorkerReply, record: DecisionRecord) -> bool:
     """Reports by a worker's `state` whether it computes with exactly the committed weights and may take requests.
 
     It may be closed for reasons that have nothing to do with the weights, by an operator or a released KV memory."""
+    return _holds(reply, record) and all(
+        reason.partition(":")[0] in CLOSED_BY_CHOICE for reason in reply.body["admission"]["reasons"]
+    )
+
+
+def gave_up(reply: WorkerReply, record: DecisionRecord) -> bool:
+    """Reports by a worker's `state` whether the committed weights have failed the canary there, and the worker does not
+    fetch them again."""
+    canary = reply.body.get("canary")
+    return _holds(reply, record) and bool(canary and canary["gave_up"])
+
+
+def _holds(reply: WorkerReply, record: DecisionRecord) -> bool:
+    """Reports by a worker's `state` whether its engine is alive and has exactly the committed weights."""
     version = reply.body.get("version")
     return bool(
         reply.ok
@@ -251,7 +272,6 @@ def serves(reply: WorkerReply, record: DecisionRecord) -> bool:
         and reply.body.get("sequence") == record.sequence
         and version
         and version["digest"] == record.version.digest
-        and all(reason.partition(":")[0] in CLOSED_BY_CHOICE for reason in reply.body["admission"]["reasons"])
     )
 
 

@@ -77,6 +77,9 @@ class CanaryState(TypedDict):
     """The result of the numeric canary for the base weights in the engine."""
 
     passed: bool
+    gave_up: bool
+    """The weights failed, and the worker waits for an update or for `enable`: it does not fetch them again by
+    itself."""
     against: str
     """The other side of the comparison: `trainer`, `reference` (the values that this version had before), `fleet` (the
     other workers' values), or `nothing`."""

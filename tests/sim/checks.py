@@ -263,8 +263,18 @@ class Checks:
         lack it: it was not there, could not take it, or something was done to it since."""
         if product.can_be_fetched(decision, self.world.sources.digest_at):
             return False
-        well = process in self.staged.get(decision.update_id, {}) and not process.faulty
+        well = self._has_staged_all(process, decision) and not process.faulty
         return not well or self.world.anything_wrong()
+
+    def _has_staged_all(self, process: Process, decision: Decision) -> bool:
+        """Reports whether the worker has staged each part of the committed state, the base and the adapters, by the
+        update that made it. A worker starts with its own model, which is the base of sequence 0."""
+        held = decision.held
+        makers = {one.made: one.update_id for one in self.decided}
+        return all(
+            version.sequence == 0 or process in self.staged.get(makers.get(version, ""), {})
+            for version in (held.version, *held.adapters.values())
+        )
 
     def canary_here(self, process: Process) -> str:
         """`fails`: even an engine that computes as it should fails the canary of the record. `wrong`: this worker's

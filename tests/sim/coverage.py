@@ -133,6 +133,7 @@ CUT_PHASES = ("begin", "prepare", "receive", "session", "decide", "gate", "commi
 """The phases of a coordinator at whose beginning the simulation cuts it off from others."""
 
 TRANSITIONS: dict[str, bool] = {
+    "coordinator: abort fails → done": True,
     "coordinator: abort fails → error": True,
     "coordinator: abort goes well → done": False,
     "coordinator: abort goes well → error": False,

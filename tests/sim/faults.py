@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.sim.desired import MAX_SKEW_S
@@ -65,10 +66,16 @@ FOCUSED = 0.25
 CLUSTER: dict[Kind, float] = {"change_leader": 1.5, "keep_old_leader": 1.5}
 """Faults of a cluster, which the protocol does not claim to survive. `--cluster` has them in every run."""
 
-PARTITION: dict[Kind, float] = {"partition": 3.0}
-PARTITIONED = 0.3
-"""In how many runs two groups of processes are cut from each other now and then. A chance of its own draws them: the
-other runs are what they would be without."""
+APART: dict[Kind, float] = {"partition": 3.0, "overtake": 3.0}
+"""Faults that a chance of its own adds to some runs: the other runs are what they would be without."""
+APART_SHARE = {"partition": 0.3, "overtake": 0.3}
+"""In how many runs."""
+
+
+def drawn_apart(seed: int, partitions: bool) -> list[Kind]:
+    """The faults of APART that the run of this seed has. `partitions`: it has partitions in any case."""
+    shares = {**APART_SHARE, "partition": 1.0} if partitions else APART_SHARE
+    return [kind for kind, share in shares.items() if random.Random(f"{kind}s {seed}").random() < share]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +96,8 @@ class Scenario:
     """Do its trainers say what their weights compute?"""
 
     @classmethod
-    def drawn(cls, rng: random.Random, cluster: bool = False, partitioned: bool = False) -> Scenario:
+    def drawn(cls, rng: random.Random, cluster: bool = False, apart: Sequence[Kind] = ()) -> Scenario:
+        """`apart`: the faults of APART that this run has."""
         quiet = rng.random() < 0.05
         faults = [kind for kind in FAULTS if not quiet and rng.random() < RARE.get(kind, 0.5)]
         faults += CLUSTER if cluster else ()
@@ -97,7 +105,7 @@ class Scenario:
         if rng.random() < FOCUSED:
             faults = [*rng.sample([*FAULTS], 2), *(["contend"] if rng.random() < 0.6 else [])]
             calls = [*rng.sample(KINDS, 1), *(["pause"] if rng.random() < 0.5 else [])]
-        faults += PARTITION if partitioned else ()
+        faults += apart
         return cls(
             workers=rng.choice([1, 2, 2, 3, 3, 3, 4]),
             frontends=rng.choice([1, 2, 2, 3]),
@@ -121,7 +129,7 @@ class Faults(NatsFaults):
         super().__init__(world)
         if CLUSTER.keys() <= scenario.faults:
             self._ways = (*self._ways, "refused")
-        weights = {**FAULTS, **CLUSTER, **PARTITION}
+        weights = {**FAULTS, **CLUSTER, **APART}
         self._kinds = [kind for kind in weights if kind in scenario.faults]
         self._weights = [weights[kind] for kind in self._kinds]
         self._new_ids = (f"{number:016x}" for number in itertools.count(scenario.workers + 1))

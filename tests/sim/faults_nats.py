@@ -144,6 +144,25 @@ class NatsFaults:
             world.say(f"cut {holder.process.name} off, which has the lock")
             holder.process.cut_off(bus)
 
+    def _overtake(self) -> None:
+        """The decision of the lock's next holder is on its way while the lock expires and another call takes it."""
+        self._world.say("the next decision is overtaken")
+        self._when_held(self._overtake_decision, HOLDER_TRIES)
+
+    def _overtake_decision(self, holder: Coordinator, bus: SimBus) -> None:
+        world, server, rng = self._world, self._world.server, self._world.rng
+
+        def begun() -> None:
+            others = [one for one in world.alive() if one is not holder]
+            world.say(f"the decision of {holder.process.name} is held back, and the lock expires")
+            server.later(0.0, server.expire, world.subjects.state, LOCK)
+            if others:
+                other = rng.choice(others)
+                server.later(0.0, lambda one: one.process.spawn(world.ask_something(one)), other)
+
+        after_s = rng.choice([0.01, 0.02, 0.04]) * rng.uniform(0.5, 1.5)
+        Holding(server, world.subjects.state, bus.conn, DECISION, 0, after_s, begun).start()
+
     # ---- partitions ----
 
     def _partition(self) -> None:

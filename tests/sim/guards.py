@@ -107,9 +107,9 @@ GUARDS: dict[str, dict[str, Any]] = {
         "rl_plane.bus.lock._acquire": _acquire_at_once,
         "worker.reconcile.lock_watch.LockWatch.is_live": _live,
     },
-    # A coordinator writes the record only in the place of what it has left itself. Seed 510 shows what happens else.
+    # A coordinator writes the record only in the place of what it has left itself.
     "seal": {"rl_plane.bus.sealed_record.SealedRecord.write": _write_again},
-    # A worker bars a coordinator that is gone from the record before it drops what that one has staged. Seed 41.
+    # A worker bars a coordinator that is gone from the record before it drops what that one has staged.
     "bar": {"worker.reconcile.coordinator_watch.CoordinatorWatch._is_barred": _live},
     # A holder knows its own lock from any other's.
     "nonce": {"rl_plane.bus.lock._nonce": _one_nonce},

@@ -477,6 +477,20 @@ MUTANTS = [
         UPDATE_CANARY + "a_coordinator_waits_for_the_scores_of_workers_that_fetch_by_themselves",
     ),
     Mutant(
+        "canary: scores that are lost on the way are not asked for again",
+        "rl_plane/commit/canary_steps.py",
+        "    awaited = (NotPrepared,) if settlement is not None else (NotPrepared, DeadlineExceeded)\n",
+        "    awaited = (NotPrepared,)\n",
+        UPDATE_CANARY + "a_worker_whose_scores_were_lost_on_the_way_is_asked_again",
+    ),
+    Mutant(
+        "canary: a silent worker delays the way back",
+        "rl_plane/commit/canary_steps.py",
+        "    awaited = (NotPrepared,) if settlement is not None else (NotPrepared, DeadlineExceeded)\n",
+        "    awaited = (NotPrepared, DeadlineExceeded)\n",
+        UPDATE_CANARY + "a_silent_worker_is_not_asked_again_once_another_one_has_scored",
+    ),
+    Mutant(
         "canary: a coordinator waits for scores for ever",
         "rl_plane/commit/machine.py",
         "        if not late or state.elapsed_s > until:\n",
@@ -651,8 +665,8 @@ MUTANTS = [
     Mutant(
         "rules: a worker that is behind serves it",
         "rl_plane/commit/rules.py",
-        '        and all(reason.partition(":")[0] in CLOSED_BY_CHOICE for reason in reply.body["admission"]["reasons"])\n',
-        "",
+        '        reason.partition(":")[0] in CLOSED_BY_CHOICE for reason in reply.body["admission"]["reasons"]\n',
+        '        True for reason in reply.body["admission"]["reasons"]\n',
         MACHINE + "too_few_serving_workers_are_watched_once_and_are_then_a_conflict",
     ),
     Mutant(
@@ -718,6 +732,20 @@ MUTANTS = [
         "            return not wait.frontends and not still_there(wait.workers, _members(fleet))\n",
         "            return not still_there(wait.workers, _members(fleet))\n",
         SHELL + "a_silent_worker_is_waited_for_until_its_lease_has_ended",
+    ),
+    Mutant(
+        "coordinator: waits for a worker that has given the version up",
+        "rl_plane/commit/coordinator.py",
+        "serves(reply, record) or gave_up(reply, record) for reply",
+        "serves(reply, record) for reply",
+        SHELL + "a_watch_ends_when_each_worker_serves_the_version_or_has_given_it_up",
+    ),
+    Mutant(
+        "coordinator: waits for no worker that tries again",
+        "rl_plane/commit/rules.py",
+        'bool(canary and canary["gave_up"])',
+        'bool(canary and not canary["passed"])',
+        SHELL + "a_watch_ends_when_each_worker_serves_the_version_or_has_given_it_up",
     ),
     # ---- worker/reconcile/worker_core.py ----
     Mutant(
@@ -1018,15 +1046,15 @@ MUTANTS = [
     Mutant(
         "numerics: heals for ever",
         "worker/reconcile/numerics.py",
-        ' or verdict.reason == "tie" or self._tries >= HEAL_TRIES:',
-        ' or verdict.reason == "tie":',
+        'return verdict.reason == "tie" or self._tries >= HEAL_TRIES\n',
+        'return verdict.reason == "tie"\n',
         NUMERICS + "weights_that_fail_the_canary_are_fetched_again_a_few_times",
     ),
     Mutant(
         "numerics: heals from a tie",
         "worker/reconcile/numerics.py",
-        ' or verdict.reason == "tie" or self._tries >= HEAL_TRIES:',
-        " or self._tries >= HEAL_TRIES:",
+        'return verdict.reason == "tie" or self._tries >= HEAL_TRIES\n',
+        "return self._tries >= HEAL_TRIES\n",
         NUMERICS + "no_worker_heals_after_a_tie",
     ),
     Mutant(

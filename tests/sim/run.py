@@ -32,7 +32,7 @@ from tests.sim.calls import call
 from tests.sim.check_rest import problem as problem_of
 from tests.sim.checks import Violation
 from tests.sim.coverage import recorded
-from tests.sim.faults import PARTITIONED, Faults, Scenario
+from tests.sim.faults import Faults, Scenario, drawn_apart
 from tests.sim.trainers import ADAPTERS, Trainers
 from tests.sim.virtual_loop import VirtualLoop, virtual_time
 from tests.sim.world import Coordinator, World, sim_connect, watched_lock
@@ -155,9 +155,8 @@ def _simulated(seed: int) -> Iterator[tuple[VirtualLoop, random.Random]]:
 def run_seed(seed: int, cluster: bool = False, partitions: bool = False) -> Result:
     """`cluster`: with what only a cluster of servers does. `partitions`: in this run in any case."""
     models(), adapters(), deltas()  # written outside of the run, which they would change
-    partitioned = partitions or random.Random(f"partitions {seed}").random() < PARTITIONED
     with recorded() as reached, _simulated(seed) as (loop, rng):
-        return _run(seed, loop, rng, reached, Scenario.drawn(rng, cluster, partitioned))
+        return _run(seed, loop, rng, reached, Scenario.drawn(rng, cluster, drawn_apart(seed, partitions)))
 
 
 def _run(seed: int, loop: VirtualLoop, rng: random.Random, reached: set[str], scenario: Scenario) -> Result:

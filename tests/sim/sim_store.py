@@ -146,6 +146,14 @@ class SimStore:
         else:
             self.write(stream.bucket, key, None, None, int(MARKER_S), None, expired=True)
 
+    def expire(self, bucket: KeyValueBucket, key: str) -> None:
+        """Ends the TTL of a key now, as after a step of the server's clock."""
+        stream = self.streams.get(bucket.name)
+        entry = stream.keys.get(key) if stream is not None else None
+        if stream is not None and entry is not None and entry.value is not None and entry.expires_at is not None:
+            entry.expires_at = self.loop.now
+            self._expire(stream, key, entry)
+
     def lose_writes(self, bucket: KeyValueBucket, count: int) -> int:
         """The newest writes of a bucket were acknowledged, and are gone; how many."""
         stream = self.streams.get(bucket.name)

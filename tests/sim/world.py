@@ -127,6 +127,9 @@ class World:
     def worker_of(self, process: Process) -> Worker | None:
         return self._worker_of.get(process)
 
+    def _process_of(self, incarnation: str) -> Process:
+        return next(one for one, worker in self._worker_of.items() if product.incarnation(worker) == incarnation)
+
     def anything_wrong(self) -> bool:
         """Has something happened in this run that may keep a worker from the committed weights, or from saying that it
         has them, though nothing was done to this worker?"""
@@ -319,7 +322,7 @@ class World:
                         return
                 elif isinstance(event, Accepted):
                     seams[event.at] = None
-                    by = self.workers[event.instance_id][0]
+                    by = self._process_of(event.incarnation)
         except PlaneError as error:
             self.say(f"generate: {error.code}")
             if tokens and error.code in ("worker_lost", "engine_failed"):

@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from rl_plane.commit.canary_rules import Verdict
 from rl_plane.errors import Conflict, EngineFailed
 from rl_plane.protocol import relay, update_requests, validation, worker_ops
 from rl_plane.protocol.versions import TensorSpec, VersionReply
@@ -18,6 +17,7 @@ from worker.ops.contract import ByRank, Handler
 from worker.reconcile.coordinator_calls import CoordinatorCalls
 from worker.reconcile.engine_changes import EngineChanges
 from worker.reconcile.engine_memory import EngineMemory
+from worker.reconcile.numerics import Numerics
 from worker.reconcile.record_watch import RecordWatch
 from worker.reconcile.staged_updates import StagedUpdate, WeightUpdates
 from worker.reconcile.worker_core import WorkerCore
@@ -134,7 +134,7 @@ class OpHandlers:
             sequence=state.sequence,
             adapters={name: version.to_wire() for name, version in state.adapters.items()},
             staged=_staged_version(staged),
-            canary=_canary_state(self._core.numerics.verdict),
+            canary=_canary_state(self._core.numerics),
             received_from=self._updates.received_from,
             kept=self._updates.cached_digest,
             loras=sorted(state.adapters),
@@ -336,11 +336,13 @@ def _staged_version(staged: StagedUpdate | None) -> VersionReply | None:
     return VersionReply(run="", sequence=0, label=staged.request.label, digest=staged.reply["digest"])
 
 
-def _canary_state(verdict: Verdict | None) -> worker_ops.CanaryState | None:
+def _canary_state(numerics: Numerics) -> worker_ops.CanaryState | None:
+    verdict = numerics.verdict
     if verdict is None:
         return None
     return worker_ops.CanaryState(
         passed=verdict.passed,
+        gave_up=numerics.gave_up,
         against=verdict.against,
         reason=verdict.reason,
         warning=verdict.warning,

@@ -117,10 +117,17 @@ class Numerics:
                 return scores
         return None
 
+    @property
+    def gave_up(self) -> bool:
+        """Whether the weights have failed, and the worker does not fetch them again: another try would fail, too."""
+        verdict = self.verdict
+        if verdict is None or verdict.passed or self._state.digest is None:
+            return False
+        return verdict.reason == "tie" or self._tries >= HEAL_TRIES
+
     def take_heal(self) -> bool:
         """Returns whether to fetch these weights again. Each True counts as one try."""
-        verdict = self.verdict
-        if verdict is None or verdict.passed or verdict.reason == "tie" or self._tries >= HEAL_TRIES:
+        if self.verdict is None or self.verdict.passed or self.gave_up:
             return False
         self._tries += 1
         return True

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidWeights, PlaneError, Unavailable
 from rl_plane.protocol.relay import TRAINER, RelayPlan
-from rl_plane.protocol.versions import HostTensor, tensor_digest
+from rl_plane.protocol.versions import HostTensor, algorithm_of, tensor_digest
 from rl_plane.transports.nixl.metadata_server import RelayOffer
 from rl_plane.transports.nixl.peer_link import Lost, News, Offered, PeerLink, Verified
 from rl_plane.transports.nixl.reads import (
@@ -401,9 +401,11 @@ class RelayedPull(PackedDelivery):
                 data = place
             else:
                 data = data.toreadonly()
-            digest = tensor_digest(data)
-            if digest != self.tensor_digests[placed.name]:
+            stated = self.tensor_digests[placed.name]
+            algorithm = algorithm_of(stated)
+            if tensor_digest(data, algorithm) != stated:
                 return None
+            digest = stated if algorithm == self.algorithm else None
             found.append((placed.name, HostTensor(placed.spec, data, place is not None, digest)))
         return found
 

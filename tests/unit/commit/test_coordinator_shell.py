@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from rl_plane.commit.coordinator import Coordinator
-from rl_plane.commit.steps import Announce, RecordAcks, WaitSilent
+from rl_plane.commit.rules import gave_up
+from rl_plane.commit.steps import Announce, Answered, RecordAcks, WaitSilent, Watch
 from rl_plane.membership.core import Member, Snapshot
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.envelope import Reply
 from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S, first_record
 from rl_plane.protocol.subjects import Subjects
+from tests.support.update_machine import state
 
 RECORD = first_record("model")
 DECISION = Announce("gate", RECORD, 7, 2.0)
@@ -19,6 +22,12 @@ DECISION = Announce("gate", RECORD, 7, 2.0)
 
 def member(key: str, incarnation: str) -> Member:
     return Member(key, incarnation, "server", 1, 1, {})
+
+
+def failed_canary(key: str, gave_up: bool) -> WorkerReply:
+    """The state of a worker that has the record's weights, and whose engine failed the canary with them."""
+    closed = state(key, RECORD, serves=False)
+    return replace(closed, body={**closed.body, "canary": {"passed": False, "gave_up": gave_up}})
 
 
 class Fleet:
@@ -30,6 +39,9 @@ class Fleet:
         self.frontends: dict[str, Any] = {}
         """The reply of each frontend, by its id. None: it does not answer."""
         self.waits: list[float] = []
+        self.states: list[list[WorkerReply]] = []
+        """The workers' states, for one question after another."""
+        self.record = RECORD
         self.clock = 100.0
         self.holds: Any = None
         self.bus = SimpleNamespace(identity=("server", 1))
@@ -50,6 +62,10 @@ class Fleet:
     async def ask(self, view: Any, members: Any, op: str, *more: Any, **named: Any) -> list[WorkerReply]:
         self.asked.append((op, list(members)))
         return [WorkerReply(one.instance_id, one.incarnation, "ok") for one in members]
+
+    async def call_all(self, op: str, **more: Any) -> Any:
+        assert op == "state"
+        return SimpleNamespace(rows=self.states.pop(0))
 
     async def wait_until(self, holds: Any, left_s: float) -> bool:
         self.holds = holds
@@ -84,6 +100,22 @@ async def test_a_frontend_that_has_not_acknowledged_is_silent() -> None:
         "silent": None,
     }
     assert (await fleet.announce()).silent_frontends == ["refuses", "silent"]
+
+
+async def test_a_watch_ends_when_each_worker_serves_the_version_or_has_given_it_up() -> None:
+    fleet = Fleet([], [])
+    serves, tries, stops = state("a", RECORD), failed_canary("b", False), failed_canary("b", True)
+    fleet.states = [[serves, tries], [serves, stops], [serves, serves]]
+    event = await fleet.coordinator.carry_out(Watch(RECORD, 60.0))
+    assert event == Answered([serves, stops])
+
+
+def test_a_worker_gives_up_only_the_version_that_it_has() -> None:
+    assert gave_up(failed_canary("a", True), RECORD)
+    assert not gave_up(failed_canary("a", False), RECORD)
+    assert not gave_up(state("a", RECORD), RECORD)
+    other = replace(RECORD, made=replace(RECORD.made, sequence=1))
+    assert not gave_up(failed_canary("a", True), other), "it has yet to fetch that version"
 
 
 async def test_a_silent_worker_is_waited_for_until_its_lease_has_ended() -> None:

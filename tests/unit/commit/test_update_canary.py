@@ -228,6 +228,21 @@ def test_a_coordinator_waits_for_scores_only_as_long_as_a_commit_may_take() -> N
     assert driver.one(Write, "open").record.fallback is None
 
 
+def test_a_worker_whose_scores_were_lost_on_the_way_is_asked_again() -> None:
+    all_silent = Answered([silent(key) for key in MEMBERS])
+    driver = with_canary([all_silent, scored(-5.0, -5.0, -5.0)])
+    assert driver.error(CanaryFailed).facts["version"]["digest"] == V0.digest
+    assert driver.phases[:9] == [*WHOLE[:6], "watch", "commit", "decide"]
+    assert list(driver.all(SendOp, "commit")[1].workers) == ["a", "b", "c"]
+
+
+def test_a_silent_worker_is_not_asked_again_once_another_one_has_scored() -> None:
+    replies = [*scored(-5.0, -5.0, -5.0)(SendOp("commit", "", {}, ["a"])).replies, silent("b"), silent("c")]
+    driver = with_canary(Answered(replies))
+    driver.error(CanaryFailed)
+    assert driver.phases[:7] == [*WHOLE[:6], "decide"]
+
+
 def test_asked_again_an_update_that_stays_unserved_tells_why() -> None:
     left = left_by_a_dead_coordinator("exclude")
     driver = Driver(

@@ -180,7 +180,9 @@ def test_weights_that_fail_the_canary_are_fetched_again_a_few_times() -> None:
     for _ in range(HEAL_TRIES):
         scored(core, WRONG, now)
         assert not core.ticked(now, busy=True), "a commit still has to tell what they scored"
+        assert not core.numerics.gave_up
         assert core.ticked(now)
+        assert not core.numerics.gave_up, "the weights are on their way"
         assert core.state.digest is None
         assert "behind" in closed(core)
         wait = core.next(now)
@@ -195,11 +197,13 @@ def test_weights_that_fail_the_canary_are_fetched_again_a_few_times() -> None:
         core.swapping(swap)
         core.swapped(swap, now)
     scored(core, WRONG, now)
+    assert core.numerics.gave_up
     assert not core.ticked(now)
     assert core.state.digest == "d1"
     assert closed(core) == {"numerics"}
     assert core.next(now + 1e6) == Wait()
     core.enabled()
+    assert not core.numerics.gave_up
     core.ticked(now)
     assert core.state.digest is None, "an operator has it tried again"
 
@@ -209,6 +213,7 @@ def test_no_worker_heals_after_a_tie() -> None:
     swapped(core, record(1, replace(CANARY, undecided=True), open=True))
     scored(core, RIGHT)
     assert closed(core) == {"numerics"}
+    assert core.numerics.gave_up
     assert not core.ticked(1.0)
     assert core.state.digest == "d1"
 
