@@ -1,7 +1,11 @@
-"""One update to many hosts, each of them a source: real receivers, on links of a given speed (see `bench.hosts`)."""
+"""One update to many hosts, each of them a source: real receivers, on links of a given speed (see `bench.hosts`).
+
+`python -m bench.relays`. Where the cores are the limit and not the links, give it slower links (`--megabits`).
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -12,7 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.hosts import Host, lab
+from bench.hosts import Host, NoLab, lab
+from bench.report import Row, ratio_table
 from rl_plane._util.processes import die_with_parent
 from rl_plane.protocol.relay import RelayAddress, RelayPlan
 from rl_plane.transports.relay.plan import plan_relay
@@ -172,3 +177,53 @@ def _processes(places: Sequence[Host]) -> Iterator[list[_Process]]:
         for one in started:
             one.process.kill()
             one.process.wait()
+
+
+ONE_AIM, KILL_AIM, SLOW_AIM = 1.5, 2.0, 1.5
+MEGABYTES, MEGABITS, HOSTS = 256, 1000, 8
+
+
+def relay_rows(found: Relayed) -> list[Row]:
+    """The rows of one measurement, beside the time of one host. A star takes as many times as long as there are
+    hosts."""
+    busy = f"links of {found.bits / 1e6:,.0f} Mbit/s, cores {found.busy:.0%} busy"
+    size = f"{found.nbytes / 1e6:,.0f} MB to {found.hosts} hosts by relay"
+    beside = f"one host ({found.one_s / found.limit_s:.2f} × its link's limit; {busy})"
+    cases = (
+        (f"{size}, the trainer sends {found.from_trainer:.2f} ×", found.relay_s, ONE_AIM),
+        (f"{size}, one killed in the middle", found.killed_s, KILL_AIM),
+        (f"{size}, one link at a tenth: the others", found.slow_s, SLOW_AIM),
+    )
+    return [
+        Row(
+            what,
+            found.hosts,
+            1,
+            seconds,
+            seconds,
+            beside,
+            found.one_s,
+            found.one_s,
+            value=seconds / found.one_s,
+            aim=aim,
+        )
+        for what, seconds, aim in cases
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.relays", description=__doc__)
+    parser.add_argument("--megabytes", type=int, default=MEGABYTES, help="of weights")
+    parser.add_argument("--megabits", type=int, default=MEGABITS, help="per second, of each link")
+    parser.add_argument("--hosts", type=int, default=HOSTS)
+    given = parser.parse_args()
+    try:
+        found = measure_relay(given.megabytes << 20, given.megabits * 1_000_000, given.hosts)
+    except NoLab as error:
+        print(f"the relay is not measured: {error}")
+        return
+    print(ratio_table(relay_rows(found)))
+
+
+if __name__ == "__main__":
+    main()

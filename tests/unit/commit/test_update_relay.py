@@ -77,6 +77,6 @@ def test_what_an_entry_says_of_sources_is_bounded() -> None:
     found = short_sources({f"w{n:04}": many for n in range(1000)})
     assert len(found) == WORKERS_WITH_SOURCES
     entry = UpdateEntry("id", "label", "running", sources=found)
-    assert UpdateEntry.decode(entry.encode()) == entry
+    assert UpdateEntry.decode(entry.encode()).sources == found
     assert len(entry.encode()) < 30_000
     assert entry.to_wire()["sources"] == found
