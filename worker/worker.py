@@ -74,7 +74,7 @@ class Worker:
         self._stage = info.stage
         self._on_end = on_end
         self._watch = EngineWatch(engine_hang_s)
-        peers = Peers(bus, subjects, adapter, info.transports)
+        peers = Peers(bus, subjects, adapter, info.transports, member_info["host"])
         model = Transport.model_validate({"backend": "filesystem", "path": member_info["model_path"]})
         self.updates = WeightUpdates(adapter, info, engine, self._staged_changed, peers.offer)
         self._generation = GenerationService(bus, adapter, engine, self.state, info.witnesses, self.core.numerics)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_plane.commit.history import UpdateEntry
+from rl_plane.commit.history import UpdateEntry, short_sources
 from rl_plane.commit.rules import serves
 from rl_plane.commit.steps import Outcome
 from rl_plane.errors import Conflict, DeadlineExceeded, InvalidRequest, PlaneError
@@ -15,6 +15,7 @@ from rl_plane.membership.core import Member, Snapshot
 from rl_plane.membership.worker_calls import FanOut
 from rl_plane.membership.worker_reply import WorkerReply, skipped_reply
 from rl_plane.protocol.record import DecisionRecord, VersionSource
+from rl_plane.protocol.relay import SourceUse
 
 MAX_OFFSET = 1 << 16
 """The largest number of ranks that a trainer may have in a group."""
@@ -67,7 +68,12 @@ def with_stages(call: FleetCall[Any], reply: dict[str, Any]) -> dict[str, Any]:
     return {**reply, "workers": [*reply["workers"], *rows]}
 
 
-def updated(call: FleetCall[Any], outcome: Outcome, phases: Mapping[str, float]) -> dict[str, Any]:
+def updated(
+    call: FleetCall[Any],
+    outcome: Outcome,
+    phases: Mapping[str, float],
+    sources: Mapping[str, Sequence[SourceUse]],
+) -> dict[str, Any]:
     """The reply to an update that was committed now."""
     return {
         **head(call, call.view.snapshot()),
@@ -76,6 +82,7 @@ def updated(call: FleetCall[Any], outcome: Outcome, phases: Mapping[str, float])
         "excluded": list(outcome.excluded),
         "phases": dict(phases),
         **(_sent(outcome.source) if outcome.source is not None else {}),
+        **({"sources": short_sources(sources)} if sources else {}),
         **({"canary": dict(outcome.canary)} if outcome.canary is not None else {}),
     }
 
@@ -91,6 +98,7 @@ def answered(call: FleetCall[Any], entry: UpdateEntry) -> dict[str, Any]:
         "excluded": list(entry.excluded),
         "phases": dict(entry.phases),
         **_sent(entry),
+        **({"sources": dict(entry.sources)} if entry.sources else {}),
         **({"canary": dict(entry.canary)} if entry.canary is not None else {}),
     }
 

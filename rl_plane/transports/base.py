@@ -31,6 +31,7 @@ from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.canary import Canary
 from rl_plane.protocol.envelope import engine_replies
+from rl_plane.protocol.relay import RelayPlan, SourceUse
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import DEFAULT_ALGORITHM, DigestAlgorithm, HostTensor, TensorSpec
@@ -112,6 +113,9 @@ class Delivery(ABC):
 
     canary: Canary | InvalidRequest | None = None
     """The numeric canary that the publisher has put beside the weights, or what is wrong with it. None: nothing."""
+
+    sources: Sequence[SourceUse] = ()
+    """The bytes that came from each source, after the last tensor. Empty: the transport does not know."""
 
     @abstractmethod
     def tensors(self, cancelled: Cancelled, /) -> Iterator[tuple[str, HostTensor]]:
@@ -211,6 +215,25 @@ class OfferingTransport(WeightTransport):
     @abstractmethod
     def withdraw(self) -> None:
         """Ends the offer. When it returns, no other worker reads the tensors. Without an offer it does nothing."""
+
+
+class RelayingTransport(OfferingTransport):
+    """An OfferingTransport whose deliveries come from other workers too, and which serves them in return.
+
+    It serves what a delivery has put into its `places`, each tensor once its digest is known to be right. It does so
+    until `end_relay`, also after the delivery is closed. A delivery that fails ends it too."""
+
+    @abstractmethod
+    def relay_address(self) -> tuple[str, int]:
+        """The host and port at which this process serves its peers. It listens there from now on."""
+
+    @abstractmethod
+    def open_relayed(self, request: Mapping[str, Any], kind: Kind, plan: RelayPlan) -> Delivery:
+        """Does the same as `open`, for a delivery that takes its bytes as the plan says."""
+
+    @abstractmethod
+    def end_relay(self) -> None:
+        """Ends what is served. When it returns, no other worker reads the `places`. It may wait for a second."""
 
 
 def check_fields(backend: str, given: Mapping[str, Any], *known: str) -> None:

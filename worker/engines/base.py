@@ -320,6 +320,11 @@ class EngineAdapter(ABC):
         """Offers the kept copy to other workers. Returns where they fetch it, `{digest, transport}`, or None if there
         is no kept copy or no transport that can offer it. Blocks; the worker calls it on a thread."""
 
+    def relay_address(self) -> tuple[str, int] | None:
+        """The address and port at which peers fetch an update while this worker receives it. It listens from now on.
+        None: no transport of this engine serves peers. Blocks; the worker calls it on a thread."""
+        return None
+
     @abstractmethod
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Sets a transport up in every rank. Returns a row per rank, `{rank, …}`. Blocks; the worker calls it on a

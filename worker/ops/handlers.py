@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from rl_plane.errors import Conflict
-from rl_plane.protocol import update_requests, validation, worker_ops
+from rl_plane.protocol import relay, update_requests, validation, worker_ops
 from rl_plane.protocol.versions import TensorSpec, VersionReply
 from worker.engines.base import EngineAdapter, EngineHung, EngineInfo
 from worker.engines.capabilities import CanCheckWeights, CanTokenize, require
@@ -84,6 +84,7 @@ class OpHandlers:
             "abort_requests": self._abort_requests,
             "init_transport": self._init_transport,
             "destroy_transport": self._destroy_transport,
+            "open_relay": self._open_relay,
             "listen_update": self._listen,
             "receive_part": self._receive_part,
             "prepare_update": self._prepare,
@@ -135,6 +136,7 @@ class OpHandlers:
             adapters={name: version.to_wire() for name, version in state.adapters.items()},
             staged=_staged_version(staged),
             canary=_canary_state(self._core.numerics),
+            received_from=self._updates.received_from,
             kept=self._updates.cached_digest,
             loras=sorted(state.adapters),
             running=running,
@@ -238,6 +240,14 @@ class OpHandlers:
     async def _prepare(self, body: update_requests.ReceiveRequest, fence: int) -> update_requests.PreparedReply:
         self._state.check_weights_here()
         return await self._calls.prepare(body, fence)
+
+    async def _open_relay(self, body: relay.OpenRelay, fence: int) -> relay.OpenRelayReply:
+        found = await asyncio.to_thread(self._adapter.relay_address)
+        if found is None:
+            return relay.OpenRelayReply(relay=None)
+        address, port = found
+        host = str(self._member_info["host"])
+        return relay.OpenRelayReply(relay=relay.RelayAddress(host=host, address=address, port=port))
 
     async def _listen(self, body: update_requests.ReceiveRequest, fence: int) -> update_requests.ListeningReply:
         self._state.check_weights_here()

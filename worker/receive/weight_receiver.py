@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import entry_points
@@ -14,6 +14,7 @@ from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase, PlaneError, Unsupported
 from rl_plane.protocol.canary import CANARY_NAME, Canary, check_vocabulary
 from rl_plane.protocol.record import Encoding
+from rl_plane.protocol.relay import RelayPlan
 from rl_plane.protocol.update_requests import (
     CanaryLimits,
     DeltaChainEntry,
@@ -28,6 +29,7 @@ from rl_plane.transports.base import (
     GroupedTransport,
     OfferingTransport,
     PartwiseDelivery,
+    RelayingTransport,
     TransportContext,
     WeightTransport,
 )
@@ -151,7 +153,9 @@ class Receiver:
             for left in [*self._to_keep, *self._undo]:  # of a receive that ended after its cancellation
                 self.discard(left)
         assert request.transport is not None, "an unload receives nothing"
-        delivery = self._open(request.transport, _kind(request))
+        if request.adapter is None:
+            self._end_relays()
+        delivery = self._open(request.transport, _kind(request), request.relay)
         _check_canary(request, delivery, limits)
         if isinstance(delivery, PartwiseDelivery):
             wanted, tied = self.holder.weight_spec(), self.holder.tied_tensors()
@@ -200,6 +204,8 @@ class Receiver:
         reply = PreparedReply(digest=digest, tensors=len(delivery.specs), bytes=size, refetchable=refetchable)
         if (after := self._to_keep.get(staging)) is not None:
             reply["model_bytes"] = after.nbytes
+        if delivery.sources:
+            reply["sources"] = list(delivery.sources)
         if isinstance(delivery.canary, Canary):
             reply["canary"] = delivery.canary.model_dump()
         return reply
@@ -227,6 +233,8 @@ class Receiver:
         if staged is None:
             raise EngineFailed(f"nothing is staged as {staging!r}: it was swapped or discarded before")
         area = self.areas.pop(staging, None)
+        # On a thread, because a peer may need a second to leave. No update still needs it: all have prepared.
+        threading.Thread(target=self._end_relays, name="end of the relay", daemon=True).start()
         to_keep = self._to_keep.pop(staging, None)
         area = to_keep.area if to_keep is not None else area
         if area is not None:
@@ -253,6 +261,8 @@ class Receiver:
     def discard(self, staging: str) -> None:
         """Frees what is staged or open under this name, and takes changes of the copy back. Does nothing for an unknown
         name."""
+        if staging in self._staged:
+            self._end_relays()
         self._staged.pop(staging, None)
         area = self.areas.pop(staging, None)
         if area is not None:
@@ -277,9 +287,11 @@ class Receiver:
         area: StagingArea | None = None
         try:
             area = self._area(delivery)
+            delivery.places = area.find
             return area, *by(self.holder, delivery, area=area, **how)
         except BaseException:
             delivery.close()
+            self._end_relays()
             if area is not None:
                 area.close()
             raise
@@ -470,8 +482,24 @@ class Receiver:
 
     # ---- transports ----
 
-    def _open(self, transport: Transport, kind: Kind) -> Delivery:
-        return self._transport(transport.backend).open(transport.model_dump(), kind)
+    def _open(self, transport: Transport, kind: Kind, plan: RelayPlan | None = None) -> Delivery:
+        by, request = self._transport(transport.backend), transport.model_dump()
+        if plan is not None and isinstance(by, RelayingTransport):
+            return by.open_relayed(request, kind, plan)
+        return by.open(request, kind)
+
+    def relay_address(self) -> tuple[str, int] | None:
+        """The address at which peers fetch what this process receives. None: no transport serves peers."""
+        relaying = next(self._relaying(), None)
+        return None if relaying is None else relaying.relay_address()
+
+    def _relaying(self) -> Iterator[RelayingTransport]:
+        return (one for one in self.transports.values() if isinstance(one, RelayingTransport))
+
+    def _end_relays(self) -> None:
+        """Ends what is served to peers. When this returns, none of them reads a staging area."""
+        for transport in self._relaying():
+            transport.end_relay()
 
     def init_transport(self, config: Mapping[str, Any]) -> None:
         self._transport(config["backend"]).init(config)

@@ -119,6 +119,9 @@ class WeightsInRanks(EngineAdapter):
     def offer(self) -> dict[str, Any] | None:
         return self.host.offer()
 
+    def relay_address(self) -> tuple[str, int] | None:
+        return self.host.relay_address()
+
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         self.host.init_transport(config)
         return self._rows()

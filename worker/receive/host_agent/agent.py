@@ -38,6 +38,7 @@ class HostAgent:
             "ping": lambda body, cancelled: None,
             "begin": self._begin,
             "offer": lambda body, cancelled: self.receiver.offer(),
+            "relay_address": lambda body, cancelled: self.receiver.relay_address(),
             "open": lambda body, cancelled: self.receiver.open(
                 body["staging"], ReceiveRequest.model_validate(body["request"]), body["limits"]
             ),

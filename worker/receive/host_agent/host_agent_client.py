@@ -123,6 +123,10 @@ class HostAgentClient:
         digests: set[str | None] = set(self._ask_all("cached_digest"))
         return digests.pop() if len(digests) == 1 else None
 
+    def relay_address(self) -> tuple[str, int] | None:
+        found = self._ask("relay_address")
+        return None if found is None else (found[0], found[1])
+
     def offer(self) -> dict[str, Any] | None:
         place: dict[str, Any] | None = self._ask("offer")
         return place
