@@ -24,6 +24,7 @@ from nats.aio.msg import Msg
 from bench.bare_path import serve_engine, serve_http
 from rl_plane._util.processes import die_with_parent, spare_collector
 from rl_plane.bus.server import NatsServer
+from rl_plane.protocol.versions import DEFAULT_ALGORITHM, DigestAlgorithm
 from rl_plane.weights.safetensors_file import SafetensorsFile
 
 STOP_TIMEOUT_S = 10.0
@@ -102,12 +103,14 @@ def hf_worker(namespace: str, model: Path, **arguments: Any) -> Iterator[tuple[s
 # ---- the roles ----
 
 
-def unhashed(data: memoryview) -> str:
+def unhashed(data: memoryview, algorithm: DigestAlgorithm = DEFAULT_ALGORITHM) -> str:
     """For a tensor's digest: its first bytes, so that versions differ and are swapped all the same."""
     return bytes(data[:32]).hex().ljust(64, "0")
 
 
-def _read_unhashed(file: SafetensorsFile, offset: int, pieces: Iterable[memoryview]) -> str:
+def _read_unhashed(
+    file: SafetensorsFile, offset: int, pieces: Iterable[memoryview], algorithm: DigestAlgorithm
+) -> str:
     digest = unhashed(memoryview(b""))
     for number, piece in enumerate(pieces):
         file.read_into(offset, piece)

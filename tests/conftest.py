@@ -14,7 +14,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from rl_plane.fleet.fleet import Fleet
 from rl_plane.membership.worker_calls import BusConnector
 from rl_plane.transports.base import TransportContext
 from rl_plane.transports.filesystem.receiver import FilesystemTransport
+from tests.support.range_server import RangeServer
 from tests.support.zygote import fork_module
 from worker.engines.fake.adapter import make_fake_model
 
@@ -118,6 +119,15 @@ class Plane:
     spawned: list[Spawned] = field(default_factory=list)
     _clients: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
     _made: dict[int, object] = field(default_factory=dict)
+    _server: RangeServer | None = None
+
+    @property
+    def weight_server(self) -> RangeServer:
+        """A server of the workers' weight root, by HTTP."""
+        if self._server is None:
+            (self.tmp / "weights").mkdir(exist_ok=True)
+            self._server = RangeServer(self.tmp / "weights")
+        return self._server
 
     def model(self, seed: int = 0, **shape: int) -> Path:
         """A fake model's directory beneath the workers' weight root. One that is as it was made stays: a worker may be
@@ -138,6 +148,7 @@ class Plane:
         copies: int = 1,
         drain_s: float = 30.0,
         engine: str = "fake",
+        weight_urls: Sequence[str] = (),
         **engine_args: Any,
     ) -> Spawned:
         """`patch`: code that runs in the process before the worker does."""
@@ -151,6 +162,7 @@ class Plane:
             "instance_id": instance_id if copies == 1 else None,
             "copies": copies,
             "weight_roots": [str(self.tmp / "weights")],
+            "weight_urls": list(weight_urls),
             "engine_args": {key: str(value) for key, value in engine_args.items()},
             "drain_s": drain_s,
         }
@@ -207,6 +219,9 @@ class Plane:
     def kill_all(self) -> None:
         for one in self.spawned:
             one.close()
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
 
     async def close(self) -> None:
         self.kill_all()

@@ -24,6 +24,7 @@ from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import SERVICE_CONNECT_S, Bus
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.subjects import Subjects, check_instance_id
+from rl_plane.transports.http.allowed import Allowed
 from worker import exit_codes
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
 from worker.engines.capabilities import with_missing
@@ -73,6 +74,7 @@ def check_options(options: WorkerOptions) -> None:
     for field, path in (("model", options.model), *(("weight_root", root) for root in options.weight_roots)):
         if not path.is_dir():
             raise InvalidRequest(f"{path} is no directory", field=field, fix="give a directory that exists")
+    Allowed.of(options.weight_urls)
 
 
 def run(options: WorkerOptions, on_ready: Callable[[list[str]], None] | None = None) -> int:
@@ -99,6 +101,7 @@ async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], N
         options.deterministic,
         options.enable_memory_saver,
         options.credentials,
+        options.weight_urls,
     )
     weights = _weights_at(options.model)
     with arguments.named():

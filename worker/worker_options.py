@@ -36,6 +36,8 @@ class WorkerOptions:
     """Lets memory be released and resumed, if the engine can."""
     weight_roots: tuple[Path, ...] = ()
     """The directories that weights may be read from, besides the model's own directory."""
+    weight_urls: tuple[str, ...] = ()
+    """The only places that weights may be fetched from by HTTP: prefixes of URLs."""
     instance_id: str | None = None
     """16 hex digits. None: a new id. A supervisor that restarts a worker passes the same id."""
     copies: int = 1

@@ -6,6 +6,7 @@ from rl_plane.errors import PlaneError
 
 EXTRA_OF_MODULE = {
     "blake3": "worker",
+    "xxhash": "worker",
     "yaml": "worker",
     "torch": "hf",
     "transformers": "hf",

@@ -28,7 +28,17 @@ def commands() -> list[click.Command]:
     doc = """Send weights to the whole fleet: every worker serves them, or none does.
 
     DIR is a safetensors checkpoint, or a PEFT directory (with --adapter)."""
-    settings = ("transport", "options", "root", "adapter", "cast", *POLICY, "components", *REACH)
+    settings = (
+        "transport",
+        "options",
+        "root",
+        "adapter",
+        "cast",
+        "digest_algorithm",
+        *POLICY,
+        "components",
+        *REACH,
+    )
     return [command("publish", doc, publish, settings, click.Argument(["path"], metavar="DIR"))]
 
 
@@ -76,6 +86,7 @@ def publish(given: Command) -> int:
             adapter=values["adapter"],
             policy=policy.model_dump(),
             cast=values["cast"],
+            digest=values["digest_algorithm"],
             component=components[0],
             trainer_stays=False,
             **reach,

@@ -27,6 +27,7 @@ ENGINE = (
     "model",
     "model_name",
     "weight_roots",
+    "weight_urls",
     "dtype",
     "device",
     "engine_args",
@@ -134,7 +135,7 @@ def run_worker(given: Command) -> int:
         engine_args=pairs(values["engine_args"]),
         **_picked(
             values,
-            "namespace component model_name dtype device engine_args_file weight_roots instance_id copies "
+            "namespace component model_name dtype device engine_args_file weight_roots weight_urls instance_id copies "
             "deterministic enable_memory_saver liveness_timeout_s engine_hang_s drain_s",
         ),
     )

@@ -15,6 +15,7 @@ import click
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.subjects import check_instance_id, check_name
 from rl_plane.protocol.validation import LABEL_CHARS, MAX_TIMEOUT_S
+from rl_plane.transports.http.allowed import UrlPrefix
 
 
 class Text(click.ParamType[Any]):
@@ -90,6 +91,11 @@ def _port_or_off(text: str) -> int | str:
     return text if text == "off" else int(text)
 
 
+def _weight_url(text: str) -> str:
+    UrlPrefix.parse(text)  # a ValueError if it is none
+    return text
+
+
 WORD = matching("TEXT", r"(?s).+", "give a value, or leave it out")
 PAIR = matching("K=V", r"(?s)[^=]+=.*", "write key=value")
 PATH = Text("DIR", _path, "give a path")
@@ -104,3 +110,6 @@ INSTANCE_ID = Text("ID", lambda text: check_instance_id("id", text), "give 16 lo
 LABEL = matching("LABEL", rf"(?s).{{1,{LABEL_CHARS}}}", f"give 1 to {LABEL_CHARS} characters")
 HOST = matching("HOST", r"[A-Za-z0-9._:%\[\]-]{1,255}", "give an address or a host name, such as 127.0.0.1")
 KEY = matching("KEY", r"[!-~]+", "give printable ASCII characters without spaces")
+WEIGHT_URL = Text(
+    "PREFIX", _weight_url, "give a scheme, a host and perhaps a path: https://bucket.example/weights"
+)

@@ -24,6 +24,7 @@ from rl_plane.protocol.dialects import DIALECTS
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import MAX_PART_TIMEOUT_S, PART_TIMEOUT_S
 from rl_plane.protocol.validation import MAX_LEASE_S, PAUSE_WORDS
+from rl_plane.protocol.versions import DEFAULT_ALGORITHM, DIGEST_PATTERN, HEX_DIGITS
 from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
 
 ENV_PREFIX = "RL_PLANE_"
@@ -141,6 +142,13 @@ SETTINGS: dict[str, Setting] = {
             types.DIRECTORY,
             separator=os.pathsep,
             flag="--weight-root",
+        ),
+        Setting(
+            "weight_urls",
+            "The beginning of URLs that weights may be fetched from: scheme, host and perhaps a path.",
+            types.WEIGHT_URL,
+            separator=",",
+            flag="--weight-url",
         ),
         Setting("dtype", "The engine's dtype. Default: the checkpoint's."),
         Setting(
@@ -271,6 +279,12 @@ SETTINGS: dict[str, Setting] = {
             Choice(["rollback", "exclude", "warn"]),
             "rollback",
         ),
+        Setting(
+            "source",
+            "A JSON file with url or urls, and perhaps headers: for signed URLs. It replaces PATH.",
+            types.FILE,
+            env="UPDATE_SOURCE",
+        ),
         Setting("adapter", "Update this LoRA adapter instead of the base weights.", types.LABEL),
         Setting(
             "adapter_op",
@@ -281,7 +295,15 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             "digest",
             "The digest that the trainer has published.",
-            types.matching("DIGEST", r"blake3:[0-9a-f]{64}", "give blake3: and 64 hex digits"),
+            types.matching("DIGEST", DIGEST_PATTERN, "give xxh3: and 32 hex digits, or blake3: and 64"),
+        ),
+        Setting(
+            "digest_algorithm",
+            "The hash of the version's digest: xxh3 finds corruption, blake3 also forged bytes, and is slower.",
+            Choice(list(HEX_DIGITS)),
+            DEFAULT_ALGORITHM,
+            flag="--digest",
+            env="PUBLISH_DIGEST",
         ),
         Setting(
             "transport",

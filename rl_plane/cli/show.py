@@ -49,7 +49,7 @@ AGAINST = {
     "fleet": "the other workers' values",
 }
 """The words for the values that the numeric canary is compared with."""
-DIGEST_CHARS = len("blake3:") + 12
+DIGEST_DIGITS = 12
 
 DONE = {
     "pause": "paused",
@@ -140,7 +140,8 @@ def _version(version: Any, digest: bool = False) -> str:
     if not isinstance(version, Mapping):
         return str(version)
     words = f"{version.get('sequence')} ({version.get('label')})"
-    return f"{words} {str(version.get('digest'))[:DIGEST_CHARS]}" if digest else words
+    prefix, colon, digits = str(version.get("digest")).rpartition(":")
+    return f"{words} {prefix}{colon}{digits[:DIGEST_DIGITS]}" if digest else words
 
 
 def _updated(reply: Reply, did: str = "committed") -> list[str]:

@@ -24,6 +24,7 @@ from rl_plane.cli.settings import Command, command
 from rl_plane.cli.show import show
 from rl_plane.errors import DeadlineExceeded
 from rl_plane.fleet.http_client import call_facade
+from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.update_requests import UpdatePolicy
 
 READ_S = 30.0
@@ -50,7 +51,7 @@ POLICY = (
     "canary",
     "on_canary_failure",
 )
-UPDATE = (*POLICY, "adapter", "adapter_op", "cast", "digest")
+UPDATE = (*POLICY, "source", "adapter", "adapter_op", "cast", "digest")
 
 
 def commands() -> list[click.Command]:
@@ -61,7 +62,8 @@ def commands() -> list[click.Command]:
     ids = click.Argument(["ids"], nargs=-1, required=True, metavar="ID...", type=INSTANCE_ID)
     update = """Commit new weights on the whole fleet, or on no worker.
 
-    PATH is a checkpoint, or an adapter's directory, beneath the workers' weight roots."""
+    PATH is a checkpoint, or an adapter's directory, beneath the workers' weight roots. It may also be the http:// or
+    https:// URL of such a directory, below a --weight-url of the workers."""
     rollback = """Commit an earlier version of the history again.
 
     LABEL is the version's label; or give --sequence."""
@@ -165,13 +167,36 @@ def _source(path: str | None, values: Mapping[str, Any]) -> dict[str, Any]:
     unload = values["adapter"] is not None and values["adapter_op"] == "unload"
     if values["adapter"] is not None:
         body["target"] = {"kind": "lora", "op": values["adapter_op"], "name": values["adapter"]}
-    if unload != (path is None):
+    source = values["source"]
+    if unload != (path is None and source is None):
         fix = "leave it out" if unload else "say where the weights are; without one, --adapter-op unload"
         raise BadSetting(f"{'a' if unload else 'no'} PATH is given", field="PATH", fix=fix)
-    if path is not None:
-        transport = {"backend": "filesystem", "path": os.path.abspath(os.path.expanduser(path))}
-        body |= {"transport": transport, "cast": values["cast"]}
+    if path is not None and source is not None:
+        raise BadSetting("a PATH and --source are given", field="--source", fix="leave one of the two out")
+    if not unload:
+        body |= {"transport": _transport(path, source), "cast": values["cast"]}
     return body
+
+
+def _transport(path: str | None, source: Path | None) -> dict[str, Any]:
+    if source is not None:
+        try:
+            fields = load_json_object(source.read_bytes())
+        except ValueError as error:
+            raise BadSetting(
+                f"{source} is no JSON object: {error}", field="--source", fix='write {"url": …} or {"urls": {…}}'
+            ) from error
+        return {"backend": "http", **fields}
+    assert path is not None
+    if not path.startswith(("http://", "https://")):
+        return {"backend": "filesystem", "path": os.path.abspath(os.path.expanduser(path))}
+    if "?" in path or "@" in path.split("/", 3)[2]:
+        raise BadSetting(
+            "the URL has a query or a password, which every user of this machine can read in the list of processes",
+            field="PATH",
+            fix='write {"url": …} into a file, and give it by --source FILE',
+        )
+    return {"backend": "http", "url": path}
 
 
 def _earlier(label: str | None, sequence: int | None) -> dict[str, Any]:

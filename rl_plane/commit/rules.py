@@ -30,7 +30,7 @@ from rl_plane.protocol.record import (
     newer,
 )
 from rl_plane.protocol.update_requests import LoraTarget, UpdatePolicy, UpdateWeights
-from rl_plane.protocol.versions import WeightVersion
+from rl_plane.protocol.versions import WeightVersion, algorithm_of
 
 SHOWN = 3
 """The number of workers that an error message names."""
@@ -164,7 +164,14 @@ def evaluate_prepare(
         raise too_few(len(ready), policy)
     digest = next(iter(digests))
     if stated_digest is not None and digest != stated_digest:
-        raise UpdateAborted(f"the workers received {digest}, the caller stated {stated_digest}", field="digest")
+        algorithm = algorithm_of(stated_digest)
+        raise UpdateAborted(
+            f"the workers received {digest}, the caller stated {stated_digest}",
+            field="digest",
+            fix="publish the weights again, and don't change them meanwhile"
+            if algorithm == algorithm_of(digest)
+            else f"prepare the update with digest_algorithm {algorithm}",
+        )
     return Prepared(
         digest,
         {key: reply.incarnation for key, reply in ready.items()},

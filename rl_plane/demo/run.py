@@ -35,7 +35,7 @@ BUSY_POLL_S = 0.01
 POLL_S = 0.1
 INTERRUPTED = 130
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-NEEDED = ("torch", "transformers", "safetensors", "blake3", "starlette", "uvicorn", "matplotlib")
+NEEDED = ("torch", "transformers", "safetensors", "blake3", "xxhash", "starlette", "uvicorn", "matplotlib")
 
 
 class Demo:

@@ -34,6 +34,7 @@ from rl_plane.protocol.update_requests import (
     Transport,
     UpdatePolicy,
 )
+from rl_plane.protocol.versions import DigestAlgorithm
 from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
 
 PauseWord = Literal["keep", "wait", "abort", "retract", "in_place"]
@@ -216,6 +217,7 @@ class FleetMethods:
         target: BaseTarget | LoraTarget | None = None,
         policy: UpdatePolicy | None = None,
         digest: str | None = None,
+        digest_algorithm: DigestAlgorithm | None = None,
         encoding: Literal["full", "delta"] = "full",
         base: str | None = None,
         step: int | None = None,
@@ -230,7 +232,8 @@ class FleetMethods:
             version: The trainer's label, such as `step_17`. None: the sequence number.
             target: A LoRA adapter, or what becomes of loaded adapters. None: the base weights; adapters stay loaded.
             policy: How the update is carried out, with its time-outs. None: the defaults of UpdatePolicy.
-            digest: The digest that the trainer has computed, `blake3:…`. None: the workers' digests must agree.
+            digest: The trainer's digest, `xxh3:…` or `blake3:…`. None: the workers' digests must agree.
+            digest_algorithm: The hash, where neither `digest` nor digests beside the weights tell it. None: `xxh3`.
             encoding: `delta` sends only the changes since `base`; `digest` is then needed.
             base: The digest of the committed version that a delta changes.
             step: The trainer's step, for the history.
@@ -247,7 +250,9 @@ class FleetMethods:
             Locked: another update is under way.
             OutcomeUnknown: NATS was lost at the decision. Repeat the call with the same `request_id`.
         """
-        body = _update_body(transport, version, target, policy, digest, encoding, base, step, cast)
+        body = _update_body(
+            transport, version, target, policy, digest, digest_algorithm, encoding, base, step, cast
+        )
         return FleetRequest("update_weights", {**body, **select}, request_id)
 
     @fleet_method
@@ -327,6 +332,7 @@ class FleetMethods:
         target: BaseTarget | LoraTarget | None = None,
         policy: UpdatePolicy | None = None,
         digest: str | None = None,
+        digest_algorithm: DigestAlgorithm | None = None,
         encoding: Literal["full", "delta"] = "full",
         base: str | None = None,
         step: int | None = None,
@@ -339,7 +345,9 @@ class FleetMethods:
         Generation continues. `complete_weights_update` commits the update. It expires 120 seconds after its last call.
         The arguments and errors are those of `update_weights`.
         """
-        body = _update_body(transport, version, target, policy, digest, encoding, base, step, cast)
+        body = _update_body(
+            transport, version, target, policy, digest, digest_algorithm, encoding, base, step, cast
+        )
         return FleetRequest("prepare_weights_update", {**body, **select}, request_id)
 
     @fleet_method
@@ -515,6 +523,7 @@ def _update_body(
     target: BaseTarget | LoraTarget | None,
     policy: UpdatePolicy | None,
     digest: str | None,
+    digest_algorithm: DigestAlgorithm | None,
     encoding: str,
     base: str | None,
     step: int | None,
@@ -527,6 +536,7 @@ def _update_body(
         target=None if target is None else target.model_dump(),
         policy=_policy(policy),
         digest=digest,
+        digest_algorithm=digest_algorithm,
         encoding=encoding,
         base=base,
         step=step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, NotRequired, Self, TypedDict
 
@@ -19,7 +20,16 @@ from rl_plane.protocol.validation import (
     Body,
     without_sglangs_names,
 )
-from rl_plane.protocol.versions import DTYPE_BYTES, MAX_RANK, TensorSpec, VersionReply, WeightVersion, checked_name
+from rl_plane.protocol.versions import (
+    DTYPE_BYTES,
+    MAX_RANK,
+    DigestAlgorithm,
+    TensorSpec,
+    VersionReply,
+    WeightVersion,
+    algorithm_of,
+    checked_name,
+)
 
 PUSHED = frozenset({"gloo", "nccl"})
 """Transports whose sender waits for its receivers. `prepare_weights_update` makes the workers listen, and
@@ -74,9 +84,22 @@ SECRET_FIELD = "secret"
 events never have it."""
 
 
+_SECRET_FIELDS = frozenset({SECRET_FIELD, "headers"})
+_URL = re.compile(r"(https?://)(?:[^/?#]*@)?([^?#]*)([?#].*)?", re.IGNORECASE | re.DOTALL)
+
+
 def without_secret(transport: Mapping[str, Any]) -> dict[str, Any]:
-    """The transport as replies show it."""
-    return {key: value for key, value in transport.items() if key != SECRET_FIELD}
+    """The transport as replies show it: without its secret and its headers, and with URLs that show no query, where
+    signatures are."""
+    return {key: _without_queries(value) for key, value in transport.items() if key not in _SECRET_FIELDS}
+
+
+def _without_queries(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_queries(one) for key, one in value.items()}
+    if isinstance(value, str) and (url := _URL.fullmatch(value)):
+        return f"{url[1]}{url[2]}{'?…' if url[3] else ''}"
+    return value
 
 
 class InitTransport(Transport):
@@ -117,6 +140,9 @@ class ReceiveRequest(Body):
     label: str = Field(min_length=1, max_length=LABEL_CHARS)
     digest: str | None = Field(None, pattern=DIGEST)
     """The version's digest, as the trainer published it. None: the coordinator compares the workers' digests."""
+    digest_algorithm: DigestAlgorithm | None = None
+    """The hash of the version's digest, where neither `digest` nor the weights' own digests tell it. None: the
+    default."""
     cast: bool = False
     staging: Literal["host", "none"] = "host"
     keep_staged: bool = False
@@ -139,6 +165,7 @@ class ReceiveRequest(Body):
             base_chain=delta_chain(base_source, update.base),
             label=label,
             digest=update.digest,
+            digest_algorithm=update.digest_algorithm,
             cast=update.cast,
             staging=update.policy.staging,
             keep_staged=update.keeps_copy,
@@ -445,6 +472,12 @@ class _Update(Body):
     step: int | None = Field(None, ge=0, le=MAX_STEP)
     """The trainer's step, for the history (`GET /v1/rl/updates`)."""
     digest: str | None = Field(None, pattern=DIGEST)
+    """The version's digest, `xxh3:…` or `blake3:…`, as the trainer computed it. The update fails if the workers' bytes
+    have another one. None: the workers' digests are only compared with one another, and with those beside the
+    weights."""
+    digest_algorithm: DigestAlgorithm | None = None
+    """The hash, where neither `digest` nor digests beside the weights tell it: for a digest that comes with
+    `complete_weights_update`, or after the last byte. None: `xxh3`."""
     cast: bool = False
     """Allow float tensors of another float dtype than the engine's. They are converted."""
     policy: UpdatePolicy = UpdatePolicy()
@@ -464,6 +497,12 @@ class _Update(Body):
                 fix="leave it out",
             )
         _check_delta(self)
+        if self.digest and self.digest_algorithm not in (None, algorithm_of(self.digest)):
+            raise InvalidRequest(
+                f"the digest is {algorithm_of(self.digest)}, and digest_algorithm is {self.digest_algorithm}",
+                field="digest_algorithm",
+                fix="leave it out",
+            )
         if self.policy.staging == "none" and self.policy.keep_staged:
             raise InvalidRequest(
                 "keep_staged needs staging",
@@ -531,7 +570,9 @@ def _check_digests(update: _Update | ReceiveRequest) -> None:
     for field in ("base", "digest"):
         if getattr(update, field) is None:
             whose = "the version that it changes" if field == "base" else "the full version that it makes"
-            raise InvalidRequest(f"a delta needs the digest of {whose}", field=field, fix="add it: blake3:…")
+            raise InvalidRequest(
+                f"a delta needs the digest of {whose}", field=field, fix="add it: xxh3:… or blake3:…"
+            )
 
 
 def check_source(target: BaseTarget | LoraTarget, transport: Transport | None, instead: str = "") -> None:
@@ -615,7 +656,15 @@ class UpdateCall(_Update):
         if self.rollback is None:
             check_source(self.target, self.transport, ", or which earlier version is meant (rollback)")
             return self
-        given = {"transport", "target", "encoding", "base", "digest", "cast"} & self.model_fields_set
+        given = {
+            "transport",
+            "target",
+            "encoding",
+            "base",
+            "digest",
+            "digest_algorithm",
+            "cast",
+        } & self.model_fields_set
         if given:
             name = sorted(given)[0]
             raise InvalidRequest(

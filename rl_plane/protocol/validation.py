@@ -7,13 +7,14 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError
 
 from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.versions import DIGEST_PATTERN
 
 MAX_LEASE_S = 86_400.0
 MAX_TIMEOUT_S = 86_400.0
 """A day. A larger bound is a typing error."""
 
 LABEL_CHARS = 200
-DIGEST = r"^blake3:[0-9a-f]{64}$"
+DIGEST = rf"^{DIGEST_PATTERN}$"
 PRINTABLE = r"^[^\x00-\x1f\x7f]*$"
 Label = Annotated[str, Field(min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)]
 """The name of a version or of an adapter."""

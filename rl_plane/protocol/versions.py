@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
-DIGEST_PREFIX = "blake3:"
+DigestAlgorithm = Literal["xxh3", "blake3"]
+"""The hash of a digest, and the prefix of a version's digest: XXH3-128 or BLAKE3.
+
+XXH3 finds each corruption, at the speed of memory. Somebody who wants other bytes with the same digest can make them.
+BLAKE3 takes several times as long, and excludes that."""
+
+DEFAULT_ALGORITHM: DigestAlgorithm = "xxh3"
+HEX_DIGITS: dict[DigestAlgorithm, int] = {"xxh3": 32, "blake3": 64}
+"""The length of a digest in hex. It tells the algorithm of a tensor's digest, which has no prefix."""
+
+DIGEST_PATTERN = "(" + "|".join(f"{name}:[0-9a-f]{{{digits}}}" for name, digits in HEX_DIGITS.items()) + ")"
+"""A version's digest, as a regular expression."""
 
 DTYPE_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 """Bytes per element of each dtype, by its safetensors name."""
-
-PARALLEL_HASH_BYTES = 1 << 20
-"""A tensor of at least this size is hashed on all cores. Below it threads cost more than they save."""
 
 MAX_NAME_CHARS = 512
 """Checkpoint names are dotted module paths; the longest known ones have some 120 characters."""
@@ -47,7 +55,7 @@ class WeightVersion:
     run: str
     sequence: int
     label: str
-    digest: str  # "blake3:<hex>", see tensors_digest
+    digest: str  # "xxh3:<hex>" or "blake3:<hex>", see tensors_digest
 
     def to_wire(self) -> VersionReply:
         return VersionReply(run=self.run, sequence=self.sequence, label=self.label, digest=self.digest)
@@ -84,30 +92,43 @@ class HostTensor:
     """The `tensor_digest` of `data`, if it was computed from the same memory. None: not yet."""
 
 
-def tensor_digest(data: memoryview) -> str:
-    """BLAKE3 of a tensor's raw bytes, hex."""
-    from blake3 import blake3
+def tensor_digest(data: memoryview, algorithm: DigestAlgorithm = DEFAULT_ALGORITHM) -> str:
+    """The hash of a tensor's raw bytes, hex."""
+    from rl_plane.protocol.hashers import hex_digest
 
-    threads = blake3.AUTO if data.nbytes >= PARALLEL_HASH_BYTES else 1
-    return str(blake3(data, max_threads=threads).hexdigest())
+    return hex_digest(data, algorithm)
 
 
-def tensors_digest(tensors: Iterable[tuple[str, TensorSpec, str]]) -> str:
+def algorithm_of(digest: str) -> DigestAlgorithm:
+    """The algorithm of a version's digest, by its prefix, or of a tensor's digest, by its length.
+
+    Raises ValueError if it is neither."""
+    for name, digits in HEX_DIGITS.items():
+        if len(digest.removeprefix(f"{name}:")) == digits:
+            return name
+    raise ValueError(f"{digest[:80]!r} is no digest")
+
+
+def tensors_digest(tensors: Iterable[tuple[str, TensorSpec, str]], adapter_config: bytes | None = None) -> str:
     """The digest of a version, from `(name, spec, tensor_digest)` in any order.
 
-    BLAKE3 over the sorted lines `name dtype shape digest`, shape as `2x3` (empty for a scalar).
+    It is of the algorithm of the tensors' digests, and of the default one without tensors. It is the hash of the sorted
+    lines `name dtype shape digest`, shape as `2x3` (empty for a scalar). The config of an adapter is a part of the
+    adapter, so it adds a line, as if it were a tensor of bytes.
+
+    Raises ValueError for digests of two algorithms.
     """
-    from blake3 import blake3
+    from rl_plane.protocol.hashers import hex_digest
 
-    lines = sorted(
-        f"{name} {spec.dtype} {'x'.join(map(str, spec.shape))} {digest}" for name, spec, digest in tensors
+    lines = list(tensors)
+    algorithms = {algorithm_of(digest) for _, _, digest in lines} or {DEFAULT_ALGORITHM}
+    if len(algorithms) > 1:
+        raise ValueError("the digests of the tensors are of two algorithms")
+    algorithm = algorithms.pop()
+    if adapter_config is not None:
+        config = TensorSpec("U8", (len(adapter_config),))
+        lines.append((ADAPTER_CONFIG_NAME, config, hex_digest(adapter_config, algorithm)))
+    text = "\n".join(
+        sorted(f"{name} {spec.dtype} {'x'.join(map(str, spec.shape))} {digest}" for name, spec, digest in lines)
     )
-    return DIGEST_PREFIX + blake3("\n".join(lines).encode()).hexdigest()
-
-
-def config_line(raw: bytes) -> tuple[str, TensorSpec, str]:
-    """The line that an adapter's config adds to its version's digest (`tensors_digest`), because the config is a part
-    of the adapter."""
-    from blake3 import blake3
-
-    return ADAPTER_CONFIG_NAME, TensorSpec("U8", (len(raw),)), str(blake3(raw).hexdigest())
+    return f"{algorithm}:{hex_digest(text.encode(), algorithm)}"

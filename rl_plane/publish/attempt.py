@@ -143,7 +143,7 @@ class Attempt:
         def buffer(number: int) -> Buffer:
             return _transport_call(lambda: sender.buffer(number))
 
-        for number in fill(manifest, taken.tensors, buffer, self._digests, self._lent):
+        for number in fill(manifest, taken.tensors, buffer, self._digests, self._lent, self._plan.options.digest):
             _transport_call(lambda number=number: sender.send(number))  # type: ignore[misc]
             publication.report("sending", buckets=number + 1, nbytes=sum(sizes[: number + 1]))
 

@@ -7,10 +7,11 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from rl_plane.protocol.versions import (
+    DEFAULT_ALGORITHM,
     DTYPE_BYTES,
+    DigestAlgorithm,
     HostTensor,
     TensorSpec,
-    config_line,
     tensor_digest,
     tensors_digest,
 )
@@ -43,7 +44,8 @@ class Change:
 class HostCopy:
     """A copy of one version in host memory, as large as the weights. For one thread at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, algorithm: DigestAlgorithm = DEFAULT_ALGORITHM) -> None:
+        """`algorithm`: that of the digests."""
         self.digest: str | None = None
         """The digest of the version that the copy holds; None if it holds none."""
         self.chain_bytes = 0
@@ -52,6 +54,7 @@ class HostCopy:
         """The number of versions in a row that were compared and sent in full; beyond TRIES it counts versions not
         compared."""
         self.specs: dict[str, TensorSpec] = {}
+        self._algorithm: DigestAlgorithm = algorithm
         self._places: dict[str, memoryview] = {}
         self._digests: dict[str, str] = {}
         self._adapter_config: bytes | None = None
@@ -82,7 +85,7 @@ class HostCopy:
                     room -= len(blob)
                     if room < 0:
                         deltas = None  # changes made so far stay, but can't be taken back
-                self._digests[name] = tensor_digest(self._places[name])
+                self._digests[name] = tensor_digest(self._places[name], self._algorithm)
         except BaseException:
             if deltas is not None and not self._half_changed:
                 self._take_back(deltas)
@@ -92,9 +95,7 @@ class HostCopy:
             threads.shutdown()
         self._adapter_config = taken.adapter_config
         lines = [(name, spec, self._digests[name]) for name, spec in specs.items()]
-        if taken.adapter_config is not None:
-            lines.append(config_line(taken.adapter_config))
-        self.digest = tensors_digest(lines)
+        self.digest = tensors_digest(lines, taken.adapter_config)
         if deltas is None:
             return Change(self.digest, base)
         if not deltas:  # a version must have at least one tensor

@@ -12,6 +12,7 @@ from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.fleet_ops import DEFAULT_WAIT_S
 from rl_plane.protocol.update_requests import UpdateWeights
 from rl_plane.protocol.validation import parse_body
+from rl_plane.protocol.versions import DEFAULT_ALGORITHM, DigestAlgorithm
 from rl_plane.sync import call_bound_s
 from rl_plane.transports.registry import AUTO
 from rl_plane.weights.delta_codec import import_numba
@@ -50,6 +51,7 @@ class PublishOptions:
     policy: dict[str, Any] = field(default_factory=dict)
     cast: bool = False
     encoding: Encoding = "auto"
+    digest: DigestAlgorithm = DEFAULT_ALGORITHM
     bucket_bytes: int | None = None
     workers: int = 1
     wait_s: float = DEFAULT_WAIT_S
@@ -61,6 +63,8 @@ class PublishOptions:
             raise InvalidRequest(
                 f"bucket_bytes is {self.bucket_bytes}", field="bucket_bytes", fix="give at least 1"
             )
+        if self.digest not in get_args(DigestAlgorithm):
+            raise InvalidRequest(f"digest is {str(self.digest)[:64]!r}", field="digest", fix="use xxh3, or blake3")
         if self.encoding not in get_args(Encoding):
             raise InvalidRequest(
                 f"encoding is {str(self.encoding)[:64]!r}", field="encoding", fix="use auto, full, or delta"
@@ -90,7 +94,7 @@ class PublishOptions:
 
     def body(self, version: str | None) -> dict[str, Any]:
         """The body of an update, without its `transport`. Raises InvalidRequest for a wrong field."""
-        body: dict[str, Any] = {"cast": self.cast, "policy": self.policy}
+        body: dict[str, Any] = {"cast": self.cast, "policy": self.policy, "digest_algorithm": self.digest}
         if version is not None:
             body["version"] = version
         if self.adapter is not None:

@@ -26,6 +26,7 @@ from rl_plane.errors import DeadlineExceeded, InvalidRequest
 from rl_plane.protocol.canary import OnCanaryFailure
 from rl_plane.protocol.fleet_ops import DEFAULT_WAIT_S
 from rl_plane.protocol.subjects import DEFAULT_NAMESPACE
+from rl_plane.protocol.versions import DEFAULT_ALGORITHM, DigestAlgorithm
 from rl_plane.publish.attempt import JOINS, Attempt, drain
 from rl_plane.publish.delta_attempt import DeltaAttempt
 from rl_plane.publish.fleet_access import BlockingFleet, FleetLike
@@ -63,6 +64,7 @@ class WeightPublisher:
         options: Mapping[str, Any] | None = None,
         bucket_bytes: int | None = None,
         encoding: Encoding = "auto",
+        digest: DigestAlgorithm = DEFAULT_ALGORITHM,
         trainer_stays: bool = True,
         adapter: str | None = None,
         dtype: Any = None,
@@ -98,6 +100,9 @@ class WeightPublisher:
                 host memory, and the tensors may change as soon as they are in that copy. `auto` does so where a worker
                 is on another machine or the transport is `object_store`, while the machine has the memory and deltas
                 pay; it is `full` with `cast`, `staging` `none`, `keep_staged` False, an adapter, or nccl.
+            digest: the algorithm of the versions' digests. `xxh3` finds corruption, at the speed of memory. `blake3` is
+                for a digest that someone compares outside of the fleet, and for weights from a source that is not
+                trusted; hashing then takes several times as long. Default: `xxh3`.
             trainer_stays: False if this process ends soon. `auto` then prefers transports whose weights outlive it, and
                 `nixl` keeps no copy for workers that heal. Default: True.
 
@@ -153,6 +158,7 @@ class WeightPublisher:
             policy={**(policy or {}), **canary_policy},
             cast=cast,
             encoding=encoding,
+            digest=digest,
             bucket_bytes=bucket_bytes,
             workers=workers,
             wait_s=wait_s,
@@ -163,7 +169,7 @@ class WeightPublisher:
             raise InvalidRequest(
                 "canary is given twice: by canary= and in policy", field="canary", fix="leave policy's canary out"
             )
-        self._copy = HostCopy()
+        self._copy = HostCopy(digest)
         self._canary = CanarySource(canary, tolerance, self._source, source, adapter is not None)
         self._progress = progress
         self._previous: RunningPublication | None = None
@@ -316,7 +322,7 @@ class WeightPublisher:
             )
         if self._previous is not None:
             self._previous.settle(self._options.bound_s())
-        self._copy = HostCopy()  # an attempt that is still under way has its own reference
+        self._copy = HostCopy(self._options.digest)  # an attempt that is still under way has its own reference
         if self._plan is not None:
             self._plan.close()
 

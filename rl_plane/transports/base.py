@@ -33,7 +33,7 @@ from rl_plane.protocol.canary import Canary
 from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import ReceivePart
-from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.protocol.versions import DEFAULT_ALGORITHM, DigestAlgorithm, HostTensor, TensorSpec
 from rl_plane.transports.packing import Buffer, Tensor
 from rl_plane.weights.checkpoint import Kind
 from rl_plane.weights.manifest import DEFAULT_BUCKET_BYTES, Manifest, PackedBucket, pack
@@ -62,6 +62,8 @@ class TransportContext:
     """The device of the model in this process, in torch's notation."""
     credentials: NatsCredentials = NO_CREDENTIALS
     """The files by which a transport connects to NATS."""
+    weight_urls: tuple[str, ...] = ()
+    """The only places that a transport may fetch from by HTTP: prefixes of URLs."""
 
     def to_wire(self) -> dict[str, Any]:
         roots = [str(root.absolute()) for root in self.weight_roots]
@@ -70,7 +72,8 @@ class TransportContext:
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> TransportContext:
         roots, credentials = tuple(map(Path, wire["weight_roots"])), NatsCredentials.from_wire(wire["credentials"])
-        return cls(**{**wire, "weight_roots": roots, "credentials": credentials})
+        urls = tuple(wire["weight_urls"])
+        return cls(**{**wire, "weight_roots": roots, "credentials": credentials, "weight_urls": urls})
 
 
 class Delivery(ABC):
@@ -85,7 +88,10 @@ class Delivery(ABC):
     anyway."""
 
     tensor_digests: Mapping[str, str] | None = None
-    """Name to blake3 hex digest, if the publisher has stated them. Each is there when its tensor is yielded."""
+    """Name to hex digest, if the publisher has stated them. Each is there when its tensor is yielded."""
+
+    algorithm: DigestAlgorithm = DEFAULT_ALGORITHM
+    """The algorithm by which a delivery hashes the bytes while it writes them. Set before `tensors`."""
 
     adapter_config: Mapping[str, Any] | None = None
     """The PEFT config of an adapter; None for base weights."""
@@ -353,7 +359,7 @@ class Sender(ABC):
         """Waits until every receiver that is still there has every bucket.
 
         Args:
-            digests: name to blake3 hex digest of each tensor; None if the trainer has made none.
+            digests: name to hex digest of each tensor; None if the trainer has made none.
         """
 
     @abstractmethod

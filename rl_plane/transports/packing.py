@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Union
 
 from rl_plane.errors import InvalidRequest
-from rl_plane.protocol.versions import HostTensor, TensorSpec, tensor_digest
+from rl_plane.protocol.versions import DEFAULT_ALGORITHM, DigestAlgorithm, HostTensor, TensorSpec, tensor_digest
 from rl_plane.weights.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ def fill(
     buffer: Callable[[int], Buffer],
     digests: dict[str, str] | None = None,
     lent: Collection[int] = (),
+    algorithm: DigestAlgorithm = DEFAULT_ALGORITHM,
 ) -> Iterator[int]:
     """Packs the tensors into buckets, and yields each bucket's number once it is full.
 
@@ -124,6 +125,7 @@ def fill(
         buffer: returns the memory of a bucket.
         digests: takes the digest of each tensor, computed after its bucket was yielded. None computes none.
         lent: numbers of buckets that receivers read in place. Their tensors are hashed, and not packed.
+        algorithm: that of the digests.
     """
     source = in_order(manifest.specs.items(), tensors)
     for number, bucket in enumerate(manifest.buckets):
@@ -131,7 +133,7 @@ def fill(
             for placed in bucket.tensors:
                 _, tensor = next(source)
                 if digests is not None:
-                    digests[placed.name] = tensor_digest(raw_bytes(tensor))
+                    digests[placed.name] = tensor_digest(raw_bytes(tensor), algorithm)
             yield number
             continue
         data = buffer(number)
@@ -140,12 +142,12 @@ def fill(
             copy_into(place, next(source)[1])
         yield number
         if digests is not None:
-            digests.update((name, _hash(place)) for name, place in places.items())
+            digests.update((name, _hash(place, algorithm)) for name, place in places.items())
     next(source, None)  # use up the source
 
 
-def _hash(place: Buffer) -> str:
-    return tensor_digest(place if isinstance(place, memoryview) else memoryview(place.cpu().numpy()))
+def _hash(place: Buffer, algorithm: DigestAlgorithm) -> str:
+    return tensor_digest(place if isinstance(place, memoryview) else memoryview(place.cpu().numpy()), algorithm)
 
 
 def names_of_dtypes() -> dict[torch.dtype, str]:

@@ -18,27 +18,27 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-from blake3 import blake3
+from typing import Any, Literal, Protocol
 
 from rl_plane.errors import InvalidRequest, InvalidWeights
 from rl_plane.protocol.canary import CANARY_NAME, MAX_CANARY_BYTES, Canary, parse_canary
+from rl_plane.protocol.hashers import new_hasher
 from rl_plane.protocol.versions import (
     ADAPTER_CONFIG_NAME,
-    DIGEST_PREFIX,
+    DEFAULT_ALGORITHM,
+    DIGEST_PATTERN,
+    DigestAlgorithm,
     HostTensor,
     TensorSpec,
-    config_line,
     tensors_digest,
 )
-from rl_plane.weights.manifest import MAX_CONFIG_BYTES
+from rl_plane.weights.manifest import MAX_CONFIG_BYTES, are_digests
 from rl_plane.weights.read_ahead import END_S, ReadAhead, host_memory
 from rl_plane.weights.rooted_files import Directory, check_beneath, kind_of, listed, unopened
-from rl_plane.weights.safetensors_file import READ_BYTES, SafetensorsFile, StoredTensor, write_atomically
+from rl_plane.weights.safetensors_file import READ_BYTES, DiskFile, SafetensorsFile, StoredTensor, write_atomically
 
 Kind = Literal["base", "lora"]
 
@@ -60,7 +60,6 @@ PIECE_BYTES = 1 << 20
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
-_HEX = re.compile(r"[0-9a-f]{64}")
 _MANIFEST_KEYS = frozenset({"v", "digest", "tensors", "files"})
 _NO_PICKLES = (
     "pickled checkpoints are never loaded, because loading one runs code from it: "
@@ -76,6 +75,27 @@ class AdapterConfig:
     raw: bytes
 
 
+class Folder(Protocol):
+    """A place that holds the files of a checkpoint: a directory, or one that is reached by URLs."""
+
+    field: str
+    """The field of the request that has chosen the folder."""
+
+    def names(self) -> list[str]: ...
+
+    def has(self, name: str) -> bool: ...
+
+    def open_weights(self, name: str) -> SafetensorsFile: ...
+
+    def read_json(self, name: str, max_bytes: int | None = None) -> tuple[dict[str, Any], bytes, Hashable]:
+        """Reads a small JSON file. Returns the object, its bytes and the file's identity."""
+
+    def check_same(self, name: str, identity: Hashable) -> None:
+        """Raises InvalidWeights if another file has taken the name since it was opened."""
+
+    def refuse(self, what: str, fix: str) -> InvalidWeights: ...
+
+
 class Checkpoint:
     """The open files of a checkpoint or an adapter, with their tensors in the order in which they are best read."""
 
@@ -89,17 +109,18 @@ class Checkpoint:
             name: (file, stored) for file in files for name, stored in file.tensors.items()
         }
         self.specs: dict[str, TensorSpec] = {name: stored.spec for name, (_, stored) in self.places.items()}
+        self.readers = READERS
         self._lanes: list[ReadAhead[list[tuple[str, HostTensor]]]] = []
 
-    def tensors(self, hashed: bool = False) -> Iterator[tuple[str, HostTensor]]:
-        """Yields each tensor, which is `owned`, and has its digest if `hashed`. Threads read the next tensors
-        meanwhile."""
+    def tensors(self, algorithm: DigestAlgorithm | None = None) -> Iterator[tuple[str, HostTensor]]:
+        """Yields each tensor, which is `owned`. Threads read the next tensors meanwhile. `algorithm`: that of the
+        tensors' digests; None makes none."""
         runs = list(self._runs())
         if len(runs) == 1:
-            yield from self._read(*runs[0], hashed)
+            yield from self._read(*runs[0], algorithm)
         else:
-            for lane in range(min(READERS, len(runs))):
-                self._lanes.append(ReadAhead(self._read(*run, hashed) for run in runs[lane::READERS]))
+            for lane in range(min(self.readers, len(runs))):
+                self._lanes.append(ReadAhead(self._read(*run, algorithm) for run in runs[lane :: self.readers]))
             turns = itertools.cycle([iter(lane) for lane in self._lanes])
             for lane_in_turn in itertools.islice(turns, len(runs)):
                 yield from next(lane_in_turn)
@@ -119,41 +140,44 @@ class Checkpoint:
             if names:
                 yield file, names
 
-    def _read(self, file: SafetensorsFile, names: list[str], hashed: bool) -> list[tuple[str, HostTensor]]:
+    def _read(
+        self, file: SafetensorsFile, names: list[str], algorithm: DigestAlgorithm | None
+    ) -> list[tuple[str, HostTensor]]:
         places = [file.tensors[name] for name in names]
         start = places[0].offset
+        file.will_read(start, places[-1].offset + places[-1].spec.nbytes - start)
         # The file is not mapped: if a mapped file is truncated, SIGBUS kills the process.
         data = host_memory(places[-1].offset + places[-1].spec.nbytes - start)
-        if not hashed:
+        if algorithm is None:
             file.read_into(start, data)
         made = []
         for name, one in zip(names, places, strict=True):
             part = data[one.offset - start :][: one.spec.nbytes]
             pieces = (part[at : at + PIECE_BYTES] for at in range(0, len(part), PIECE_BYTES))
-            digest = _read_hashed(file, one.offset, pieces) if hashed else None
+            digest = None if algorithm is None else _read_hashed(file, one.offset, pieces, algorithm)
             made.append((name, HostTensor(one.spec, part, owned=True, digest=digest)))
         file.check_unchanged()
         return made
 
-    def tensor_digests(self) -> dict[str, str]:
-        """The blake3 hex digest of each tensor. The memory that this takes is bounded."""
+    def tensor_digests(self, algorithm: DigestAlgorithm = DEFAULT_ALGORITHM) -> dict[str, str]:
+        """The hex digest of each tensor. The memory that this takes is bounded."""
         buffer = memoryview(bytearray(READ_BYTES))
         digests = {}
         for name, (file, stored) in self.places.items():
             nbytes = stored.spec.nbytes
             pieces = (buffer[: nbytes - at] for at in range(0, nbytes, len(buffer)))
-            digests[name] = _read_hashed(file, stored.offset, pieces)
+            digests[name] = _read_hashed(file, stored.offset, pieces, algorithm)
         self.check_unchanged()
         return digests
 
-    def digest(self) -> str:
+    def digest(self, algorithm: DigestAlgorithm = DEFAULT_ALGORITHM) -> str:
         """The version's digest, computed from the files' bytes."""
-        return self.digest_of(self.tensor_digests())
+        return self.digest_of(self.tensor_digests(algorithm))
 
     def digest_of(self, tensor_digests: Mapping[str, str]) -> str:
         """The version's digest, from the digests of its tensors."""
         lines = [(name, self.specs[name], value) for name, value in tensor_digests.items()]
-        return tensors_digest(lines if self.config is None else [*lines, config_line(self.config.raw)])
+        return tensors_digest(lines, None if self.config is None else self.config.raw)
 
     def check_unchanged(self) -> None:
         """Raises InvalidWeights if a file was written to since it was opened."""
@@ -168,14 +192,16 @@ class Checkpoint:
             lane.close(max(0.0, give_up - time.monotonic()))
 
 
-def _read_hashed(file: SafetensorsFile, offset: int, pieces: Iterable[memoryview]) -> str:
-    """Fills the pieces, one after another, from `offset` on. Returns the blake3 hex digest of what was read."""
-    hasher = blake3()
+def _read_hashed(
+    file: SafetensorsFile, offset: int, pieces: Iterable[memoryview], algorithm: DigestAlgorithm
+) -> str:
+    """Fills the pieces, one after another, from `offset` on. Returns the hex digest of what was read."""
+    hasher = new_hasher(algorithm)
     for piece in pieces:
         file.read_into(offset, piece)
         hasher.update(piece)
         offset += len(piece)
-    return str(hasher.hexdigest())
+    return hasher.hexdigest()
 
 
 def open_checkpoint(
@@ -190,17 +216,27 @@ def open_published(
 ) -> tuple[Checkpoint, str | None, dict[str, str] | None]:
     """Opens what is at an absolute path. Returns it with the version's digest and the tensors' digests of its manifest,
     or None for both without one."""
-    checkpoint, manifest = _open(path, roots, "transport.path", kind, with_manifest=True)
+    return _with_digests(*_open(path, roots, "transport.path", kind, with_manifest=True), "transport.path")
+
+
+def open_folder(folder: Folder, shown: str, kind: Kind) -> tuple[Checkpoint, str | None, dict[str, str] | None]:
+    """Opens what a folder holds, as `open_published` does. `shown`: the folder's name in messages."""
+    return _with_digests(*_open_directory(folder, shown, kind, with_manifest=True), folder.field)
+
+
+def _with_digests(
+    checkpoint: Checkpoint, manifest: dict[str, Any] | None, field: str
+) -> tuple[Checkpoint, str | None, dict[str, str] | None]:
     if manifest is None:
         return checkpoint, None, None
     try:
-        return checkpoint, *_checked_manifest(manifest, checkpoint)
+        return checkpoint, *_checked_manifest(manifest, checkpoint, field)
     except BaseException:
         checkpoint.close()
         raise
 
 
-def write_manifest(directory: Path) -> dict[str, Any]:
+def write_manifest(directory: Path, algorithm: DigestAlgorithm = DEFAULT_ALGORITHM) -> dict[str, Any]:
     """Computes the digests of a complete checkpoint or adapter directory, and writes its manifest.
 
     Returns the manifest, whose `digest` is the version's.
@@ -212,7 +248,7 @@ def write_manifest(directory: Path) -> dict[str, Any]:
     kind: Kind = "lora" if is_adapter(directory) else "base"
     checkpoint = open_checkpoint(directory, field="directory", kind=kind)
     try:
-        digests = checkpoint.tensor_digests()
+        digests = checkpoint.tensor_digests(algorithm)
         manifest = manifest_of(checkpoint.specs, digests, checkpoint.digest_of(digests), _sizes(checkpoint))
     finally:
         checkpoint.close()
@@ -283,13 +319,13 @@ def _open(
     finally:
         directory.close()
     name = os.path.basename(path).encode("utf-8", "replace").decode()  # it may appear in an error and on the wire
-    return Checkpoint([SafetensorsFile(descriptor, name, field=field)]), None
+    return Checkpoint([DiskFile(descriptor, name, field=field)]), None
 
 
 def _open_directory(
-    directory: Directory, path: str, kind: Kind, with_manifest: bool
+    directory: Folder, path: str, kind: Kind, with_manifest: bool
 ) -> tuple[Checkpoint, dict[str, Any] | None]:
-    identities: dict[str, tuple[int, int]] = {}
+    identities: dict[str, Hashable] = {}
     weight_map: dict[str, str] | None = None
     config: AdapterConfig | None = None
     if kind == "lora":
@@ -337,7 +373,7 @@ def _open_directory(
         raise
 
 
-def _index(directory: Directory, path: str, identities: dict[str, tuple[int, int]]) -> dict[str, str] | None:
+def _index(directory: Folder, path: str, identities: dict[str, Hashable]) -> dict[str, str] | None:
     """The shard of each tensor; None if one file holds all."""
     single, index = directory.has(SINGLE_NAME), directory.has(INDEX_NAME)
     if not single and not index:
@@ -353,7 +389,7 @@ def _index(directory: Directory, path: str, identities: dict[str, tuple[int, int
     return weight_map
 
 
-def _nothing_there(directory: Directory, path: str) -> InvalidWeights:
+def _nothing_there(directory: Folder, path: str) -> InvalidWeights:
     names = directory.names()
     others = [name for name in names if name.endswith(".safetensors")]
     pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
@@ -371,7 +407,7 @@ def _nothing_there(directory: Directory, path: str) -> InvalidWeights:
     return directory.refuse(what, "name a directory that holds safetensors files")
 
 
-def _no_adapter(directory: Directory, path: str) -> InvalidWeights:
+def _no_adapter(directory: Folder, path: str) -> InvalidWeights:
     names = directory.names()
     pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
     if ADAPTER_CONFIG_NAME not in names:
@@ -385,7 +421,7 @@ def _no_adapter(directory: Directory, path: str) -> InvalidWeights:
     return directory.refuse(what, "name a directory that PEFT's save_pretrained wrote")
 
 
-def _checked_map(directory: Directory, content: dict[str, Any]) -> dict[str, str]:
+def _checked_map(directory: Folder, content: dict[str, Any]) -> dict[str, str]:
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise directory.refuse(f"{INDEX_NAME} has no weight_map", "write the index again")
@@ -409,7 +445,7 @@ def _checked_map(directory: Directory, content: dict[str, Any]) -> dict[str, str
     return weight_map
 
 
-def _check_shards(directory: Directory, weight_map: dict[str, str], files: list[SafetensorsFile]) -> None:
+def _check_shards(directory: Folder, weight_map: dict[str, str], files: list[SafetensorsFile]) -> None:
     """Refuses shards unless each tensor of the index is in its shard only, and no shard holds any other tensor."""
     found: dict[str, str] = {}
     for file in files:
@@ -439,13 +475,13 @@ def _sizes(checkpoint: Checkpoint) -> dict[str, int]:
     return sizes
 
 
-def _checked_manifest(manifest: dict[str, Any], checkpoint: Checkpoint) -> tuple[str, dict[str, str]]:
+def _checked_manifest(manifest: dict[str, Any], checkpoint: Checkpoint, field: str) -> tuple[str, dict[str, str]]:
     """The digest and the tensors' digests of a manifest. Refuses it if it contradicts itself or the files."""
 
     def refuse(what: str) -> InvalidWeights:
         return InvalidWeights(
             f"{MANIFEST_NAME} {what}",
-            field="transport.path",
+            field=field,
             file=MANIFEST_NAME,
             fix="write the manifest again (rl_plane.weights.checkpoint.write_manifest), after the weights",
         )
@@ -457,8 +493,8 @@ def _checked_manifest(manifest: dict[str, Any], checkpoint: Checkpoint) -> tuple
     tensors, files, digest = manifest["tensors"], manifest["files"], manifest["digest"]
     if not isinstance(tensors, dict) or not isinstance(files, dict):
         raise refuse("must have objects as tensors and files")
-    if not isinstance(digest, str) or not digest.startswith(DIGEST_PREFIX):
-        raise refuse(f"must have a digest '{DIGEST_PREFIX}<hex>'")
+    if not isinstance(digest, str) or not re.fullmatch(DIGEST_PATTERN, digest):
+        raise refuse("must have a digest 'xxh3:<32 hex digits>' or 'blake3:<64 hex digits>'")
 
     if files != _sizes(checkpoint):
         raise refuse("names other files, or other lengths, than there are")
@@ -472,8 +508,8 @@ def _checked_manifest(manifest: dict[str, Any], checkpoint: Checkpoint) -> tuple
             raise refuse(f"must have exactly dtype, shape and digest for {name!r}")
         if entry["dtype"] != spec.dtype or entry["shape"] != list(spec.shape):
             raise refuse(f"and the files differ in the dtype or shape of {name!r}")
-        if not isinstance(entry["digest"], str) or not _HEX.fullmatch(entry["digest"]):
-            raise refuse(f"must have 64 hex digits as the digest of {name!r}")
+        if not are_digests([entry["digest"], digest.rpartition(":")[2]]):
+            raise refuse(f"must have {len(digest.rpartition(':')[2])} hex digits as the digest of {name!r}")
         tensor_digests[name] = entry["digest"]
     computed = checkpoint.digest_of(tensor_digests)
     if computed != digest:

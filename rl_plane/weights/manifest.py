@@ -17,8 +17,8 @@ from rl_plane.protocol.versions import (
     MAX_NAME_CHARS,
     MAX_RANK,
     TensorSpec,
+    algorithm_of,
     checked_name,
-    config_line,
     tensors_digest,
 )
 
@@ -36,7 +36,15 @@ MAX_BUCKET_BYTES = 1 << 40
 MAX_CONFIG_BYTES = 1 << 20
 """The longest config of an adapter. PEFT writes about 1,000 bytes."""
 
-_HEX = re.compile(r"[0-9a-f]{64}")
+_HEX = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
+
+
+def are_digests(values: Iterable[Any]) -> bool:
+    """Reports whether the values are digests of tensors, all of one algorithm. True for no values."""
+    found = list(values)
+    if not all(isinstance(value, str) and _HEX.fullmatch(value) for value in found):
+        return False
+    return len({algorithm_of(value) for value in found}) <= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +97,7 @@ class Manifest:
     adapter_config: bytes | None = None
     """The `adapter_config.json` of an adapter, as published; None for base weights."""
     tensor_digests: Mapping[str, str] | None = None
-    """Tensor name to blake3 hex digest; None while the publisher has not read all tensors."""
+    """Tensor name to hex digest; None while the publisher has not read all tensors. All are of one algorithm."""
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -108,9 +116,7 @@ class Manifest:
         if self.tensor_digests is None:
             return None
         lines = [(name, spec, self.tensor_digests[name]) for name, spec in self.specs.items()]
-        if self.adapter_config is not None:
-            lines.append(config_line(self.adapter_config))
-        return tensors_digest(lines)
+        return tensors_digest(lines, self.adapter_config)
 
     def to_wire(self) -> dict[str, Any]:
         """The manifest as plain values, for msgpack or JSON."""
@@ -153,11 +159,9 @@ class Manifest:
         if config is not None and not (isinstance(config, str) and len(config.encode()) <= MAX_CONFIG_BYTES):
             raise refuse(f"must have a text of at most {MAX_CONFIG_BYTES} bytes as its adapter_config")
         if digests is not None and not (
-            isinstance(digests, Mapping)
-            and digests.keys() == seen
-            and all(isinstance(value, str) and _HEX.fullmatch(value) for value in digests.values())
+            isinstance(digests, Mapping) and digests.keys() == seen and are_digests(digests.values())
         ):
-            raise refuse("must have one blake3 hex digest for each tensor as its tensor_digests")
+            raise refuse("must have one hex digest for each tensor as its tensor_digests, all of one algorithm")
         return cls(
             tuple(buckets),
             None if config is None else config.encode(),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import Any
 
 from rl_plane.errors import InvalidRequest, InvalidWeights, PlaneError
 from rl_plane.protocol.strict_json import load_json_object
-from rl_plane.weights.safetensors_file import SafetensorsFile, unreadable
+from rl_plane.weights.safetensors_file import DiskFile, SafetensorsFile, unreadable
 
 MAX_JSON_BYTES = 64 << 20
 """The longest index or manifest: about 250,000 tensors."""
@@ -52,10 +52,10 @@ class Directory:
     versions."""
 
     def __init__(self, path: str, roots: list[Path] | None, field: str) -> None:
-        """`path`: a resolved path."""
+        """`path`: a resolved path. `field`: the field of the request that has chosen it."""
         self._path = path
         self._roots = roots
-        self._field = field
+        self.field = field
         self._check_beneath(path, path)
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -81,7 +81,7 @@ class Directory:
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise unopened(name, error, self._field) from error
+            raise unopened(name, error, self.field) from error
         return True
 
     def open(self, name: str) -> int:
@@ -96,7 +96,7 @@ class Directory:
                 name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=self._descriptor
             )
         except OSError as error:
-            raise unopened(name, error, self._field) from error
+            raise unopened(name, error, self.field) from error
         try:
             self._check_regular(os.fstat(descriptor), name)
             self._check_descriptor(descriptor, name)
@@ -106,9 +106,9 @@ class Directory:
         return descriptor
 
     def open_weights(self, name: str) -> SafetensorsFile:
-        return SafetensorsFile(self.open(name), name, field=self._field)
+        return DiskFile(self.open(name), name, field=self.field)
 
-    def read_json(self, name: str, max_bytes: int | None = None) -> tuple[dict[str, Any], bytes, tuple[int, int]]:
+    def read_json(self, name: str, max_bytes: int | None = None) -> tuple[dict[str, Any], bytes, Hashable]:
         """Reads a small JSON file. Returns the object, its bytes and the file's identity."""
         limit = MAX_JSON_BYTES if max_bytes is None else max_bytes
         descriptor = self.open(name)
@@ -125,7 +125,7 @@ class Directory:
         except ValueError as error:
             raise self.refuse(f"{name!r} can't be read: {str(error)[:200]}", "write it again") from error
 
-    def check_same(self, name: str, identity: tuple[int, int]) -> None:
+    def check_same(self, name: str, identity: Hashable) -> None:
         """Raises InvalidWeights if `name` now leads to another file than the one that was opened."""
         try:
             status = os.stat(name, dir_fd=self._descriptor)
@@ -138,10 +138,10 @@ class Directory:
             )
 
     def refuse(self, what: str, fix: str) -> InvalidWeights:
-        return InvalidWeights(what, field=self._field, fix=fix)
+        return InvalidWeights(what, field=self.field, fix=fix)
 
     def _check_beneath(self, real: str, name: str) -> None:
-        check_beneath(real, name, self._roots, self._field)
+        check_beneath(real, name, self._roots, self.field)
 
     def _check_descriptor(self, descriptor: int, name: str) -> None:
         """Checks what was opened, too: a symlink may have changed since its path was checked."""

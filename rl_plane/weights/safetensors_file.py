@@ -13,7 +13,8 @@ import secrets
 import stat
 import struct
 import threading
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,30 +119,26 @@ def _shown_shape(shape: list[int]) -> str:
     return f"[{', '.join(map(_shown_int, shape))}]"
 
 
-class SafetensorsFile:
-    """A checked file, open for reading from any thread. It owns its descriptor, even if the constructor fails."""
+class SafetensorsFile(ABC):
+    """A checked file, open for reading from any thread. A subclass says where its bytes come from."""
 
-    def __init__(self, descriptor: int, name: str, *, field: str = "transport.path") -> None:
-        """`name`: the file's name in messages. `field`: the field of the request that has chosen the file."""
+    tensors: dict[str, StoredTensor]
+    metadata: dict[str, str]
+
+    def __init__(self, name: str, nbytes: int, identity: Hashable, field: str) -> None:
+        """Reads and checks the header.
+
+        Args:
+            name: the file's name in messages.
+            nbytes: the file's length.
+            identity: changes when another file takes the name.
+            field: the field of the request that has chosen the file.
+        """
         self.name = name
+        self.nbytes = nbytes
+        self.identity = identity
         self.field = field
-        self._descriptor = descriptor
-        self._lock = threading.Lock()
-        self._reads = 0
-        """The number of reads under way."""
-        self._closed = False
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise self._refusal("is not a regular file", "publish a regular file")
-            self.nbytes = status.st_size
-            self.identity = (status.st_dev, status.st_ino)
-            # Without ctime, which a rename of another file over this path changes. Such a rename does no harm.
-            self._stamp = (status.st_size, status.st_mtime_ns)
-            self.tensors, self.metadata = self._read_header()
-        except BaseException:
-            self.close()
-            raise
+        self.tensors, self.metadata = self._read_header()
 
     def _read_header(self) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         if self.nbytes < _LENGTH.size:
@@ -173,6 +170,46 @@ class SafetensorsFile:
                 raise self._refusal("changed while read: it was cut short", REWRITE)
             done += count
 
+    def will_read(self, offset: int, nbytes: int) -> None:  # noqa: B027  (a disk needs no announcement)
+        """Announces that this thread reads these bytes next, in order."""
+
+    @abstractmethod
+    def _read_some(self, offset: int, view: memoryview) -> int:
+        """Reads bytes from `offset` on. Returns how many; 0 at the end of the file."""
+
+    @abstractmethod
+    def check_unchanged(self) -> None:
+        """Raises InvalidWeights if the file was written to since it was opened."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes the file, from any thread, perhaps twice."""
+
+    def _refusal(self, what: str, fix: str) -> InvalidWeights:
+        return InvalidWeights(f"{self.name!r} {what}", field=self.field, file=self.name, fix=fix)
+
+
+class DiskFile(SafetensorsFile):
+    """A file that is open by its descriptor. It owns the descriptor, even if the constructor fails."""
+
+    def __init__(self, descriptor: int, name: str, *, field: str = "transport.path") -> None:
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+        self._reads = 0
+        """The number of reads under way."""
+        self._closed = False
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                what = f"{name!r} is not a regular file"
+                raise InvalidWeights(what, field=field, file=name, fix="publish a regular file")
+            # Without ctime, which a rename of another file over this path changes. Such a rename does no harm.
+            self._stamp = (status.st_size, status.st_mtime_ns)
+            super().__init__(name, status.st_size, (status.st_dev, status.st_ino), field)
+        except BaseException:
+            self.close()
+            raise
+
     def _read_some(self, offset: int, view: memoryview) -> int:
         with self._lock:
             if self._closed:
@@ -189,7 +226,6 @@ class SafetensorsFile:
                     os.close(self._descriptor)
 
     def check_unchanged(self) -> None:
-        """Raises InvalidWeights if the file was written to since it was opened."""
         with self._lock:
             if self._closed:
                 raise EngineFailed(f"{self.name!r} was closed while it was read")
@@ -206,9 +242,6 @@ class SafetensorsFile:
             self._closed = True
             if not self._reads:
                 os.close(self._descriptor)
-
-    def _refusal(self, what: str, fix: str) -> InvalidWeights:
-        return InvalidWeights(f"{self.name!r} {what}", field=self.field, file=self.name, fix=fix)
 
 
 def unreadable(name: str, error: OSError) -> PlaneError:

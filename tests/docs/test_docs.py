@@ -43,8 +43,10 @@ RUN_ELSEWHERE = {
     ".venv/bin/rl-plane worker --engine echo --model /tmp/echo-model": (
         "tests/engines/test_third_party_engine.py runs it"
     ),
-    ".venv/bin/pip install ./examples/http_transport": "tests/transports/test_third_party_transport.py installs it",
-    ".venv/bin/rl-plane publish ./checkpoint --transport http": "test_third_party_transport.py publishes so",
+    ".venv/bin/pip install ./examples/plain_http_transport": (
+        "tests/transports/test_third_party_transport.py installs it"
+    ),
+    ".venv/bin/rl-plane publish ./checkpoint --transport plain_http": "test_third_party_transport.py publishes so",
     "make bench": "tests/docs/test_bench_quick.py runs a short one",
 }
 

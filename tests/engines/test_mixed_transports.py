@@ -62,6 +62,11 @@ async def test_each_transport(mixed: Mixed, client: RlClient, http: httpx.AsyncC
     await mixed.witnessed(client)
 
 
+async def test_weights_by_url(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
+    await each_transport.bring_by_url(mixed, client, http)
+    await mixed.witnessed(client)
+
+
 async def test_what_is_shared_on_one_machine(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient, trainer_of: Callable[..., ipc_trainer.Trainer]
 ) -> None:

@@ -82,6 +82,7 @@ def _spawn(mixed: Mixed, engine: str, instance_id: str | None = None) -> None:
         instance_id=instance_id,
         engine=engine,
         model=mixed.first,
+        weight_urls=[mixed.plane.weight_server.url],
         **ARGUMENTS[engine],
         **RANKS[engine],
     )
@@ -172,6 +173,10 @@ async def test_a_check_sees_what_changed_in_the_rank_that_has_it(mixed: Mixed, c
 @pytest.mark.parametrize("backend", each_transport.BACKENDS)
 async def test_each_transport(mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend: str) -> None:
     await each_transport.bring(mixed, client, http, backend)
+
+
+async def test_weights_by_url(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
+    await each_transport.bring_by_url(mixed, client, http)
 
 
 async def test_what_is_fed_call_by_call(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:

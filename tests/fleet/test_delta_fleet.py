@@ -11,7 +11,7 @@ import pytest
 
 from rl_plane.bus.state_store import read_record
 from rl_plane.client import RlClient
-from rl_plane.errors import InvalidRequest, NotAtBase, PlaneError
+from rl_plane.errors import InvalidRequest, NotAtBase, PlaneError, UpdateAborted
 from rl_plane.protocol.record import MAX_DELTAS
 from tests.conftest import Plane
 from tests.support.delta_updates import by_delta
@@ -67,6 +67,47 @@ async def test_versions_by_delta_and_those_that_come_later(plane: Plane) -> None
     record = await read_record(client.bus, client.subjects().state)
     assert record is not None
     assert record.source.deltas == 0
+
+
+async def test_versions_of_both_algorithms_follow_one_another(plane: Plane) -> None:
+    """A delta may change a version of one algorithm into one of the other. So may a roll-back, and healing."""
+    models = [plane.model(seed) for seed in range(5)]
+    by_blake3 = [model_digest(model, algorithm="blake3") for model in models]
+    client = await plane.client()
+    doomed, other = (one.instance_id for one in plane.spawn_many(2))
+
+    async def serve(digest: str, *ids: str) -> None:
+        made = [fake_token(digest, PROMPT, position) for position in range(4)]
+        assert [await generated(client, one, PROMPT, 4) for one in ids] == [made] * len(ids)
+
+    async def update(body: dict[str, Any], digest: str) -> None:
+        reply = await client.run("update_weights", body)
+        assert (reply["version"]["digest"], reply["excluded"]) == (digest, [])
+        await serve(digest, doomed, other)
+
+    await update({**update_of(models[1], "one", keep_staged=True), "digest": by_blake3[1]}, by_blake3[1])
+    assert await kept(client) == {by_blake3[1]}
+    two = model_digest(models[2])
+    await update(by_delta(plane, models[1], models[2], "two", base=by_blake3[1]), two)
+    await update(by_delta(plane, models[2], models[3], "three", digest=by_blake3[3]), by_blake3[3])
+    next(one for one in plane.spawned if one.instance_id == doomed).kill()
+    plane.spawn(instance_id=doomed)
+    await plane.until(lambda: all_serve(client, "three"), HEAL_S)
+    await serve(by_blake3[3], doomed, other)
+    assert await kept(client) == {by_blake3[3]}
+    await update({"rollback": {"label": "two"}}, two)
+    await update({"rollback": {"label": "one"}}, by_blake3[1])
+    # A pinned digest is compared by its own algorithm. One that comes late needs the algorithm before.
+    with pytest.raises(InvalidRequest, match="the bytes make"):
+        await client.run("update_weights", {**update_of(models[4], "four"), "digest": by_blake3[3]})
+    four = update_of(models[4], "four")
+    prepared = await client.run("prepare_weights_update", four)
+    with pytest.raises(UpdateAborted, match="the caller stated blake3") as caught:
+        await client.run("complete_weights_update", {"update_id": prepared["update_id"], "digest": by_blake3[4]})
+    assert caught.value.facts["fix"] == "prepare the update with digest_algorithm blake3"
+    prepared = await client.run("prepare_weights_update", {**four, "digest_algorithm": "blake3"})
+    await client.run("complete_weights_update", {"update_id": prepared["update_id"], "digest": by_blake3[4]})
+    await serve(by_blake3[4], doomed, other)
 
 
 async def test_what_can_not_be_applied_leaves_everything_as_it_was(plane: Plane) -> None:

@@ -19,6 +19,8 @@ from rl_plane.protocol.subjects import Entry
 from rl_plane.protocol.update_requests import UpdateCall
 from rl_plane.protocol.validation import parse_body
 from rl_plane.protocol.versions import TensorSpec
+from rl_plane.transports.http.allowed import Allowed, shown
+from rl_plane.transports.http.wire import parse_source, signed_until
 from rl_plane.weights import delta_codec
 from rl_plane.weights.manifest import Manifest, pack
 from rl_plane.weights.safetensors_file import parse_header
@@ -59,11 +61,22 @@ def _delta(data: bytes) -> None:
     assert len(buffer) == DATA_BYTES
 
 
+def _source(data: bytes) -> None:
+    """Each URL that is taken leads to the one allowed place."""
+    source = parse_source(parse_json_object(data), _ALLOWED)
+    for url in source.urls.values() if source.base is None else [source.base]:
+        assert shown(url).lower().startswith("https://a.example")
+        signed_until(url)
+
+
 def _manifest(data: bytes) -> object:
     return Manifest.from_wire(parse_json_object(data))
 
 
 _MANIFEST = Manifest(pack([("a", TensorSpec("F32", (4, 4))), ("b", TensorSpec("BF16", (3,)))], 128))
+_ALLOWED = Allowed.of(["https://a.example/w"])
+_SIGNED = "https://a.example/w/x.safetensors?X-Amz-Date=20260101T000000Z&X-Amz-Expires=60"
+_SOURCE = {"backend": "http", "urls": {"model.safetensors": _SIGNED}, "headers": {"Authorization": "Bearer x"}}
 _TENSOR = {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, DATA_BYTES]}
 _LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
 _REQUEST = {"v": 1, "op": "state", "id": "x", "epoch": 3, "targets": ["0" * 16], "fence": 5, "body": {"wait_s": 1}}
@@ -81,6 +94,7 @@ TARGETS = {
     "manifest": Target(_manifest, _MANIFEST.to_wire()),
     "delta": Target(_delta, delta_codec.nothing(DATA_BYTES, 2), None),
     "adapter config": Target(lambda data: parse_lora(parse_json_object(data)), _LORA),
+    "URLs": Target(_source, _SOURCE),
     "JSON body": Target(lambda data: parse_body(UpdateCall, parse_json_object(data)), _UPDATE),
     "JSON message": Target(lambda data: request_from_wire(decode(data)), _REQUEST),
     "msgpack message": Target(lambda data: request_from_wire(decode(data)), _REQUEST, packed),

@@ -100,7 +100,7 @@ NEEDS = {"gloo": [pytest.mark.engines("torch")], "nixl": [pytest.mark.engines("n
 async def test_a_directory_goes_by_each_transport(
     transport: str, plane: Plane, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command sends weights, and then an adapter of them, into each worker."""
+    """The command sends weights, and then an adapter of them, into each worker, by each algorithm of digests."""
     plane.spawn_many(2)
     client = await plane.client()
     argv = ["--transport", transport, "--nats-url", plane.url, "--namespace", plane.namespace, "--json"]
@@ -108,9 +108,12 @@ async def test_a_directory_goes_by_each_transport(
         argv += ["--root", str(plane.tmp / "weights" / "published")]
     model = plane.model(1).rename(plane.tmp / "elsewhere")  # which no worker may read
     adapter = make_fake_adapter(plane.tmp / "adapter", 1, model)
+    blake3 = ["--digest", "blake3"]
     for path, more, digest in (
         (model, ["--version", "one"], model_digest(model)),
         (adapter, ["--adapter", "a", "--version", "a1"], adapter_digest(adapter)),
+        (model, ["--version", "one", *blake3], model_digest(model, algorithm="blake3")),
+        (adapter, ["--adapter", "a", "--version", "a1", *blake3], adapter_digest(adapter, "blake3")),
     ):
         assert await asyncio.to_thread(main.run, ["publish", str(path), *more, *argv]) == 0
         reply = json.loads(capsys.readouterr().out)

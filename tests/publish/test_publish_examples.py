@@ -59,7 +59,7 @@ async def test_the_examples_train_a_fleet(plane: Plane) -> None:
             return run(*command, "--model", str(model), "--out", str(out), *common, timeout_s=EXAMPLE_S)
 
         output = await asyncio.to_thread(example, "examples/plain_torch.py", model=first, out=plain)
-        assert "the fleet serves step_3, blake3:" in output
+        assert "the fleet serves step_3, xxh3:" in output
         await says(http, ids, plain)
         output = await asyncio.to_thread(example, *torchrun(2), "examples/fsdp2.py", model=plain, out=sharded)
         assert output.count("the fleet serves sharded_") == 2  # rank 0 alone

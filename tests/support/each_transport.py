@@ -109,6 +109,31 @@ async def bring(mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend
     await client.run("unload_lora_adapter", {"lora_name": "a"})
 
 
+async def bring_by_url(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
+    """Fetches a checkpoint, a delta, another checkpoint and an adapter by HTTP. A server that ends its connections in
+    the middle delays them. It leaves the base `tiny 1`, and no adapter."""
+    from tests.support.delta_updates import by_delta
+    from tests.support.mixed_fleet import proven
+
+    server = mixed.plane.weight_server
+
+    def by_url(directory: Path, **body: Any) -> dict[str, Any]:
+        return {**body, "transport": {"backend": "http", "url": f"{server.url}/{directory.name}"}}
+
+    server.behaviour.cut_after.extend([1000, 70_000, 0, 5])
+    await client.run("update_weights", by_url(mixed.base(2), version="http 2"))
+    await proven(http, mixed, "http 2", mixed.base(2))
+    delta = by_delta(mixed.plane, mixed.base(2), stepped(mixed), "http stepped")
+    files = Path(delta["transport"]["path"])
+    await client.run("update_weights", by_url(files, **{**delta, "transport": None}))
+    await proven(http, mixed, "http stepped", stepped(mixed))
+    await client.run("update_weights", by_url(mixed.tiny(1), version="tiny 1"))
+    target = {"kind": "lora", "op": "load", "name": "a"}
+    await client.run("update_weights", by_url(mixed.adapter(1), target=target, version="adapter"))
+    await proven(http, mixed, "tiny 1", mixed.tiny(1), ("a", mixed.adapter(1)))
+    await client.run("unload_lora_adapter", {"lora_name": "a"})
+
+
 async def bring_call_by_call(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
     """Feeds the fleet like a trainer that takes it for one SGLang server, in a group of its own: each tensor by
     itself, then flattened buckets. At last the trainer is killed in the middle."""

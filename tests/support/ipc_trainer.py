@@ -108,7 +108,7 @@ def publish(
                 hold(number)
             sender.send(number)
         if corrupt:
-            digests = dict.fromkeys(digests, "0" * 64)
+            digests = dict.fromkeys(digests, "0" * 32)
         hold(len(manifest.buckets))
         sender.finish(digests)
         hold(len(manifest.buckets) + 1)

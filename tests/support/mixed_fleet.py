@@ -80,7 +80,10 @@ def mixed(make_plane: Callable[[], Plane]) -> Mixed:
     plane = make_plane()
     first = make_witness_model(plane.tmp / "weights" / "witness1", 1, "bfloat16")
     started = {
-        engine: plane.spawn(ready=False, engine=engine, model=first, **ARGUMENTS[engine]) for engine in ENGINES
+        engine: plane.spawn(
+            ready=False, engine=engine, model=first, weight_urls=[plane.weight_server.url], **ARGUMENTS[engine]
+        )
+        for engine in ENGINES
     }
     ids = {engine: one.wait_ready(START_S).instance_id for engine, one in started.items()}
     return Mixed(plane, first, ids)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from blake3 import blake3
+from xxhash import xxh3_128
 
 from rl_plane._util.tasks import Cancelled, never
-from rl_plane.protocol.versions import HostTensor, TensorSpec, tensors_digest
+from rl_plane.protocol.versions import DigestAlgorithm, HostTensor, TensorSpec, tensors_digest
 from rl_plane.transports.base import Delivery
 from worker.engines.fake.adapter import FakeWeights
 from worker.receive.staging import (
@@ -21,8 +22,12 @@ F32, BF16, I64 = TensorSpec("F32", (2, 3)), TensorSpec("BF16", (2, 3)), TensorSp
 NONE: Mapping[str, str] = {}
 
 
-def hexed(data: bytes) -> str:
-    return str(blake3(data).hexdigest())
+NO_DIGEST = "xxh3:" + "0" * 32
+"""The digest of no weights."""
+
+
+def hexed(data: bytes, algorithm: DigestAlgorithm = "xxh3") -> str:
+    return str((blake3 if algorithm == "blake3" else xxh3_128)(data).hexdigest())
 
 
 class Memory(Delivery):
@@ -49,8 +54,12 @@ class Memory(Delivery):
     def close(self) -> None:
         self.closed += 1
 
-    def true_digest(self) -> str:
-        return tensors_digest((name, tensor.spec, hexed(bytes(tensor.data))) for name, tensor in self.sent)
+    def true_digests(self, algorithm: DigestAlgorithm = "xxh3") -> dict[str, str]:
+        return {name: hexed(bytes(tensor.data), algorithm) for name, tensor in self.sent}
+
+    def true_digest(self, algorithm: DigestAlgorithm = "xxh3") -> str:
+        digests = self.true_digests(algorithm)
+        return tensors_digest((name, tensor.spec, digests[name]) for name, tensor in self.sent)
 
 
 class Engine:

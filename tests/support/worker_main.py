@@ -19,5 +19,6 @@ if __name__ == "__main__":
     options = json.loads(sys.argv[1])
     options["model"] = Path(options["model"])
     options["weight_roots"] = tuple(map(Path, options["weight_roots"]))
+    options["weight_urls"] = tuple(options.get("weight_urls", ()))
     exec(sys.argv[2])
     sys.exit(run(WorkerOptions(**options), lambda ids: print(*ids, flush=True)))

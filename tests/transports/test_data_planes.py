@@ -41,7 +41,7 @@ BOUND_S = 60.0
 GARBAGE = (b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x10half", bytes(range(256)) * 8)
 """Words of another protocol, half a frame, and bytes of no protocol."""
 SHAPE = {"tensors": 40, "nbytes": 65536}
-NAMES = re.compile(rb"blake3|tensor|metadata|manifest|handles")
+NAMES = re.compile(rb"xxh3|blake3|tensor|metadata|manifest|handles")
 """Words that only an answer to a receiver has."""
 
 Row = tuple[str, str, str]

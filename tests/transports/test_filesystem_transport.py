@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
+from xxhash import xxh3_128
 
 import rl_plane.weights.rooted_files as directories
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unavailable
 from rl_plane.protocol.strict_json import load_json_object
-from rl_plane.protocol.versions import TensorSpec, tensors_digest
+from rl_plane.protocol.versions import DigestAlgorithm, TensorSpec, tensors_digest
 from rl_plane.transports.base import Delivery, TransportContext, WeightTransport
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
 from rl_plane.weights.checkpoint import (
@@ -33,7 +34,7 @@ from rl_plane.weights.checkpoint import (
     write_manifest,
 )
 from rl_plane.weights.rooted_files import MAX_JSON_BYTES
-from rl_plane.weights.safetensors_file import READ_BYTES, SafetensorsFile, write_safetensors
+from rl_plane.weights.safetensors_file import READ_BYTES, DiskFile, write_safetensors
 from tests.support.safetensors_files import SCALAR, A, B, Tensors, read, refusal, request, sharded, single
 
 pytestmark = pytest.mark.usefixtures("no_descriptor_leaks")
@@ -560,13 +561,13 @@ def test_a_checkpoint_replaced_while_it_is_opened(
     """The index and the first shard are new, and the second shard is old. They are never mixed, although they fit."""
     directory = sharded(root / "c", one={"a": A}, two={"b": B})
 
-    class Replacing(SafetensorsFile):
+    class Replacing(DiskFile):
         def __init__(self, descriptor: int, name: str, *, field: str = "") -> None:
             super().__init__(descriptor, name, field=field)
             if name == "one.safetensors":
                 sharded(directory, one={"a": A}, two={"b": (B[0], b"ABCDEFGH")})
 
-    monkeypatch.setattr(directories, "SafetensorsFile", Replacing)
+    monkeypatch.setattr(directories, "DiskFile", Replacing)
     assert "replaced while" in refusal(transport, directory, InvalidWeights).message
 
 
@@ -619,11 +620,14 @@ def test_closing_waits_for_a_read_to_leave_the_descriptor(
 # the manifest
 
 
-def test_write_manifest(transport: FilesystemTransport, root: Path) -> None:
+@pytest.mark.parametrize(("algorithm", "hashed"), [("xxh3", xxh3_128), ("blake3", blake3)])
+def test_write_manifest(
+    transport: FilesystemTransport, root: Path, algorithm: DigestAlgorithm, hashed: Callable[[bytes], Any]
+) -> None:
     directory = sharded(root / "c", one={"a": A, "e": EMPTY}, two={"b": B})
-    manifest = write_manifest(directory)
+    manifest = write_manifest(directory, algorithm)
     assert json.loads((directory / MANIFEST_NAME).read_text()) == manifest
-    digests = {name: blake3(data).hexdigest() for name, (_, data) in {"a": A, "b": B, "e": EMPTY}.items()}
+    digests = {name: hashed(data).hexdigest() for name, (_, data) in {"a": A, "b": B, "e": EMPTY}.items()}
     expected = tensors_digest((n, s, digests[n]) for n, s in {"a": A[0], "b": B[0], "e": EMPTY[0]}.items())
     assert manifest["digest"] == expected
     assert manifest["files"] == {
@@ -634,7 +638,7 @@ def test_write_manifest(transport: FilesystemTransport, root: Path) -> None:
     assert delivery.tensor_digests == digests
     assert read(delivery) == {"a": A, "b": B, "e": EMPTY}
     (directory / MANIFEST_NAME).write_text("an old one, and broken")
-    assert write_manifest(directory) == manifest
+    assert write_manifest(directory, algorithm) == manifest
     assert sorted(os.listdir(directory)) == sorted(
         [INDEX_NAME, MANIFEST_NAME, "one.safetensors", "two.safetensors"]
     )
@@ -665,7 +669,8 @@ def drop(manifest: dict[str, Any], *keys: str) -> None:
         (lambda m: drop(m, "files"), "exactly the keys"),
         (lambda m: m.update(digest=7), "must have a digest"),
         (lambda m: m.update(digest="sha256:00"), "must have a digest"),
-        (lambda m: m.update(digest="blake3:" + "0" * 64), "digests make"),
+        (lambda m: m.update(digest="xxh3:" + "0" * 32), "digests make"),
+        (lambda m: m.update(digest="blake3:" + "0" * 64), "64 hex digits"),
         (lambda m: m.update(tensors=[]), "objects"),
         (lambda m: m.update(files=[]), "objects"),
         (lambda m: m["files"].update({SINGLE_NAME: 1}), "other files"),
@@ -677,9 +682,10 @@ def drop(manifest: dict[str, Any], *keys: str) -> None:
         (lambda m: drop(m, "tensors", "a", "shape"), "exactly dtype"),
         (lambda m: m["tensors"]["a"].update(shape=[3, 2]), "dtype or shape of 'a'"),
         (lambda m: m["tensors"]["a"].update(dtype="I32"), "dtype or shape of 'a'"),
-        (lambda m: m["tensors"]["a"].update(digest="00"), "64 hex digits"),
-        (lambda m: m["tensors"]["a"].update(digest=None), "64 hex digits"),
-        (lambda m: m["tensors"]["a"].update(digest="0" * 64), "digests make"),
+        (lambda m: m["tensors"]["a"].update(digest="00"), "32 hex digits"),
+        (lambda m: m["tensors"]["a"].update(digest=None), "32 hex digits"),
+        (lambda m: m["tensors"]["a"].update(digest="0" * 64), "32 hex digits"),
+        (lambda m: m["tensors"]["a"].update(digest="0" * 32), "digests make"),
     ],
 )
 def test_a_manifest_that_does_not_fit(

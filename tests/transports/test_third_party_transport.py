@@ -33,13 +33,22 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-PACKAGE = ROOT / "examples" / "http_transport"
+PACKAGE = ROOT / "examples" / "plain_http_transport"
 START_S = 150.0
 PUBLISH_S = 120.0
 
 
 def publish(plane: Plane, directory: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rl_plane.cli.main", "publish", str(directory), "--transport", "http", *more]
+    command = [
+        sys.executable,
+        "-m",
+        "rl_plane.cli.main",
+        "publish",
+        str(directory),
+        "--transport",
+        "plain_http",
+        *more,
+    ]
     command += ["--nats-url", plane.url, "--namespace", plane.namespace, "--component", plane.component]
     return subprocess.run(command, capture_output=True, text=True, timeout=PUBLISH_S, check=False)
 
@@ -80,7 +89,7 @@ async def test_a_transport_installed_as_a_package_works(plane: Plane, monkeypatc
     async with frontend(plane) as http:
         refused = await asyncio.to_thread(publish, plane, second, "--version", "two")
         assert refused.returncode == 1
-        assert f"no http transport on {ids[0]}" in refused.stderr
+        assert f"no plain_http transport on {ids[0]}" in refused.stderr
         lacking.kill()
         fleet = await plane.fleet()
         await plane.until(lambda: only(fleet, ids[1]))

@@ -27,8 +27,8 @@ Halves = tuple[Callable[[], Sender], Callable[[], WeightTransport]]
 
 
 def http_example() -> ModuleType:
-    path = ROOT / "examples" / "http_transport" / "rl_plane_http.py"
-    spec = importlib.util.spec_from_file_location("rl_plane_http", path)
+    path = ROOT / "examples" / "plain_http_transport" / "rl_plane_plain_http.py"
+    spec = importlib.util.spec_from_file_location("rl_plane_plain_http", path)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -49,10 +49,10 @@ def halves(backend: str, tmp_path: Path) -> Halves:
 
         return NixlSender, lambda: NixlTransport(TransportContext())
     http = http_example()
-    return lambda: http.HttpSender("127.0.0.1", 0), lambda: http.HttpTransport(TransportContext())
+    return lambda: http.PlainHttpSender("127.0.0.1", 0), lambda: http.PlainHttpTransport(TransportContext())
 
 
-@pytest.mark.parametrize("backend", ["filesystem", "ipc", "nixl", "http"])
+@pytest.mark.parametrize("backend", ["filesystem", "ipc", "nixl", "plain_http"])
 def test_a_transport_keeps_the_contract(backend: str, tmp_path: Path) -> None:
     check_transport(*halves(backend, tmp_path))
 

@@ -71,6 +71,8 @@ class EngineOptions:
     """`--enable-memory-saver`: memory can be released and resumed."""
     credentials: NatsCredentials = NO_CREDENTIALS
     """The files by which a transport connects to NATS."""
+    weight_urls: tuple[str, ...] = ()
+    """The only places that weights are fetched from by HTTP: prefixes of URLs."""
 
     @property
     def places(self) -> TransportContext:
@@ -80,6 +82,7 @@ class EngineOptions:
             self.namespace,
             self.component,
             credentials=self.credentials,
+            weight_urls=self.weight_urls,
         )
 
     def check_model(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, NotAtBase
 from rl_plane.protocol.update_requests import DeltaChainEntry
-from rl_plane.protocol.versions import DTYPE_BYTES, HostTensor, TensorSpec
+from rl_plane.protocol.versions import DTYPE_BYTES, DigestAlgorithm, HostTensor, TensorSpec
 from rl_plane.transports.base import Delivery
 from rl_plane.weights import delta_codec
 from rl_plane.weights.delta_codec import Delta
@@ -61,10 +61,14 @@ def as_kept(digest: str, area: StagingArea, tied: Collection[str]) -> KeptCopy |
     return KeptCopy(digest, tensors, area) if tensors.keys().isdisjoint(tied) else None
 
 
-def taken_changes(delivery: Delivery, tensors: Mapping[str, TensorSpec], cancelled: Cancelled) -> Changes:
-    """Receives all deltas of a delivery and checks them against the tensors that they change. Closes the delivery."""
+def taken_changes(
+    delivery: Delivery, tensors: Mapping[str, TensorSpec], algorithm: DigestAlgorithm, cancelled: Cancelled
+) -> Changes:
+    """Receives all deltas of a delivery and checks them against the tensors that they change. Closes the delivery.
+
+    `algorithm`: the hash if the delivery states no digests before its tensors."""
     try:
-        stream = DigestingStream(delivery, cancelled=cancelled)
+        stream = DigestingStream(delivery, algorithm=algorithm, cancelled=cancelled)
         changes = {}
         for name, tensor in stream:
             blob = tensor.data if tensor.owned else bytes(tensor.data)

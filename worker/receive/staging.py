@@ -6,15 +6,20 @@ Everything here reads, hashes and copies, so it runs on a thread and never on a 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from rl_plane.errors import EngineFailed, InvalidWeights
 from rl_plane.protocol.versions import (
+    DEFAULT_ALGORITHM,
+    DIGEST_PATTERN,
     DTYPE_BYTES,
+    DigestAlgorithm,
     HostTensor,
     TensorSpec,
-    config_line,
+    algorithm_of,
     tensor_digest,
     tensors_digest,
 )
@@ -22,6 +27,7 @@ from rl_plane.transports.base import Delivery
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery
 from rl_plane.weights import delta_codec
 from rl_plane.weights.checkpoint import Kind, open_checkpoint
+from rl_plane.weights.manifest import are_digests
 from worker.receive.staging_area import StagingArea
 from worker.receive.weight_holder import Staged, TensorStream, WeightHolder
 
@@ -157,9 +163,17 @@ class DigestingStream:
         *,
         tied: Mapping[str, str] | None = None,
         expected_digest: str | None = None,
+        algorithm: DigestAlgorithm | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`tied`: names of tensors that must have the bytes of another tensor, if both come."""
+        """Makes the stream.
+
+        Args:
+            tied: names of tensors that must have the bytes of another tensor, if both come.
+            expected_digest: the digest that the version must have. Its algorithm is used, whatever the delivery states.
+            algorithm: the hash if there is no expected digest, and the delivery states none before its tensors. None:
+                the default.
+        """
         self.digest: str | None = None
         """The version's digest, once everything has arrived and is right."""
         self._delivery = delivery
@@ -167,6 +181,7 @@ class DigestingStream:
         self._expected = expected_digest
         self._cancelled = cancelled
         self._digests: dict[str, str] = {}
+        self._asked = algorithm
         self._stream = self._run()
 
     def __iter__(self) -> Iterator[tuple[str, HostTensor]]:
@@ -174,8 +189,24 @@ class DigestingStream:
 
     def check_stated(self) -> None:
         """InvalidWeights if the delivery states another digest, or one that the model can't serve. Reads no byte."""
+        self._check_form()
         self._compare(self._delivery.digest, self._expected, "the delivery states")
         _check_ties(self._tied, self._delivery.tensor_digests or {})
+
+    def _check_form(self) -> None:
+        stated, digests = self._delivery.digest, self._delivery.tensor_digests
+        if stated is not None and not re.fullmatch(DIGEST_PATTERN, stated):
+            raise _refuse(f"the delivery states the version digest {stated[:80]!r}, which is none")
+        if digests is not None and not are_digests(digests.values()):
+            raise _refuse("the delivery states digests of tensors that are none, or of two algorithms")
+
+    @property
+    def _algorithm(self) -> DigestAlgorithm:
+        """The hash of the version's digest, and of its tensors."""
+        stated = self._expected or self._delivery.digest
+        if stated is None and self._delivery.tensor_digests:
+            stated = next(iter(self._delivery.tensor_digests.values()))
+        return algorithm_of(stated) if stated is not None else self._asked or DEFAULT_ALGORITHM
 
     def finish(self) -> str:
         """Returns the digest after the engine has read the stream. EngineFailed if it did not read all of it."""
@@ -187,28 +218,30 @@ class DigestingStream:
         return self.digest
 
     def _run(self) -> Iterator[tuple[str, HostTensor]]:
-        specs, stated = self._delivery.specs, self._delivery.tensor_digests
         # Only the product's own delivery of files hashes what it reads. Any other class, also a derived one, does not.
         hashed = type(self._delivery) is FilesystemDelivery
         self.check_stated()
+        specs, stated, algorithm = self._delivery.specs, self._delivery.tensor_digests, self._algorithm
+        if stated and algorithm_of(next(iter(stated.values()))) != algorithm:
+            stated = None  # the expected digest, which is of another algorithm, covers every byte
+        self._delivery.algorithm = algorithm
         for name, tensor in self._delivery.tensors(self._cancelled):
             if self._cancelled():
                 raise EngineFailed("staging was cancelled")
             self._check(name, tensor, specs)
-            digest = (hashed and tensor.digest) or tensor_digest(tensor.data)
+            digest = (hashed and tensor.digest) or tensor_digest(tensor.data, algorithm)
             if stated is not None and stated.get(name) != digest:
                 raise _refuse(
                     f"{_short(name)} has digest {digest}, but its publisher stated {stated.get(name)}", tensor=name
                 )
             self._digests[name] = digest
-            yield name, tensor
+            yield name, replace(tensor, digest=digest)
         missing = sorted(specs.keys() - self._digests.keys())
         if missing:
             raise _refuse("; ".join(_part("of the announced tensors did not arrive", missing, _short)))
         lines = [(name, specs[name], digest) for name, digest in self._digests.items()]
-        if self._delivery.adapter_config_raw is not None:
-            lines.append(config_line(self._delivery.adapter_config_raw))
-        computed = tensors_digest(lines)
+        computed = tensors_digest(lines, self._delivery.adapter_config_raw)
+        self._check_form()  # the digest may have come last
         self._compare(computed, self._delivery.digest, "the bytes make")
         self._compare(computed, self._expected, "the bytes make")
         _check_ties(self._tied, self._digests)
@@ -229,9 +262,17 @@ class DigestingStream:
             )
 
     def _compare(self, digest: str | None, wanted: str | None, source: str) -> None:
-        if digest is not None and wanted is not None and digest != wanted:
+        if digest is None or wanted is None or digest == wanted:
+            return
+        if algorithm_of(digest) == algorithm_of(wanted):
             raise _refuse(
                 f"{source} version digest {digest}, but {wanted} is wanted", digest=digest, expected_digest=wanted
+            )
+        if self._expected is None:  # an expected digest of another algorithm covers every byte
+            raise InvalidWeights(
+                f"the weights were hashed by {algorithm_of(digest)}, and then came the digest {wanted}",
+                field="digest_algorithm",
+                fix=f"name it before the weights come: digest_algorithm {algorithm_of(wanted)}",
             )
 
 
@@ -251,6 +292,7 @@ def receive(
     *,
     cast: bool,
     expected_digest: str | None,
+    algorithm: DigestAlgorithm | None = None,
     cancelled: Callable[[], bool],
     area: StagingArea,
 ) -> tuple[Staged, str]:
@@ -263,7 +305,13 @@ def receive(
     try:
         tied = holder.tied_tensors()
         check_specs(holder.weight_spec(), tied, delivery.specs, cast)
-        stream = DigestingStream(delivery, tied=tied, expected_digest=expected_digest, cancelled=cancelled)
+        stream = DigestingStream(
+            delivery,
+            tied=tied,
+            expected_digest=expected_digest,
+            algorithm=algorithm,
+            cancelled=cancelled,
+        )
         return _finished(holder.stage(_placed(stream, area), cast, cancelled), stream)
     finally:
         delivery.close()
@@ -281,15 +329,18 @@ def receive_adapter(
     *,
     cast: bool,
     expected_digest: str | None,
+    algorithm: DigestAlgorithm | None = None,
     cancelled: Callable[[], bool],
     area: StagingArea,
 ) -> tuple[Staged, str]:
-    """Does the same as `receive` for a LoRA adapter, whose digest also covers its config: see `config_line`."""
+    """Does the same as `receive` for a LoRA adapter, whose digest also covers its config: see `tensors_digest`."""
     try:
         check_specs(_adapter_spec(holder, delivery), {}, delivery.specs, cast, ADAPTER_FIX)
         config = delivery.adapter_config
         assert config is not None, "an adapter's spec follows from its config"
-        stream = DigestingStream(delivery, expected_digest=expected_digest, cancelled=cancelled)
+        stream = DigestingStream(
+            delivery, expected_digest=expected_digest, algorithm=algorithm, cancelled=cancelled
+        )
         return _finished(holder.stage_adapter(config, _placed(stream, area), cast, cancelled), stream)
     finally:
         delivery.close()
@@ -326,14 +377,21 @@ def _may_be_delta(spec: TensorSpec, of: TensorSpec) -> bool:
     return spec.dtype == "U8" and len(spec.shape) == 1 and spec.nbytes <= longest
 
 
-def digest_of(tensors: Mapping[str, HostTensor], cancelled: Callable[[], bool]) -> str:
-    """Returns the digest of the version that has these bytes."""
-    lines = []
+def hashed(
+    tensors: Mapping[str, HostTensor], algorithm: DigestAlgorithm, cancelled: Callable[[], bool]
+) -> dict[str, HostTensor]:
+    """Returns the tensors with the digests of the bytes that they have now."""
+    made = {}
     for name, tensor in tensors.items():
         if cancelled():
             raise EngineFailed("staging was cancelled")
-        lines.append((name, tensor.spec, tensor_digest(tensor.data)))
-    return tensors_digest(lines)
+        made[name] = replace(tensor, digest=tensor_digest(tensor.data, algorithm))
+    return made
+
+
+def digest_of(tensors: Mapping[str, HostTensor]) -> str:
+    """Returns the digest of the version that has these tensors, which are `hashed`."""
+    return tensors_digest((name, tensor.spec, tensor.digest or "") for name, tensor in tensors.items())
 
 
 def check_staged(holder: WeightHolder, delivery: Delivery, kind: Kind, *, cast: bool) -> None:
@@ -374,6 +432,7 @@ def overwrite(
     *,
     cast: bool,
     expected_digest: str | None,
+    algorithm: DigestAlgorithm | None = None,
     cancelled: Callable[[], bool],
 ) -> str:
     """Checks a delivery and writes it over the served weights. Returns the version's digest.
@@ -384,7 +443,13 @@ def overwrite(
     try:
         tied = holder.tied_tensors()
         check_specs(holder.weight_spec(), tied, delivery.specs, cast)
-        stream = DigestingStream(delivery, tied=tied, expected_digest=expected_digest, cancelled=cancelled)
+        stream = DigestingStream(
+            delivery,
+            tied=tied,
+            expected_digest=expected_digest,
+            algorithm=algorithm,
+            cancelled=cancelled,
+        )
         stream.check_stated()
         holder.overwrite(stream, cast, cancelled)
         return stream.finish()
@@ -393,7 +458,10 @@ def overwrite(
 
 
 def model_digest(
-    directory: Path, roots: Iterable[Path] | None = None, tied: Mapping[str, str] | None = None
+    directory: Path,
+    roots: Iterable[Path] | None = None,
+    tied: Mapping[str, str] | None = None,
+    algorithm: DigestAlgorithm = DEFAULT_ALGORITHM,
 ) -> str:
     """Returns the version digest of a model directory's safetensors files. Reads their bytes, in bounded memory, even
     if there is a manifest.
@@ -403,17 +471,17 @@ def model_digest(
     checkpoint = open_checkpoint(directory, None if roots is None else list(roots), field="model")
     try:
         _check_ties(tied or {}, checkpoint.specs, "model", OWN_TIE_FIX)
-        digests = checkpoint.tensor_digests()
+        digests = checkpoint.tensor_digests(algorithm)
         _check_ties(tied or {}, digests, "model", OWN_TIE_FIX)
         return checkpoint.digest_of(digests)
     finally:
         checkpoint.close()
 
 
-def adapter_digest(directory: Path) -> str:
+def adapter_digest(directory: Path, algorithm: DigestAlgorithm = DEFAULT_ALGORITHM) -> str:
     """Returns the version digest of a PEFT adapter directory, which covers its config."""
     checkpoint = open_checkpoint(directory, field="directory", kind="lora")
     try:
-        return checkpoint.digest()
+        return checkpoint.digest(algorithm)
     finally:
         checkpoint.close()

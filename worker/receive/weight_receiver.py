@@ -21,7 +21,7 @@ from rl_plane.protocol.update_requests import (
     ReceiveRequest,
     Transport,
 )
-from rl_plane.protocol.versions import TensorSpec
+from rl_plane.protocol.versions import TensorSpec, algorithm_of
 from rl_plane.transports.base import (
     Delivery,
     GroupedTransport,
@@ -40,6 +40,7 @@ from worker.receive.staging import (
     check_specs,
     check_staged,
     digest_of,
+    hashed,
     overwrite,
     receive,
     receive_adapter,
@@ -171,6 +172,7 @@ class Receiver:
         how: dict[str, Any] = {
             "cast": request.cast,
             "expected_digest": request.digest,
+            "algorithm": request.digest_algorithm,
             "cancelled": cancelled,
         }
         if request.adapter is not None:
@@ -298,7 +300,7 @@ class Receiver:
         """Applies a delta to the copy, in place. Returns the digest of the full version."""
         wanted = request.digest
         assert wanted is not None, "the request of a delta has it"
-        changes: Changes = taken_changes(delivery, self.holder.weight_spec(), cancelled)
+        changes: Changes = taken_changes(delivery, self.holder.weight_spec(), algorithm_of(wanted), cancelled)
         if self._is_there(request):
             changes = {}
             before = self.kept
@@ -312,7 +314,8 @@ class Receiver:
             self.kept = known
             raise
         try:
-            digest = digest_of(after.tensors, cancelled)
+            tensors = hashed(after.tensors, algorithm_of(wanted), cancelled)
+            digest = digest_of(tensors)
         except BaseException:
             before.take_back(changes)
             self.kept = known  # not a version that was fetched on the way: its own digest was never compared
@@ -328,7 +331,7 @@ class Receiver:
                 expected_digest=wanted,
             )
         try:
-            self._staged[staging] = self.holder.stage(after.tensors.items(), request.cast, cancelled)
+            self._staged[staging] = self.holder.stage(tensors.items(), request.cast, cancelled)
         except BaseException:
             before.take_back(changes)
             self.kept = known
@@ -341,7 +344,7 @@ class Receiver:
         """Finds out whether the delta or the copy is wrong. A damaged copy is dropped, and the error is NotAtBase."""
         if known is None:
             return
-        if digest_of(known.tensors, cancelled) != known.digest:
+        if digest_of(hashed(known.tensors, algorithm_of(known.digest), cancelled)) != known.digest:
             raise NotAtBase(
                 f"this worker's copy of {known.digest} was damaged in memory",
                 field="base",
@@ -381,7 +384,8 @@ class Receiver:
             except BaseException:
                 delivery.close()
                 raise
-            changes = taken_changes(delivery, self.holder.weight_spec(), cancelled)
+            algorithm = algorithm_of(link.digest)
+            changes = taken_changes(delivery, self.holder.weight_spec(), algorithm, cancelled)
             return kept.change(changes, link.digest, cancelled)
         area, _, digest = self._received(
             receive, delivery, cast=False, expected_digest=link.digest, cancelled=cancelled

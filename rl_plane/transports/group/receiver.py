@@ -14,22 +14,24 @@ master_address, master_port, timeout_s?}`; there may be several (see `streamed_d
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from blake3 import blake3
-
-from rl_plane.errors import Conflict, InvalidRequest
+from rl_plane.errors import Conflict, InvalidRequest, InvalidWeights
+from rl_plane.protocol.hashers import hex_digest
 from rl_plane.protocol.strict_json import load_json_object
-from rl_plane.protocol.versions import DIGEST_PREFIX
+from rl_plane.protocol.versions import DIGEST_PATTERN
 from rl_plane.transports.base import GroupedTransport, TransportContext, check_fields
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, Place
 from rl_plane.transports.group.streamed_delivery import GroupPartwiseDelivery, received
 from rl_plane.transports.group.torch_group import (
     JOIN_TIMEOUT_S,
     JOIN_TORCH_S,
+    MANIFEST_ALGORITHM,
+    MANIFEST_PREFIX,
     Group,
     digest_tensor,
     gpu,
@@ -184,7 +186,7 @@ def _manifest(group: Group, request: Mapping[str, Any]) -> Manifest:
             fix="put the manifest into the group's store, or into the request",
         )
     raw = group.take(key)
-    found = DIGEST_PREFIX + blake3(raw).hexdigest()
+    found = MANIFEST_PREFIX + hex_digest(raw, MANIFEST_ALGORITHM)
     if digest != found:
         raise InvalidRequest(
             f"manifest_digest is {str(digest)[:80]!r}, but the stored manifest has {found}",
@@ -232,8 +234,14 @@ class GroupDelivery(PackedDelivery):
         """The version's digest, which the trainer broadcasts after the last bucket."""
         data = digest_tensor()
         self._group.broadcast(data).wait("the digest", self._deadline, self.cancelled)
-        raw = bytes(data.numpy())
-        return f"blake3:{raw.hex()}" if any(raw) else None
+        text = bytes(data.numpy()).rstrip(b"\0").decode("ascii", "replace")
+        if text and not re.fullmatch(DIGEST_PATTERN, text):
+            raise InvalidWeights(
+                f"the trainer broadcast {text!r} as the version's digest",
+                field="digest",
+                fix="broadcast the digest as ASCII, padded with zeros, or only zeros",
+            )
+        return text or None
 
 
 class GlooTransport(GroupTransport):

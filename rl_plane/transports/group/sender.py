@@ -20,18 +20,20 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from blake3 import blake3
-
 from rl_plane.errors import DeadlineExceeded, InvalidRequest, PlaneError, Unavailable
-from rl_plane.protocol.versions import DIGEST_PREFIX, HostTensor
+from rl_plane.protocol.hashers import hex_digest
+from rl_plane.protocol.versions import HostTensor
 from rl_plane.transports.base import LendingSender, PushingSender, SenderContext
 from rl_plane.transports.group.peer_liveness import PeerLiveness
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, RECEIVE_TIMEOUT_S, Place
 from rl_plane.transports.group.store_listener import StoreListener
 from rl_plane.transports.group.torch_group import (
     AHEAD,
+    DIGEST_BYTES,
     JOIN_TIMEOUT_S,
     LOOK_S,
+    MANIFEST_ALGORITHM,
+    MANIFEST_PREFIX,
     Broadcast,
     Group,
     digest_tensor,
@@ -232,7 +234,7 @@ class GroupSender(PushingSender, LendingSender):
             "backend": self.backend,
             "group": group.place.group,
             "manifest_key": self._manifest_key,
-            "manifest_digest": DIGEST_PREFIX + blake3(raw).hexdigest(),
+            "manifest_digest": MANIFEST_PREFIX + hex_digest(raw, MANIFEST_ALGORITHM),
             "num_buckets": len(sizes),
         }
 
@@ -269,7 +271,7 @@ class GroupSender(PushingSender, LendingSender):
     def _state_digest(self, group: Group, digest: str | None) -> None:
         data = digest_tensor()
         if digest is not None:
-            memoryview(data.numpy())[:] = bytes.fromhex(digest.removeprefix(DIGEST_PREFIX))
+            memoryview(data.numpy())[:] = digest.encode().ljust(DIGEST_BYTES, b"\0")
         group.broadcast(data).wait("the digest", self._deadline)
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rl_plane._util.own_address import own_address
 from rl_plane._util.tasks import never
 from rl_plane.errors import DeadlineExceeded, EngineFailed, PlaneError, Unavailable, Unsupported
+from rl_plane.protocol.versions import DigestAlgorithm
 from rl_plane.transports.group.peer_liveness import PeerLiveness, connected
 from rl_plane.transports.group.rank_layout import FORM_AGAIN, Place
 from rl_plane.weights.read_ahead import host_memory
@@ -58,8 +59,12 @@ module looks for errors and time itself. The other variables are for versions of
 _environment = threading.Lock()
 ONE_GPU = "Duplicate GPU"
 """nccl's own words for two ranks on one GPU."""
-DIGEST_BYTES = 32
-"""The bytes after the last bucket if the manifest has no digests: the version's digest, or zeros for none."""
+DIGEST_BYTES = 80
+"""The bytes after the last bucket if the manifest has no digests: the version's digest as ASCII, and then zeros. Only
+zeros: there is no digest. A digest has at most 71 characters."""
+MANIFEST_ALGORITHM: DigestAlgorithm = "blake3"
+"""The hash of a stored manifest. A stranger who reaches the store could change it, so XXH3 would not do."""
+MANIFEST_PREFIX = f"{MANIFEST_ALGORITHM}:"
 
 
 MakeGroup = Callable[[Place, Any, float], Any]

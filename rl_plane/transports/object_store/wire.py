@@ -17,7 +17,7 @@ import msgpack
 
 from rl_plane.errors import InvalidWeights, Unavailable
 from rl_plane.transports.object_store.bulk_socket import NatsSocket
-from rl_plane.weights.manifest import Manifest
+from rl_plane.weights.manifest import Manifest, are_digests
 
 BACKEND = "object_store"
 
@@ -27,7 +27,8 @@ HEADROOM_BYTES = 4096
 """Room for the headers of a chunk, which the server counts as payload."""
 MAX_MANIFEST_BYTES = 64 << 20
 """The longest manifest: about 500,000 tensors."""
-DIGEST_BYTES = 32
+DIGEST_BYTES = 64
+"""The length of a tensor's digest: its hex digits as ASCII, and zeros after a shorter one."""
 
 ANSWER_S = 5.0
 """The time for an answer in seconds; then the call is tried again on a new connection. JetStream takes milliseconds."""
@@ -105,14 +106,21 @@ def encode_digests(manifest: Manifest, digests: Mapping[str, str] | None) -> byt
     """The digests in the manifest's order; zeros if the trainer has made none, so that the layout stays the same."""
     if digests is None:
         return bytes(DIGEST_BYTES * len(manifest.specs))
-    return bytes.fromhex("".join(digests[name] for name in manifest.specs))
+    return b"".join(digests[name].encode().ljust(DIGEST_BYTES, b"\0") for name in manifest.specs)
 
 
 def with_digests(manifest: Manifest, raw: memoryview) -> Manifest:
-    """The manifest with the digests that `encode_digests` has written."""
+    """The manifest with the digests that `encode_digests` has written. Raises InvalidWeights for other bytes."""
     if not any(raw):
         return manifest
-    each = [raw[at : at + DIGEST_BYTES].hex() for at in range(0, len(raw), DIGEST_BYTES)]
+    each = [
+        bytes(raw[at : at + DIGEST_BYTES]).rstrip(b"\0").decode("ascii", "replace")
+        for at in range(0, len(raw), DIGEST_BYTES)
+    ]
+    if not are_digests(each):
+        raise InvalidWeights(
+            "the object's digests can't be read", field="transport.object", fix="publish the weights again"
+        )
     return manifest.digested(dict(zip(manifest.specs, each, strict=True)))
 
 

@@ -194,6 +194,31 @@ def test_workers_show_their_canary(
         assert f"  {cell}" in capsys.readouterr().out
 
 
+def test_weights_by_url(facade: Facade, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Signatures and headers come from a file, because a command line is seen by all."""
+    facade.answers(COMMITTED)
+    signed = {"urls": {"model.safetensors": "https://a.example/x?sig=1"}, "headers": {"A": "b"}}
+    file = tmp_path / "signed.json"
+    file.write_text(json.dumps(signed))
+    assert main.run(["update", "https://a.example/step_1"]) == 0
+    assert main.run(["update", "--source", str(file)]) == 0
+    sent = [asked["body"]["transport"] for asked in facade.asked]
+    assert sent == [{"backend": "http", "url": "https://a.example/step_1"}, {"backend": "http", **signed}]
+    capsys.readouterr()
+    for argv, words in (
+        (["https://a.example/x?sig=1"], "--source"),
+        (["https://u:p@a.example/x"], "--source"),
+        (["ckpt", "--source", str(file)], "leave one of the two out"),
+    ):
+        assert main.run(["update", *argv]) == 2
+        said = capsys.readouterr().err
+        assert words in said
+        assert "sig=1" not in said
+    file.write_text("[]")
+    assert main.run(["update", "--source", str(file)]) == 2
+    assert "no JSON object" in capsys.readouterr().err
+
+
 def test_a_canary_comes_from_a_file_or_is_off(facade: Facade, tmp_path: Path) -> None:
     facade.answers(COMMITTED)
     canary = {"sequences": [[1, 2, 3]], "expected": [[-0.5, -1]], "tolerance": 0.1}

@@ -87,6 +87,7 @@ def test_a_whole_update() -> None:
         "base_chain": (),
         "label": "new",
         "digest": None,
+        "digest_algorithm": None,
         "cast": False,
         "staging": "host",
         "keep_staged": False,

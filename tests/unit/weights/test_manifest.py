@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
+from xxhash import xxh3_128
 
 from rl_plane.errors import InvalidRequest, InvalidWeights
-from rl_plane.protocol.versions import HostTensor, TensorSpec, config_line, tensors_digest
+from rl_plane.protocol.versions import DigestAlgorithm, HostTensor, TensorSpec, tensors_digest
 from rl_plane.transports.packed_delivery import PackedDelivery
 from rl_plane.transports.packing import fill
 from rl_plane.weights.manifest import ALIGN_BYTES, Manifest, PackedBucket, pack
@@ -35,27 +36,32 @@ def manifest(bucket_bytes: int = 128, **fields: Any) -> Manifest:
     return Manifest(pack(SPECS.items(), bucket_bytes), **fields)
 
 
-def packed(made: Manifest) -> tuple[list[memoryview], dict[str, str]]:
+def packed(made: Manifest, algorithm: DigestAlgorithm = "xxh3") -> tuple[list[memoryview], dict[str, str]]:
     buffers = [memoryview(bytearray(bucket.nbytes)) for bucket in made.buckets]
     digests: dict[str, str] = {}
-    assert list(fill(made, tensors().items(), buffers.__getitem__, digests)) == list(range(len(buffers)))
+    filled = fill(made, tensors().items(), buffers.__getitem__, digests, algorithm=algorithm)
+    assert list(filled) == list(range(len(buffers)))
     return buffers, digests
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 128, 1024, 1 << 30])
-def test_what_is_packed_is_what_arrives(bucket_bytes: int) -> None:
+@pytest.mark.parametrize(("algorithm", "hashed"), [("xxh3", xxh3_128), ("blake3", blake3)])
+def test_what_is_packed_is_what_arrives(
+    algorithm: DigestAlgorithm, hashed: Callable[[memoryview], Any], bucket_bytes: int
+) -> None:
     made = manifest(bucket_bytes)
     assert [placed.name for bucket in made.buckets for placed in bucket.tensors] == list(SPECS)
     for bucket in made.buckets:
         assert bucket.nbytes <= bucket_bytes or sum(placed.spec.nbytes > 0 for placed in bucket.tensors) == 1
         assert all(placed.offset % ALIGN_BYTES == 0 for placed in bucket.tensors)
-    buffers, digests = packed(made)
+    buffers, digests = packed(made, algorithm)
     delivery = PackedDelivery(made.digested(digests), iter(buffers), refetchable=False)
     arrived = {name: (tensor.spec, bytes(tensor.data)) for name, tensor in delivery.tensors()}
     assert arrived == {name: (tensor.spec, bytes(tensor.data)) for name, tensor in tensors().items()}
-    expected = {name: blake3(tensor.data).hexdigest() for name, tensor in tensors().items()}
+    expected = {name: hashed(tensor.data).hexdigest() for name, tensor in tensors().items()}
     assert digests == expected
     assert delivery.digest == tensors_digest((name, SPECS[name], expected[name]) for name in SPECS)
+    assert delivery.digest.startswith(f"{algorithm}:")
 
 
 def test_a_manifest_survives_its_wire_form() -> None:
@@ -64,7 +70,7 @@ def test_a_manifest_survives_its_wire_form() -> None:
     again = Manifest.from_wire(json.loads(json.dumps(made.to_wire())))
     assert again == made
     lines = [(name, SPECS[name], (made.tensor_digests or {})[name]) for name in SPECS]
-    assert again.digest == tensors_digest([*lines, config_line(CONFIG)])
+    assert again.digest == tensors_digest(lines, CONFIG)
     assert manifest().digest is None
 
 
@@ -91,6 +97,8 @@ def _edited(**changes: Any) -> Callable[[dict[str, Any]], Any]:
         _edited(buckets=[[["a", "F32", [1]], ["a", "F32", [1]]]]),
         _edited(buckets=[[["a", "F32", [1]]]], tensor_digests={"a": "0"}),
         _edited(buckets=[[["a", "F32", [1]]]], tensor_digests={"b": "0" * 64}),
+        _edited(buckets=[[["a", "F32", [1]]]], tensor_digests={"a": "0" * 48}),
+        _edited(buckets=[[["a", "F32", [1]], ["b", "F32", [1]]]], tensor_digests={"a": "0" * 64, "b": "0" * 32}),
         _edited(adapter_config=1),
         _edited(adapter_config="x" * (1 << 21)),
     ],

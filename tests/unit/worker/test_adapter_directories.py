@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blake3 import blake3
+from xxhash import xxh3_128
 
 import rl_plane.weights.rooted_files as directories
 from rl_plane.errors import InvalidRequest, InvalidWeights
@@ -16,7 +16,7 @@ from rl_plane.protocol.versions import ADAPTER_CONFIG_NAME, TensorSpec, tensors_
 from rl_plane.transports.filesystem.receiver import FilesystemTransport
 from rl_plane.weights.checkpoint import ADAPTER_NAME, SINGLE_NAME, write_manifest
 from rl_plane.weights.manifest import MAX_CONFIG_BYTES
-from rl_plane.weights.safetensors_file import SafetensorsFile, write_safetensors
+from rl_plane.weights.safetensors_file import DiskFile, write_safetensors
 from tests.support.safetensors_files import SCALAR, A, B, Tensors, read, refusal, request, sharded, single
 
 pytestmark = pytest.mark.usefixtures("no_descriptor_leaks")
@@ -117,8 +117,8 @@ def test_an_adapters_manifest(transport: FilesystemTransport, root: Path) -> Non
     path = adapter(root / "lora")
     manifest = write_manifest(path)
     raw = (path / ADAPTER_CONFIG_NAME).read_bytes()
-    digests = {"a": blake3(A[1]).hexdigest(), "b": blake3(B[1]).hexdigest()}
-    config = (ADAPTER_CONFIG_NAME, TensorSpec("U8", (len(raw),)), blake3(raw).hexdigest())
+    digests = {"a": xxh3_128(A[1]).hexdigest(), "b": xxh3_128(B[1]).hexdigest()}
+    config = (ADAPTER_CONFIG_NAME, TensorSpec("U8", (len(raw),)), xxh3_128(raw).hexdigest())
     assert manifest["digest"] == tensors_digest([("a", A[0], digests["a"]), ("b", B[0], digests["b"]), config])
     delivery = transport.open(request(path), "lora")
     assert (delivery.digest, delivery.tensor_digests) == (manifest["digest"], digests)
@@ -135,11 +135,11 @@ def test_a_config_replaced_while_the_adapter_is_opened(
 ) -> None:
     path = adapter(root / "lora")
 
-    class Replacing(SafetensorsFile):
+    class Replacing(DiskFile):
         def __init__(self, descriptor: int, name: str, *, field: str = "") -> None:
             super().__init__(descriptor, name, field=field)
             (path / "fresh").write_text(json.dumps(LORA | {"r": 2}))
             (path / "fresh").replace(path / ADAPTER_CONFIG_NAME)
 
-    monkeypatch.setattr(directories, "SafetensorsFile", Replacing)
+    monkeypatch.setattr(directories, "DiskFile", Replacing)
     assert "was replaced" in adapter_refusal(transport, path).message

@@ -15,7 +15,8 @@ import pytest
 
 from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights
-from rl_plane.protocol.versions import PARALLEL_HASH_BYTES, HostTensor, TensorSpec, tensors_digest
+from rl_plane.protocol.hashers import PARALLEL_HASH_BYTES
+from rl_plane.protocol.versions import DigestAlgorithm, HostTensor, TensorSpec, tensors_digest
 from rl_plane.transports.base import Delivery, TransportContext, WeightTransport
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
 from rl_plane.weights.checkpoint import open_published, write_manifest
@@ -38,7 +39,7 @@ from worker.receive.weight_holder import TensorStream
 from worker.receive.weight_receiver import Receiver
 
 F32, BF16, I64 = TensorSpec("F32", (2, 3)), TensorSpec("BF16", (2, 3)), TensorSpec("I64", (2, 3))
-from tests.support.staging_runs import NONE, Engine, Memory, hexed, two, write  # noqa: E402
+from tests.support.staging_runs import NO_DIGEST, NONE, Engine, Memory, hexed, two, write  # noqa: E402
 
 
 def run(engine: Engine, delivery: Memory, expected: str | None = None, cancelled: bool = False) -> str:
@@ -142,9 +143,85 @@ def test_the_digest_does_not_depend_on_the_order() -> None:
     assert run(Engine(forth), forth) == run(Engine(back), back)
 
 
-def test_large_tensors_hash_the_same() -> None:
+@pytest.mark.parametrize("algorithm", ["xxh3", "blake3"])
+def test_large_tensors_hash_the_same(algorithm: DigestAlgorithm) -> None:
     delivery = Memory({"a": bytes(3 * PARALLEL_HASH_BYTES)})
-    assert run(Engine(delivery), delivery) == delivery.true_digest()
+    wanted = delivery.true_digest(algorithm)
+    assert run(Engine(delivery), delivery, wanted) == wanted
+
+
+@pytest.mark.parametrize(
+    ("expected", "stated", "asked", "found"),
+    [
+        (None, None, None, "xxh3"),
+        (None, None, "blake3", "blake3"),
+        (None, "blake3", "xxh3", "blake3"),
+        (None, "xxh3", "blake3", "xxh3"),
+        ("blake3", "xxh3", "xxh3", "blake3"),
+        ("xxh3", "blake3", "blake3", "xxh3"),
+    ],
+)
+@pytest.mark.parametrize("stated_by", ["digest", "tensor_digests"])
+def test_a_version_is_hashed_as_its_digest_says(
+    expected: DigestAlgorithm | None,
+    stated: DigestAlgorithm | None,
+    asked: DigestAlgorithm | None,
+    found: DigestAlgorithm,
+    stated_by: str,
+) -> None:
+    """The first that is there decides: the expected digest, those of the delivery, the request's algorithm."""
+    delivery = two()
+    if stated is not None:
+        true = delivery.true_digest(stated) if stated_by == "digest" else delivery.true_digests(stated)
+        setattr(delivery, stated_by, true)
+    wanted = delivery.true_digest(expected) if expected else None
+    stream = DigestingStream(delivery, expected_digest=wanted, algorithm=asked)
+    digests = {name: tensor.digest for name, tensor in stream}
+    assert stream.finish() == delivery.true_digest(found)
+    assert digests == delivery.true_digests(found)
+    assert delivery.algorithm == found
+
+
+@pytest.mark.parametrize("algorithm", ["xxh3", "blake3"])
+def test_stated_digests_are_checked_by_their_own_algorithm(algorithm: DigestAlgorithm) -> None:
+    for stated in ("digest", "tensor_digests"):
+        delivery, other = two(), Memory({"a": b"aaaa", "b": b"BB"})
+        wrong = other.true_digest(algorithm) if stated == "digest" else other.true_digests(algorithm)
+        setattr(delivery, stated, wrong)
+        with pytest.raises(InvalidWeights, match="is wanted" if stated == "digest" else "its publisher stated"):
+            run(Engine(delivery), delivery)
+
+
+@pytest.mark.parametrize("expected", ["xxh3", "blake3"])
+def test_wrong_bytes_have_no_expected_digest_whatever_the_delivery_states(expected: DigestAlgorithm) -> None:
+    """The delivery states digests of its wrong bytes, by the other algorithm."""
+    delivery = Memory({"a": b"aaaa", "b": b"BB"})
+    other: DigestAlgorithm = "blake3" if expected == "xxh3" else "xxh3"
+    delivery.digest, delivery.tensor_digests = delivery.true_digest(other), delivery.true_digests(other)
+    with pytest.raises(InvalidWeights, match="the bytes make"):
+        run(Engine(delivery), delivery, two().true_digest(expected))
+
+
+class Late(Memory):
+    """States its digest by BLAKE3, after its last tensor."""
+
+    def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
+        yield from super().tensors(cancelled)
+        self.digest = self.true_digest("blake3")
+
+
+def test_a_digest_that_comes_last_is_compared_or_refused() -> None:
+    def made(algorithm: DigestAlgorithm | None, expected: str | None = None) -> str:
+        delivery = Late({"a": b"aaaa", "b": b"bb"})
+        stream = DigestingStream(delivery, expected_digest=expected, algorithm=algorithm)
+        list(stream)
+        return stream.finish()
+
+    assert made("blake3") == two().true_digest("blake3")
+    assert made(None, two().true_digest()) == two().true_digest()
+    with pytest.raises(InvalidWeights, match="hashed by xxh3, and then came the digest blake3:") as caught:
+        made(None)
+    assert caught.value.facts["fix"] == "name it before the weights come: digest_algorithm blake3"
 
 
 def test_stated_digests_that_are_right() -> None:
@@ -170,7 +247,10 @@ def test_stated_digests_that_are_right() -> None:
         (lambda d: d.sent.__setitem__(0, ("a", HostTensor(d.specs["a"], memoryview(b"aaaaa")))), "5 bytes, not 4"),
         (lambda d: setattr(d, "tensor_digests", {"a": hexed(b"aaaa"), "b": hexed(b"BB")}), "'b' has digest"),
         (lambda d: setattr(d, "tensor_digests", {"a": hexed(b"aaaa")}), "'b' has digest"),
-        (lambda d: setattr(d, "digest", "blake3:00"), "blake3:00 is wanted"),
+        (lambda d: setattr(d, "digest", NO_DIGEST), f"{NO_DIGEST} is wanted"),
+        (lambda d: setattr(d, "digest", "blake3:00"), "states the version digest 'blake3:00', which is none"),
+        (lambda d: setattr(d, "tensor_digests", {"a": hexed(b"aaaa"), "b": "00"}), "that are none, or of two"),
+        (lambda d: setattr(d, "tensor_digests", {"a": hexed(b"aaaa"), "b": hexed(b"bb", "blake3")}), "of two"),
     ],
 )
 def test_a_delivery_that_lies(lie: Callable[[Memory], None], message: str) -> None:
@@ -186,7 +266,7 @@ def test_a_delivery_that_lies(lie: Callable[[Memory], None], message: str) -> No
 
 def test_the_engine_never_sees_a_wrong_tensor() -> None:
     delivery = two()
-    delivery.tensor_digests = {"a": "00", "b": "00"}
+    delivery.tensor_digests = {"a": "0" * 32, "b": "0" * 32}
     seen: list[str] = []
     engine = Engine(delivery, lambda stream: seen.extend(name for name, _ in stream))
     with pytest.raises(InvalidWeights):
@@ -196,7 +276,7 @@ def test_the_engine_never_sees_a_wrong_tensor() -> None:
 
 def test_another_digest_than_expected_names_both() -> None:
     delivery = two()
-    wanted = "blake3:" + "0" * 64
+    wanted = NO_DIGEST
     with pytest.raises(InvalidWeights) as caught:
         run(Engine(delivery), delivery, wanted)
     assert caught.value.facts["digest"] == delivery.true_digest()
@@ -209,7 +289,7 @@ def test_a_stated_digest_that_is_not_the_expected_one_costs_no_byte() -> None:
     delivery = two()
     delivery.digest = delivery.true_digest()
     with pytest.raises(InvalidWeights, match="states version digest"):
-        run(Engine(delivery), delivery, "blake3:" + "0" * 64)
+        run(Engine(delivery), delivery, NO_DIGEST)
     assert (delivery.taken, delivery.closed) == (0, 1)
 
 
@@ -257,7 +337,7 @@ def test_an_engine_that_counts_instead_of_asking_for_the_end() -> None:
     assert run(Engine(delivery, counting), delivery) == delivery.true_digest()
     delivery = two()
     with pytest.raises(InvalidWeights, match="is wanted"):
-        run(Engine(delivery, counting), delivery, "blake3:" + "0" * 64)
+        run(Engine(delivery, counting), delivery, NO_DIGEST)
     assert delivery.closed == 1
 
 
@@ -275,7 +355,7 @@ def test_an_engine_that_swallows_the_error() -> None:
 
     delivery = two()
     with pytest.raises(EngineFailed, match="continued"):
-        run(Engine(delivery, swallow), delivery, "blake3:" + "0" * 64)
+        run(Engine(delivery, swallow), delivery, NO_DIGEST)
 
 
 def test_an_engines_error_passes_and_the_delivery_is_closed() -> None:
@@ -439,6 +519,7 @@ def test_model_digest_is_of_the_bytes_not_of_the_files(tmp_path: Path) -> None:
     assert model_digest(tmp_path / "whole") == model_digest(shards) == expected
     (shards / "rl_plane_manifest.json").write_text("not read")
     assert model_digest(shards) == expected
+    assert expected.startswith("xxh3:")
 
 
 def test_model_digest_errors_name_the_model(tmp_path: Path, no_descriptor_leaks: None) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl_plane.errors import EngineFailed, InvalidWeights
-from rl_plane.protocol.versions import TensorSpec, tensors_digest
+from rl_plane.protocol.versions import DigestAlgorithm, TensorSpec, tensors_digest
 from rl_plane.transports.base import TransportContext
 from rl_plane.transports.filesystem.receiver import FilesystemTransport
 from rl_plane.weights.checkpoint import write_manifest
@@ -23,7 +23,9 @@ from worker.receive.staging import (
 from worker.receive.staging_area import StagingArea
 
 F32, BF16, I64 = TensorSpec("F32", (2, 3)), TensorSpec("BF16", (2, 3)), TensorSpec("I64", (2, 3))
-from tests.support.staging_runs import CONFIG, Engine, Memory, hexed, two, write  # noqa: E402
+from tests.support.staging_runs import CONFIG, NO_DIGEST, Engine, Memory, hexed, two, write  # noqa: E402
+
+BOTH: tuple[DigestAlgorithm, ...] = ("xxh3", "blake3")
 
 
 class MemoryAdapter(Memory):
@@ -31,11 +33,13 @@ class MemoryAdapter(Memory):
         super().__init__(tensors)
         self.adapter_config, self.adapter_config_raw = json.loads(raw), raw
 
-    def true_digest(self) -> str:
-        lines = [(name, tensor.spec, hexed(bytes(tensor.data))) for name, tensor in self.sent]
+    def true_digest(self, algorithm: DigestAlgorithm = "xxh3") -> str:
+        lines = [(name, tensor.spec, hexed(bytes(tensor.data), algorithm)) for name, tensor in self.sent]
         raw = self.adapter_config_raw
         assert raw is not None
-        return tensors_digest([*lines, ("adapter_config.json", TensorSpec("U8", (len(raw),)), hexed(raw))])
+        return tensors_digest(
+            [*lines, ("adapter_config.json", TensorSpec("U8", (len(raw),)), hexed(raw, algorithm))]
+        )
 
 
 def run_adapter(engine: Engine, delivery: Memory, expected: str | None = None) -> str:
@@ -62,10 +66,13 @@ def test_an_adapters_digest_covers_its_config() -> None:
     spaced = adapter_of_two(CONFIG.replace(b" ", b"  "))  # the same to a parser
     other = run_adapter(Engine(spaced), spaced)
     assert other == spaced.true_digest() != digest
-    again = adapter_of_two()
-    with pytest.raises(InvalidWeights, match="is wanted"):
-        run_adapter(Engine(again), again, other)
-    assert again.closed == 1
+    for algorithm in BOTH:
+        again = adapter_of_two()
+        with pytest.raises(InvalidWeights, match="is wanted"):
+            run_adapter(Engine(again), again, spaced.true_digest(algorithm))
+        assert again.closed == 1
+        again = adapter_of_two()
+        assert run_adapter(Engine(again), again, again.true_digest(algorithm)) == again.true_digest(algorithm)
 
 
 def test_an_adapter_that_does_not_fit_is_not_read() -> None:
@@ -134,7 +141,7 @@ def test_weights_that_are_known_to_be_wrong_do_not_touch_the_engine() -> None:
     with pytest.raises(InvalidWeights, match="1 missing"):
         write(engines[0], unfit)
     with pytest.raises(InvalidWeights, match="the delivery states"):
-        write(engines[1], lying, "blake3:" + "0" * 64)
+        write(engines[1], lying, NO_DIGEST)
     for engine, delivery in zip(engines, (unfit, lying), strict=True):
         assert (engine.begun, delivery.taken, delivery.closed) == (False, 0, 1)
 
@@ -143,7 +150,7 @@ def test_a_digest_that_turns_out_wrong_at_the_end() -> None:
     delivery = two()
     engine = Engine(delivery)
     with pytest.raises(InvalidWeights, match="the bytes make"):
-        write(engine, delivery, "blake3:" + "0" * 64)
+        write(engine, delivery, NO_DIGEST)
     assert (engine.begun, delivery.taken, delivery.closed) == (True, 2, 1)
 
 

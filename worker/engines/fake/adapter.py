@@ -20,8 +20,6 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from blake3 import blake3
-
 from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted
 from rl_plane.protocol.generation import GenerateDelta, GenerateRequest, Rendering
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
@@ -167,10 +165,7 @@ class FakeEngine(WeightsInProcess, FullEngine):
         if not self.config.hold_bytes:
             digests = checkpoint.tensor_digests()
             return {name: FakeTensor(spec, digests[name], None) for name, spec in checkpoint.specs.items()}
-        return {
-            name: FakeTensor(tensor.spec, str(blake3(tensor.data).hexdigest()), bytes(tensor.data))
-            for name, tensor in checkpoint.tensors()
-        }
+        return {name: FakeTensor.of(tensor.spec, bytes(tensor.data)) for name, tensor in checkpoint.tensors()}
 
     async def close(self) -> None:
         self._closed = True

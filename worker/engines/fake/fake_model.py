@@ -13,14 +13,15 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
-
 from rl_plane.protocol.generation import GenerateRequest
+from rl_plane.protocol.hashers import hex_digest
 from rl_plane.protocol.versions import (
     ADAPTER_CONFIG_NAME,
+    DEFAULT_ALGORITHM,
+    DigestAlgorithm,
     TensorSpec,
     WeightVersion,
-    config_line,
+    algorithm_of,
     tensors_digest,
 )
 from rl_plane.weights.checkpoint import ADAPTER_NAME, open_checkpoint
@@ -77,7 +78,7 @@ def fake_token(
     adapter_digest: str | None = None,
 ) -> int:
     """The token that the fake engine makes as number `position` (from 0) of a completion, under the weights of `digest`
-    (a version's: "blake3:<hex>") and, if the request names an adapter, of `adapter_digest`."""
+    (a version's: "xxh3:<hex>") and, if the request names an adapter, of `adapter_digest`."""
     made = hash_of(both_digests(digest, adapter_digest), hash_of_prompt(prompt_token_ids), position)
     return token_of(made, vocab_size)
 
@@ -163,12 +164,17 @@ class FakeTensor:
     """One tensor of a fake model."""
 
     spec: TensorSpec
-    digest: str  # blake3 hex of the bytes
+    digest: str  # hex, of the bytes
     data: bytes | bytearray | None  # None without hold_bytes
 
-    def digest_now(self) -> str:
-        """The digest of the bytes as they are now, if the engine holds them."""
-        return self.digest if self.data is None else str(blake3(self.data).hexdigest())
+    @classmethod
+    def of(cls, spec: TensorSpec, data: bytes, algorithm: DigestAlgorithm = DEFAULT_ALGORITHM) -> FakeTensor:
+        """The tensor of these bytes."""
+        return cls(spec, hex_digest(data, algorithm), data)
+
+    def digest_now(self, algorithm: DigestAlgorithm | None = None) -> str:
+        """The digest of the bytes as they are now, if the engine holds them. `algorithm` None: that of `digest`."""
+        return self.digest if self.data is None else hex_digest(self.data, algorithm or algorithm_of(self.digest))
 
 
 class FakeWeights:
@@ -176,11 +182,17 @@ class FakeWeights:
 
     def __init__(self, tensors: dict[str, FakeTensor]) -> None:
         self.tensors = tensors
-        self.digest = tensors_digest((name, tensor.spec, tensor.digest) for name, tensor in tensors.items())
+        digests = {name: tensor.digest for name, tensor in tensors.items()}
+        if len({algorithm_of(digest) for digest in digests.values()}) > 1:
+            # A half-written mixture of two versions, so this need not be a version's digest.
+            digests = {name: hex_digest(digest.encode(), DEFAULT_ALGORITHM) for name, digest in digests.items()}
+        self.digest = tensors_digest((name, tensor.spec, digests[name]) for name, tensor in tensors.items())
 
     def checksum(self) -> str:
-        lines = sorted(f"{name} {tensor.spec} {tensor.digest_now()}" for name, tensor in self.tensors.items())
-        return str(blake3("\n".join(["fake", *lines]).encode()).hexdigest())
+        lines = sorted(
+            f"{name} {tensor.spec} {tensor.digest_now(DEFAULT_ALGORITHM)}" for name, tensor in self.tensors.items()
+        )
+        return hex_digest("\n".join(["fake", *lines]).encode(), DEFAULT_ALGORITHM)
 
     def mismatches(self, other: FakeWeights) -> list[str]:
         return sorted(
@@ -191,17 +203,16 @@ class FakeWeights:
 
     def _digest_now(self, name: str) -> str | None:
         tensor = self.tensors.get(name)
-        return None if tensor is None else tensor.digest_now()
+        return None if tensor is None else tensor.digest_now(DEFAULT_ALGORITHM)
 
     def noise(self) -> FakeWeights:
         """Other weights of the same shapes."""
         tensors = {}
         for name, tensor in self.tensors.items():
             if tensor.data is None:
-                tensors[name] = FakeTensor(tensor.spec, os.urandom(32).hex(), None)
+                tensors[name] = FakeTensor(tensor.spec, os.urandom(16).hex(), None)
             else:
-                data = os.urandom(tensor.spec.nbytes)
-                tensors[name] = FakeTensor(tensor.spec, str(blake3(data).hexdigest()), data)
+                tensors[name] = FakeTensor.of(tensor.spec, os.urandom(tensor.spec.nbytes))
         return FakeWeights(tensors)
 
 
@@ -211,6 +222,6 @@ class FakeAdapter:
     def __init__(self, tensors: dict[str, FakeTensor], config: Mapping[str, Any]) -> None:
         """Its digest is the version's if PEFT wrote the config file: only the parsed config is here."""
         lines = [(name, tensor.spec, tensor.digest) for name, tensor in tensors.items()]
-        self.digest = tensors_digest([*lines, config_line(config_bytes(config))])
+        self.digest = tensors_digest(lines, config_bytes(config))
         self.tensors = tensors
         self.version: WeightVersion | None = None

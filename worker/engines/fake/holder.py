@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from blake3 import blake3
-
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed
-from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.protocol.hashers import hex_digest
+from rl_plane.protocol.versions import DEFAULT_ALGORITHM, HostTensor, TensorSpec, algorithm_of
 from worker.engines.common.lora import lora_spec, parse_lora, target_modules
 from worker.engines.fake.config import FakeConfig
 from worker.engines.fake.fake_model import FakeAdapter, FakeTensor, FakeWeights, linear_modules
@@ -96,5 +95,6 @@ class FakeHolder:
 
     def _copied(self, tensor: HostTensor) -> FakeTensor:
         # Hashed here, too: a token must tell which bytes are really in the engine.
+        algorithm = algorithm_of(tensor.digest) if tensor.digest is not None else DEFAULT_ALGORITHM
         data = bytearray(tensor.data) if self._engine.config.hold_bytes else None
-        return FakeTensor(tensor.spec, str(blake3(tensor.data).hexdigest()), data)
+        return FakeTensor(tensor.spec, hex_digest(tensor.data, algorithm), data)

@@ -1,7 +1,7 @@
 """Moves weights over plain HTTP: an example of a transport in a package of its own.
 
 The trainer holds the packed buckets in memory and serves them at `/<secret>/<number>`. Each rank of each engine fetches
-them. Install this package beside the trainer and beside every worker, and publish with `transport="http"`.
+them. Install this package beside the trainer and beside every worker, and publish with `transport="plain_http"`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rl_plane.transports.packed_delivery import PackedDelivery, check_kind
 from rl_plane.weights.checkpoint import Kind
 from rl_plane.weights.manifest import Manifest
 
-BACKEND = "http"
+BACKEND = "plain_http"
 TIMEOUT_S = 20.0
 """The longest time in seconds without a byte on a connection. It bounds each wait, also of a cancelled update."""
 MAX_MANIFEST_BYTES = 256 << 20
 
 
-class HttpTransport(WeightTransport):
+class PlainHttpTransport(WeightTransport):
     """The receiving half. It runs in the process that holds the model."""
 
     backend = BACKEND
@@ -36,7 +36,7 @@ class HttpTransport(WeightTransport):
         host, port, secret = request.get("host"), request.get("port"), request.get("secret")
         if not (isinstance(host, str) and type(port) is int and isinstance(secret, str) and secret.isalnum()):
             raise InvalidRequest(
-                "host, port or secret is missing", field="transport", fix="send what HttpSender.open returned"
+                "host, port or secret is missing", field="transport", fix="send what PlainHttpSender.open returned"
             )
         connection = HTTPConnection(host, port, timeout=TIMEOUT_S)
         try:
@@ -67,7 +67,7 @@ def _fetch(connection: HTTPConnection, path: str, nbytes: int | None = None) -> 
     return body
 
 
-class HttpSender(Sender):
+class PlainHttpSender(Sender):
     """The sending half. It serves one version at a time, until the update ends."""
 
     backend = BACKEND
@@ -125,6 +125,6 @@ class HttpSender(Sender):
         self._server.server_close()
 
 
-def build(context: SenderContext) -> HttpSender:
+def build(context: SenderContext) -> PlainHttpSender:
     context.check_options(BACKEND, "host", "port")
-    return HttpSender(*context.address())
+    return PlainHttpSender(*context.address())

@@ -1,0 +1,37 @@
+"""The hashes of digests. Needs the packages xxhash and blake3, which the frontend and the clients do without."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from blake3 import blake3
+from xxhash import xxh3_128, xxh3_128_hexdigest
+
+from rl_plane.protocol.versions import DigestAlgorithm
+
+PARALLEL_HASH_BYTES = 1 << 20
+"""BLAKE3 hashes a tensor of at least this size on all cores. Below it threads cost more than they save. XXH3 is as fast
+as memory on one core."""
+
+
+class Hasher(Protocol):
+    """A hash under way."""
+
+    def update(self, data: memoryview, /) -> object:
+        """Adds the bytes. Other threads run meanwhile."""
+
+    def hexdigest(self) -> str: ...
+
+
+def new_hasher(algorithm: DigestAlgorithm) -> Hasher:
+    """Returns the hash of no bytes, for bytes that come in pieces."""
+    made: Hasher = blake3() if algorithm == "blake3" else xxh3_128()
+    return made
+
+
+def hex_digest(data: bytes | bytearray | memoryview, algorithm: DigestAlgorithm) -> str:
+    """The hash of the bytes, hex."""
+    if algorithm == "blake3":
+        threads = blake3.AUTO if len(data) >= PARALLEL_HASH_BYTES else 1
+        return str(blake3(data, max_threads=threads).hexdigest())
+    return xxh3_128_hexdigest(data)

@@ -1,0 +1,150 @@
+"""Updates by URL in a real fleet: what a client sees, a server that is killed, an update that is aborted, signed URLs
+that end, and healing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rl_plane.bus.state_store import read_record
+from rl_plane.errors import InvalidRequest, PlaneError, UpdateAborted
+from rl_plane.weights.checkpoint import SINGLE_NAME
+from tests.conftest import Plane
+from tests.support.delta_updates import by_delta
+from tests.support.fleet_updates import all_serve, generated, update_of
+from tests.support.healing import until_behind
+from tests.support.range_server import RangeServer, ServerProcess
+from worker.engines.fake.adapter import fake_token
+from worker.receive.staging import model_digest
+
+HEAL_S = 60.0
+PROMPT = [5, 6, 7]
+SECRET = "X-Amz-Signature=0123secret"
+LARGE = 1 << 18
+"""Bytes of each tensor: more than the first request of a file brings."""
+SHORT_STALL = """
+from rl_plane.transports.http.receiver import HttpTransport
+HttpTransport.__init__.__defaults__ = (1.0,)
+"""
+
+
+@pytest.fixture
+def server(plane: Plane) -> RangeServer:
+    return plane.weight_server
+
+
+def by_url(transport: dict[str, Any], version: str, **policy: Any) -> dict[str, Any]:
+    return {"transport": {"backend": "http", **transport}, "version": version, "policy": policy}
+
+
+async def test_versions_by_url(plane: Plane, server: RangeServer) -> None:
+    """A checkpoint, a delta and a roll-back. A worker that joins fetches all of it, and no reply shows a secret."""
+    models = [plane.model(seed) for seed in range(3)]
+    client = await plane.client()
+    ids = [one.instance_id for one in plane.spawn_many(2, weight_urls=[server.url])]
+    server.behaviour.key = SECRET
+    url = f"{server.url}/{models[1].name}?{SECRET}"
+    signed = {"url": url, "headers": {"Authorization": "Bearer hush"}}
+    reply = await client.run("update_weights", by_url(signed, "one"))
+    assert reply["version"]["digest"] == model_digest(models[1])
+    files = plane.tmp / "weights" / "seed1-seed2"
+    delta = by_delta(plane, models[1], models[2], "two")
+    urls = {SINGLE_NAME: f"{server.url}/{files.name}/{SINGLE_NAME}?{SECRET}"}
+    delta["transport"] = {"backend": "http", "urls": urls}
+    await client.run("update_weights", delta)
+    new = plane.spawn(weight_urls=[server.url]).instance_id
+    await plane.until(lambda: all_serve(client, "two"), HEAL_S)
+    made = [fake_token(model_digest(models[2]), PROMPT, position) for position in range(4)]
+    for one in (*ids, new):
+        assert await generated(client, one, PROMPT, 4) == made
+    state, updates = await client.run("state"), await client.run("updates")
+    assert {"backend": "http", "url": f"{server.url}/seed1?…"} in state["sources"]
+    assert updates["updates"][0]["transport"]["urls"] == {
+        SINGLE_NAME: f"{server.url}/{files.name}/{SINGLE_NAME}?…"
+    }
+    back = await client.run("update_weights", {"rollback": {"label": "one"}})
+    assert back["version"]["digest"] == model_digest(models[1])
+    record = await read_record(client.bus, client.subjects().state)
+    assert record is not None
+    assert record.source.transport == {"backend": "http", **signed}
+    for text in (state, updates, *(one.log.read_text() for one in plane.spawned)):
+        assert "0123secret" not in str(text)
+        assert "hush" not in str(text)
+
+
+async def test_a_worker_without_permission(plane: Plane, server: RangeServer) -> None:
+    """It refuses before it connects, and says how to allow the place."""
+    client = await plane.client()
+    plane.spawn_many(2, weight_urls=["https://elsewhere.example/weights"])
+    with pytest.raises(InvalidRequest, match="may not fetch") as caught:
+        await client.run("update_weights", by_url({"url": f"{server.url}/seed0"}, "one"))
+    assert "--weight-url" in str(caught.value.to_wire())
+    assert server.behaviour.asked == []
+
+
+async def test_a_server_that_is_killed_in_the_middle(plane: Plane) -> None:
+    first, second = plane.model(0, nbytes=LARGE), plane.model(1, nbytes=LARGE)
+    server = ServerProcess(plane.tmp / "weights", 100_000)
+    try:
+        client = await plane.client()
+        ids = [plane.spawn(model=first, weight_urls=[server.url], patch=SHORT_STALL).instance_id for _ in range(2)]
+        update = asyncio.create_task(
+            client.run("update_weights", by_url({"url": f"{server.url}/{second.name}"}, "never"))
+        )
+        await asyncio.to_thread(server.wait_held)
+        server.kill()
+        with pytest.raises(UpdateAborted, match="the connection failed"):
+            await update
+    finally:
+        server.close()
+    token = fake_token(model_digest(first), PROMPT, 0)
+    for one in ids:
+        assert await generated(client, one, PROMPT, 1) == [token]
+    await client.run("update_weights", update_of(second, "by file"))
+    assert await all_serve(client, "by file")
+
+
+async def test_an_update_that_is_aborted_in_the_middle(plane: Plane, server: RangeServer) -> None:
+    """The workers end their reads at once, and take the next update from the same server."""
+    first, second = plane.model(0, nbytes=LARGE), plane.model(1, nbytes=LARGE)
+    client = await plane.client()
+    plane.spawn(model=first, weight_urls=[server.url])
+    plan = server.behaviour
+    plan.hold_after = 100_000
+    body = by_url({"url": f"{server.url}/{second.name}"}, "two")
+    update = asyncio.create_task(client.run("update_weights", body))
+    assert await asyncio.to_thread(plan.held.wait, HEAL_S)
+    update.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await update
+    plan.hold_after = None
+    await client.run("update_weights", body)
+    assert await all_serve(client, "two")
+    assert not plan.go.is_set(), "the held answer was never finished"
+
+
+async def test_a_signed_url_that_has_ended(plane: Plane, server: RangeServer) -> None:
+    """A worker that joins later stays closed, and says why, until an update brings a fresh URL."""
+    first, second = plane.model(0), plane.model(1)
+    client = await plane.client()
+    plane.spawn(model=first, weight_urls=[server.url])
+    server.behaviour.key = SECRET
+    body = by_url({"url": f"{server.url}/{second.name}?{SECRET}"}, "two")
+    await client.run("update_weights", body)
+    server.behaviour.key = fresh = "X-Amz-Signature=another"
+    late = plane.spawn(model=first, weight_urls=[server.url])
+    assert "model.safetensors: 403" in await until_behind(plane, client, late.instance_id)
+    body["transport"]["url"] = f"{server.url}/{second.name}?{fresh}"
+    await client.run("update_weights", body)
+    assert (await client.run("state"))["ready"]
+
+
+async def test_a_wrong_digest(plane: Plane, server: RangeServer) -> None:
+    client = await plane.client()
+    plane.model(1)
+    plane.spawn(weight_urls=[server.url])
+    body = {**by_url({"url": f"{server.url}/seed1"}, "one"), "digest": "blake3:" + "0" * 64}
+    with pytest.raises(PlaneError, match="0000"):
+        await client.run("update_weights", body)
