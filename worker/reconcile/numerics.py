@@ -42,7 +42,7 @@ class Numerics:
         self._state = state
         self._tries = 0
         self._last: tuple[CanaryRecord, Scores, Verdict] | None = None
-        """What was evaluated last, and its verdict."""
+        """The canary and the scores that were evaluated last, and their verdict."""
 
     def wanted(self, record: DecisionRecord | None) -> CanaryRecord | None:
         """Returns the canary that the engine has to score now. None: there is nothing to score."""
