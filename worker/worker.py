@@ -21,10 +21,10 @@ from rl_plane.protocol.canary import engine_kind
 from rl_plane.protocol.subjects import Subjects
 from rl_plane.protocol.update_requests import Transport
 from worker import exit_codes
-from worker.engines.base import EngineAdapter, EngineInfo
+from worker.engines.base import EngineAdapter, EngineHung, EngineInfo
 from worker.generation_service import GenerationService
 from worker.ops.dispatcher import Dispatcher
-from worker.ops.handlers import EngineHung, OpHandlers
+from worker.ops.handlers import OpHandlers
 from worker.reconcile.coordinator_calls import CoordinatorCalls
 from worker.reconcile.coordinator_watch import CoordinatorWatch
 from worker.reconcile.engine_changes import EngineChanges

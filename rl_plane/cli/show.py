@@ -32,6 +32,7 @@ WORKER_COLUMNS = {
     "VERSION": "version",
     "CANARY": "canary",
 }
+NODE_COLUMNS = {"INSTANCE": "instance_id", "NODE": "node_rank", "HOST": "host", "PID": "pid", "RANKS": "ranks"}
 UPDATE_COLUMNS = {
     "BEGAN": "began",
     "OUTCOME": "outcome",
@@ -64,7 +65,7 @@ def show(op: str, reply: Reply, body: Reply) -> str:
     if op == "state":
         return "\n".join([*_heads(reply), *_rows(reply, STATE_COLUMNS)])
     if op == "workers":
-        return "\n".join([*_heads(reply), *_rows(reply, WORKER_COLUMNS)])
+        return "\n".join([*_heads(reply), *_rows(reply, WORKER_COLUMNS), *_nodes(reply)])
     if op == "updates":
         return "\n".join(_updates(reply))
     if op == "new_run":
@@ -111,6 +112,16 @@ def _rows(reply: Reply, columns: Mapping[str, str]) -> list[str]:
         if row.get("status") == "skipped"
     ]
     return lines
+
+
+def _nodes(reply: Reply) -> list[str]:
+    """The nodes of the workers whose engines span several hosts."""
+    rows = [
+        {**node, "instance_id": row["instance_id"], "ranks": ", ".join(map(str, node["ranks"]))}
+        for row in reply["workers"]
+        for node in row.get("nodes") or ()
+    ]
+    return [table(rows, NODE_COLUMNS)] if rows else []
 
 
 def _flat(row: Reply) -> dict[str, Any]:
@@ -213,14 +224,21 @@ def _update(one: Reply) -> dict[str, Any]:
     return {
         "began": datetime.fromtimestamp(began).strftime("%Y-%m-%d %H:%M:%S") if began else None,
         "outcome": one.get("outcome"),
-        "version": (_version(one["version"]) if one.get("version") else str(one.get("label")))
-        + (" by delta" if one.get("encoding") == "delta" else ""),
+        "version": (_version(one["version"]) if one.get("version") else str(one.get("label"))) + _sent(one),
         "workers": f"{well + left_out}/{all_of_them + left_out}" if outcomes else None,
         "seconds": f"{ended - began:.3f}" if began and ended else None,
         "canary": _canary_cell(one.get("canary")),
         "who": one.get("who"),
         "why": why[:WHY_CHARS] + "…" * (len(why) > WHY_CHARS),
     }
+
+
+def _sent(one: Reply) -> str:
+    """The form in which the weights came, unless all of them came in full."""
+    encoding, sent, of = one.get("encoding"), one.get("sent_bytes"), one.get("model_bytes")
+    if encoding in (None, "full"):
+        return ""
+    return f" by {encoding}" + (f" ({sent / of:.2g} of the bytes)" if sent is not None and of else "")
 
 
 def _checked(reply: Reply, body: Reply) -> list[str]:

@@ -35,7 +35,7 @@ from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEF
 from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import DEFAULT_ALGORITHM, DigestAlgorithm, HostTensor, TensorSpec
 from rl_plane.transports.packing import Buffer, Tensor
-from rl_plane.weights.checkpoint import Kind
+from rl_plane.weights.checkpoint import Kind, Places
 from rl_plane.weights.manifest import DEFAULT_BUCKET_BYTES, Manifest, PackedBucket, pack
 from rl_plane.weights.rooted_files import listed
 
@@ -59,7 +59,9 @@ class TransportContext:
     component: str = DEFAULT_COMPONENT
     """The only namespace and component whose stored objects a transport may read."""
     device: str = "cpu"
-    """The device of the model in this process, in torch's notation."""
+    """The device of the model, in torch's notation: that of the first rank for which this process receives."""
+    rank_devices: tuple[str, ...] = ()
+    """The devices of all ranks for which this process receives. Empty: there is one rank."""
     credentials: NatsCredentials = NO_CREDENTIALS
     """The files by which a transport connects to NATS."""
     weight_urls: tuple[str, ...] = ()
@@ -72,8 +74,8 @@ class TransportContext:
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> TransportContext:
         roots, credentials = tuple(map(Path, wire["weight_roots"])), NatsCredentials.from_wire(wire["credentials"])
-        urls = tuple(wire["weight_urls"])
-        return cls(**{**wire, "weight_roots": roots, "credentials": credentials, "weight_urls": urls})
+        tuples = {name: tuple(wire[name]) for name in ("weight_urls", "rank_devices")}
+        return cls(**{**wire, **tuples, "weight_roots": roots, "credentials": credentials})
 
 
 class Delivery(ABC):
@@ -91,7 +93,13 @@ class Delivery(ABC):
     """Name to hex digest, if the publisher has stated them. Each is there when its tensor is yielded."""
 
     algorithm: DigestAlgorithm = DEFAULT_ALGORITHM
-    """The algorithm by which a delivery hashes the bytes while it writes them. Set before `tensors`."""
+    """The algorithm of `HostTensor.digest`, if the delivery hashes. The receiver sets it before `tensors`."""
+
+    places: Places | None = None
+    """The memory into which the tensors shall go. The receiver sets it before `tensors`.
+
+    A delivery that can write there directly does so: the `data` of the HostTensor is that memory, and its `digest` that
+    of the bytes, if the delivery has hashed them on their way. The receiver copies and hashes all others."""
 
     adapter_config: Mapping[str, Any] | None = None
     """The PEFT config of an adapter; None for base weights."""
@@ -375,7 +383,7 @@ class KeepingSender(Sender):
     """A Sender from which workers may fetch a version after its update, to heal."""
 
     @abstractmethod
-    def keep(self, adapter: str | None = None, onto_previous: bool = False) -> None:
+    def keep(self, adapter: str | None = None, onto_previous: bool = False, earlier: int | None = None) -> None:
         """Holds the weights that were sent last, until the next `keep` of the same kind.
 
         Called after the commit and before `close`. Without it `close` withdraws the weights of this update; the weights
@@ -383,7 +391,8 @@ class KeepingSender(Sender):
 
         Args:
             adapter: the name of the adapter that was committed; None for base weights.
-            onto_previous: the version is a delta of the one before. That one stays as long as this one does.
+            onto_previous: the version is built on those before, back to a full one. They stay as long as this one does.
+            earlier: with `onto_previous`, how many of them are needed, the full one first. None: all.
         """
 
 

@@ -24,12 +24,12 @@ from rl_plane.protocol.versions import (
     tensors_digest,
 )
 from rl_plane.transports.base import Delivery
-from rl_plane.transports.filesystem.receiver import FilesystemDelivery
 from rl_plane.weights import delta_codec
-from rl_plane.weights.checkpoint import Kind, open_checkpoint
+from rl_plane.weights.checkpoint import Kind, Places, open_checkpoint
+from rl_plane.weights.hashed_copy import copy, copy_hashed, is_same_memory
 from rl_plane.weights.manifest import are_digests
 from worker.receive.staging_area import StagingArea
-from worker.receive.weight_holder import Staged, TensorStream, WeightHolder
+from worker.receive.weight_holder import Staged, WeightHolder
 
 log = logging.getLogger("worker.receive.staging")
 
@@ -48,6 +48,7 @@ TIE_FIX = "start the engine with a config whose tie_word_embeddings is false, or
 OWN_TIE_FIX = (
     "start the engine with a config whose tie_word_embeddings is false, or save the model with its head tied"
 )
+SOME_FIX = "publish tensors of the model that this engine runs, in its dtypes"
 ADAPTER_FIX = "publish an adapter of this model as PEFT saves it, with save_embedding_layers=False"
 
 
@@ -164,6 +165,7 @@ class DigestingStream:
         tied: Mapping[str, str] | None = None,
         expected_digest: str | None = None,
         algorithm: DigestAlgorithm | None = None,
+        places: Places | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         """Makes the stream.
@@ -173,6 +175,7 @@ class DigestingStream:
             expected_digest: the digest that the version must have. Its algorithm is used, whatever the delivery states.
             algorithm: the hash if there is no expected digest, and the delivery states none before its tensors. None:
                 the default.
+            places: the memory into which the tensors go, and in which they are yielded. None: each stays where it came.
         """
         self.digest: str | None = None
         """The version's digest, once everything has arrived and is right."""
@@ -180,8 +183,10 @@ class DigestingStream:
         self._tied = tied or {}
         self._expected = expected_digest
         self._cancelled = cancelled
-        self._digests: dict[str, str] = {}
+        self.digests: dict[str, str] = {}
+        """The digest of each tensor that has come so far."""
         self._asked = algorithm
+        self._places = places
         self._stream = self._run()
 
     def __iter__(self) -> Iterator[tuple[str, HostTensor]]:
@@ -211,48 +216,62 @@ class DigestingStream:
     def finish(self) -> str:
         """Returns the digest after the engine has read the stream. EngineFailed if it did not read all of it."""
         if next(self._stream, None) is not None:  # an engine may count the tensors, and not ask for the end
-            taken, total = len(self._digests) - 1, len(self._delivery.specs)
+            taken, total = len(self.digests) - 1, len(self._delivery.specs)
             raise EngineFailed(f"the engine took {taken} of {total} tensors, and did not ask for the rest")
         if self.digest is None:
             raise EngineFailed("the engine continued although the weights failed on their way")
         return self.digest
 
     def _run(self) -> Iterator[tuple[str, HostTensor]]:
-        # Only the product's own delivery of files hashes what it reads. Any other class, also a derived one, does not.
-        hashed = type(self._delivery) is FilesystemDelivery
+        # Only the product's own deliveries are believed. Any other class, also a derived one, may state what it likes.
+        believed = type(self._delivery).__module__.startswith("rl_plane.")
         self.check_stated()
         specs, stated, algorithm = self._delivery.specs, self._delivery.tensor_digests, self._algorithm
         if stated and algorithm_of(next(iter(stated.values()))) != algorithm:
             stated = None  # the expected digest, which is of another algorithm, covers every byte
-        self._delivery.algorithm = algorithm
+        self._delivery.algorithm, self._delivery.places = algorithm, self._places
         for name, tensor in self._delivery.tensors(self._cancelled):
             if self._cancelled():
                 raise EngineFailed("staging was cancelled")
             self._check(name, tensor, specs)
-            digest = (hashed and tensor.digest) or tensor_digest(tensor.data, algorithm)
+            placed = self._placed(name, tensor if believed else replace(tensor, digest=None), algorithm)
+            digest = placed.digest or tensor_digest(placed.data, algorithm)
             if stated is not None and stated.get(name) != digest:
                 raise _refuse(
                     f"{_short(name)} has digest {digest}, but its publisher stated {stated.get(name)}", tensor=name
                 )
-            self._digests[name] = digest
-            yield name, replace(tensor, digest=digest)
-        missing = sorted(specs.keys() - self._digests.keys())
+            self.digests[name] = digest
+            yield name, replace(placed, digest=digest)
+        missing = sorted(specs.keys() - self.digests.keys())
         if missing:
             raise _refuse("; ".join(_part("of the announced tensors did not arrive", missing, _short)))
-        lines = [(name, specs[name], digest) for name, digest in self._digests.items()]
+        lines = [(name, specs[name], digest) for name, digest in self.digests.items()]
         computed = tensors_digest(lines, self._delivery.adapter_config_raw)
         self._check_form()  # the digest may have come last
         self._compare(computed, self._delivery.digest, "the bytes make")
         self._compare(computed, self._expected, "the bytes make")
-        _check_ties(self._tied, self._digests)
+        _check_ties(self._tied, self.digests)
         if self._cancelled():
             raise EngineFailed("staging was cancelled")
         self.digest = computed
 
+    def _placed(self, name: str, tensor: HostTensor, algorithm: DigestAlgorithm) -> HostTensor:
+        """Copies the tensor into its place, unless it lies there, and hashes what is copied."""
+        place = self._places(name, tensor.spec) if self._places is not None else None
+        if place is None:
+            return tensor
+        digest = tensor.digest
+        if not is_same_memory(place, tensor.data):
+            if digest is None:
+                digest = copy_hashed(place, tensor.data, algorithm)
+            else:
+                copy(place, tensor.data)
+        return HostTensor(tensor.spec, place, owned=True, digest=digest)
+
     def _check(self, name: str, tensor: HostTensor, specs: Mapping[str, TensorSpec]) -> None:
         if name not in specs:
             raise _refuse(f"{_short(name)} arrived, but was not announced", tensor=name)
-        if name in self._digests:
+        if name in self.digests:
             raise _refuse(f"{_short(name)} arrived twice", tensor=name)
         if tensor.spec != specs[name]:
             raise _refuse(f"{_short(name)} arrived as {tensor.spec}, but {specs[name]} was announced", tensor=name)
@@ -295,8 +314,10 @@ def receive(
     algorithm: DigestAlgorithm | None = None,
     cancelled: Callable[[], bool],
     area: StagingArea,
+    digests: dict[str, str] | None = None,
 ) -> tuple[Staged, str]:
     """Checks a delivery, stages it in `area` and verifies it. Returns the staged weights and the version's digest.
+    `digests` takes each tensor's.
 
     Closes the delivery on every path. When it raises, nothing is staged, and the area is the caller's to close: wrong
     weights make the stream raise inside `holder.stage`. If a holder returns without asking for the stream's end, this
@@ -310,17 +331,15 @@ def receive(
             tied=tied,
             expected_digest=expected_digest,
             algorithm=algorithm,
+            places=area.find,
             cancelled=cancelled,
         )
-        return _finished(holder.stage(_placed(stream, area), cast, cancelled), stream)
+        finished = _finished(holder.stage(stream, cast, cancelled), stream)
+        if digests is not None:
+            digests.update(stream.digests)
+        return finished
     finally:
         delivery.close()
-
-
-def _placed(tensors: TensorStream, area: StagingArea) -> TensorStream:
-    """Yields the tensors in the memory of the area, where they stay."""
-    for name, tensor in tensors:
-        yield name, area.put(name, tensor)
 
 
 def receive_adapter(
@@ -339,9 +358,13 @@ def receive_adapter(
         config = delivery.adapter_config
         assert config is not None, "an adapter's spec follows from its config"
         stream = DigestingStream(
-            delivery, expected_digest=expected_digest, algorithm=algorithm, cancelled=cancelled
+            delivery,
+            expected_digest=expected_digest,
+            algorithm=algorithm,
+            places=area.find,
+            cancelled=cancelled,
         )
-        return _finished(holder.stage_adapter(config, _placed(stream, area), cast, cancelled), stream)
+        return _finished(holder.stage_adapter(config, stream, cast, cancelled), stream)
     finally:
         delivery.close()
 
@@ -354,7 +377,14 @@ def _finished(staged: Staged, stream: DigestingStream) -> tuple[Staged, str]:
         raise
 
 
-def check_changes(wanted: Mapping[str, TensorSpec], offered: Mapping[str, TensorSpec]) -> None:
+def check_some(
+    wanted: Mapping[str, TensorSpec], tied: Mapping[str, str], offered: Mapping[str, TensorSpec]
+) -> None:
+    """InvalidWeights unless `offered` are some of the tensors that the model needs. Reads no byte."""
+    check_specs({name: spec for name, spec in wanted.items() if name in offered}, tied, offered, False, SOME_FIX)
+
+
+def check_deltas(wanted: Mapping[str, TensorSpec], offered: Mapping[str, TensorSpec]) -> None:
     """InvalidWeights unless `offered` can be deltas of the `wanted` tensors. Reads no byte."""
     unknown = sorted(name for name in offered if name not in wanted)
     wrong = sorted(

@@ -150,6 +150,7 @@ class WeightUpdates:
     def check_backend(self, backend: str) -> None:
         if backend in self._info.transports:
             return
+        self._info.require(f"transport:{backend}", "transport.backend")
         if backend in KNOWN_TRANSPORTS:
             raise Unsupported(
                 f"this worker has no {backend} transport",

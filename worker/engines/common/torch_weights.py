@@ -70,12 +70,12 @@ class ModelWeights:
                 self.targets[name].copy_(tensor)
             self._settle()
 
-    def load(self, staged: StagedTensors) -> None:
-        """Copies staged weights into the live ones, so that tied weights and views stay what they are. No step may
-        run."""
+    def load(self, staged: StagedTensors, names: Collection[str] | None = None) -> None:
+        """Copies staged weights into the live ones, so that tied weights and views stay what they are. No step may run.
+        `names`: the tensors that differ from the live ones. None: all of them may."""
         with self._lock, torch.no_grad():
-            for name, tensor in staged.tensors.items():
-                self.targets[name].copy_(tensor)
+            for name in staged.tensors if names is None else names:
+                self.targets[name].copy_(staged.tensors[name])
             self._settle()
 
     def reset(self) -> None:
@@ -98,7 +98,8 @@ def host_copies(
     cancelled: Callable[[], bool],
     own: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields copies in the dtypes of `wanted`, without the tensors of `tied` names. A tensor that must be cast gets the
+    """Yields tensors in the dtypes of `wanted`, without those of `tied` names. Each is a copy, unless it is `owned`
+    and needs no cast: then it is the given memory. A tensor that must be cast gets the
     dtype that `own` has for its name, if it has one. Raises InvalidWeights for a tensor that does not fit, and at the
     end for missing tensors."""
     left = set(wanted)
