@@ -164,6 +164,8 @@ async def _until_one_dies(adapters: Iterable[EngineAdapter]) -> NoReturn:
                 await adapter.liveness()
             except EngineFailed as error:
                 raise EngineDied(error.message) from error
+            except TimeoutError:
+                continue  # it hangs
         await asyncio.sleep(LIVENESS_INTERVAL_S)
 
 

@@ -267,9 +267,6 @@ class PreparedReply(TypedDict):
     """The bytes of all tensors of the version. Absent: `bytes`, because all of them came."""
     canary: NotRequired[dict[str, Any]]
     """The `canary.json` beside the checkpoint, if there is one: see `rl_plane.protocol.canary.Canary`."""
-    ranks: NotRequired[list[dict[str, Any]]]
-    """The staged weights of each rank, `{rank, digest, tensors, bytes}`. On the wire they are the reply's
-    `rank_results`."""
 
 
 class Part(Body):
@@ -404,8 +401,6 @@ class CommittedReply(TypedDict):
     """Seconds for which generation was stopped."""
     canary: NotRequired[ScoresReply]
     """Absent: the record has no canary, the engine can't score, or its memory is released."""
-    ranks: NotRequired[list[dict[str, Any]]]
-    """The weights that each rank has swapped in: see PreparedReply."""
 
 
 class ScoresReply(TypedDict):

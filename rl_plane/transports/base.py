@@ -59,7 +59,9 @@ class TransportContext:
     component: str = DEFAULT_COMPONENT
     """The only namespace and component whose stored objects a transport may read."""
     device: str = "cpu"
-    """The device of the model in this process, in torch's notation."""
+    """The device of the model, in torch's notation: that of the first rank for which this process receives."""
+    rank_devices: tuple[str, ...] = ()
+    """The devices of all ranks for which this process receives. Empty: there is one rank."""
     credentials: NatsCredentials = NO_CREDENTIALS
     """The files by which a transport connects to NATS."""
     weight_urls: tuple[str, ...] = ()
@@ -72,8 +74,8 @@ class TransportContext:
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> TransportContext:
         roots, credentials = tuple(map(Path, wire["weight_roots"])), NatsCredentials.from_wire(wire["credentials"])
-        urls = tuple(wire["weight_urls"])
-        return cls(**{**wire, "weight_roots": roots, "credentials": credentials, "weight_urls": urls})
+        tuples = {name: tuple(wire[name]) for name in ("weight_urls", "rank_devices")}
+        return cls(**{**wire, **tuples, "weight_roots": roots, "credentials": credentials})
 
 
 class Delivery(ABC):

@@ -205,6 +205,13 @@ def test_an_engines_own_ways_stand_beside_ours() -> None:
     ]
 
 
+@pytest.mark.engines("vllm", "sglang")
+def test_what_an_update_adds_to_host_memory() -> None:
+    rows = [row.split(" | ") for row in printed("bench.host_memory", "--quick", "--ranks", "1").splitlines()[2:]]
+    assert [row[0] for row in rows] == ["| sglang, 1", "| vllm, 1"]
+    assert {len(row) for row in rows} == {7}
+
+
 def test_what_an_update_takes_of_memory() -> None:
     ways = {
         "filesystem": [""],

@@ -105,7 +105,8 @@ class OpHandlers:
             async with asyncio.timeout(self._liveness_timeout_s):
                 await self._engine.run(self._adapter.liveness())
         except TimeoutError as error:
-            raise EngineHung(f"no round trip through the engine within {self._liveness_timeout_s:g} s") from error
+            why = str(error) or f"no round trip through the engine within {self._liveness_timeout_s:g} s"
+            raise EngineHung(why) from error
         return time.monotonic() - start
 
     # ---- reading ----
@@ -234,9 +235,9 @@ class OpHandlers:
         ranks = await asyncio.to_thread(self._adapter.destroy_transport, body.backend, body.group)
         return ByRank(worker_ops.DoneReply(), ranks)
 
-    async def _prepare(self, body: update_requests.ReceiveRequest, fence: int) -> Mapping[str, Any]:
+    async def _prepare(self, body: update_requests.ReceiveRequest, fence: int) -> update_requests.PreparedReply:
         self._state.check_weights_here()
-        return _by_rank(await self._calls.prepare(body, fence))
+        return await self._calls.prepare(body, fence)
 
     async def _listen(self, body: update_requests.ReceiveRequest, fence: int) -> update_requests.ListeningReply:
         self._state.check_weights_here()
@@ -254,17 +255,19 @@ class OpHandlers:
         known = self._core.record
         return update_requests.FollowedReply(sequence=known.sequence if known is not None else None)
 
-    async def _commit(self, body: update_requests.Commit, fence: int) -> Mapping[str, Any]:
-        return _by_rank(await self._calls.commit(body, fence))
+    async def _commit(self, body: update_requests.Commit, fence: int) -> update_requests.CommittedReply:
+        return await self._calls.commit(body, fence)
 
     async def _abort_update(
         self, body: update_requests.AbortUpdate, fence: int
     ) -> update_requests.AbortUpdateReply:
         return update_requests.AbortUpdateReply(discarded=await self._calls.abort(body.update_id, fence))
 
-    async def _update_weights(self, body: update_requests.UpdateWeights, fence: int) -> Mapping[str, Any]:
+    async def _update_weights(
+        self, body: update_requests.UpdateWeights, fence: int
+    ) -> update_requests.CommittedReply:
         self._state.check_weights_here()
-        return _by_rank(await self._calls.take_alone(body, fence))
+        return await self._calls.take_alone(body, fence)
 
     async def _check_weights(self, body: worker_ops.CheckWeights, fence: int) -> ByRank:
         self._state.check_weights_here()
@@ -311,13 +314,6 @@ class OpHandlers:
         drained = await self._drain(body.timeout_s)
         aborted = 0 if drained else await self._engine.run(self._adapter.abort(None))
         return worker_ops.DrainReply(drained=drained, aborted=aborted)
-
-
-def _by_rank(reply: update_requests.PreparedReply | update_requests.CommittedReply) -> Mapping[str, Any]:
-    """Moves the results of the ranks, if the engine has rank processes, out of the body."""
-    body: dict[str, Any] = {**reply}
-    ranks = body.pop("ranks", None)
-    return body if ranks is None else ByRank(body, ranks)
 
 
 def _staged_version(staged: StagedUpdate | None) -> VersionReply | None:

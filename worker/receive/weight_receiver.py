@@ -32,6 +32,7 @@ from rl_plane.transports.base import (
     WeightTransport,
 )
 from rl_plane.weights.checkpoint import Kind
+from worker.receive.area_pool import AreaPool
 from worker.receive.host_room import check_room
 from worker.receive.kept_copy import Changes, KeptCopy, as_kept, digests_of, missing_links, taken_changes
 from worker.receive.staging import (
@@ -89,7 +90,7 @@ class Receiver:
         """`shared`: other processes map the staging areas."""
         self.holder = holder
         self.transports = transports
-        self._shared = shared
+        self._pool = AreaPool(shared=shared)
         self.opened: dict[str, tuple[ReceiveRequest, Delivery]] = {}
         """The open deliveries by the name of their staging."""
         self._partwise: dict[str, PartwiseDelivery] = {}
@@ -184,7 +185,7 @@ class Receiver:
         elif request.base is not None:
             digest = self._receive_changes(staging, request, request.base, delivery, cancelled)
         else:
-            self.kept = None  # memory has room for one copy
+            self._drop_copy()  # memory has room for one copy
             if request.in_place:
                 digest = overwrite(self.holder, delivery, **how)
             else:
@@ -225,18 +226,37 @@ class Receiver:
         staged = self._staged.pop(staging, None)
         if staged is None:
             raise EngineFailed(f"nothing is staged as {staging!r}: it was swapped or discarded before")
-        self.areas.pop(staging, None)
+        area = self.areas.pop(staging, None)
         to_keep = self._to_keep.pop(staging, None)
+        area = to_keep.area if to_keep is not None else area
+        if area is not None:
+            self._pool.lend(staging, area)
         if to_keep is not None:
             self.kept = replace(to_keep, changed={})
         self._undo.pop(staging, None)
         return staged
 
+    def loaded(self, staging: str) -> None:
+        """Notes that every rank has loaded what `take` returned, and maps it no more."""
+        area = self._pool.returned(staging)
+        if area is not None and (self._kept is None or self._kept.area is not area):
+            self._pool.give_back(area)
+
+    def staged_area(self, staging: str) -> tuple[Staged, StagingArea]:
+        """Returns what is staged under this name, which stays staged, and the area in which it lies."""
+        staged, kept = self._staged.get(staging), self._to_keep.get(staging)
+        area = self.areas.get(staging) or (None if kept is None else kept.area)
+        if staged is None or area is None:
+            raise EngineFailed(f"nothing is staged as {staging!r}: it was swapped or discarded before")
+        return staged, area
+
     def discard(self, staging: str) -> None:
         """Frees what is staged or open under this name, and takes changes of the copy back. Does nothing for an unknown
         name."""
         self._staged.pop(staging, None)
-        self.areas.pop(staging, None)
+        area = self.areas.pop(staging, None)
+        if area is not None:
+            self._pool.give_back(area)
         self._partwise.pop(staging, None)
         self._to_keep.pop(staging, None)
         undo = self._undo.pop(staging, None)
@@ -272,16 +292,20 @@ class Receiver:
             wanted, tied = self.holder.weight_spec(), self.holder.tied_tensors()
             specs = {**{name: wanted[to] for name, to in tied.items()}, **wanted}
             specs = {name: _widest(spec) for name, spec in specs.items()}
-        return StagingArea.for_specs(specs, shared=self._shared)
+        return self._pool.make(specs)
+
+    def _drop_copy(self) -> None:
+        kept, self.kept = self._kept, None
+        if kept is not None:
+            self._pool.give_back(kept.area)
 
     def _check_room(self, request: ReceiveRequest, delivery: Delivery) -> None:
         """InvalidRequest if there is no memory for the delivery. Closes the delivery when it raises."""
-        replaced = self._kept if request.adapter is None else None
+        freed = 0
+        if request.adapter is None:
+            freed = self._pool.spare_bytes + (0 if self._kept is None else self._kept.area.nbytes)
         try:
-            check_room(
-                sum(spec.nbytes for spec in delivery.specs.values()),
-                0 if replaced is None else replaced.area.nbytes,
-            )
+            check_room(sum(spec.nbytes for spec in delivery.specs.values()), freed)
         except BaseException:
             delivery.close()
             raise

@@ -1,7 +1,8 @@
-"""The receiving half of `gloo` and `nccl`: buckets that a trainer broadcasts to every rank of the fleet.
+"""The receiving half of `gloo` and `nccl`: buckets that a trainer broadcasts to every worker of the fleet.
 
-`init_transport {backend, group, master_address, master_port, lifeline_port?, secret?, timeout_s?}` forms the group. The
-plane adds `world_size` and each worker's `rank_offset`. A request for an update is one of these:
+`init_transport {backend, group, master_address, master_port, lifeline_port?, secret?, timeout_s?}` forms the group, in
+which each worker is one rank. The plane adds `world_size` and each worker's `rank_offset`. A request for an update is
+one of these:
 
     {backend, group?, manifest_key, manifest_digest, num_buckets}   the manifest is in the group's store
     {backend, group?, manifest, num_buckets?}                       the manifest is short
@@ -9,7 +10,8 @@ plane adds `world_size` and each worker's `rank_offset`. A request for an update
 
 The last needs a group that the trainer has formed itself, with `init_transport {backend, form: "torch", group,
 master_address, master_port, timeout_s?}`; there may be several (see `streamed_delivery.py`; for the store see
-`Group.put`). A receive that fails drops the group, since what was posted to it can't be taken back.
+`Group.put`). In such a group a worker takes one rank for each rank of its engine. The first one receives, and the bytes
+of the others are dropped. A receive that fails drops the group, since what was posted to it can't be taken back.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_plane.errors import Conflict, InvalidRequest, InvalidWeights
@@ -34,6 +36,7 @@ from rl_plane.transports.group.torch_group import (
     MANIFEST_PREFIX,
     Group,
     digest_tensor,
+    formed_together,
     gpu,
     import_torch,
 )
@@ -47,9 +50,11 @@ MAX_GROUPS = 64
 
 
 class GroupTransport(GroupedTransport):
-    """The transport in one rank. Holds one group of the form `plane`, and those that the trainer has formed itself."""
+    """The transport of one worker. Holds one group of the form `plane`, and those that the trainer has formed
+    itself."""
 
-    _device: str | None = None
+    _devices: tuple[str, ...] = ()
+    """The devices of nccl's buckets, for each rank of the engine."""
 
     def __init__(self, context: TransportContext) -> None:
         self._group: Group | None = None
@@ -60,10 +65,10 @@ class GroupTransport(GroupedTransport):
 
     def init(self, config: Mapping[str, Any]) -> None:
         import_torch()
-        place = Place.of_worker(config, self.backend, self._device)
+        place, *silent = Place.of_worker(config, self.backend, self._devices)
         with self._forming:
             if place.form == "torch":
-                self._form_own(place)
+                self._form_own(place, silent)
                 return
             group = self._group
             if group is not None and group.place == place and not group.why_dropped:
@@ -72,7 +77,7 @@ class GroupTransport(GroupedTransport):
             self._leave(self._group)
             self._group = formed
 
-    def _form_own(self, place: Place) -> None:
+    def _form_own(self, place: Place, silent: Sequence[Place]) -> None:
         self._own = {name: group for name, group in self._own.items() if not group.why_dropped}
         there = self._own.get(place.group)
         if there is not None and there.place == place:
@@ -82,7 +87,7 @@ class GroupTransport(GroupedTransport):
                 f"there are {MAX_GROUPS} groups already", field="group", fix="destroy those that are not needed"
             )
         self._leave(self._own.pop(place.group, None))
-        self._own[place.group] = Group(place, min(place.timeout_s, JOIN_TORCH_S))
+        self._own[place.group] = formed_together([place, *silent], min(place.timeout_s, JOIN_TORCH_S))
 
     def destroy(self) -> None:
         self._leave(self._group)
@@ -253,4 +258,4 @@ class NcclTransport(GroupTransport):
 
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)
-        self._device = gpu(context.device)
+        self._devices = tuple(gpu(device) for device in context.rank_devices or (context.device,))

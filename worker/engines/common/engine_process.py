@@ -1,4 +1,4 @@
-"""The processes of an engine that has them, its ranks among them: how they start, die and end."""
+"""The processes of an engine that has them, its ranks and its host agent among them: how they start, die and end."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ from typing import Any, ClassVar, NoReturn
 from rl_plane.errors import EngineDied, EngineFailed
 from worker.engines.base import EngineOptions
 from worker.engines.common.process_watch import ProcessWatch, StartWatch, descendants, engine_processes, or_death
+from worker.receive.host_agent.host_agent_client import HostAgentClient
+from worker.receive.host_agent.host_agent_process import HostAgentProcess
 from worker.receive.rank_agents.agent_client import AgentClient
 from worker.receive.rank_agents.agent_messages import socket_directory
+from worker.receive.rank_agents.model_description import ModelDescription
 from worker.receive.rank_agents.ranks import Ranks
 
 log = logging.getLogger("worker.engines.common.engine_process")
+
+HOST_AGENT = "host agent"
 
 END_TIMEOUT_S = 5.0
 """Seconds that killed processes may take to end."""
@@ -38,6 +43,9 @@ class EngineProcess(ABC):
         self.directory: Path | None = None
         """The directory of the sockets and other files of the processes, while they run."""
         self._ranks: Ranks | None = None
+        self._host: HostAgentClient | None = None
+        self._model: ModelDescription | None = None
+        self._agent: HostAgentProcess | None = None
         self._watch: ProcessWatch | None = None
         self._dead: asyncio.Future[NoReturn] | None = None
 
@@ -45,6 +53,7 @@ class EngineProcess(ABC):
         self._dead = asyncio.get_running_loop().create_future()
         self._dead.add_done_callback(lambda dead: dead.exception())  # retrieved, even if no call waits
         self.directory = socket_directory()
+        self._agent = HostAgentProcess(self.directory)  # on this thread: it ends with it
         before = descendants()
         # On this thread, which it blocks: vLLM's processes end with the thread that starts them, and SGLang uses the
         # running loop for its sockets.
@@ -52,17 +61,24 @@ class EngineProcess(ABC):
             try:
                 self._build(self.directory)
             finally:
-                self._watch = ProcessWatch(engine_processes(before), self.vital, self._process_ended)
-        self._ranks = await or_death(self._start_ranks(self.directory), self._dead)
+                processes = engine_processes(before) | {self._agent.pid: HOST_AGENT}
+                self._watch = ProcessWatch(processes, (self.vital, HOST_AGENT), self._process_ended)
+        await or_death(self._start_agents(self.directory), self._dead)
 
     @abstractmethod
     def _build(self, directory: Path) -> None:
         """Builds the library's engine."""
 
-    async def _start_ranks(self, directory: Path) -> Ranks:
-        ranks = Ranks(AgentClient(directory, self._world_size()))
-        await asyncio.to_thread(ranks.start)
-        return ranks
+    async def _start_agents(self, directory: Path) -> None:
+        """Asks the ranks for their model, and tells the host agent."""
+        assert self._agent is not None, "start sets it"
+        ranks, host = (
+            Ranks(AgentClient.of_ranks(directory, self._world_size())),
+            HostAgentClient(directory, self._agent.pid),
+        )
+        self._model = await asyncio.to_thread(ranks.describe)
+        await asyncio.to_thread(host.begin, self._model, self._options.places)
+        self._ranks, self._host = ranks, host
 
     @abstractmethod
     def _world_size(self) -> int:
@@ -90,6 +106,18 @@ class EngineProcess(ABC):
             raise EngineFailed("the engine is not running")
         return self._ranks
 
+    @property
+    def host(self) -> HostAgentClient:
+        if self._host is None or self._engine is None:
+            raise EngineFailed("the engine is not running")
+        return self._host
+
+    @property
+    def model(self) -> ModelDescription:
+        if self._model is None or self._engine is None:
+            raise EngineFailed("the engine is not running")
+        return self._model
+
     def _reason(self) -> EngineDied:
         """Returns a new error for each caller."""
         assert self._dead is not None, "start sets it"
@@ -98,7 +126,10 @@ class EngineProcess(ABC):
     # dying
 
     def _process_ended(self, pid: int) -> None:
-        self._fail(f"{self.name}'s process {pid} has ended")
+        if self._agent is not None and pid == self._agent.pid:
+            self._fail(f"the host agent (pid {pid}) has ended")
+        else:
+            self._fail(f"{self.name}'s process {pid} has ended")
 
     def _fail(self, why: str) -> None:
         """Raises EngineDied in all waiting calls, and kills the remaining processes: some ranks may still work."""
@@ -132,6 +163,9 @@ class EngineProcess(ABC):
             watch.kill()
             await asyncio.to_thread(watch.wait, END_TIMEOUT_S)
             watch.close()
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            await asyncio.to_thread(agent.kill)
         directory, self.directory = self.directory, None
         if directory is not None:
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)

@@ -118,9 +118,11 @@ class StartWatch:
 
 class ProcessWatch:
     """Calls `on_death(pid)` on the running loop, once, when the first vital process ends: one whose name begins with
-    `vital`. Other processes, such as a compiler's helpers, may end at any time."""
+    `vital`, or with one of them. Other processes, such as a compiler's helpers, may end at any time."""
 
-    def __init__(self, processes: Mapping[int, str], vital: str, on_death: Callable[[int], None]) -> None:
+    def __init__(
+        self, processes: Mapping[int, str], vital: str | tuple[str, ...], on_death: Callable[[int], None]
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_death = on_death
         self._watching = False

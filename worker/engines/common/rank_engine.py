@@ -15,6 +15,8 @@ from worker.engines.common.generating import Generating
 from worker.engines.common.scoring import check_memory, check_sequences, checked_scores
 from worker.engines.common.token_checks import check_adapter
 from worker.engines.common.weights_in_ranks import WeightsInRanks
+from worker.receive.host_agent.host_agent_client import HostAgentClient
+from worker.receive.rank_agents.model_description import ModelDescription
 from worker.receive.rank_agents.ranks import Ranks
 
 P = TypeVar("P", bound=EngineProcess)
@@ -33,6 +35,22 @@ class RankEngine(Generating, WeightsInRanks, FullEngine, Generic[P]):
     @property
     def ranks(self) -> Ranks:
         return self.process.ranks
+
+    @property
+    def host(self) -> HostAgentClient:
+        return self.process.host
+
+    @property
+    def model(self) -> ModelDescription:
+        return self.process.model
+
+    async def liveness(self) -> None:
+        await self._ranks_answer()
+        await self.host.ping()
+
+    @abstractmethod
+    async def _ranks_answer(self) -> None:
+        """Waits for one round trip through the engine's loop and all ranks."""
 
     def _running(self) -> None:
         self.process.check_alive()

@@ -24,7 +24,7 @@ from worker.engines.common.engine_process import EngineProcess
 from worker.engines.sglang.args import ON_CPU
 from worker.engines.sglang.plugin import MARK, METHOD, child_failed
 from worker.engines.sglang.streams import FIRST_KEY
-from worker.receive.rank_agents.ranks import Ranks, check_rows
+from worker.receive.rank_agents.ranks import check_rows
 
 T = TypeVar("T")
 
@@ -138,7 +138,6 @@ class SglangProcess(EngineProcess):
                 "device": self.device,
                 "directory": str(directory),
                 "model": str(self._options.model.absolute()),
-                "places": self._options.places.to_wire(),
             }
         )
         plugins, files = os.environ.get("SGLANG_PLUGINS"), tempfile.tempdir
@@ -181,9 +180,9 @@ class SglangProcess(EngineProcess):
                 **arguments,
             )
 
-    async def _start_ranks(self, directory: Path) -> Ranks:
+    async def _start_agents(self, directory: Path) -> None:
         self._read()
-        return await super()._start_ranks(directory)
+        await super()._start_agents(directory)
 
     def _world_size(self) -> int:
         parameters = self._engine.server_args

@@ -14,7 +14,7 @@ from worker.engines.common.engine_process import EngineProcess
 from worker.engines.vllm.args import check_cpu, completed, thread_binding
 from worker.engines.vllm.logits import COUNT, RAISE, end_by_count
 from worker.engines.vllm.plugin import MARK, take_temperatures_as_they_are
-from worker.receive.rank_agents.ranks import Ranks, check_rows
+from worker.receive.rank_agents.ranks import check_rows
 
 T = TypeVar("T")
 
@@ -116,10 +116,9 @@ class VllmProcess(EngineProcess):
             )
         end_by_count(self._engine)
 
-    async def _start_ranks(self, directory: Path) -> Ranks:
-        model, places = str(self._options.model.absolute()), self._options.places.to_wire()
-        await self.on_ranks("rl_plane_start", model, str(directory), places)
-        return await super()._start_ranks(directory)
+    async def _start_agents(self, directory: Path) -> None:
+        await self.on_ranks("rl_plane_start", str(self._options.model.absolute()), str(directory))
+        await super()._start_agents(directory)
 
     def _world_size(self) -> int:
         return int(self.config.parallel_config.world_size)
