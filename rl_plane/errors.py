@@ -12,7 +12,7 @@
     │   ├── StaleFence               another coordinator has taken over
     │   ├── WrongIncarnation         the worker is a new process since
     │   ├── NotPrepared              commit without a matching prepare
-    │   ├── NotAtBase                the version that a delta changes is not there: send the full one
+    │   ├── NotAtBase                the version that a delta or partial update changes is not there
     │   └── UpdateAborted            the update was undone everywhere
     ├── PayloadTooLarge         413  a body over its limit
     ├── EngineFailed            500  the engine could not do what it should
@@ -134,7 +134,7 @@ class NotPrepared(Conflict):
 
 
 class NotAtBase(Conflict):
-    """Fact `base`: the digest of the version that a delta may change, where there is one."""
+    """Fact `base`: the digest of the version that a delta or a partial update may change, where there is one."""
 
     code = "not_at_base"
 

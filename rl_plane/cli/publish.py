@@ -32,6 +32,7 @@ def commands() -> list[click.Command]:
         "transport",
         "options",
         "root",
+        "base",
         "adapter",
         "cast",
         "digest_algorithm",
@@ -68,6 +69,8 @@ def publish(given: Command) -> int:
     beside = Path(path) / CANARY_NAME
     if policy.canary is None and not adapter and beside.is_file():
         policy = policy.model_copy(update={"canary": read_canary(beside)})
+    if values["base"] is not None:
+        policy = policy.model_copy(update={"keep_staged": True})
     reach: dict[str, Any] = {"fleet": values["url"], "admin_key": values["admin_key"]}
     reach["credentials"] = credentials(values)
     if over_nats(given):
@@ -82,6 +85,7 @@ def publish(given: Command) -> int:
             path,
             transport=values["transport"],
             root=values["root"],
+            base=values["base"],
             options={key: _value(text) for key, text in pairs(values["options"]).items()},
             adapter=values["adapter"],
             policy=policy.model_dump(),

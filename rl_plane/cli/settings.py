@@ -325,6 +325,12 @@ SETTINGS: dict[str, Setting] = {
             types.PATH,
             env="PUBLISH_ROOT",
         ),
+        Setting(
+            "base",
+            "The checkpoint that the fleet serves: only the tensors that differ from it are sent.",
+            types.PATH,
+            env="PUBLISH_BASE",
+        ),
         Setting("limit", "How many updates, the newest first.", IntRange(1, 256), 20, env="UPDATES_LIMIT"),
         Setting(
             "sequence", "The version's number, instead of its label.", IntRange(0, 2**53), env="ROLLBACK_SEQUENCE"

@@ -213,14 +213,21 @@ def _update(one: Reply) -> dict[str, Any]:
     return {
         "began": datetime.fromtimestamp(began).strftime("%Y-%m-%d %H:%M:%S") if began else None,
         "outcome": one.get("outcome"),
-        "version": (_version(one["version"]) if one.get("version") else str(one.get("label")))
-        + (" by delta" if one.get("encoding") == "delta" else ""),
+        "version": (_version(one["version"]) if one.get("version") else str(one.get("label"))) + _sent(one),
         "workers": f"{well + left_out}/{all_of_them + left_out}" if outcomes else None,
         "seconds": f"{ended - began:.3f}" if began and ended else None,
         "canary": _canary_cell(one.get("canary")),
         "who": one.get("who"),
         "why": why[:WHY_CHARS] + "…" * (len(why) > WHY_CHARS),
     }
+
+
+def _sent(one: Reply) -> str:
+    """The form in which the weights came, unless all of them came in full."""
+    encoding, sent, of = one.get("encoding"), one.get("sent_bytes"), one.get("model_bytes")
+    if encoding in (None, "full"):
+        return ""
+    return f" by {encoding}" + (f" ({sent / of:.2g} of the bytes)" if sent is not None and of else "")
 
 
 def _checked(reply: Reply, body: Reply) -> list[str]:

@@ -56,8 +56,14 @@ class CommandState:
         return self.command.body
 
     def changed_source(self, base: DecisionRecord, body: UpdateWeights) -> VersionSource | None:
-        """The source of the version that a delta changes. None: the update is not a delta."""
-        return (self.command.before or base.source) if body.encoding == "delta" else None
+        """The source of the version that a delta or a partial version changes. None: the update is a full version."""
+        if body.encoding == "full":
+            return None
+        if self.command.before is not None:
+            return self.command.before
+        # The tensors of a partial version may replace those of the versions since its base, which are then not needed.
+        earlier = dict(base.source.chain(base.version.digest)) if body.encoding == "partial" else {}
+        return earlier.get(body.base or "", base.source)
 
 
 @contextmanager

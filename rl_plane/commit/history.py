@@ -91,9 +91,13 @@ class UpdateEntry:
     refetchable: bool = True
     encoding: str = "full"
     base: str | None = None
-    """For a delta: the digest of the version that it changed."""
+    """For a delta or a partial version: the digest of the version that it changed."""
     before: Mapping[str, Any] | None = None
-    """For a delta: the source of that version."""
+    """For a delta or a partial version: the source of that version."""
+    sent_bytes: int | None = None
+    """The bytes of the tensors that each worker took. None: not known."""
+    model_bytes: int | None = None
+    """The bytes of all tensors of the version."""
     rollback: Mapping[str, Any] | None = None
     """The version that the update went back to, as the caller named it."""
     num_buckets: int | None = None
@@ -219,6 +223,8 @@ def from_record(record: DecisionRecord, entry: UpdateEntry | None = None) -> Upd
         encoding=source.encoding,
         base=source.base,
         before=source.before.to_wire() if source.before is not None else None,
+        sent_bytes=source.sent_bytes,
+        model_bytes=source.model_bytes,
     )
 
 

@@ -69,7 +69,7 @@ def target_of(entry: UpdateEntry, loaded: Iterable[str]) -> dict[str, Any]:
 
 
 def before_of(entry: UpdateEntry) -> VersionSource | None:
-    """The source of the version that a delta changed. None: the version was not sent as a delta."""
+    """The source of the version that a delta or a partial version changed. None: the version was sent in full."""
     return VersionSource.from_wire(entry.before) if entry.before is not None else None
 
 

@@ -64,11 +64,14 @@ def next_record(
     before: VersionSource | None = None,
     canary: CanaryRecord | None = None,
 ) -> DecisionRecord:
-    """The decision record of the update that was prepared, on top of the committed one. `before`: for a delta, the
-    source of the version that it changes."""
+    """The decision record of the update that was prepared, on top of the committed one. `before`: the source of the
+    version that a delta or a partial version changes."""
     policy = body.policy
     made = WeightVersion(base.version.run, base.sequence + 1, label_of(base, body), prepared.digest)
     source = body.source(prepared.refetchable, before)
+    if before is not None and body.base == prepared.digest:
+        source = replace(before, keep_staged=source.keep_staged)  # equal bytes: the chain does not grow
+    source = replace(source, sent_bytes=prepared.sent_bytes, model_bytes=prepared.model_bytes)
     adapters = dict(base.adapters)
     version, base_source = base.version, base.source
     if isinstance(body.target, LoraTarget):
@@ -100,8 +103,8 @@ def next_record(
 
 
 def check_against(base: DecisionRecord, body: UpdateWeights, before: VersionSource | None = None) -> None:
-    """Refuses an update that can't become the next version, before any worker is asked. `before`: for a delta, the
-    source of the version that it changes."""
+    """Refuses an update that can't become the next version, before any worker is asked. `before`: the source of the
+    version that a delta or a partial version changes."""
     target, policy = body.target, body.policy
     if isinstance(target, LoraTarget):
         there = ", ".join(sorted(base.adapters)) or "none"
@@ -130,15 +133,16 @@ def check_against(base: DecisionRecord, body: UpdateWeights, before: VersionSour
 def _check_delta(base: DecisionRecord, body: UpdateWeights, before: VersionSource) -> None:
     if before is base.source and body.base != base.version.digest:
         raise NotAtBase(
-            f"the delta changes {body.base}, but the committed version {base.version.label} is {base.version.digest}",
+            f"the {body.encoding} changes {body.base}, but the committed version {base.version.label} is "
+            f"{base.version.digest}",
             field="base",
             base=base.version.digest,
-            fix="encode against the committed version, or publish the full one",
+            fix="build it on the committed version, or publish the full one",
         )
     if before.deltas >= MAX_DELTAS or before.cast:
         why = "was cast" if before.cast else f"is {before.deltas} deltas away from a full one"
         raise NotAtBase(
-            f"the version that this delta changes {why}", field="encoding", fix="publish a full version"
+            f"the version that this {body.encoding} changes {why}", field="encoding", fix="publish a full version"
         )
 
 
@@ -179,7 +183,13 @@ def evaluate_prepare(
         all(reply.body["refetchable"] for reply in ready.values()),
         failed,
         replies=list(ready.values()),
+        sent_bytes=_most(ready.values(), "bytes"),
+        model_bytes=_most(ready.values(), "model_bytes") or _most(ready.values(), "bytes"),
     )
+
+
+def _most(replies: Iterable[WorkerReply], field: str) -> int | None:
+    return max((reply.body[field] for reply in replies if field in reply.body), default=None)
 
 
 def evaluate_listening(replies: Sequence[WorkerReply]) -> Prepared:
@@ -343,7 +353,9 @@ def outcome_of(
     best = {reply.instance_id: reply for reply in states}
     best |= {reply.instance_id: reply for reply in replies if reply.ok == (reply.instance_id in serving)}
     excluded = {reply.instance_id for reply in [*states, *replies]} | set(meant)
-    return Outcome(record.made, [best[key] for key in sorted(best)], sorted(excluded - serving))
+    return Outcome(
+        record.made, [best[key] for key in sorted(best)], sorted(excluded - serving), source=record.made_source
+    )
 
 
 def left_reply(instance_id: str, incarnation: str, why: str = "it left before the update began") -> WorkerReply:

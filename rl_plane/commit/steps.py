@@ -244,6 +244,10 @@ class Prepared:
     """The session of an update that waits for complete or abort."""
     replies: Sequence[WorkerReply] = ()
     """The replies of the workers that prepared."""
+    sent_bytes: int | None = None
+    """The bytes of the tensors that a worker took. None: not known."""
+    model_bytes: int | None = None
+    """The bytes of all tensors of the version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +259,8 @@ class Outcome:
     excluded: Sequence[str] = ()
     canary: Mapping[str, Any] | None = None
     """The result of the numeric canary over all workers. None: no worker scored anything."""
+    source: VersionSource | None = None
+    """The source of the version that the update made. None: it made none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,4 +296,4 @@ class UpdateCommand:
     min_ready: int = 1
     """For `complete` of an update that was decided: the policy's value, which the ended session does not have."""
     before: VersionSource | None = None
-    """For a roll-back to a delta: the source of the version that the delta changed."""
+    """For a roll-back to a delta or a partial version: the source of the version that it changed."""

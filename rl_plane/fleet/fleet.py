@@ -224,6 +224,9 @@ class Fleet:
             ]
             if record
             else [],
+            encoding=record.source.encoding if record else None,
+            sent_bytes=record.source.sent_bytes if record else None,
+            model_bytes=record.source.model_bytes if record else None,
             sequence=record.sequence if record else None,
         )
 

@@ -26,6 +26,7 @@ from rl_plane.protocol.fleet_reply_types import (
     ServedVersion,
     UpdateReply,
 )
+from rl_plane.protocol.record import Encoding
 from rl_plane.protocol.update_requests import (
     DEFAULT_PACKED_BYTES,
     PART_TIMEOUT_S,
@@ -218,7 +219,7 @@ class FleetMethods:
         policy: UpdatePolicy | None = None,
         digest: str | None = None,
         digest_algorithm: DigestAlgorithm | None = None,
-        encoding: Literal["full", "delta"] = "full",
+        encoding: Encoding = "full",
         base: str | None = None,
         step: int | None = None,
         cast: bool = False,
@@ -234,8 +235,9 @@ class FleetMethods:
             policy: How the update is carried out, with its time-outs. None: the defaults of UpdatePolicy.
             digest: The trainer's digest, `xxh3:…` or `blake3:…`. None: the workers' digests must agree.
             digest_algorithm: The hash, where neither `digest` nor digests beside the weights tell it. None: `xxh3`.
-            encoding: `delta` sends only the changes since `base`; `digest` is then needed.
-            base: The digest of the committed version that a delta changes.
+            encoding: `delta` sends only the changed elements since `base`, `partial` only the changed tensors; `digest`
+                is then needed.
+            base: The digest of the committed version that a delta or a partial version changes.
             step: The trainer's step, for the history.
             cast: Allow another float dtype than the engine's.
             request_id: Makes the call idempotent: a repeated call returns the first answer.
@@ -333,7 +335,7 @@ class FleetMethods:
         policy: UpdatePolicy | None = None,
         digest: str | None = None,
         digest_algorithm: DigestAlgorithm | None = None,
-        encoding: Literal["full", "delta"] = "full",
+        encoding: Encoding = "full",
         base: str | None = None,
         step: int | None = None,
         cast: bool = False,

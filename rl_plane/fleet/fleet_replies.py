@@ -14,7 +14,7 @@ from rl_plane.fleet.fleet_call import FleetCall, selected_stages
 from rl_plane.membership.core import Member, Snapshot
 from rl_plane.membership.worker_calls import FanOut
 from rl_plane.membership.worker_reply import WorkerReply, skipped_reply
-from rl_plane.protocol.record import DecisionRecord
+from rl_plane.protocol.record import DecisionRecord, VersionSource
 
 MAX_OFFSET = 1 << 16
 """The largest number of ranks that a trainer may have in a group."""
@@ -75,6 +75,7 @@ def updated(call: FleetCall[Any], outcome: Outcome, phases: Mapping[str, float])
         "workers": [row.to_wire() for row in outcome.replies],
         "excluded": list(outcome.excluded),
         "phases": dict(phases),
+        **(_sent(outcome.source) if outcome.source is not None else {}),
         **({"canary": dict(outcome.canary)} if outcome.canary is not None else {}),
     }
 
@@ -89,8 +90,16 @@ def answered(call: FleetCall[Any], entry: UpdateEntry) -> dict[str, Any]:
         "workers": entry.replies(),
         "excluded": list(entry.excluded),
         "phases": dict(entry.phases),
+        **_sent(entry),
         **({"canary": dict(entry.canary)} if entry.canary is not None else {}),
     }
+
+
+def _sent(version: VersionSource | UpdateEntry) -> dict[str, Any]:
+    """The encoding of a version, and the part of the model that was sent."""
+    sizes = {"sent_bytes": version.sent_bytes, "model_bytes": version.model_bytes}
+    known = {key: value for key, value in sizes.items() if value is not None}
+    return {"encoding": version.encoding, **known}
 
 
 def ended(entry: UpdateEntry) -> PlaneError:

@@ -91,7 +91,7 @@ class FleetUpdates:
         self, call: FleetCall[Any], asked: update_requests.UpdateCall, snapshot: Snapshot
     ) -> tuple[update_requests.UpdateWeights, VersionSource | None]:
         """The update to coordinate. A rollback becomes an update with the source and digest that the history has; for a
-        delta, the second value is the source of the version that it changed."""
+        delta or a partial version, the second value is the source of the version that it changed."""
         if asked.rollback is None:
             return same_values(update_requests.UpdateWeights, asked), None
         given: dict[str, Any] = asked.model_dump(exclude={"rollback"}, exclude_unset=True)

@@ -98,6 +98,12 @@ class FleetState(Merged):
     """Adapter → its committed version."""
     sources: list[dict[str, Any]]
     """The transports from which a worker can fetch the committed version, in order."""
+    encoding: str | None
+    """The form in which the committed version was sent: `full`, `delta` or `partial`. None: there is no version."""
+    sent_bytes: int | None
+    """The bytes of the tensors that each worker took of it. None: the workers' own model, or not known."""
+    model_bytes: int | None
+    """The bytes of all tensors of the committed version."""
     sequence: int | None
     """The committed state, adapters included."""
     workers: list[ReportedState]
@@ -159,6 +165,12 @@ class UpdateReply(Merged):
     """Members that do not serve the new version yet. They heal by themselves."""
     phases: dict[str, float]
     """Phase → seconds: `prepare_s`, `gate_s`, `commit_s`, `open_s`."""
+    encoding: NotRequired[str]
+    """`full`, `delta` or `partial`: the form in which the weights were sent."""
+    sent_bytes: NotRequired[int]
+    """The bytes of the tensors that each worker took."""
+    model_bytes: NotRequired[int]
+    """The bytes of all tensors of the version."""
     canary: NotRequired[dict[str, Any]]
     """The result of the numeric canary, if an engine scored it."""
     num_buckets_received: NotRequired[int]

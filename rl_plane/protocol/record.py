@@ -18,13 +18,14 @@ from rl_plane.protocol.versions import VersionReply, WeightVersion
 
 PauseMode = Literal["keep", "wait", "abort"]
 Staging = Literal["host", "none"]
-Encoding = Literal["full", "delta"]
+Encoding = Literal["full", "delta", "partial"]
 
 SERVING_LEASE_S = 5.0
 """A worker or frontend admits requests only if it has confirmed the record with the leader in the last so many seconds.
 This long after a decision no process serves the version before, even if it did not receive the decision."""
 MAX_DELTAS = 32
-"""Deltas on one full version. At 2 to 3 % each they add up to another full version, which a new worker must fetch."""
+"""Deltas and partial versions on one full version. Deltas of 2 to 3 % each add up to another full version, which a new
+worker must fetch."""
 LEASE_MARGIN_S = 1.0
 """Covers two clocks that run at slightly different speeds, and a round trip."""
 TAKEOVER_S = 3.0
@@ -44,17 +45,21 @@ class VersionSource(Stored):
     keep_staged: bool = False
     encoding: Encoding = "full"
     base: str | None = None
-    """For a delta: the digest of the version that it changes."""
+    """For a delta or a partial version: the digest of the version that it changes."""
     before: VersionSource | None = None
-    """For a delta: the source of that version."""
+    """For a delta or a partial version: the source of that version."""
+    sent_bytes: int | None = None
+    """The bytes of the tensors that each worker took. None: the worker's own model, or not known."""
+    model_bytes: int | None = None
+    """The bytes of all tensors of the version."""
 
     @property
     def deltas(self) -> int:
-        """The number of deltas on top of a full version."""
+        """The number of deltas and partial versions on top of a full version."""
         return 0 if self.before is None else 1 + self.before.deltas
 
     def chain(self, digest: str) -> list[tuple[str, VersionSource]]:
-        """The (digest, source) of the full version and of each delta on top of it, up to this one."""
+        """The (digest, source) of the full version and of each change on top of it, up to this one."""
         before = [] if self.before is None or self.base is None else self.before.chain(self.base)
         return [*before, (digest, self)]
 

@@ -113,13 +113,15 @@ class DestroyTransport(Body):
 
 
 class DeltaChainEntry(Body):
-    """One version that a worker can fetch to rebuild the base of a delta."""
+    """One version that a worker can fetch to rebuild the base of a delta or of a partial version."""
 
     digest: str = Field(pattern=DIGEST)
     transport: Transport | None
     """The transport that brings the bytes. None: they are the model that the worker was started with."""
     refetchable: bool = True
     """Whether the bytes can still be fetched."""
+    encoding: Encoding = "full"
+    """The form of the bytes. The first entry is a full version, each further one changes the one before."""
 
 
 class ReceiveRequest(Body):
@@ -134,9 +136,9 @@ class ReceiveRequest(Body):
     """None only to unload an adapter."""
     encoding: Encoding = "full"
     base: str | None = Field(None, pattern=DIGEST)
-    """For a delta: the digest of the version that it changes."""
+    """For a delta or a partial version: the digest of the version that it changes."""
     base_chain: tuple[DeltaChainEntry, ...] = ()
-    """For a delta: the versions from a full one up to `base`, for a worker that has no copy of `base`."""
+    """The versions from a full one up to `base`, for a worker that has no copy of `base`."""
     label: str = Field(min_length=1, max_length=LABEL_CHARS)
     digest: str | None = Field(None, pattern=DIGEST)
     """The version's digest, as the trainer published it. None: the coordinator compares the workers' digests."""
@@ -155,7 +157,7 @@ class ReceiveRequest(Body):
     def of_update(
         cls, update: UpdateWeights, update_id: str, label: str, base_source: VersionSource | None
     ) -> Self:
-        """Builds the request for every worker of an update. `base_source`: where the base of a delta comes from."""
+        """Builds the request for every worker of an update. `base_source`: where `update.base` comes from."""
         return cls(
             update_id=update_id,
             target=update.target,
@@ -242,6 +244,7 @@ def delta_chain(source: VersionSource | None, base: str | None) -> tuple[DeltaCh
             digest=digest,
             transport=Transport.model_validate(one.transport) if one.transport is not None else None,
             refetchable=one.refetchable,
+            encoding=one.encoding,
         )
         for digest, one in source.chain(base)
     )
@@ -258,7 +261,10 @@ class PreparedReply(TypedDict):
     digest: str
     tensors: int
     bytes: int
+    """The bytes of the tensors that came."""
     refetchable: bool
+    model_bytes: NotRequired[int]
+    """The bytes of all tensors of the version. Absent: `bytes`, because all of them came."""
     canary: NotRequired[dict[str, Any]]
     """The `canary.json` beside the checkpoint, if there is one: see `rl_plane.protocol.canary.Canary`."""
 
@@ -423,8 +429,8 @@ class UpdatePolicy(Body):
     """`none` is for a model that does not fit in memory twice: the tensors are written over the served weights. Each
     worker is closed from the first byte to the commit, and after a failure it heals to the committed version."""
     keep_staged: bool = False
-    """Each rank keeps a copy of the base weights in host memory until the next swap. The next delta is applied to this
-    copy, and other workers may heal from it."""
+    """Each rank keeps a copy of the base weights in host memory until the next swap. The next delta or partial version
+    is applied to this copy, and other workers may heal from it."""
     pause_mode: PauseMode = Field("keep", json_schema_extra={"enum": [*PAUSE_WORDS]})
     """The mode of the pause during the swap, see `pause`. `retract` is `keep` with `flush_cache`, `in_place` is `keep`
     without it."""
@@ -457,11 +463,12 @@ class UpdatePolicy(Body):
 class _Update(Body):
     target: BaseTarget | LoraTarget = Field(default_factory=BaseTarget, discriminator="kind")
     encoding: Encoding = "full"
-    """`delta`: only the tensors that have changed since `base`, each encoded as a U8 tensor
-    (`rl_plane.weights.delta_codec`). A delta needs `base` and `digest`: the digests of the full versions before and
-    after it."""
+    """`partial`: only some tensors, whole; the others are those of `base`. `delta`: only the tensors that have changed
+    since `base`, each encoded as a U8 tensor (`rl_plane.weights.delta_codec`). Both need `base` and `digest`: the
+    digests of the full versions before and after."""
     base: str | None = Field(None, pattern=DIGEST)
-    """For a delta: the digest of the committed version, to which it is applied."""
+    """For a delta: the digest of the committed version, to which it is applied. For a partial version: that digest, or
+    the digest of an earlier version on which the committed one was built."""
     version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
     """The trainer's label for the version, such as `step_17`. None: the sequence number."""
     step: int | None = Field(None, ge=0, le=MAX_STEP)
@@ -514,25 +521,25 @@ class _Update(Body):
 
 
 def _check_delta(update: _Update) -> None:
-    """Checks the fields that a delta needs, and those that exclude it."""
+    """Checks the fields that a delta or a partial version needs, and those that exclude it."""
     _check_digests(update)
     if update.encoding == "full":
         return
     if update.target.kind == "lora":
         raise InvalidRequest(
-            "an adapter can't be a delta, because it is small",
+            f"an adapter can't be sent as {update.encoding}, because it is small",
             field="encoding",
             fix="leave encoding out, or send full",
         )
     if update.cast:
         raise InvalidRequest(
-            "a delta changes single bits, which a cast would lose",
+            f"{update.encoding} weights change a copy of the published bytes, which a cast would lose",
             field="cast",
             fix="leave it out, or send full weights",
         )
     if update.policy.staging == "none":
         raise InvalidRequest(
-            "a delta is applied to the copy that a worker keeps in host memory",
+            f"{update.encoding} weights are applied to the copy that a worker keeps in host memory",
             field="policy.staging",
             fix="use staging host, or send full weights",
         )
@@ -555,18 +562,20 @@ def _check_in_parts(update: _Update) -> None:
 
 
 def _check_digests(update: _Update | ReceiveRequest) -> None:
-    """Checks that a delta has `base` and `digest`, and that a full version has no `base`."""
+    """Checks that a delta or a partial version has `base` and `digest`, and that a full version has no `base`."""
     if update.encoding == "full":
         if update.base is not None:
             raise InvalidRequest(
-                "only a delta has a base", field="base", fix="leave it out, or send encoding delta"
+                "a full version has no base", field="base", fix="leave it out, or send encoding delta or partial"
             )
         return
     for field in ("base", "digest"):
         if getattr(update, field) is None:
             whose = "the version that it changes" if field == "base" else "the full version that it makes"
             raise InvalidRequest(
-                f"a delta needs the digest of {whose}", field=field, fix="add it: xxh3:… or blake3:…"
+                f"encoding {update.encoding} needs the digest of {whose}",
+                field=field,
+                fix=f"add {field}, or send full weights",
             )
 
 
@@ -599,11 +608,11 @@ class UpdateWeights(_Update):
 
     @property
     def keeps_copy(self) -> bool:
-        return self.policy.keep_staged or self.encoding == "delta"
+        return self.policy.keep_staged or self.encoding != "full"
 
     def source(self, refetchable: bool, before: VersionSource | None) -> VersionSource:
-        """Returns the source of this update for the record. `before`: for a delta, the source of the version that it
-        changes."""
+        """Returns the source of this update for the record. `before`: the source of the version that a delta or a
+        partial version changes."""
         transport = self.transport.model_dump() if self.transport is not None else None
         if transport is not None and not refetchable:
             transport = {"backend": transport["backend"]}  # the rest may be long, and no worker can fetch by it

@@ -61,6 +61,7 @@ class Attempt:
         *,
         lends: bool = False,
         joins: int = 0,
+        earlier: int | None = None,
     ) -> None:
         """Makes the attempt.
 
@@ -68,7 +69,10 @@ class Attempt:
             fields: further fields of the update's body.
             lends: the tensors stay unchanged until the publication ends, so receivers may read them in place.
             joins: how often the source may be read again.
+            earlier: how many of the versions that the sender keeps the new one is built on, the full one first. None:
+                all. For a delta or a partial version.
         """
+        self._earlier = earlier
         self._fields = fields or {}
         self._lends = lends
         self._joins = joins
@@ -104,7 +108,7 @@ class Attempt:
                 except Locked as error:
                     late = error
             self._publication.begin_reading()
-            taken = self._source.take()
+            taken = self._take()
             self._publication.pause_reading()
             if late is not None:
                 raise late
@@ -122,6 +126,19 @@ class Attempt:
                 self._publication.finish_reading()
             elif not self._lent:
                 self._publication.pause_reading()
+
+    def _take(self) -> Taken:
+        return self._source.take()
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The tensors that were sent. None: nothing was sent."""
+        return self._manifest
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """The digests of the tensors that were read."""
+        return self._digests
 
     def _do_anyway(self, act: Callable[[], object]) -> None:
         """Runs `act`. Its error is recorded only if there is none yet, or if it is Ctrl-C."""
@@ -171,9 +188,9 @@ class Attempt:
         self._body = {**plan.options.body(self._publication.version), **self._fields}
         self._body["policy"] = {**self._body["policy"], **self._publication.policy}
         sender = self._sender = plan.ready_sender()
-        if self._fields.get("encoding") == "delta" and plan.changes_sender:
+        if self._fields.get("base") is not None and plan.changes_sender:
             raise NotAtBase(
-                "the version that this delta changes ends with the sender before",
+                "the version that this one changes ends with the sender before",
                 field="encoding",
                 fix="send the full version",
             )
@@ -253,6 +270,7 @@ class Attempt:
             self._fields,
             lends=self._lends,
             joins=self._joins - 1,
+            earlier=self._earlier,
         )
         again.read()
         try:
@@ -316,8 +334,10 @@ class Attempt:
         self._publication.on_give_up(None)
         try:
             if isinstance(self._sender, KeepingSender) and self._error is None:
-                if self._fields.get("encoding") == "delta":
-                    self._sender.keep(onto_previous=True)
+                base = self._fields.get("base")
+                if base is not None:
+                    if base != self._fields["digest"]:  # else workers fetch what they fetched before
+                        self._sender.keep(onto_previous=True, earlier=self._earlier)
                 else:
                     self._sender.keep(self._plan.options.adapter)
             self._plan.committed()

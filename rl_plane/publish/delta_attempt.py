@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from rl_plane.errors import NotAtBase, PlaneError, Unsupported
+from rl_plane.errors import PlaneError, Unsupported
 from rl_plane.publish.attempt import JOINS, Attempt
 from rl_plane.publish.free_memory import free_memory
 from rl_plane.publish.host_copy import Change, HostCopy, as_tensors
@@ -15,6 +14,7 @@ from rl_plane.publish.publication import RunningPublication
 from rl_plane.publish.publish_options import Encoding
 from rl_plane.publish.send_plan import SendPlan
 from rl_plane.publish.sources.base import Taken, WeightSource
+from rl_plane.publish.taken_source import TakenSource, is_not_at_base, says_not_at_base
 from rl_plane.weights.delta_codec import import_numba
 
 log = logging.getLogger("rl_plane.publish")
@@ -115,17 +115,17 @@ class DeltaAttempt(Attempt):
         copy, deltas = self._copy, change.deltas
         chain_bytes = copy.chain_bytes
         try:
-            if deltas is not None and self._chain_has_room(deltas) and self._base_is_kept(change.base):
+            if deltas is not None and self._chain_has_room(deltas) and self._plan.is_kept(change.base):
                 copy.chain_bytes += sum(map(len, deltas.values()))
                 try:
                     delta = {"encoding": "delta", "base": change.base, "digest": change.digest}
                     reply = self._send_taken(lambda: as_tensors(deltas), delta)
                     copy.in_vain = 0
-                    if _says_not_at_base(reply["workers"]):
+                    if says_not_at_base(reply["workers"]):
                         copy.forget()  # only a full version brings back the workers that were left out
                     return reply
                 except PlaneError as error:
-                    if not _not_at_base(error):
+                    if not is_not_at_base(error):
                         raise
                     log.info("%s is sent in full: %s", self._publication.version, error)
             copy.chain_bytes = 0
@@ -151,51 +151,16 @@ class DeltaAttempt(Attempt):
         label = self._publication.version
         return label is not None and self._plan.digest_of(label) == digest
 
-    def _base_is_kept(self, base: str | None) -> bool:
-        """True if every worker keeps the delta's base, or some do and the others can fetch it.
-
-        A worker that serves the base without keeping it never will: its model may tie tensors, for example. It would be
-        left out of the update.
-        """
-        self._plan.ready_sender()
-        if self._plan.changes_sender:
-            return False  # the base would end with the sender before
-        workers = self._plan.workers()
-        lacking = [row for row in workers if row.get("kept") != base]
-        if any((row.get("version") or {}).get("digest") == base for row in lacking):
-            return False
-        return not lacking or (len(lacking) < len(workers) and self._plan.is_refetchable(base))
-
     def _send_taken(self, take: Callable[[], Taken], fields: Mapping[str, Any]) -> dict[str, Any]:
         # The copy changes only with the next publication, which waits for the end of this one. A copy that was made for
         # a comparison is dropped after it, so it can't be lent: a sender holds on to memory that it was lent.
         lends = self._unless_digest is None
         if self._deltas:  # the next delta changes what the workers keep of this version
             fields = {**fields, "policy": {**self._plan.options.policy, "keep_staged": True}}
-        source = _CopySource(take)
+        source = TakenSource(take)
         attempt = Attempt(self._plan, source, self._publication, None, fields, lends=lends, joins=JOINS)
         attempt.read()
         try:
             return attempt.committed_by_all()
         finally:
             self.committed = attempt.committed
-
-
-@dataclass(frozen=True, slots=True)
-class _CopySource:
-    """A WeightSource of what the publisher's copy holds."""
-
-    take: Callable[[], Taken]
-    collective = False
-    adapter = False
-
-
-def _not_at_base(error: PlaneError) -> bool:
-    """True if the error says that a delta can't be applied, at the fleet or on some worker."""
-    return isinstance(error, NotAtBase) or _says_not_at_base(error.facts.get("workers"))
-
-
-def _says_not_at_base(rows: object) -> bool:
-    """True if a worker's row, of a reply or of an error, says that a delta can't be applied."""
-    codes = [(row.get("error") or {}).get("code") for row in rows] if isinstance(rows, list) else []
-    return NotAtBase.code in codes

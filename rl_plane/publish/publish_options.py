@@ -17,7 +17,7 @@ from rl_plane.sync import call_bound_s
 from rl_plane.transports.registry import AUTO
 from rl_plane.weights.delta_codec import import_numba
 
-Encoding = Literal["auto", "full", "delta"]
+Encoding = Literal["auto", "full", "delta", "partial"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,9 @@ class PublishOptions:
     policy: dict[str, Any] = field(default_factory=dict)
     cast: bool = False
     encoding: Encoding = "auto"
+    trainable_only: bool = False
+    with_base: bool = False
+    """The publisher has the checkpoint that the fleet serves."""
     digest: DigestAlgorithm = DEFAULT_ALGORITHM
     bucket_bytes: int | None = None
     workers: int = 1
@@ -67,27 +70,41 @@ class PublishOptions:
             raise InvalidRequest(f"digest is {str(self.digest)[:64]!r}", field="digest", fix="use xxh3, or blake3")
         if self.encoding not in get_args(Encoding):
             raise InvalidRequest(
-                f"encoding is {str(self.encoding)[:64]!r}", field="encoding", fix="use auto, full, or delta"
+                f"encoding is {str(self.encoding)[:64]!r}",
+                field="encoding",
+                fix="use auto, full, delta, or partial",
             )
-        if self.encoding != "delta":
+        field = "trainable_only" if self.trainable_only else "base" if self.with_base else "encoding"
+        if field != "encoding" and self.encoding not in ("auto", "partial"):
+            raise InvalidRequest(
+                f"encoding {self.encoding} and {field} exclude one another, because {field} sends whole tensors",
+                field=field,
+                fix="leave one of the two out",
+            )
+        encoding = self.mode
+        if encoding not in ("delta", "partial"):
             return
         if self._only_full:
             raise InvalidRequest(
-                "encoding delta needs staged copies: it excludes cast, staging none and keep_staged false",
-                field="encoding",
-                fix="leave encoding out, or leave those out",
+                f"encoding {encoding} needs staged copies: it excludes cast, staging none and keep_staged false",
+                field=field,
+                fix=f"leave {field} out, or leave those out",
             )
         if self.adapter is not None:
-            raise InvalidRequest("an adapter is always sent in full", field="encoding", fix="leave encoding out")
-        import_numba()
+            raise InvalidRequest("an adapter is always sent in full", field=field, fix=f"leave {field} out")
+        if encoding == "delta":
+            import_numba()
 
     @property
     def _only_full(self) -> bool:
         return self.cast or self.policy.get("staging") == "none" or self.policy.get("keep_staged") is False
 
     @property
-    def delta_mode(self) -> Encoding:
-        """`encoding`, with `auto` resolved to `full` where a delta can never be sent."""
+    def mode(self) -> Encoding:
+        """`encoding`, with `auto` resolved: to `partial` with `trainable_only` or a base, and to `full` where a delta
+        can never be sent."""
+        if self.trainable_only or self.with_base:
+            return "partial"
         if self.encoding == "auto" and (self._only_full or self.adapter is not None or not self.trainer_stays):
             return "full"
         return self.encoding

@@ -31,6 +31,7 @@ from rl_plane.publish.attempt import JOINS, Attempt, drain
 from rl_plane.publish.delta_attempt import DeltaAttempt
 from rl_plane.publish.fleet_access import BlockingFleet, FleetLike
 from rl_plane.publish.host_copy import HostCopy
+from rl_plane.publish.partial_attempt import Baseline, PartialAttempt, TrainableSource, agree, taken_of
 from rl_plane.publish.publication import Progress, Publication, RunningPublication
 from rl_plane.publish.publish_options import PUBLISH_LIMITS, Encoding, PublishOptions, absolute_root
 from rl_plane.publish.send_plan import SendPlan
@@ -64,6 +65,8 @@ class WeightPublisher:
         options: Mapping[str, Any] | None = None,
         bucket_bytes: int | None = None,
         encoding: Encoding = "auto",
+        trainable_only: bool = False,
+        base: Path | str | None = None,
         digest: DigestAlgorithm = DEFAULT_ALGORITHM,
         trainer_stays: bool = True,
         adapter: str | None = None,
@@ -99,7 +102,13 @@ class WeightPublisher:
                 workers keep the version before; the publisher tells them to. It keeps a copy of the base weights in
                 host memory, and the tensors may change as soon as they are in that copy. `auto` does so where a worker
                 is on another machine or the transport is `object_store`, while the machine has the memory and deltas
-                pay; it is `full` with `cast`, `staging` `none`, `keep_staged` False, an adapter, or nccl.
+                pay; it is `full` with `cast`, `staging` `none`, `keep_staged` False, an adapter, or nccl. `partial`
+                sends the tensors that differ from the version before, whole. It keeps only the digests of that version,
+                and the workers keep a copy of it.
+            trainable_only: True reads and sends only parameters that have, or once had, `requires_grad`, after a full
+                first version. It implies `encoding` `partial`. Only a module can be the source. Default: False.
+            base: the checkpoint that the fleet serves, if it is at hand: the first version, too, is sent as what
+                differs from it. It implies `encoding` `partial`. Default: the first version is sent in full.
             digest: the algorithm of the versions' digests. `xxh3` finds corruption, at the speed of memory. `blake3` is
                 for a digest that someone compares outside of the fleet, and for weights from a source that is not
                 trusted; hashing then takes several times as long. Default: `xxh3`.
@@ -158,6 +167,8 @@ class WeightPublisher:
             policy={**(policy or {}), **canary_policy},
             cast=cast,
             encoding=encoding,
+            trainable_only=trainable_only,
+            with_base=base is not None,
             digest=digest,
             bucket_bytes=bucket_bytes,
             workers=workers,
@@ -165,17 +176,26 @@ class WeightPublisher:
             trainer_stays=trainer_stays,
             limits=self.limits,
         )
+        if trainable_only and not isinstance(self._source, TrainableSource):
+            raise InvalidRequest(
+                f"a {type(self._source).__name__} does not know which tensors are trained",
+                field="trainable_only",
+                fix="give the module, or leave trainable_only out and use encoding='partial'",
+            )
         if canary is not None and (policy or {}).get("canary") is not None:
             raise InvalidRequest(
                 "canary is given twice: by canary= and in policy", field="canary", fix="leave policy's canary out"
             )
         self._copy = HostCopy(digest)
+        self._baseline = Baseline()
         self._canary = CanarySource(canary, tolerance, self._source, source, adapter is not None)
         self._progress = progress
         self._previous: RunningPublication | None = None
         self._plan: SendPlan | None = None
         self.rank = _rank() if rank is None else rank
         if self.rank == 0:
+            if base is not None:
+                self._baseline.set_checkpoint(Path(base), digest)
             reached = (
                 fleet
                 if isinstance(fleet, BlockingFleet)
@@ -248,11 +268,24 @@ class WeightPublisher:
                 field="wait",
                 fix="await publisher.publish_async(…)",
             )
+        if self._options.mode == "partial":
+            unless_digest = None  # the digests of the first version have to be known in any case
         previous, self._previous = self._previous, publication
         # A collective source can't be read again: the other ranks would not take part.
         joins = JOINS if lends and not self._source.collective else 0
         attempt: Attempt
-        if self._options.delta_mode == "full" and unless_digest is None:
+        if self._options.mode == "partial":
+            attempt = PartialAttempt(
+                self._plan,
+                self._source,
+                publication,
+                previous,
+                baseline=self._baseline,
+                trainable_only=self._options.trainable_only,
+                lends=lends,
+                joins=joins,
+            )
+        elif self._options.mode == "full" and unless_digest is None:
             attempt = Attempt(self._plan, self._source, publication, previous, lends=lends, joins=joins)
         else:
             attempt = DeltaAttempt(
@@ -261,7 +294,7 @@ class WeightPublisher:
                 publication,
                 previous,
                 copy=self._copy,
-                encoding=self._options.delta_mode,
+                encoding=self._options.mode,
                 unless_digest=unless_digest,
                 lends=lends,
                 joins=joins,
@@ -360,7 +393,8 @@ class WeightPublisher:
         """The part of a rank other than 0: it gathers, and sends nothing."""
         try:
             if self._source.collective:
-                taken = self._source.take()
+                partial_version = self._options.trainable_only and agree(False)
+                taken = taken_of(self._source, partial_version)
                 try:
                     drain(taken.tensors)
                 finally:

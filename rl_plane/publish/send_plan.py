@@ -68,6 +68,22 @@ class SendPlan:
         )
         return bool(next(found, False))
 
+    def is_kept(self, base: str | None) -> bool:
+        """True if every worker keeps the version of this digest, or some do and the others can fetch it. A delta or a
+        partial version can then be built on it.
+
+        A worker that serves the version without keeping it never will: its model may tie tensors, for example. It would
+        be left out of the update.
+        """
+        self.ready_sender()
+        if self.changes_sender:
+            return False  # the base would end with the sender before
+        workers = self.workers()
+        lacking = [row for row in workers if row.get("kept") != base]
+        if any((row.get("version") or {}).get("digest") == base for row in lacking):
+            return False
+        return not lacking or (len(lacking) < len(workers) and self.is_refetchable(base))
+
     def ready_sender(self) -> Sender:
         """The sender of the best transport that this trainer and the fleet of this moment both have."""
         workers, options = self.workers(), self.options

@@ -377,7 +377,7 @@ class KeepingSender(Sender):
     """A Sender from which workers may fetch a version after its update, to heal."""
 
     @abstractmethod
-    def keep(self, adapter: str | None = None, onto_previous: bool = False) -> None:
+    def keep(self, adapter: str | None = None, onto_previous: bool = False, earlier: int | None = None) -> None:
         """Holds the weights that were sent last, until the next `keep` of the same kind.
 
         Called after the commit and before `close`. Without it `close` withdraws the weights of this update; the weights
@@ -385,7 +385,8 @@ class KeepingSender(Sender):
 
         Args:
             adapter: the name of the adapter that was committed; None for base weights.
-            onto_previous: the version is a delta of the one before. That one stays as long as this one does.
+            onto_previous: the version is built on those before, back to a full one. They stay as long as this one does.
+            earlier: with `onto_previous`, how many of them are needed, the full one first. None: all.
         """
 
 

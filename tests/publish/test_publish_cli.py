@@ -20,6 +20,7 @@ from rl_plane.sync import SyncRlClient
 from rl_plane.transports.registry import installed
 from tests.support.fleet_updates import all_serve
 from tests.support.frontend_here import started
+from tests.support.publishing import all_keep, nudged
 from worker.engines.fake.adapter import make_fake_adapter, make_fake_model
 from worker.receive.staging import adapter_digest, model_digest
 
@@ -65,6 +66,37 @@ async def test_publish_over_the_facade_and_over_nats(plane: Plane, capsys: pytes
     state = await (await plane.fleet()).run("state")
     assert state["version"]["digest"] == model_digest(elsewhere)
     assert state["adapters"]["a"]["label"] == "a2"
+
+
+async def test_a_command_sends_what_differs_from_a_checkpoint(
+    plane: Plane, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plane.spawn_many(2)
+    client = await plane.client()
+    models = [plane.model(1)]
+    models += [nudged(plane, models[0], 1)]
+    models += [nudged(plane, models[1], 2)]
+    root = str(plane.tmp / "weights" / "published")
+    reach = ["--root", root, "--nats-url", plane.url, "--namespace", plane.namespace]
+
+    async def publish(number: int, encoding: str) -> None:
+        base = ["--base", str(models[number - 1])] if number else ["--keep-staged"]
+        argv = ["publish", str(models[number]), *base, "--version", str(number), *reach, "--json"]
+        assert await asyncio.to_thread(main.run, argv) == 0
+        reply = json.loads(capsys.readouterr().out)
+        assert (reply["encoding"], reply["version"]["digest"]) == (encoding, model_digest(models[number]))
+        await plane.until(lambda: all_keep(client, models[number]), BOUND_S)
+
+    await publish(0, "full")
+    await publish(1, "partial")
+    await publish(2, "partial")
+    # Another version than the base is committed.
+    body = {"transport": {"backend": "filesystem", "path": str(models[0])}}
+    await client.run("update_weights", body)
+    await publish(2, "full")
+    argv = ["publish", str(models[0]), "--base", str(plane.tmp / "nowhere"), *reach]
+    assert await asyncio.to_thread(main.run, argv) != 0
+    assert "nowhere" in capsys.readouterr().err
 
 
 async def test_what_a_command_sends_without_a_root_does_not_go_with_it(

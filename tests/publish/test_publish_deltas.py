@@ -23,7 +23,7 @@ from rl_plane.publish.fleet_access import BlockingFleet
 from rl_plane.publish.free_memory import free_memory
 from rl_plane.publish.host_copy import AGAIN, TRIES, HostCopy
 from rl_plane.publish.publish_options import PublishOptions
-from rl_plane.publish.send_plan import SenderFactory
+from rl_plane.publish.send_plan import SenderFactory, SendPlan
 from rl_plane.transports.base import Sender, SenderContext
 from rl_plane.transports.nixl.sender import NixlSender, build
 from rl_plane.transports.registry import make_sender
@@ -101,7 +101,7 @@ async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pyte
     await client.run("update_weights", body)
     models[4].rename(plane.tmp / "away")
     with monkeypatch.context() as patch:
-        patch.setattr(by_copy.DeltaAttempt, "_base_is_kept", lambda *_: True)
+        patch.setattr(SendPlan, "is_kept", lambda *_: True)
         await publish(5, "full")
     await publish(6, "delta")
     # Another trainer has published meanwhile.
@@ -398,12 +398,12 @@ async def test_a_copy_whose_comparisons_save_nothing_is_dropped(plane: Plane) ->
     ],
 )
 def test_options_that_allow_deltas(how: dict[str, Any], encoding: str) -> None:
-    assert PublishOptions(**how).delta_mode == encoding
+    assert PublishOptions(**how).mode == encoding
 
 
 def test_adapters_are_sent_in_full(tmp_path: Path) -> None:
     adapter = make_fake_adapter(tmp_path / "a", 1, make_fake_model(tmp_path / "model", 0))
-    assert PublishOptions(adapter="a").delta_mode == "full"
+    assert PublishOptions(adapter="a").mode == "full"
     with pytest.raises(InvalidRequest, match="in full") as caught:
         WeightPublisher(adapter, "http://127.0.0.1:9", adapter="a", encoding="delta")
     assert caught.value.facts["field"] == "encoding"

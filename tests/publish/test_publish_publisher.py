@@ -106,7 +106,9 @@ async def test_a_keeping_sender_keeps_what_is_committed(plane: Plane, monkeypatc
     events: list[Any] = []
 
     class Keeping(FilesystemSender, KeepingSender):
-        def keep(self, adapter: str | None = None, onto_previous: bool = False) -> None:
+        def keep(
+            self, adapter: str | None = None, onto_previous: bool = False, earlier: int | None = None
+        ) -> None:
             events.append(("kept", adapter))
 
         def close(self) -> None:

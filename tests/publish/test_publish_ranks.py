@@ -15,6 +15,7 @@ from rl_plane.publish.sources.module import ModuleSource
 from tests.conftest import Plane
 from tests.support.exporting_ranks import GROWN
 from tests.support.failing_ranks import BROKEN
+from tests.support.freezing_ranks import TRAINED, freeze
 from tests.support.publishing import served
 from tests.support.publishing_ranks import VERSIONS, add_one
 from tests.support.scripts import told_by_ranks
@@ -69,3 +70,26 @@ async def test_rank_0_uses_an_export_up_as_the_others_do(plane: Plane) -> None:
         assert [one["exports"] for one in each] == [
             number + number // VERSIONS + 2 for number in range(len(versions))
         ]
+
+
+async def test_sharded_ranks_gather_and_send_only_what_is_trained(plane: Plane) -> None:
+    """Rank 0 decides whether a version is a partial one, and the other ranks gather the same tensors."""
+    model, first = fresh(), plane.tmp / "weights" / "first"
+    first.mkdir(parents=True)
+    save_file(dict(ModuleSource(model).take().tensors), first / "model.safetensors")
+    plane.spawn_many(2, model=first)
+    where = (plane.url, plane.namespace, plane.component)
+    outcomes = await asyncio.to_thread(
+        told_by_ranks, 2, "tests/support/freezing_ranks.py", *where, "gloo", timeout_s=RANKS_S
+    )
+    assert [one["error"] for one in outcomes] == [""] * (2 * VERSIONS)
+    freeze(model)
+    for _ in range(VERSIONS):
+        add_one(model)
+    _, digest = digest_of(ModuleSource(model))
+    assert await served(plane) == {(f"gloo {VERSIONS}", digest, VERSIONS)}
+    updates = (await (await plane.client()).run("updates"))["updates"]
+    trained = sum(one.nbytes for name, one in model.named_parameters() if name.startswith(TRAINED))
+    whole = sum(spec.nbytes for _, spec in ModuleSource(model).take().specs)
+    sent = [(one["encoding"], one["sent_bytes"]) for one in reversed(updates) if one["label"] != "initial"]
+    assert sent == [("full", whole), *[("partial", trained)] * (VERSIONS - 1)]

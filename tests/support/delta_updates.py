@@ -35,6 +35,21 @@ def delta_dir(plane: Plane, old: Path, new: Path) -> Path:
     return path
 
 
+def partial_dir(plane: Plane, old: Path, new: Path) -> Path:
+    """The tensors of `new` that `old` has with other bytes."""
+    before, after = tensors_in(old), tensors_in(new)
+    path = plane.tmp / "weights" / f"{old.name}-{new.name}-partial"
+    path.mkdir(exist_ok=True)
+    changed = {name: tensor for name, tensor in after.items() if tensor != before[name]}
+    write_safetensors(path / "model.safetensors", changed)
+    return path
+
+
+def by_partial(plane: Plane, old: Path, new: Path, label: str, **more: Any) -> dict[str, Any]:
+    body = update_of(partial_dir(plane, old, new), label)
+    return {**body, "encoding": "partial", "base": model_digest(old), "digest": model_digest(new), **more}
+
+
 def by_delta(plane: Plane, old: Path, new: Path, label: str, **more: Any) -> dict[str, Any]:
     body = update_of(delta_dir(plane, old, new), label)
     return {**body, "encoding": "delta", "base": model_digest(old), "digest": model_digest(new), **more}

@@ -57,9 +57,11 @@ class Rank:
 
 
 def add_one(model: Any) -> None:
+    """Adds one to each parameter that is trained."""
     with torch.no_grad():
         for weight in model.parameters():
-            weight.add_(1)
+            if weight.requires_grad:
+                weight.add_(1)
 
 
 def main(make: Callable[[], Rank]) -> None:

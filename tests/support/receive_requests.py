@@ -30,7 +30,7 @@ def named_request(
         update_id=staging,
         target=target,
         transport=Transport.model_validate(transport),
-        encoding="delta" if more.get("base") is not None else "full",
+        encoding=more.pop("encoding", "delta" if more.get("base") is not None else "full"),
         label=staging,
         staging="none" if in_place else "host",
         keep_staged=keep,

@@ -65,6 +65,9 @@ class Road(WeightTransport):
                 blobs[name] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
         self.put(path, blobs)
 
+    def put_partial(self, path: str, old: Tensors, new: Tensors) -> None:
+        self.put(path, {name: tensor for name, tensor in new.items() if raw(tensor) != raw(old[name])})
+
     def _packed(self, path: str) -> tuple[Manifest, list[memoryview]]:
         tensors = self.there[path]
         plain = Manifest(pack([(name, spec_of(tensor)) for name, tensor in tensors.items()], 64))

@@ -48,6 +48,7 @@ TIE_FIX = "start the engine with a config whose tie_word_embeddings is false, or
 OWN_TIE_FIX = (
     "start the engine with a config whose tie_word_embeddings is false, or save the model with its head tied"
 )
+SOME_FIX = "publish tensors of the model that this engine runs, in its dtypes"
 ADAPTER_FIX = "publish an adapter of this model as PEFT saves it, with save_embedding_layers=False"
 
 
@@ -180,7 +181,8 @@ class DigestingStream:
         self._tied = tied or {}
         self._expected = expected_digest
         self._cancelled = cancelled
-        self._digests: dict[str, str] = {}
+        self.digests: dict[str, str] = {}
+        """The digest of each tensor that has come so far."""
         self._asked = algorithm
         self._stream = self._run()
 
@@ -211,7 +213,7 @@ class DigestingStream:
     def finish(self) -> str:
         """Returns the digest after the engine has read the stream. EngineFailed if it did not read all of it."""
         if next(self._stream, None) is not None:  # an engine may count the tensors, and not ask for the end
-            taken, total = len(self._digests) - 1, len(self._delivery.specs)
+            taken, total = len(self.digests) - 1, len(self._delivery.specs)
             raise EngineFailed(f"the engine took {taken} of {total} tensors, and did not ask for the rest")
         if self.digest is None:
             raise EngineFailed("the engine continued although the weights failed on their way")
@@ -234,17 +236,17 @@ class DigestingStream:
                 raise _refuse(
                     f"{_short(name)} has digest {digest}, but its publisher stated {stated.get(name)}", tensor=name
                 )
-            self._digests[name] = digest
+            self.digests[name] = digest
             yield name, replace(tensor, digest=digest)
-        missing = sorted(specs.keys() - self._digests.keys())
+        missing = sorted(specs.keys() - self.digests.keys())
         if missing:
             raise _refuse("; ".join(_part("of the announced tensors did not arrive", missing, _short)))
-        lines = [(name, specs[name], digest) for name, digest in self._digests.items()]
+        lines = [(name, specs[name], digest) for name, digest in self.digests.items()]
         computed = tensors_digest(lines, self._delivery.adapter_config_raw)
         self._check_form()  # the digest may have come last
         self._compare(computed, self._delivery.digest, "the bytes make")
         self._compare(computed, self._expected, "the bytes make")
-        _check_ties(self._tied, self._digests)
+        _check_ties(self._tied, self.digests)
         if self._cancelled():
             raise EngineFailed("staging was cancelled")
         self.digest = computed
@@ -252,7 +254,7 @@ class DigestingStream:
     def _check(self, name: str, tensor: HostTensor, specs: Mapping[str, TensorSpec]) -> None:
         if name not in specs:
             raise _refuse(f"{_short(name)} arrived, but was not announced", tensor=name)
-        if name in self._digests:
+        if name in self.digests:
             raise _refuse(f"{_short(name)} arrived twice", tensor=name)
         if tensor.spec != specs[name]:
             raise _refuse(f"{_short(name)} arrived as {tensor.spec}, but {specs[name]} was announced", tensor=name)
@@ -295,8 +297,10 @@ def receive(
     algorithm: DigestAlgorithm | None = None,
     cancelled: Callable[[], bool],
     area: StagingArea,
+    digests: dict[str, str] | None = None,
 ) -> tuple[Staged, str]:
     """Checks a delivery, stages it in `area` and verifies it. Returns the staged weights and the version's digest.
+    `digests` takes each tensor's.
 
     Closes the delivery on every path. When it raises, nothing is staged, and the area is the caller's to close: wrong
     weights make the stream raise inside `holder.stage`. If a holder returns without asking for the stream's end, this
@@ -312,7 +316,10 @@ def receive(
             algorithm=algorithm,
             cancelled=cancelled,
         )
-        return _finished(holder.stage(_placed(stream, area), cast, cancelled), stream)
+        finished = _finished(holder.stage(_placed(stream, area), cast, cancelled), stream)
+        if digests is not None:
+            digests.update(stream.digests)
+        return finished
     finally:
         delivery.close()
 
@@ -354,7 +361,14 @@ def _finished(staged: Staged, stream: DigestingStream) -> tuple[Staged, str]:
         raise
 
 
-def check_changes(wanted: Mapping[str, TensorSpec], offered: Mapping[str, TensorSpec]) -> None:
+def check_some(
+    wanted: Mapping[str, TensorSpec], tied: Mapping[str, str], offered: Mapping[str, TensorSpec]
+) -> None:
+    """InvalidWeights unless `offered` are some of the tensors that the model needs. Reads no byte."""
+    check_specs({name: spec for name, spec in wanted.items() if name in offered}, tied, offered, False, SOME_FIX)
+
+
+def check_deltas(wanted: Mapping[str, TensorSpec], offered: Mapping[str, TensorSpec]) -> None:
     """InvalidWeights unless `offered` can be deltas of the `wanted` tensors. Reads no byte."""
     unknown = sorted(name for name in offered if name not in wanted)
     wrong = sorted(

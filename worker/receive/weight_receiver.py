@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import entry_points
@@ -13,6 +13,7 @@ from typing import Any
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase, PlaneError, Unsupported
 from rl_plane.protocol.canary import CANARY_NAME, Canary, check_vocabulary
+from rl_plane.protocol.record import Encoding
 from rl_plane.protocol.update_requests import (
     CanaryLimits,
     DeltaChainEntry,
@@ -33,11 +34,12 @@ from rl_plane.transports.base import (
 from rl_plane.weights.checkpoint import Kind
 from worker.receive.area_pool import AreaPool
 from worker.receive.host_room import check_room
-from worker.receive.kept_copy import Changes, KeptCopy, as_kept, missing_links, taken_changes
+from worker.receive.kept_copy import Changes, KeptCopy, as_kept, digests_of, missing_links, taken_changes
 from worker.receive.staging import (
     FLOAT_DTYPES,
-    check_changes,
+    check_deltas,
     check_overwrite,
+    check_some,
     check_specs,
     check_staged,
     digest_of,
@@ -98,14 +100,15 @@ class Receiver:
         """The areas of what is staged, by staging name. A delta changes the area of the copy, which is not here."""
         self._to_keep: dict[str, KeptCopy] = {}
         self._undo: dict[str, tuple[KeptCopy, Changes]] = {}
-        """The copy and the changes that a delta made in it, by staging name: `discard` takes them back."""
+        """The copy and the changes that were made in it, by staging name: `discard` takes them back."""
         self._kept: KeptCopy | None = None
         self._place: dict[str, Any] | None = None
         self._offering = threading.Lock()
 
     @property
     def kept(self) -> KeptCopy | None:
-        """The copy of the served version in host memory, which an update with `keep_staged` or a delta leaves here.
+        """The copy of the served version in host memory, which an update leaves here if it has `keep_staged` or is no
+        full version.
 
         None when other base weights are received, and until `take` uses them."""
         return self._kept
@@ -155,7 +158,7 @@ class Receiver:
             delivery.expect(wanted, tied, partial(_check_part, tied, request.cast))
             self._partwise = {staging: delivery}
         if request.base is not None:
-            self._check_delta(request, request.base, delivery)
+            self._check_changes(request, request.base, delivery)
         elif request.in_place:
             check_overwrite(self.holder, delivery, cast=request.cast, expected_digest=request.digest)
         else:
@@ -180,20 +183,23 @@ class Receiver:
             area, self._staged[staging], digest = self._received(receive_adapter, delivery, **how)
             self.areas[staging] = area
         elif request.base is not None:
-            digest = self._receive_delta(staging, request, request.base, delivery, cancelled)
+            digest = self._receive_changes(staging, request, request.base, delivery, cancelled)
         else:
             self._drop_copy()  # memory has room for one copy
             if request.in_place:
                 digest = overwrite(self.holder, delivery, **how)
             else:
-                area, self._staged[staging], digest = self._received(receive, delivery, **how)
+                digests: dict[str, str] = {}
+                area, self._staged[staging], digest = self._received(receive, delivery, **how, digests=digests)
                 self.areas[staging] = area
-                kept = as_kept(digest, area, self.holder.tied_tensors()) if request.keeps_copy else None
+                kept = as_kept(digest, area, self.holder.tied_tensors(), digests) if request.keeps_copy else None
                 if kept is not None:
                     self._to_keep[staging] = kept
         self._partwise.pop(staging, None)
         size = sum(spec.nbytes for spec in delivery.specs.values())  # a partwise delivery knows it only now
         reply = PreparedReply(digest=digest, tensors=len(delivery.specs), bytes=size, refetchable=refetchable)
+        if (after := self._to_keep.get(staging)) is not None:
+            reply["model_bytes"] = after.nbytes
         if isinstance(delivery.canary, Canary):
             reply["canary"] = delivery.canary.model_dump()
         return reply
@@ -204,6 +210,13 @@ class Receiver:
         if delivery is None:
             raise EngineFailed(f"no update in parts is open as {staging!r}")
         return delivery.receive_part(ReceivePart.model_validate(part), cancelled)
+
+    def changed_since(self, staging: str, digest: str | None) -> Collection[str] | None:
+        """Returns the names of the staged tensors that differ from those of the version that the engine serves. None:
+        it can't be told, so the engine loads all of them. Asked before `take`. `digest`: that version's; None: the
+        engine's weights are of no version."""
+        after = self._to_keep.get(staging)
+        return after.changed.get(digest) if after is not None and digest is not None else None
 
     def take(self, staging: str) -> Staged:
         """Returns the staged weights for the swap. They belong to the caller from now on.
@@ -219,7 +232,7 @@ class Receiver:
         if area is not None:
             self._pool.lend(staging, area)
         if to_keep is not None:
-            self.kept = to_keep
+            self.kept = replace(to_keep, changed={})
         self._undo.pop(staging, None)
         return staged
 
@@ -238,7 +251,8 @@ class Receiver:
         return staged, area
 
     def discard(self, staging: str) -> None:
-        """Frees what is staged or open under this name, and takes a delta back. Does nothing for an unknown name."""
+        """Frees what is staged or open under this name, and takes changes of the copy back. Does nothing for an unknown
+        name."""
         self._staged.pop(staging, None)
         area = self.areas.pop(staging, None)
         if area is not None:
@@ -296,41 +310,54 @@ class Receiver:
             delivery.close()
             raise
 
-    # ---- deltas ----
+    # ---- deltas and partial versions ----
 
-    def _check_delta(self, request: ReceiveRequest, base: str, delivery: Delivery) -> None:
-        """Checks that a delta fits this model, and that its base can be had. Closes the delivery when it raises."""
+    def _check_changes(self, request: ReceiveRequest, base: str, delivery: Delivery) -> None:
+        """Checks that changes fit this model, and that their base can be had. Closes the delivery when it raises."""
         try:
-            check_changes(self.holder.weight_spec(), delivery.specs)
-            if not self._is_there(request):
+            self._check_specs(request.encoding, delivery)
+            if not (self._is_there(request) or self._may_fit(request, delivery)):
                 missing_links(self._changeable(), request.base_chain, base)
+            check_room(sum(spec.nbytes for spec in delivery.specs.values()))
         except BaseException:
             delivery.close()
             raise
 
+    def _check_specs(self, encoding: Encoding, delivery: Delivery) -> None:
+        if encoding == "partial":
+            check_some(self.holder.weight_spec(), self.holder.tied_tensors(), delivery.specs)
+        else:
+            check_deltas(self.holder.weight_spec(), delivery.specs)
+
     def _is_there(self, request: ReceiveRequest) -> bool:
-        """Returns whether the copy is the delta's result already, for example because the swap failed."""
+        """Returns whether the copy is the result already, for example because the swap failed."""
         kept = self._changeable()
         return kept is not None and kept.digest == request.digest
 
     def _changeable(self) -> KeptCopy | None:
-        """The copy, if a delta can change it."""
+        """The copy, if a delta or a partial version can change it."""
         kept = self.kept
         return kept if kept is not None and kept.fits(self.holder.weight_spec()) else None
 
-    def _receive_delta(
+    def _may_fit(self, request: ReceiveRequest, delivery: Delivery) -> bool:
+        """Returns whether the tensors of a partial version may make the wanted version of this worker's copy, although
+        the copy may be another one than the base: it differs from the base only in tensors that come."""
+        kept, stated = self._changeable(), delivery.tensor_digests
+        if request.encoding != "partial" or kept is None or not delivery.specs.keys() <= kept.tensors.keys():
+            return False
+        # Without digests of the same algorithm only the bytes will tell.
+        return not stated or kept.digest_with(stated) in (None, request.digest)
+
+    def _receive_changes(
         self, staging: str, request: ReceiveRequest, base: str, delivery: Delivery, cancelled: Cancelled
     ) -> str:
-        """Applies a delta to the copy, in place. Returns the digest of the full version."""
+        """Applies changes to the copy, in place. Returns the digest of the full version."""
         wanted = request.digest
-        assert wanted is not None, "the request of a delta has it"
-        changes: Changes = taken_changes(delivery, self.holder.weight_spec(), algorithm_of(wanted), cancelled)
-        if self._is_there(request):
-            changes = {}
-            before = self.kept
-            assert before is not None
-        else:
-            before = self._at_base(request, base, cancelled)
+        assert wanted is not None, "the request has it"
+        algorithm = algorithm_of(wanted)
+        changes = taken_changes(delivery, request.encoding, self.holder.weight_spec(), algorithm, cancelled)
+        before, changes = self._before(request, base, changes, cancelled)
+        before.check_fits(changes)
         known, self.kept = self.kept, None
         try:
             after = before.change(changes, wanted, cancelled)
@@ -338,34 +365,45 @@ class Receiver:
             self.kept = known
             raise
         try:
-            tensors = hashed(after.tensors, algorithm_of(wanted), cancelled)
-            digest = digest_of(tensors)
+            after = after.hashed(cancelled)
         except BaseException:
             before.take_back(changes)
             self.kept = known  # not a version that was fetched on the way: its own digest was never compared
             raise
-        if digest != wanted:
+        if after.digest != wanted:
             before.take_back(changes)
             self._blame(known, cancelled)
+            what = "delta" if request.encoding == "delta" else "partial update"
             raise InvalidWeights(
-                f"the delta makes version digest {digest}, but {wanted} is wanted",
+                f"the {what} makes version digest {after.digest}, but {wanted} is wanted",
                 field="transport",
-                fix="encode it against the version that `base` names, or publish the full one",
-                digest=digest,
+                fix="make it from the version that `base` names, or publish the full one",
+                digest=after.digest,
                 expected_digest=wanted,
             )
         try:
-            self._staged[staging] = self.holder.stage(tensors.items(), request.cast, cancelled)
+            self._staged[staging] = self.holder.stage(after.with_digests().items(), request.cast, cancelled)
         except BaseException:
             before.take_back(changes)
             self.kept = known
             raise
         self._to_keep[staging] = after
         self._undo[staging] = (before, changes)
-        return digest
+        return wanted
+
+    def _before(
+        self, request: ReceiveRequest, base: str, changes: Changes, cancelled: Cancelled
+    ) -> tuple[KeptCopy, Changes]:
+        """Returns the copy to change, and the changes that it needs."""
+        kept = self._changeable()
+        if kept is not None and kept.digest == request.digest:
+            return kept, {}
+        if kept is not None and kept.digest_with(digests_of(changes)) == request.digest:
+            return kept, changes
+        return self._at_base(request, base, cancelled), changes
 
     def _blame(self, known: KeptCopy | None, cancelled: Cancelled) -> None:
-        """Finds out whether the delta or the copy is wrong. A damaged copy is dropped, and the error is NotAtBase."""
+        """Finds out whether the update or the copy is wrong. A damaged copy is dropped, and the error is NotAtBase."""
         if known is None:
             return
         if digest_of(hashed(known.tensors, algorithm_of(known.digest), cancelled)) != known.digest:
@@ -377,7 +415,7 @@ class Receiver:
         self.kept = known
 
     def _at_base(self, request: ReceiveRequest, base: str, cancelled: Cancelled) -> KeptCopy:
-        """Brings the copy to the version that the delta changes."""
+        """Brings the copy to the version that the update changes."""
         kept, links = missing_links(self._changeable(), request.base_chain, base)
         if not links:
             assert kept is not None
@@ -390,7 +428,7 @@ class Receiver:
                 raise  # for example, the receive was cancelled
             except PlaneError as error:
                 raise NotAtBase(
-                    f"{base}, which the delta changes, can't be fetched: {error.message}",
+                    f"{base}, which the update changes, can't be fetched: {error.message}",
                     field="base",
                     fix="publish the full version",
                 ) from error
@@ -398,26 +436,33 @@ class Receiver:
         return kept
 
     def _follow(self, kept: KeptCopy | None, link: DeltaChainEntry, cancelled: Cancelled) -> KeptCopy:
-        """Fetches the next version of the chain, the full one first. The digest of a delta's result is not checked: the
-        digest of the last result covers all of them."""
+        """Fetches the next version of the chain, the full one first. The digest of a change's result is not checked:
+        the digest of the last result covers all of them."""
         assert link.transport is not None, "the worker has filled in its own model"
         delivery = self._open(link.transport, "base")
         if kept is not None:
             try:
-                check_changes(self.holder.weight_spec(), delivery.specs)
+                self._check_specs(link.encoding, delivery)
             except BaseException:
                 delivery.close()
                 raise
             algorithm = algorithm_of(link.digest)
-            changes = taken_changes(delivery, self.holder.weight_spec(), algorithm, cancelled)
+            changes = taken_changes(delivery, link.encoding, self.holder.weight_spec(), algorithm, cancelled)
+            kept.check_fits(changes)
             return kept.change(changes, link.digest, cancelled)
+        digests: dict[str, str] = {}
         area, _, digest = self._received(
-            receive, delivery, cast=False, expected_digest=link.digest, cancelled=cancelled
+            receive,
+            delivery,
+            cast=False,
+            expected_digest=link.digest,
+            cancelled=cancelled,
+            digests=digests,
         )
-        kept = as_kept(digest, area, self.holder.tied_tensors())
+        kept = as_kept(digest, area, self.holder.tied_tensors(), digests)
         if kept is None:
             raise NotAtBase(
-                "this engine ties tensors that were published twice, so no delta fits",
+                "this engine ties tensors that were published twice, so no change of them fits",
                 field="base",
                 fix="publish the full version",
             )

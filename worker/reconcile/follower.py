@@ -93,7 +93,7 @@ class RecordFollower:
         try:
             await self._carry_out(instruction)
         except BusUnreachable as error:
-            log.info("%s can't reach NATS now: %s", self._state.instance_id, error)
+            log.info("%s tries again later: %s", self._state.instance_id, error)
             return False
         except Exception as error:
             expected = isinstance(error, PlaneError)

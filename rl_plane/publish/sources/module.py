@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rl_plane.errors import InvalidRequest
@@ -38,6 +39,8 @@ class ModuleSource:
         self._dtype = dtype
         self._names = names
         self.collective = is_sharded(self._module)
+        self._trained: set[str] = set()
+        """The names of the parameters that had `requires_grad` at one of the versions so far."""
 
     @property
     def module(self) -> torch.nn.Module:
@@ -45,7 +48,29 @@ class ModuleSource:
         return self._module
 
     def take(self) -> Taken:
-        return take_held(named_parameters(self._module), self._dtype, self._names)
+        return take_held(self._parameters(), self._dtype, self._names)
+
+    def take_trainable(self) -> Taken:
+        """The parameters that are trained now, or were trained before an earlier version: they may have changed."""
+        if is_fsdp1(self._module):
+            raise InvalidRequest(
+                "FSDP1 joins parameters, and does not tell which of them are trained",
+                field="trainable_only",
+                fix="use FSDP2, or leave trainable_only out and use encoding='partial'",
+            )
+        state = {name: tensor for name, tensor in self._parameters().items() if name in self._trained}
+        if not state:
+            raise InvalidRequest(
+                "no parameter of the module has requires_grad",
+                field="trainable_only",
+                fix="set requires_grad before the optimizer is made, or leave trainable_only out",
+            )
+        return take_held(state, self._dtype, self._names)
+
+    def _parameters(self) -> Mapping[str, Any]:
+        state = named_parameters(self._module)
+        self._trained |= {name for name, one in state.items() if getattr(one, "requires_grad", False)}
+        return state
 
 
 def peft_base_name(name: str) -> str | None:

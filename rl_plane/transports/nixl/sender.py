@@ -166,16 +166,18 @@ class NixlSender(KeepingSender, LendingSender):
         version.offered = version.manifest if digests is None else version.manifest.digested(digests)
         self._offer(version)
 
-    def keep(self, adapter: str | None = None, onto_previous: bool = False) -> None:
+    def keep(self, adapter: str | None = None, onto_previous: bool = False, earlier: int | None = None) -> None:
         """Keeps the version, as in the contract. Lent tensors are copied first, since the trainer changes them next."""
         version = self._open_version()
         if not self._keep_copy:
             return  # `close` withdraws it
-        if not onto_previous:
-            for old in self._kept.pop(adapter, []):  # first, to make room in memory
-                self._withdraw(old)
+        kept = self._kept.pop(adapter, [])
+        needed = (len(kept) if earlier is None else earlier) if onto_previous else 0
+        for old in kept[needed:]:  # first, to make room in memory
+            self._withdraw(old)
+        self._kept[adapter] = kept[:needed]
         self._copy_lent(version)
-        self._kept.setdefault(adapter, []).append(version)
+        self._kept[adapter].append(version)
         self._opened = None
         self._trim()
 

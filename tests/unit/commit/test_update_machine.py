@@ -278,7 +278,9 @@ def test_a_delta_brings_along_where_its_base_comes_from() -> None:
     assert driver.outcome().version.digest == NEW
     prepare = driver.one(SendOp, "prepare").body
     assert (prepare["encoding"], prepare["base"], prepare["keep_staged"]) == ("delta", OLD.digest, True)
-    assert prepare["base_chain"] == ({"digest": OLD.digest, "transport": None, "refetchable": True},)
+    assert prepare["base_chain"] == (
+        {"digest": OLD.digest, "transport": None, "refetchable": True, "encoding": "full"},
+    )
     decided = driver.one(Write, "decide").record
     assert decided.source == VersionSource(
         FILES, keep_staged=True, encoding="delta", base=OLD.digest, before=FULL.source
@@ -287,14 +289,52 @@ def test_a_delta_brings_along_where_its_base_comes_from() -> None:
     assert DecisionRecord.decode(decided.encode()) == decided
     # The next one is on top of it, until the chain is long enough.
     for number in range(1, MAX_DELTAS):
-        onto = replace(decided.opened(), update_id=f"before {number}")
+        onto = _renamed(decided, number)
         assert onto.source.deltas == number
-        driver = Driver(update(**{**DELTA, "base": NEW}), onto)
+        driver = Driver(update(**{**DELTA, "base": onto.version.digest}), onto)
         driver.outcome()
         decided = driver.one(Write, "decide").record
-    full = Driver(update(**{**DELTA, "base": NEW}), replace(decided.opened(), update_id="last"))
+    last = _renamed(decided, MAX_DELTAS)
+    full = Driver(update(**{**DELTA, "base": last.version.digest}), last)
     assert f"{MAX_DELTAS} deltas away" in full.error(NotAtBase).message
     assert full.all(SendOp, "prepare") == []
+
+
+def _renamed(record: DecisionRecord, number: int) -> DecisionRecord:
+    """The committed record, with a version of another digest."""
+    version = replace(record.version, digest=f"blake3:{number:064x}")
+    return replace(record.opened(), version=version, made=version, update_id=f"before {number}")
+
+
+def test_a_partial_version_may_build_on_an_earlier_version_of_the_chain() -> None:
+    """Its tensors replace those of the versions between, which are then not needed any more."""
+    partial = {**DELTA, "encoding": "partial"}
+    first = Driver(update(**{**partial, "digest": NEW}), FULL)
+    first.outcome()
+    committed = _renamed(first.one(Write, "decide").record, 1)
+    for base, length in ((OLD.digest, 1), (committed.version.digest, 2)):
+        driver = Driver(update(**{**partial, "base": base}), committed)
+        driver.outcome()
+        source = driver.one(Write, "decide").record.source
+        assert (source.encoding, source.base, source.deltas) == ("partial", base, length)
+        chain = driver.one(SendOp, "prepare").body["base_chain"]
+        assert [entry["encoding"] for entry in chain] == ["full", "partial"][:length]
+    for body in ({**partial, "base": "blake3:" + "9" * 64}, DELTA):  # a delta fits one version only
+        refused = Driver(update(**body), committed)
+        assert refused.error(NotAtBase).facts["base"] == committed.version.digest
+        assert refused.all(SendOp, "prepare") == []
+
+
+@pytest.mark.parametrize("encoding", ["delta", "partial"])
+def test_equal_bytes_under_another_label_make_the_chain_no_longer(encoding: str) -> None:
+    committed = _renamed(R1, 1)
+    committed = replace(committed, version=replace(committed.version, digest=NEW))
+    driver = Driver(update(encoding=encoding, base=NEW, digest=NEW), committed)
+    driver.outcome()
+    decided = driver.one(Write, "decide").record
+    assert decided.version.digest == NEW
+    assert decided.version.sequence == committed.sequence + 1
+    assert decided.source == replace(committed.source, keep_staged=True)
 
 
 def test_a_delta_of_another_version_than_the_committed_one_touches_nobody() -> None:
@@ -310,7 +350,7 @@ def test_back_to_a_version_that_was_a_delta() -> None:
     other = {**DELTA, "base": "blake3:" + "7" * 64}
     driver = Driver(replace(update(**other), before=before), R1_OPEN)
     driver.outcome()
-    entry = {"digest": other["base"], "transport": before.transport, "refetchable": True}
+    entry = {"digest": other["base"], "transport": before.transport, "refetchable": True, "encoding": "full"}
     assert driver.one(SendOp, "prepare").body["base_chain"] == (entry,)
     assert driver.one(Write, "decide").record.source.before == before
 

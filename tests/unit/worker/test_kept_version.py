@@ -157,7 +157,10 @@ class Chain:
     def link(self, number: int, refetchable: bool = True) -> DeltaChainEntry:
         path = f"d{number}" if number else "v0"
         transport = Transport.model_validate({"backend": "road", "path": path})
-        return DeltaChainEntry(digest=self.digests[number], transport=transport, refetchable=refetchable)
+        encoding = "delta" if number else "full"
+        return DeltaChainEntry(
+            digest=self.digests[number], transport=transport, refetchable=refetchable, encoding=encoding
+        )
 
 
 def test_a_delta_changes_the_copy() -> None:
@@ -275,7 +278,7 @@ def test_a_copy_that_was_damaged_is_not_kept() -> None:
     chain = Chain(worker.road, 2)
     worker.stage("v0")
     worker.swap("v0")
-    (place,) = (tensor.data for name, tensor in worker.kept() if name == "b")
+    (place,) = (tensor.data for name, tensor in worker.kept() if name == "n")
     place[3] ^= 1
     with pytest.raises(NotAtBase, match="damaged"):
         worker.stage("d1", **chain.delta(1))

@@ -70,12 +70,12 @@ class ModelWeights:
                 self.targets[name].copy_(tensor)
             self._settle()
 
-    def load(self, staged: StagedTensors) -> None:
-        """Copies staged weights into the live ones, so that tied weights and views stay what they are. No step may
-        run."""
+    def load(self, staged: StagedTensors, names: Collection[str] | None = None) -> None:
+        """Copies staged weights into the live ones, so that tied weights and views stay what they are. No step may run.
+        `names`: the tensors that differ from the live ones. None: all of them may."""
         with self._lock, torch.no_grad():
-            for name, tensor in staged.tensors.items():
-                self.targets[name].copy_(tensor)
+            for name in staged.tensors if names is None else names:
+                self.targets[name].copy_(staged.tensors[name])
             self._settle()
 
     def reset(self) -> None:

@@ -319,11 +319,17 @@ class FakeEngine(WeightsInProcess, FullEngine):
         return self._specs
 
     async def swap(self, staging: str, version: WeightVersion) -> bool:
+        served = self.version
+        names = self.receiver.changed_since(staging, served.digest if served is not None else None)
         staged = self.receiver.take(staging)
         if not isinstance(staged, FakeWeights):
             raise EngineFailed(f"{staging} is an adapter")
         await self._before_a_swap()
-        self.weights, self.version = staged, version
+        if names is not None and self.version == served:
+            self.weights = self._held().with_some(staged, names)
+        else:
+            self.weights = staged
+        self.version = version
         self._miscomputes = self.config.miscompute
         return await self.flush_cache()
 

@@ -7,7 +7,7 @@ import math
 import os
 import random
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -187,6 +187,10 @@ class FakeWeights:
             # A half-written mixture of two versions, so this need not be a version's digest.
             digests = {name: hex_digest(digest.encode(), DEFAULT_ALGORITHM) for name, digest in digests.items()}
         self.digest = tensors_digest((name, tensor.spec, digests[name]) for name, tensor in tensors.items())
+
+    def with_some(self, other: FakeWeights, names: Iterable[str]) -> FakeWeights:
+        """These weights with some tensors of `other`."""
+        return FakeWeights({**self.tensors, **{name: other.tensors[name] for name in names}})
 
     def checksum(self) -> str:
         lines = sorted(

@@ -222,13 +222,16 @@ class HfEngine(Generating, WeightsInProcess, CanScore, CanLoadAdapters, CanCheck
     # weights
 
     async def swap(self, staging: str, version: WeightVersion) -> bool:
+        served = self.loop.version
+        names = self.receiver.changed_since(staging, served.digest if served is not None else None)
         staged, weights = self.receiver.take(staging), self.holder.weights
         assert isinstance(staged, StagedTensors), "base weights"
 
         def between_two_steps(loop: GenerationLoop) -> None:
             loop.restart_requests()
+            still = loop.version == served
             loop.version = None  # half-way, the weights are of no version
-            weights.load(staged)
+            weights.load(staged, names if still else None)
             loop.version = version
 
         await self._call(between_two_steps)
