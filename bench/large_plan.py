@@ -1,5 +1,5 @@
-"""Computes what one update of a large model costs in memory, network and time. `python -m bench.large_plan` prints the table
-of docs/large-models.md.
+"""Computes what one update of a large model costs in memory, network and time. `python -m bench.large_plan` prints the
+table of docs/large-models.md.
 
 Nothing here is measured. The speeds are arguments, and each formula says what it counts.
 """
