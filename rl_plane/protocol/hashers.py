@@ -8,7 +8,7 @@ from blake3 import blake3
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 Algorithm = Literal["xxh3", "blake3"]
-"""The same as `versions.DigestAlgorithm`, which would be a circle of imports here."""
+"""Names an algorithm, as `versions.DigestAlgorithm` does, whose import here would be a circle."""
 
 PARALLEL_HASH_BYTES = 1 << 20
 """BLAKE3 hashes a tensor of at least this size on all cores. Below it threads cost more than they save. XXH3 is as fast
