@@ -98,6 +98,7 @@ soak: setup
 bench: setup
 	$(BIN)/python -m bench
 	$(BIN)/python -m bench.memory
+	$(BIN)/python -m bench.host_memory
 	$(BIN)/python -m bench.engine_paths
 
 docs: setup

@@ -25,6 +25,7 @@ from bench.deltas import measure_deltas
 from bench.fanout import measure_fan_out
 from bench.gaps import SHAPE_500_MB, measure_gaps
 from bench.generation import QUICK_TOKENS, TOKENS, NotUp, have_vllm, measure_fake, measure_vllm
+from bench.large import LargeSize, measure_large
 from bench.published import measure_published
 from bench.pulls import measure_pulls
 from bench.report import (
@@ -187,6 +188,13 @@ async def broadcasts(scratch: Path, size: Size) -> list[Row]:
     return found
 
 
+async def large(scratch: Path, size: Size) -> list[Row]:
+    rounds = QUICK_PULL_ROUNDS if size.quick else SHARED_ROUNDS
+    return await asyncio.to_thread(
+        measure_large, LargeSize(scratch, size.nbytes(QUICK_SHARED_BYTES), rounds), _say
+    )
+
+
 async def published(scratch: Path, size: Size) -> list[Row]:
     _say("publications into an hf worker …")
     model = make_tiny_model(scratch / "published", 0, "float32", **({} if size.quick else SHAPE_1_GB))
@@ -225,6 +233,7 @@ MEASURED = {
     "shared_memory": shared_memory,
     "pulls": pulls,
     "broadcasts": broadcasts,
+    "large": large,
     "published": published,
     "generation": generation,
 }
@@ -261,7 +270,7 @@ def main() -> None:
         type=int,
         default=1,
         choices=(1, 2, 4),
-        help="of weights in deltas, shared_memory, pulls, broadcasts",
+        help="of weights in deltas, shared_memory, pulls, broadcasts, large",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     arguments = parser.parse_args()

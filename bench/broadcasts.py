@@ -9,7 +9,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.shared_memory import hash_alone
+from bench.shared_memory import PLACED, hash_alone
 from rl_plane._util.processes import die_with_parent
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.group.sender import GroupSender
@@ -33,7 +34,7 @@ TIMEOUT_S_PER_GIB = 120.0
 WAYS = ("bare", "lent", "received", "checked", "lent and staged", "checked and staged", "hashed")
 """Each bucket broadcast and waited for, and nothing else · the transport, from where the tensors lie · the transport,
 packed · and both sides make the digests · copied, as the `hf` engine keeps it: lent, or packed and with digests ·
-BLAKE3 of as many bytes, on all sides at once, and nothing else."""
+XXH3 of as many bytes, on all sides at once, and nothing else."""
 
 
 @dataclass(slots=True)
@@ -42,10 +43,10 @@ class BroadcastTimes:
 
     nbytes: int
     receivers: int
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
-def measure_broadcasts(nbytes: int, receivers: int, rounds: int) -> BroadcastTimes:
+def measure_broadcasts(nbytes: int, receivers: int, rounds: int, ways: Sequence[str] = WAYS) -> BroadcastTimes:
     import torch
 
     spec = TensorSpec("U8", (TENSOR_BYTES,))
@@ -98,15 +99,15 @@ def measure_broadcasts(nbytes: int, receivers: int, rounds: int) -> BroadcastTim
                 for bucket in whole:
                     _broadcast(bare, bucket)
                 return
-            digests: dict[str, str] | None = {} if "checked" in way else None
+            digests: dict[str, str] | None = {} if "checked" in way or way == PLACED else None
             lent = sender.lend(dict(tensors)) if "lent" in way else ()
             for number in fill(manifest, tensors, sender.buffer, digests, lent):
                 sender.send(number)
             sender.finish(digests)
 
         for number in range(-1, rounds):  # the first one warms the buffers
-            turn = number % len(WAYS)
-            for way in WAYS[turn:] + WAYS[:turn]:
+            turn = number % len(ways)
+            for way in (*ways[turn:], *ways[:turn]):
                 begun = time.perf_counter()
                 sent(way)
                 for one in started:
@@ -162,12 +163,14 @@ def main() -> None:
     from rl_plane.transports.group.receiver import GlooTransport
     from worker.engines.common.torch_weights import host_copies
     from worker.receive.staging import DigestingStream
+    from worker.receive.staging_area import StagingArea
 
     transport = GlooTransport(TransportContext())
     transport.init(json.loads(sys.stdin.readline()))
     print("{}", flush=True)
     bare = _bare_group(**json.loads(sys.stdin.readline()))
     buffers: list[torch.Tensor] = []
+    area: StagingArea | None = None
     for line in sys.stdin:
         asked = json.loads(line)
         if asked["way"] == "hashed":
@@ -182,7 +185,11 @@ def main() -> None:
             delivery = transport.open(asked["transport"], "base")
             print("{}", flush=True)
             staged = {}
-            tensors = DigestingStream(delivery) if "checked" in asked["way"] else delivery.tensors()
+            placed = asked["way"] == PLACED
+            area = area or (StagingArea.for_specs(delivery.specs) if placed else None)
+            find = area.find if placed and area is not None else None
+            hashed = placed or "checked" in asked["way"]
+            tensors = DigestingStream(delivery, places=find) if hashed else delivery.tensors()
             if "staged" in asked["way"]:
                 staged = dict(host_copies(tensors, delivery.specs, frozenset(), False, lambda: False))
             else:

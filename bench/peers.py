@@ -25,6 +25,7 @@ from bench.bare_path import serve_engine, serve_http
 from rl_plane._util.processes import die_with_parent, spare_collector
 from rl_plane.bus.server import NatsServer
 from rl_plane.protocol.versions import DEFAULT_ALGORITHM, DigestAlgorithm
+from rl_plane.weights.hashed_copy import copy
 from rl_plane.weights.safetensors_file import SafetensorsFile
 
 STOP_TIMEOUT_S = 10.0
@@ -105,7 +106,13 @@ def hf_worker(namespace: str, model: Path, **arguments: Any) -> Iterator[tuple[s
 
 def unhashed(data: memoryview, algorithm: DigestAlgorithm = DEFAULT_ALGORITHM) -> str:
     """For a tensor's digest: its first bytes, so that versions differ and are swapped all the same."""
-    return bytes(data[:32]).hex().ljust(64, "0")
+    return bytes(data[:16]).hex().ljust(32, "0")
+
+
+def copied_unhashed(place: memoryview, data: memoryview, algorithm: DigestAlgorithm) -> str:
+    """For a copy that is hashed: only the copy."""
+    copy(place, data)
+    return unhashed(place)
 
 
 def _read_unhashed(
@@ -141,6 +148,7 @@ def workers(
 
     if not verify:
         worker.receive.staging.tensor_digest = unhashed  # type: ignore[attr-defined]
+        worker.receive.staging.copy_hashed = copied_unhashed  # type: ignore[attr-defined]
         rl_plane.weights.checkpoint._read_hashed = _read_unhashed
     run(
         WorkerOptions(

@@ -16,7 +16,7 @@ from unittest import mock
 import numpy as np
 
 from bench.memory import DELTA, some_places, trained
-from bench.peers import hf_worker, unhashed
+from bench.peers import copied_unhashed, hf_worker, unhashed
 from bench.stored import UNVERIFIED
 from rl_plane.publish import WeightPublisher
 from rl_plane.publish.publish_options import Encoding
@@ -60,6 +60,7 @@ def _measure_into(
     with ExitStack() as stack:
         if not verify:
             stack.enter_context(mock.patch.object(packing, "tensor_digest", unhashed))
+            stack.enter_context(mock.patch.object(packing, "copy_hashed", copied_unhashed))
         url, _ = stack.enter_context(hf_worker(namespace, model, verify=verify))
 
         def publisher(name: str, encoding: Encoding) -> WeightPublisher:

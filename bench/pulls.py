@@ -11,13 +11,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
 
 from bench.peers import Peer, await_ready, stop_peers
-from bench.shared_memory import hash_alone
+from bench.shared_memory import PLACED, hash_alone
 from rl_plane._util.framing import read_frame, send_frame
 from rl_plane._util.processes import die_with_parent
 from rl_plane.protocol.versions import HostTensor, TensorSpec
@@ -31,7 +32,7 @@ TENSOR_BYTES = 16 << 20
 
 WAYS = ("bare", "pull", "verified", "staged", "verified and staged", "hashed")
 """Reads by nixl and nothing else · the transport · and digests checked · copied, as the `hf` engine keeps it · all of
-it · BLAKE3 of as many bytes, in all receivers at once, and nothing else."""
+it · XXH3 of as many bytes, in all receivers at once, and nothing else."""
 
 
 @dataclass(slots=True)
@@ -40,10 +41,10 @@ class PullTimes:
 
     nbytes: int
     receivers: int
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
-def measure_pulls(nbytes: int, receivers: int, rounds: int) -> PullTimes:
+def measure_pulls(nbytes: int, receivers: int, rounds: int, ways: Sequence[str] = WAYS) -> PullTimes:
     count = max(1, nbytes // TENSOR_BYTES)
     times = PullTimes(count * TENSOR_BYTES, receivers)
     with ExitStack() as stack:
@@ -55,8 +56,8 @@ def measure_pulls(nbytes: int, receivers: int, rounds: int) -> PullTimes:
         started += [_start(role="receiver", transport=transport) for _ in range(receivers)]
         pullers = [await_ready(receiver) for receiver in started[1:]]
         for number in range(-1, rounds):  # the first one warms caches
-            turn = number % len(WAYS)
-            for way in WAYS[turn:] + WAYS[:turn]:  # the kernel still tidies up after what was staged
+            turn = number % len(ways)
+            for way in (*ways[turn:], *ways[:turn]):  # the kernel still tidies up after what was staged
                 begun = time.perf_counter()
                 for puller in pullers:
                     _tell(puller, way)
@@ -104,6 +105,7 @@ def receiver(transport: dict[str, Any]) -> None:
     from rl_plane.transports.nixl.receiver import NixlTransport
     from worker.engines.common.torch_weights import host_copies
     from worker.receive.staging import DigestingStream
+    from worker.receive.staging_area import StagingArea
 
     with socket.create_connection((transport["host"], transport["port"])) as connection:
         send_frame(connection, {"protocol": PROTOCOL, "secret": transport["secret"]})
@@ -128,6 +130,15 @@ def receiver(transport: dict[str, Any]) -> None:
 
     transports = NixlTransport(TransportContext())
 
+    area: StagingArea | None = None
+
+    def place() -> None:
+        nonlocal area
+        with closing(transports.open(transport, "base")) as delivery:
+            area = area or StagingArea.for_specs(delivery.specs)
+            for _ in DigestingStream(delivery, places=area.find):
+                pass
+
     def consume(verified: bool = False, staged: bool = False) -> None:
         with closing(transports.open(transport, "base")) as delivery:
             tensors = DigestingStream(delivery) if verified else delivery.tensors()
@@ -140,6 +151,7 @@ def receiver(transport: dict[str, Any]) -> None:
     ways: dict[str, Callable[[], None]] = {
         "bare": bare,
         "pull": consume,
+        PLACED: place,
         "verified": lambda: consume(verified=True),
         "staged": lambda: consume(staged=True),
         "verified and staged": lambda: consume(verified=True, staged=True),

@@ -45,7 +45,7 @@ PULL_AIM = 1.25
 """0.8 × the speed of a bare read."""
 BROADCAST_AIM = 1.11
 """0.9 × the speed of a bare broadcast."""
-HASHED_ALONE = ", BLAKE3 alone of the same bytes"
+HASHED_ALONE = ", XXH3 alone of the same bytes"
 """By all who hash them, at once: no way that verifies takes less on the same cores. Where that is above the aim, no
 code can reach it."""
 FIRST_TOKEN_AIM_S = 0.002

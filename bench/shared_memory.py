@@ -9,7 +9,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,13 +28,15 @@ TENSOR_BYTES = 16 << 20
 """A matrix of a small model."""
 
 
+PLACED = "into the area"
+"""Both sides hash, and the receiver copies into a staging area, whose memory was used before."""
 WAYS = ("received", "checked", "staged", "checked and staged", "lent", "lent and checked")
 """Received, and nothing more · both sides hash · copied, as the `hf` engine keeps it · all of it · in the layout
 `tensors`, of which the receiver makes a copy of its own · that, and both sides hash."""
 COPY = "copy"
 """Between two buffers that are there already."""
 HASHED = "hashed"
-"""BLAKE3 of as many bytes, which are in the cache, in both processes at once, and nothing else."""
+"""XXH3 of as many bytes, which are in the cache, in both processes at once, and nothing else."""
 
 
 @dataclass(slots=True)
@@ -41,10 +44,10 @@ class IpcTimes:
     """Seconds, a number for each round."""
 
     nbytes: int
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in (*WAYS, COPY, HASHED)})
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
-def measure_ipc(nbytes: int, rounds: int) -> IpcTimes:
+def measure_ipc(nbytes: int, rounds: int, ways: Sequence[str] = WAYS) -> IpcTimes:
     """From the opening of an update until one receiver has all of it."""
     import torch
 
@@ -56,7 +59,7 @@ def measure_ipc(nbytes: int, rounds: int) -> IpcTimes:
     times, packing, lending = IpcTimes(nbytes), IpcSender(lambda: 1), IpcSender(lambda: 1, layout="tensors")
 
     def sent(way: str) -> float:
-        digests: dict[str, str] | None = {} if "checked" in way else None
+        digests: dict[str, str] | None = {} if "checked" in way or way == PLACED else None
         sender, named = (lending, dict[str, Tensor](shared)) if "lent" in way else (packing, dict(tensors))
         manifest = Manifest(sender.pack(((name, spec) for name in named), BUCKET_BYTES))
         start = time.perf_counter()
@@ -97,7 +100,7 @@ def measure_ipc(nbytes: int, rounds: int) -> IpcTimes:
                 raise SystemExit("the receiver failed")
 
         for number in range(-1, rounds):  # the first one warms the buffers
-            seconds = {way: sent(way) for way in WAYS}
+            seconds = {way: sent(way) for way in ways}
             seconds[HASHED] = hashed()
             seconds[COPY] = copied()
             if number >= 0:
@@ -132,7 +135,9 @@ def main() -> None:
     from rl_plane.transports.ipc.receiver import IpcTransport
     from worker.engines.common.torch_weights import host_copies
     from worker.receive.staging import DigestingStream
+    from worker.receive.staging_area import StagingArea
 
+    area: StagingArea | None = None
     for line in sys.stdin:
         asked = json.loads(line)
         if "hash" in asked:
@@ -140,7 +145,10 @@ def main() -> None:
             print("{}", flush=True)
             continue
         delivery = IpcTransport(TransportContext()).open(asked["transport"], "base")
-        stream = DigestingStream(delivery) if "checked" in asked["way"] else None
+        placed = asked["way"] == PLACED
+        area = area or (StagingArea.for_specs(delivery.specs) if placed else None)
+        find = area.find if placed and area is not None else None
+        stream = DigestingStream(delivery, places=find) if placed or "checked" in asked["way"] else None
         tensors = delivery.tensors() if stream is None else stream
         staged = {}
         if "staged" in asked["way"]:

@@ -18,7 +18,7 @@ import nats
 import numpy as np
 
 from bench.fanout import JOIN_TIMEOUT_S
-from bench.peers import peers, start_peer, unhashed
+from bench.peers import copied_unhashed, peers, start_peer, unhashed
 from bench.phases import phases_seen
 from rl_plane.bus.server import NatsServer
 from rl_plane.client import RlClient
@@ -126,6 +126,7 @@ async def measure_stored(models: Sequence[Path], rounds: int) -> StoredTimes:
         async with AsyncExitStack() as stack:
             if not verify:
                 stack.enter_context(mock.patch.object(packing, "tensor_digest", unhashed))
+                stack.enter_context(mock.patch.object(packing, "copy_hashed", copied_unhashed))
             server = NatsServer()
             server.start()
             stack.callback(server.stop)

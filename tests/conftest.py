@@ -14,7 +14,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,10 +148,11 @@ class Plane:
         copies: int = 1,
         drain_s: float = 30.0,
         engine: str = "fake",
+        nodes: Mapping[str, Any] | None = None,
         weight_urls: Sequence[str] = (),
         **engine_args: Any,
     ) -> Spawned:
-        """`patch`: code that runs in the process before the worker does."""
+        """`patch`: code that runs in the process before the worker does. `nodes`: the fields of `NodeSettings`."""
         instance_id = instance_id or secrets.token_hex(8)
         options = {
             "engine": engine,
@@ -165,6 +166,7 @@ class Plane:
             "weight_urls": list(weight_urls),
             "engine_args": {key: str(value) for key, value in engine_args.items()},
             "drain_s": drain_s,
+            **({} if nodes is None else {"nodes": dict(nodes)}),
         }
         log = self.tmp / f"{instance_id}-{len(self.spawned)}.log"
         arguments = [json.dumps(options), patch]

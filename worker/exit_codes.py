@@ -11,3 +11,6 @@ MODEL_CHANGED = 74
 """The model's files changed while the engine loaded them. A new process loads the new files."""
 COME_BACK = (ENGINE_DEAD, ENGINE_HUNG, FAILED, MODEL_CHANGED)
 """After these a supervisor starts the process again, even if it was never ready."""
+
+EXIT_MARGIN_S = 15.0
+"""The time that leaving and closing the engine may take after the drain, before the process exits anyway."""

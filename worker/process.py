@@ -22,13 +22,19 @@ from typing import Any, NoReturn
 from rl_plane._util.processes import exit_within, spare_collector
 from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.connection import SERVICE_CONNECT_S, Bus
-from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
+from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.protocol.subjects import Subjects, check_instance_id
 from rl_plane.transports.http.allowed import Allowed
 from worker import exit_codes
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
-from worker.engines.capabilities import with_missing
+from worker.engines.capabilities import SpansHosts, with_missing
 from worker.engines.common.token_checks import lacking_fields
+from worker.nodes.facts import node_facts
+from worker.nodes.follower_link import FollowerLink
+from worker.nodes.head_link import HeadLink
+from worker.nodes.node_link import NodeLink, NodePlace
+from worker.nodes.node_process import NodeProcess
+from worker.nodes.node_settings import NodeSettings
 from worker.receive.staging import model_digest
 from worker.runtime.engine_args import EngineArguments
 from worker.runtime.engine_loop import EngineLoop
@@ -37,8 +43,6 @@ from worker.worker_options import WorkerOptions
 
 log = logging.getLogger("worker.process")
 
-EXIT_MARGIN_S = 15.0
-"""The time that leaving and closing the engine may take after the drain, before the process exits anyway."""
 MAX_COPIES = 4096
 
 ENGINES = "rl_plane.engines"
@@ -64,6 +68,9 @@ def check_options(options: WorkerOptions) -> None:
         raise InvalidRequest(
             f"copies is {options.copies}", field="copies", fix=f"1 to {MAX_COPIES}; above 1 without an instance id"
         )
+    options.nodes.check()
+    if options.copies > 1 and options.nodes.count > 1:
+        raise InvalidRequest("copies and nnodes are both given", field="copies", fix="leave one out")
     of_key = options.credentials.load().instance_id
     if of_key is not None and (options.copies > 1 or options.instance_id not in (None, of_key)):
         raise InvalidRequest(
@@ -80,8 +87,10 @@ def check_options(options: WorkerOptions) -> None:
 def run(options: WorkerOptions, on_ready: Callable[[list[str]], None] | None = None) -> int:
     """Runs until SIGTERM, SIGINT or the engine's death. Returns the exit code. `on_ready` gets the instance ids."""
     check_options(options)
+    ready = on_ready or (lambda _: None)
+    work = _engine_side(options, ready) if options.nodes.rank == 0 else _node_side(options, ready)
     try:
-        return asyncio.run(_engine_side(options, on_ready or (lambda _: None)))
+        return asyncio.run(work)
     finally:
         gc.freeze()  # without it, the collector searches all that an engine imports at the exit, for seconds
 
@@ -89,7 +98,54 @@ def run(options: WorkerOptions, on_ready: Callable[[list[str]], None] | None = N
 async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], None]) -> int:
     arguments = EngineArguments(options.engine_args, options.engine_args_file)
     build = _load(ENGINES, options.engine, "engine")
-    engine_options = EngineOptions(
+    nodes = HeadLink(*_link_of(options, arguments)) if options.nodes.count > 1 else None
+    weights = _weights_at(options.model)
+    with arguments.named():
+        adapters: list[EngineAdapter] = [
+            build(_engine_options(options, arguments, nodes)) for _ in range(options.copies)
+        ]
+    process = WorkerProcess(options, EngineLoop(), on_ready, nodes)
+    loop = asyncio.get_running_loop()
+    why, code = "its worker failed", exit_codes.FAILED
+    try:
+        if nodes is not None:
+            _spanning(options, adapters[0])
+            await asyncio.to_thread(nodes.start)
+            await asyncio.to_thread(nodes.gather)
+            # A rank that waits for another host's ranks may block this process for long.
+            nodes.on_lost(lambda why: exit_within(exit_codes.EXIT_MARGIN_S, exit_codes.ENGINE_DEAD))
+        with arguments.named():
+            infos = [with_missing(adapter, await adapter.start()) for adapter in adapters]
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, process.told_to_end)
+        engines = any(info.stage is None for info in infos)
+        tied = {name: of for info in infos for name, of in info.tied.items()}
+        digest = await _digest_of(options.model, tied, adapters) if engines else ""
+        if nodes is not None:
+            await asyncio.to_thread(nodes.check_digests, tied, digest)
+        if engines and _weights_at(options.model) != weights:
+            code = process.model_changed()
+        else:
+            code = await process.serve(adapters, infos, digest)
+        why = f"its worker ended with exit code {code}"
+        return code
+    except EngineDied as error:
+        why, code = error.message, process.engine_died(error)
+        return code
+    except PlaneError as error:
+        why = error.message
+        raise
+    finally:
+        if nodes is not None:
+            await asyncio.to_thread(nodes.tell_end, why, code)
+        for adapter in adapters:
+            await adapter.close()
+        if nodes is not None:
+            await asyncio.to_thread(nodes.close)
+
+
+def _engine_options(options: WorkerOptions, arguments: EngineArguments, nodes: NodeLink | None) -> EngineOptions:
+    return EngineOptions(
         options.model,
         options.dtype,
         options.device,
@@ -102,28 +158,72 @@ async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], N
         options.enable_memory_saver,
         options.credentials,
         options.weight_urls,
+        nodes,
     )
+
+
+def _link_of(
+    options: WorkerOptions, arguments: EngineArguments
+) -> tuple[NodePlace, NodeSettings, float, dict[str, Any]]:
+    """Returns what the link of any node needs: its place in NATS, its settings, and the facts that all share."""
+    subjects = Subjects(options.namespace, options.component)
+    place = NodePlace(options.nats_url, subjects, _instance_id(options), options.credentials)
+    shared = {
+        "nnodes": options.nodes.count,
+        "dist_init_addr": options.nodes.address,
+        "dtype": options.dtype,
+        "the kind of device": options.device.partition(":")[0],
+        "deterministic": options.deterministic,
+        "enable_memory_saver": options.enable_memory_saver,
+        **{f"engine_arg {key}": text for key, text in sorted(arguments.texts.items())},
+    }
+    facts = node_facts(options.engine, options.model, shared)
+    return place, options.nodes, options.engine_hang_s, facts
+
+
+def _instance_id(options: WorkerOptions) -> str:
+    """A key that belongs to one worker names its instance id."""
+    given = options.instance_id or options.credentials.load().instance_id
+    if given is not None:
+        return given
+    if options.nodes.count > 1:
+        return options.nodes.instance_id(Subjects(options.namespace, options.component))
+    return secrets.token_hex(8)
+
+
+def _spanning(options: WorkerOptions, adapter: EngineAdapter) -> SpansHosts:
+    if not isinstance(adapter, SpansHosts):
+        raise Unsupported(
+            f"the engine {options.engine} runs on one host",
+            field="nnodes",
+            fix="leave it out, or use vllm or sglang",
+        )
+    return adapter
+
+
+async def _node_side(options: WorkerOptions, on_ready: Callable[[list[str]], None]) -> int:
+    """Runs a node that is not the head: its part of the engine, and the answers to the head."""
+    arguments = EngineArguments(options.engine_args, options.engine_args_file)
+    build = _load(ENGINES, options.engine, "engine")
     weights = _weights_at(options.model)
+
+    def digest(tied: Mapping[str, str]) -> str:
+        found = model_digest(options.model, tied=tied)
+        if _weights_at(options.model) != weights:
+            raise EngineFailed("the model's files changed while the engine loaded them: start all nodes again")
+        return found
+
+    link = FollowerLink(*_link_of(options, arguments), digest)
     with arguments.named():
-        adapters: list[EngineAdapter] = [build(engine_options) for _ in range(options.copies)]
-    process = WorkerProcess(options, EngineLoop(), on_ready)
-    loop = asyncio.get_running_loop()
+        adapter = _spanning(options, build(_engine_options(options, arguments, link)))
+    assert isinstance(adapter, EngineAdapter)
     try:
-        with arguments.named():
-            infos = [with_missing(adapter, await adapter.start()) for adapter in adapters]
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, process.told_to_end)
-        engines = any(info.stage is None for info in infos)
-        tied = {name: of for info in infos for name, of in info.tied.items()}
-        digest = await _digest_of(options.model, tied, adapters) if engines else ""
-        if engines and _weights_at(options.model) != weights:
-            return process.model_changed()
-        return await process.serve(adapters, infos, digest)
-    except EngineDied as error:
-        return process.engine_died(error)
+        await asyncio.to_thread(link.start)
+        await asyncio.to_thread(link.join)
+        return await NodeProcess(link, adapter).run(lambda: on_ready([link.instance_id]))
     finally:
-        for adapter in adapters:
-            await adapter.close()
+        await adapter.close()
+        await asyncio.to_thread(link.close)
 
 
 def _weights_at(model: Path) -> tuple[Path, list[tuple[str, tuple[int, ...]]]]:
@@ -164,6 +264,8 @@ async def _until_one_dies(adapters: Iterable[EngineAdapter]) -> NoReturn:
                 await adapter.liveness()
             except EngineFailed as error:
                 raise EngineDied(error.message) from error
+            except TimeoutError:
+                continue  # it hangs
         await asyncio.sleep(LIVENESS_INTERVAL_S)
 
 
@@ -192,9 +294,16 @@ def _on_a_thread(work: Callable[[], str]) -> asyncio.Future[str]:
 class WorkerProcess:
     """Runs the NATS loop on the second thread, with one connection and one Worker for each adapter."""
 
-    def __init__(self, options: WorkerOptions, engine: EngineLoop, on_ready: Callable[[list[str]], None]) -> None:
+    def __init__(
+        self,
+        options: WorkerOptions,
+        engine: EngineLoop,
+        on_ready: Callable[[list[str]], None],
+        nodes: HeadLink | None = None,
+    ) -> None:
         self._options = options
         self._engine = engine
+        self._nodes = nodes
         self._on_ready = on_ready
         self._end_wanted = threading.Event()
         self._wake: Callable[[], None] = lambda: None
@@ -202,7 +311,7 @@ class WorkerProcess:
 
     def told_to_end(self) -> None:
         """Ends the process on a signal."""
-        exit_within(self._options.drain_s + EXIT_MARGIN_S)
+        exit_within(self._options.drain_s + exit_codes.EXIT_MARGIN_S)
         self.end()
 
     def end(self) -> None:
@@ -214,7 +323,7 @@ class WorkerProcess:
     def _failed(self, why: str, exit_code: int) -> None:
         log.error("%s", why)
         self._exit_code = exit_code
-        exit_within(EXIT_MARGIN_S, exit_code)  # to close an engine that hangs may take for ever
+        exit_within(exit_codes.EXIT_MARGIN_S, exit_code)  # to close an engine that hangs may take for ever
         self.end()
 
     def engine_died(self, error: EngineDied) -> int:
@@ -292,8 +401,7 @@ class WorkerProcess:
 
     async def _worker(self, adapter: EngineAdapter, info: EngineInfo, digest: str) -> Worker:
         options = self._options
-        # A key that belongs to one worker names its instance id.
-        instance_id = options.instance_id or options.credentials.load().instance_id or secrets.token_hex(8)
+        instance_id = _instance_id(options)
         bus = await Bus.connect(options.nats_url, instance_id, SERVICE_CONNECT_S, options.credentials)
         return Worker(
             bus,
@@ -314,6 +422,7 @@ class WorkerProcess:
                 "lacks": lacking_fields(info.capabilities),
                 **({} if info.stage is None else {"stage": info.stage}),
                 "witnesses": info.witnesses,
+                **({} if self._nodes is None else {"nodes": self._nodes.rows()}),
             },
             model_digest=digest,
             engine_hang_s=options.engine_hang_s,

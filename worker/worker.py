@@ -21,10 +21,10 @@ from rl_plane.protocol.canary import engine_kind
 from rl_plane.protocol.subjects import Subjects
 from rl_plane.protocol.update_requests import Transport
 from worker import exit_codes
-from worker.engines.base import EngineAdapter, EngineInfo
+from worker.engines.base import EngineAdapter, EngineHung, EngineInfo
 from worker.generation_service import GenerationService
 from worker.ops.dispatcher import Dispatcher
-from worker.ops.handlers import EngineHung, OpHandlers
+from worker.ops.handlers import OpHandlers
 from worker.reconcile.coordinator_calls import CoordinatorCalls
 from worker.reconcile.coordinator_watch import CoordinatorWatch
 from worker.reconcile.engine_changes import EngineChanges
@@ -74,7 +74,7 @@ class Worker:
         self._stage = info.stage
         self._on_end = on_end
         self._watch = EngineWatch(engine_hang_s)
-        peers = Peers(bus, subjects, adapter, info.transports)
+        peers = Peers(bus, subjects, adapter, info.transports, member_info["host"])
         model = Transport.model_validate({"backend": "filesystem", "path": member_info["model_path"]})
         self.updates = WeightUpdates(adapter, info, engine, self._staged_changed, peers.offer)
         self._generation = GenerationService(bus, adapter, engine, self.state, info.witnesses, self.core.numerics)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
+from worker.nodes.node_settings import ONE_HOST, NodeSettings
 from worker.runtime.engine_watch import DEFAULT_ENGINE_HANG_S, DEFAULT_LIVENESS_TIMEOUT_S
 
 
@@ -42,6 +43,8 @@ class WorkerOptions:
     """16 hex digits. None: a new id. A supervisor that restarts a worker passes the same id."""
     copies: int = 1
     """Workers in this one process, each with its own connection; more than 1 only for the fake engine."""
+    nodes: NodeSettings = ONE_HOST
+    """The hosts of the engine, and the one of this process."""
     liveness_timeout_s: float = DEFAULT_LIVENESS_TIMEOUT_S
     """Seconds without a round trip through the engine after which the worker closes, until the next round trip."""
     engine_hang_s: float = DEFAULT_ENGINE_HANG_S

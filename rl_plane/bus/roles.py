@@ -113,6 +113,7 @@ def _worker(fleet: Subjects, instance_id: str) -> Permissions:
     return Permissions(
         publish=[
             fleet.status(instance_id),
+            fleet.node(instance_id, "*"),
             fleet.keep_record,
             members.key(MEMBER_PREFIX + instance_id),
             fleet.offers.key(instance_id),
@@ -128,6 +129,7 @@ def _worker(fleet: Subjects, instance_id: str) -> Permissions:
             fleet.rl_direct(instance_id),
             fleet.read(instance_id),
             fleet.generate(instance_id),
+            fleet.node(instance_id, "*"),
             members.feed(MEMBER_PREFIX + instance_id),
             state.feed(LOCK),
             state.feed(RECORD),

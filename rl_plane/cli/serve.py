@@ -36,7 +36,19 @@ ENGINE = (
     "enable_memory_saver",
     "engine_hang_s",
 )
-WORKER = (*BUS, "engine", *ENGINE, "liveness_timeout_s", "drain_s", "instance_id", "copies", "log_level", "json")
+NODES = ("nnodes", "node_rank", "dist_init_addr", "node_wait_s")
+WORKER = (
+    *BUS,
+    "engine",
+    *ENGINE,
+    *NODES,
+    "liveness_timeout_s",
+    "drain_s",
+    "instance_id",
+    "copies",
+    "log_level",
+    "json",
+)
 LISTENERS = (
     "host",
     "rl_port",
@@ -124,15 +136,18 @@ def run_worker(given: Command) -> int:
     engine = check_engine(values["engine"])
     _set_up_logging(values["log_level"])
 
+    from worker.nodes.node_settings import NodeSettings
     from worker.process import run
     from worker.worker_options import WorkerOptions
 
+    nodes = NodeSettings(*(values[name] for name in NODES))
     options = WorkerOptions(
         engine=engine,
         model=values["model"] or default_model([engine]),
         nats_url=values["nats_url"] or DEFAULT_NATS_URL,
         credentials=credentials(values),
         engine_args=pairs(values["engine_args"]),
+        nodes=nodes,
         **_picked(
             values,
             "namespace component model_name dtype device engine_args_file weight_roots weight_urls instance_id copies "
@@ -142,11 +157,13 @@ def run_worker(given: Command) -> int:
 
     def ready(instance_ids: list[str]) -> None:
         shown = ", ".join(instance_ids) if len(instance_ids) <= 3 else f"{len(instance_ids)} workers"
+        part = f"node {nodes.rank} of worker" if nodes.rank else "worker"
         say_ready(
             values["json"],
             "worker",
-            f"worker is ready: {shown} ({engine}, {options.namespace}.{options.component})",
+            f"{part} is ready: {shown} ({engine}, {options.namespace}.{options.component})",
             instance_ids=instance_ids,
+            node_rank=nodes.rank,
             engine=engine,
             namespace=options.namespace,
             component=options.component,

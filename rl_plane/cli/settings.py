@@ -157,6 +157,10 @@ SETTINGS: dict[str, Setting] = {
         Setting("engine_args", "An argument of the engine's own.", types.PAIR, separator=";", flag="--engine-arg"),
         Setting("engine_args_file", "A YAML file of such arguments; --engine-arg wins.", types.FILE),
         Setting("instance_id", "The worker's id, 16 hex digits. Default: a new one.", types.INSTANCE_ID),
+        Setting("nnodes", "The hosts of this engine (vllm, sglang).", IntRange(1, 1024), 1),
+        Setting("node_rank", "This host's number among them. 0 is the head.", IntRange(0, 1023), 0),
+        Setting("dist_init_addr", "HOST:PORT of the head, where the engine's ranks meet."),
+        Setting("node_wait_s", "Seconds that a node waits for the others.", _POSITIVE, 600.0),
         Setting("copies", "Workers in this one process (engine fake only).", IntRange(1, MAX_COUNT), 1),
         Setting(
             "deterministic", "The same tokens whatever else is in the batch (vllm, sglang; GPU).", bool, False

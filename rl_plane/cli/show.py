@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from rl_plane.cli.output import counted, one_line, table
 from rl_plane.protocol.envelope import engine_replies
+from rl_plane.protocol.relay import TRAINER
 
 Reply = Mapping[str, Any]
 
@@ -32,6 +33,7 @@ WORKER_COLUMNS = {
     "VERSION": "version",
     "CANARY": "canary",
 }
+NODE_COLUMNS = {"INSTANCE": "instance_id", "NODE": "node_rank", "HOST": "host", "PID": "pid", "RANKS": "ranks"}
 UPDATE_COLUMNS = {
     "BEGAN": "began",
     "OUTCOME": "outcome",
@@ -64,7 +66,7 @@ def show(op: str, reply: Reply, body: Reply) -> str:
     if op == "state":
         return "\n".join([*_heads(reply), *_rows(reply, STATE_COLUMNS)])
     if op == "workers":
-        return "\n".join([*_heads(reply), *_rows(reply, WORKER_COLUMNS)])
+        return "\n".join([*_heads(reply), *_rows(reply, WORKER_COLUMNS), *_nodes(reply)])
     if op == "updates":
         return "\n".join(_updates(reply))
     if op == "new_run":
@@ -111,6 +113,16 @@ def _rows(reply: Reply, columns: Mapping[str, str]) -> list[str]:
         if row.get("status") == "skipped"
     ]
     return lines
+
+
+def _nodes(reply: Reply) -> list[str]:
+    """The nodes of the workers whose engines span several hosts."""
+    rows = [
+        {**node, "instance_id": row["instance_id"], "ranks": ", ".join(map(str, node["ranks"]))}
+        for row in reply["workers"]
+        for node in row.get("nodes") or ()
+    ]
+    return [table(rows, NODE_COLUMNS)] if rows else []
 
 
 def _flat(row: Reply) -> dict[str, Any]:
@@ -198,7 +210,25 @@ def _updates(reply: Reply) -> list[str]:
     if not rows:
         return ["no updates"]
     columns = {"COMPONENT": "component", **UPDATE_COLUMNS} if "components" in reply else UPDATE_COLUMNS
+    if any(row["sources"] for row in rows):
+        columns = {**columns, "SOURCES": "sources"}
     return [table(rows, columns)]
+
+
+def _sources_cell(sources: Mapping[str, Sequence[Reply]] | None) -> str:
+    """The share of the bytes that came from workers, and the rate of the slowest worker. Empty: one source."""
+    uses = [one for each in (sources or {}).values() for one in each]
+    total = sum(one["bytes"] for one in uses)
+    if not total:
+        return ""
+    trainer = sum(one["bytes"] for one in uses if one["source"].startswith(TRAINER))
+    rates = [
+        sum(one["bytes"] for one in each) / seconds
+        for each in (sources or {}).values()
+        if (seconds := max((one["seconds"] for one in each), default=0.0)) > 0
+    ]
+    slowest = f", {min(rates) / 1e6:,.0f} MB/s or more" if rates else ""
+    return f"trainer {trainer / total:.0%}, workers {1 - trainer / total:.0%}{slowest}"
 
 
 def _update(one: Reply) -> dict[str, Any]:
@@ -217,6 +247,7 @@ def _update(one: Reply) -> dict[str, Any]:
         "workers": f"{well + left_out}/{all_of_them + left_out}" if outcomes else None,
         "seconds": f"{ended - began:.3f}" if began and ended else None,
         "canary": _canary_cell(one.get("canary")),
+        "sources": _sources_cell(one.get("sources")),
         "who": one.get("who"),
         "why": why[:WHY_CHARS] + "…" * (len(why) > WHY_CHARS),
     }

@@ -22,12 +22,15 @@ from rl_plane.cli.output import BadSetting, note, say, say_json
 from rl_plane.cli.setting_types import INSTANCE_ID
 from rl_plane.cli.settings import Command, command
 from rl_plane.cli.show import show
-from rl_plane.errors import DeadlineExceeded
+from rl_plane.errors import DeadlineExceeded, PermissionDenied
 from rl_plane.fleet.http_client import call_facade
+from rl_plane.protocol.fleet_ops import FLEET_OPS
 from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.update_requests import UpdatePolicy
 
 READ_S = 30.0
+READING_ROLES = frozenset({"service", "worker"})
+"""The roles of keys for NATS that can't steer."""
 CHANGE_S = 120.0
 """Seconds for the waits of a change: for the fleet, for the lock, and for a pause of mode `wait`."""
 UPDATE_MARGIN_S = 60.0
@@ -233,14 +236,24 @@ def _over_nats(op: str, body: dict[str, Any], bound_s: float, given: Command) ->
     from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NATS_URL
     from rl_plane.sync import SyncRlClient
 
-    values = given.values
+    values, key = given.values, credentials(given.values)
+    _check_role(op, key.load().role)
     component = (body.get("component") or [DEFAULT_COMPONENT])[0]
     url = values["nats_url"] or DEFAULT_NATS_URL
-    connected = SyncRlClient.connect(
-        url, values["namespace"], component, name="rl-plane", credentials=credentials(values)
-    )
+    connected = SyncRlClient.connect(url, values["namespace"], component, name="rl-plane", credentials=key)
     with connected as fleet, _seconds_shown(op):
         return fleet.run(op, body, timeout_s=bound_s)
+
+
+def _check_role(op: str, role: str | None) -> None:
+    """Refuses an op that the key's role can't carry out. A connection would first wait for a fleet that may not be
+    there."""
+    if role in READING_ROLES and FLEET_OPS[op].method != "GET":
+        raise PermissionDenied(
+            f"a key of the role {role} may not steer the fleet ({op})",
+            role=role,
+            fix="use a key of the role trainer or operator (docs/security.md has the table)",
+        )
 
 
 def waiting(op: str, call: Callable[[], dict[str, Any]], bound_s: float) -> dict[str, Any]:

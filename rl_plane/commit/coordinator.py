@@ -48,6 +48,7 @@ from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.canary import CanaryHistory
 from rl_plane.protocol.record import LEASE_MARGIN_S, SERVING_LEASE_S, TAKEOVER_S, DecisionRecord, newer
+from rl_plane.protocol.relay import SourceUse
 from rl_plane.protocol.subjects import CANARY_HISTORY, PAUSE, SESSION
 
 log = logging.getLogger("rl_plane.commit.coordinator")
@@ -76,6 +77,8 @@ class Coordinator:
     ) -> None:
         self.phases: dict[str, float] = {}
         """Phase → seconds."""
+        self.sources: dict[str, Sequence[SourceUse]] = {}
+        """Worker → the bytes that it took from each source, if there were several."""
         self._calls = calls
         self._view = view
         self._held = held
@@ -125,10 +128,12 @@ class Coordinator:
             case ResolveWrite():
                 await self._record.refence()
                 return await self._survey()
-            case SendOp(_, op, body, workers, timeout_s, together):
+            case SendOp(_, op, body, workers, timeout_s, each, together):
                 if together is not None:
                     return Answered(await self._ask_together(op, body, workers, timeout_s, together))
-                return Answered(await self._ask(op, body, workers, timeout_s))
+                replies = await self._ask(op, body, workers, timeout_s, each)
+                self._note_sources(replies)
+                return Answered(replies)
             case Announce():
                 return await self._announce(instruction)
             case Write(phase, record):
@@ -179,13 +184,25 @@ class Coordinator:
         return snapshot, await self._ask("report_record", {}, _members(snapshot), None)
 
     async def _ask(
-        self, op: str, body: Mapping[str, Any], workers: Iterable[str], timeout_s: float | None
+        self,
+        op: str,
+        body: Mapping[str, Any],
+        workers: Iterable[str],
+        timeout_s: float | None,
+        each: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> list[WorkerReply]:
         """Sends the op to the workers that are still members. The local view suffices: the subject of a worker that has
         just left has no subscriber, so NATS answers at once."""
         wanted = set(workers)
         members = [member for member in self._view.snapshot() if member.instance_id in wanted]
-        return await self._ask_members(op, body, members, timeout_s)
+        return await self._ask_members(op, body, members, timeout_s, each)
+
+    def _note_sources(self, replies: Iterable[WorkerReply]) -> None:
+        for reply in replies:
+            if reply.ok and reply.body.get("sources"):
+                self.sources[reply.instance_id] = reply.body["sources"]
+        if self.sources and self._journal is not None:
+            self._journal.note_sources(self.sources)
 
     async def _ask_together(
         self, op: str, body: Mapping[str, Any], workers: Sequence[str], timeout_s: float | None, update_id: str
@@ -219,9 +236,14 @@ class Coordinator:
             await asyncio.gather(end, return_exceptions=True)
 
     async def _ask_members(
-        self, op: str, body: Mapping[str, Any], members: Sequence[Member], timeout_s: float | None
+        self,
+        op: str,
+        body: Mapping[str, Any],
+        members: Sequence[Member],
+        timeout_s: float | None,
+        each: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> list[WorkerReply]:
-        return await self._calls.ask(self._view, members, op, dict(body), timeout_s, self._held)
+        return await self._calls.ask(self._view, members, op, dict(body), timeout_s, self._held, each=each)
 
     async def _announce(self, announce: Announce) -> RecordAcks:
         body = {"record": announce.record.to_wire(), "sequence": announce.sequence}

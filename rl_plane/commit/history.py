@@ -31,6 +31,7 @@ from rl_plane.errors import (
     error_from_wire,
 )
 from rl_plane.protocol.record import DecisionRecord, UpdateSession
+from rl_plane.protocol.relay import SourceUse, largest
 from rl_plane.protocol.subjects import HISTORY_PREFIX, Entry, KeyValueBucket
 from rl_plane.protocol.update_requests import without_secret
 from rl_plane.protocol.versions import WeightVersion
@@ -42,6 +43,8 @@ MAX_ENTRY_BYTES = 512_000
 MAX_FACTS_BYTES = 8_000
 """The size of an error's facts. A larger error keeps only its code, message, field and fix."""
 MAX_MESSAGE_CHARS = 500
+WORKERS_WITH_SOURCES, SOURCES_OF_A_WORKER = 64, 4
+"""The sources that an entry lists: 20 kB at most."""
 
 WAY_BACK = "/rollback"
 """Ends the id of the entry for the decision that brought the version before back, after the failed update's own id."""
@@ -100,6 +103,9 @@ class UpdateEntry:
     """The bytes of all tensors of the version."""
     rollback: Mapping[str, Any] | None = None
     """The version that the update went back to, as the caller named it."""
+    sources: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """Worker → `{source, bytes, seconds}` of each source from which it took bytes. Empty: there was one source. See
+    `short_sources`."""
     num_buckets: int | None = None
     """The number of buckets that were pushed. None: the workers fetched the weights."""
     step: int | None = None
@@ -183,6 +189,11 @@ class UpdateEntry:
 def _adapter() -> TypeAdapter[Any]:
     """Built when it is first needed: it takes milliseconds."""
     return TypeAdapter(UpdateEntry)
+
+
+def short_sources(sources: Mapping[str, Sequence[SourceUse]]) -> dict[str, list[SourceUse]]:
+    """The largest sources of the first workers, so that an entry stays short."""
+    return {key: largest(sources[key], SOURCES_OF_A_WORKER) for key in sorted(sources)[:WORKERS_WITH_SOURCES]}
 
 
 def history_key(update_id: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from rl_plane.commit.history import (
     is_told_by,
     read_entry,
     short_error,
+    short_sources,
     way_back,
 )
 from rl_plane.commit.steps import Outcome
@@ -35,6 +36,7 @@ from rl_plane.errors import (
     Unavailable,
 )
 from rl_plane.protocol.record import DecisionRecord
+from rl_plane.protocol.relay import SourceUse
 from rl_plane.protocol.subjects import HISTORY_PREFIX, KeyValueBucket
 from rl_plane.protocol.update_requests import PUSHED
 
@@ -85,6 +87,10 @@ class Journal:
     def entry(self) -> UpdateEntry:
         """The entry that was written last, or that is to be written."""
         return self._entry
+
+    def note_sources(self, sources: Mapping[str, Sequence[SourceUse]]) -> None:
+        """Notes the bytes that each worker took from each source. The next write of the entry has them."""
+        self._entry = replace(self._entry, sources=short_sources(sources))
 
     async def first_answer(self) -> UpdateEntry | None:
         """The entry whose answer is to be repeated, as `history.first_answer` returns it. This call has the lock, so an

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from rl_plane.commit.canary_steps import canary_of, limits_of
@@ -23,7 +23,10 @@ from rl_plane.commit.steps import (
 from rl_plane.errors import Locked, MembershipChanged, PlaneError
 from rl_plane.membership.worker_reply import WorkerReply
 from rl_plane.protocol.record import DecisionRecord, UpdateSession, VersionSource
+from rl_plane.protocol.relay import RelayPlan
 from rl_plane.protocol.update_requests import ReceiveRequest, UpdateWeights
+from rl_plane.protocol.worker_ops import OPEN_RELAY_S
+from rl_plane.transports.relay.plan import plan_relay
 
 
 def end_other_session(
@@ -61,7 +64,8 @@ def prepare(
     yield BeginJournal(base)
     update_id, label = state.command.update_id, label_of(base, body)
     changed = state.changed_source(base, body)
-    replies = yield from ask_to_prepare("prepare_update", update_id, label, body, state.members, changed)
+    plans = yield from plan_sources(state, body)
+    replies = yield from ask_to_prepare("prepare_update", update_id, label, body, state.members, changed, plans)
     with naming_workers(replies):
         all_or_none = body.pushed and body.policy.on_prepare_failure == "abort"
         pinned = state.command.fingerprint or (state.fingerprint if all_or_none else None)
@@ -72,12 +76,32 @@ def prepare(
         return evaluate_prepare(replies, state.counted, body.policy, body.digest)
 
 
+def plan_sources(state: CommandState, body: UpdateWeights) -> Generator[Instruction, Any, Mapping[str, RelayPlan]]:
+    """Plans from which workers each worker fetches the update. Empty: each one fetches everything from the trainer.
+
+    A worker that does not say in time where it serves its peers fetches from the trainer, and the others don't count on
+    it."""
+    if not body.relayed or len(state.members) < 2:
+        return {}
+    answered: Answered = yield SendOp("prepare", "open_relay", {}, list(state.members), OPEN_RELAY_S)
+    addresses = {reply.instance_id: reply.body["relay"] for reply in answered.replies if reply.ok}
+    return plan_relay({key: address for key, address in addresses.items() if address is not None})
+
+
 def ask_to_prepare(
-    op: str, update_id: str, label: str, body: UpdateWeights, workers: Members, before: VersionSource | None
+    op: str,
+    update_id: str,
+    label: str,
+    body: UpdateWeights,
+    workers: Members,
+    before: VersionSource | None,
+    plans: Mapping[str, RelayPlan] | None = None,
 ) -> Generator[Instruction, Any, Sequence[WorkerReply]]:
     """Sends `prepare_update` or `listen_update`. Returns a reply for each of the workers."""
     request = ReceiveRequest.of_update(body, update_id, label, before).model_dump()
-    answered: Answered = yield SendOp("prepare", op, request, list(workers), body.policy.prepare_timeout_s)
+    each = {key: {"relay": plan.model_dump()} for key, plan in (plans or {}).items()}
+    timeout_s = body.policy.prepare_timeout_s
+    answered: Answered = yield SendOp("prepare", op, request, list(workers), timeout_s, each)
     return with_left(answered.replies, workers)
 
 

@@ -6,7 +6,7 @@ Each instruction names the event that answers it after an arrow. Any instruction
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rl_plane.errors import PlaneError
@@ -69,6 +69,8 @@ class SendOp:
     body: Mapping[str, Any]
     workers: Sequence[str]
     timeout_s: float | None = None
+    each: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Worker → more fields of its body."""
     together: str | None = None
     """The id of an update in which the workers wait for each other: the first one that fails ends it on all."""
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_plane.commit.history import UpdateEntry
+from rl_plane.commit.history import UpdateEntry, short_sources
 from rl_plane.commit.rules import serves
 from rl_plane.commit.steps import Outcome
 from rl_plane.errors import Conflict, DeadlineExceeded, InvalidRequest, PlaneError
@@ -15,6 +15,7 @@ from rl_plane.membership.core import Member, Snapshot
 from rl_plane.membership.worker_calls import FanOut
 from rl_plane.membership.worker_reply import WorkerReply, skipped_reply
 from rl_plane.protocol.record import DecisionRecord, VersionSource
+from rl_plane.protocol.relay import SourceUse
 
 MAX_OFFSET = 1 << 16
 """The largest number of ranks that a trainer may have in a group."""
@@ -67,7 +68,12 @@ def with_stages(call: FleetCall[Any], reply: dict[str, Any]) -> dict[str, Any]:
     return {**reply, "workers": [*reply["workers"], *rows]}
 
 
-def updated(call: FleetCall[Any], outcome: Outcome, phases: Mapping[str, float]) -> dict[str, Any]:
+def updated(
+    call: FleetCall[Any],
+    outcome: Outcome,
+    phases: Mapping[str, float],
+    sources: Mapping[str, Sequence[SourceUse]],
+) -> dict[str, Any]:
     """The reply to an update that was committed now."""
     return {
         **head(call, call.view.snapshot()),
@@ -76,6 +82,7 @@ def updated(call: FleetCall[Any], outcome: Outcome, phases: Mapping[str, float])
         "excluded": list(outcome.excluded),
         "phases": dict(phases),
         **(_sent(outcome.source) if outcome.source is not None else {}),
+        **({"sources": short_sources(sources)} if sources else {}),
         **({"canary": dict(outcome.canary)} if outcome.canary is not None else {}),
     }
 
@@ -91,6 +98,7 @@ def answered(call: FleetCall[Any], entry: UpdateEntry) -> dict[str, Any]:
         "excluded": list(entry.excluded),
         "phases": dict(entry.phases),
         **_sent(entry),
+        **({"sources": dict(entry.sources)} if entry.sources else {}),
         **({"canary": dict(entry.canary)} if entry.canary is not None else {}),
     }
 
@@ -146,10 +154,11 @@ def change_error(call: FleetCall[Any], op: str, out: FanOut) -> PlaneError:
 
 
 def group_places(snapshot: Snapshot, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Each worker's first rank in a group of the trainer (rank 0) and all ranks of these workers.
+    """Each worker's first rank in a group of the trainer (rank 0) and these workers.
 
-    A trainer that forms the group by itself (`form: torch`) states in `rank_offset` how many ranks of its own come
-    first. InvalidRequest before any rank joins if the caller's `world_size` is another one."""
+    A worker is one rank: it receives once for all ranks of its engine. In a group that the trainer forms by itself
+    (`form: torch`) there is one for each rank of its engine, and the trainer states in `rank_offset` how many ranks of
+    its own come first. InvalidRequest before any rank joins if the caller's `world_size` is another one."""
     own, base = body.get("form") == "torch", 1
     if own:
         base = body.get("rank_offset", 1)
@@ -168,7 +177,7 @@ def group_places(snapshot: Snapshot, body: Mapping[str, Any]) -> dict[str, Any]:
     offsets, size = {}, base
     for member in sorted(snapshot, key=lambda each: each.instance_id):
         offsets[member.instance_id] = size
-        size += int(member.info.get("world_size") or 1)
+        size += int(member.info.get("world_size") or 1) if own else 1
     for name in ("rank_offset", "rank_offsets", "fleet_ranks"):
         if name in body and not (own and name == "rank_offset"):
             raise InvalidRequest(
@@ -176,7 +185,9 @@ def group_places(snapshot: Snapshot, body: Mapping[str, Any]) -> dict[str, Any]:
             )
     if body.get("world_size", size) != size:
         raise InvalidRequest(
-            f"world_size is {body['world_size']!r}; the trainer and the ranks of {len(offsets)} workers are {size}",
+            f"world_size is {body['world_size']!r}; the trainer and "
+            + (f"the ranks of {len(offsets)} workers" if own else f"{len(offsets)} workers")
+            + f" are {size}",
             field="world_size",
             fix=f"give {size}" + ("" if own else ", or leave it out"),
             epoch=snapshot.epoch,

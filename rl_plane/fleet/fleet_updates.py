@@ -140,7 +140,7 @@ class FleetUpdates:
         coordinator = Coordinator(self._calls, call.view, held, journal)
         outcome = await coordinator.run(asked_for)
         assert isinstance(outcome, Outcome)
-        reply = updated(call, outcome, coordinator.phases)
+        reply = updated(call, outcome, coordinator.phases, coordinator.sources)
         if journal is not None:
             reply["phases"] = dict(await journal.committed(outcome, reply["workers"], coordinator.phases))
         return reply

@@ -23,6 +23,7 @@ _INFO_TYPES: dict[str, type] = {
     "max_model_len": int,
     "stage": str,
     "host": str,
+    "nodes": list,
 }
 """Fields of `Member.info` that other processes compute with. A worker may leave one out, or write None."""
 

@@ -10,9 +10,9 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from rl_plane.bus.connection import CONNECT_TIMEOUT_S, Bus
@@ -51,6 +51,8 @@ from rl_plane.protocol.worker_ops import Op, not_a_member, op_named
 WATCH_QUEUE = 10_000
 """The number of changes that a watcher may be behind. Then its watch ends with an error, so that the queue stays
 bounded."""
+
+NOTHING_MORE: Mapping[str, Mapping[str, Any]] = {}
 
 BusConnector = Callable[[str, str, float, NatsCredentials], Awaitable[Bus]]
 """Opens a connection from the server's URL, the connection's name, the longest wait in seconds and the credentials."""
@@ -330,14 +332,17 @@ class WorkerCalls:
         timeout_s: float | None = None,
         held: HeldLock | None = None,
         on_row: Callable[[WorkerReply], None] | None = None,
+        each: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> list[WorkerReply]:
         """Asks members that a coordinator has chosen. The workers check the body, which the plane itself has built.
 
         `held` is the coordinator's lock; a changing op needs it. `on_row` gets each row when it arrives; it must not
-        raise."""
+        raise. `each`: more fields of a worker's body, by its id."""
         spec = op_named(op)
         request = _request(spec, body, timeout_s, held if spec.changes else None, "")
-        return await self._send(view, members, request, timeout_s or spec.timeout_s, on_row=on_row)
+        return await self._send(
+            view, members, request, timeout_s or spec.timeout_s, on_row=on_row, each=each or {}
+        )
 
     async def ask_frontends(
         self, view: MembershipView, op: str, body: dict[str, Any], timeout_s: float, fence: int | None = None
@@ -367,6 +372,7 @@ class WorkerCalls:
         timeout_s: float,
         retries: int = 0,
         on_row: Callable[[WorkerReply], None] | None = None,
+        each: Mapping[str, Mapping[str, Any]] = NOTHING_MORE,
     ) -> list[WorkerReply]:
         subjects = view.subjects
         direct = subjects.rl_direct("") if op_named(request.op).changes else subjects.read("")
@@ -378,6 +384,10 @@ class WorkerCalls:
             targets = [
                 (direct + member.instance_id, payload) for member, payload in zip(members, payloads, strict=True)
             ]
+            for index, member in enumerate(members):
+                if (more := each.get(member.instance_id)) is not None:
+                    own = replace(request, body={**request.body, **more}, incarnation=member.incarnation)
+                    targets[index] = (targets[index][0], encode(own.to_wire()))
         rows: dict[int, WorkerReply] = {}
 
         def heard(index: int, answer: Answer) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NotRequired, TypedDict
 
+from rl_plane.protocol.relay import SourceUse
 from rl_plane.protocol.versions import VersionReply
 from rl_plane.protocol.worker_ops import (
     AbortedReply,
@@ -171,6 +172,9 @@ class UpdateReply(Merged):
     """The bytes of the tensors that each worker took."""
     model_bytes: NotRequired[int]
     """The bytes of all tensors of the version."""
+    sources: NotRequired[dict[str, list[SourceUse]]]
+    """Worker → the bytes that it took from each source, if workers fetched from one another: the largest sources of 64
+    workers."""
     canary: NotRequired[dict[str, Any]]
     """The result of the numeric canary, if an engine scored it."""
     num_buckets_received: NotRequired[int]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 from blake3 import blake3
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
-from rl_plane.protocol.versions import DigestAlgorithm
+Algorithm = Literal["xxh3", "blake3"]
+"""Names an algorithm, as `versions.DigestAlgorithm` does, whose import here would be a circle."""
 
 PARALLEL_HASH_BYTES = 1 << 20
 """BLAKE3 hashes a tensor of at least this size on all cores. Below it threads cost more than they save. XXH3 is as fast
@@ -23,13 +24,13 @@ class Hasher(Protocol):
     def hexdigest(self) -> str: ...
 
 
-def new_hasher(algorithm: DigestAlgorithm) -> Hasher:
+def new_hasher(algorithm: Algorithm) -> Hasher:
     """Returns the hash of no bytes, for bytes that come in pieces."""
     made: Hasher = blake3() if algorithm == "blake3" else xxh3_128()
     return made
 
 
-def hex_digest(data: bytes | bytearray | memoryview, algorithm: DigestAlgorithm) -> str:
+def hex_digest(data: bytes | bytearray | memoryview, algorithm: Algorithm) -> str:
     """The hash of the bytes, hex."""
     if algorithm == "blake3":
         threads = blake3.AUTO if len(data) >= PARALLEL_HASH_BYTES else 1

@@ -77,6 +77,10 @@ class Subjects:
     def generate(self, instance_id: str) -> str:
         return f"{self.namespace}.{self.component}.generate.{instance_id}"
 
+    def node(self, instance_id: str, node_rank: int | str) -> str:
+        """The subject of one node of a worker whose engine spans several hosts. Only that worker's nodes use it."""
+        return f"{self.namespace}.{self.component}.node.{instance_id}.{node_rank}"
+
     def frontend(self, frontend_id: str) -> str:
         """The subject on which a coordinator sends decisions to one frontend."""
         return f"{self.namespace}.{self.component}.frontend.{frontend_id}"

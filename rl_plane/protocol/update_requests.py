@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, mo
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.canary import Canary, OnCanaryFailure, PolicyCanary
 from rl_plane.protocol.record import DecisionRecord, Encoding, PauseMode, VersionSource
+from rl_plane.protocol.relay import RelayPlan, SourceUse
 from rl_plane.protocol.validation import (
     DIGEST,
     LABEL_CHARS,
@@ -34,6 +35,9 @@ from rl_plane.protocol.versions import (
 PUSHED = frozenset({"gloo", "nccl"})
 """Transports whose sender waits for its receivers. `prepare_weights_update` makes the workers listen, and
 `complete_weights_update` waits until they have received the weights."""
+
+RELAYED = frozenset({"nixl"})
+"""Transports by which workers fetch an update from one another too."""
 
 PART_TIMEOUT_S = 300.0
 """The default time-out of one part: much longer than a trainer takes to send a part that it has announced."""
@@ -153,6 +157,8 @@ class ReceiveRequest(Body):
     keep_staged: bool = False
     pause_mode: PauseMode = "keep"
     """With staging `none`: what happens to running requests before the first byte is written."""
+    relay: RelayPlan | None = None
+    """The sources of this worker, if workers also fetch from one another. None: the trainer is the only source."""
     canary_file: bool = False
     """Reads the `canary.json` beside the checkpoint, because the update gives no canary. Else it may be broken."""
 
@@ -230,7 +236,9 @@ class ReceiveRequest(Body):
 
     def full_from(self, transport: Transport) -> Self:
         """A request for this version as a whole, from `transport`."""
-        return self.model_copy(update={"transport": transport, "encoding": "full", "base": None, "base_chain": ()})
+        return self.model_copy(
+            update={"transport": transport, "encoding": "full", "base": None, "base_chain": (), "relay": None}
+        )
 
     @model_validator(mode="after")
     def _whole_delta(self) -> Self:
@@ -270,9 +278,8 @@ class PreparedReply(TypedDict):
     """The bytes of all tensors of the version. Absent: `bytes`, because all of them came."""
     canary: NotRequired[dict[str, Any]]
     """The `canary.json` beside the checkpoint, if there is one: see `rl_plane.protocol.canary.Canary`."""
-    ranks: NotRequired[list[dict[str, Any]]]
-    """The staged weights of each rank, `{rank, digest, tensors, bytes}`. On the wire they are the reply's
-    `rank_results`."""
+    sources: NotRequired[list[SourceUse]]
+    """The bytes that came from each source. Absent: the transport has one source."""
 
 
 class Part(Body):
@@ -407,8 +414,6 @@ class CommittedReply(TypedDict):
     """Seconds for which generation was stopped."""
     canary: NotRequired[ScoresReply]
     """Absent: the record has no canary, the engine can't score, or its memory is released."""
-    ranks: NotRequired[list[dict[str, Any]]]
-    """The weights that each rank has swapped in: see PreparedReply."""
 
 
 class ScoresReply(TypedDict):
@@ -638,6 +643,15 @@ class UpdateWeights(_Update):
     @property
     def pushed(self) -> bool:
         return self.transport is not None and self.transport.backend in PUSHED
+
+    @property
+    def relayed(self) -> bool:
+        """Reports whether workers may fetch the update from one another: it is staged, not small, and of one source. A
+        trainer whose ranks each send a share has as many links as ranks."""
+        of_base = self.target.kind == "base" and self.encoding != "delta" and self.policy.staging == "host"
+        if not of_base or self.transport is None:
+            return False
+        return self.transport.backend in RELAYED and "shares" not in (self.transport.model_extra or {})
 
     @property
     def in_parts(self) -> bool:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ModelWrapValidatorHandler, model_validato
 from rl_plane.errors import InvalidRequest, NotFound
 from rl_plane.protocol.generation import MAX_PROMPT_TOKENS, Rendering, TokenId
 from rl_plane.protocol.record import PauseMode
+from rl_plane.protocol.relay import OpenRelay, OpenRelayReply, SourceUse
 from rl_plane.protocol.update_requests import (
     PART_TIMEOUT_S,
     AbortUpdate,
@@ -114,6 +115,8 @@ class StateReply(TypedDict):
     """The version that is prepared and verified, and waits for its decision. Its sequence is 0 until then."""
     canary: CanaryState | None
     """None: these weights were not scored. The update had no canary, or the engine can't score."""
+    received_from: list[SourceUse]
+    """The bytes that came from each source when the worker last received a version from several. Empty: it has not."""
     kept: str | None
     """The digest of the copy in host memory, to which a delta may be applied (`policy.keep_staged`)."""
     loras: list[str]
@@ -363,6 +366,9 @@ QUICK_S = 1.0
 """The time-out of an op that the worker's NATS loop answers, which never blocks."""
 TOKENIZER_S = 10.0
 """The time-out for the longest text that fits in a message."""
+OPEN_RELAY_S = 5.0
+"""The time-out of a worker that loads nixl for its first update. A later one is left out of the relay, not of the
+update."""
 ENGINE_S = 30.0
 """The time-out of an op that the engine carries out between two steps."""
 
@@ -430,6 +436,14 @@ OPS: dict[str, Op] = {
             True,
             PART_TIMEOUT_S + ENGINE_S,
             doc="Receive tensors that the trainer sends now.",
+        ),
+        Op(
+            "open_relay",
+            OpenRelay,
+            OpenRelayReply,
+            True,
+            OPEN_RELAY_S,
+            doc="Listen for peers that fetch an update from this worker, and say where.",
         ),
         Op("listen_update", ReceiveRequest, ListeningReply, True, 60.0, doc="Listen for weights that are pushed."),
         Op("prepare_update", ReceiveRequest, PreparedReply, True, 300.0, doc="Stage and verify weights."),

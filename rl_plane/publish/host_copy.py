@@ -16,7 +16,7 @@ from rl_plane.protocol.versions import (
     tensors_digest,
 )
 from rl_plane.publish.sources.base import Taken
-from rl_plane.transports.packing import Tensor, copy_into, in_order, raw_bytes
+from rl_plane.transports.packing import Tensor, copy_digested, in_order, raw_bytes
 from rl_plane.weights import delta_codec
 from rl_plane.weights.read_ahead import host_memory
 
@@ -78,16 +78,16 @@ class HostCopy:
         try:
             for name, tensor in in_order(taken.specs, taken.tensors):
                 if deltas is None:
-                    copy_into(self._places[name], tensor)
+                    self._digests[name] = copy_digested(self._places[name], tensor, self._algorithm)
                 else:
                     blob = self._change(name, tensor, threads)
                     if blob is None:
                         continue  # the tensor has not changed
                     deltas[name] = blob
+                    self._digests[name] = tensor_digest(self._places[name], self._algorithm)
                     room -= len(blob)
                     if room < 0:
                         deltas = None  # changes made so far stay, but can't be taken back
-                self._digests[name] = tensor_digest(self._places[name], self._algorithm)
         except BaseException:
             if deltas is not None and not self._half_changed:
                 self._take_back(deltas)

@@ -31,11 +31,12 @@ from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.canary import Canary
 from rl_plane.protocol.envelope import engine_replies
+from rl_plane.protocol.relay import RelayPlan, SourceUse
 from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.protocol.update_requests import ReceivePart
 from rl_plane.protocol.versions import DEFAULT_ALGORITHM, DigestAlgorithm, HostTensor, TensorSpec
 from rl_plane.transports.packing import Buffer, Tensor
-from rl_plane.weights.checkpoint import Kind
+from rl_plane.weights.checkpoint import Kind, Places
 from rl_plane.weights.manifest import DEFAULT_BUCKET_BYTES, Manifest, PackedBucket, pack
 from rl_plane.weights.rooted_files import listed
 
@@ -59,7 +60,9 @@ class TransportContext:
     component: str = DEFAULT_COMPONENT
     """The only namespace and component whose stored objects a transport may read."""
     device: str = "cpu"
-    """The device of the model in this process, in torch's notation."""
+    """The device of the model, in torch's notation: that of the first rank for which this process receives."""
+    rank_devices: tuple[str, ...] = ()
+    """The devices of all ranks for which this process receives. Empty: there is one rank."""
     credentials: NatsCredentials = NO_CREDENTIALS
     """The files by which a transport connects to NATS."""
     weight_urls: tuple[str, ...] = ()
@@ -72,8 +75,8 @@ class TransportContext:
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> TransportContext:
         roots, credentials = tuple(map(Path, wire["weight_roots"])), NatsCredentials.from_wire(wire["credentials"])
-        urls = tuple(wire["weight_urls"])
-        return cls(**{**wire, "weight_roots": roots, "credentials": credentials, "weight_urls": urls})
+        tuples = {name: tuple(wire[name]) for name in ("weight_urls", "rank_devices")}
+        return cls(**{**wire, **tuples, "weight_roots": roots, "credentials": credentials})
 
 
 class Delivery(ABC):
@@ -91,7 +94,13 @@ class Delivery(ABC):
     """Name to hex digest, if the publisher has stated them. Each is there when its tensor is yielded."""
 
     algorithm: DigestAlgorithm = DEFAULT_ALGORITHM
-    """The algorithm by which a delivery hashes the bytes while it writes them. Set before `tensors`."""
+    """The algorithm of `HostTensor.digest`, if the delivery hashes. The receiver sets it before `tensors`."""
+
+    places: Places | None = None
+    """The memory into which the tensors shall go. The receiver sets it before `tensors`.
+
+    A delivery that can write there directly does so: the `data` of the HostTensor is that memory, and its `digest` that
+    of the bytes, if the delivery has hashed them on their way. The receiver copies and hashes all others."""
 
     adapter_config: Mapping[str, Any] | None = None
     """The PEFT config of an adapter; None for base weights."""
@@ -104,6 +113,9 @@ class Delivery(ABC):
 
     canary: Canary | InvalidRequest | None = None
     """The numeric canary that the publisher has put beside the weights, or what is wrong with it. None: nothing."""
+
+    sources: Sequence[SourceUse] = ()
+    """The bytes that came from each source, after the last tensor. Empty: the transport does not know."""
 
     @abstractmethod
     def tensors(self, cancelled: Cancelled, /) -> Iterator[tuple[str, HostTensor]]:
@@ -203,6 +215,25 @@ class OfferingTransport(WeightTransport):
     @abstractmethod
     def withdraw(self) -> None:
         """Ends the offer. When it returns, no other worker reads the tensors. Without an offer it does nothing."""
+
+
+class RelayingTransport(OfferingTransport):
+    """An OfferingTransport whose deliveries come from other workers too, and which serves them in return.
+
+    It serves what a delivery has put into its `places`, each tensor once its digest is known to be right. It does so
+    until `end_relay`, also after the delivery is closed. A delivery that fails ends it too."""
+
+    @abstractmethod
+    def relay_address(self) -> tuple[str, int]:
+        """The host and port at which this process serves its peers. It listens there from now on."""
+
+    @abstractmethod
+    def open_relayed(self, request: Mapping[str, Any], kind: Kind, plan: RelayPlan) -> Delivery:
+        """Does the same as `open`, for a delivery that takes its bytes as the plan says."""
+
+    @abstractmethod
+    def end_relay(self) -> None:
+        """Ends what is served. When it returns, no other worker reads the `places`. It may wait for a second."""
 
 
 def check_fields(backend: str, given: Mapping[str, Any], *known: str) -> None:

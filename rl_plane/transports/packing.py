@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.versions import DEFAULT_ALGORITHM, DigestAlgorithm, HostTensor, TensorSpec, tensor_digest
+from rl_plane.weights.hashed_copy import copy_hashed
 from rl_plane.weights.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -73,6 +74,19 @@ def copy_into(place: Buffer, tensor: Tensor) -> None:
         whole.view(tensor.dtype).copy_(tensor.detach().reshape(-1))
 
 
+def _in_host_memory(tensor: Tensor) -> bool:
+    """Reports whether `raw_bytes` makes no copy."""
+    return isinstance(tensor, HostTensor) or (tensor.device.type == "cpu" and tensor.is_contiguous())
+
+
+def copy_digested(place: memoryview, tensor: Tensor, algorithm: DigestAlgorithm) -> str:
+    """Does the same as `copy_into`, and returns the digest of the copy."""
+    if _in_host_memory(tensor):
+        return copy_hashed(place, raw_bytes(tensor), algorithm)
+    copy_into(place, tensor)
+    return tensor_digest(place, algorithm)
+
+
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The tensor's bytes, row-major: its own memory if that is contiguous and in host memory, else a copy."""
     if isinstance(tensor, HostTensor):
@@ -124,7 +138,8 @@ def fill(
         manifest: the buckets. The tensors come in its order.
         tensors: name and tensor.
         buffer: returns the memory of a bucket.
-        digests: takes the digest of each tensor, computed after its bucket was yielded. None computes none.
+        digests: takes the digest of each tensor. A tensor in host memory is hashed while it is packed, and another one
+            after its bucket was yielded. None computes none.
         lent: numbers of buckets that receivers read in place. Their tensors are hashed, and not packed.
         algorithm: that of the digests.
     """
@@ -139,11 +154,19 @@ def fill(
             continue
         data = buffer(number)
         places = {placed.name: data[placed.offset :][: placed.spec.nbytes] for placed in bucket.tensors}
-        for place in places.values():
-            copy_into(place, next(source)[1])
+        unhashed = []
+        for name, place in places.items():
+            tensor = next(source)[1]
+            if digests is None:
+                copy_into(place, tensor)
+            elif isinstance(place, memoryview) and _in_host_memory(tensor):
+                digests[name] = copy_hashed(place, raw_bytes(tensor), algorithm)
+            else:
+                copy_into(place, tensor)
+                unhashed.append(name)
         yield number
         if digests is not None:
-            digests.update((name, _hash(place, algorithm)) for name, place in places.items())
+            digests.update((name, _hash(places[name], algorithm)) for name in unhashed)
     next(source, None)  # use up the source
 
 

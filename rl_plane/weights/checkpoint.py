@@ -18,7 +18,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -35,12 +35,16 @@ from rl_plane.protocol.versions import (
     TensorSpec,
     tensors_digest,
 )
+from rl_plane.weights.hashed_copy import PIECE_BYTES
 from rl_plane.weights.manifest import MAX_CONFIG_BYTES, are_digests
 from rl_plane.weights.read_ahead import END_S, ReadAhead, host_memory
 from rl_plane.weights.rooted_files import Directory, check_beneath, kind_of, listed, unopened
 from rl_plane.weights.safetensors_file import READ_BYTES, DiskFile, SafetensorsFile, StoredTensor, write_atomically
 
 Kind = Literal["base", "lora"]
+
+Places = Callable[[str, TensorSpec], memoryview | None]
+"""`(name, spec)`: returns the writable memory for this tensor, of exactly its bytes. None: there is no place for it."""
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -55,8 +59,6 @@ RUN_BYTES = 64 << 20
 can begin soon."""
 READERS = min(4, os.cpu_count() or 1)
 """Threads that read and hash. Four are faster than most disks, and leave cores to the engine."""
-PIECE_BYTES = 1 << 20
-"""The bytes that are hashed at once, while they are still in the cache."""
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
@@ -112,15 +114,19 @@ class Checkpoint:
         self.readers = READERS
         self._lanes: list[ReadAhead[list[tuple[str, HostTensor]]]] = []
 
-    def tensors(self, algorithm: DigestAlgorithm | None = None) -> Iterator[tuple[str, HostTensor]]:
+    def tensors(
+        self, algorithm: DigestAlgorithm | None = None, places: Places | None = None
+    ) -> Iterator[tuple[str, HostTensor]]:
         """Yields each tensor, which is `owned`. Threads read the next tensors meanwhile. `algorithm`: that of the
-        tensors' digests; None makes none."""
+        tensors' digests; None makes none. `places`: the memory into which the tensors are read; None: new memory."""
         runs = list(self._runs())
         if len(runs) == 1:
-            yield from self._read(*runs[0], algorithm)
+            yield from self._read(*runs[0], algorithm, places)
         else:
             for lane in range(min(self.readers, len(runs))):
-                self._lanes.append(ReadAhead(self._read(*run, algorithm) for run in runs[lane :: self.readers]))
+                self._lanes.append(
+                    ReadAhead(self._read(*run, algorithm, places) for run in runs[lane :: self.readers])
+                )
             turns = itertools.cycle([iter(lane) for lane in self._lanes])
             for lane_in_turn in itertools.islice(turns, len(runs)):
                 yield from next(lane_in_turn)
@@ -141,21 +147,33 @@ class Checkpoint:
                 yield file, names
 
     def _read(
-        self, file: SafetensorsFile, names: list[str], algorithm: DigestAlgorithm | None
+        self,
+        file: SafetensorsFile,
+        names: list[str],
+        algorithm: DigestAlgorithm | None,
+        places: Places | None,
     ) -> list[tuple[str, HostTensor]]:
-        places = [file.tensors[name] for name in names]
-        start = places[0].offset
-        file.will_read(start, places[-1].offset + places[-1].spec.nbytes - start)
-        # The file is not mapped: if a mapped file is truncated, SIGBUS kills the process.
-        data = host_memory(places[-1].offset + places[-1].spec.nbytes - start)
-        if algorithm is None:
-            file.read_into(start, data)
+        stored = [file.tensors[name] for name in names]
+        found = [
+            None if places is None else places(name, one.spec) for name, one in zip(names, stored, strict=True)
+        ]
+        start = stored[0].offset
+        nbytes = stored[-1].offset + stored[-1].spec.nbytes - start
+        file.will_read(start, nbytes)
+        if None in found:
+            # The file is not mapped: if a mapped file is truncated, SIGBUS kills the process.
+            data = host_memory(nbytes)
+            found = [data[one.offset - start :][: one.spec.nbytes] for one in stored]
         made = []
-        for name, one in zip(names, places, strict=True):
-            part = data[one.offset - start :][: one.spec.nbytes]
-            pieces = (part[at : at + PIECE_BYTES] for at in range(0, len(part), PIECE_BYTES))
-            digest = None if algorithm is None else _read_hashed(file, one.offset, pieces, algorithm)
-            made.append((name, HostTensor(one.spec, part, owned=True, digest=digest)))
+        for name, one, place in zip(names, stored, found, strict=True):
+            assert place is not None
+            pieces = (place[at : at + PIECE_BYTES] for at in range(0, len(place), PIECE_BYTES))
+            if algorithm is None:
+                file.read_into(one.offset, place)
+                digest = None
+            else:
+                digest = _read_hashed(file, one.offset, pieces, algorithm)
+            made.append((name, HostTensor(one.spec, place, owned=True, digest=digest)))
         file.check_unchanged()
         return made
 

@@ -14,7 +14,7 @@ from frontend.server import shared_routes
 from rl_plane.errors import Unavailable
 from rl_plane.fleet.fleet import Fleet
 from tests.support.dialect_facade import PROMPT, facade, fine, refused, served
-from tests.support.faults import Told
+from tests.support.faults import StatusLog
 from tests.support.memory_saver import WITHOUT_A_SAVER
 from tests.support.sglang_calls import aborts_what_runs, one_by_one, tensors_of
 from worker.engines.fake.fake_model import fake_token, make_fake_adapter
@@ -304,16 +304,16 @@ async def test_a_checksum_takes_one_worker_after_another_out_of_routing(plane: P
     fleet = await plane.fleet()
     async with facade(plane) as http:
         for path, body in (("/weights_checker", {}), ("/weight_checker", {"action": "checksum"})):
-            told = await Told.follow(fleet.client)
+            statuses = await StatusLog.follow(fleet.client)
             fine(await http.post(path, json=body))
             assert await served(http) == [(True, "initial")] * 3
-            await plane.until(lambda told=told: {*_closed(told)} == told.admitted[-1] == {*ids})
-            assert _closed(told) == ids, path
+            await plane.until(lambda statuses=statuses: {*_closed(statuses)} == statuses.admitted[-1] == {*ids})
+            assert _closed(statuses) == ids, path
 
 
-def _closed(told: Told) -> list[str]:
+def _closed(statuses: StatusLog) -> list[str]:
     """The workers that left routing for a check, in that order."""
-    those = [one["instance_id"] for one in told.events if one["admission"]["reasons"] == ["checking"]]
+    those = [one["instance_id"] for one in statuses.events if one["admission"]["reasons"] == ["checking"]]
     return list(dict.fromkeys(those))
 
 

@@ -50,7 +50,7 @@ STORED = (
     ("object_store, publishing, unverified", "nats-py put"),
 )
 DELTAS = [f"delta, 34 MB of bf16, 1 % changed: 2.0% of the bytes, {what}" for what in ("encode", "apply")]
-HASHED = ", BLAKE3 alone of the same bytes"
+HASHED = ", XXH3 alone of the same bytes"
 SHARED_MEMORY = [
     ("ipc, 67 MB, digests not checked", "copy"),
     ("ipc, 67 MB", "copy"),
@@ -93,6 +93,8 @@ BROADCASTS = [
         ", staged",
     )
 ]
+
+LARGE = [f"{name} into the staging area, 67 MB" for name in ("ipc", "nixl", "gloo", "files")]
 
 PUBLISHED = [
     f"publish by {name}{way}, 2 MB"
@@ -141,6 +143,9 @@ def test_the_json_has_the_same_rows(ran: tuple[str, dict[str, Any]]) -> None:
     assert [(row["what"], row["beside"]) for row in rows["shared_memory"]] == SHARED_MEMORY
     assert [(row["what"], row["workers"]) for row in rows["pulls"]] == PULLS
     assert [row["what"] for row in rows["broadcasts"]] == BROADCASTS
+    assert [row["what"] for row in rows["large"]] == [
+        what for what in LARGE if have_nixl() or not what.startswith("nixl")
+    ]
     assert [row["what"] for row in rows["published"]] == PUBLISHED
     assert [row["what"] for row in rows["generation"]] == STREAMS
     for row in [row for table in rows.values() for row in table]:
@@ -203,6 +208,13 @@ def test_an_engines_own_ways_stand_beside_ours() -> None:
     assert [(cells[0], cells[4]) for cells in rows] == [
         (f"sglang, {what}", own) for own, ours in ways.items() for what in (f"{ours}, 1 MB", "generation held")
     ]
+
+
+@pytest.mark.engines("vllm", "sglang")
+def test_what_an_update_adds_to_host_memory() -> None:
+    rows = [row.split(" | ") for row in printed("bench.host_memory", "--quick", "--ranks", "1").splitlines()[2:]]
+    assert [row[0] for row in rows] == ["| sglang, 1", "| vllm, 1"]
+    assert {len(row) for row in rows} == {7}
 
 
 def test_what_an_update_takes_of_memory() -> None:

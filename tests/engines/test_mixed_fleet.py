@@ -30,7 +30,7 @@ from rl_plane.errors import PlaneError
 from tests.support import openai_calls
 from tests.support.bad_adapters import BAD
 from tests.support.delta_updates import by_delta
-from tests.support.faults import Stream, Told
+from tests.support.faults import StatusLog, Stream
 from tests.support.fleet_updates import all_serve, states, update_of
 from tests.support.frontend_process import ask, events_of, until_running
 from tests.support.ipc_memory import trainer_of
@@ -163,7 +163,7 @@ async def test_a_bad_adapter_is_refused_and_touches_no_engine(
 ) -> None:
     await client.run("update_weights", update_of(mixed.tiny(1), "tiny 1"))
     await client.run("load_lora_adapter", {"lora_name": "style", "lora_path": str(mixed.adapter(1))})
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
 
     async def lasting() -> dict[str, list[Any]]:
         keys = ("admission", "version", "sequence", "adapters", "pause")
@@ -181,7 +181,7 @@ async def test_a_bad_adapter_is_refused_and_touches_no_engine(
     refused = await http.post("/v1/completions", json={"prompt": "hi", "model": "another"})
     assert refused.status_code == 404
     assert await lasting() == before
-    assert set(told.admitted) == {frozenset(mixed.ids.values())}
+    assert set(statuses.admitted) == {frozenset(mixed.ids.values())}
     await client.run("load_lora_adapter", {"lora_name": "style", "lora_path": str(mixed.adapter(2))})
     await proven(http, mixed, "tiny 1", mixed.tiny(1), ("style", mixed.adapter(2)))
     await client.run("unload_lora_adapter", {"lora_name": "style"})

@@ -55,7 +55,8 @@ async def shared(
     engine = kind.build(kind.options(models.tiny[1], **RANKS[kind.name]))
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[1]}")
-        patched.syspath_prepend(site)  # of its processes too
+        patched.syspath_prepend(site)  # of its ranks too
+        patched.setenv("PYTHONPATH", str(site), prepend=os.pathsep)  # and of its host agent
         info = await engine.start()
     assert (info.world_size, "faults" in info.transports) == (2, True)
     yield engine

@@ -18,7 +18,7 @@ from rl_plane.client import RlClient
 from rl_plane.errors import CanaryFailed, NotAdmitted
 from rl_plane.protocol.canary import ACROSS_KINDS
 from tests.support import moe_scenarios, weight_faults
-from tests.support.faults import Stream, Told
+from tests.support.faults import StatusLog, Stream
 from tests.support.fleet_updates import all_serve, update_of
 from tests.support.frontend_process import frontend
 from tests.support.moe import MOE_TOLERANCE, greedy_gap
@@ -113,7 +113,7 @@ async def test_wrong_weights_are_never_served(
     one, two = fleet.base(1), fleet.base(2)
     await client.run("update_weights", update_of(one, "one"))
     await client.run("init_transport", fault_of(fleet, engine, tensor, factor))
-    faulty, told = fleet.ids[engine], await Told.follow(client)
+    faulty, statuses = fleet.ids[engine], await StatusLog.follow(client)
     stream = Stream(client, faulty, PROMPT, ENDLESS, temperature=0.0, ignore_eos=True)
     await stream.until(tokens=2)
     body = update_of(two, "two", canary=canary_of(two))
@@ -130,7 +130,7 @@ async def test_wrong_weights_are_never_served(
     assert canary["against"] == "trainer"
     assert canary["difference"] > ACROSS_KINDS
     await nothing_wrong_came(fleet, stream)
-    reasons = [reason for event in told.of(faulty) for reason in event["admission"]["reasons"]]
+    reasons = [reason for event in statuses.of(faulty) for reason in event["admission"]["reasons"]]
     assert any(reason.startswith("numerics: ") and reason != f"numerics: {NOT_SCORED}" for reason in reasons)
     await fleet.plane.until(lambda: all_serve(client, label), HEAL_S)
     await proven(http, fleet, label, base)

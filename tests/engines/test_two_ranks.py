@@ -1,4 +1,4 @@
-"""Engines of two ranks, each of which receives by itself, as a fleet sees them: one worker of each engine for all."""
+"""Engines of two ranks, for which one host agent receives, as a fleet sees them: one worker of each engine for all."""
 
 from __future__ import annotations
 
@@ -120,16 +120,14 @@ async def test_weights_that_are_no_numbers_make_no_tokens(
     await fails_of_no_numbers(http, mixed, client)
 
 
-async def test_every_rank_answers_for_itself(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
+async def test_every_rank_answers_for_what_it_holds(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
     wanted = {**update_of(mixed.base(3)), "update_id": "unborn", "label": "unborn"}
     (prepared,) = (await client.call_all("prepare_update", wanted)).rows
     assert prepared.body["digest"] == model_digest(mixed.base(3))
-    staged = {key: prepared.body[key] for key in ("digest", "tensors", "bytes")}
-    ranks = [{"rank": 0, **staged}, {"rank": 1, **staged}]
-    assert prepared.rank_results == ranks
-    (row,) = (await client.run("update_weights", update_of(mixed.base(3), "checked")))["workers"]
-    assert row["rank_results"] == ranks
-    assert "ranks" not in {*prepared.body, *row}
+    assert prepared.rank_results is None
+    await client.run("update_weights", update_of(mixed.base(3), "checked"))
     (row,) = (await client.run("init_transport", {"backend": "filesystem"}))["workers"]
     assert row["rank_results"] == [{"rank": 0}, {"rank": 1}]
     (row,) = (await client.run("check_weights", {"action": "checksum"}))["workers"]
@@ -237,20 +235,28 @@ async def test_one_rank_hangs_and_goes_on(
     assert worker.process.poll() is None
 
 
+@pytest.mark.parametrize("who", ["rank", "host agent"])
 @pytest.mark.parametrize("backend", ["gloo", "ipc"])
-async def test_one_rank_is_killed_while_it_receives(
-    mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend: str
+async def test_one_process_is_killed_while_weights_come(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend: str, who: str
 ) -> None:
     """Trainer and caller get an error, and the worker's replacement serves the committed version."""
     await mixed.witnessed(client)
     ((engine, instance_id),) = mixed.ids.items()
     worker, family, ranks = _ranks(mixed)
-    kill = partial(os.kill, ranks[1].pid, signal.SIGKILL)
+    killed = ranks[1] if who == "rank" else _host_agent(family)
+    kill = partial(os.kill, killed.pid, signal.SIGKILL)
     await (_killed_in_a_group if backend == "gloo" else _killed_at_the_memory)(mixed, client, kill)
     assert await asyncio.to_thread(worker.process.wait, END_S) == ENGINE_DEAD
+    assert (f"the host agent (pid {killed.pid}) has ended" in worker.log.read_text()) == (who == "host agent")
     await mixed.plane.until(lambda: not any(map(lives, family)))
     await asyncio.to_thread(_spawn, mixed, engine, instance_id)
     await proven(http, mixed, "base 1", mixed.first)
+
+
+def _host_agent(family: list[psutil.Process]) -> psutil.Process:
+    (found,) = [one for one in family if "worker.receive.host_agent" in one.cmdline()]
+    return found
 
 
 async def _killed_in_a_group(mixed: Mixed, client: RlClient, kill: Callable[[], None]) -> None:
@@ -259,7 +265,7 @@ async def _killed_in_a_group(mixed: Mixed, client: RlClient, kill: Callable[[], 
         await trainer.do("send", 2)
         kill()
         async with asyncio.timeout(END_S):
-            with pytest.raises(Unavailable, match="broke"):
+            with suppress(Unavailable):  # the host agent may take the last bucket before it is ended
                 await _send_all(trainer)
             await trainer.do("close")
             with pytest.raises(PlaneError):
@@ -278,7 +284,8 @@ async def _killed_at_the_memory(mixed: Mixed, client: RlClient, kill: Callable[[
         async with asyncio.timeout(END_S):
             with pytest.raises(PlaneError):
                 await update
-            assert (await trainer.says("ended"))["ended"]["message"]
+            ended = (await trainer.says("ended"))["ended"]
+            assert ended is None or ended["message"], "the host agent may take the last bucket before it is ended"
     finally:
         trainer.close()
 

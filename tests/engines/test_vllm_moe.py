@@ -16,7 +16,7 @@ pytest.importorskip("peft")
 from rl_plane.client import RlClient
 from rl_plane.errors import CanaryFailed, NotAdmitted
 from tests.support import weight_faults
-from tests.support.faults import Stream, Told
+from tests.support.faults import StatusLog, Stream
 from tests.support.fleet_updates import all_serve, update_of
 from tests.support.moe import MOE_TOLERANCE, greedy_gap
 from tests.support.moe_fleet import HEAL_S, PROMPT, TOKENS, MoeFleet, canary_of, proven
@@ -48,7 +48,7 @@ async def test_wrong_weights_in_one_rank_are_never_served(
     faulty, rank = fleet.ids["vllm"], 0 if len(fleet.ids) > 1 else 1
     fault = weight_faults.fault("vllm", tensor, factor, rank=rank)
     await client.run("init_transport", {**fault, "workers": [faulty]})
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
     stream = Stream(client, faulty, PROMPT, ENDLESS, temperature=0.0, ignore_eos=True)
     await stream.until(tokens=2)
     body = update_of(two, "two", canary=canary_of(two))
@@ -64,7 +64,7 @@ async def test_wrong_weights_in_one_rank_are_never_served(
     assert error["canary"]["difference"] > 0.05
     with pytest.raises(NotAdmitted):
         await stream.end()
-    reasons = [reason for event in told.of(faulty) for reason in event["admission"]["reasons"]]
+    reasons = [reason for event in statuses.of(faulty) for reason in event["admission"]["reasons"]]
     assert any(reason.startswith("numerics: ") and reason != f"numerics: {NOT_SCORED}" for reason in reasons)
     assert [span["version"] for span in stream.spans] == ["one"]
     assert greedy_gap(one, PROMPT, stream.tokens) < 2 * MOE_TOLERANCE

@@ -24,7 +24,7 @@ from rl_plane.membership.worker_calls import WorkerCalls
 from rl_plane.protocol.canary import default_canary
 from rl_plane.protocol.subjects import CANARY_HISTORY
 from tests.support.dying_coordinator import _Dies, ends_at
-from tests.support.faults import Faulty, Stream, Told, spawn_faulty
+from tests.support.faults import Faulty, StatusLog, Stream, spawn_faulty
 from tests.support.frontend_process import PROMPT, tokens_under
 from tests.support.streaming_client import Streaming, http, ready
 from worker.engines.fake.adapter import fake_prompt_logprobs, fake_token
@@ -473,13 +473,13 @@ async def test_the_default_canary_is_scored_by_every_worker(plane: Plane) -> Non
 async def test_a_later_worker_of_a_rolling_update_is_judged_by_the_first_ones(plane: Plane) -> None:
     fleet, workers = await fleet_of(plane, 2)
     first, second = sorted(workers, key=lambda worker: worker.instance_id)
-    told = await Told.follow(fleet.client)
+    statuses = await StatusLog.follow(fleet.client)
     second.fail("miscompute")
     reply = await fleet.run("update_weights", update_of(plane.model(1), "one", barrier="rolling"))
     assert reply["excluded"] == [second.instance_id]
     row = next(row for row in reply["workers"] if row["instance_id"] == second.instance_id)
     assert row["error"]["canary"]["against"] == "reference"
-    served = [status for status in told.of(second.instance_id) if status["admission"]["open"]]
+    served = [status for status in statuses.of(second.instance_id) if status["admission"]["open"]]
     assert all(status["version"]["label"] == "initial" for status in served)
     assert (await state_of(fleet.client, first.instance_id))["ready"]
 

@@ -10,7 +10,7 @@ import pytest
 from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, NotAdmitted, Unsupported
 from rl_plane.protocol.record import DesiredMemory
 from tests.support.dialect_facade import facade, fine
-from tests.support.faults import Stream, Told
+from tests.support.faults import StatusLog, Stream
 from tests.support.fleet_updates import all_serve, generated, paused, states, update_of
 from tests.support.frontend_process import frontend
 from tests.support.memory_saver import WITHOUT_A_SAVER
@@ -44,7 +44,7 @@ async def test_an_update_between_the_weights_and_the_kv_cache(plane: Plane) -> N
     for step in (1, 2):
         directory = plane.model(step)
         await fleet.run("release_memory")
-        told = await Told.follow(client)
+        statuses = await StatusLog.follow(client)
         with pytest.raises(Conflict) as refused:
             await fleet.run("update_weights", update_of(directory, f"step_{step}"))
         assert [row["error"]["field"] for row in refused.value.facts["workers"]] == ["memory"] * 2
@@ -56,7 +56,7 @@ async def test_an_update_between_the_weights_and_the_kv_cache(plane: Plane) -> N
         for one in ids:
             with pytest.raises(NotAdmitted, match="kv_cache"):
                 await generated(client, one, PROMPT, 4)
-        assert not any(told.admitted), "nobody has opened since the memory went"
+        assert not any(statuses.admitted), "nobody has opened since the memory went"
         await fleet.run("resume_memory", {"tags": ["kv_cache"]})
         assert await all_serve(client, f"step_{step}")
         for one in ids:
@@ -158,14 +158,14 @@ async def test_a_worker_that_dies_in_the_update_comes_back_without_the_memory_th
     client = fleet.client
     await fleet.run("release_memory")
     await fleet.run("resume_memory", {"tags": ["weights"]})
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
     update = asyncio.create_task(fleet.run("update_weights", update_of(plane.model(1), "step_1")))
     await plane.until(reached.exists, 30)
     doomed.kill()
     assert (await update)["version"]["label"] == "step_1"
     again = plane.spawn(instance_id=doomed.instance_id)
     assert all("memory: released: kv_cache" in why for why in (await reasons(client)).values())
-    assert not any(told.admitted), "nobody has opened since the memory went"
+    assert not any(statuses.admitted), "nobody has opened since the memory went"
     await fleet.run("resume_memory", {"tags": ["kv_cache"]})
     await plane.until(lambda: all_serve(client, "step_1"), 30)
     for one in (left, again):
@@ -183,7 +183,7 @@ async def test_a_worker_that_starts_while_memory_is_released_releases_its_own(
     await plane.until(reached.exists, 30)
     doomed.kill()
     assert [row["tags"] for row in (await release)["workers"]] == [["kv_cache", "weights"]]
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
     again = plane.spawn(instance_id=doomed.instance_id)
     new = plane.spawn()
     left.kill()
@@ -197,7 +197,7 @@ async def test_a_worker_that_starts_while_memory_is_released_releases_its_own(
     later = plane.spawn()
     assert "memory: released: kv_cache" in (await reasons(client))[later.instance_id]
     await fleet.run("update_weights", update_of(plane.model(1), "step_1"))
-    assert not any(told.admitted), "nobody has opened since the memory went"
+    assert not any(statuses.admitted), "nobody has opened since the memory went"
     await fleet.run("resume_memory")
     assert await all_serve(client, "step_1")
     for one in found:

@@ -1,4 +1,4 @@
-"""The history of updates, roll-backs by it, and request ids that are asked again."""
+"""The history of the updates of a real fleet, roll-backs by it, and calls that are repeated under one request id."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ import pytest
 
 from rl_plane.bus.lock import HeldLock
 from rl_plane.client import RlClient
-from rl_plane.commit import history
 from rl_plane.commit.coordinator import Coordinator
-from rl_plane.commit.history import KEEP, UpdateEntry, evaluate_entry, history_key, read_history, request_hash
+from rl_plane.commit.history import KEEP, UpdateEntry, history_key, read_history
 from rl_plane.commit.journal import Journal
-from rl_plane.commit.past_versions import rollback_target, source_of, target_of
 from rl_plane.commit.steps import Event, Instruction, Write
 from rl_plane.errors import (
     BusUnreachable,
@@ -32,11 +30,7 @@ from rl_plane.errors import (
     Unavailable,
     UpdateAborted,
 )
-from rl_plane.membership.core import Member
-from rl_plane.protocol import update_requests, validation
-from rl_plane.protocol.record import DecisionRecord, UpdateSession, VersionSource
 from rl_plane.protocol.subjects import HISTORY_PREFIX, RECORD
-from rl_plane.protocol.versions import WeightVersion
 from tests.support.dying_coordinator import ENDS, _Dies, ends_at
 
 if TYPE_CHECKING:
@@ -44,163 +38,6 @@ if TYPE_CHECKING:
 
 DIGEST = "blake3:" + "ab" * 32
 OTHER_DIGEST = "blake3:" + "cd" * 32
-
-
-# ---- the pure half ----
-
-
-def version(sequence: int, label: str = "", digest: str = DIGEST, run: str = "r") -> WeightVersion:
-    return WeightVersion(run, sequence, label or f"step_{sequence}", digest)
-
-
-def committed(sequence: int, label: str = "", digest: str = DIGEST, run: str = "r", **more: Any) -> UpdateEntry:
-    made = version(sequence, label, digest, run)
-    transport = {"backend": "filesystem", "path": f"/ckpt/{sequence}"}
-    given: dict[str, Any] = {"transport": transport, "digest": digest, "version": made, **more}
-    return UpdateEntry(f"u{sequence}", made.label, "committed", **given)
-
-
-def member(instance_id: str, model_path: str) -> Member:
-    return Member(instance_id, "i", "s", 1, 1, {"model_path": model_path})
-
-
-def test_an_entry_survives_its_encoding() -> None:
-    entry = committed(
-        3,
-        who="frontend@host:1",
-        began_at=1.5,
-        ended_at=2.5,
-        phases={"prepare_s": 0.5},
-        workers={"a" * 16: {"incarnation": "i", "status": "ok"}},
-        excluded=["b" * 16],
-        target={"kind": "base"},
-        request="abc",
-    )
-    assert UpdateEntry.decode(entry.encode()) == entry
-    wire = entry.to_wire()
-    assert wire["version"]["sequence"] == 3
-    assert "request" not in wire
-    assert "error" not in wire
-    running = UpdateEntry("u", "l", "running")
-    assert UpdateEntry.decode(running.encode()) == replace(running, excluded=[])
-    assert running.to_wire()["version"] is None
-
-
-@pytest.mark.parametrize("failed", [0, 7, 20_000])
-def test_an_entry_of_any_fleet_fits_into_a_message(failed: int) -> None:
-    error = {"code": "worker_lost", "message": "m" * 500}
-    rows: dict[str, dict[str, Any]] = {}
-    for number in range(20_000):
-        row = {"incarnation": "0" * 32, "status": "ok"}
-        rows[f"{number:016x}"] = {**row, "status": "error", "error": error} if number < failed else dict(row)
-    entry = committed(1, workers=rows, excluded=list(rows)[:failed])
-    data = entry.encode()
-    assert len(data) <= history.MAX_ENTRY_BYTES
-    kept = UpdateEntry.decode(data)
-    assert kept.workers_left_out + len(kept.workers) == 20_000
-    if failed == 7:
-        assert len(kept.workers) == 7
-        assert len(kept.excluded) == 7
-
-
-def test_a_request_is_the_same_whatever_its_policy() -> None:
-    body = {"transport": {"backend": "filesystem", "path": "/x"}, "version": None, "policy": {"min_ready": 1}}
-    same = {"policy": {"min_ready": 9}, "transport": {"path": "/x", "backend": "filesystem"}}
-    assert request_hash(body) == request_hash(same)
-    assert request_hash(body) != request_hash({**same, "version": "v"})
-
-
-def test_an_unfinished_entry_is_judged_by_the_record_the_lock_and_the_session() -> None:
-    entry = UpdateEntry("u", "step_3", "running", "me", began_at=1.0)
-    record = DecisionRecord(
-        version(3), VersionSource({"backend": "filesystem", "path": "/x"}), "u", version(3), decided_at=9.0
-    )
-    before = replace(record, update_id="before")
-    session = UpdateSession("u", "step_3", {}, DIGEST, True, {}, idle_s=120)
-    done = evaluate_entry(entry, record, None, "u")
-    assert (done.outcome, done.version, done.digest, done.ended_at) == ("committed", record.version, DIGEST, 9.0)
-    assert (done.who, done.began_at) == ("me", 1.0)
-    assert evaluate_entry(entry, before, None, "u").outcome == "running"
-    assert evaluate_entry(entry, before, session, None).outcome == "prepared"
-    for left in (
-        evaluate_entry(entry, before, replace(session, update_id="another"), None),
-        evaluate_entry(replace(entry, outcome="prepared"), before, None, "another"),
-        evaluate_entry(entry, None, None, None),
-    ):
-        assert left.outcome == "aborted"
-        assert left.version is None
-        assert isinstance(left.first_error(), UpdateAborted)
-    final = committed(2)
-    assert evaluate_entry(final, before, None, None) is final
-    aborted = replace(entry, outcome="aborted")
-    assert evaluate_entry(aborted, before, None, None) is aborted
-    assert evaluate_entry(aborted, record, None, None).outcome == "committed", "a late decision stands"
-
-
-def test_a_rollback_means_one_committed_version_of_this_run() -> None:
-    entries = [
-        UpdateEntry("x", "step_9", "aborted"),
-        committed(5, "step_1"),
-        committed(4, "other", OTHER_DIGEST),
-        committed(3, "twice", OTHER_DIGEST),
-        committed(2, "twice"),
-        committed(1, "step_1"),
-        committed(7, "old", run="before"),
-    ]
-    assert rollback_target(entries, "r", "step_1", None) is entries[1]
-    assert rollback_target(entries, "r", None, 2) is entries[4]
-    for label, sequence in [("step_9", None), ("old", None), (None, 7), ("twice", None)]:
-        with pytest.raises(NotFound) as caught:
-            rollback_target(entries, "r", label, sequence)
-        assert caught.value.facts["field"].startswith("rollback")
-        assert "4 (other)" in caught.value.facts["fix"]
-        assert [one["sequence"] for one in caught.value.facts["versions"]] == [5, 4, 3, 2, 1]
-    with pytest.raises(NotFound, match="no committed version"):
-        rollback_target([], "r", "step_1", None)
-
-
-def test_where_a_rollback_takes_its_weights_from() -> None:
-    entry = committed(1)
-    assert source_of(entry, []) == {"backend": "filesystem", "path": "/ckpt/1"}
-    initial = replace(entry, transport=None)
-    assert source_of(initial, [member("a", "/m"), member("b", "/m")])["path"] == "/m"
-    with pytest.raises(Conflict) as caught:
-        source_of(initial, [member("a", "/m"), member("b", "/n")])
-    assert caught.value.facts["paths"] == ["/m", "/n"]
-    with pytest.raises(Conflict):
-        source_of(replace(entry, refetchable=False), [])
-
-
-def test_an_adapter_is_rolled_back_by_loading_or_swapping_it() -> None:
-    loaded = replace(committed(1), target={"kind": "lora", "op": "load", "name": "a"})
-    assert target_of(committed(1), ["a"])["kind"] == "base"
-    assert target_of(loaded, []) == {"kind": "lora", "op": "load", "name": "a"}
-    assert target_of(loaded, ["a"])["op"] == "swap"
-    with pytest.raises(Conflict):
-        target_of(replace(loaded, target={"kind": "lora", "op": "unload", "name": "a"}), ["a"])
-
-
-@pytest.mark.parametrize(
-    ("body", "field"),
-    [
-        ({}, "transport"),
-        ({"transport": {"backend": "x"}, "rollback": {"label": "a"}}, "transport"),
-        ({"rollback": {"label": "a"}, "digest": DIGEST}, "digest"),
-        ({"rollback": {"label": "a"}, "cast": True}, "cast"),
-        ({"rollback": {}}, "rollback"),
-        ({"rollback": {"label": "a", "sequence": 1}}, "rollback"),
-        ({"rollback": {"sequence": -1}}, "rollback.sequence"),
-        ({"rollback": "step_1"}, "rollback"),
-    ],
-)
-def test_an_update_has_one_source(body: dict[str, Any], field: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        validation.parse_body(update_requests.UpdateCall, body)
-    assert caught.value.facts["field"] == field
-    assert caught.value.facts["fix"]
-
-
-# ---- real fleets ----
 
 
 def update_of(directory: Path, label: str | None = None, **more: Any) -> dict[str, Any]:

@@ -40,30 +40,31 @@ def by_url(transport: dict[str, Any], version: str, **policy: Any) -> dict[str, 
 
 
 async def test_versions_by_url(plane: Plane, server: RangeServer) -> None:
-    """A checkpoint, a delta and a roll-back. A worker that joins fetches all of it, and no reply shows a secret."""
+    """A checkpoint at one URL, another by a URL for each file, and a roll-back. A worker that joins fetches by the same
+    URL, and no reply shows a secret."""
     models = [plane.model(seed) for seed in range(3)]
     client = await plane.client()
-    ids = [one.instance_id for one in plane.spawn_many(2, weight_urls=[server.url])]
+    ids = [one.instance_id for one in await asyncio.to_thread(plane.spawn_many, 2, weight_urls=[server.url])]
     server.behaviour.key = SECRET
-    url = f"{server.url}/{models[1].name}?{SECRET}"
-    signed = {"url": url, "headers": {"Authorization": "Bearer hush"}}
+    signed = {
+        "url": f"{server.url}/{models[1].name}?{SECRET}",
+        "headers": {"Authorization": "Bearer hush"},
+    }
     reply = await client.run("update_weights", by_url(signed, "one"))
     assert reply["version"]["digest"] == model_digest(models[1])
-    files = plane.tmp / "weights" / "seed1-seed2"
-    delta = by_delta(plane, models[1], models[2], "two")
-    urls = {SINGLE_NAME: f"{server.url}/{files.name}/{SINGLE_NAME}?{SECRET}"}
-    delta["transport"] = {"backend": "http", "urls": urls}
-    await client.run("update_weights", delta)
-    new = plane.spawn(weight_urls=[server.url]).instance_id
+    place = f"{server.url}/{models[2].name}/{SINGLE_NAME}"
+    await client.run("update_weights", by_url({"urls": {SINGLE_NAME: f"{place}?{SECRET}"}}, "two"))
+    new = (await asyncio.to_thread(plane.spawn, weight_urls=[server.url])).instance_id
     await plane.until(lambda: all_serve(client, "two"), HEAL_S)
     made = [fake_token(model_digest(models[2]), PROMPT, position) for position in range(4)]
     for one in (*ids, new):
         assert await generated(client, one, PROMPT, 4) == made
     state, updates = await client.run("state"), await client.run("updates")
-    assert {"backend": "http", "url": f"{server.url}/seed1?…"} in state["sources"]
-    assert updates["updates"][0]["transport"]["urls"] == {
-        SINGLE_NAME: f"{server.url}/{files.name}/{SINGLE_NAME}?…"
-    }
+    assert state["sources"] == [{"backend": "http", "urls": {SINGLE_NAME: f"{place}?…"}}]
+    assert [one["transport"] for one in updates["updates"][:2]] == [
+        state["sources"][0],
+        {"backend": "http", "url": f"{server.url}/seed1?…"},
+    ]
     back = await client.run("update_weights", {"rollback": {"label": "one"}})
     assert back["version"]["digest"] == model_digest(models[1])
     record = await read_record(client.bus, client.subjects().state)
@@ -74,10 +75,26 @@ async def test_versions_by_url(plane: Plane, server: RangeServer) -> None:
         assert "hush" not in str(text)
 
 
+@pytest.mark.slow
+@pytest.mark.parallel
+async def test_a_delta_by_url(plane: Plane, server: RangeServer) -> None:
+    """A worker that joins fetches the full version and then the delta, each by its URL."""
+    models = [plane.model(seed) for seed in range(3)]
+    delta = by_delta(plane, models[1], models[2], "two")  # it compiles for seconds, so no connection is open yet
+    delta["transport"] = {"backend": "http", "url": f"{server.url}/{models[1].name}-{models[2].name}"}
+    client = await plane.client()
+    await asyncio.to_thread(plane.spawn, weight_urls=[server.url])
+    await client.run("update_weights", by_url({"url": f"{server.url}/{models[1].name}"}, "one"))
+    reply = await client.run("update_weights", delta)
+    assert reply["version"]["digest"] == model_digest(models[2])
+    await asyncio.to_thread(plane.spawn, weight_urls=[server.url])
+    await plane.until(lambda: all_serve(client, "two"), HEAL_S)
+
+
 async def test_a_worker_without_permission(plane: Plane, server: RangeServer) -> None:
     """It refuses before it connects, and says how to allow the place."""
     client = await plane.client()
-    plane.spawn_many(2, weight_urls=["https://elsewhere.example/weights"])
+    await asyncio.to_thread(plane.spawn_many, 2, weight_urls=["https://elsewhere.example/weights"])
     with pytest.raises(InvalidRequest, match="may not fetch") as caught:
         await client.run("update_weights", by_url({"url": f"{server.url}/seed0"}, "one"))
     assert "--weight-url" in str(caught.value.to_wire())
@@ -89,7 +106,8 @@ async def test_a_server_that_is_killed_in_the_middle(plane: Plane) -> None:
     server = ServerProcess(plane.tmp / "weights", 100_000)
     try:
         client = await plane.client()
-        ids = [plane.spawn(model=first, weight_urls=[server.url], patch=SHORT_STALL).instance_id for _ in range(2)]
+        how: dict[str, Any] = {"model": first, "weight_urls": [server.url], "patch": SHORT_STALL}
+        ids = [one.instance_id for one in await asyncio.to_thread(plane.spawn_many, 2, **how)]
         update = asyncio.create_task(
             client.run("update_weights", by_url({"url": f"{server.url}/{second.name}"}, "never"))
         )
@@ -110,7 +128,7 @@ async def test_an_update_that_is_aborted_in_the_middle(plane: Plane, server: Ran
     """The workers end their reads at once, and take the next update from the same server."""
     first, second = plane.model(0, nbytes=LARGE), plane.model(1, nbytes=LARGE)
     client = await plane.client()
-    plane.spawn(model=first, weight_urls=[server.url])
+    await asyncio.to_thread(plane.spawn, model=first, weight_urls=[server.url])
     plan = server.behaviour
     plan.hold_after = 100_000
     body = by_url({"url": f"{server.url}/{second.name}"}, "two")
@@ -129,12 +147,12 @@ async def test_a_signed_url_that_has_ended(plane: Plane, server: RangeServer) ->
     """A worker that joins later stays closed, and says why, until an update brings a fresh URL."""
     first, second = plane.model(0), plane.model(1)
     client = await plane.client()
-    plane.spawn(model=first, weight_urls=[server.url])
+    await asyncio.to_thread(plane.spawn, model=first, weight_urls=[server.url])
     server.behaviour.key = SECRET
     body = by_url({"url": f"{server.url}/{second.name}?{SECRET}"}, "two")
     await client.run("update_weights", body)
     server.behaviour.key = fresh = "X-Amz-Signature=another"
-    late = plane.spawn(model=first, weight_urls=[server.url])
+    late = await asyncio.to_thread(plane.spawn, model=first, weight_urls=[server.url])
     assert "model.safetensors: 403" in await until_behind(plane, client, late.instance_id)
     body["transport"]["url"] = f"{server.url}/{second.name}?{fresh}"
     await client.run("update_weights", body)
@@ -144,7 +162,7 @@ async def test_a_signed_url_that_has_ended(plane: Plane, server: RangeServer) ->
 async def test_a_wrong_digest(plane: Plane, server: RangeServer) -> None:
     client = await plane.client()
     plane.model(1)
-    plane.spawn(weight_urls=[server.url])
+    await asyncio.to_thread(plane.spawn, weight_urls=[server.url])
     body = {**by_url({"url": f"{server.url}/seed1"}, "one"), "digest": "blake3:" + "0" * 64}
     with pytest.raises(PlaneError, match="0000"):
         await client.run("update_weights", body)

@@ -16,7 +16,7 @@ from rl_plane.client import RlClient
 from rl_plane.errors import Conflict, InvalidRequest, NotFound, PlaneError
 from tests.support.adapter_updates import adapter, load
 from tests.support.dying_coordinator import ENDS, ends_at
-from tests.support.faults import Told, generate
+from tests.support.faults import StatusLog, generate
 from tests.support.fleet_updates import all_serve, states, update_of
 from tests.support.frontend_here import started
 from tests.support.frontend_process import ask, error_of, frontend, tokens_under
@@ -133,7 +133,7 @@ async def test_workers_with_different_models_begin_no_run(plane: Plane) -> None:
     before = (await client.run("weight_version"))["version"]
     plane.spawn(model=plane.model(7, tensors=3))
     await client.wait_for(2)
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
     with pytest.raises(Conflict) as caught:
         await client.run("new_run", {"min_workers": 2})
     assert type(caught.value) is Conflict
@@ -141,7 +141,7 @@ async def test_workers_with_different_models_begin_no_run(plane: Plane) -> None:
     for model in (plane.model(0), plane.model(7, tensors=3)):
         assert model_digest(model) in caught.value.message
     assert (await client.run("weight_version"))["version"] == before
-    assert all(one.instance_id in admitted for admitted in told.admitted)
+    assert all(one.instance_id in admitted for admitted in statuses.admitted)
     assert [entry["label"] for entry in (await client.run("updates"))["updates"]] == ["step_1", "initial"]
 
 
@@ -164,7 +164,7 @@ async def test_a_fleet_that_was_trained_goes_back_to_its_own_model(plane: Plane)
     old = (await client.run("weight_version"))["version"]
     await client.run("update_weights", update_of(plane.model(1), "step_1"))
     await load(client, adapter(plane, 1))
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
     version = (await client.run("new_run"))["version"]
     assert (version["sequence"], version["digest"]) == (0, old["digest"])
     assert version["run"] > old["run"]
@@ -173,7 +173,7 @@ async def test_a_fleet_that_was_trained_goes_back_to_its_own_model(plane: Plane)
         stream = await generate(client, one, PROMPT, 2)
         assert stream.tokens == [fake_token(old["digest"], PROMPT, n) for n in range(2)]
         assert stream.spans[0]["run"] == version["run"]
-    labels = [status["version"]["label"] for status in told.events if status["admission"]["open"]]
+    labels = [status["version"]["label"] for status in statuses.events if status["admission"]["open"]]
     assert set(labels) <= {"step_1", "initial"}
     assert (await client.run("update_weights", update_of(plane.model(2), "step_1")))["version"]["sequence"] == 1
 

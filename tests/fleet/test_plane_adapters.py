@@ -25,7 +25,7 @@ from rl_plane.errors import (
     UpdateAborted,
 )
 from tests.support.adapter_updates import adapter, load, target
-from tests.support.faults import Stream, Told, generate, spawn_faulty
+from tests.support.faults import StatusLog, Stream, generate, spawn_faulty
 from tests.support.fleet_updates import coordinator_that_dies, states, update_of
 from worker.engines.fake.adapter import fake_token, make_fake_adapter
 from worker.receive.staging import adapter_digest, model_digest
@@ -194,14 +194,14 @@ async def test_what_is_wrong_touches_nobody(plane: Plane, what: str, kind: type[
         "name": ("load_lora_adapter", {"lora_name": "a\nb", "lora_path": str(two)}),
         "the base's name": ("load_lora_adapter", {"lora_name": "seed0", "lora_path": str(two)}),
     }
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
     op, body = calls[what]
     with pytest.raises(kind) as caught:
         await client.run(op, body)
     assert type(caught.value) is kind
     assert caught.value.facts["fix"]
     await all_proven(client, ids, base, a=one)
-    assert set(told.admitted) == {frozenset(ids)}
+    assert set(statuses.admitted) == {frozenset(ids)}
     assert all(state["staged"] is None for state in (await states(client)).values())
     assert (await load(client, adapter(plane, 4), "swap"))["sequence"] == 2
 
@@ -243,7 +243,7 @@ async def test_a_swap_that_fails_after_the_decision_excludes_that_worker_until_i
     base = await base_of(client)
     if op != "load":
         await load(client, adapter(plane, 1))
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
     bad.fail("fail_swap")
     reply = await client.run("update_weights", target(op, "a", None if op == "unload" else adapter(plane, 2)))
     assert reply["excluded"] == [bad.instance_id]
@@ -256,7 +256,7 @@ async def test_a_swap_that_fails_after_the_decision_excludes_that_worker_until_i
     assert any("fail_swap" in reason for reason in state["admission"]["reasons"])
     with pytest.raises(PlaneError):
         await generate(client, bad.instance_id, PROMPT, 3)
-    failures = len(told.of(bad.instance_id))
+    failures = len(statuses.of(bad.instance_id))
     bad.mend("fail_swap")
     await until_serving(plane, client, bad.instance_id, version["sequence"])
     await proven(client, bad.instance_id, base, **now)
@@ -305,15 +305,15 @@ async def test_a_worker_that_was_killed_heals_base_and_adapters_before_it_is_adm
     adapters = {"a": await load(client, adapter(plane, 1)), "b": await load(client, adapter(plane, 2), name="b")}
     base = (await client.run("update_weights", update_of(plane.model(1), "step_1")))["version"]
     adapters["a"] = await load(client, adapter(plane, 3), "swap")
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
     doomed.kill()
     again = plane.spawn(instance_id=doomed.instance_id, stage_delay_s=0.2)
     await until_serving(plane, client, again.instance_id, 4)
     await all_proven(client, [again.instance_id, other.instance_id], base, **adapters)
-    incarnation = (await states(client))[again.instance_id] and told.of(again.instance_id)[-1]["incarnation"]
+    incarnation = (await states(client))[again.instance_id] and statuses.of(again.instance_id)[-1]["incarnation"]
     opened = [
         status
-        for status in told.of(again.instance_id)
+        for status in statuses.of(again.instance_id)
         if status["incarnation"] == incarnation and status["admission"]["open"]
     ]
     assert opened
@@ -376,11 +376,11 @@ fake.FakeEngine.start = start
 """,
     )
     await client.wait_for(2)
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
     with pytest.raises(Unsupported) as caught:
         await load(client, adapter(plane, 1))
     assert caught.value.facts["field"] == "target.kind"
-    assert len(set(told.admitted)) == 1
+    assert len(set(statuses.admitted)) == 1
 
 
 async def test_an_adapter_that_has_no_place_is_refused_before_it_is_decided(plane: Plane) -> None:

@@ -15,7 +15,7 @@ from rl_plane.commit.coordinator import Coordinator
 from rl_plane.commit.steps import Event, Instruction
 from tests.support.adapter_updates import adapter, load
 from tests.support.dying_coordinator import _Dies, ends_at
-from tests.support.faults import Stream, Told, generate, spawn_faulty
+from tests.support.faults import StatusLog, Stream, generate, spawn_faulty
 from tests.support.fleet_updates import all_serve, coordinator_that_dies, states, update_of
 from tests.support.frontend_process import PROMPT, ask, frontend, tokens_under
 from worker.engines.fake.adapter import fake_token
@@ -54,15 +54,15 @@ async def test_workers_roll_one_by_one_and_one_always_serves(plane: Plane) -> No
     workers = plane.spawn_many(3, swap_delay_s=0.1)
     await client.wait_for(3)
     ids = sorted(worker.instance_id for worker in workers)
-    told = await Told.follow(client)
-    assert told.admitted[0] == frozenset(ids)
+    statuses = await StatusLog.follow(client)
+    assert statuses.admitted[0] == frozenset(ids)
     reply = await client.run("update_weights", rolling(plane, 1))
     assert reply["version"]["sequence"] == 1
     assert reply["excluded"] == []
     assert [row["instance_id"] for row in reply["workers"]] == ids
     assert await all_serve(client, "step_1")
-    assert min(len(admitted) for admitted in told.admitted) == 2, (told.events, reply)
-    closed = [next(iter(set(ids) - admitted)) for admitted in told.admitted if len(admitted) == 2]
+    assert min(len(admitted) for admitted in statuses.admitted) == 2, (statuses.events, reply)
+    closed = [next(iter(set(ids) - admitted)) for admitted in statuses.admitted if len(admitted) == 2]
     assert list(dict.fromkeys(closed)) == ids
     record = await read_record(client.bus, client.subjects().state)
     assert record is not None
@@ -139,7 +139,7 @@ async def test_an_adapter_rolls_too(plane: Plane, op: str) -> None:
     base = (await client.run("weight_version"))["version"]
     if op != "load":
         await load(client, adapter(plane, 1))
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
     done = asyncio.Event()
 
     async def caller(http: httpx.AsyncClient) -> int:
@@ -162,7 +162,7 @@ async def test_an_adapter_rolls_too(plane: Plane, op: str) -> None:
         done.set()
         assert await task
     assert reply["excluded"] == []
-    assert all(told.admitted), (told.events, reply)
+    assert all(statuses.admitted), (statuses.events, reply)
     for worker in workers:
         assert "AssertionError" not in worker.log.read_text()
     for state in (await states(client)).values():
@@ -233,11 +233,11 @@ async def test_a_worker_that_dies_in_the_roll_is_excluded_and_heals(plane: Plane
     doomed = plane.spawn(instance_id="8" * 16, swap_delay_s=60)
     last = plane.spawn(instance_id="f" * 16)
     await client.wait_for(3)
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
     task = asyncio.create_task(client.run("update_weights", rolling(plane, 1)))
     # Its turn has come when it is closed.
-    await plane.until(lambda: doomed.instance_id not in told.admitted[-1], FINISH_S)
-    assert {first.instance_id, last.instance_id} <= told.admitted[-1]
+    await plane.until(lambda: doomed.instance_id not in statuses.admitted[-1], FINISH_S)
+    assert {first.instance_id, last.instance_id} <= statuses.admitted[-1]
     doomed.kill()
     reply = await task
     assert reply["excluded"] == [doomed.instance_id]
@@ -246,18 +246,18 @@ async def test_a_worker_that_dies_in_the_roll_is_excluded_and_heals(plane: Plane
     await plane.until(lambda: all_serve(client, "step_1"), FINISH_S)
     stream = await generate(client, again.instance_id, PROMPT, 2)
     assert stream.tokens == tokens_under(model_digest(plane.model(1)), 0, 2)
-    assert all(told.admitted)
+    assert all(statuses.admitted)
 
 
 async def test_a_swap_that_fails_in_the_roll_excludes_one(plane: Plane) -> None:
     client = await plane.client()
     bad, good = spawn_faulty(plane), plane.spawn()
     await client.wait_for(2)
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
     bad.fail("fail_swap")
     reply = await client.run("update_weights", rolling(plane, 1))
     assert reply["excluded"] == [bad.instance_id]
-    assert good.instance_id in told.admitted[-1]
+    assert good.instance_id in statuses.admitted[-1]
     bad.mend("fail_swap")
     await plane.until(lambda: all_serve(client, "step_1"), FINISH_S)
 
@@ -281,11 +281,11 @@ async def test_before_the_decision_a_rolling_update_changes_nothing(plane: Plane
     client = await plane.client()
     bad, _ = spawn_faulty(plane), plane.spawn()
     await client.wait_for(2)
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
     bad.fail("fail_stage")
     with pytest.raises(Exception, match="fail_stage"):
         await client.run("update_weights", rolling(plane, 1))
-    assert len(set(told.admitted)) == 1
+    assert len(set(statuses.admitted)) == 1
     assert await all_serve(client, "initial")
 
 

@@ -91,8 +91,10 @@ def test_a_stage_that_returns_as_an_engine_is_an_engine_and_the_reverse() -> Non
 
 def test_a_stage_has_no_place_in_a_group() -> None:
     mixed = fed(member(ENGINE, 1), member(STAGE_ID, 2, "vision"), member(OTHER, 3))
-    places = group_places(mixed, {"world_size": 5})
-    assert places == {"world_size": 5, "rank_offsets": {ENGINE: 1, OTHER: 3}}
+    places = group_places(mixed, {"world_size": 3})
+    assert places == {"world_size": 3, "rank_offsets": {ENGINE: 1, OTHER: 2}}
+    places = group_places(mixed, {"world_size": 5, "form": "torch"})
+    assert places["rank_offsets"] == {ENGINE: 1, OTHER: 3}
 
 
 def call_of(op: str, **select: Any) -> FleetCall[Empty]:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from frontend.server import listeners
-from frontend.server.bodies import MAX_BRACKETS, MAX_NAMES_BYTES
+from frontend.server.bodies import MAX_BODY_BYTES, MAX_BRACKETS, MAX_NAMES_BYTES
 from frontend.server.options import FrontendOptions
 from tests.conftest import Plane
 from tests.support.frontend_here import started
@@ -174,3 +174,26 @@ async def test_two_lengths_are_refused(plane: Plane) -> None:
         writer.write(b"POST /v1/rl/pause HTTP/1.1\r\nHost: localhost\r\n" + lengths + b"\r\n\r\n0\r\n\r\n")
         assert (await reader.readline()).split()[1] == b"400"
         writer.close()
+
+
+async def test_thirty_nested_bodies_at_once(plane: Plane) -> None:
+    """Each is refused by its brackets, before it is parsed. Others are answered meanwhile."""
+    body = b'{"workers": ' + b"[" * (MAX_BODY_BYTES // 2 - 10) + b"]" * (MAX_BODY_BYTES // 2 - 10) + b"}"
+    await asyncio.to_thread(plane.spawn)
+    with frontend_process(plane) as (url, process):
+        async with httpx.AsyncClient(
+            base_url=url, timeout=BOUND_S, limits=httpx.Limits(max_connections=40)
+        ) as http:
+            assert (await http.get("/v1/rl/ready", params={"wait_s": 30})).status_code == 200
+            before = process.memory_info().rss
+            posts = [asyncio.create_task(http.post("/v1/rl/pause", content=body)) for _ in range(30)]
+            answered = 0
+            while not all(post.done() for post in posts):
+                assert (await http.get("/health")).status_code == 200
+                answered += any(not post.done() for post in posts)
+            assert answered > 0, "no other request was answered meanwhile"
+            for post in posts:
+                reply = post.result()
+                assert reply.status_code == 400
+                assert f"more than {MAX_BRACKETS} arrays" in reply.text
+            assert process.memory_info().rss - before < 10 * 30 * MAX_BODY_BYTES

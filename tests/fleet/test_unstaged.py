@@ -18,7 +18,7 @@ from rl_plane.errors import (
 )
 from rl_plane.membership.worker_calls import WorkerCalls
 from tests.support.adapter_updates import load
-from tests.support.faults import Stream, Told, generate, spawn_faulty
+from tests.support.faults import StatusLog, Stream, generate, spawn_faulty
 from tests.support.fleet_updates import all_serve, coordinator_that_dies, states, update_of, while_preparing
 from worker.engines.fake.adapter import fake_token, make_fake_adapter
 from worker.receive.staging import model_digest
@@ -47,10 +47,12 @@ def tokens_of(stream: Stream, digests: list[str]) -> list[int]:
     ]
 
 
-def only_ever_open_at(told: Told, *labels: str) -> None:
+def only_ever_open_at(statuses: StatusLog, *labels: str) -> None:
     """Every admitted worker held one of these versions."""
     held = {
-        status["version"] and status["version"]["label"] for status in told.events if status["admission"]["open"]
+        status["version"] and status["version"]["label"]
+        for status in statuses.events
+        if status["admission"]["open"]
     }
     assert held <= set(labels), held
 
@@ -63,7 +65,7 @@ async def test_every_worker_is_closed_from_the_first_byte_to_the_commit(plane: P
     client = await plane.client()
     workers = plane.spawn_many(2, token_delay_s=0.01)
     await client.wait_for(2)
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
     streams = [Stream(client, worker.instance_id, PROMPT, 3000) for worker in workers]
     for stream in streams:
         await stream.more()
@@ -90,7 +92,7 @@ async def test_every_worker_is_closed_from_the_first_byte_to_the_commit(plane: P
     for stream in streams:
         await stream.end()
         assert stream.tokens == tokens_of(stream, digests)
-    only_ever_open_at(told, "initial", "step_1")
+    only_ever_open_at(statuses, "initial", "step_1")
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort"])
@@ -171,11 +173,11 @@ filesystem.FilesystemDelivery.refetchable = property(lambda self: False, lambda 
     worker = plane.spawn(patch=once)
     await client.wait_for(1)
     await client.run("update_weights", update_of(plane.model(1), "step_1"))
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
     with pytest.raises(InvalidRequest) as caught:
         await client.run("update_weights", unstaged(plane, 2))
     assert caught.value.facts["field"] == "policy.staging"
-    assert set(told.admitted) == {frozenset({worker.instance_id})}
+    assert set(statuses.admitted) == {frozenset({worker.instance_id})}
     assert await all_serve(client, "step_1")
 
 
@@ -191,24 +193,24 @@ fake.FakeEngine.start = start
 """
     plane.spawn_many(2, patch=unable)
     await client.wait_for(2)
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
     with pytest.raises(Unsupported) as caught:
         await client.run("update_weights", unstaged(plane, 1))
     assert caught.value.facts["field"] == "policy.staging"
     assert await all_serve(client, "initial")
-    assert len(set(told.admitted)) == 1
+    assert len(set(statuses.admitted)) == 1
 
 
 @pytest.mark.parametrize("wrong", ["path", "shape"])
 async def test_weights_that_do_not_fit_change_no_worker(plane: Plane, wrong: str) -> None:
     client = await plane.client()
     plane.spawn_copies(2)
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
     path = Path("/etc") if wrong == "path" else plane.model(9, tensors=3)
     with pytest.raises(InvalidRequest):
         await client.run("update_weights", update_of(path, "bad", staging="none"))
     assert await all_serve(client, "initial")
-    assert len(set(told.admitted)) == 1, "a worker was closed for weights that it could have refused"
+    assert len(set(statuses.admitted)) == 1, "a worker was closed for weights that it could have refused"
 
 
 # ---- failures on the way ----
@@ -222,7 +224,7 @@ async def test_if_one_worker_fails_half_way_all_workers_heal(plane: Plane) -> No
     streams = [Stream(client, one.instance_id, PROMPT, 3000) for one in (bad, good)]
     for stream in streams:
         await stream.more()
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
     bad.fail("fail_overwrite")
     with pytest.raises(UpdateAborted) as caught:
         await client.run("update_weights", unstaged(plane, 2))
@@ -230,11 +232,11 @@ async def test_if_one_worker_fails_half_way_all_workers_heal(plane: Plane) -> No
         bad.instance_id: "error",
         good.instance_id: "ok",
     }
-    await plane.until(lambda: good.instance_id in told.admitted[-1], HEAL_S)
+    await plane.until(lambda: good.instance_id in statuses.admitted[-1], HEAL_S)
     assert not (await states(client))[bad.instance_id]["admission"]["open"], "healing fails too"
     bad.mend("fail_overwrite")
     await until_all_serve(plane, client, "step_1")
-    only_ever_open_at(told, "step_1")
+    only_ever_open_at(statuses, "step_1")
     await client.run("abort_requests", {})
     (other,) = [await stream.end() for stream in streams if stream is streams[1]]
     assert other.tokens == tokens_of(other, [model_digest(plane.model(1))])
@@ -246,24 +248,24 @@ async def test_half_way_one_worker_can_be_excluded(plane: Plane) -> None:
     bad, good = spawn_faulty(plane), plane.spawn()
     await client.wait_for(2)
     bad.fail("fail_overwrite")
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
     reply = await client.run("update_weights", unstaged(plane, 1, on_prepare_failure="exclude"))
     assert reply["excluded"] == [bad.instance_id]
     stream = await generate(client, good.instance_id, PROMPT, 3)
     assert stream.tokens == tokens_of(stream, [model_digest(plane.model(1))])
     bad.mend("fail_overwrite")
     await until_all_serve(plane, client, "step_1")
-    only_ever_open_at(told, "initial", "step_1")
+    only_ever_open_at(statuses, "initial", "step_1")
 
 
 async def test_after_weights_with_a_wrong_digest_the_workers_heal(plane: Plane) -> None:
     client = await plane.client()
     ids = plane.spawn_copies(2)
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
     with pytest.raises(InvalidWeights):
         await client.run("update_weights", {**unstaged(plane, 1), "digest": "blake3:" + "0" * 64})
     await until_all_serve(plane, client, "initial")
-    only_ever_open_at(told, "initial")
+    only_ever_open_at(statuses, "initial")
     for one in ids:
         stream = await generate(client, one, PROMPT, 3)
         assert stream.tokens == tokens_of(stream, [model_digest(plane.model(0))])
@@ -273,7 +275,7 @@ async def test_after_an_aborted_unstaged_update_the_worker_heals(plane: Plane) -
     client = await plane.client()
     worker = plane.spawn(token_delay_s=0.01)
     await client.wait_for(1)
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
     stream = Stream(client, worker.instance_id, PROMPT, 3000)
     await stream.more()
     await client.run("prepare_weights_update", unstaged(plane, 1))
@@ -283,7 +285,7 @@ async def test_after_an_aborted_unstaged_update_the_worker_heals(plane: Plane) -
     await client.run("abort_requests", {})
     await stream.end()
     assert stream.tokens == tokens_of(stream, [model_digest(plane.model(0))])
-    only_ever_open_at(told, "initial")
+    only_ever_open_at(statuses, "initial")
 
 
 async def test_a_worker_that_is_killed_in_the_middle_heals(plane: Plane) -> None:
@@ -291,15 +293,15 @@ async def test_a_worker_that_is_killed_in_the_middle_heals(plane: Plane) -> None
     client = fleet.client
     doomed, other = plane.spawn(stage_delay_s=600), plane.spawn()
     await client.wait_for(2)
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
     task = await while_preparing(plane, fleet, unstaged(plane, 1))
-    await plane.until(lambda: not told.admitted[-1], HEAL_S)
+    await plane.until(lambda: not statuses.admitted[-1], HEAL_S)
     doomed.kill()
     with pytest.raises(UpdateAborted):
         await task
     again = plane.spawn(instance_id=doomed.instance_id)
     await until_all_serve(plane, client, "initial")
-    only_ever_open_at(told, "initial")
+    only_ever_open_at(statuses, "initial")
     assert set(await states(client)) == {again.instance_id, other.instance_id}
     assert (await fleet.run("update_weights", unstaged(plane, 2)))["excluded"] == []
 
@@ -310,10 +312,10 @@ async def test_a_worker_that_is_killed_in_the_middle_heals(plane: Plane) -> None
 async def test_without_their_coordinator_the_workers_end_it(plane: Plane, at: str, label: str) -> None:
     client = await plane.client()
     plane.spawn_copies(2)
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
     await coordinator_that_dies(plane, update_of(plane.model(1), "one", staging="none"), at)
     await until_all_serve(plane, client, label)
-    only_ever_open_at(told, "initial", label)
+    only_ever_open_at(statuses, "initial", label)
     reply = await client.run("update_weights", unstaged(plane, 2))
     assert reply["version"]["sequence"] == (1 if label == "initial" else 2)
 
@@ -356,14 +358,14 @@ async def test_with_older_kv_in_its_cache_no_worker_is_admitted(plane: Plane) ->
     client = await plane.client()
     worker, _ = plane.spawn(patch=NO_FLUSH), plane.spawn()
     await client.wait_for(2)
-    told = await Told.follow(client)
+    statuses = await StatusLog.follow(client)
     reply = await client.run("update_weights", unstaged(plane, 1))
     assert reply["excluded"] == [worker.instance_id]
     (row,) = [row for row in reply["workers"] if row["status"] == "error"]
     assert "flush" in row["error"]["message"]
     await until_all_serve(plane, client, "step_1")
-    only_ever_open_at(told, "initial", "step_1")
-    behind = [event["admission"]["reasons"] for event in told.of(worker.instance_id)]
+    only_ever_open_at(statuses, "initial", "step_1")
+    behind = [event["admission"]["reasons"] for event in statuses.of(worker.instance_id)]
     assert any("flush" in reason for reasons in behind for reason in reasons), behind
 
 

@@ -41,7 +41,7 @@ CLEAR_S = 60.0
 GONE_S = 15.0
 """An engine's death is noticed within 2 s; then its worker ends."""
 POLL_S = 0.02
-VITAL = ("VLLM::", "sglang::")
+VITAL = ("VLLM::", "sglang::", "rl-plane::")
 """The beginnings of the names of the processes that an engine can't run without."""
 
 

@@ -18,9 +18,9 @@ from tests.kill.held import RECEIVE
 if sys.platform != "linux":
     pytest.skip("relies on PR_SET_PDEATHSIG", allow_module_level=True)
 
-CHILDREN: dict[Engine, tuple[str, str]] = {
-    "vllm": ("EngineCore", "Worker"),
-    "sglang": ("scheduler", "detokenizer"),
+CHILDREN: dict[Engine, tuple[str, ...]] = {
+    "vllm": ("EngineCore", "Worker", "host"),
+    "sglang": ("scheduler", "detokenizer", "host"),
 }
 """The processes that neither engine can run without."""
 POINTS = (

@@ -59,7 +59,7 @@ def spawn_faulty(plane: Plane, *failing: str, **options: Any) -> Faulty:
 
 
 @dataclass
-class Told:
+class StatusLog:
     """Collects the status messages of the workers in the order in which they arrive."""
 
     latest: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Told:
     """The admitted workers after each event."""
 
     @classmethod
-    async def follow(cls, client: WorkerCalls) -> Told:
+    async def follow(cls, client: WorkerCalls) -> StatusLog:
         """Begins with the present states, and follows all later messages."""
         log = cls()
 

@@ -1,12 +1,14 @@
 """Faults of one rank of an engine, made inside the process that has it.
 
-A transport that brings nothing: it is installed as somebody else's is, and `init_transport`, which comes to every rank,
-says which rank shall fail, and where.
+A transport that brings nothing, in the host agent: it is installed like a third party's, and `init_transport` says
+which rank shall fail, and where. It passes that on to all ranks, in which a plugin has added a method to the agent.
 """
 
 from __future__ import annotations
 
 import importlib
+import multiprocessing
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +18,8 @@ import torch
 
 from rl_plane.errors import EngineFailed
 from rl_plane.transports.base import TransportContext
+from worker.receive.rank_agents.agent_client import AgentClient
+from worker.receive.rank_agents.agent_server import AgentServer, Method
 
 Change = Literal["swap", "unload"]
 """A change of an adapter."""
@@ -31,7 +35,11 @@ PUTS_BACK = {"vllm": f"{_VLLM}.add_adapter", "sglang": f"{_SGLANG}.unload_lora_a
 """The function that undoes the change."""
 
 _METADATA = "Metadata-Version: 2.1\nName: rank-faults\nVersion: 0\n"
-_ENTRY_POINTS = "[rl_plane.transports]\nfaults = tests.support.rank_faults:Faults\n"
+_PLUGIN = "faults = tests.support.rank_faults:register\n"
+_ENTRY_POINTS = (
+    "[rl_plane.transports]\nfaults = tests.support.rank_faults:Faults\n"
+    f"[vllm.general_plugins]\n{_PLUGIN}[sglang.srt.plugins]\n{_PLUGIN}"
+)
 
 
 def install(site: Path) -> None:
@@ -55,15 +63,33 @@ def faults_for_good(engine: str, change: Change, rank: int) -> list[dict[str, An
     return [fault(rank, place, done=True, times=times) for place, times in places.items()]
 
 
-class Faults:
-    backend = "faults"
+def register() -> None:
+    """Adds the methods to each agent of a rank that starts in this process, if it is one of an engine."""
+    if multiprocessing.parent_process() is None:
+        return
+    really, faults = AgentServer.of_rank.__func__, RankFaults()  # type: ignore[attr-defined]
 
-    def __init__(self, places: TransportContext) -> None:
+    def of_rank(cls: Any, directory: Path, rank: int, methods: Mapping[str, Method]) -> AgentServer:
+        server: AgentServer = really(cls, directory, rank, {**methods, **faults.methods()})
+        return server
+
+    AgentServer.of_rank = classmethod(of_rank)  # type: ignore[assignment, method-assign]
+
+
+class RankFaults:
+    """The faults of one rank."""
+
+    def __init__(self) -> None:
         self._left: dict[str, int] = {}
         """Place → how often it fails yet."""
 
-    def init(self, config: Mapping[str, Any]) -> None:
-        what = config["fault"]
+    def methods(self) -> dict[str, Method]:
+        return {
+            "fault": lambda body, cancelled: self.add(body["fault"]),
+            "faults_left": lambda body, cancelled: {place: times for place, times in self._left.items() if times},
+        }
+
+    def add(self, what: Mapping[str, Any]) -> None:
         place = what["place"]
         if torch.distributed.get_rank() != what["rank"]:
             return
@@ -84,10 +110,24 @@ class Faults:
         faulty.really = really  # type: ignore[attr-defined]
         setattr(owner, method, faulty)
 
+
+class Faults:
+    """The transport. It finds the ranks in the directory that the host agent was started with."""
+
+    backend = "faults"
+
+    def __init__(self, places: TransportContext) -> None:
+        directory = Path(sys.argv[1])
+        self._ranks = AgentClient.of_ranks(directory, len(list(directory.glob("rank-*.sock"))))
+
+    def init(self, config: Mapping[str, Any]) -> None:
+        self._ranks.ask("fault", {"fault": config["fault"]})
+
     def destroy(self) -> None:
         """EngineFailed where something has not failed as often as it should."""
-        if left := {place: times for place, times in self._left.items() if times}:
-            raise EngineFailed(f"it did not come to these faults: {left}")
+        for left in self._ranks.ask("faults_left"):
+            if left:
+                raise EngineFailed(f"it did not come to these faults: {left}")
 
     def open(self, request: Mapping[str, Any], kind: str) -> Any:
         raise NotImplementedError

@@ -51,6 +51,8 @@ def subjects(own: KnownKey, others_inbox: str) -> list[Walked]:
         Walked("reading ops of another worker", FLEET.read(ANOTHER)),
         Walked("generation by the worker that owns the key", FLEET.generate(mine)),
         Walked("generation by another worker", FLEET.generate(ANOTHER)),
+        Walked("nodes of the worker that owns the key", FLEET.node(mine, 1)),
+        Walked("nodes of another worker", FLEET.node(ANOTHER, 1)),
         Walked("decisions to a frontend", FLEET.frontend(ANOTHER)),
         Walked("the fleet's ops", FLEET.fleet),
         Walked("the fleet's reading ops", FLEET.fleet_read),

@@ -70,11 +70,12 @@ class Llm:
 
 
 class Process:
-    """Stands in for a VllmProcess and its ranks."""
+    """Stands in for a VllmProcess, its ranks and its host agent."""
 
     def __init__(self, llm: Llm, ranks: Any = None) -> None:
         self.llm = llm
         self.ranks = ranks or self
+        self.host = self
 
     def check_alive(self) -> None:
         pass
@@ -85,6 +86,15 @@ class Process:
     async def on_ranks(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
         self.llm.asked.append((method, *arguments))
         return [{"rank": 0}]
+
+    def take(self, staging: str) -> None:
+        pass
+
+    def loaded(self, staging: str) -> None:
+        pass
+
+    def forget(self, staging: str) -> None:
+        pass
 
     def rows(self, op: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         return [{"rank": 0, "path": f"/nowhere/{body['staging']}"}]

@@ -11,6 +11,7 @@ import logging
 import sys
 from pathlib import Path
 
+from worker.nodes.node_settings import NodeSettings
 from worker.process import run
 from worker.worker_options import WorkerOptions
 
@@ -19,6 +20,8 @@ if __name__ == "__main__":
     options = json.loads(sys.argv[1])
     options["model"] = Path(options["model"])
     options["weight_roots"] = tuple(map(Path, options["weight_roots"]))
+    if "nodes" in options:
+        options["nodes"] = NodeSettings(**options["nodes"])
     options["weight_urls"] = tuple(options.get("weight_urls", ()))
     exec(sys.argv[2])
     sys.exit(run(WorkerOptions(**options), lambda ids: print(*ids, flush=True)))

@@ -253,9 +253,10 @@ def test_nccl_is_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
             {"group": "g", "master_address": "127.0.0.1", "master_port": 1, "world_size": 2, "rank_offset": 1}
         )
     config = {"backend": "nccl", "group": "g", "master_address": "a", "master_port": 1, "world_size": 2}
-    assert Place.of_worker({**config, "rank_offset": 1}, "nccl", "cuda:1").device == "cuda:1"
+    (place,) = Place.of_worker({**config, "rank_offset": 1}, "nccl", ("cuda:1",))
+    assert place.device == "cuda:1"
     with pytest.raises(InvalidRequest, match="device"):
-        Place.of_worker({**config, "rank_offset": 1, "device": "cuda:0"}, "nccl", "cuda:1")
+        Place.of_worker({**config, "rank_offset": 1, "device": "cuda:0"}, "nccl", ("cuda:1",))
     with pytest.raises(Unsupported):
         GroupSender("nccl")
 

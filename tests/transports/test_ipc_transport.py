@@ -372,10 +372,11 @@ def test_many_silent_connections_are_bounded_and_disturb_no_receiver(pool: Threa
 # ---- bounds ----
 
 
-def test_every_rank_of_every_engine_is_waited_for() -> None:
+def test_every_engine_is_waited_for() -> None:
+    """Each receives once, for all of its ranks."""
     workers = [{"world_size": ranks, "transports": ["ipc"]} for ranks in (2, 1)]
     sender = build(SenderContext(lambda op, body: {"workers": workers}))
-    for expected in (3, 1):
+    for expected in (2, 1):
         sender.open(MANIFEST)
         assert sender.expected_receivers == expected
         del workers[0]

@@ -418,7 +418,8 @@ def test_a_manifest_too_long_to_be_read_is_refused(sender: NixlSender, monkeypat
 
 @needs_nixl
 def test_a_large_bucket_is_read_in_pieces(sender: NixlSender) -> None:
-    from rl_plane.transports.nixl.receiver import NixlTransport, ReadLimits
+    from rl_plane.transports.nixl.reads import ReadLimits
+    from rl_plane.transports.nixl.receiver import NixlTransport
 
     puller = NixlTransport(TransportContext(), ReadLimits(nbytes=100))
     assert pull(puller, offer(sender, 1, Manifest(pack(SPECS.items(), 1 << 20))))[0] == data_of(tensors(1))
@@ -494,7 +495,8 @@ def test_what_a_worker_keeps_is_pulled_from_where_it_lies(puller: NixlTransport)
 @pytest.mark.parametrize(("read_bytes", "read_pieces"), [(100, 1024), (1 << 20, 2)])
 def test_small_pieces_are_read_together(read_bytes: int, read_pieces: int) -> None:
     from rl_plane.transports.nixl.peer_source import PeerSource
-    from rl_plane.transports.nixl.receiver import NixlTransport, ReadLimits
+    from rl_plane.transports.nixl.reads import ReadLimits
+    from rl_plane.transports.nixl.receiver import NixlTransport
 
     puller = NixlTransport(TransportContext(), ReadLimits(read_bytes, read_pieces))
     shelf = PeerSource("127.0.0.1")

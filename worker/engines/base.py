@@ -14,6 +14,7 @@ Errors: a method raises a `PlaneError`.
     Unsupported     this engine or build can't do it; the message says why
     InvalidRequest  the input is wrong; the engine serves on as before
     EngineFailed    the engine failed
+    EngineHung      the engine, or another host's part of it, does not answer now
     EngineDied      a process of the engine ended: the worker exits
 """
 
@@ -35,6 +36,7 @@ from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEF
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
 from rl_plane.transports.base import TransportContext
+from worker.nodes.node_link import NodeLink
 
 LACKING = "do without, or name workers that can: describe tells what each lacks"
 """The fix of an op that one engine can't do."""
@@ -73,6 +75,8 @@ class EngineOptions:
     """The files by which a transport connects to NATS."""
     weight_urls: tuple[str, ...] = ()
     """The only places that weights are fetched from by HTTP: prefixes of URLs."""
+    nodes: NodeLink | None = None
+    """The link to the other nodes of an engine that spans several hosts. None: one host."""
 
     @property
     def places(self) -> TransportContext:
@@ -134,9 +138,9 @@ class EngineInfo:
     max_model_len: int
     """The largest number of tokens of one request, prompt and new tokens together."""
     capabilities: Mapping[str, str]
-    """Op → why the engine can't do it. Keys are ops (`score`), variants of ops (`prepare_update:lora`), and fields of a
-    generation request (`generate:seed`, or `generate:a+b` for two fields that exclude each other). The worker adds the
-    ops of the capability protocols that the adapter does not implement."""
+    """Op → why the engine can't do it. Keys are ops (`score`), variants of ops (`prepare_update:lora`), transports
+    (`transport:gloo`), and fields of a generation request (`generate:seed`, or `generate:a+b` for two fields that
+    exclude each other). The worker adds the ops of the capability protocols that the adapter does not implement."""
     transports: tuple[str, ...]
     """The backends by which the engine's receivers can receive weights."""
     deterministic: bool = False
@@ -173,6 +177,10 @@ class EngineInfo:
                 field="target.name",
                 fix="unload one, or start the engine with a larger --engine-arg max_loras",
             )
+
+
+class EngineHung(EngineFailed):
+    """The engine does not answer in time. It may answer again; a dead engine does not."""
 
 
 class AdapterLost(EngineFailed):
@@ -311,6 +319,11 @@ class EngineAdapter(ABC):
     def offer(self) -> dict[str, Any] | None:
         """Offers the kept copy to other workers. Returns where they fetch it, `{digest, transport}`, or None if there
         is no kept copy or no transport that can offer it. Blocks; the worker calls it on a thread."""
+
+    def relay_address(self) -> tuple[str, int] | None:
+        """The address and port at which peers fetch an update while this worker receives it. It listens from now on.
+        None: no transport of this engine serves peers. Blocks; the worker calls it on a thread."""
+        return None
 
     @abstractmethod
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -8,10 +8,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from rl_plane.errors import Conflict, EngineFailed
-from rl_plane.protocol import update_requests, validation, worker_ops
+from rl_plane.errors import Conflict
+from rl_plane.protocol import relay, update_requests, validation, worker_ops
 from rl_plane.protocol.versions import TensorSpec, VersionReply
-from worker.engines.base import EngineAdapter, EngineInfo
+from worker.engines.base import EngineAdapter, EngineHung, EngineInfo
 from worker.engines.capabilities import CanCheckWeights, CanTokenize, require
 from worker.ops.contract import ByRank, Handler
 from worker.reconcile.coordinator_calls import CoordinatorCalls
@@ -84,6 +84,7 @@ class OpHandlers:
             "abort_requests": self._abort_requests,
             "init_transport": self._init_transport,
             "destroy_transport": self._destroy_transport,
+            "open_relay": self._open_relay,
             "listen_update": self._listen,
             "receive_part": self._receive_part,
             "prepare_update": self._prepare,
@@ -105,7 +106,8 @@ class OpHandlers:
             async with asyncio.timeout(self._liveness_timeout_s):
                 await self._engine.run(self._adapter.liveness())
         except TimeoutError as error:
-            raise EngineHung(f"no round trip through the engine within {self._liveness_timeout_s:g} s") from error
+            why = str(error) or f"no round trip through the engine within {self._liveness_timeout_s:g} s"
+            raise EngineHung(why) from error
         return time.monotonic() - start
 
     # ---- reading ----
@@ -134,6 +136,7 @@ class OpHandlers:
             adapters={name: version.to_wire() for name, version in state.adapters.items()},
             staged=_staged_version(staged),
             canary=_canary_state(self._core.numerics),
+            received_from=self._updates.received_from,
             kept=self._updates.cached_digest,
             loras=sorted(state.adapters),
             running=running,
@@ -234,9 +237,17 @@ class OpHandlers:
         ranks = await asyncio.to_thread(self._adapter.destroy_transport, body.backend, body.group)
         return ByRank(worker_ops.DoneReply(), ranks)
 
-    async def _prepare(self, body: update_requests.ReceiveRequest, fence: int) -> Mapping[str, Any]:
+    async def _prepare(self, body: update_requests.ReceiveRequest, fence: int) -> update_requests.PreparedReply:
         self._state.check_weights_here()
-        return _by_rank(await self._calls.prepare(body, fence))
+        return await self._calls.prepare(body, fence)
+
+    async def _open_relay(self, body: relay.OpenRelay, fence: int) -> relay.OpenRelayReply:
+        found = await asyncio.to_thread(self._adapter.relay_address)
+        if found is None:
+            return relay.OpenRelayReply(relay=None)
+        address, port = found
+        host = str(self._member_info["host"])
+        return relay.OpenRelayReply(relay=relay.RelayAddress(host=host, address=address, port=port))
 
     async def _listen(self, body: update_requests.ReceiveRequest, fence: int) -> update_requests.ListeningReply:
         self._state.check_weights_here()
@@ -254,17 +265,19 @@ class OpHandlers:
         known = self._core.record
         return update_requests.FollowedReply(sequence=known.sequence if known is not None else None)
 
-    async def _commit(self, body: update_requests.Commit, fence: int) -> Mapping[str, Any]:
-        return _by_rank(await self._calls.commit(body, fence))
+    async def _commit(self, body: update_requests.Commit, fence: int) -> update_requests.CommittedReply:
+        return await self._calls.commit(body, fence)
 
     async def _abort_update(
         self, body: update_requests.AbortUpdate, fence: int
     ) -> update_requests.AbortUpdateReply:
         return update_requests.AbortUpdateReply(discarded=await self._calls.abort(body.update_id, fence))
 
-    async def _update_weights(self, body: update_requests.UpdateWeights, fence: int) -> Mapping[str, Any]:
+    async def _update_weights(
+        self, body: update_requests.UpdateWeights, fence: int
+    ) -> update_requests.CommittedReply:
         self._state.check_weights_here()
-        return _by_rank(await self._calls.take_alone(body, fence))
+        return await self._calls.take_alone(body, fence)
 
     async def _check_weights(self, body: worker_ops.CheckWeights, fence: int) -> ByRank:
         self._state.check_weights_here()
@@ -313,13 +326,6 @@ class OpHandlers:
         return worker_ops.DrainReply(drained=drained, aborted=aborted)
 
 
-def _by_rank(reply: update_requests.PreparedReply | update_requests.CommittedReply) -> Mapping[str, Any]:
-    """Moves the results of the ranks, if the engine has rank processes, out of the body."""
-    body: dict[str, Any] = {**reply}
-    ranks = body.pop("ranks", None)
-    return body if ranks is None else ByRank(body, ranks)
-
-
 def _staged_version(staged: StagedUpdate | None) -> VersionReply | None:
     if staged is None:
         return None
@@ -340,10 +346,6 @@ def _canary_state(numerics: Numerics) -> worker_ops.CanaryState | None:
         tolerance=verdict.tolerance,
         mismatch_kl=verdict.mismatch_kl,
     )
-
-
-class EngineHung(EngineFailed):
-    """The engine does not answer in time. It may answer again; a dead engine does not."""
 
 
 def _page(spec: Mapping[str, TensorSpec], start: int) -> list[worker_ops.TensorReply]:

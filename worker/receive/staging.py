@@ -24,12 +24,12 @@ from rl_plane.protocol.versions import (
     tensors_digest,
 )
 from rl_plane.transports.base import Delivery
-from rl_plane.transports.filesystem.receiver import FilesystemDelivery
 from rl_plane.weights import delta_codec
-from rl_plane.weights.checkpoint import Kind, open_checkpoint
+from rl_plane.weights.checkpoint import Kind, Places, open_checkpoint
+from rl_plane.weights.hashed_copy import copy, copy_hashed, is_same_memory
 from rl_plane.weights.manifest import are_digests
 from worker.receive.staging_area import StagingArea
-from worker.receive.weight_holder import Staged, TensorStream, WeightHolder
+from worker.receive.weight_holder import Staged, WeightHolder
 
 log = logging.getLogger("worker.receive.staging")
 
@@ -165,6 +165,7 @@ class DigestingStream:
         tied: Mapping[str, str] | None = None,
         expected_digest: str | None = None,
         algorithm: DigestAlgorithm | None = None,
+        places: Places | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         """Makes the stream.
@@ -174,6 +175,7 @@ class DigestingStream:
             expected_digest: the digest that the version must have. Its algorithm is used, whatever the delivery states.
             algorithm: the hash if there is no expected digest, and the delivery states none before its tensors. None:
                 the default.
+            places: the memory into which the tensors go, and in which they are yielded. None: each stays where it came.
         """
         self.digest: str | None = None
         """The version's digest, once everything has arrived and is right."""
@@ -184,6 +186,7 @@ class DigestingStream:
         self.digests: dict[str, str] = {}
         """The digest of each tensor that has come so far."""
         self._asked = algorithm
+        self._places = places
         self._stream = self._run()
 
     def __iter__(self) -> Iterator[tuple[str, HostTensor]]:
@@ -220,24 +223,25 @@ class DigestingStream:
         return self.digest
 
     def _run(self) -> Iterator[tuple[str, HostTensor]]:
-        # Only the product's own delivery of files hashes what it reads. Any other class, also a derived one, does not.
-        hashed = type(self._delivery) is FilesystemDelivery
+        # Only the product's own deliveries are believed. Any other class, also a derived one, may state what it likes.
+        believed = type(self._delivery).__module__.startswith("rl_plane.")
         self.check_stated()
         specs, stated, algorithm = self._delivery.specs, self._delivery.tensor_digests, self._algorithm
         if stated and algorithm_of(next(iter(stated.values()))) != algorithm:
             stated = None  # the expected digest, which is of another algorithm, covers every byte
-        self._delivery.algorithm = algorithm
+        self._delivery.algorithm, self._delivery.places = algorithm, self._places
         for name, tensor in self._delivery.tensors(self._cancelled):
             if self._cancelled():
                 raise EngineFailed("staging was cancelled")
             self._check(name, tensor, specs)
-            digest = (hashed and tensor.digest) or tensor_digest(tensor.data, algorithm)
+            placed = self._placed(name, tensor if believed else replace(tensor, digest=None), algorithm)
+            digest = placed.digest or tensor_digest(placed.data, algorithm)
             if stated is not None and stated.get(name) != digest:
                 raise _refuse(
                     f"{_short(name)} has digest {digest}, but its publisher stated {stated.get(name)}", tensor=name
                 )
             self.digests[name] = digest
-            yield name, replace(tensor, digest=digest)
+            yield name, replace(placed, digest=digest)
         missing = sorted(specs.keys() - self.digests.keys())
         if missing:
             raise _refuse("; ".join(_part("of the announced tensors did not arrive", missing, _short)))
@@ -250,6 +254,19 @@ class DigestingStream:
         if self._cancelled():
             raise EngineFailed("staging was cancelled")
         self.digest = computed
+
+    def _placed(self, name: str, tensor: HostTensor, algorithm: DigestAlgorithm) -> HostTensor:
+        """Copies the tensor into its place, unless it lies there, and hashes what is copied."""
+        place = self._places(name, tensor.spec) if self._places is not None else None
+        if place is None:
+            return tensor
+        digest = tensor.digest
+        if not is_same_memory(place, tensor.data):
+            if digest is None:
+                digest = copy_hashed(place, tensor.data, algorithm)
+            else:
+                copy(place, tensor.data)
+        return HostTensor(tensor.spec, place, owned=True, digest=digest)
 
     def _check(self, name: str, tensor: HostTensor, specs: Mapping[str, TensorSpec]) -> None:
         if name not in specs:
@@ -314,20 +331,15 @@ def receive(
             tied=tied,
             expected_digest=expected_digest,
             algorithm=algorithm,
+            places=area.find,
             cancelled=cancelled,
         )
-        finished = _finished(holder.stage(_placed(stream, area), cast, cancelled), stream)
+        finished = _finished(holder.stage(stream, cast, cancelled), stream)
         if digests is not None:
             digests.update(stream.digests)
         return finished
     finally:
         delivery.close()
-
-
-def _placed(tensors: TensorStream, area: StagingArea) -> TensorStream:
-    """Yields the tensors in the memory of the area, where they stay."""
-    for name, tensor in tensors:
-        yield name, area.put(name, tensor)
 
 
 def receive_adapter(
@@ -346,9 +358,13 @@ def receive_adapter(
         config = delivery.adapter_config
         assert config is not None, "an adapter's spec follows from its config"
         stream = DigestingStream(
-            delivery, expected_digest=expected_digest, algorithm=algorithm, cancelled=cancelled
+            delivery,
+            expected_digest=expected_digest,
+            algorithm=algorithm,
+            places=area.find,
+            cancelled=cancelled,
         )
-        return _finished(holder.stage_adapter(config, _placed(stream, area), cast, cancelled), stream)
+        return _finished(holder.stage_adapter(config, stream, cast, cancelled), stream)
     finally:
         delivery.close()
 

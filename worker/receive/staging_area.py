@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -19,6 +20,9 @@ ALIGN_BYTES = 64
 
 PIECE_BYTES = 1 << 20
 """The bytes that are copied at once. Between two pieces other threads may run."""
+
+MADV_POPULATE_READ = 22
+"""Linux 5.14 and later: puts all pages into the map at once, before an engine stops to read them."""
 
 Layout = Sequence[tuple[str, str, Sequence[int], int]]
 """`(name, dtype, shape, offset)` of each tensor, as plain values: another process finds the tensors by it."""
@@ -39,26 +43,41 @@ class StagingArea:
 
     _descriptor: int | None = None
 
-    def __init__(self, specs: Mapping[str, TensorSpec], *, shared: bool) -> None:
+    def __init__(self, nbytes: int, *, shared: bool) -> None:
+        """Makes an area without places. Each tensor takes up to a multiple of ALIGN_BYTES."""
+        self.nbytes = nbytes
+        self._end = 0
         self._rooms: dict[str, _Room] = {}
         self._specs: dict[str, TensorSpec] = {}
         """The tensors whose places were asked for."""
-        at = 0
-        for name, spec in specs.items():
-            self._rooms[name] = _Room(at, spec.nbytes)
-            at += -(-spec.nbytes // ALIGN_BYTES) * ALIGN_BYTES
-        self.nbytes = at
         self._memory = memoryview(bytearray())
         if shared:
-            self._descriptor = _sealed_memory(max(at, 1))
-            self._memory = _mapped(self._descriptor, max(at, 1))
-        elif at:
-            self._memory = _aligned(at)
+            self._descriptor = _sealed_memory(max(nbytes, 1))
+            self._memory = _mapped(self._descriptor, max(nbytes, 1))
+        elif nbytes:
+            self._memory = _aligned(nbytes)
 
     @classmethod
     def for_specs(cls, specs: Mapping[str, TensorSpec], *, shared: bool = False) -> Self:
         """Makes an area with a place for each tensor."""
-        return cls(specs, shared=shared)
+        area = cls(sum(map(room_bytes, specs.values())), shared=shared)
+        area.lay_out(specs)
+        return area
+
+    def lay_out(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Replaces all places by a place for each tensor, which must fit."""
+        self._end, self._rooms, self._specs = 0, {}, {}
+        for name, spec in specs.items():
+            if not self.add(name, spec):
+                raise ValueError(f"{name} does not fit into {self.nbytes} bytes")
+
+    def add(self, name: str, spec: TensorSpec) -> bool:
+        """Adds a place after the last one. Returns False if the area is full."""
+        if self._end + room_bytes(spec) > self.nbytes:
+            return False
+        self._rooms[name] = _Room(self._end, spec.nbytes)
+        self._end += room_bytes(spec)
+        return True
 
     def place(self, name: str, spec: TensorSpec | None = None) -> memoryview:
         """Returns the writable memory of one tensor, of exactly its bytes.
@@ -113,6 +132,11 @@ class StagingArea:
         self.close()
 
 
+def room_bytes(spec: TensorSpec) -> int:
+    """The bytes that a tensor takes in an area."""
+    return -(-spec.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
 class MappedArea:
     """A shared area of another process, for reading.
 
@@ -123,11 +147,19 @@ class MappedArea:
         """Maps the memory. The descriptor stays open, and belongs to the caller."""
         nbytes = os.fstat(descriptor).st_size
         mapped = mmap.mmap(descriptor, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        with contextlib.suppress(OSError):  # an older kernel finds each page when it is read
+            mapped.madvise(MADV_POPULATE_READ)
         memory = _whole(mapped, nbytes)
+        self._map = weakref.ref(memory.obj)
         self.tensors: dict[str, HostTensor] = {}
         for name, dtype, shape, offset in layout:
             spec = TensorSpec(dtype, tuple(shape))
             self.tensors[name] = HostTensor(spec, memory[offset : offset + spec.nbytes], owned=True)
+
+    def released(self) -> bool:
+        """Drops the tensors. Returns whether nothing else in this process refers to the memory."""
+        self.tensors = {}
+        return self._map() is None
 
 
 def _sealed_memory(nbytes: int) -> int:

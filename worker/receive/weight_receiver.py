@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import entry_points
@@ -14,6 +14,7 @@ from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase, PlaneError, Unsupported
 from rl_plane.protocol.canary import CANARY_NAME, Canary, check_vocabulary
 from rl_plane.protocol.record import Encoding
+from rl_plane.protocol.relay import RelayPlan
 from rl_plane.protocol.update_requests import (
     CanaryLimits,
     DeltaChainEntry,
@@ -28,10 +29,12 @@ from rl_plane.transports.base import (
     GroupedTransport,
     OfferingTransport,
     PartwiseDelivery,
+    RelayingTransport,
     TransportContext,
     WeightTransport,
 )
 from rl_plane.weights.checkpoint import Kind
+from worker.receive.area_pool import AreaPool
 from worker.receive.host_room import check_room
 from worker.receive.kept_copy import Changes, KeptCopy, as_kept, digests_of, missing_links, taken_changes
 from worker.receive.staging import (
@@ -89,7 +92,7 @@ class Receiver:
         """`shared`: other processes map the staging areas."""
         self.holder = holder
         self.transports = transports
-        self._shared = shared
+        self._pool = AreaPool(shared=shared)
         self.opened: dict[str, tuple[ReceiveRequest, Delivery]] = {}
         """The open deliveries by the name of their staging."""
         self._partwise: dict[str, PartwiseDelivery] = {}
@@ -150,7 +153,9 @@ class Receiver:
             for left in [*self._to_keep, *self._undo]:  # of a receive that ended after its cancellation
                 self.discard(left)
         assert request.transport is not None, "an unload receives nothing"
-        delivery = self._open(request.transport, _kind(request))
+        if request.adapter is None:
+            self._end_relays()
+        delivery = self._open(request.transport, _kind(request), request.relay)
         _check_canary(request, delivery, limits)
         if isinstance(delivery, PartwiseDelivery):
             wanted, tied = self.holder.weight_spec(), self.holder.tied_tensors()
@@ -184,7 +189,7 @@ class Receiver:
         elif request.base is not None:
             digest = self._receive_changes(staging, request, request.base, delivery, cancelled)
         else:
-            self.kept = None  # memory has room for one copy
+            self._drop_copy()  # memory has room for one copy
             if request.in_place:
                 digest = overwrite(self.holder, delivery, **how)
             else:
@@ -199,6 +204,8 @@ class Receiver:
         reply = PreparedReply(digest=digest, tensors=len(delivery.specs), bytes=size, refetchable=refetchable)
         if (after := self._to_keep.get(staging)) is not None:
             reply["model_bytes"] = after.nbytes
+        if delivery.sources:
+            reply["sources"] = list(delivery.sources)
         if isinstance(delivery.canary, Canary):
             reply["canary"] = delivery.canary.model_dump()
         return reply
@@ -225,18 +232,41 @@ class Receiver:
         staged = self._staged.pop(staging, None)
         if staged is None:
             raise EngineFailed(f"nothing is staged as {staging!r}: it was swapped or discarded before")
-        self.areas.pop(staging, None)
+        area = self.areas.pop(staging, None)
+        # On a thread, because a peer may need a second to leave. No update still needs it: all have prepared.
+        threading.Thread(target=self._end_relays, name="end of the relay", daemon=True).start()
         to_keep = self._to_keep.pop(staging, None)
+        area = to_keep.area if to_keep is not None else area
+        if area is not None:
+            self._pool.lend(staging, area)
         if to_keep is not None:
             self.kept = replace(to_keep, changed={})
         self._undo.pop(staging, None)
         return staged
 
+    def loaded(self, staging: str) -> None:
+        """Notes that every rank has loaded what `take` returned, and maps it no more."""
+        area = self._pool.returned(staging)
+        if area is not None and (self._kept is None or self._kept.area is not area):
+            self._pool.give_back(area)
+
+    def staged_area(self, staging: str) -> tuple[Staged, StagingArea]:
+        """Returns what is staged under this name, which stays staged, and the area in which it lies."""
+        staged, kept = self._staged.get(staging), self._to_keep.get(staging)
+        area = self.areas.get(staging) or (None if kept is None else kept.area)
+        if staged is None or area is None:
+            raise EngineFailed(f"nothing is staged as {staging!r}: it was swapped or discarded before")
+        return staged, area
+
     def discard(self, staging: str) -> None:
         """Frees what is staged or open under this name, and takes changes of the copy back. Does nothing for an unknown
         name."""
+        if staging in self._staged:
+            self._end_relays()
         self._staged.pop(staging, None)
-        self.areas.pop(staging, None)
+        area = self.areas.pop(staging, None)
+        if area is not None:
+            self._pool.give_back(area)
         self._partwise.pop(staging, None)
         self._to_keep.pop(staging, None)
         undo = self._undo.pop(staging, None)
@@ -257,9 +287,11 @@ class Receiver:
         area: StagingArea | None = None
         try:
             area = self._area(delivery)
+            delivery.places = area.find
             return area, *by(self.holder, delivery, area=area, **how)
         except BaseException:
             delivery.close()
+            self._end_relays()
             if area is not None:
                 area.close()
             raise
@@ -272,16 +304,20 @@ class Receiver:
             wanted, tied = self.holder.weight_spec(), self.holder.tied_tensors()
             specs = {**{name: wanted[to] for name, to in tied.items()}, **wanted}
             specs = {name: _widest(spec) for name, spec in specs.items()}
-        return StagingArea.for_specs(specs, shared=self._shared)
+        return self._pool.make(specs)
+
+    def _drop_copy(self) -> None:
+        kept, self.kept = self._kept, None
+        if kept is not None:
+            self._pool.give_back(kept.area)
 
     def _check_room(self, request: ReceiveRequest, delivery: Delivery) -> None:
         """InvalidRequest if there is no memory for the delivery. Closes the delivery when it raises."""
-        replaced = self._kept if request.adapter is None else None
+        freed = 0
+        if request.adapter is None:
+            freed = self._pool.spare_bytes + (0 if self._kept is None else self._kept.area.nbytes)
         try:
-            check_room(
-                sum(spec.nbytes for spec in delivery.specs.values()),
-                0 if replaced is None else replaced.area.nbytes,
-            )
+            check_room(sum(spec.nbytes for spec in delivery.specs.values()), freed)
         except BaseException:
             delivery.close()
             raise
@@ -446,8 +482,24 @@ class Receiver:
 
     # ---- transports ----
 
-    def _open(self, transport: Transport, kind: Kind) -> Delivery:
-        return self._transport(transport.backend).open(transport.model_dump(), kind)
+    def _open(self, transport: Transport, kind: Kind, plan: RelayPlan | None = None) -> Delivery:
+        by, request = self._transport(transport.backend), transport.model_dump()
+        if plan is not None and isinstance(by, RelayingTransport):
+            return by.open_relayed(request, kind, plan)
+        return by.open(request, kind)
+
+    def relay_address(self) -> tuple[str, int] | None:
+        """The address at which peers fetch what this process receives. None: no transport serves peers."""
+        relaying = next(self._relaying(), None)
+        return None if relaying is None else relaying.relay_address()
+
+    def _relaying(self) -> Iterator[RelayingTransport]:
+        return (one for one in self.transports.values() if isinstance(one, RelayingTransport))
+
+    def _end_relays(self) -> None:
+        """Ends what is served to peers. When this returns, none of them reads a staging area."""
+        for transport in self._relaying():
+            transport.end_relay()
 
     def init_transport(self, config: Mapping[str, Any]) -> None:
         self._transport(config["backend"]).init(config)

@@ -19,7 +19,7 @@ from rl_plane.protocol.worker_ops import OPS
 from worker.engines.base import AdapterLost, EngineAdapter, PauseMode
 from worker.engines.capabilities import CanLoadAdapters, CanScore, require
 from worker.reconcile.instructions import Relabel, Swap, Unload
-from worker.reconcile.staged_updates import StagedUpdate, WeightUpdates
+from worker.reconcile.staged_updates import WeightUpdates
 from worker.reconcile.worker_core import WorkerCore, why
 from worker.reconcile.worker_state import Scores
 from worker.runtime.engine_loop import EngineLoop
@@ -160,7 +160,6 @@ class EngineChanges:
         start = time.monotonic()
         was_paused = state.pause_mode is not None
         swapped = False
-        taken: StagedUpdate | None = None
         try:
             await self.freeze(swap.pause_mode, freeze_s)
         except BaseException as error:  # nothing is touched: the staged weights stay, for another try
@@ -172,7 +171,6 @@ class EngineChanges:
             with self._watch.blocking():
                 if core.numerics.have_run:  # the running requests' KV is of weights that did not pass
                     await self._engine.run(self._adapter.abort(None))
-                taken = self._updates.staged if isinstance(swap, Swap) else None  # the exchange uses it up
                 flushed = await self._exchange(swap)
                 self._watch.answered()
             core.swapped(swap, time.monotonic())
@@ -191,20 +189,16 @@ class EngineChanges:
                     await self._engine.run(self._adapter.resume(), to_its_end=True)
             finally:
                 if swapped:  # also if the deadline passes during the resume
-                    done = self._note_commit(swap, taken, flushed, time.monotonic() - start)
+                    done = self._note_commit(swap, flushed, time.monotonic() - start)
                     await self._updates.swapped()
         state.keep_paused(swap.pause_mode, time.monotonic(), pause_s)
         return done
 
-    def _note_commit(
-        self, swap: Swap | Unload, taken: StagedUpdate | None, flushed: bool, swap_s: float
-    ) -> CommittedReply:
+    def _note_commit(self, swap: Swap | Unload, flushed: bool, swap_s: float) -> CommittedReply:
         record = self._core.record
         made = record.made if record is not None else swap.version if isinstance(swap, Swap) else None
         assert made is not None
         done = CommittedReply(version=made.to_wire(), cache_flushed=flushed, swap_s=swap_s)
-        if taken is not None and "ranks" in taken.reply:
-            done["ranks"] = taken.reply["ranks"]
         self.last_commit = done
         log.info("%s holds %s", self._state.instance_id, made.label)
         return done

@@ -13,7 +13,7 @@ from rl_plane.bus.connection import Bus
 from rl_plane.bus.state_store import read_pause
 from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, InvalidWeights, NotAtBase, PlaneError
 from rl_plane.protocol.subjects import Subjects
-from rl_plane.protocol.update_requests import ReceiveRequest, Transport
+from rl_plane.protocol.update_requests import RELAYED, ReceiveRequest, Transport
 from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S, OPS
 from worker.engines.base import EngineAdapter
 from worker.receive.staging import not_fitting
@@ -93,7 +93,7 @@ class RecordFollower:
         try:
             await self._carry_out(instruction)
         except BusUnreachable as error:
-            log.info("%s can't reach NATS now: %s", self._state.instance_id, error)
+            log.info("%s tries again later: %s", self._state.instance_id, error)
             return False
         except Exception as error:
             expected = isinstance(error, PlaneError)
@@ -171,7 +171,19 @@ class RecordFollower:
                 await self._changes.overwrite(request, None, "keep", FREEZE_S)
 
     async def _stage(self, request: ReceiveRequest, refetchable: bool) -> None:
-        """Receives into staging from the recorded source, or else from a worker that has a copy of the version."""
+        """Receives into staging from the recorded source, or else from a worker that has a copy of the version.
+
+        If the source is a trainer's memory, workers come first: they are nearer, and the trainer serves the fleet."""
+        digest = request.digest
+        assert digest is not None
+
+        async def take(transport: Mapping[str, Any]) -> None:
+            await self._updates.prepare(request.full_from(Transport.model_validate(transport)))
+
+        of_trainer = request.transport is not None and request.transport.backend in RELAYED
+        if of_trainer and request.adapter is None and await self._peers.bring(digest, take):
+            log.info("%s took the weights from a peer", self._state.instance_id)
+            return
         try:
             if not refetchable:
                 raise InvalidRequest(SOURCE_GONE, field="transport", fix="publish the weights again")
@@ -181,11 +193,6 @@ class RecordFollower:
                 raise  # an update has the staging
             if request.adapter is not None or (isinstance(error, InvalidWeights) and not_fitting(error)):
                 raise
-            assert request.digest is not None
-
-            async def take(transport: Mapping[str, Any]) -> None:
-                await self._updates.prepare(request.full_from(Transport.model_validate(transport)))
-
-            if not await self._peers.bring(request.digest, take):
+            if of_trainer or not await self._peers.bring(digest, take):
                 raise
             log.info("%s took the weights from a peer: %s", self._state.instance_id, why(error))

@@ -41,6 +41,8 @@ class Numerics:
         while a coordinator still asks for the scores."""
         self._state = state
         self._tries = 0
+        self._last: tuple[CanaryRecord, Scores, Verdict] | None = None
+        """The canary and the scores that were evaluated last, and their verdict."""
 
     def wanted(self, record: DecisionRecord | None) -> CanaryRecord | None:
         """Returns the canary that the engine has to score now. None: there is nothing to score."""
@@ -94,7 +96,7 @@ class Numerics:
                 state.close("numerics", NOT_SCORED)
             return
         assert state.scores is not None
-        verdict = self.verdict = evaluate_worker(canary, self.kind, state.scores.vectors)
+        verdict = self.verdict = self._evaluated(canary, state.scores)
         if not verdict.passed:
             state.close("numerics", state.scores.error or verdict.message)
             self.flow = "cut"
@@ -104,6 +106,13 @@ class Numerics:
         state.open("numerics")
         if self.flow == "held" and (final or verdict.against != "nothing"):
             self.flow = "open"
+
+    def _evaluated(self, canary: CanaryRecord, scores: Scores) -> Verdict:
+        """Returns the verdict on these scores. The worker asks at each tick, so it evaluates only what is new."""
+        assert self.kind is not None
+        if self._last is None or self._last[0] is not canary or self._last[1] is not scores:
+            self._last = canary, scores, evaluate_worker(canary, self.kind, scores.vectors)
+        return self._last[2]
 
     def scores_for(self, record: DecisionRecord) -> Scores | None:
         """Returns the scores that a coordinator of this decision needs: of the present weights, or of weights that

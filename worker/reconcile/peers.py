@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import random
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
@@ -34,13 +33,19 @@ class _Place(BaseModel):
 
     digest: str
     transport: Transport
+    host: str = ""
+    """The machine of the worker that offers them."""
 
 
 class Peers:
     """One worker's offer, and its access to the offers of others."""
 
-    def __init__(self, bus: Bus, subjects: Subjects, adapter: EngineAdapter, transports: Collection[str]) -> None:
+    def __init__(
+        self, bus: Bus, subjects: Subjects, adapter: EngineAdapter, transports: Collection[str], host: str
+    ) -> None:
+        """`host`: the name of this machine."""
         self._bus = bus
+        self._host = host
         self._offers = subjects.offers
         self._key = bus.name
         self._adapter = adapter
@@ -58,7 +63,7 @@ class Peers:
             if place is not None and place != self._offered:
                 self._offered = place
                 await self._bus.ensure_bucket(self._offers)
-                await self._bus.put(self._offers, self._key, json.dumps(place).encode())
+                await self._bus.put(self._offers, self._key, json.dumps({**place, "host": self._host}).encode())
                 await self._bus.keep_newest(self._offers, ">", OFFERS)
                 log.info("%s offers its weights to other workers", self._bus.name)
         except PlaneError as error:
@@ -67,21 +72,31 @@ class Peers:
             log.exception("%s can't offer its weights to other workers", self._bus.name)
 
     async def bring(self, digest: str, take: Callable[[Mapping[str, Any]], Awaitable[object]]) -> bool:
-        """Calls `take(transport)` for peers that offer this digest. Returns whether one call succeeded."""
+        """Calls `take(transport)` for peers that offer this digest, the nearest first. Returns whether one call
+        succeeded."""
         if not await self._bus.bucket_exists(self._offers):
             return False
         entries = await self._bus.list_keys(self._offers, ">")
-        found = [decoded(entry, _Place.model_validate_json) for entry in entries if entry.key != self._key]
-        here = [
-            place.transport.model_dump(exclude_unset=True)
-            for place in found
-            if place is not None and place.digest == digest and place.transport.backend in self._transports
-        ]
-        for transport in random.sample(here, min(TRIED, len(here))):
+        found = {
+            entry.key: place
+            for entry in entries
+            if entry.key != self._key and (place := decoded(entry, _Place.model_validate_json)) is not None
+            if place.digest == digest and place.transport.backend in self._transports
+        }
+        for key in nearest(self._key, self._host, {key: place.host for key, place in found.items()})[:TRIED]:
             try:
-                await take(transport)
+                await take(found[key].transport.model_dump(exclude_unset=True))
             except PlaneError as error:
                 log.info("%s: a peer did not give its weights: %s", self._bus.name, error)
             else:
                 return True
         return False
+
+
+def nearest(own: str, host: str, offers: Mapping[str, str]) -> list[str]:
+    """The workers that offer weights, in the order in which the worker `own` on the machine `host` asks them.
+
+    Those on the same machine come first. The others are asked in a ring that begins behind the worker itself, so that
+    workers that heal at the same time ask different ones. `offers`: worker → its machine."""
+    ring = sorted(offers, key=lambda key: (key <= own, key))
+    return sorted(ring, key=lambda key: offers[key] != host)

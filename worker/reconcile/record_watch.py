@@ -105,7 +105,9 @@ class RecordWatch:
             await restore(self._bus, self._bucket, record, entry)
         except PermissionDenied as error:
             await self.ask_frontends()
-            raise BusUnreachable("a frontend writes the record of a fleet with roles") from error
+            raise BusUnreachable(
+                "this worker's key may not write the record, so a frontend was asked to"
+            ) from error
 
     async def ask_frontends(self) -> None:
         """Asks the frontends to write the record, because this worker's key may not: a frontend takes the lock, asks

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unsupported, UpdateAborted
+from rl_plane.protocol.relay import SourceUse
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceivePart, ReceiveRequest
 from worker.engines.base import EngineAdapter, EngineInfo
 from worker.reconcile.instructions import StagedVersion
@@ -124,6 +125,8 @@ class WeightUpdates:
         self._exchanged = asyncio.Event()
         """Set while no swap reads the staged weights. A delta may change them in place only then."""
         self._exchanged.set()
+        self.received_from: list[SourceUse] = []
+        """The sources of the version that was received last."""
         self.cached_digest: str | None = None
         """The digest of the version that the engine keeps in host memory, which the next delta may change."""
 
@@ -150,6 +153,7 @@ class WeightUpdates:
     def check_backend(self, backend: str) -> None:
         if backend in self._info.transports:
             return
+        self._info.require(f"transport:{backend}", "transport.backend")
         if backend in KNOWN_TRANSPORTS:
             raise Unsupported(
                 f"this worker has no {backend} transport",
@@ -281,6 +285,7 @@ class WeightUpdates:
             reply = await asyncio.to_thread(self._adapter.receive, name, cancelled.is_set)
         finally:
             await self._read_cached_digest(request)
+        self.received_from = reply.get("sources", [])
         now = self._receiving  # another coordinator may have asked for the update since
         if now is not None and now.staging == name:
             fence = now.fence

@@ -43,7 +43,7 @@ class FilesystemDelivery(Delivery):
         if self._taken:
             raise RuntimeError("a delivery is read once: open another")
         self._taken = True
-        return self._checkpoint.tensors(self.algorithm)
+        return self._checkpoint.tensors(self.algorithm, self.places)
 
     def close(self) -> None:
         self._checkpoint.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -45,11 +45,15 @@ class Place:
     """For the form `torch`: how many ranks of the group belong to the fleet."""
 
     @classmethod
-    def of_worker(cls, config: Mapping[str, Any], backend: str, device: str | None = None) -> Place:
-        """Parses the body of `init_transport` in a worker's rank. Raises InvalidRequest for a wrong field."""
+    def of_worker(cls, config: Mapping[str, Any], backend: str, devices: Sequence[str | None]) -> list[Place]:
+        """Parses the body of `init_transport` in a worker. Raises InvalidRequest for a wrong field.
+
+        Returns a place for each member that this worker has in the group. The first one receives. `devices`: nccl's
+        device of each member; None for host memory. A shorter list means that the rest has none.
+        """
         given = parse_body(_GroupConfig, dict(config))
         assert isinstance(given, _GroupConfig)
-        ranks = {"rank_offset": given.rank_offset}
+        ranks = {"rank_offset": given.rank_offset + given.members - 1}
         if given.form == "torch":
             ranks["fleet_ranks"] = given.fleet_ranks or given.world_size
             if given.lifeline_port is not None:
@@ -67,16 +71,20 @@ class Place:
         for name, value in ranks.items():
             if value >= given.world_size:
                 raise InvalidRequest(
-                    f"{name} is {getattr(given, name)}, and world_size {given.world_size}",
+                    f"{name} is {value}, and world_size {given.world_size}",
                     field=name,
                     fix=f"give a whole number from 1 to {given.world_size - 1}",
                 )
-        fields = given.model_dump(exclude={"backend", "rank_offset"})
-        return cls(backend=backend, device=device, rank=given.rank_offset, **fields)
+        fields = given.model_dump(exclude={"backend", "rank_offset", "members"})
+        on = [*devices, *[None] * given.members]
+        return [
+            cls(backend=backend, device=on[number], rank=given.rank_offset + number, **fields)
+            for number in range(given.members)
+        ]
 
 
 class _GroupConfig(Body):
-    """The body of `init_transport` as the plane hands it to one rank."""
+    """The body of `init_transport` as the plane hands it to one worker."""
 
     model_config = ConfigDict(strict=True)
 
@@ -86,6 +94,9 @@ class _GroupConfig(Body):
     master_port: int = Field(ge=1, le=MAX_PORT)
     world_size: int = Field(ge=2, le=MAX_WORLD_SIZE)
     rank_offset: int = Field(ge=1)
+    members: int = Field(default=1, ge=1, le=MAX_WORLD_SIZE)
+    """The ranks of the group that this worker takes: one, or, in a group that the trainer has formed, one for each rank
+    of its engine."""
     timeout_s: float = Field(default=RECEIVE_TIMEOUT_S, gt=0, le=MAX_TIMEOUT_S)
     lifeline_port: int | None = Field(default=None, ge=1, le=MAX_PORT)
     secret: str = Field(default="", max_length=MAX_NAME_CHARS, pattern=PRINTABLE)

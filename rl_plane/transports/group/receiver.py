@@ -1,7 +1,8 @@
-"""The receiving half of `gloo` and `nccl`: buckets that a trainer broadcasts to every rank of the fleet.
+"""The receiving half of `gloo` and `nccl`: buckets that a trainer broadcasts to every worker of the fleet.
 
-`init_transport {backend, group, master_address, master_port, lifeline_port?, secret?, timeout_s?}` forms the group. The
-plane adds `world_size` and each worker's `rank_offset`. A request for an update is one of these:
+`init_transport {backend, group, master_address, master_port, lifeline_port?, secret?, timeout_s?}` forms the group, in
+which each worker is one rank. The plane adds `world_size` and each worker's `rank_offset`. A request for an update is
+one of these:
 
     {backend, group?, manifest_key, manifest_digest, num_buckets}   the manifest is in the group's store
     {backend, group?, manifest, num_buckets?}                       the manifest is short
@@ -11,7 +12,8 @@ plane adds `world_size` and each worker's `rank_offset`. A request for an update
 For shares `init_transport` has `shares: [{group, master_address, …}, …]`: a group for each rank of the trainer that
 owns tensors. Parts need a group that the trainer has formed itself, with `init_transport {backend, form: "torch",
 group, master_address, master_port, timeout_s?}`; there may be several (see `streamed_delivery.py`; for the store see
-`Group.put`). A receive that fails drops the group, since what was posted to it can't be taken back.
+`Group.put`). In such a group a worker takes one rank for each rank of its engine. The first one receives, and the bytes
+of the others are dropped. A receive that fails drops the group, since what was posted to it can't be taken back.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from rl_plane.transports.group.torch_group import (
     MANIFEST_PREFIX,
     Group,
     digest_tensor,
+    formed_together,
     gpu,
     import_torch,
 )
@@ -50,10 +53,11 @@ MAX_GROUPS = 64
 
 
 class GroupTransport(GroupedTransport):
-    """The transport in one rank. Holds one trainer's groups of the form `plane`, and those that a trainer has formed
+    """The transport of one worker. Holds one trainer's groups of the form `plane`, and those that a trainer has formed
     itself."""
 
-    _device: str | None = None
+    _devices: tuple[str, ...] = ()
+    """The devices of nccl's buckets, for each rank of the engine."""
 
     def __init__(self, context: TransportContext) -> None:
         self._groups: dict[str, Group] = {}
@@ -65,10 +69,11 @@ class GroupTransport(GroupedTransport):
 
     def init(self, config: Mapping[str, Any]) -> None:
         import_torch()
-        places = [Place.of_worker(one, self.backend, self._device) for one in _each_share(config)]
+        joined = [Place.of_worker(one, self.backend, self._devices) for one in _each_share(config)]
         with self._forming:
+            places = [place for place, *_ in joined]
             if places[0].form == "torch":
-                self._form_own(places[0])
+                self._form_own(places[0], joined[0][1:])
                 return
             there = {name: group.place for name, group in self._groups.items() if not group.why_dropped}
             if there == {place.group: place for place in places}:
@@ -89,7 +94,7 @@ class GroupTransport(GroupedTransport):
             raise
         return formed
 
-    def _form_own(self, place: Place) -> None:
+    def _form_own(self, place: Place, silent: Sequence[Place]) -> None:
         self._own = {name: group for name, group in self._own.items() if not group.why_dropped}
         there = self._own.get(place.group)
         if there is not None and there.place == place:
@@ -99,7 +104,7 @@ class GroupTransport(GroupedTransport):
                 f"there are {MAX_GROUPS} groups already", field="group", fix="destroy those that are not needed"
             )
         self._leave(self._own.pop(place.group, None))
-        self._own[place.group] = Group(place, min(place.timeout_s, JOIN_TORCH_S))
+        self._own[place.group] = formed_together([place, *silent], min(place.timeout_s, JOIN_TORCH_S))
 
     def destroy(self) -> None:
         self._leave_all()
@@ -298,4 +303,4 @@ class NcclTransport(GroupTransport):
 
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)
-        self._device = gpu(context.device)
+        self._devices = tuple(gpu(device) for device in context.rank_devices or (context.device,))

@@ -1,4 +1,4 @@
-"""A process group of a trainer (rank 0) and the ranks of engines, in which packed buckets are broadcast.
+"""A process group of a trainer (rank 0) and the workers of engines, in which packed buckets are broadcast.
 
 Both halves use it. It is never torch's default group. gloo can't take back what was posted, so a group in which
 anything fails is dropped, and a new one is formed with the processes that are left. `PeerLiveness` reports who dies or
@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,9 @@ class Group:
         """Held while an operation is posted, so that only the thread of `_bury` releases torch's group: that may take
         as long as an update."""
         self._lanes: list[torch.Tensor] = []
+        self.silent: list[Group] = []
+        """Further ranks of the same group in this process. They take part in each broadcast, into the same memory: it
+        gets the same bytes from each."""
         self._under_way: dict[int, torch.Tensor] = {}
         """For nccl: memory by id to which a kernel may still write. torch would reuse released memory at once."""
         self._connected = False
@@ -256,7 +260,14 @@ class Group:
 
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        return self._begin("broadcast", data, options, cancelled)
+        if not self.silent:
+            return self._begin("broadcast", data, options, cancelled)
+        # At the same time: nccl's first broadcast waits for all ranks.
+        with ThreadPoolExecutor(len(self.silent), "weight group") as threads:
+            others = [threads.submit(one.broadcast, data, cancelled) for one in self.silent]
+            sent = self._begin("broadcast", data, options, cancelled)
+            sent.others = [other.result() for other in others]
+        return sent
 
     def barrier(self) -> Broadcast:
         """Begins a barrier. It ends when every rank has come to it, and so has everything."""
@@ -353,8 +364,9 @@ class Group:
 
     def check(self) -> None:
         """Raises Unavailable if the group was dropped."""
-        if self.why_dropped:
-            raise self._broke()
+        for one in (self, *self.silent):
+            if one.why_dropped:
+                raise one._broke()
 
     def _broke(self) -> PlaneError:
         return Unavailable(
@@ -372,11 +384,13 @@ class Group:
         if self._lifelines is not None:
             self._lifelines.end(why)
         self._start(self._bury)
+        for one in self.silent:
+            one.drop(why)
 
     def await_end(self, timeout_s: float) -> None:
         """Waits after `drop`, before the process ends: torch aborts a process whose group is still being taken down."""
         until = time.monotonic() + timeout_s
-        for thread in self._threads:
+        for thread in [thread for one in (self, *self.silent) for thread in one._threads]:
             thread.join(max(0.0, until - time.monotonic()))
 
     def _start(self, work: Callable[[], None]) -> None:
@@ -412,10 +426,35 @@ class Broadcast:
         self.work = work
         self.data = data
         self.there = there
+        self.others: list[Broadcast] = []
+        """This broadcast for the silent ranks of the group."""
 
     def wait(self, what: str, deadline: float, cancelled: Callable[[], bool] = never) -> None:
         if self.work is not None:
             self._group.wait(self, what, deadline, cancelled)
+        try:
+            for other in self.others:
+                other.wait(what, deadline, cancelled)
+        except PlaneError as error:
+            self._group.drop(error.message)
+            raise
+
+
+def formed_together(places: Sequence[Place], join_timeout_s: float) -> Group:
+    """Forms a group in which this process has several ranks. Returns the first one, with the others as its silent
+    ranks."""
+    if len(places) == 1:
+        return Group(places[0], join_timeout_s)
+    with ThreadPoolExecutor(len(places), "weight group") as threads:
+        joining = [threads.submit(Group, place, join_timeout_s) for place in places]
+        errors = [error for one in joining if (error := one.exception()) is not None]
+    groups = [one.result() for one in joining if one.exception() is None]
+    if errors:
+        for group in groups:
+            group.drop(f"rank {group.place.rank} is alone: another one of this worker did not join")
+        raise errors[0]
+    groups[0].silent = groups[1:]
+    return groups[0]
 
 
 # ---- torch ----

@@ -1,4 +1,7 @@
-"""Tells receivers that know a version's secret where in memory to pull it from (see `nixl.wire`)."""
+"""Tells receivers that know a version's secret where in memory to pull it from (see `nixl.wire`).
+
+A receiver serves its peers in a relay from here too, while its own buckets still come: see `RelayOffer`.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,14 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from rl_plane._util.forks import not_for_children
-from rl_plane._util.framing import frame_of, read_frame
+from rl_plane._util.framing import frame_of, read_frame, send_frame
 from rl_plane._util.listening import listen_at
 from rl_plane.errors import InvalidRequest
-from rl_plane.transports.nixl.wire import BACKEND, PROTOCOL
+from rl_plane.transports.nixl.wire import BACKEND, NOT_YET, PROTOCOL
 from rl_plane.weights.manifest import Manifest
 
 log = logging.getLogger("rl_plane.transports.nixl.sender")
@@ -37,10 +41,37 @@ read."""
 ACCEPT_AGAIN_S = 0.2
 """Seconds to wait after a failed accept: without descriptors or threads the next one fails at once."""
 
+RELAY_LOOK_S = 0.5
+"""The interval in seconds at which the server looks whether a peer has left, while it has nothing to tell it."""
+
 MAX_REQUEST_BYTES = 1024
 
 OTHER_PROTOCOL = frame_of({"error": f"this trainer speaks version {PROTOCOL}: update both sides"})
 NOT_KEPT = frame_of({"error": "source_gone: these weights are no longer kept"})
+NOT_HERE_YET = frame_of({"error": NOT_YET})
+
+
+class RelayOffer:
+    """The buckets of one update that this process has verified, and serves to its peers."""
+
+    def __init__(self, frame: bytes, changed: threading.Condition) -> None:
+        self.frame = frame
+        """The answer to a peer: what it needs to read this memory."""
+        self.verified: list[int] = []
+        """The numbers of the buckets, in the order in which they were verified."""
+        self.readers: set[socket.socket] = set()
+        self.ended = False
+        self._changed = changed
+
+    def has_news(self, told: int) -> bool:
+        """Whether there is something to tell a peer that knows of the first `told` buckets."""
+        return self.ended or len(self.verified) > told
+
+    def announce(self, bucket: int) -> None:
+        """Tells the peers that they may read this bucket. Its bytes do not change until the offer ends."""
+        with self._changed:
+            self.verified.append(bucket)
+            self._changed.notify_all()
 
 
 class MetadataServer:
@@ -60,6 +91,8 @@ class MetadataServer:
         self._strangers: dict[socket.socket, None] = {}
         """The connections that have not asked yet, the oldest first."""
         self._pulling: dict[str, set[socket.socket]] = {}
+        self._relays: dict[str, RelayOffer] = {}
+        """The relay of each secret."""
         self._lock = threading.Lock()
         self._left = threading.Condition(self._lock)
         self._closed = threading.Event()
@@ -121,9 +154,27 @@ class MetadataServer:
         for connection in pulling:
             _hang_up(connection)
 
+    def offer_relay(self, secret: str, metadata: bytes, places: Sequence[Sequence[tuple[int, int]]]) -> RelayOffer:
+        """Offers the buckets of an update to the peers that know its secret, none of them yet. See `offer`."""
+        answer = {"metadata": metadata, "places": [[[*piece, 0] for piece in bucket] for bucket in places]}
+        relay = RelayOffer(frame_of(answer), self._left)
+        with self._left:
+            self._relays[secret] = relay
+        return relay
+
+    def end_relay(self, relay: RelayOffer) -> None:
+        """Ends a relay. Tells its readers, and waits until they have left, at most LEAVE_S."""
+        with self._left:
+            self._relays = {secret: one for secret, one in self._relays.items() if one is not relay}
+            relay.ended = True
+            self._left.notify_all()
+            self._dismiss(relay.readers)
+
     def close(self) -> None:
         with self._lock:
-            offered = list(self._offers)
+            offered, relays = list(self._offers), list(self._relays.values())
+        for relay in relays:
+            self.end_relay(relay)
         for secret in offered:
             self.withdraw(secret)
         self._closed.set()
@@ -170,11 +221,43 @@ class MetadataServer:
             if asked.get("protocol") != PROTOCOL:
                 connection.sendall(OTHER_PROTOCOL)
                 return
+            if asked.get("relay") is True:
+                self._serve_peer(str(asked.get("secret")), connection)
+                return
             with self._held(str(asked.get("secret")), connection) as answer:
                 connection.sendall(answer or NOT_KEPT)
                 if answer is not None:
                     connection.settimeout(None)
                     connection.recv(1)  # returns when either side closes the connection
+
+    def _serve_peer(self, secret: str, connection: socket.socket) -> None:
+        """Tells a peer which buckets are verified, as they are, until the relay ends or the peer leaves."""
+        with self._lock:
+            known = [one for one in self._relays if hmac.compare_digest(one.encode(), secret.encode())]
+            relay = self._relays[known[0]] if known else None
+            if relay is not None:
+                relay.readers.add(connection)
+        if relay is None:
+            connection.sendall(NOT_HERE_YET)
+            return
+        try:
+            connection.sendall(relay.frame)
+            told = 0
+            while not relay.ended:
+                with self._left:
+                    self._left.wait_for(partial(relay.has_news, told), RELAY_LOOK_S)
+                    new = relay.verified[told:]
+                if new and not relay.ended:
+                    send_frame(connection, {"verified": new})
+                    told += len(new)
+                elif _has_left(connection):
+                    return
+            connection.settimeout(None)
+            connection.recv(1)  # returns when either side closes the connection
+        finally:
+            with self._left:
+                relay.readers.discard(connection)
+                self._left.notify_all()
 
     @contextlib.contextmanager
     def _held(self, secret: str, connection: socket.socket) -> Iterator[bytes | None]:
@@ -190,6 +273,13 @@ class MetadataServer:
             with self._left:
                 pulling.discard(connection)
                 self._left.notify_all()
+
+
+def _has_left(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1, socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
 
 
 def _hang_up(connection: socket.socket) -> None:

@@ -1,30 +1,54 @@
-"""Offers the weights that a worker keeps beside its model, so that other workers can heal from them."""
+"""Offers the weights that a worker has to other workers: those that it keeps, and those that it is receiving."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import secrets
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from rl_plane._util.own_address import own_address
 from rl_plane.protocol.versions import HostTensor
-from rl_plane.transports.nixl.metadata_server import MetadataServer
-from rl_plane.transports.nixl.sender import NixlSender, address_of
-from rl_plane.transports.nixl.wire import is_ours, make_agent
+from rl_plane.transports.nixl.metadata_server import MetadataServer, RelayOffer
+from rl_plane.transports.nixl.sender import NixlSender, Region, address_of
+from rl_plane.transports.nixl.wire import make_agent
 from rl_plane.transports.object_store.bulk_socket import DEFAULT_PORT
-from rl_plane.weights.manifest import Manifest, pack
+from rl_plane.weights.manifest import ALIGN_BYTES, Manifest, pack
 
 
 class PeerSource:
-    """Offers one set of tensors at a time. Other workers read them in place."""
+    """Offers one set of tensors at a time, and serves one relay. Other workers read the tensors in place."""
 
     def __init__(self, host: str) -> None:
-        self._agent = make_agent(f"rl-plane-{secrets.token_hex(8)}", host)
         self._server = MetadataServer(host, 0)
+        self._process = os.getpid()
+        self._made: Any = None
         self._secret = ""
         self._registered: Any = None
         self._tensors: Mapping[str, HostTensor] = {}
+        self._relay: _Relay | None = None
+        self._ending = threading.Lock()
+
+    @property
+    def _agent(self) -> Any:
+        """The agent, made when it is first needed. That takes seconds, if this process has not imported nixl yet."""
+        if self._made is None:
+            self._made = make_agent(f"rl-plane-{secrets.token_hex(8)}", self._server.host)
+        return self._made
+
+    @property
+    def _is_ours(self) -> bool:
+        """False in a forked child, which must touch neither the agent nor the server."""
+        return os.getpid() == self._process
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The host and port at which other workers ask."""
+        return self._server.host, self._server.port
 
     def offer(self, tensors: Mapping[str, HostTensor]) -> Mapping[str, Any]:
         """Offers tensors, whose memory is lent until `withdraw`. Returns the `transport` object of a request for
@@ -44,20 +68,64 @@ class PeerSource:
 
     def withdraw(self) -> None:
         """Ends the offer. When it returns, no other worker reads the tensors. In a forked child it does nothing."""
-        if not is_ours(self._agent):
+        if not self._is_ours:
             return
         self._server.withdraw(self._secret)
         if self._registered is not None:
             self._agent.deregister_memory(self._registered)
         self._registered, self._tensors = None, {}
 
+    def relay(self, secret: str, places: Sequence[Sequence[memoryview]]) -> RelayOffer:
+        """Serves the buckets of the update with this secret to other workers, each once it is announced.
+
+        The memory of `places`, each bucket's tensors, is lent until `end_relay`."""
+        self.end_relay()
+        regions = [[(_address(place), place.nbytes) for place in bucket] for bucket in places]
+        joined = [(address, nbytes, 0, "") for address, nbytes in _joined(regions)]
+        registered = self._agent.register_memory(joined, "DRAM")
+        metadata = self._agent.get_partial_agent_metadata(registered, True, ["UCX"])
+        self._relay = _Relay(self._server.offer_relay(secret, metadata, regions), registered, places)
+        return self._relay.offer
+
+    def end_relay(self) -> None:
+        """Ends the relay. When it returns, no other worker reads its memory. In a forked child it does nothing."""
+        with self._ending:
+            relay, self._relay = self._relay, None
+            if relay is not None and self._is_ours:
+                self._server.end_relay(relay.offer)
+                self._agent.deregister_memory(relay.registered)
+
     def close(self) -> None:
         """Ends the offer and the server. In a forked child it does nothing."""
-        if not is_ours(self._agent):
+        if not self._is_ours:
             return
+        self.end_relay()
         self.withdraw()
         self._server.close()
-        self._agent = None
+        self._made = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Relay:
+    offer: RelayOffer
+    registered: Any
+    places: Sequence[Sequence[memoryview]]
+    """Keeps the memory from being freed."""
+
+
+def _address(place: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(place)) if place.nbytes else 0
+
+
+def _joined(regions: Sequence[Sequence[Region]]) -> list[Region]:
+    """The regions in the order of their addresses, with the gaps of an alignment between them."""
+    found: list[Region] = []
+    for address, nbytes in sorted(region for bucket in regions for region in bucket if region[1]):
+        if found and address - sum(found[-1]) < ALIGN_BYTES:
+            found[-1] = (found[-1][0], address + nbytes - found[-1][0])
+        else:
+            found.append((address, nbytes))
+    return found
 
 
 def address_towards(nats_url: str) -> str:

@@ -15,19 +15,32 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from rl_plane._util.framing import read_frame, send_frame
-from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unavailable
+from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, PlaneError, Unavailable
+from rl_plane.protocol.relay import RelayPlan
 from rl_plane.protocol.versions import HostTensor
-from rl_plane.transports.base import OfferingTransport, TransportContext, check_fields
+from rl_plane.transports.base import Delivery, RelayingTransport, TransportContext, check_fields
 from rl_plane.transports.merged_delivery import SHARES, MergedDelivery, open_shares
 from rl_plane.transports.nixl.peer_source import PeerSource, address_towards
+from rl_plane.transports.nixl.reads import (
+    PUBLISH,
+    READ_LIMITS,
+    READ_S,
+    Piece,
+    ReadLimits,
+    SourceRange,
+    checked_places,
+    gone,
+    refuse,
+    split_reads,
+)
+from rl_plane.transports.nixl.relayed_pull import RelayedPull, Trainer
 from rl_plane.transports.nixl.wire import BACKEND, PROTOCOL, RegisteredMemory, have_nixl, make_agent
 from rl_plane.transports.packed_delivery import PackedDelivery, check_kind
 from rl_plane.weights.checkpoint import Kind
-from rl_plane.weights.manifest import Manifest, PackedBucket
+from rl_plane.weights.manifest import Manifest
 
 if not have_nixl():
     raise ModuleNotFoundError("nixl is not installed", name="nixl")
@@ -37,21 +50,6 @@ log = logging.getLogger("rl_plane.transports.nixl.receiver")
 CONNECT_S = 10.0
 """The time for an answer in seconds. The trainer answers on a thread of its own, unless its process hangs."""
 
-
-@dataclass(frozen=True, slots=True)
-class ReadLimits:
-    """The largest read that a receiver starts."""
-
-    nbytes: int = 32 << 20
-    """The most bytes of one read, so that its time bound fits any network, and a cancelled update ends soon."""
-    pieces: int = 1024
-    """The most pieces of one read. More small tensors gain nothing."""
-
-
-READ_LIMITS = ReadLimits()
-
-READ_S = 20.0
-"""The time for one read in seconds, on the slowest useful link. An abort waits longer for the receive that it ends."""
 
 POLL_S = 0.0005
 """Seconds between two looks at a read. Within one machine it is done at once; on a network it takes milliseconds."""
@@ -66,16 +64,9 @@ MAX_PORT = 65535
 MAX_TEXT_CHARS = 255
 
 _FIELDS = ("host", "port", "secret")
-_PUBLISH = "publish the weights again"
-
-SourceRange = tuple[int, int, int]
-"""(address, bytes, device) in the source's memory."""
-
-Piece = tuple[int, SourceRange]
-"""The offset of a piece in its bucket, and its place at the source."""
 
 
-class NixlTransport(OfferingTransport):
+class NixlTransport(RelayingTransport):
     """The `nixl` transport of one process. Its agent and buffers stay from one update to the next."""
 
     backend = BACKEND
@@ -110,14 +101,38 @@ class NixlTransport(OfferingTransport):
             connection.close()
             raise
 
+    def open_relayed(self, request: Mapping[str, Any], kind: Kind, plan: RelayPlan) -> Delivery:
+        check_fields(BACKEND, request, *_FIELDS)
+        connection = _connected(request)
+        try:
+            manifest, places, metadata, refetchable = _asked(connection, request["secret"], kind)
+            if manifest.tensor_digests is None:  # what a peer gives could not be checked
+                return Pull(self, manifest, places, metadata, refetchable, connection)
+            trainer = Trainer(connection, metadata, places)
+            return RelayedPull(self, manifest, trainer, request["secret"], plan, refetchable)
+        except BaseException:
+            connection.close()
+            raise
+
     def offer(self, tensors: Mapping[str, HostTensor]) -> Mapping[str, Any]:
-        if self._peer_source is None:
-            self._peer_source = PeerSource(address_towards(self._nats_url))
-        return self._peer_source.offer(tensors)
+        return self.peer_source().offer(tensors)
 
     def withdraw(self) -> None:
         if self._peer_source is not None:
             self._peer_source.withdraw()
+
+    def peer_source(self) -> PeerSource:
+        """From it other workers read what this process has. It listens from now on."""
+        if self._peer_source is None:
+            self._peer_source = PeerSource(address_towards(self._nats_url))
+        return self._peer_source
+
+    def relay_address(self) -> tuple[str, int]:
+        return self.peer_source().address
+
+    def end_relay(self) -> None:
+        if self._peer_source is not None:
+            self._peer_source.end_relay()
 
     def take(self, host: str) -> Puller:
         """An idle Puller at this machine's address `host`, or a new one."""
@@ -196,13 +211,13 @@ class Pull(PackedDelivery):
             self._source = self._puller.agent.add_remote_agent(self._metadata)
         except Exception as error:  # nixl's errors have no common base
             self._look()
-            raise _refuse(f"its metadata can't be used: {error}") from error
+            raise refuse(f"its metadata can't be used: {error}") from error
         return self._puller.buffers(count, nbytes)
 
     def _read(self, number: int, buffer: RegisteredMemory) -> None:
         """Reads one bucket. After an error the agent and its buffers are not used again, since bytes may still arrive,
         even after a read was released."""
-        for pieces in _reads(self._places[number], self._transport.limits):
+        for pieces in split_reads(self._places[number], self._transport.limits):
             here = [(buffer.address + at, place[1], 0) for at, place in pieces]
             try:
                 self._read_pieces(here, [place for _, place in pieces])
@@ -211,7 +226,7 @@ class Pull(PackedDelivery):
                 raise
             except Exception as error:  # nixl's errors have no common base
                 self._puller = None
-                raise _gone(error) from error.with_traceback(
+                raise gone(error) from error.with_traceback(
                     None
                 )  # the frames of the traceback would keep the agent
 
@@ -228,11 +243,11 @@ class Pull(PackedDelivery):
                 self._look()
                 if time.monotonic() > until:
                     nbytes = sum(place[1] for place in there)
-                    raise DeadlineExceeded(f"{nbytes} bytes did not come in {READ_S:g} s", fix=_PUBLISH)
+                    raise DeadlineExceeded(f"{nbytes} bytes did not come in {READ_S:g} s", fix=PUBLISH)
                 time.sleep(POLL_S)
                 state = agent.check_xfer_state(handle)
             if state != "DONE":
-                raise Unavailable(f"a read ended as {state}", fix=_PUBLISH)
+                raise Unavailable(f"a read ended as {state}", fix=PUBLISH)
         finally:
             with contextlib.suppress(Exception):  # nixl raises if it has to break off the read
                 handle.release()
@@ -248,8 +263,8 @@ class Pull(PackedDelivery):
         except BlockingIOError:
             return
         except OSError as error:
-            raise _gone(error) from error
-        raise _gone("it has closed the connection")
+            raise gone(error) from error
+        raise gone("it has closed the connection")
 
 
 def _connected(request: Mapping[str, Any]) -> socket.socket:
@@ -285,68 +300,17 @@ def _asked(
         send_frame(connection, {"protocol": PROTOCOL, "secret": secret})
         answer = read_frame(connection)
     except TimeoutError as error:
-        raise DeadlineExceeded(f"the trainer did not answer in {CONNECT_S:g} s", fix=_PUBLISH) from error
+        raise DeadlineExceeded(f"the trainer did not answer in {CONNECT_S:g} s", fix=PUBLISH) from error
     except (OSError, EOFError) as error:
-        raise _gone(error) from error
+        raise gone(error) from error
     except Exception as error:  # msgpack's errors have no common base
-        raise _refuse(f"it sent {error}") from error
+        raise refuse(f"it sent {error}") from error
     if isinstance(answer.get("error"), str):
-        raise InvalidRequest(answer["error"][:500], field="transport", fix=_PUBLISH)
+        raise InvalidRequest(answer["error"][:500], field="transport", fix=PUBLISH)
     manifest = Manifest.from_wire(answer.get("manifest"))
     check_kind(manifest, kind)
     if not isinstance(answer.get("metadata"), bytes):
-        raise _refuse("it gave no metadata")
+        raise refuse("it gave no metadata")
     connection.setblocking(False)
-    places = _checked_places(answer.get("places"), manifest.buckets)
+    places = checked_places(answer.get("places"), manifest.buckets)
     return manifest, places, answer["metadata"], answer.get("refetchable") is not False
-
-
-def _checked_places(places: Any, buckets: Sequence[PackedBucket]) -> Sequence[Sequence[Piece]]:
-    if not isinstance(places, list) or len(places) != len(buckets):
-        raise _refuse("it did not give places for each bucket")
-    return [_checked_pieces(pieces, bucket) for pieces, bucket in zip(places, buckets, strict=True)]
-
-
-def _checked_pieces(pieces: Any, bucket: PackedBucket) -> Sequence[Piece]:
-    """The pieces of a bucket: the whole bucket, or each of its tensors."""
-    if not isinstance(pieces, list) or not all(isinstance(place, list) and len(place) == 3 for place in pieces):
-        raise _refuse("its places are not [address, bytes, device]")
-    if not all(_is_address(value) for place in pieces for value in place):
-        raise _refuse("its places are not [address, bytes, device]")
-    sizes = [place[1] for place in pieces]
-    if sizes == [bucket.nbytes]:
-        starts = [0]
-    elif sizes == [placed.spec.nbytes for placed in bucket.tensors]:
-        starts = [placed.offset for placed in bucket.tensors]
-    else:
-        raise _refuse(f"it gave {sum(sizes)} bytes for a bucket of {bucket.nbytes}")
-    return [(at, (address, nbytes, device)) for at, (address, nbytes, device) in zip(starts, pieces, strict=True)]
-
-
-def _reads(pieces: Sequence[Piece], limits: ReadLimits) -> Iterator[list[Piece]]:
-    """Splits pieces into reads within the limits."""
-    found: list[Piece] = []
-    room = limits.nbytes
-    for at, (address, nbytes, device) in pieces:
-        done = 0
-        while done < nbytes:
-            if not room or len(found) == limits.pieces:
-                yield found
-                found, room = [], limits.nbytes
-            length = min(room, nbytes - done)
-            found.append((at + done, (address + done, length, device)))
-            done, room = done + length, room - length
-    if found:
-        yield found
-
-
-def _is_address(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
-
-
-def _gone(why: object) -> Unavailable:
-    return Unavailable(f"the trainer is gone, or has withdrawn these weights: {why}", fix=_PUBLISH)
-
-
-def _refuse(what: str) -> InvalidWeights:
-    return InvalidWeights(f"not a sender of ours: {what}", field="transport", fix="update both sides")

@@ -9,6 +9,12 @@ A receiver asks over TCP, with one frame each way: four bytes of length, big-end
 `places` has for each bucket a list of `[address, bytes, device]`: one for the whole bucket, or one for each tensor.
 `refetchable` says whether the version stays on offer after its update. The connection stays open while the receiver
 pulls: when it ends, the source has died, or has withdrawn the weights.
+
+In a relay a receiver asks its peers too, under the secret of the update:
+
+    receiver → peer     {protocol, secret, relay: true}
+    peer → receiver     {metadata, places}, and then {verified: [number of a bucket, …]} as they are verified
+                        or {error: NOT_YET}: the receiver asks again a little later
 """
 
 from __future__ import annotations
@@ -28,6 +34,8 @@ from rl_plane.errors import Unsupported
 
 BACKEND = "nixl"
 PROTOCOL = 2
+NOT_YET = "not_yet"
+"""A peer's answer before it receives the update itself, and after it has ended it."""
 
 EXTRA = "pip install 'rl-plane[nixl]'"
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from rl_plane.bus.key_folder import KeyFolder
 from rl_plane.cli import main
+from rl_plane.sync import SyncRlClient
 from tests.support.small_facade import DIGEST, HEAD, ID_A, ID_B, VERSION, Facade, facade
 
 __all__ = ["facade"]
@@ -192,6 +194,22 @@ def test_workers_show_their_canary(
     for command in ("state", "workers"):
         assert main.run([command]) == 0
         assert f"  {cell}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("role", ["service", "worker"])
+def test_a_key_that_can_not_steer_is_refused_before_a_connection(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    """A connection would wait half a minute for the buckets of a fleet that was never started."""
+    folder = KeyFolder(tmp_path / "keys")
+    folder.init("rlp", ["engine"])
+    monkeypatch.setattr(SyncRlClient, "connect", lambda *_, **__: pytest.fail("it connects"))
+    key = ["--nats-nkey", str(folder.seed_of(role))]
+    for argv in (["pause"], ["resume"], ["update", "ckpt"], ["rollback", "one"], ["disable", ID_A]):
+        assert main.run([*argv, *key]) == 1
+        assert f"a key of the role {role} may not steer the fleet" in capsys.readouterr().err
+    with pytest.raises(pytest.fail.Exception, match="it connects"):
+        main.run(["state", *key])
 
 
 def test_weights_by_url(facade: Facade, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

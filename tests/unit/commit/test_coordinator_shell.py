@@ -59,7 +59,7 @@ class Fleet:
     async def barrier(self) -> Snapshot:
         return Snapshot(2, "print", tuple(self.now))
 
-    async def ask(self, view: Any, members: Any, op: str, *more: Any) -> list[WorkerReply]:
+    async def ask(self, view: Any, members: Any, op: str, *more: Any, **named: Any) -> list[WorkerReply]:
         self.asked.append((op, list(members)))
         return [WorkerReply(one.instance_id, one.incarnation, "ok") for one in members]
 

@@ -17,18 +17,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
+from rl_plane._util.tasks import never
 from rl_plane.errors import InvalidWeights, Unsupported
-from rl_plane.transports.base import TransportContext
+from rl_plane.transports.base import Delivery, TransportContext
 from rl_plane.transports.filesystem.receiver import FilesystemTransport
 from tests.support.hf_runs import checkpoint
 from worker.engines.common.checkpoint_spec import CheckpointSpec, checkpoint_spec
 from worker.engines.common.rank_holder import RankHolder
-from worker.engines.common.torch_weights import StagedTensors
 from worker.engines.sglang.holder import SglangHolder
 from worker.engines.sglang.scheduler import Rank
 from worker.engines.vllm.holder import VllmHolder
+from worker.receive.host_agent.holder import HostHolder
+from worker.receive.rank_agents.host_areas import MappedWeights
+from worker.receive.rank_agents.model_description import ModelDescription
 from worker.receive.staging import TIE_FIX, receive
-from worker.receive.staging_area import StagingArea
+from worker.receive.staging_area import MappedArea, StagingArea
 from worker.testing.tiny_model import make_tiny_model
 
 GPU = torch.device("cuda", 1)
@@ -86,16 +89,26 @@ def holder_of(
     return SglangHolder(model, SimpleNamespace(tp_worker=tp_worker, weight_updater=updater), check)
 
 
+def loaded(holder: RankHolder, delivery: Delivery, cast: bool = False) -> dict[str, torch.Tensor]:
+    """The tensors that a rank loads, after the host agent has staged them."""
+    host = HostHolder(Path(), ModelDescription(holder.spec.tensors, holder.spec.tied, ("cpu",)))
+    area = StagingArea.for_specs(delivery.specs, shared=True)
+    receive(host, delivery, cast=cast, expected_digest=None, cancelled=never, area=area)
+    mapped = MappedArea(area.descriptor, area.layout)
+    area.close()
+    return dict(holder._torch_tensors(mapped.tensors.items(), cast, never))
+
+
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_a_check_is_of_what_the_last_load_has_put_in_place(tmp_path: Path, kind: str) -> None:
     runner = Runner(torch.device("cpu"))
     holder, first = holder_of(kind, tmp_path, runner), runner.model.weight.detach().clone()
     before = holder.checks.checksum()
     holder.checks.snapshot()
-    holder.swap(StagedTensors({"weight": first + 1}))
+    holder._write({"weight": first + 1}.items())
     assert holder.checks.checksum() != before
     assert holder.checks.compare() == ["weight"]
-    holder.swap(StagedTensors({"weight": first, "scale": torch.ones(1)}))
+    holder._write({"weight": first, "scale": torch.ones(1)}.items())
     assert holder.checks.compare() == ["scale"]
     del runner.model.scale
     assert (holder.checks.checksum(), holder.checks.compare()) == (before, [])
@@ -107,7 +120,7 @@ def test_sglang_is_asked_before_the_first_byte_is_loaded(tmp_path: Path) -> None
     holder = holder_of("sglang", tmp_path, Runner(torch.device("cpu")), refuse)
     before = holder.checks.checksum()
     with pytest.raises(Unsupported):
-        holder.swap(StagedTensors({"weight": torch.ones(2, 2)}))
+        holder._write({"weight": torch.ones(2, 2)}.items())
     with pytest.raises(Unsupported):
         holder.overwrite(checkpoint(tmp_path / "model"), False, lambda: False)
     assert holder.checks.checksum() == before
@@ -116,10 +129,10 @@ def test_sglang_is_asked_before_the_first_byte_is_loaded(tmp_path: Path) -> None
 def test_a_rank_that_refuses_updates_takes_nothing() -> None:
     rank: Any = Rank.__new__(Rank)
     rank._holder = SimpleNamespace(check_updates=partial(refuse, None))
-    rank._receiver = SimpleNamespace(take=lambda staging: pytest.fail("it was taken"))
-    for op, arguments in (("updatable", {}), ("ready", {"staging": "new"})):
+    rank._forget_cache = lambda: pytest.fail("it goes on")
+    for op in ("updatable", "ready"):
         with pytest.raises(Unsupported):
-            rank.call(op, **arguments)
+            rank.call(op)
         assert rank._outcome["error"]["code"] == "unsupported"
 
 
@@ -146,39 +159,39 @@ def test_weights_are_written_on_the_ranks_own_gpu_between_two_steps(
     def written(names: list[str]) -> list[tuple[str, Any]]:
         return [("on", GPU), ("settled", GPU), ("load", names), ("settled", GPU), ("off", GPU)]
 
-    holder.swap(StagedTensors({"weight": torch.ones(2, 2)}))
-    assert calls == written(["weight"])
+    whole = written(sorted(holder.spec.tensors))
+    area = StagingArea.for_specs(holder.spec.tensors, shared=True)
+    for name, tensor in checkpoint(tmp_path / "model"):
+        area.put(name, tensor)
+    holder.take(MappedWeights(MappedArea(area.descriptor, area.layout), False, None))
+    assert holder.swap(), "nothing is left of the map"
+    assert calls == whole
+    held: list[Any] = []
+    runner.model.loads = lambda tensors: held.append(tensors)
+    holder.take(MappedWeights(MappedArea(area.descriptor, area.layout), False, None))
+    assert not holder.swap(), "a model that holds what it has loaded holds the memory"
+    runner.model.loads = lambda tensors: calls.append(("load", sorted(tensors)))
     calls.clear()
     holder.overwrite(checkpoint(tmp_path / "model"), False, lambda: False)
-    assert calls == written(sorted(holder.weight_spec()))
+    assert calls == whole
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_what_the_config_ties_comes_as_one(tmp_path: Path, kind: str) -> None:
     holder = holder_of(kind, tmp_path, Runner(torch.device("cpu")), tie_word_embeddings=True)
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    assert holder.tied_tensors() == {head: embedding}
-    assert head not in holder.weight_spec()
+    assert holder.spec.tied == {head: embedding}
+    assert head not in holder.spec.tensors
     transport = FilesystemTransport(TransportContext((tmp_path,)))
     tensors = load_file(tmp_path / "model" / "model.safetensors")
 
-    def send(name: str, given: torch.Tensor) -> StagedTensors:
+    def send(name: str, given: torch.Tensor) -> dict[str, torch.Tensor]:
         path = tmp_path / name
         path.mkdir()
         save_file({**tensors, head: given}, path / "model.safetensors")
-        delivery = transport.open({"backend": "filesystem", "path": str(path)}, "base")
-        staged, _ = receive(
-            holder,
-            delivery,
-            cast=False,
-            expected_digest=None,
-            cancelled=lambda: False,
-            area=StagingArea.for_specs(delivery.specs),
-        )
-        assert isinstance(staged, StagedTensors)
-        return staged
+        return loaded(holder, transport.open({"backend": "filesystem", "path": str(path)}, "base"))
 
-    assert send("both", tensors[embedding].clone()).tensors.keys() == holder.weight_spec().keys()
+    assert send("both", tensors[embedding].clone()).keys() == holder.spec.tensors.keys()
     for name, wrong in {"bytes": tensors[embedding] + 1, "shape": torch.zeros(3, 3)}.items():
         with pytest.raises(InvalidWeights, match=f"to '{embedding}', but they differ") as caught:
             send(name, wrong)
@@ -248,7 +261,7 @@ def test_vllm_takes_the_types_that_its_load_has_shown(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     model = make_tiny_model(tmp_path / "model", 1, "float32")
     holder = VllmHolder(model, tmp_path, Runner(torch.device("cpu")), 0, {name: torch.float32})
-    assert {key for key, spec in holder.weight_spec().items() if spec.dtype == "F32"} == {name}
+    assert {key for key, spec in holder.spec.tensors.items() if spec.dtype == "F32"} == {name}
 
 
 def test_a_model_whose_derived_weights_would_stay_is_refused(tmp_path: Path) -> None:
@@ -267,7 +280,7 @@ def test_a_cast_rounds_nothing_that_the_engine_keeps(tmp_path: Path, kind: str) 
     kept = {router: torch.zeros(1, dtype=torch.float32), other: torch.zeros(1, dtype=torch.bfloat16)}
     runner.model.state_dict = lambda: kept
     holder = holder_of(kind, tmp_path, runner)
-    assert holder.weight_spec()[router].dtype == "BF16"
+    assert holder.spec.tensors[router].dtype == "BF16"
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     exact = 1.0 + 2.0**-20
     (tmp_path / "new").mkdir()
@@ -276,15 +289,7 @@ def test_a_cast_rounds_nothing_that_the_engine_keeps(tmp_path: Path, kind: str) 
     delivery = FilesystemTransport(TransportContext((tmp_path,))).open(
         {"backend": "filesystem", "path": str(tmp_path / "new")}, "base"
     )
-    staged, _ = receive(
-        holder,
-        delivery,
-        cast=True,
-        expected_digest=None,
-        cancelled=lambda: False,
-        area=StagingArea.for_specs(delivery.specs),
-    )
-    assert isinstance(staged, StagedTensors)
-    assert staged.tensors[router].dtype == torch.float32
-    assert (staged.tensors[router] == exact).all()
-    assert staged.tensors[other].dtype == torch.bfloat16
+    tensors = loaded(holder, delivery, cast=True)
+    assert tensors[router].dtype == torch.float32
+    assert (tensors[router] == exact).all()
+    assert tensors[other].dtype == torch.bfloat16

@@ -117,6 +117,10 @@ def test_each_worker_has_its_place_behind_the_trainers() -> None:
         "fleet_ranks": 6,
         "rank_offsets": {first: 2, second: 3, third: 7},
     }
+    assert group_places(fleet(1, 4, 1), {}) == {
+        "world_size": 4,
+        "rank_offsets": {first: 1, second: 2, third: 3},
+    }, "in the plane's own group a worker receives once for all of its ranks"
     for wrong, field in (
         ({"world_size": 7}, "world_size"),
         ({"rank_offset": 0}, "rank_offset"),
@@ -127,10 +131,16 @@ def test_each_worker_has_its_place_behind_the_trainers() -> None:
             group_places(fleet(1, 4, 1), {**own, **wrong})
         assert refused.value.facts["field"] == field
     config = {"group": "g", "master_address": "h", "master_port": 1, **own, "fleet_ranks": 6}
-    assert Place.of_worker(config, "gloo").form == "torch"
-    for wrong in ({"form": "round"}, {"lifeline_port": 5}, {"fleet_ranks": 0}):
+    places = Place.of_worker({**config, "members": 4}, "nccl", ("cuda:0", "cuda:1"))
+    assert [(place.form, place.rank, place.device) for place in places] == [
+        ("torch", 2, "cuda:0"),
+        ("torch", 3, "cuda:1"),
+        ("torch", 4, None),
+        ("torch", 5, None),
+    ]
+    for wrong in ({"form": "round"}, {"lifeline_port": 5}, {"fleet_ranks": 0}, {"members": 7}, {"members": 0}):
         with pytest.raises(InvalidRequest):
-            Place.of_worker({**config, **wrong}, "gloo")
+            Place.of_worker({**config, **wrong}, "gloo", ())
 
 
 @pytest.mark.parametrize(

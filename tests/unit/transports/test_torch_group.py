@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -28,7 +29,14 @@ from rl_plane.transports.group.rank_layout import Place
 from rl_plane.transports.group.receiver import GlooTransport
 from rl_plane.transports.group.sender import GroupSender
 from rl_plane.transports.group.streamed_delivery import received
-from rl_plane.transports.group.torch_group import CHUNK_BYTES, Group, MakeGroup, import_torch, make_torch_group
+from rl_plane.transports.group.torch_group import (
+    CHUNK_BYTES,
+    Group,
+    MakeGroup,
+    formed_together,
+    import_torch,
+    make_torch_group,
+)
 from rl_plane.weights.manifest import Manifest, pack
 from tests.support.listeners import listeners
 
@@ -261,6 +269,39 @@ class Unconnected:
     def abort(self) -> None:
         self.happened.append("aborted")
         self.aborted.set()
+
+
+def test_a_worker_takes_the_place_of_several_ranks_and_receives_once(store: Any) -> None:
+    torch = import_torch()
+    own: dict[str, Any] = {"world_size": 4, "timeout_s": BOUND_S, "form": "torch", "fleet_ranks": 3}
+    places = [Place("gloo", "g", "127.0.0.1", store.port, rank=rank, **own) for rank in range(4)]
+    with ThreadPoolExecutor(1) as threads:
+        forming = threads.submit(formed_together, places[1:], BOUND_S)
+        trainer = Group(places[0], BOUND_S)
+        worker = forming.result()
+    assert [one.place.rank for one in (worker, *worker.silent)] == [1, 2, 3]
+    deadline = time.monotonic() + BOUND_S
+    for number in range(4):
+        given, taken = torch.full((1 << 20,), number, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
+        coming, sent = worker.broadcast(taken), trainer.broadcast(given)
+        sent.wait("the receivers", deadline)
+        coming.wait("the bytes", deadline)
+        assert torch.equal(given, taken)
+    worker.silent[1].drop("the third rank fell")
+    with pytest.raises(Unavailable, match="the third rank fell"):
+        worker.check()
+    worker.drop("it is over")
+    assert [one.why_dropped for one in worker.silent] == ["it is over", "the third rank fell"]
+    trainer.drop("it is over")
+    for group in (worker, trainer):
+        group.await_end(BOUND_S)
+
+
+def test_ranks_of_one_worker_form_all_or_none(store: Any) -> None:
+    own: dict[str, Any] = {"world_size": 3, "timeout_s": 1.0, "form": "torch", "fleet_ranks": 2}
+    places = [Place("gloo", "g", "127.0.0.1", store.port, rank=rank, **own) for rank in (1, 2)]
+    with pytest.raises(Unavailable):  # the trainer does not come
+        formed_together(places, 1.0)
 
 
 def unconnected_group(store: Any, timeout_s: float = BOUND_S) -> tuple[Group, Unconnected]:

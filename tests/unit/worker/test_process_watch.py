@@ -18,6 +18,8 @@ import pytest
 
 pytest.importorskip("psutil")
 
+import psutil
+
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest
 from worker.engines.base import EngineOptions
 from worker.engines.common.process_watch import (
@@ -30,8 +32,6 @@ from worker.engines.common.process_watch import (
     or_death,
 )
 from worker.engines.sglang.processes import SglangProcess
-from worker.receive.rank_agents.agent_client import AgentClient
-from worker.receive.rank_agents.ranks import Ranks
 
 BOUND_S = 30.0
 
@@ -101,8 +101,8 @@ class OfChildren(SglangProcess):
     def _build(self, directory: Path) -> None:
         self.children = [subprocess.Popen(["sleep", "600"]) for _ in range(self._count)]
 
-    async def _start_ranks(self, directory: Path) -> Ranks:
-        return Ranks(AgentClient(directory, 0))
+    async def _start_agents(self, directory: Path) -> None:
+        """There are no ranks to ask."""
 
 
 async def test_the_processes_that_a_dead_sglang_leaves_are_killed(tmp_path: Path) -> None:
@@ -111,7 +111,8 @@ async def test_the_processes_that_a_dead_sglang_leaves_are_killed(tmp_path: Path
     try:
         await process.start()
         first, *others = process.children
-        assert process.pids() == sorted(child.pid for child in process.children)
+        (agent,) = set(process.pids()) - {child.pid for child in process.children}
+        assert "worker.receive.host_agent" in psutil.Process(agent).cmdline()
         first.kill()
         async with asyncio.timeout(BOUND_S):
             assert str(first.pid) in str(await deaths.get())
@@ -122,6 +123,25 @@ async def test_the_processes_that_a_dead_sglang_leaves_are_killed(tmp_path: Path
             child.kill()
             child.wait()
         await process.end()
+
+
+async def test_the_end_of_the_host_agent_is_the_death_of_its_engine(tmp_path: Path) -> None:
+    process, deaths = OfChildren(tmp_path, 1), asyncio.Queue[EngineDied]()
+    process.on_death(deaths.put_nowait)
+    try:
+        await process.start()
+        (child,) = process.children
+        (agent,) = set(process.pids()) - {child.pid}
+        os.kill(agent, signal.SIGKILL)
+        async with asyncio.timeout(BOUND_S):
+            assert str(await deaths.get()) == f"the host agent (pid {agent}) has ended"
+        assert child.wait(BOUND_S) < 0
+    finally:
+        for child in process.children:
+            child.kill()
+            child.wait()
+        await process.end()
+    assert not psutil.pid_exists(agent)
 
 
 SPAWN = multiprocessing.get_context("spawn")

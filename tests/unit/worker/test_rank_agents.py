@@ -1,4 +1,4 @@
-"""Tests a rank's agent and its client, with the fake engine's holder."""
+"""Tests an agent and its client."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +20,10 @@ import pytest
 
 import worker.receive.rank_agents.agent_messages as wire
 from rl_plane._util.framing import MAX_FRAME_BYTES, send_frame
-from rl_plane._util.tasks import Cancelled, never
-from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, PlaneError
-from rl_plane.transports.base import TransportContext
-from tests.support.receive_requests import NamedRequest, files_request
-from worker.engines.base import EngineOptions
-from worker.engines.fake.adapter import FakeEngine, make_fake_model
+from rl_plane._util.tasks import Cancelled
+from rl_plane.errors import EngineFailed, InvalidWeights, PlaneError
 from worker.receive.rank_agents.agent_client import AgentClient
-from worker.receive.rank_agents.agent_server import AgentServer, Method, receiver_methods
-from worker.receive.rank_agents.ranks import Ranks
-from worker.receive.staging import DigestingStream, model_digest
+from worker.receive.rank_agents.agent_server import AgentServer, Method
 
 BOUND_S = 60.0
 MANY_DESCRIPTORS = 1100
@@ -52,63 +44,13 @@ def serve(directory: Path) -> Iterator[Serve]:
     servers: list[AgentServer] = []
 
     def start(rank: int, methods: Mapping[str, Method]) -> AgentClient:
-        servers.append(AgentServer(directory, rank, methods))
+        servers.append(AgentServer.of_rank(directory, rank, methods))
         servers[-1].start()
-        return AgentClient(directory, len(servers))
+        return AgentClient.of_ranks(directory, len(servers))
 
     yield start
     for server in servers:
         server.close()
-
-
-@pytest.fixture
-async def engines(tmp_path: Path) -> list[FakeEngine]:
-    """Two ranks, each with the whole model."""
-    base = make_fake_model(tmp_path / "base", 0)
-    found = [FakeEngine(EngineOptions(base, weight_roots=(tmp_path,))) for _ in range(2)]
-    for engine in found:
-        await engine.start()
-    return found
-
-
-@pytest.fixture
-def ranks(serve: Serve, engines: list[FakeEngine]) -> Ranks:
-    for rank, engine in enumerate(engines):
-        client = serve(rank, receiver_methods(engine.receiver, rank))
-    found = Ranks(client)
-    found.start()
-    return found
-
-
-def reception(path: Path, name: str = "s", **more: Any) -> NamedRequest:
-    return files_request(name, path, **more)
-
-
-def holds(engine: FakeEngine, name: str) -> bool:
-    """Returns whether something is open or staged under this name, and takes it away."""
-    for takes in (partial(engine.receiver.take, name), partial(engine.receiver.receive, name, never)):
-        with suppress(EngineFailed):
-            takes()
-            return True
-    return False
-
-
-def test_every_rank_receives(ranks: Ranks, engines: list[FakeEngine], tmp_path: Path) -> None:
-    new = make_fake_model(tmp_path / "new", 1)
-    assert ranks.weight_spec() == engines[0].weight_spec()
-    assert "filesystem" in ranks.transports
-    ranks.open(*reception(new, digest=model_digest(new)))
-    reply = ranks.receive("s", never)
-    told = {"digest": model_digest(new), "tensors": 4, "bytes": 4096}
-    assert reply == {**told, "refetchable": True, "ranks": [{"rank": 0, **told}, {"rank": 1, **told}]}
-    assert all(holds(engine, "s") for engine in engines)
-    for name, is_received in (("opened", False), ("staged", True)):
-        ranks.open(*reception(new, name))
-        if is_received:
-            ranks.receive(name, never)
-        ranks.discard(name)
-        ranks.discard(name)
-        assert not any(holds(engine, name) for engine in engines)
 
 
 def test_a_process_with_many_descriptors_calls_and_answers(serve: Serve) -> None:
@@ -133,81 +75,6 @@ def test_a_process_of_another_user_is_not_answered(serve: Serve, monkeypatch: py
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     with pytest.raises(EngineFailed, match=r"broke off|can't be reached"):
         client.ask("secret")
-
-
-@pytest.mark.engines("nixl")
-def test_the_copy_of_the_first_rank_is_offered_to_others(
-    ranks: Ranks, engines: list[FakeEngine], tmp_path: Path
-) -> None:
-    from rl_plane.transports.nixl.receiver import NixlTransport
-
-    new = make_fake_model(tmp_path / "new", 1)
-    ranks.open(*reception(new, digest=model_digest(new), keep=True))
-    ranks.receive("s", never)
-    assert ranks.offer() is None, "it is not swapped in"
-    for engine in engines:
-        engine.receiver.take("s")
-    place = ranks.offer()
-    assert place is not None
-    assert place == ranks.offer()
-    assert receiver_methods(engines[1].receiver, 1)["offer"]({}, never) is None
-    assert place["digest"] == model_digest(new)
-    transport = NixlTransport(TransportContext())
-    delivery = transport.open(place["transport"], "base")
-    stream = DigestingStream(delivery, expected_digest=model_digest(new))
-    assert len(list(stream)) == 4
-    delivery.close()
-    ranks.open(*reception(new, "t"))
-    ranks.receive("t", never)
-    assert ranks.offer() is None
-    with pytest.raises(InvalidRequest, match="source_gone"):
-        transport.open(place["transport"], "base")
-
-
-def test_a_staging_that_is_not_open_is_not_received(
-    ranks: Ranks, engines: list[FakeEngine], tmp_path: Path
-) -> None:
-    with pytest.raises(EngineFailed, match="nothing is open"):
-        ranks.receive("s", never)
-    ranks.open(*reception(make_fake_model(tmp_path / "new", 1)))
-    ranks.discard("s")
-    with pytest.raises(EngineFailed, match="nothing is open"):
-        ranks.receive("s", never)
-
-
-def test_an_error_keeps_its_type_and_facts(ranks: Ranks, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        ranks.open(*reception(tmp_path / "absent"))
-    assert caught.value.facts["field"] == "transport.path"
-    other = make_fake_model(tmp_path / "other", 1, tensors=5)
-    with pytest.raises(InvalidWeights) as weights:
-        ranks.open(*reception(other))
-    assert weights.value.facts["unexpected"]["count"] == 1
-
-
-def test_weights_that_one_rank_refuses_are_staged_in_none(
-    ranks: Ranks, engines: list[FakeEngine], tmp_path: Path
-) -> None:
-    engines[1].config.fail_stage = True
-    ranks.open(*reception(make_fake_model(tmp_path / "new", 1)))
-    with pytest.raises(EngineFailed, match="fail_stage"):
-        ranks.receive("s", never)
-    assert not any(holds(engine, "s") for engine in engines)
-
-
-def test_ranks_that_received_different_weights(serve: Serve, engines: list[FakeEngine], tmp_path: Path) -> None:
-    new, other = make_fake_model(tmp_path / "new", 1), make_fake_model(tmp_path / "other", 2)
-
-    def open_other(body: Mapping[str, Any], cancelled: Cancelled) -> None:
-        engines[1].receiver.open(*reception(other))
-
-    serve(0, receiver_methods(engines[0].receiver, 0))
-    ranks = Ranks(serve(1, receiver_methods(engines[1].receiver, 1) | {"open": open_other}))
-    ranks.start()
-    ranks.open(*reception(new))
-    with pytest.raises(EngineFailed, match="different weights"):
-        ranks.receive("s", never)
-    assert not any(holds(engine, "s") for engine in engines)
 
 
 def test_cancelling(serve: Serve) -> None:
@@ -266,14 +133,14 @@ def test_an_agent_that_breaks_off_or_is_not_there(serve: Serve, directory: Path)
     with pytest.raises(PlaneError, match="has no 'other'"):
         client.ask("other")
     with pytest.raises(EngineFailed, match="rank 1 can't be reached"):
-        AgentClient(directory, 2).ask("big")
+        AgentClient.of_ranks(directory, 2).ask("big")
     assert client.ask("big") == ["x" * 100]
 
 
 def test_waits_are_bounded(serve: Serve, directory: Path) -> None:
     ended = threading.Event()
     serve(0, {"hang": lambda *_: ended.wait(BOUND_S)})
-    client = AgentClient(directory, 1, cancel_wait_s=0.1)
+    client = AgentClient.of_ranks(directory, 1, cancel_wait_s=0.1)
     with pytest.raises(PlaneError, match="did not end in time"):
         client.ask("hang", timeout_s=0.1)
     with pytest.raises(EngineFailed, match="cancelled"):

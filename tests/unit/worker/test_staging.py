@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,15 @@ from rl_plane.protocol.hashers import PARALLEL_HASH_BYTES
 from rl_plane.protocol.versions import DigestAlgorithm, HostTensor, TensorSpec, tensors_digest
 from rl_plane.transports.base import Delivery, TransportContext, WeightTransport
 from rl_plane.transports.filesystem.receiver import FilesystemDelivery, FilesystemTransport
+from rl_plane.weights import checkpoint
 from rl_plane.weights.checkpoint import open_published, write_manifest
+from rl_plane.weights.hashed_copy import is_same_memory
 from rl_plane.weights.safetensors_file import READ_BYTES, write_safetensors
 from tests.support.receive_requests import named_request
 from worker.engines.base import EngineOptions
 from worker.engines.fake.adapter import FakeEngine, FakeWeights, make_fake_model
 from worker.engines.fake.holder import FakeHolder
+from worker.receive import staging
 from worker.receive.staging import (
     OWN_TIE_FIX,
     TIE_FIX,
@@ -498,6 +502,78 @@ def test_a_derived_delivery_is_not_believed(tmp_path: Path) -> None:
             list(DigestingStream(delivery, expected_digest=None))
     finally:
         delivery.close()
+
+
+# places
+
+
+class Placing(Memory):
+    """Writes its first tensor where it shall go, and states a digest for it."""
+
+    states: str | None = None
+
+    def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
+        assert self.places is not None
+        (name, tensor), *others = self.sent
+        place = self.places(name, tensor.spec)
+        assert place is not None
+        place[:] = tensor.data
+        yield name, HostTensor(tensor.spec, place, owned=True, digest=self.states)
+        yield from others
+
+
+@pytest.mark.parametrize("algorithm", ["xxh3", "blake3"])
+@pytest.mark.parametrize("kind", [Memory, Placing])
+def test_tensors_end_in_their_places(kind: type[Memory], algorithm: DigestAlgorithm) -> None:
+    delivery = kind({"a": b"aaaa", "b": bytes(range(256)) * 8192, "none": b""})
+    area = StagingArea.for_specs(delivery.specs)
+    stream = DigestingStream(delivery, expected_digest=delivery.true_digest(algorithm), places=area.find)
+    found = dict(stream)
+    assert stream.finish() == delivery.true_digest(algorithm)
+    for name, sent in delivery.sent:
+        assert bytes(found[name].data) == bytes(sent.data) == bytes(area.place(name))
+        assert found[name].owned
+        assert found[name].digest == delivery.true_digests(algorithm)[name]
+        assert is_same_memory(found[name].data, area.place(name)) or not sent.data.nbytes
+
+
+def test_a_third_partys_digest_of_what_it_has_placed_is_not_believed() -> None:
+    delivery = Placing({"a": b"aaXa", "b": b"bb"})
+    delivery.tensor_digests = {"a": hexed(b"aaaa"), "b": hexed(b"bb")}
+    delivery.states = hexed(b"aaaa")
+    area = StagingArea.for_specs(delivery.specs)
+    with pytest.raises(InvalidWeights, match="'a' has digest"):
+        list(DigestingStream(delivery, places=area.find))
+
+
+def test_a_tensor_without_a_place_stays_where_it_came() -> None:
+    delivery = two()
+    places: dict[str, memoryview] = {"b": memoryview(bytearray(2))}
+    stream = DigestingStream(delivery, places=lambda name, spec: places.get(name))
+    found = dict(stream)
+    assert found["a"].data is delivery.sent[0][1].data
+    assert (bytes(found["b"].data), bytes(places["b"])) == (b"bb", b"bb")
+    assert stream.finish() == delivery.true_digest()
+
+
+@pytest.mark.parametrize("algorithm", ["xxh3", "blake3"])
+def test_files_are_read_into_their_places(
+    tmp_path: Path, algorithm: DigestAlgorithm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other memory is taken, and no byte is copied."""
+    data = {"a": bytes(range(256)) * 8192, "b": b"bb", "none": b""}
+    tensors = {name: (TensorSpec("U8", (len(one),)), one) for name, one in data.items()}
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    manifest = write_manifest(tmp_path, algorithm)
+    monkeypatch.setattr(checkpoint, "host_memory", None)
+    monkeypatch.setattr(staging, "copy_hashed", None)
+    delivery = FilesystemDelivery(*open_published(str(tmp_path), [tmp_path], "base"))
+    area = StagingArea.for_specs(delivery.specs)
+    with closing(delivery):
+        stream = DigestingStream(delivery, places=area.find)
+        found = {name: bytes(tensor.data) for name, tensor in stream}
+    assert stream.finish() == manifest["digest"]
+    assert found == data == {name: bytes(area.place(name)) for name in data}
 
 
 # the digest of a model

@@ -16,6 +16,7 @@ from tests.support.receive_requests import files_request
 from worker.engines.base import EngineOptions
 from worker.engines.fake.adapter import FakeEngine, make_fake_model
 from worker.receive import host_room
+from worker.receive.area_pool import AreaPool
 from worker.receive.staging_area import ALIGN_BYTES, MappedArea, StagingArea, _address
 
 SPECS = {"a": TensorSpec("F32", (3,)), "empty": TensorSpec("F32", (0,)), "b": TensorSpec("I8", (3 << 20,))}
@@ -116,3 +117,27 @@ async def test_weights_without_room_are_refused_before_a_byte_comes(
     with pytest.raises(InvalidRequest, match="MemAvailable"):
         engine.open(*files_request("v", new))
     await engine.close()
+
+
+def test_memory_is_used_again_only_when_nobody_reads_it() -> None:
+    pool = AreaPool(shared=True)
+    first = pool.make(SPECS)
+    first.put("a", HostTensor(SPECS["a"], memoryview(BYTES["a"])))
+    pool.lend("s", first)
+    assert pool.returned("other") is None
+    assert pool.returned("s") is first
+    pool.give_back(first)
+    assert pool.spare_bytes == first.nbytes
+    again = pool.make(dict(reversed(SPECS.items())))
+    assert again is first
+    assert (again.tensors(), pool.spare_bytes) == ({}, 0), "the tensors before are gone"
+    pool.lend("t", again)
+    pool.give_back(again)  # the ranks have not said that they are done
+    assert pool.spare_bytes == 0
+    assert pool.make(SPECS) is not again
+    pool.give_back(pool.make(SPECS))
+    assert pool.make({"a": SPECS["a"]}).nbytes == ALIGN_BYTES
+    assert pool.spare_bytes == 0, "memory of another size makes room"
+    plain = AreaPool(shared=False)
+    plain.give_back(plain.make(SPECS))
+    assert plain.spare_bytes == 0

@@ -1,8 +1,9 @@
-"""The processes of an engine that has them, its ranks among them: how they start, die and end."""
+"""The processes of an engine that has them, its ranks and its host agent among them: how they start, die and end."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 from abc import ABC, abstractmethod
@@ -10,13 +11,21 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from rl_plane.errors import EngineDied, EngineFailed
-from worker.engines.base import EngineOptions
+from worker.engines.base import EngineHung, EngineOptions
 from worker.engines.common.process_watch import ProcessWatch, StartWatch, descendants, engine_processes, or_death
-from worker.receive.rank_agents.agent_client import AgentClient
+from worker.nodes.head_link import HeadLink
+from worker.nodes.node_link import NodeLink
+from worker.nodes.node_part import NodePart
+from worker.nodes.spanning_client import SpanningClient
+from worker.receive.host_agent.host_agent_client import HostAgentClient
+from worker.receive.host_agent.host_agent_process import HostAgentProcess
 from worker.receive.rank_agents.agent_messages import socket_directory
-from worker.receive.rank_agents.ranks import Ranks
+from worker.receive.rank_agents.model_description import ModelDescription
+from worker.receive.rank_agents.ranks import Agents, Ranks
 
 log = logging.getLogger("worker.engines.common.engine_process")
+
+HOST_AGENT = "host agent"
 
 END_TIMEOUT_S = 5.0
 """Seconds that killed processes may take to end."""
@@ -30,7 +39,7 @@ class EngineProcess(ABC):
     """The begin of the names of the processes without which the engine is dead."""
 
     def __init__(self, options: EngineOptions, arguments: dict[str, Any]) -> None:
-        self._options = options
+        self.options = options
         self.arguments = arguments
         """The engine arguments, beside those that the options set."""
         self._engine: Any = None
@@ -38,35 +47,70 @@ class EngineProcess(ABC):
         self.directory: Path | None = None
         """The directory of the sockets and other files of the processes, while they run."""
         self._ranks: Ranks | None = None
+        self._host: HostAgentClient | None = None
+        self._model: ModelDescription | None = None
+        self._agent: HostAgentProcess | None = None
         self._watch: ProcessWatch | None = None
+        self._blaming: asyncio.Future[None] | None = None
         self._dead: asyncio.Future[NoReturn] | None = None
 
     async def start(self) -> None:
+        """Starts the engine. With several hosts, this process is the head."""
+        directory = await self._start_processes()
+        assert self._dead is not None, "set"
+        await or_death(self._start_agents(directory), self._dead)
+
+    async def start_node(self) -> NodePart:
+        """Starts this host's part of an engine whose head is another host."""
+        return self._part(await self._start_processes())
+
+    async def _start_processes(self) -> Path:
         self._dead = asyncio.get_running_loop().create_future()
         self._dead.add_done_callback(lambda dead: dead.exception())  # retrieved, even if no call waits
         self.directory = socket_directory()
+        self._agent = HostAgentProcess(self.directory)  # on this thread: it ends with it
         before = descendants()
+        nodes, loop = self.options.nodes, asyncio.get_running_loop()
         # On this thread, which it blocks: vLLM's processes end with the thread that starts them, and SGLang uses the
         # running loop for its sockets.
-        with StartWatch():
+        with StartWatch(lambda: None if nodes is None else nodes.lost):
             try:
                 self._build(self.directory)
             finally:
-                self._watch = ProcessWatch(engine_processes(before), self.vital, self._process_ended)
-        self._ranks = await or_death(self._start_ranks(self.directory), self._dead)
+                processes = engine_processes(before) | {self._agent.pid: HOST_AGENT}
+                self._watch = ProcessWatch(processes, (self.vital, HOST_AGENT), self._process_ended)
+        if nodes is not None:
+
+            def fail(why: str) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop has been closed
+                    loop.call_soon_threadsafe(self._fail, why)
+
+            nodes.on_lost(fail)
+        return self.directory
 
     @abstractmethod
     def _build(self, directory: Path) -> None:
-        """Builds the library's engine."""
+        """Builds the library's engine, or this host's part of it."""
 
-    async def _start_ranks(self, directory: Path) -> Ranks:
-        ranks = Ranks(AgentClient(directory, self._world_size()))
-        await asyncio.to_thread(ranks.start)
-        return ranks
+    async def _start_agents(self, directory: Path) -> None:
+        """Asks the ranks of this host for their model, and tells its host agent. The other nodes do the same."""
+        part, nodes = self._part(directory), self.options.nodes
+        self._model, host = await asyncio.to_thread(part.begin), part.host
+        ranks: Agents = part.ranks
+        if isinstance(nodes, HeadLink):
+            nodes.me.ranks = part.numbers
+            await asyncio.to_thread(nodes.begin, self._model)
+            ranks = SpanningClient(part.ranks, nodes, "ranks")
+            host.span(SpanningClient(host.agent, nodes, "host"), nodes.common(host.transports))
+        self._ranks, self._host = Ranks(ranks), host
+
+    def _part(self, directory: Path) -> NodePart:
+        assert self._agent is not None, "started"
+        return NodePart(directory, self._local_ranks(), self._agent.pid, self.options.places)
 
     @abstractmethod
-    def _world_size(self) -> int:
-        """The number of ranks."""
+    def _local_ranks(self) -> range:
+        """The ranks of the model on this host."""
 
     def check_alive(self) -> None:
         if self._dead is not None and self._dead.done():
@@ -90,6 +134,18 @@ class EngineProcess(ABC):
             raise EngineFailed("the engine is not running")
         return self._ranks
 
+    @property
+    def host(self) -> HostAgentClient:
+        if self._host is None or self._engine is None:
+            raise EngineFailed("the engine is not running")
+        return self._host
+
+    @property
+    def model(self) -> ModelDescription:
+        if self._model is None or self._engine is None:
+            raise EngineFailed("the engine is not running")
+        return self._model
+
     def _reason(self) -> EngineDied:
         """Returns a new error for each caller."""
         assert self._dead is not None, "start sets it"
@@ -97,8 +153,30 @@ class EngineProcess(ABC):
 
     # dying
 
+    async def died(self) -> str:
+        """Waits until the engine has died, and returns the reason."""
+        assert self._dead is not None, "start sets it"
+        await asyncio.wait([self._dead])
+        return self._reason().message
+
+    def check_nodes(self) -> None:
+        """Raises EngineHung if another host's part of the engine does not answer."""
+        nodes = self.options.nodes
+        if isinstance(nodes, HeadLink) and (why := nodes.hanging) is not None:
+            raise EngineHung(why)
+
     def _process_ended(self, pid: int) -> None:
-        self._fail(f"{self.name}'s process {pid} has ended")
+        agent = self._agent is not None and pid == self._agent.pid
+        why = f"the host agent (pid {pid}) has ended" if agent else f"{self.name}'s process {pid} has ended"
+        if self.options.nodes is None:
+            self._fail(why)
+        else:
+            self._blaming = asyncio.ensure_future(self._blame(why, self.options.nodes))
+
+    async def _blame(self, why: str, nodes: NodeLink) -> None:
+        """Fails with the reason that counts: a rank ends when the ranks of another host have."""
+        await asyncio.to_thread(nodes.look_for_lost)
+        self._fail(nodes.lost or why)
 
     def _fail(self, why: str) -> None:
         """Raises EngineDied in all waiting calls, and kills the remaining processes: some ranks may still work."""
@@ -132,6 +210,9 @@ class EngineProcess(ABC):
             watch.kill()
             await asyncio.to_thread(watch.wait, END_TIMEOUT_S)
             watch.close()
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            await asyncio.to_thread(agent.kill)
         directory, self.directory = self.directory, None
         if directory is not None:
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)

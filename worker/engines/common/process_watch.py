@@ -80,10 +80,11 @@ class StartWatch:
 
     If a process that multiprocessing starts meanwhile is killed, a thread kills the others, for which the building
     would wait, and the context raises EngineDied. A process that ends by itself is left to the engine, which reports
-    why.
+    why. The same happens if `lost()` returns a reason: another host's part of the engine has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lost: Callable[[], str | None] = lambda: None) -> None:
+        self._lost = lost
         self._others = set(multiprocessing.active_children())
         self.started: set[BaseProcess] = set()
         """The processes that have started meanwhile, as far as a look has found them."""
@@ -100,16 +101,19 @@ class StartWatch:
         self._over.set()
         self._thread.join()
         self._look()
-        if self._died is not None and (error is None or isinstance(error, Exception)):
+        why = self._lost()
+        if why is None and self._died is not None:
             why = f"its process {self._died.pid} was killed while it started"
+        if why is not None and (error is None or isinstance(error, Exception)):
             raise EngineDied(f"{why}: {error}" if error else why) from error
 
     def _look_on(self) -> None:
-        while self._died is None and not self._over.wait(LOOK_S):
+        while not self._over.wait(LOOK_S):
             self._look()
-        if self._died is not None:
-            for process in self.started:
-                process.kill()
+            if self._died is not None or self._lost() is not None:
+                for process in self.started:  # and those that start from now on
+                    with contextlib.suppress(ValueError):  # its owner has closed it
+                        process.kill()
 
     def _look(self) -> None:
         self.started |= set(multiprocessing.active_children()) - self._others
@@ -118,9 +122,11 @@ class StartWatch:
 
 class ProcessWatch:
     """Calls `on_death(pid)` on the running loop, once, when the first vital process ends: one whose name begins with
-    `vital`. Other processes, such as a compiler's helpers, may end at any time."""
+    `vital`, or with one of them. Other processes, such as a compiler's helpers, may end at any time."""
 
-    def __init__(self, processes: Mapping[int, str], vital: str, on_death: Callable[[int], None]) -> None:
+    def __init__(
+        self, processes: Mapping[int, str], vital: str | tuple[str, ...], on_death: Callable[[int], None]
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_death = on_death
         self._watching = False

@@ -9,18 +9,22 @@ from typing import Any, Generic, TypeVar
 
 from rl_plane.errors import EngineFailed, PlaneError
 from worker.engines.base import EngineOptions, PauseMode
-from worker.engines.capabilities import FullEngine
+from worker.engines.capabilities import FullEngine, SpansHosts
 from worker.engines.common.engine_process import EngineProcess
 from worker.engines.common.generating import Generating
 from worker.engines.common.scoring import check_memory, check_sequences, checked_scores
 from worker.engines.common.token_checks import check_adapter
 from worker.engines.common.weights_in_ranks import WeightsInRanks
+from worker.nodes.head_link import HeadLink
+from worker.nodes.node_part import NodePart
+from worker.receive.host_agent.host_agent_client import HostAgentClient
+from worker.receive.rank_agents.model_description import ModelDescription
 from worker.receive.rank_agents.ranks import Ranks
 
 P = TypeVar("P", bound=EngineProcess)
 
 
-class RankEngine(Generating, WeightsInRanks, FullEngine, Generic[P]):
+class RankEngine(Generating, WeightsInRanks, FullEngine, SpansHosts, Generic[P]):
     def __init__(self, options: EngineOptions, process: P) -> None:
         super().__init__(options)
         self.process = process
@@ -30,9 +34,44 @@ class RankEngine(Generating, WeightsInRanks, FullEngine, Generic[P]):
     async def close(self) -> None:
         await self.process.end()
 
+    async def start_node(self) -> NodePart:
+        try:
+            return await self.process.start_node()
+        except BaseException:
+            await self.close()
+            raise
+
+    def _lacking_over_hosts(self) -> dict[str, str]:
+        """Returns the capabilities that an engine over several hosts lacks, with the reasons."""
+        nodes = self.process.options.nodes
+        if not isinstance(nodes, HeadLink):
+            return {}
+        return {f"transport:{name}": why for name, why in nodes.lacking_transports().items()}
+
+    async def node_died(self) -> str:
+        return await self.process.died()
+
     @property
     def ranks(self) -> Ranks:
         return self.process.ranks
+
+    @property
+    def host(self) -> HostAgentClient:
+        return self.process.host
+
+    @property
+    def model(self) -> ModelDescription:
+        return self.process.model
+
+    async def liveness(self) -> None:
+        self._running()
+        self.process.check_nodes()
+        await self._ranks_answer()
+        await self.host.ping()
+
+    @abstractmethod
+    async def _ranks_answer(self) -> None:
+        """Waits for one round trip through the engine's loop and all ranks."""
 
     def _running(self) -> None:
         self.process.check_alive()

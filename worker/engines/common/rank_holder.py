@@ -1,4 +1,6 @@
-"""The weights of one rank, inside an engine's own process: the part that vLLM and SGLang share."""
+"""The weights of one rank, inside an engine's own process: the part that vLLM and SGLang share.
+
+A rank receives nothing itself. It maps what the host agent has staged, and loads it."""
 
 from __future__ import annotations
 
@@ -11,18 +13,21 @@ from typing import Any
 
 import torch
 
-from rl_plane._util.tasks import Cancelled
-from rl_plane.errors import InvalidWeights
+from rl_plane._util.tasks import Cancelled, never
+from rl_plane.errors import EngineFailed, InvalidWeights
 from rl_plane.protocol.versions import TensorSpec
 from worker.engines.common.checkpoint_spec import LinearModules, checkpoint_spec, linear_modules
 from worker.engines.common.lora import LoraConfig, lora_spec, parse_lora, target_modules
-from worker.engines.common.torch_weights import NAME_OF_DTYPE, StagedTensors, host_copies
-from worker.receive.weight_holder import TensorStream
+from worker.engines.common.torch_weights import NAME_OF_DTYPE, host_copies
+from worker.receive.rank_agents.agent_server import Method
+from worker.receive.rank_agents.host_areas import MappedWeights, staged_weights, windows
+from worker.receive.rank_agents.model_description import specs_to_wire
+from worker.receive.weight_holder import Staged, TensorStream
 
 
 class RankHolder(ABC):
-    """A WeightHolder without `stage_adapter`. `stage` and `overwrite` run on the agent's threads; `swap` runs on the
-    engine's own thread, between two steps."""
+    """Holds the part of the model that one rank has. `swap` runs on the engine's own thread, between two steps; the
+    methods of its agent run on the agent's threads."""
 
     def __init__(
         self, model: Path, dtype: torch.dtype, device: torch.device, dtypes: Mapping[str, torch.dtype]
@@ -33,10 +38,17 @@ class RankHolder(ABC):
         self._model_directory = model
         self._dtype = NAME_OF_DTYPE[dtype]
         types = {name: NAME_OF_DTYPE[one] for name, one in dtypes.items() if one in NAME_OF_DTYPE}
-        self._spec = checkpoint_spec(model, self._dtype, types)
+        self.spec = checkpoint_spec(model, self._dtype, types)
+        """The tensors that a checkpoint must have and may have."""
         self._linear: LinearModules | None = None
         self._lock = threading.Lock()
         """Held while weights are written."""
+        self._staged: dict[str, MappedWeights] = {}
+        """Mapped base weights, by staging name."""
+        self._taken: MappedWeights | None = None
+        """The weights of the next swap."""
+        self._adapters: dict[str, Staged] = {}
+        """Adapters that are ready to be loaded, by staging name."""
 
     @abstractmethod
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -44,24 +56,81 @@ class RankHolder(ABC):
         version, and other weights can be loaded over them."""
 
     @abstractmethod
+    def stage_adapter(
+        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
+    ) -> Staged:
+        """Makes what the engine needs of an adapter. `config`: its PEFT config."""
+
+    @abstractmethod
     def _max_rank(self) -> int:
         """The largest rank of an adapter. Raises Unsupported if LoRA is off."""
 
-    def weight_spec(self) -> Mapping[str, TensorSpec]:
-        return self._spec.tensors
+    def agent_methods(self, directory: Path, rank: int) -> dict[str, Method]:
+        """The methods of this rank's agent. `directory`: where the host agent listens."""
 
-    def tied_tensors(self) -> Mapping[str, str]:
-        return self._spec.tied
+        def describe(_: Mapping[str, Any], __: Cancelled) -> dict[str, Any]:
+            tensors = specs_to_wire(self.spec.tensors)
+            return {"tensors": tensors, "tied": dict(self.spec.tied), "device": str(self._device)}
 
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> StagedTensors:
-        return StagedTensors(dict(self._copies(tensors, cast, cancelled)))
+        def stage(body: Mapping[str, Any], _: Cancelled) -> None:
+            self._staged[body["staging"]] = staged_weights(directory, body["staging"])
+
+        def take(body: Mapping[str, Any], _: Cancelled) -> None:
+            staged = self._staged.pop(body["staging"], None)
+            if staged is None:
+                raise EngineFailed(f"nothing is staged as {body['staging']!r}: it was swapped or discarded before")
+            self.take(staged)
+
+        def stage_adapter(body: Mapping[str, Any], cancelled: Cancelled) -> None:
+            weights = staged_weights(directory, body["staging"])
+            assert weights.config is not None, "an adapter"
+            tensors = weights.tensors.items()
+            staged = self.stage_adapter(weights.config, tensors, weights.cast, cancelled)
+            self._adapters[body["staging"]] = staged
+
+        def overwrite(body: Mapping[str, Any], cancelled: Cancelled) -> None:
+            self.overwrite(windows(directory, rank, cancelled), body["cast"], cancelled)
+
+        def discard(body: Mapping[str, Any], _: Cancelled) -> None:
+            self._taken = None  # another rank may have failed to take it
+            self._staged.pop(body["staging"], None)
+            self._adapters.pop(body["staging"], None)
+
+        return {
+            "ping": lambda body, cancelled: None,
+            "describe": describe,
+            "adapter_spec": lambda body, cancelled: specs_to_wire(self.adapter_spec(body["config"])),
+            "stage": stage,
+            "take": take,
+            "stage_adapter": stage_adapter,
+            "overwrite": overwrite,
+            "discard": discard,
+        }
+
+    def take_adapter(self, staging: str) -> Staged:
+        """Returns an adapter that is ready to be loaded. It belongs to the caller from now on."""
+        staged = self._adapters.pop(staging, None)
+        if staged is None:
+            raise EngineFailed(f"no adapter is staged as {staging!r}")
+        return staged
 
     def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
-        """Runs beside the engine's thread, which makes no step while the engine is paused."""
-        self._write(self._copies(tensors, cast, cancelled))
+        """Loads tensors as they come. Runs beside the engine's thread, which makes no step while the engine is
+        paused."""
+        self._write(self._torch_tensors(tensors, cast, cancelled))
 
-    def swap(self, staged: StagedTensors) -> None:
-        self._write(staged.tensors.items())
+    def take(self, weights: MappedWeights) -> None:
+        """Takes the weights that the next `swap` loads."""
+        self._taken = weights
+
+    def swap(self) -> bool:
+        """Loads the weights that were taken. Returns whether the engine has copied all of them: then the host agent may
+        use their memory again."""
+        taken, self._taken = self._taken, None
+        if taken is None:
+            raise EngineFailed("no weights were taken for this swap")
+        self._write(self._torch_tensors(taken.tensors.items(), taken.cast, never))
+        return taken.area.released()
 
     def _write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         with self._writing():
@@ -84,10 +153,11 @@ class RankHolder(ABC):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _copies(
+    def _torch_tensors(
         self, tensors: TensorStream, cast: bool, cancelled: Cancelled
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        return host_copies(tensors, self._spec.tensors, self._spec.tied, cast, cancelled, self._spec.own)
+        """The tensors without those of tied names, in the model's dtypes: cast, or in the mapped memory."""
+        return host_copies(tensors, self.spec.tensors, self.spec.tied, cast, cancelled, self.spec.own)
 
     def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
         return self._adapter(config)[2]

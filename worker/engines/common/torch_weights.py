@@ -98,7 +98,8 @@ def host_copies(
     cancelled: Callable[[], bool],
     own: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields copies in the dtypes of `wanted`, without the tensors of `tied` names. A tensor that must be cast gets the
+    """Yields tensors in the dtypes of `wanted`, without those of `tied` names. Each is a copy, unless it is `owned`
+    and needs no cast: then it is the given memory. A tensor that must be cast gets the
     dtype that `own` has for its name, if it has one. Raises InvalidWeights for a tensor that does not fit, and at the
     end for missing tensors."""
     left = set(wanted)

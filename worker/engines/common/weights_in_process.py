@@ -52,6 +52,9 @@ class WeightsInProcess(EngineAdapter):
     def offer(self) -> dict[str, Any] | None:
         return self.receiver.offer()
 
+    def relay_address(self) -> tuple[str, int] | None:
+        return self.receiver.relay_address()
+
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         self.receiver.init_transport(config)
         return [{"rank": 0}]

@@ -138,7 +138,7 @@ class SglangEngine(RankEngine[SglangProcess]):
 
         engine, config = self.process.engine, self.process.manager.model_config
         arguments = engine.server_args
-        lacking = dict(NO_CHOICE)
+        lacking = NO_CHOICE | self._lacking_over_hosts()
         if not arguments.enable_lora:
             lacking |= {"prepare_update:lora": NO_LORA, "update_weights:lora": NO_LORA}
         if self._on_cpu or not arguments.enable_memory_saver:
@@ -165,14 +165,14 @@ class SglangEngine(RankEngine[SglangProcess]):
             vocab_size=config.vocab_size,
             max_model_len=int(engine._scheduler_init_result.scheduler_infos[0]["max_req_input_len"]),
             capabilities=lacking,
-            transports=self.process.ranks.transports,
-            tied=self.process.ranks.tied,
+            transports=self.host.transports,
+            tied=self.model.tied,
             deterministic=arguments.enable_deterministic_inference,
             memory_saver=arguments.enable_memory_saver,
             max_lora_rank=arguments.max_lora_rank if arguments.enable_lora else None,
         )
 
-    async def liveness(self) -> None:
+    async def _ranks_answer(self) -> None:
         await self.process.ask(self.process.manager.get_internal_state())
 
     def _requests_in_sglang(self) -> Feeder:
@@ -222,7 +222,7 @@ class SglangEngine(RankEngine[SglangProcess]):
         feeder.close()
         self._paused = True
         await self.process.manager.pause_generation(PauseGenerationReqInput(mode=how))
-        await self.liveness()  # the pause has happened when this returns
+        await self._ranks_answer()  # the pause has happened when this returns
 
     async def _thaw(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
@@ -280,13 +280,15 @@ class SglangEngine(RankEngine[SglangProcess]):
     async def _swap(self, staging: str, version: WeightVersion) -> None:
         await self._freeze("retract")  # all tokens of the old weights have come when this returns
         try:
-            await self.process.call("ready", staging=staging)
+            await asyncio.to_thread(self.ranks.take, staging)
+            await self.process.call("ready")
+            await asyncio.to_thread(self.host.take, staging)
         except PlaneError:
             await self.discard(staging)  # in the ranks that were not ready
             raise
         key = self._next_key()
         self._requests_in_sglang().key, self._version = key, None  # half-way, the weights are of no version
-        await self.process.call("swap", key=key)
+        await self._loaded(staging, await self.process.call("swap", key=key))
         self._version = version
 
     async def _score(self, sequences: list[list[int]], adapter: str | None) -> Any:
@@ -327,9 +329,12 @@ class SglangEngine(RankEngine[SglangProcess]):
             fresh = LoadedAdapter(f"{name}@{number}", f"rl-plane-adapter-{number}", version)
         try:
             if fresh is not None and staging is not None:
-                await self.process.call(
-                    "put_adapter", staging=staging, name=fresh.engine_name, lora_id=fresh.lora_id
-                )
+                try:
+                    await self.process.call(
+                        "put_adapter", staging=staging, name=fresh.engine_name, lora_id=fresh.lora_id
+                    )
+                finally:
+                    await asyncio.to_thread(self._forget, staging)
             if old is not None:
                 await self._retire(name, old, replaced=fresh is not None)
         except BaseException:

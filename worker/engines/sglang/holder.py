@@ -27,7 +27,7 @@ class SglangStagedAdapter:
 
 
 class SglangHolder(RankHolder):
-    """A WeightHolder of one rank, and its loaded adapters."""
+    """The weights of one rank, and its loaded adapters."""
 
     def __init__(self, model: Path, scheduler: Any, check: Callable[[Any], None] = check_updates) -> None:
         """`check(runner)` raises Unsupported if this model runner of SGLang can't take new weights."""

@@ -24,7 +24,7 @@ from worker.engines.common.engine_process import EngineProcess
 from worker.engines.sglang.args import ON_CPU
 from worker.engines.sglang.plugin import MARK, METHOD, child_failed
 from worker.engines.sglang.streams import FIRST_KEY
-from worker.receive.rank_agents.ranks import Ranks, check_rows
+from worker.receive.rank_agents.ranks import check_rows
 
 T = TypeVar("T")
 
@@ -126,19 +126,20 @@ class SglangProcess(EngineProcess):
 
     def _close_rpc(self) -> None:
         with self._rpc:  # a thread that waits for an answer gives up soon
-            self._engine.send_to_rpc.close(linger=0)
+            if self._engine.send_to_rpc is not None:  # only the head has it
+                self._engine.send_to_rpc.close(linger=0)
 
     @contextlib.contextmanager
     def _environment(self, directory: Path) -> Iterator[None]:
         """Sets the environment for the processes that SGLang starts, and for its own import here."""
         os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"  # raw logprobs, not scaled by the temperature
+        os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # a node that is not the head has work of ours
         os.environ[MARK] = json.dumps(
             {
                 "worker": os.getpid(),
                 "device": self.device,
                 "directory": str(directory),
-                "model": str(self._options.model.absolute()),
-                "places": self._options.places.to_wire(),
+                "model": str(self.options.model.absolute()),
             }
         )
         plugins, files = os.environ.get("SGLANG_PLUGINS"), tempfile.tempdir
@@ -168,12 +169,15 @@ class SglangProcess(EngineProcess):
 
         arguments: dict[str, Any] = dict(ON_CPU) if self.device == "cpu" else {}
         arguments |= self.arguments
+        if (nodes := self.options.nodes) is not None:
+            arguments["nnodes"], arguments["node_rank"] = nodes.settings.count, nodes.settings.rank
+            arguments["dist_init_addr"] = nodes.settings.address
         with self._environment(directory), _as_it_was():
             self._engine = OwnEngine(
-                model_path=str(self._options.model),
+                model_path=str(self.options.model),
                 device=self.device,
                 base_gpu_id=self._gpu,
-                dtype=self._options.dtype or "auto",
+                dtype=self.options.dtype or "auto",
                 weight_version=FIRST_KEY,
                 skip_tokenizer_init=True,
                 incremental_streaming_output=True,
@@ -181,13 +185,17 @@ class SglangProcess(EngineProcess):
                 **arguments,
             )
 
-    async def _start_ranks(self, directory: Path) -> Ranks:
+    async def _start_agents(self, directory: Path) -> None:
         self._read()
-        return await super()._start_ranks(directory)
+        await super()._start_agents(directory)
 
-    def _world_size(self) -> int:
+    def _local_ranks(self) -> range:
+        from sglang.srt.entrypoints.engine import _calculate_rank_ranges
+
         parameters = self._engine.server_args
-        return int(parameters.tp_size * parameters.pp_size)
+        stages, parts, _, _ = _calculate_rank_ranges(parameters.node_rank)
+        first = stages.start * parameters.tp_size + parts.start
+        return range(first, first + len(stages) * len(parts))
 
     def _read(self) -> None:
         manager, loop = self._manager, asyncio.get_running_loop()

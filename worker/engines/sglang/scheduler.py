@@ -13,13 +13,9 @@ from typing import Any
 
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, PlaneError
-from rl_plane.transports.base import TransportContext
-from worker.engines.common.torch_weights import StagedTensors
-from worker.engines.sglang.holder import SglangHolder, SglangStagedAdapter, model_device
+from worker.engines.sglang.holder import SglangHolder, SglangStagedAdapter
 from worker.engines.sglang.scorer import score_between_steps
-from worker.receive.rank_agents.agent_server import AgentServer, receiver_methods
-from worker.receive.weight_holder import Staged
-from worker.receive.weight_receiver import Receiver, load_transports
+from worker.receive.rank_agents.agent_server import AgentServer
 
 
 class Rank:
@@ -29,17 +25,13 @@ class Rank:
         model = Path(told["model"])
         self._scheduler = scheduler
         self._holder = SglangHolder(model, scheduler)
-        device = str(model_device(scheduler.tp_worker.model_runner.model))
-        self._receiver = Receiver(
-            self._holder, load_transports(TransportContext.from_wire(told["places"]), device)
-        )
-        self._taken: Staged | None = None
         self._outcome: dict[str, Any] = {}
         """The result of the last call, or its `error`: SGLang passes on the first rank's error alone, and only as
         text."""
-        rank = _number()
-        methods = receiver_methods(self._receiver, rank) | {"check": self._check, "outcome": self._tell_outcome}
-        self._agent = AgentServer(Path(told["directory"]), rank, methods)
+        rank, directory = _number(), Path(told["directory"])
+        methods = self._holder.agent_methods(directory, rank)
+        methods |= {"check": self._check, "outcome": self._tell_outcome}
+        self._agent = AgentServer.of_rank(directory, rank, methods)
 
     def serve(self) -> None:
         self._agent.start()
@@ -67,17 +59,14 @@ class Rank:
     def _updatable(self) -> None:
         self._holder.check_updates()
 
-    def _ready(self, staging: str) -> None:
+    def _ready(self) -> None:
         """Does everything that may fail before the weights are touched."""
         self._holder.check_updates()
-        self._taken = self._receiver.take(staging)
         self._forget_cache()
 
-    def _swap(self, key: str) -> None:
-        staged, self._taken = self._taken, None
-        assert isinstance(staged, StagedTensors), "base weights"
+    def _swap(self, key: str) -> dict[str, Any]:
         self._relabel(key)
-        self._holder.swap(staged)
+        return {"copied": self._holder.swap()}
 
     def _reset(self, key: str) -> None:
         self._forget_cache()
@@ -91,7 +80,7 @@ class Rank:
         return {"scores": score_between_steps(self._scheduler, json.loads(sequences), lora_id or None)}
 
     def _put_adapter(self, staging: str, name: str, lora_id: str) -> None:
-        staged = self._receiver.take(staging)
+        staged = self._holder.take_adapter(staging)
         assert isinstance(staged, SglangStagedAdapter), "an adapter"
         self._holder.put_adapter(staged, name, lora_id)
 

@@ -1,7 +1,8 @@
 """The `vllm` engine: vLLM's AsyncLLM, built in this process, on a CPU or on GPUs.
 
 vLLM's front end runs in this process, on the engine loop. Its scheduler is a process of its own, and so is each rank of
-the model, where our extension (`rank.py`) receives and swaps the weights.
+the model, where our extension (`rank.py`) swaps the weights. A further process, the host agent, receives them for all
+ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from worker.engines.vllm.processes import NO_TRITON, VllmProcess, quieten
 from worker.engines.vllm.scorer import METHOD
 from worker.engines.vllm.sleep_levels import SLEEP_LEVEL, ReleasedMemory, SleepCall
 from worker.engines.vllm.streams import Streams
-from worker.receive.rank_agents.ranks import Ranks
 
 KEPT_STATES = 256
 """The number of updates that the engine remembers. A request that is older has tokens of unknown versions."""
@@ -40,6 +40,9 @@ _SECOND_RUNNER = (
     "with LoRA, vLLM's second model runner makes some that are wrong: start it with VLLM_USE_V2_MODEL_RUNNER=0"
 )
 _NO_SLEEP_CPU = "vLLM frees nothing on a CPU: its sleep mode is for GPUs"
+_LORA_OF_ONE_HOST = (
+    "vLLM reads an adapter's files in every rank, and the files are on one host: run it on one host"
+)
 _NO_SLEEP = "vLLM's sleep mode is off: start it with --enable-memory-saver"
 
 
@@ -92,9 +95,9 @@ class VllmEngine(RankEngine[VllmProcess]):
         await self.process.start()
         self._streams = Streams(self.process, self._eos, self._label)
         await self.liveness()
-        return self._describe(self.process.ranks)
+        return self._describe()
 
-    def _describe(self, ranks: Ranks) -> EngineInfo:
+    def _describe(self) -> EngineInfo:
         import vllm
         from vllm.platforms import current_platform
 
@@ -112,8 +115,8 @@ class VllmEngine(RankEngine[VllmProcess]):
             vocab_size=model.get_vocab_size(),
             max_model_len=model.max_model_len,
             capabilities=self._lacking(),
-            transports=ranks.transports,
-            tied=ranks.tied,
+            transports=self.host.transports,
+            tied=self.model.tied,
             deterministic=self._options.deterministic,
             memory_saver=bool(model.enable_sleep_mode),
             max_adapters=self._lora_places(),
@@ -121,10 +124,12 @@ class VllmEngine(RankEngine[VllmProcess]):
         )
 
     def _lacking(self) -> dict[str, str]:
-        lacking: dict[str, str] = {}
+        lacking = self._lacking_over_hosts()
         if (reason := self._no_sleep()) is not None:
             lacking |= {"release_memory": reason, "resume_memory": reason}
-        if self.process.config.lora_config is None:
+        if self._options.nodes is not None:
+            lacking |= {"prepare_update:lora": _LORA_OF_ONE_HOST, "update_weights:lora": _LORA_OF_ONE_HOST}
+        elif self.process.config.lora_config is None:
             lacking |= {"prepare_update:lora": NO_LORA, "update_weights:lora": NO_LORA}
         config = self.process.config
         wrong: str | None = None
@@ -154,7 +159,7 @@ class VllmEngine(RankEngine[VllmProcess]):
             return _NO_SLEEP_CPU
         return None if self.process.config.model_config.enable_sleep_mode else _NO_SLEEP
 
-    async def liveness(self) -> None:
+    async def _ranks_answer(self) -> None:
         await self.process.ask(self.process.llm.collective_rpc("rl_plane_ping"))
 
     # generation
@@ -216,12 +221,13 @@ class VllmEngine(RankEngine[VllmProcess]):
         """Running requests compute their KV again: vLLM drops the prefix cache only together with theirs."""
         try:
             self._check_paused()
-            await asyncio.to_thread(self.process.ranks.rows, "take", {"staging": staging})
+            await asyncio.to_thread(self.ranks.take, staging)
+            await asyncio.to_thread(self.host.take, staging)
         except BaseException:
-            await self._forget(staging)
+            await asyncio.to_thread(self._forget, staging)
             raise
         await self._forget_base()
-        await self.process.on_ranks("rl_plane_swap")
+        await self._loaded(staging, await self.process.on_ranks("rl_plane_swap"))
         await self._add_loras()
         flushed = await self._flush(stale=True)
         await self._name_state(version, self._adapter_versions())
@@ -261,10 +267,6 @@ class VllmEngine(RankEngine[VllmProcess]):
         for lora in self._loras.values():
             await self._add_lora(lora)
 
-    async def _forget(self, staging: str) -> None:
-        with contextlib.suppress(PlaneError):  # the first error counts
-            await self.discard(staging)
-
     async def _name_state(self, base: WeightVersion | None, adapters: dict[str, WeightVersion]) -> None:
         """Labels the tokens that follow with these versions."""
         state, name = _State(base, adapters), f"state-{next(self._numbers)}"
@@ -289,9 +291,12 @@ class VllmEngine(RankEngine[VllmProcess]):
         try:
             self.info.check_place(name, self._loras)  # vLLM would evict another adapter
         except InvalidRequest:
-            await self._forget(staging)
+            await asyncio.to_thread(self._forget, staging)
             raise
-        rows = await asyncio.to_thread(self.process.ranks.rows, "take_adapter", {"staging": staging})
+        try:
+            rows = await asyncio.to_thread(self.process.ranks.rows, "take_adapter", {"staging": staging})
+        finally:
+            await asyncio.to_thread(self._forget, staging)
         lora = _Lora(before.number if before is not None else next(self._numbers), rows[0]["path"])
         try:
             assert version is not None, "of an adapter that is loaded"

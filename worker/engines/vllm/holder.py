@@ -39,7 +39,7 @@ class VllmStagedAdapter:
 
 
 class VllmHolder(RankHolder):
-    """A WeightHolder of one rank."""
+    """The weights of one rank."""
 
     def __init__(
         self, model: Path, directory: Path, runner: Any, rank: int, loaded: Mapping[str, torch.dtype]
@@ -59,7 +59,7 @@ class VllmHolder(RankHolder):
         self._write(self._noise())
 
     def _noise(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, spec in self._spec.tensors.items():
+        for name, spec in self.spec.tensors.items():
             yield name, noise(name, spec.shape).to(DTYPE_OF_NAME[spec.dtype])
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -89,6 +89,12 @@ class VllmHolder(RankHolder):
         staged = VllmStagedAdapter(path)
         write_adapter(path, lora, modules, spec, copies)
         return staged
+
+    def files_of_adapter(self, staging: str) -> str | None:
+        """Returns the directory of an adapter's files, which belong to the caller from now on."""
+        staged = self.take_adapter(staging)
+        assert isinstance(staged, VllmStagedAdapter), "the holder's own"
+        return staged.take()
 
     def _max_rank(self) -> int:
         limits = self._runner.lora_config

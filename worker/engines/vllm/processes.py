@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 from collections.abc import Coroutine, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
+from worker.engines.base import EngineOptions
 from worker.engines.common.engine_process import EngineProcess
 from worker.engines.vllm.args import check_cpu, completed, thread_binding
+from worker.engines.vllm.here import HERE, Here
 from worker.engines.vllm.logits import COUNT, RAISE, end_by_count
 from worker.engines.vllm.plugin import MARK, take_temperatures_as_they_are
-from worker.receive.rank_agents.ranks import Ranks, check_rows
+from worker.nodes.head_link import HeadLink
+from worker.nodes.node_settings import NodeSettings
+from worker.receive.rank_agents.ranks import check_rows
 
 T = TypeVar("T")
 
@@ -31,6 +37,11 @@ def quieten() -> None:
 class VllmProcess(EngineProcess):
     name = "vLLM"
     vital = "VLLM::"
+
+    def __init__(self, options: EngineOptions, arguments: dict[str, Any]) -> None:
+        super().__init__(options, arguments)
+        self._parallel: Any = None
+        """vLLM's parallel config, also of a node that is not the head."""
 
     @property
     def llm(self) -> Any:
@@ -79,9 +90,9 @@ class VllmProcess(EngineProcess):
 
     async def end(self) -> None:
         self._die("the engine was closed")
-        llm, self._engine = self._engine, None
-        if llm is not None:
-            await asyncio.to_thread(llm.shutdown, 0)
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await asyncio.to_thread(engine.shutdown, *([0] if self._is_head else []))
         await self._end_processes()
 
     # building
@@ -95,37 +106,67 @@ class VllmProcess(EngineProcess):
         if self.arguments.get("enable_return_routed_experts") and not HAS_TRITON:
             raise InvalidRequest(NO_TRITON, field="engine_arg.enable_return_routed_experts", fix="leave it out")
         on_cpu = current_platform.is_cpu()
-        _check_device(self._options.device, on_cpu)
+        _check_device(self.options.device, on_cpu)
         if on_cpu:
-            self._options.refuse_modes("vLLM has this on GPUs only", "leave it out on a CPU")
+            self.options.refuse_modes("vLLM has this on GPUs only", "leave it out on a CPU")
             check_cpu(self.arguments)
         arguments = completed(self.arguments, on_cpu)
+        nodes = self.options.nodes.settings if self.options.nodes is not None else NodeSettings()
         ranks = int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
+        if ranks % nodes.count:
+            raise InvalidRequest(
+                f"{ranks} ranks can't be divided among {nodes.count} nodes",
+                field="nnodes",
+                fix="tensor_parallel_size times pipeline_parallel_size must be a multiple of it",
+            )
+        ranks //= nodes.count
         binding = thread_binding(ranks) if on_cpu else None
         eager = on_cpu and arguments["enforce_eager"]
         take_temperatures_as_they_are()  # also here, where requests are made
-        with environment(directory, binding, self._options.deterministic, eager):
-            self._engine = AsyncLLM.from_engine_args(
-                AsyncEngineArgs(
-                    model=str(self._options.model),
-                    dtype=self._options.dtype or _model_dtype(self._options.model),
-                    worker_extension_cls="worker.engines.vllm.rank.RankExtension",
-                    distributed_executor_backend="mp",
-                    **{"disable_log_stats": True} | arguments,
-                )
-            )
-        end_by_count(self._engine)
+        if nodes.count > 1:
+            host, port = nodes.host_and_port()
+            arguments |= {
+                "nnodes": nodes.count,
+                "node_rank": nodes.rank,
+                "master_addr": host,
+                "master_port": port,
+            }
+        given = AsyncEngineArgs(
+            model=str(self.options.model),
+            dtype=self.options.dtype or _model_dtype(self.options.model),
+            worker_extension_cls="worker.engines.vllm.rank.RankExtension",
+            distributed_executor_backend="mp",
+            **{"disable_log_stats": True} | arguments,
+        )
+        here = Here(str(self.options.model.absolute()), str(directory))
+        with environment(directory, binding, self.options.deterministic, eager, here):
+            if self._is_head:
+                self._engine = AsyncLLM.from_engine_args(given)
+                self._parallel = self._engine.vllm_config.parallel_config
+                end_by_count(self._engine)
+            else:
+                from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    async def _start_ranks(self, directory: Path) -> Ranks:
-        model, places = str(self._options.model.absolute()), self._options.places.to_wire()
-        await self.on_ranks("rl_plane_start", model, str(directory), places)
-        return await super()._start_ranks(directory)
+                config = given.create_engine_config(headless=True)
+                self._parallel = config.parallel_config
+                self._engine = MultiprocExecutor(config, monitor_workers=False)
 
-    def _world_size(self) -> int:
-        return int(self.config.parallel_config.world_size)
+    @property
+    def _is_head(self) -> bool:
+        return self.options.nodes is None or self.options.nodes.settings.rank == 0
+
+    async def _start_agents(self, directory: Path) -> None:
+        if isinstance(self.options.nodes, HeadLink):
+            await asyncio.to_thread(self.options.nodes.wait_built)
+        await self.on_ranks("rl_plane_start")
+        await super()._start_agents(directory)
+
+    def _local_ranks(self) -> range:
+        count = int(self._parallel.local_world_size)
+        return range(count * self._parallel.node_rank_within_dp, count * (self._parallel.node_rank_within_dp + 1))
 
     def _tell_readers(self, error: EngineDied) -> None:
-        if self._engine is not None:
+        if self._engine is not None and self._is_head:
             from vllm.v1.engine.exceptions import EngineDeadError
 
             self._engine.output_processor.propagate_error(EngineDeadError())
@@ -152,8 +193,10 @@ def _model_dtype(model: Path) -> str:
 
 
 @contextlib.contextmanager
-def environment(sockets: Path, binding: str | None, deterministic: bool, eager: bool) -> Iterator[None]:
-    """Sets the environment of vLLM's processes. `eager`: nothing is compiled."""
+def environment(
+    sockets: Path, binding: str | None, deterministic: bool, eager: bool, here: Here | None = None
+) -> Iterator[None]:
+    """Sets the environment of vLLM's processes. `eager`: nothing is compiled. `here`: for the ranks."""
     kept = dict(os.environ)
     os.environ[MARK] = str(os.getpid())
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
@@ -167,6 +210,7 @@ def environment(sockets: Path, binding: str | None, deterministic: bool, eager: 
         ("HF_HUB_OFFLINE", "1"),
         ("VLLM_RPC_BASE_PATH", str(sockets)),
         ("VLLM_CPU_OMP_THREADS_BIND", binding),
+        (HERE, None if here is None else json.dumps(asdict(here))),
         # Else its sampler is compiled with the first request for logprobs: all wait for a quarter of a minute.
         ("TORCHDYNAMO_DISABLE", "1" if eager else None),
     ):

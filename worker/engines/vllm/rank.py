@@ -1,25 +1,22 @@
-"""The extension of vLLM's worker class (`worker_extension_cls`): the agent of a rank, and the work that must run on
-vLLM's own thread, between two steps. `collective_rpc` calls it."""
+"""The extension of vLLM's worker class (`worker_extension_cls`): the agent of a rank, which maps what the host agent
+has staged, and the work that must run on vLLM's own thread, between two steps. `collective_rpc` calls it."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, PlaneError
-from rl_plane.transports.base import TransportContext
-from worker.engines.common.torch_weights import StagedTensors
 from worker.engines.vllm.dtypes import dtypes_of_load
-from worker.engines.vllm.holder import VllmHolder, VllmStagedAdapter
+from worker.engines.vllm.here import Here
+from worker.engines.vllm.holder import VllmHolder
 from worker.engines.vllm.logits import count_before_sampling
 from worker.engines.vllm.lora_requests import lora_request
 from worker.engines.vllm.prompt_logprobs import score_prompts_by_token
-from worker.receive.rank_agents.agent_server import AgentServer, Method, receiver_methods
-from worker.receive.weight_receiver import Receiver, load_transports
+from worker.receive.rank_agents.agent_server import AgentServer, Method
 
 
 class RankExtension:
@@ -27,19 +24,16 @@ class RankExtension:
 
     model_runner: Any
     rank: int
-    rl_plane_taken: StagedTensors | None = None
-    """The staged weights of the next swap."""
 
-    def rl_plane_start(self, model: str, directory: str, places: dict[str, Any]) -> dict[str, Any]:
+    def rl_plane_start(self) -> dict[str, Any]:
         def start() -> None:
+            here = Here.read()
             # At each reload, vLLM warns of tables that are in no checkpoint.
             logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-            holder = VllmHolder(Path(model), Path(directory), self.model_runner, self.rank, dtypes_of_load())
-            transports = load_transports(TransportContext.from_wire(places), str(self.model_runner.device))
-            self.rl_plane_receiver = Receiver(holder, transports)
+            directory = Path(here.directory)
+            holder = VllmHolder(Path(here.model), directory, self.model_runner, self.rank, dtypes_of_load())
             self.rl_plane_holder = holder
-            methods = receiver_methods(self.rl_plane_receiver, self.rank)
-            methods |= self._rl_plane_methods()
+            methods = holder.agent_methods(directory, self.rank) | _methods(holder)
             # With the second model runner the adapter refuses such requests.
             if self.model_runner.lora_config and not self.model_runner.vllm_config.use_v2_model_runner:
                 score_prompts_by_token(self.model_runner)
@@ -48,7 +42,7 @@ class RankExtension:
 
                 rewind_by_state(self.model_runner)
             count_before_sampling(self.model_runner)
-            AgentServer(Path(directory), self.rank, methods).start()
+            AgentServer.of_rank(directory, self.rank, methods).start()
 
         return _outcome(start)
 
@@ -57,13 +51,7 @@ class RankExtension:
 
     def rl_plane_swap(self) -> dict[str, Any]:
         """Swaps in the taken weights."""
-
-        def swap() -> None:
-            staged, self.rl_plane_taken = self.rl_plane_taken, None
-            assert staged is not None, "taken before"
-            self.rl_plane_holder.swap(staged)
-
-        return _outcome(swap)
+        return _outcome(lambda: {"copied": self.rl_plane_holder.swap()})
 
     # These replace vLLM's own calls for adapters. If one of those raises in a rank, vLLM takes the answers of the later
     # ranks for answers to the next call.
@@ -85,29 +73,12 @@ class RankExtension:
     def rl_plane_check(self, action: str) -> dict[str, Any]:
         return _outcome(lambda: _check(self.rl_plane_holder, action))
 
-    def _rl_plane_methods(self) -> dict[str, Method]:
-        receiver, holder = self.rl_plane_receiver, self.rl_plane_holder
 
-        def take(body: Mapping[str, Any], _: Cancelled) -> None:
-            staged = receiver.take(body["staging"])
-            if not isinstance(staged, StagedTensors):
-                raise EngineFailed(f"{body['staging']} is an adapter")
-            self.rl_plane_taken = staged
-
-        def discard(body: Mapping[str, Any], _: Cancelled) -> None:
-            self.rl_plane_taken = None  # another rank may have failed to take it
-            receiver.discard(body["staging"])
-
-        def take_adapter(body: Mapping[str, Any], _: Cancelled) -> dict[str, Any]:
-            staged = receiver.take(body["staging"])
-            if not isinstance(staged, VllmStagedAdapter):
-                raise EngineFailed(f"{body['staging']} is no adapter")
-            return {"path": staged.take()}
-
-        def check(body: Mapping[str, Any], _: Cancelled) -> dict[str, Any]:
-            return _check(holder, body["action"])
-
-        return {"take": take, "discard": discard, "take_adapter": take_adapter, "check": check}
+def _methods(holder: VllmHolder) -> dict[str, Method]:
+    return {
+        "take_adapter": lambda body, cancelled: {"path": holder.files_of_adapter(body["staging"])},
+        "check": lambda body, cancelled: _check(holder, body["action"]),
+    }
 
 
 def _check(holder: VllmHolder, action: str) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Reaches the receivers in an engine's rank processes: an agent runs in each rank, a client in the worker."""
+"""Reaches the rank processes of an engine and its host agent: an agent answers calls in each, a client asks them."""

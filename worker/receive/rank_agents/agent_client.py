@@ -1,4 +1,4 @@
-"""Asks the agents of all ranks at the same time, from the worker, and waits for all of them."""
+"""Asks several agents at the same time, those of all ranks or the host agent, and waits for all of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rl_plane._util.framing import read_frame, send_frame
 from rl_plane._util.tasks import Cancelled, never
@@ -29,20 +29,30 @@ POLL_S = 0.05
 
 
 class AgentClient:
-    """Calls the agents of one engine. `ask` blocks, so it runs on a thread."""
+    """Calls some agents of one engine. `ask` blocks, so it runs on a thread."""
 
     def __init__(
         self,
-        directory: Path,
-        ranks: int,
+        agents: Mapping[str, Path],
         *,
         ask_timeout_s: float = ASK_TIMEOUT_S,
         cancel_wait_s: float = CANCEL_WAIT_S,
     ) -> None:
-        self._directory = directory
-        self.ranks = ranks
+        """`agents`: the name of each agent in messages, and its socket."""
+        self._agents = dict(agents)
         self._ask_timeout_s = ask_timeout_s
         self._cancel_wait_s = cancel_wait_s
+
+    @classmethod
+    def of_ranks(cls, directory: Path, ranks: int, *, first: int = 0, **bounds: float) -> Self:
+        """The agents of `ranks` ranks, from the rank `first` on."""
+        numbers = range(first, first + ranks)
+        return cls({f"rank {rank}": socket_of(directory, rank) for rank in numbers}, **bounds)
+
+    @property
+    def count(self) -> int:
+        """The number of agents."""
+        return len(self._agents)
 
     def ask(
         self,
@@ -52,35 +62,51 @@ class AgentClient:
         cancelled: Cancelled = never,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Returns the answer of each rank, in order. If one rank raises, cancels the others, waits until all ended, and
-        raises the first error. EngineFailed: a rank can't be reached. `timeout_s`: the client's own time is the
+        """Returns the answer of each agent, in order. If one raises, cancels the others, waits until all ended, and
+        raises the first error. EngineFailed: an agent can't be reached. `timeout_s`: the client's own time is the
         default."""
         timeout_s = self._ask_timeout_s if timeout_s is None else timeout_s
         call = _Call(op, time.monotonic() + timeout_s, self._cancel_wait_s)
         with contextlib.ExitStack() as stack:
-            for rank in range(self.ranks):
+            for name, path in self._agents.items():
                 try:
                     connection = stack.enter_context(socket.socket(socket.AF_UNIX))
                     connection.settimeout(CONNECT_TIMEOUT_S)
-                    connection.connect(str(socket_of(self._directory, rank)))
+                    connection.connect(str(path))
                     send_frame(connection, {"op": op, "body": dict(body or {})})
                 except OSError as error:
-                    call.failed(EngineFailed(f"rank {rank} can't be reached: {error.strerror or error}"))
+                    call.failed(EngineFailed(f"{name} can't be reached: {error.strerror or error}"))
                     break
-                call.waiting[connection] = rank
+                call.waiting[connection] = name
             while call.waiting:
                 call.poll(cancelled())
         if call.error is not None:
             raise call.error
-        return [call.values[rank] for rank in range(self.ranks)]
+        return [call.values[name] for name in self._agents]
+
+    def silent(self, within_s: float) -> list[str]:
+        """Returns the agents that don't answer a ping within this time. Those that are not there are not among them."""
+        call = _Call("ping", time.monotonic() + within_s, within_s)
+        with contextlib.ExitStack() as stack:
+            for name, path in self._agents.items():
+                with contextlib.suppress(OSError):
+                    connection = stack.enter_context(socket.socket(socket.AF_UNIX))
+                    connection.settimeout(within_s)
+                    connection.connect(str(path))
+                    send_frame(connection, {"op": "ping"})
+                    call.waiting[connection] = name
+            asked = list(call.waiting.values())
+            while call.waiting:
+                call.poll(cancelled=False)
+        return [name for name in asked if name not in call.values]
 
 
 class _Call:
-    """One call, under way on several ranks."""
+    """One call, under way on several agents."""
 
     def __init__(self, op: str, deadline: float, cancel_wait_s: float) -> None:
-        self.waiting: dict[socket.socket, int] = {}
-        self.values: dict[int, Any] = {}
+        self.waiting: dict[socket.socket, str] = {}
+        self.values: dict[str, Any] = {}
         self.error: PlaneError | None = None
         self._op = op
         self._deadline = deadline
@@ -92,7 +118,7 @@ class _Call:
         self._end()
 
     def _end(self) -> None:
-        """Cancels the call on the ranks that have not answered."""
+        """Cancels the call on the agents that have not answered."""
         if self._ended:
             return
         self._ended = True
@@ -111,18 +137,18 @@ class _Call:
         if cancelled:
             self.failed(EngineFailed("staging was cancelled"))
         if time.monotonic() > self._deadline:
-            ranks = sorted(self.waiting.values())
-            self.failed(DeadlineExceeded(f"{self._op} did not end in time on the ranks {ranks}"))
+            names = ", ".join(self.waiting.values())
+            self.failed(DeadlineExceeded(f"{self._op} did not end in time: {names}"))
             self.waiting.clear()
             return
         for connection in self._ready():
-            rank = self.waiting.pop(connection)
+            name = self.waiting.pop(connection)
             try:
                 answer = read_frame(connection)
             except (OSError, EOFError, ValueError) as error:
-                self.failed(EngineFailed(f"rank {rank} broke off {self._op}: {error}"))
+                self.failed(EngineFailed(f"{name} broke off {self._op}: {error}"))
                 continue
             if "error" in answer:
                 self.failed(error_from_wire(answer["error"]))
             else:
-                self.values[rank] = answer["value"]
+                self.values[name] = answer["value"]

@@ -1,4 +1,4 @@
-"""Runs an agent in the process of one rank: its threads receive weights while the engine generates."""
+"""Runs an agent: its threads answer calls, in the process of one rank or in the host agent."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rl_plane._util.framing import read_frame, send_frame
 from rl_plane._util.peer_credentials import same_user
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
-from rl_plane.protocol.update_requests import ReceiveRequest
-from worker.receive.rank_agents.agent_messages import socket_of
-from worker.receive.weight_receiver import Receiver
+from worker.receive.rank_agents.agent_messages import WithDescriptor, socket_of
 
 log = logging.getLogger("worker.receive.rank_agents")
 
@@ -32,77 +30,57 @@ Method = Callable[[Mapping[str, Any], Cancelled], Any]
 """Takes the call's body, and whether the caller has cancelled. Arguments and answers are plain values."""
 
 
-def belong_to_worker() -> None:
-    """Ties a process that an engine has started to its parent: it ends with the parent."""
-    die_with_parent()
+def belong_to_worker(parent: int | None = None) -> None:
+    """Ties a process that an engine has started to its parent: it ends with the parent. See `die_with_parent`."""
+    die_with_parent(parent)
     os.setpgid(0, 0)  # Ctrl-C goes to the worker alone, which lets requests end first
     os.dup2(2, 1)  # the worker's standard output belongs to its own caller
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int | None = None) -> None:
     """Makes the kernel end this process when the thread that started it ends. Ends it now if that has happened.
 
-    Works on Linux only; elsewhere nothing happens."""
+    Works on Linux only; elsewhere nothing happens. `parent`: the process that has started this one; None: the one that
+    multiprocessing names."""
     try:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     except (OSError, AttributeError):
         log.warning("this process will outlive a worker that is killed: this system has no prctl")
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:
+    started_by = multiprocessing.parent_process()
+    if parent is None and started_by is not None:
+        parent = started_by.pid
+    if parent is not None and os.getppid() != parent:
         os._exit(1)
 
 
-def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
-    """Returns the methods that every agent has."""
-
-    def describe(_: Mapping[str, Any], __: Cancelled) -> dict[str, Any]:
-        spec = receiver.holder.weight_spec()
-        return {
-            "transports": list(receiver.backends),
-            "tensors": {name: [tensor.dtype, list(tensor.shape)] for name, tensor in spec.items()},
-            "tied": dict(receiver.holder.tied_tensors()),
-        }
-
-    def init_transport(body: Mapping[str, Any], _: Cancelled) -> None:
-        offset = body.get("rank_offset")  # for a group: the offset of this worker's first rank
-        receiver.init_transport({**body, "rank_offset": offset + rank} if isinstance(offset, int) else body)
-
-    return {
-        "describe": describe,
-        # Each rank has the whole version.
-        "offer": lambda body, cancelled: receiver.offer() if rank == 0 else None,
-        "open": lambda body, cancelled: receiver.open(
-            body["staging"], ReceiveRequest.model_validate(body["request"]), body["limits"]
-        ),
-        "receive": lambda body, cancelled: receiver.receive(body["staging"], cancelled),
-        "receive_part": lambda body, cancelled: receiver.receive_part(body["staging"], body["part"], cancelled),
-        "discard": lambda body, cancelled: receiver.discard(body["staging"]),
-        "cached_digest": lambda body, cancelled: receiver.cached_digest,
-        "init_transport": init_transport,
-        "destroy_transport": lambda body, cancelled: receiver.destroy_transport(body["backend"], body["group"]),
-    }
+def listen_at(path: Path) -> socket.socket:
+    """Listens at a Unix socket of this path."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+    return listener
 
 
 class AgentServer:
-    """Serves `methods` on a socket in `directory`, to processes of its own user.
+    """Serves `methods` on a listening socket, to processes of its own user.
 
     Its threads are daemons, so the process can exit at any time.
     """
 
-    def __init__(self, directory: Path, rank: int, methods: Mapping[str, Method]) -> None:
-        self._path = socket_of(directory, rank)
+    def __init__(self, listener: socket.socket, methods: Mapping[str, Method]) -> None:
+        self._listener = listener
         self._methods = methods
-        self._listener = socket.socket(socket.AF_UNIX)
+
+    @classmethod
+    def of_rank(cls, directory: Path, rank: int, methods: Mapping[str, Method]) -> Self:
+        return cls(listen_at(socket_of(directory, rank)), methods)
 
     def start(self) -> None:
-        self._listener.bind(str(self._path))
-        self._listener.listen()
         threading.Thread(target=self._serve, name="agent", daemon=True).start()
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)  # closing alone does not wake the thread
         self._listener.close()
-        self._path.unlink(missing_ok=True)
 
     def _serve(self) -> None:
         while True:
@@ -121,7 +99,12 @@ class AgentServer:
             try:
                 request = read_frame(connection, within_s=FIRST_FRAME_S)
                 connection.settimeout(None)
-                send_frame(connection, self._outcome(request, connection))
+                outcome = self._outcome(request, connection)
+                passed = outcome.get("value")
+                if isinstance(passed, WithDescriptor):
+                    _send_with(connection, passed)
+                else:
+                    send_frame(connection, outcome)
             except (OSError, EOFError, ValueError) as error:
                 log.info("a call ended early: %s", error)
 
@@ -141,3 +124,11 @@ class AgentServer:
         except Exception as error:
             log.exception("%s", request.get("op"))
             return {"error": EngineFailed(f"{type(error).__name__}: {error}").to_wire()}
+
+
+def _send_with(connection: socket.socket, passed: WithDescriptor) -> None:
+    try:
+        send_frame(connection, {"value": {**passed.value, "descriptor": True}})
+        socket.send_fds(connection, [b"d"], [passed.descriptor])
+    finally:
+        os.close(passed.descriptor)

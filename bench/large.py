@@ -1,0 +1,105 @@
+"""Measures how fast weights come into a staging area, with digests on, beside what limits each transport.
+
+The memory of the area was used before, as it is from the second update on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bench.broadcasts import measure_broadcasts
+from bench.pulls import measure_pulls
+from bench.report import Row, compared
+from bench.shared_memory import COPY, PLACED, measure_ipc
+from bench.stored import plain_read
+from rl_plane.protocol.versions import TensorSpec
+from rl_plane.transports.base import TransportContext
+from rl_plane.transports.filesystem.receiver import FilesystemTransport
+from rl_plane.transports.nixl.wire import have_nixl
+from rl_plane.weights.checkpoint import write_manifest
+from rl_plane.weights.safetensors_file import write_safetensors
+from worker.receive.staging import DigestingStream
+from worker.receive.staging_area import StagingArea
+
+IPC_AIM = 1.4
+PULL_AIM = 1.4
+BROADCAST_AIM = 1.15
+FILE_AIM = 1.4
+TENSOR_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LargeSize:
+    """The size of one measurement."""
+
+    scratch: Path
+    nbytes: int
+    rounds: int
+
+
+RowMaker = Callable[[LargeSize], list[Row]]
+
+
+def _row(what: str, nbytes: int, ours: Sequence[float], beside: str, theirs: Sequence[float], aim: float) -> Row:
+    return compared(f"{what} into the staging area, {nbytes / 1e6:,.0f} MB", 1, ours, beside, theirs, aim)
+
+
+def from_ipc(size: LargeSize) -> list[Row]:
+    times = measure_ipc(size.nbytes, size.rounds, (PLACED,))
+    return [_row("ipc", times.nbytes, times.seconds[PLACED], "bare copy", times.seconds[COPY], IPC_AIM)]
+
+
+def from_nixl(size: LargeSize) -> list[Row]:
+    if not have_nixl():
+        return []
+    times = measure_pulls(size.nbytes, 1, size.rounds, ("bare", PLACED))
+    return [_row("nixl", times.nbytes, times.seconds[PLACED], "bare nixl reads", times.seconds["bare"], PULL_AIM)]
+
+
+def from_gloo(size: LargeSize) -> list[Row]:
+    times = measure_broadcasts(size.nbytes, 1, size.rounds, ("bare", PLACED))
+    bare = times.seconds["bare"]
+    return [_row("gloo", times.nbytes, times.seconds[PLACED], "bare broadcasts", bare, BROADCAST_AIM)]
+
+
+def from_files(size: LargeSize) -> list[Row]:
+    """Reads a file that is in the page cache."""
+    directory = size.scratch / "files"
+    directory.mkdir()
+    spec, data = TensorSpec("U8", (TENSOR_BYTES,)), bytes(TENSOR_BYTES)
+    names = [f"layer.{number}" for number in range(size.nbytes // TENSOR_BYTES)]
+    write_safetensors(directory / "model.safetensors", dict.fromkeys(names, (spec, data)))
+    write_manifest(directory)
+    nbytes = len(names) * TENSOR_BYTES
+    room = np.ones((directory / "model.safetensors").stat().st_size, np.uint8).data
+    area = StagingArea.for_specs(dict.fromkeys(names, spec))
+    transport = FilesystemTransport(TransportContext(weight_roots=(size.scratch,)))
+    plain, ours = [], []
+    for number in range(-1, size.rounds):  # the first one warms the memory
+        read = plain_read(directory / "model.safetensors", room)
+        start = time.perf_counter()
+        with closing(transport.open({"backend": "filesystem", "path": str(directory)}, "base")) as delivery:
+            for _ in DigestingStream(delivery, places=area.find):
+                pass
+        if number >= 0:
+            ours.append(time.perf_counter() - start)
+            plain.append(read)
+    return [_row("files", nbytes, ours, "a read into used memory", plain, FILE_AIM)]
+
+
+ROW_MAKERS: list[RowMaker] = [from_ipc, from_nixl, from_gloo, from_files]
+"""Each makes some rows of the section `large`."""
+
+
+def measure_large(size: LargeSize, say: Callable[[str], None]) -> list[Row]:
+    found: list[Row] = []
+    for maker in ROW_MAKERS:
+        say(f"large models: {maker.__name__} …")
+        found += maker(size)
+    return found

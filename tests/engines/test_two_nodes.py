@@ -1,0 +1,200 @@
+"""One engine on two nodes, which are two processes here, each with its own part of the model: a fleet sees one worker.
+
+The tests of one engine share its starts, and run in order: each one leaves a worker that serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("peft")
+
+from rl_plane.client import RlClient
+from rl_plane.errors import InvalidWeights
+from tests.conftest import Plane, Spawned, lives
+from tests.support.broadcast_updates import free_port
+from tests.support.faults import Stream
+from tests.support.fleet_updates import update_of
+from tests.support.mixed_fleet import (
+    ARGUMENTS,
+    END_S,
+    ENDLESS,
+    HEAL_S,
+    PROMPT,
+    START_S,
+    Mixed,
+    client,
+    http,
+    proven,
+    witnessed,
+)
+from worker.exit_codes import ENGINE_DEAD, OK
+from worker.testing.tiny_model import make_witness_model
+
+__all__ = ["client", "http"]
+
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
+
+PARTS: dict[str, dict[str, Any]] = {"vllm": {"tensor_parallel_size": 2}, "sglang": {"tp_size": 2}}
+RANK = {"vllm": "VLLM::Worker", "sglang": "sglang::scheduler"}
+"""The begin of the names of the processes that have the model."""
+LOST_S = 20.0
+"""Seconds until the loss of a node is noticed, on a busy machine."""
+
+
+class Nodes(Mixed):
+    """A fleet of one worker, whose engine has two nodes."""
+
+    head: Spawned
+    node: Spawned
+
+    def start(self) -> None:
+        """Starts both nodes, with the same instance id each time."""
+        (engine,) = self.ids
+        address = f"127.0.0.1:{free_port()}"
+        self.node, self.head = (
+            self.plane.spawn(
+                ready=False,
+                instance_id=self.ids[engine],
+                engine=engine,
+                model=self.first,
+                nodes={"count": 2, "rank": rank, "address": address, "wait_s": START_S},
+                **{key: value for key, value in ARGUMENTS[engine].items() if key != "max_lora_rank"},
+                **PARTS[engine],
+            )
+            for rank in (1, 0)
+        )
+        for one in (self.head, self.node):
+            one.wait_ready(START_S)
+
+    def rank_of(self, one: Spawned) -> psutil.Process:
+        (engine,) = self.ids
+        family = psutil.Process(one.process.pid).children(recursive=True)
+        (found,) = [child for child in family if child.name().startswith(RANK[engine])]
+        return found
+
+    def family(self) -> list[psutil.Process]:
+        heads = [psutil.Process(one.process.pid) for one in (self.head, self.node)]
+        return [*heads, *(child for one in heads for child in one.children(recursive=True))]
+
+    async def end_within(self, bound_s: float, *ones: Spawned) -> list[int]:
+        async with asyncio.timeout(bound_s):
+            return [await asyncio.to_thread(one.process.wait) for one in ones]
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.engines(name)) for name in PARTS])
+def mixed(make_plane: Callable[[], Plane], request: pytest.FixtureRequest) -> Iterator[Nodes]:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("two ranks need two cores")
+    engine, plane = request.param, make_plane()
+    first = make_witness_model(plane.tmp / "weights" / "witness1", 1, "bfloat16")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[1]}")
+        patched.setenv("VLLM_HOST_IP", "127.0.0.1")
+        patched.setenv("TMPDIR", str(plane.tmp))
+        found = Nodes(plane, first, {engine: "0123456789abcdef"})
+        found.start()
+        yield found
+    plane.kill_all()
+
+
+async def test_both_nodes_are_one_worker(mixed: Nodes, client: RlClient, http: httpx.AsyncClient) -> None:
+    (row,) = (await client.run("workers"))["workers"]
+    assert [(node["node_rank"], node["pid"], node["ranks"]) for node in row["nodes"]] == [
+        (0, mixed.head.process.pid, [0]),
+        (1, mixed.node.process.pid, [1]),
+    ]
+    (state,) = (await client.run("describe"))["workers"]
+    assert (state["world_size"], state["tp_size"]) == (2, 2)
+    await proven(http, mixed, "initial", mixed.first)
+
+
+async def test_an_update_reaches_both_nodes_or_neither(
+    mixed: Nodes, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    await client.run("update_weights", update_of(mixed.tiny(1), "one"))
+    await proven(http, mixed, "one", mixed.tiny(1))
+    with pytest.raises(InvalidWeights):
+        await client.run("update_weights", {**update_of(mixed.tiny(2)), "digest": "blake3:" + "0" * 64})
+    await proven(http, mixed, "one", mixed.tiny(1))
+    await client.run("update_weights", update_of(mixed.tiny(2), "two", staging="none"))
+    await proven(http, mixed, "two", mixed.tiny(2))
+    (row,) = (await client.run("check_weights", {"action": "checksum"}))["workers"]
+    assert len({rank["checksum"] for rank in row["ranks"]}) == 2
+
+
+@pytest.mark.parametrize("what", ["rank", "worker"])
+async def test_the_other_node_hangs_for_a_moment(mixed: Nodes, client: RlClient, what: str) -> None:
+    """The worker closes, and names the node. Then it serves again."""
+    await mixed.witnessed(client)
+    ((engine, instance_id),) = mixed.ids.items()
+    victim = mixed.rank_of(mixed.node) if what == "rank" else psutil.Process(mixed.node.process.pid)
+    stream = Stream(client, instance_id, PROMPT, ENDLESS[engine], temperature=0.0, ignore_eos=True)
+    await stream.until(tokens=2)
+
+    async def closed(named: bool) -> bool:
+        state = (await client.call(instance_id, "state")).body
+        reasons = " ".join(state["admission"]["reasons"])
+        return "node rank 1" in reasons if named else reasons == ""
+
+    victim.suspend()
+    try:
+        await mixed.plane.until(partial(closed, True), LOST_S)
+    finally:
+        victim.resume()
+    await mixed.plane.until(partial(closed, False), LOST_S)
+    await stream.until(tokens=len(stream.tokens) + 20)
+    stream.stop()
+    assert stream.tokens == witnessed(1, len(stream.tokens))
+
+
+@pytest.mark.parametrize("what", ["rank", "worker"])
+async def test_the_other_node_is_killed(
+    mixed: Nodes, client: RlClient, http: httpx.AsyncClient, what: str
+) -> None:
+    """The worker ends, names the node, and leaves nothing. Both nodes start again and serve what is committed."""
+    await mixed.witnessed(client)
+    family = mixed.family()
+    victim = mixed.rank_of(mixed.node).pid if what == "rank" else mixed.node.process.pid
+    os.kill(victim, signal.SIGKILL)
+    codes = await mixed.end_within(LOST_S + END_S, mixed.head, mixed.node)
+    assert codes == [ENGINE_DEAD, ENGINE_DEAD if what == "rank" else -signal.SIGKILL]
+    log = mixed.head.log.read_text(errors="replace")
+    assert f"the engine is dead: node rank 1 ({platform.node()}, pid {mixed.node.process.pid})" in log
+    await mixed.plane.until(lambda: not any(map(lives, family)))
+    await asyncio.to_thread(mixed.start)
+    await proven(http, mixed, "base 1", mixed.first)
+
+
+async def test_the_head_is_killed(mixed: Nodes, client: RlClient, http: httpx.AsyncClient) -> None:
+    family = mixed.family()
+    mixed.head.signal(signal.SIGKILL)
+    assert await mixed.end_within(LOST_S + END_S, mixed.node) == [ENGINE_DEAD]
+    assert "node rank 0" in mixed.node.log.read_text(errors="replace")
+    await mixed.plane.until(lambda: not any(map(lives, family)))
+    await asyncio.to_thread(mixed.start)
+    await mixed.plane.until(partial(_serves, client), HEAL_S)
+
+
+async def _serves(client: RlClient) -> bool:
+    rows = (await client.run("state"))["workers"]
+    return [row.get("ready") for row in rows] == [True]
+
+
+async def test_the_head_is_told_to_end(mixed: Nodes) -> None:
+    family = mixed.family()
+    mixed.head.signal(signal.SIGTERM)
+    assert await mixed.end_within(LOST_S + END_S, mixed.head, mixed.node) == [OK, OK]
+    await mixed.plane.until(lambda: not any(map(lives, family)))

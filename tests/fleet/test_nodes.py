@@ -1,0 +1,364 @@
+"""The links between the nodes of one engine, over a real nats-server: how they gather, ask, and notice a loss."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from rl_plane._util.tasks import Cancelled, never
+from rl_plane.bus.server import NatsServer
+from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unavailable
+from rl_plane.protocol.subjects import Subjects
+from worker.engines.fake.adapter import make_fake_model
+from worker.nodes import follower_link, head_link, node_link, peer_watch
+from worker.nodes.facts import node_facts
+from worker.nodes.follower_link import FollowerLink
+from worker.nodes.head_link import HeadLink
+from worker.nodes.node_link import NodeLink, NodePlace, pack, unpack
+from worker.nodes.node_part import NodePart
+from worker.nodes.node_settings import NodeSettings
+from worker.nodes.spanning_client import SpanningClient
+
+BOUND_S = 30.0
+HANG_S = 2.0
+INSTANCE = "0123456789abcdef"
+FACTS = {"version of torch": "2.9", "engine_arg tp_size": "2"}
+
+
+class Agents:
+    """The agents of one host, in the place of `NodePart` and of `AgentClient`."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers = numbers
+        self.begun = threading.Event()
+        self.ended = threading.Event()
+
+    @property
+    def count(self) -> int:
+        return len(self.numbers)
+
+    def ask(
+        self,
+        op: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        cancelled: Cancelled = never,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        if op == "wait":
+            self.begun.set()
+            while not cancelled():
+                threading.Event().wait(0.01)
+            self.ended.set()
+            raise EngineFailed("staging was cancelled")
+        if op == "refuse" and 1 in self.numbers:
+            raise InvalidWeights("the tensor x is missing", field="transport")
+        if op == "large":
+            return [{f"model.layers.{layer}.weight": [1] for layer in range(50_000)}] * len(self.numbers)
+        return [{"rank": rank, **(body or {})} for rank in self.numbers]
+
+
+class Part:
+    """One host's agents, in the place of `NodePart`."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers = numbers
+        self._agents = Agents(numbers)
+        self.begun, self.ended = self._agents.begun, self._agents.ended
+
+    def ask(
+        self, group: str, op: str, body: Mapping[str, Any], cancelled: Cancelled, timeout_s: float
+    ) -> list[Any]:
+        assert group == "ranks"
+        return self._agents.ask(op, body, cancelled=cancelled, timeout_s=timeout_s)
+
+    def silent(self, within_s: float) -> list[str]:
+        return []
+
+
+class Links:
+    """The links of one test's nodes."""
+
+    def __init__(self, url: str, namespace: str) -> None:
+        self._place = NodePlace(url, Subjects(namespace, "engine"), INSTANCE)
+        self._made: list[NodeLink] = []
+
+    def _settings(self, rank: int, count: int, wait_s: float) -> NodeSettings:
+        return NodeSettings(count, rank, "127.0.0.1:25000", wait_s)
+
+    def head(self, count: int = 2, wait_s: float = BOUND_S, **facts: Any) -> HeadLink:
+        made = HeadLink(self._place, self._settings(0, count, wait_s), HANG_S, {**FACTS, **facts})
+        self._made.append(made)
+        made.start()
+        return made
+
+    def node(self, rank: int = 1, count: int = 2, wait_s: float = BOUND_S, **facts: Any) -> FollowerLink:
+        settings = self._settings(rank, count, wait_s)
+        made = FollowerLink(self._place, settings, HANG_S, {**FACTS, **facts}, lambda tied: f"digest of {rank}")
+        self._made.append(made)
+        made.start()
+        return made
+
+    def pair(self) -> tuple[HeadLink, FollowerLink, SpanningClient, Agents, Part]:
+        """A head and a node whose parts of the engine run."""
+        head, node = self.head(), self.node()
+        together(head.gather, node.join)
+        here, there = Agents([0]), Part([1])
+        node.serve(cast(NodePart, there))
+        head.wait_built()
+        return head, node, SpanningClient(here, head, "ranks"), here, there
+
+    def close(self) -> None:
+        for one in self._made:
+            one.close()
+
+
+def together(*works: Callable[[], object]) -> list[PlaneError | None]:
+    """Runs works on threads, to the end of all. Returns the error of each."""
+    errors: list[PlaneError | None] = [None] * len(works)
+
+    def run(number: int) -> None:
+        try:
+            works[number]()
+        except PlaneError as error:
+            errors[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(BOUND_S)
+        assert not thread.is_alive()
+    return errors
+
+
+@pytest.fixture
+def links(nats: NatsServer, namespace: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Links]:
+    monkeypatch.setattr(peer_watch, "GONE_S", 0.5)
+    monkeypatch.setattr(node_link, "LOOK_S", BOUND_S)  # on a busy machine
+    monkeypatch.setattr(node_link, "FAREWELL_S", BOUND_S)
+    made = Links(nats.url, namespace)
+    yield made
+    made.close()
+
+
+def lost(one: NodeLink) -> str:
+    """Waits until the link is lost, and returns why."""
+    found: list[str] = []
+    event = threading.Event()
+
+    def tell(why: str) -> None:
+        found.append(why)
+        event.set()
+
+    one.on_lost(tell)
+    assert event.wait(BOUND_S)
+    return found[0]
+
+
+# ---- gathering ----
+
+
+def test_all_nodes_gather_and_know_each_other(links: Links) -> None:
+    head, nodes = links.head(3), [links.node(rank, 3) for rank in (2, 1)]
+    assert together(head.gather, *(node.join for node in nodes)) == [None] * 3
+    for node in nodes:
+        node.serve(cast(NodePart, Part([2 * node.me.rank, 2 * node.me.rank + 1])))
+    head.wait_built()
+    rows = head.rows()
+    assert [(row["node_rank"], row["ranks"]) for row in rows] == [(0, []), (1, [2, 3]), (2, [4, 5])]
+    assert all(row["host"] and row["pid"] for row in rows)
+    assert nodes[0].head.name == head.me.name
+
+
+def test_missing_nodes_are_named_within_a_bound(links: Links) -> None:
+    head, node = links.head(4, wait_s=1.0), links.node(2, 4)
+    told, refused = together(head.gather, node.join)
+    assert isinstance(told, Unavailable)
+    assert isinstance(refused, Unavailable)
+    assert "the node ranks [1, 3] of 4 did not come within 1 s" in told.message
+    assert refused.message == told.message
+
+
+def test_a_head_that_does_not_come_is_named_within_a_bound(links: Links) -> None:
+    (told,) = together(links.node(wait_s=0.5).join)
+    assert told is not None
+    assert "the head (node rank 0) did not come within 0.5 s" in told.message
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"version of torch": "2.8"}, {"engine_arg tp_size": "4"}, {"the model's tensors": "0f"}],
+    ids=lambda facts: next(iter(facts)),
+)
+def test_a_node_that_differs_is_refused_on_every_node(links: Links, facts: dict[str, Any]) -> None:
+    head, good, bad = links.head(3), links.node(1, 3), links.node(2, 3, **facts)
+    errors = together(head.gather, good.join, bad.join)
+    ((what, value),) = facts.items()
+    for error in errors:
+        assert isinstance(error, Conflict)
+        assert f"{bad.me.name} does not fit the head: {what}: {value} there" in error.message
+        assert error.facts["fix"]
+
+
+def test_a_node_rank_twice_is_refused_and_the_first_goes_on(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower_link, "TAKEN_S", 0.5)
+    head, node, client, *_ = links.pair()
+    (told,) = together(links.node().join)
+    assert isinstance(told, Conflict)
+    assert f"has the node rank of {node.me.name}" in told.message
+    assert client.ask("echo") == [{"rank": 0}, {"rank": 1}]
+    assert head.lost is None
+
+
+def test_a_second_head_is_refused(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_link, "TAKEN_S", 0.5)
+    first, *_ = links.pair()
+    (told,) = together(links.head().gather)
+    assert isinstance(told, Conflict)
+    assert f"node rank 0 runs already: {first.me.name}" in told.message
+    assert first.lost is None
+
+
+# ---- asking ----
+
+
+def test_the_agents_of_all_hosts_are_asked_as_one(links: Links) -> None:
+    *_, client, _, _ = links.pair()
+    assert client.count == 2
+    assert client.ask("echo", {"x": b"1"}) == [{"rank": 0, "x": b"1"}, {"rank": 1, "x": b"1"}]
+    here, there = client.ask("large")
+    assert here == there, "an answer that is larger than a NATS message is compressed"
+
+
+def test_the_first_failure_cancels_the_others(links: Links) -> None:
+    *_, client, here, there = links.pair()
+    with pytest.raises(InvalidWeights, match=r"node rank 1 .*the tensor x is missing"):
+        client.ask("refuse")
+    stop = threading.Event()
+    (error,) = together(lambda: _cancel_when_begun(client, stop, here, there))
+    assert isinstance(error, EngineFailed)
+    assert here.ended.wait(BOUND_S)
+    assert there.ended.wait(BOUND_S)
+
+
+def _cancel_when_begun(client: SpanningClient, stop: threading.Event, here: Agents, there: Part) -> None:
+    def cancel() -> None:
+        assert here.begun.wait(BOUND_S)
+        assert there.begun.wait(BOUND_S)
+        stop.set()
+
+    threading.Thread(target=cancel, daemon=True).start()
+    client.ask("wait", cancelled=stop.is_set, timeout_s=BOUND_S)
+
+
+def test_digests_of_other_weights_are_refused(links: Links) -> None:
+    head, *_ = links.pair()
+    head.check_digests({}, "digest of 1")
+    with pytest.raises(Conflict, match=r"has loaded digest of 1, and the head digest of 0"):
+        head.check_digests({}, "digest of 0")
+
+
+# ---- losing ----
+
+
+def test_a_node_that_tells_its_end(links: Links) -> None:
+    head, node, *_ = links.pair()
+    node.tell_end("SGLang's process 7 has ended")
+    assert lost(head) == f"{node.me.name} has ended: SGLang's process 7 has ended"
+
+
+def test_a_head_that_tells_its_end(links: Links) -> None:
+    head, node, *_ = links.pair()
+    head.tell_end("its worker ended with exit code 0", 0)
+    assert lost(node) == f"{head.me.name} has ended: its worker ended with exit code 0"
+    assert node.exit_code == 0
+
+
+@pytest.mark.parametrize("who", ["head", "node"])
+def test_a_node_that_is_gone_ends_a_running_call(links: Links, who: str) -> None:
+    head, node, client, _, there = links.pair()
+    gone, left = (head, node) if who == "head" else (node, head)
+    caller: list[PlaneError | None] = []
+    if who == "node":
+        thread = threading.Thread(target=lambda: caller.extend(together(partial(client.ask, "wait"))))
+        thread.start()
+        assert there.begun.wait(BOUND_S)
+    gone.close()
+    assert lost(left) == f"{gone.me.name} is gone: it has ended, or lost NATS"
+    if who == "node":
+        thread.join(BOUND_S)
+        assert [str(error) for error in caller] == [left.lost]
+
+
+def test_a_node_that_hangs(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_link, "PING_TIMEOUT_S", 0.5)
+    head, node, *_ = links.pair()
+    go = threading.Event()
+    node._loop.call_soon_threadsafe(lambda: go.wait(BOUND_S))  # its thread stands still
+    try:
+        assert lost(head).startswith(f"{node.me.name} hangs: no answer for")
+        assert str(head.hanging).startswith(f"{node.me.name} has not answered for")
+    finally:
+        go.set()
+
+
+def test_a_look_finds_an_end_at_once(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_watch, "GONE_S", BOUND_S)
+    head, node, *_ = links.pair()
+    head.look_for_lost()
+    assert head.lost is None
+    node.close()
+    head.look_for_lost()
+    assert head.lost == f"{node.me.name} has ended"
+
+
+# ---- facts, settings, messages ----
+
+
+def test_facts_tell_models_apart(tmp_path: Path) -> None:
+    one = make_fake_model(tmp_path / "one", 1)
+    same = make_fake_model(tmp_path / "same", 1)
+    other = make_fake_model(tmp_path / "other", 1, tensors=5)
+    assert node_facts("fake", one, {"x": 1}) == node_facts("fake", same, {"x": 1})
+    assert node_facts("fake", one, {}) != node_facts("fake", other, {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        (NodeSettings(0), "nnodes"),
+        (NodeSettings(2, 2, "h:1"), "node_rank"),
+        (NodeSettings(1, 1), "node_rank"),
+        (NodeSettings(2, 0), "dist_init_addr"),
+        (NodeSettings(2, 0, "h"), "dist_init_addr"),
+        (NodeSettings(2, 0, "h:0"), "dist_init_addr"),
+        (NodeSettings(2, 0, ":25000"), "dist_init_addr"),
+        (NodeSettings(1, 0, "h:1"), "nnodes"),
+    ],
+)
+def test_settings_that_do_not_fit(settings: NodeSettings, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        settings.check()
+    assert caught.value.facts["field"] == field
+    assert caught.value.facts["fix"]
+
+
+def test_nodes_without_an_instance_id_share_one() -> None:
+    fleet = Subjects("demo", "engine")
+    head, node, other = (NodeSettings(2, rank, f"h:{port}") for rank, port in ((0, 1), (1, 1), (0, 2)))
+    assert head.instance_id(fleet) == node.instance_id(fleet) != other.instance_id(fleet)
+
+
+def test_a_message_that_can_not_be_read() -> None:
+    import zlib
+
+    assert unpack(pack({"x": "y" * 100_000})) == {"x": "y" * 100_000}
+    for data in (b"", b"\x01", b"zz", b"z" + zlib.compress(b"\xc0")):
+        with pytest.raises(InvalidRequest):
+            unpack(data)

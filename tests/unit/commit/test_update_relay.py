@@ -1,0 +1,82 @@
+"""The coordinator plans from whom each worker fetches an update, and notes what came from where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rl_plane.commit.history import SOURCES_OF_A_WORKER, WORKERS_WITH_SOURCES, UpdateEntry, short_sources
+from rl_plane.commit.steps import Answered, SendOp
+from rl_plane.errors import DeadlineExceeded
+from rl_plane.protocol.relay import RelayPlan, SourceUse, largest
+from rl_plane.protocol.update_requests import ReceiveRequest
+from tests.support.update_machine import MEMBERS, Driver, bad, ok, update
+
+NIXL = {"backend": "nixl", "host": "10.0.0.9", "port": 5000, "secret": "s"}
+
+
+def sent(driver: Driver, op: str) -> list[SendOp]:
+    return [one for one in driver.trace if isinstance(one, SendOp) and one.op == op]
+
+
+def test_each_worker_gets_its_own_plan() -> None:
+    driver = Driver(update(transport=NIXL))
+    driver.run()
+    assert list(sent(driver, "open_relay")[0].workers) == list(MEMBERS)
+    (prepared,) = sent(driver, "prepare_update")
+    plans = {key: RelayPlan.model_validate(more["relay"]) for key, more in prepared.each.items()}
+    assert plans.keys() == MEMBERS.keys()
+    assert sorted(plan.share for plan in plans.values() if plan.share is not None) == list(range(len(MEMBERS)))
+    for key, plan in plans.items():
+        assert {peer.worker for peer in plan.peers} == MEMBERS.keys() - {key}
+        asked = ReceiveRequest.model_validate({**prepared.body, **prepared.each[key]})
+        assert asked.relay == plan
+
+
+def test_a_worker_that_serves_no_peers_fetches_from_the_trainer() -> None:
+    first, second, *others = MEMBERS
+
+    def places(asked: SendOp) -> Answered:
+        found: dict[str, Any] = {
+            key: {"host": key, "address": "10.0.0.1", "port": 1 + at} for at, key in enumerate(others)
+        }
+        rows = [ok(key, relay=place) for key, place in found.items()]
+        return Answered([ok(first, relay=None), bad(second, DeadlineExceeded("it is silent")), *rows])
+
+    driver = Driver(update(transport=NIXL), prepare=[places, None])
+    driver.run()
+    (prepared,) = sent(driver, "prepare_update")
+    assert list(prepared.workers) == list(MEMBERS), "all take part in the update"
+    assert first not in prepared.each
+    assert second not in prepared.each
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"transport": {"backend": "filesystem", "path": "/w"}},
+        {"transport": NIXL, "policy": {"staging": "none"}},
+        {"transport": NIXL, "target": {"kind": "lora", "op": "load", "name": "a"}},
+    ],
+)
+def test_other_updates_have_no_plan(body: dict[str, Any]) -> None:
+    driver = Driver(update(**body))
+    driver.run()
+    assert sent(driver, "open_relay") == []
+    assert all(not one.each for one in sent(driver, "prepare_update"))
+
+
+def test_what_an_entry_says_of_sources_is_bounded() -> None:
+    many = [SourceUse(source=f"worker-{n}", bytes=n, seconds=float(n)) for n in range(9)]
+    short = largest(many, SOURCES_OF_A_WORKER)
+    assert len(short) == SOURCES_OF_A_WORKER
+    assert sum(use["bytes"] for use in short) == sum(use["bytes"] for use in many)
+    assert short[-1] == SourceUse(source="others", bytes=15, seconds=5.0)
+    assert largest(many[:4], SOURCES_OF_A_WORKER) == many[3::-1]
+    found = short_sources({f"w{n:04}": many for n in range(1000)})
+    assert len(found) == WORKERS_WITH_SOURCES
+    entry = UpdateEntry("id", "label", "running", sources=found)
+    assert UpdateEntry.decode(entry.encode()).sources == found
+    assert len(entry.encode()) < 30_000
+    assert entry.to_wire()["sources"] == found

@@ -1,0 +1,22 @@
+"""The facts of one host that its vLLM ranks must know. Ranks of one engine may run on several hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+
+HERE = "RL_PLANE_VLLM_HERE"
+"""An environment variable of vLLM's processes: `Here`, as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    model: str
+    """The model's directory on this host."""
+    directory: str
+    """The directory of the agents' sockets and other files."""
+
+    @classmethod
+    def read(cls) -> Here:
+        return cls(**json.loads(os.environ[HERE]))

@@ -1,0 +1,138 @@
+"""Asks the host agent, from the worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_plane._util.framing import frame_of
+from rl_plane._util.tasks import Cancelled
+from rl_plane.errors import EngineFailed, PlaneError
+from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
+from rl_plane.transports.base import TransportContext
+from worker.receive.rank_agents.agent_client import AgentClient
+from worker.receive.rank_agents.agent_messages import host_socket
+from worker.receive.rank_agents.model_description import ModelDescription
+from worker.receive.rank_agents.ranks import Agents
+
+RECEIVE_TIMEOUT_S = 86_400.0
+"""A day. The caller of a receive cancels it much earlier; this only ensures that no thread waits for ever."""
+
+PART_MARGIN_S = 15.0
+"""The time that the host agent may take to report that a part's own time is over."""
+
+INIT_TIMEOUT_S = 300.0
+"""The op's own bound: a group of many ranks takes long to form."""
+
+PING_S = 4.0
+"""The host agent answers at once. This is less than a worker's bound of a round trip, so that the error names it."""
+
+
+class HostAgentClient:
+    """Calls the host agent of one engine. Call `begin` first. The methods block, so they run on a thread."""
+
+    def __init__(self, directory: Path, pid: int) -> None:
+        self._path = host_socket(directory)
+        self._name = f"the host agent (pid {pid})"
+        self.agent = AgentClient({self._name: self._path})
+        """The agent of this host."""
+        self._agents: Agents = self.agent
+        self.transports: tuple[str, ...] = ()
+
+    def span(self, agents: Agents, transports: tuple[str, ...]) -> None:
+        """Asks the agents of several hosts from now on. Weights are prepared on all of them, or on none.
+        `transports`: those of all hosts."""
+        self._agents, self.transports = agents, transports
+
+    def _ask_all(self, op: str, body: Mapping[str, Any] | None = None, **how: Any) -> list[Any]:
+        return self._agents.ask(op, body, **how)
+
+    def _ask(self, op: str, body: Mapping[str, Any] | None = None, **how: Any) -> Any:
+        """Returns the answer of this host's agent."""
+        return self._ask_all(op, body, **how)[0]
+
+    def begin(self, model: ModelDescription, places: TransportContext) -> None:
+        """Tells the agent for which model it receives. `places`: what its transports may use."""
+        self.transports = tuple(
+            self._ask("begin", {"model": model.to_wire(), "places": places.to_wire()})["transports"]
+        )
+
+    async def ping(self) -> None:
+        """TimeoutError: the agent hangs. EngineFailed: it is gone."""
+        try:
+            async with asyncio.timeout(PING_S):
+                reader, writer = await asyncio.open_unix_connection(self._path)
+                try:
+                    writer.write(frame_of({"op": "ping"}))
+                    await reader.readexactly(1)
+                finally:
+                    writer.close()
+                    with contextlib.suppress(OSError):
+                        await writer.wait_closed()
+        except TimeoutError as error:
+            raise TimeoutError(f"{self._name} does not answer") from error
+        except (OSError, EOFError) as error:
+            raise EngineFailed(f"{self._name} can't be reached: {error}") from error
+
+    def open(self, staging: str, request: ReceiveRequest, limits: CanaryLimits | None = None) -> None:
+        try:
+            self._ask("open", {"staging": staging, "request": request.model_dump(), "limits": limits})
+        except PlaneError:
+            self.forget(staging)
+            raise
+
+    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
+        try:
+            replies: list[PreparedReply] = self._ask_all(
+                "receive", {"staging": staging}, cancelled=cancelled, timeout_s=RECEIVE_TIMEOUT_S
+            )
+            if any(reply["digest"] != replies[0]["digest"] for reply in replies):
+                raise EngineFailed("the hosts received different weights")
+        except PlaneError:
+            self.forget(staging)
+            raise
+        return replies[0]
+
+    def receive_part(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+        bound_s = part["timeout_s"] + PART_MARGIN_S
+        body = {"staging": staging, "part": dict(part)}
+        missing: list[int] = self._ask_all("receive_part", body, cancelled=cancelled, timeout_s=bound_s)
+        return max(missing)
+
+    def take(self, staging: str) -> None:
+        """Gives what is staged to the ranks, which have mapped it. The agent keeps it only as the version's copy."""
+        self._ask("take", {"staging": staging})
+
+    def loaded(self, staging: str) -> None:
+        """Says that every rank has loaded what was taken. Without it the agent uses the memory no more."""
+        with contextlib.suppress(PlaneError):  # the swap is done
+            self._ask("loaded", {"staging": staging})
+
+    def discard(self, staging: str) -> None:
+        self._ask("discard", {"staging": staging})
+
+    def forget(self, staging: str) -> None:
+        """Discards after an error, which explains the failure."""
+        with contextlib.suppress(PlaneError):
+            self.discard(staging)
+
+    def cached_digest(self) -> str | None:
+        digests: set[str | None] = set(self._ask_all("cached_digest"))
+        return digests.pop() if len(digests) == 1 else None
+
+    def relay_address(self) -> tuple[str, int] | None:
+        found = self._ask("relay_address")
+        return None if found is None else (found[0], found[1])
+
+    def offer(self) -> dict[str, Any] | None:
+        place: dict[str, Any] | None = self._ask("offer")
+        return place
+
+    def init_transport(self, config: Mapping[str, Any]) -> None:
+        self._ask("init_transport", config, timeout_s=INIT_TIMEOUT_S)
+
+    def destroy_transport(self, backend: str, group: str | None = None) -> None:
+        self._ask("destroy_transport", {"backend": backend, "group": group})
