@@ -12,7 +12,7 @@ from rl_plane.publish.host_copy import Change, HostCopy, as_tensors
 from rl_plane.publish.publication import RunningPublication
 from rl_plane.publish.publish_options import PublishOptions
 from rl_plane.publish.ranks.gather_group import GatherGroup
-from rl_plane.publish.ranks.link import BEGIN, FollowerLink
+from rl_plane.publish.ranks.link import BEGIN, FollowingRankLink
 from rl_plane.publish.ranks.meeting import MeetingPoint, agreed_specs
 from rl_plane.publish.ranks.ownership import own_specs, owners_of
 from rl_plane.publish.sources.base import Taken
@@ -38,15 +38,15 @@ class Follower:
         self.group: GatherGroup | None = None
         self.version = 0
         self._make_sender = make_sender
-        self._link: FollowerLink | None = None
+        self._link: FollowingRankLink | None = None
         self._senders: dict[int, SharingSender] = {}
         """By rank 0's number."""
 
     @property
-    def link(self) -> FollowerLink:
+    def link(self) -> FollowingRankLink:
         if self._link is None:
             address, secret = self.meeting.find(self.options.limits.ranks_s)
-            self._link = FollowerLink(address, secret, self.meeting.rank, self.options.limits)
+            self._link = FollowingRankLink(address, secret, self.meeting.rank, self.options.limits)
             self._address = address
         return self._link
 

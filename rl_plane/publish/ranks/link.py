@@ -264,7 +264,7 @@ class LeadLink:
             line.end()
 
 
-class FollowerLink:
+class FollowingRankLink:
     """The end of another rank."""
 
     def __init__(self, address: tuple[str, int], secret: str, rank: int, limits: PublishLimits) -> None:
