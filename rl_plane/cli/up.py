@@ -22,7 +22,7 @@ from rl_plane.bus.server import CONFIG, NatsServer
 from rl_plane.cli.children import ERR, OUT, Printer, run_child
 from rl_plane.cli.keys import credentials
 from rl_plane.cli.output import READY, counted, one_line
-from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, WORKER, check_engine
+from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, NODES, WORKER, check_engine
 from rl_plane.cli.settings import Command, command, for_child
 from rl_plane.cli.supervisor import SupervisedProcess, Supervisor
 from rl_plane.errors import DeadlineExceeded, PlaneError
@@ -31,6 +31,9 @@ ERROR_OBJECT = b'{"status": "error"'
 """The beginning of the error of a child with --json."""
 FRONTEND_STOP_S = 5.0
 """Seconds for a frontend to close after its drain."""
+
+HERE = tuple(name for name in WORKER if name not in NODES)
+"""The settings of a worker whose engine has this host alone."""
 
 SETTINGS = (
     "engines",
@@ -123,7 +126,7 @@ class Up:
             name = f"worker-{number}"
             self._workers.append(name)
             own = {**values, "engine": engine, "instance_id": secrets.token_hex(8), "copies": 1}
-            self._supervisor.supervise(self._process(name, "worker", own, WORKER, values["restart"]))
+            self._supervisor.supervise(self._process(name, "worker", own, HERE, values["restart"]))
         frontend = self._process("frontend", "frontend", values, FRONTEND, restart=True)
         frontend.on_ready = self._keep_ports
         self._supervisor.supervise(frontend)

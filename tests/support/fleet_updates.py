@@ -85,11 +85,11 @@ url, namespace, die_at, body = sys.argv[1:]
 async def main():
     client = await RlClient.connect(url, namespace)
     ask = client.ask
-    async def dying(view, members, op, *args):
+    async def dying(view, members, op, *args, **more):
         if op != die_at:
-            return await ask(view, members, op, *args)
+            return await ask(view, members, op, *args, **more)
         if op == "prepare_update":
-            await ask(view, members, op, *args)
+            await ask(view, members, op, *args, **more)
         os.kill(os.getpid(), signal.SIGKILL)
     client.ask = dying
     await Fleet(client).run("update_weights", json.loads(body))
