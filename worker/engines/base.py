@@ -24,7 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -36,7 +36,9 @@ from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEF
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
 from rl_plane.transports.base import TransportContext
-from worker.nodes.node_link import NodeLink
+
+if TYPE_CHECKING:  # it needs NATS, which an engine's processes do without
+    from worker.nodes.node_link import NodeLink
 
 LACKING = "do without, or name workers that can: describe tells what each lacks"
 """The fix of an op that one engine can't do."""
