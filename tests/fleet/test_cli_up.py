@@ -17,10 +17,10 @@ import pytest
 from rl_plane.bus.server import NatsServer
 from rl_plane.cli import main
 from rl_plane.cli.children import Printer
-from rl_plane.cli.serve import FRONTEND, WORKER
+from rl_plane.cli.serve import FRONTEND
 from rl_plane.cli.supervisor import MAX_PAUSE_S, SupervisedProcess, Supervisor, exit_words, pause_before
+from rl_plane.cli.up import HERE, Up
 from rl_plane.cli.up import SETTINGS as UP_SETTINGS
-from rl_plane.cli.up import Up
 from tests.support.settings import values_of
 from tests.support.started_command import BACK_S, READY_S, Started, eventually
 from worker import process
@@ -232,7 +232,7 @@ def test_a_liveness_time_out_is_the_workers_as_the_frontends(
     values = values_of(UP_SETTINGS, [f"--model={model}", "--liveness-timeout-s=20"])
     up = Up(values | {"engines": ["fake"]})
     own = {**values, "engine": "fake", "instance_id": "0" * 16, "copies": 1}
-    argv = up._process("worker-1", "worker", own, WORKER, False).argv
+    argv = up._process("worker-1", "worker", own, HERE, False).argv
     assert "--liveness-timeout-s=20.0" in up._process("frontend", "frontend", values, FRONTEND, True).argv
     told: list[WorkerOptions] = []
 
