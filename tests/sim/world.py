@@ -214,6 +214,7 @@ class World:
                 info,
                 member_info={
                     "engine": "fake",
+                    "host": "sim",
                     "model": "m",
                     "model_path": str(self.models[0]),
                     "max_model_len": 4096,
