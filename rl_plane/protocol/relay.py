@@ -55,7 +55,7 @@ class RelayPlan(Body):
     worker: str = Field(min_length=1, max_length=MAX_NAME_CHARS)
     """The worker that this plan is for."""
     share: int | None = Field(None, ge=0, lt=MAX_WORKERS)
-    """None: another worker on this machine takes the buckets from the network."""
+    """The number of the share that this worker takes from the trainer. None: another worker on its host takes one."""
     shares: int = Field(ge=1, le=MAX_WORKERS)
     peers: tuple[RelayPeer, ...] = Field(max_length=MAX_PEERS)
     """In the order of preference."""
@@ -75,7 +75,7 @@ class RelayPlan(Body):
 
 class OpenRelayReply(TypedDict):
     relay: RelayAddress | None
-    """None: this worker can't serve its peers."""
+    """The address at which peers reach this worker. None: it can't serve them."""
 
 
 class SourceUse(TypedDict):

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict
 DigestAlgorithm = Literal["xxh3", "blake3"]
 """The hash of a digest, and the prefix of a version's digest: XXH3-128 or BLAKE3.
 
-XXH3 finds each corruption, at the speed of memory. Somebody who wants other bytes with the same digest can make them.
+XXH3 finds each corruption, at the speed of memory. But an attacker can make other bytes that have the same digest.
 BLAKE3 takes several times as long, and excludes that."""
 
 DEFAULT_ALGORITHM: DigestAlgorithm = "xxh3"

@@ -56,7 +56,7 @@ async def test_an_update_between_the_weights_and_the_kv_cache(plane: Plane) -> N
         for one in ids:
             with pytest.raises(NotAdmitted, match="kv_cache"):
                 await generated(client, one, PROMPT, 4)
-        assert not any(statuses.admitted), "nobody has opened since the memory went"
+        assert not any(statuses.admitted), "no worker has opened since the memory was released"
         await fleet.run("resume_memory", {"tags": ["kv_cache"]})
         assert await all_serve(client, f"step_{step}")
         for one in ids:
@@ -165,7 +165,7 @@ async def test_a_worker_that_dies_in_the_update_comes_back_without_the_memory_th
     assert (await update)["version"]["label"] == "step_1"
     again = plane.spawn(instance_id=doomed.instance_id)
     assert all("memory: released: kv_cache" in why for why in (await reasons(client)).values())
-    assert not any(statuses.admitted), "nobody has opened since the memory went"
+    assert not any(statuses.admitted), "no worker has opened since the memory was released"
     await fleet.run("resume_memory", {"tags": ["kv_cache"]})
     await plane.until(lambda: all_serve(client, "step_1"), 30)
     for one in (left, again):
@@ -197,7 +197,7 @@ async def test_a_worker_that_starts_while_memory_is_released_releases_its_own(
     later = plane.spawn()
     assert "memory: released: kv_cache" in (await reasons(client))[later.instance_id]
     await fleet.run("update_weights", update_of(plane.model(1), "step_1"))
-    assert not any(statuses.admitted), "nobody has opened since the memory went"
+    assert not any(statuses.admitted), "no worker has opened since the memory was released"
     await fleet.run("resume_memory")
     assert await all_serve(client, "step_1")
     for one in found:

@@ -136,8 +136,8 @@ async def test_a_rank_that_dies_fails_the_version_on_all_ranks(
 
 @pytest.mark.parametrize("transport", ["filesystem", "nixl", "gloo"])
 async def test_a_rank_that_hangs_fails_the_version_on_all_ranks(plane: Plane, transport: str) -> None:
-    """Each other rank raises an error that names the hung rank. When that one goes on, it raises the error too, and the
-    same processes publish the next version."""
+    """Each other rank raises an error that names the hung rank. When that one continues, it raises the error
+    too, and the same processes publish the next version."""
     fleet_of(plane, 1)
     with ExitStack() as stack:
         ranks = [stack.enter_context(one) for one in trainer(plane, "hanging", transport)]

@@ -103,7 +103,7 @@ async def test_only_what_differs_is_sent(transport: str, plane: Plane) -> None:
     again, sent = await publish(models[3])
     assert again == "partial", "what a late worker fetches is as before"
     assert sent == 24
-    # What a version brings may be as it was in an earlier one: then that one's source is this one's.
+    # The tensors may be equal to those of an earlier version. Then the source of that version is enough.
     back = plane.tmp / "weights" / "back"
     back.mkdir()
     write_safetensors(

@@ -71,7 +71,7 @@ class KeptCopy:
     area: StagingArea
     """The area in which the tensors lie."""
     digests: Mapping[str, str]
-    """The digest of each tensor, but of those that a delta has changed since they were hashed."""
+    """The digest of each tensor. A tensor that a delta has changed since it was hashed has none."""
     changed: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """For each version that was changed to make this one: its digest → the names of the tensors that differ from it. An
     engine that serves such a version loads only these."""

@@ -66,7 +66,7 @@ class Taken:
     shared: frozenset[str] = frozenset()
     """Names of tensors that lie in parts on all of the trainer's ranks, so that any rank can own them."""
     owned: OwnedTensors | None = None
-    """None: the source gathers on rank 0 only."""
+    """Gathers the tensors that this rank owns. None: the source gathers on rank 0 only."""
 
 
 class WeightSource(Protocol):

@@ -129,7 +129,7 @@ def test_sglang_is_asked_before_the_first_byte_is_loaded(tmp_path: Path) -> None
 def test_a_rank_that_refuses_updates_takes_nothing() -> None:
     rank: Any = Rank.__new__(Rank)
     rank._holder = SimpleNamespace(check_updates=partial(refuse, None))
-    rank._forget_cache = lambda: pytest.fail("it goes on")
+    rank._forget_cache = lambda: pytest.fail("it continues")
     for op in ("updatable", "ready"):
         with pytest.raises(Unsupported):
             rank.call(op)

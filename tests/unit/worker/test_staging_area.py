@@ -119,7 +119,7 @@ async def test_weights_without_room_are_refused_before_a_byte_comes(
     await engine.close()
 
 
-def test_memory_is_used_again_only_when_nobody_reads_it() -> None:
+def test_memory_is_used_again_only_when_no_rank_reads_it() -> None:
     pool = AreaPool(shared=True)
     first = pool.make(SPECS)
     first.put("a", HostTensor(SPECS["a"], memoryview(BYTES["a"])))
