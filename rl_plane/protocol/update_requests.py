@@ -444,6 +444,9 @@ class UpdatePolicy(Body):
     keep_staged: bool = False
     """Each rank keeps a copy of the base weights in host memory until the next swap. The next delta or partial version
     is applied to this copy, and other workers may heal from it."""
+    relay: bool = False
+    """Workers fetch the weights from one another too, if the transport is `nixl`. It is off by default: over TCP, UCX
+    can end a worker's process when another worker dies in the middle of a read."""
     pause_mode: PauseMode = Field("keep", json_schema_extra={"enum": [*PAUSE_WORDS]})
     """The mode of the pause during the swap, see `pause`. `retract` is `keep` with `flush_cache`, `in_place` is `keep`
     without it."""
@@ -646,10 +649,10 @@ class UpdateWeights(_Update):
 
     @property
     def relayed(self) -> bool:
-        """Reports whether workers may fetch the update from one another: it is staged, not small, and of one source. A
-        trainer whose ranks each send a share has as many links as ranks."""
+        """Reports whether workers fetch the update from one another: the policy asks for it, and it is staged, not
+        small, and of one source. A trainer whose ranks each send a share has as many links as ranks."""
         of_base = self.target.kind == "base" and self.encoding != "delta" and self.policy.staging == "host"
-        if not of_base or self.transport is None:
+        if not self.policy.relay or not of_base or self.transport is None:
             return False
         return self.transport.backend in RELAYED and "shares" not in (self.transport.model_extra or {})
 

@@ -287,7 +287,6 @@ class Receiver:
         area: StagingArea | None = None
         try:
             area = self._area(delivery)
-            delivery.places = area.find
             return area, *by(self.holder, delivery, area=area, **how)
         except BaseException:
             delivery.close()
