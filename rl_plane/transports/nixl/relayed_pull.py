@@ -47,6 +47,9 @@ log = logging.getLogger("rl_plane.transports.nixl.receiver")
 POLL_S = (0.0002, 0.01)
 """Seconds between two looks at the reads: from the first, doubled as long as nothing happens, up to the last."""
 
+DRAIN_S = 2.0
+"""The time for reads that are under way when all buckets have come. A transfer takes less on a link of 20 Mbit/s."""
+
 TRANSFER_BYTES = 4 << 20
 """The most bytes of one transfer, so that a slow source shows its progress."""
 
@@ -436,8 +439,27 @@ class RelayedPull(PackedDelivery):
         log.warning("%s got wrong bytes from %s", self._plan.worker, read.source)
         self._lose(reading, read.source, "its bytes are wrong")
 
+    def _drain(self, reading: _Reading) -> None:
+        """Waits for the reads under way whose buckets came from elsewhere. UCX can end the process of a source whose
+        reader leaves in the middle of a read."""
+        until = time.monotonic() + DRAIN_S
+        agent = reading.puller.agent
+        while reading.flights and time.monotonic() < until:
+            for flight in list(reading.flights):
+                try:
+                    state = agent.check_xfer_state(flight.handle)
+                except Exception:  # nixl's errors have no common base
+                    state = "ERR"
+                if state == "PROC":
+                    continue
+                reading.flights.remove(flight)
+                _release(flight)
+                (reading.free if state == "DONE" else reading.lost).append(flight.slot)
+            time.sleep(POLL_S[0])
+
     def _leave(self, reading: _Reading) -> bool:
         """Ends all reads. Returns whether the agent and its buffers can be used again."""
+        self._drain(reading)
         busy = bool(reading.flights or reading.lost)
         for flight in reading.flights:
             _release(flight)
