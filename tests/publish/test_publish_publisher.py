@@ -237,4 +237,4 @@ def test_the_page_of_transports_lists_what_is_tested() -> None:
     listed = {
         line.split("`")[1] for line in page.splitlines() if line.startswith("| `") and line.endswith(everywhere)
     }
-    assert listed == installed().keys() - {"nccl"}
+    assert listed == installed().keys() - {"nccl"} | {"http"}, "http has no sender"
