@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Union
 
@@ -91,12 +92,14 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     """The tensor's bytes, row-major: its own memory if that is contiguous and in host memory, else a copy."""
     if isinstance(tensor, HostTensor):
         return tensor.data
-    import torch
 
     if not tensor.numel():
         return memoryview(b"")
     flat = tensor.detach().reshape(-1).cpu()
-    return memoryview(flat.view(torch.uint8).numpy())
+    # Not by numpy(), after which torch does not resize the storage any more, as FSDP1 does.
+    memory = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())
+    memory.tensor = flat  # it lives as long as its bytes are in use
+    return memoryview(memory).cast("B")
 
 
 def in_order(specs: Iterable[tuple[str, TensorSpec]], tensors: Named) -> Iterator[tuple[str, Tensor]]:
