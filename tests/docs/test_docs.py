@@ -173,6 +173,7 @@ def test_every_block_that_does_not_run_is_counted() -> None:
     assert {name: count for name, count in left_out.items() if count} == {
         "benchmarks.md": 2,
         "containers.md": left_out["containers.md"],
+        "several-hosts.md": 2,
     }
 
 

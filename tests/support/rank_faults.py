@@ -1,14 +1,9 @@
-"""Faults of one rank of an engine, made inside the process that has it.
-
-A transport that brings nothing, in the host agent: it is installed like a third party's, and `init_transport` says
-which rank shall fail, and where. It passes that on to all ranks, in which a plugin has added a method to the agent.
-"""
+"""Faults of one rank of an engine, made inside the process that has it (see `rank_plugin`). `init_transport` says which
+rank shall fail, and where."""
 
 from __future__ import annotations
 
 import importlib
-import multiprocessing
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +12,9 @@ from typing import Any, Literal
 import torch
 
 from rl_plane.errors import EngineFailed
-from rl_plane.transports.base import TransportContext
-from worker.receive.rank_agents.agent_client import AgentClient
-from worker.receive.rank_agents.agent_server import AgentServer, Method
+from tests.support import rank_plugin
+from tests.support.rank_plugin import RankTransport
+from worker.receive.rank_agents.agent_server import Method
 
 Change = Literal["swap", "unload"]
 """A change of an adapter."""
@@ -34,27 +29,19 @@ PLACES: dict[str, dict[Change, str]] = {
 PUTS_BACK = {"vllm": f"{_VLLM}.add_adapter", "sglang": f"{_SGLANG}.unload_lora_adapter"}
 """The function that undoes the change."""
 
-_METADATA = "Metadata-Version: 2.1\nName: rank-faults\nVersion: 0\n"
-_PLUGIN = "faults = tests.support.rank_faults:register\n"
-_ENTRY_POINTS = (
-    "[rl_plane.transports]\nfaults = tests.support.rank_faults:Faults\n"
-    f"[vllm.general_plugins]\n{_PLUGIN}[sglang.srt.plugins]\n{_PLUGIN}"
-)
+BACKEND = "faults"
 
 
 def install(site: Path) -> None:
     """Installs the faults for processes that have `site` in their sys.path."""
-    installed = site / "rank_faults-0.dist-info"
-    installed.mkdir(parents=True)
-    (installed / "METADATA").write_text(_METADATA)
-    (installed / "entry_points.txt").write_text(_ENTRY_POINTS)
+    rank_plugin.install(site, BACKEND, __name__, Faults.__name__)
 
 
 def fault(rank: int, place: str, *, done: bool, times: int = 1) -> dict[str, Any]:
     """For `init_transport`. `place`: `module:Class.method`, which raises so many times in this rank. `done`: when it
     has done what it should."""
     what = {"rank": rank, "place": place, "done": done, "times": times}
-    return {"backend": "faults", "fault": what}
+    return {"backend": BACKEND, "fault": what}
 
 
 def faults_for_good(engine: str, change: Change, rank: int) -> list[dict[str, Any]]:
@@ -64,16 +51,8 @@ def faults_for_good(engine: str, change: Change, rank: int) -> list[dict[str, An
 
 
 def register() -> None:
-    """Adds the methods to each agent of a rank that starts in this process, if it is one of an engine."""
-    if multiprocessing.parent_process() is None:
-        return
-    really, faults = AgentServer.of_rank.__func__, RankFaults()  # type: ignore[attr-defined]
-
-    def of_rank(cls: Any, directory: Path, rank: int, methods: Mapping[str, Method]) -> AgentServer:
-        server: AgentServer = really(cls, directory, rank, {**methods, **faults.methods()})
-        return server
-
-    AgentServer.of_rank = classmethod(of_rank)  # type: ignore[assignment, method-assign]
+    """Adds the methods to the agent of a rank that starts in this process."""
+    rank_plugin.add_methods(RankFaults().methods())
 
 
 class RankFaults:
@@ -111,23 +90,16 @@ class RankFaults:
         setattr(owner, method, faulty)
 
 
-class Faults:
-    """The transport. It finds the ranks in the directory that the host agent was started with."""
+class Faults(RankTransport):
+    """The transport, in the host agent."""
 
-    backend = "faults"
-
-    def __init__(self, places: TransportContext) -> None:
-        directory = Path(sys.argv[1])
-        self._ranks = AgentClient.of_ranks(directory, len(list(directory.glob("rank-*.sock"))))
+    backend = BACKEND
 
     def init(self, config: Mapping[str, Any]) -> None:
-        self._ranks.ask("fault", {"fault": config["fault"]})
+        self.ranks.ask("fault", {"fault": config["fault"]})
 
     def destroy(self) -> None:
         """EngineFailed where something has not failed as often as it should."""
-        for left in self._ranks.ask("faults_left"):
+        for left in self.ranks.ask("faults_left"):
             if left:
                 raise EngineFailed(f"it did not come to these faults: {left}")
-
-    def open(self, request: Mapping[str, Any], kind: str) -> Any:
-        raise NotImplementedError

@@ -1,7 +1,7 @@
 """Wrong weights, made inside the process of one rank of a real engine right after it has swapped good ones in.
 
-Test support only. It is installed as a third party's transport is, and brings nothing: its `init_transport` reaches
-every rank and says which tensors of which rank shall be wrong after the next swaps.
+`init_transport` says which tensors of which rank shall be wrong after the next swaps. For `hf` the transport runs where
+the model is; in the other engines it reaches the ranks as `rank_plugin` says.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch
 
 from rl_plane.errors import EngineFailed
 from rl_plane.transports.base import TransportContext
+from tests.support import rank_plugin
+from tests.support.rank_plugin import RankTransport
+from worker.receive.rank_agents.agent_server import Method
 
 BACKEND = "weight_faults"
-_METADATA = "Metadata-Version: 2.1\nName: weight-faults\nVersion: 0\n"
-_ENTRY_POINTS = f"[rl_plane.transports]\n{BACKEND} = tests.support.weight_faults:WeightFaults\n"
 
 
 def _vllm_parameters(holder: Any) -> Iterable[tuple[str, torch.Tensor]]:
@@ -49,10 +50,7 @@ the object that has the method."""
 
 def install(site: Path) -> None:
     """Installs the faults for processes that have `site` in their sys.path."""
-    installed = site / "weight_faults-0.dist-info"
-    installed.mkdir(parents=True)
-    (installed / "METADATA").write_text(_METADATA)
-    (installed / "entry_points.txt").write_text(_ENTRY_POINTS)
+    rank_plugin.install(site, BACKEND, __name__, WeightFaults.__name__)
 
 
 def fault(engine: str, tensor: str, factor: float, *, rank: int = 0, swaps: int = 1) -> dict[str, Any]:
@@ -62,14 +60,25 @@ def fault(engine: str, tensor: str, factor: float, *, rank: int = 0, swaps: int 
     return {"backend": BACKEND, "fault": what}
 
 
-class WeightFaults:
-    backend = BACKEND
+def register() -> None:
+    """Adds the methods to the agent of a rank that starts in this process."""
+    rank_plugin.add_methods(RankWeights().methods())
 
-    def __init__(self, places: TransportContext) -> None:
+
+class RankWeights:
+    """The faults of the rank that is in this process."""
+
+    def __init__(self) -> None:
         self._left = 0
+        """The number of swaps that shall still be wrong."""
 
-    def init(self, config: Mapping[str, Any]) -> None:
-        what = config["fault"]
+    def methods(self) -> dict[str, Method]:
+        return {
+            "weight_fault": lambda body, cancelled: self.add(body["fault"]),
+            "weight_faults_left": lambda body, cancelled: self.clear(),
+        }
+
+    def add(self, what: Mapping[str, Any]) -> None:
         if _rank() != what["rank"]:
             return
         place, parameters = SWAPS[what["engine"]]
@@ -89,14 +98,36 @@ class WeightFaults:
         swap.really = really  # type: ignore[attr-defined]
         setattr(owner, method, swap)
 
+    def clear(self) -> int:
+        """Ends the faults. Returns how many swaps should still have been wrong."""
+        left, self._left = self._left, 0
+        return left
+
+
+class WeightFaults(RankTransport):
+    backend = BACKEND
+
+    def __init__(self, places: TransportContext) -> None:
+        super().__init__(places)
+        self._here = RankWeights()
+        """For `hf`, whose model is in this process."""
+        self._in_ranks = False
+        """Whether ranks have faults."""
+
+    def init(self, config: Mapping[str, Any]) -> None:
+        if config["fault"]["engine"] == "hf":
+            self._here.add(config["fault"])
+        else:
+            self._in_ranks = True
+            self.ranks.ask("weight_fault", {"fault": config["fault"]})
+
     def destroy(self) -> None:
         """EngineFailed where fewer swaps came than should be wrong."""
-        left, self._left = self._left, 0
+        left = self._here.clear()
+        if self._in_ranks:
+            left += sum(self.ranks.ask("weight_faults_left"))
         if left:
             raise EngineFailed(f"{left} more swaps should have been made wrong")
-
-    def open(self, request: Mapping[str, Any], kind: str) -> Any:
-        raise NotImplementedError
 
 
 def _rank() -> int:
