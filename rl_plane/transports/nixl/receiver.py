@@ -2,13 +2,12 @@
 
 A request is `{backend: nixl, host: H, port: P, secret: K}`, as the sender's `open` returns it, or has one such object
 for each share of a version (see `merged_delivery`). The buckets go into two
-registered buffers: one is filled while the other is used. UCX or the connection to the source reports its death; a time
-bound finds a source that hangs.
+registered buffers: one is filled while the other is used. The connection to the source reports its death; a time bound
+finds a source that hangs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import socket
@@ -18,11 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rl_plane._util.framing import read_frame, send_frame
-from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, PlaneError, Unavailable
+from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, PlaneError
 from rl_plane.protocol.relay import RelayPlan
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.transports.base import Delivery, RelayingTransport, TransportContext, check_fields
 from rl_plane.transports.merged_delivery import SHARES, MergedDelivery, open_shares
+from rl_plane.transports.nixl.channel import Channel, Source
 from rl_plane.transports.nixl.peer_source import PeerSource, address_towards
 from rl_plane.transports.nixl.reads import (
     PUBLISH,
@@ -30,13 +30,12 @@ from rl_plane.transports.nixl.reads import (
     READ_S,
     Piece,
     ReadLimits,
-    SourceRange,
     checked_places,
     gone,
     refuse,
     split_reads,
 )
-from rl_plane.transports.nixl.relayed_pull import RelayedPull, Trainer
+from rl_plane.transports.nixl.relayed_pull import END_S, RelayedPull, Trainer
 from rl_plane.transports.nixl.wire import BACKEND, PROTOCOL, RegisteredMemory, have_nixl, make_agent
 from rl_plane.transports.packed_delivery import PackedDelivery, check_kind
 from rl_plane.weights.checkpoint import Kind
@@ -105,11 +104,10 @@ class NixlTransport(RelayingTransport):
         check_fields(BACKEND, request, *_FIELDS)
         connection = _connected(request)
         try:
-            manifest, places, metadata, refetchable = _asked(connection, request["secret"], kind)
+            manifest, places, source, refetchable = _asked(connection, request["secret"], kind)
             if manifest.tensor_digests is None:  # what a peer gives could not be checked
-                return Pull(self, manifest, places, metadata, refetchable, connection)
-            trainer = Trainer(connection, metadata, places)
-            return RelayedPull(self, manifest, trainer, request["secret"], plan, refetchable)
+                return Pull(self, manifest, places, source, refetchable, connection)
+            return RelayedPull(self, manifest, Trainer(connection, source, places), plan, refetchable)
         except BaseException:
             connection.close()
             raise
@@ -170,18 +168,18 @@ class Pull(PackedDelivery):
         transport: NixlTransport,
         manifest: Manifest,
         places: Sequence[Sequence[Piece]],
-        metadata: bytes,
+        source: Source,
         refetchable: bool,
         connection: socket.socket,
     ) -> None:
         super().__init__(manifest, self._received(), refetchable=refetchable, close=self._end)
         self._transport = transport
         self._places = places
-        self._metadata = metadata
+        self._source = source
         self._connection = connection
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="nixl pull")
         self._puller: Puller | None = None
-        self._source = ""
+        self._channel: Channel | None = None
         self._ended = False
 
     def _received(self) -> Iterator[memoryview]:
@@ -198,60 +196,58 @@ class Pull(PackedDelivery):
     def _end(self) -> None:
         self._ended = True
         self._ahead.shutdown(wait=True, cancel_futures=True)
-        if self._puller is not None:
-            with contextlib.suppress(Exception):  # the agent has removed it already
-                self._puller.agent.remove_remote_agent(self._source)
-            self._transport.give_back(self._puller)
-            self._puller = None
+        self._leave(clean=True)
         self._connection.close()
+
+    def _leave(self, *, clean: bool) -> None:
+        """Leaves the source. After an error the agent and its buffers are not used again, since bytes may still arrive,
+        even after a read was released."""
+        channel, self._channel = self._channel, None
+        puller, self._puller = self._puller, None
+        if channel is not None:
+            channel.leave()
+            clean &= channel.has_ended(END_S)
+        if puller is not None and clean:
+            self._transport.give_back(puller)
 
     def _begin(self, count: int, nbytes: int) -> Sequence[RegisteredMemory]:
         self._puller = self._transport.take(self._connection.getsockname()[0])
         try:
-            self._source = self._puller.agent.add_remote_agent(self._metadata)
+            self._channel = Channel(self._puller.agent, self._source)
         except Exception as error:  # nixl's errors have no common base
             self._look()
             raise refuse(f"its metadata can't be used: {error}") from error
         return self._puller.buffers(count, nbytes)
 
     def _read(self, number: int, buffer: RegisteredMemory) -> None:
-        """Reads one bucket. After an error the agent and its buffers are not used again, since bytes may still arrive,
-        even after a read was released."""
-        for pieces in split_reads(self._places[number], self._transport.limits):
-            here = [(buffer.address + at, place[1], 0) for at, place in pieces]
-            try:
-                self._read_pieces(here, [place for _, place in pieces])
-            except PlaneError:
-                self._puller = None
-                raise
-            except Exception as error:  # nixl's errors have no common base
-                self._puller = None
-                raise gone(error) from error.with_traceback(
-                    None
-                )  # the frames of the traceback would keep the agent
-
-    def _read_pieces(self, here: list[SourceRange], there: list[SourceRange]) -> None:
-        assert self._puller is not None
-        agent = self._puller.agent
-        handle = agent.initialize_xfer(
-            "READ", agent.get_xfer_descs(here, "DRAM"), agent.get_xfer_descs(there, "DRAM"), self._source
-        )
+        """Reads one bucket."""
         try:
-            until = time.monotonic() + READ_S
-            state = agent.transfer(handle)
-            while state == "PROC":
+            for pieces in split_reads(self._places[number], self._transport.limits):
+                self._read_pieces(buffer, pieces)
+        except PlaneError:
+            self._leave(clean=False)
+            raise
+        except Exception as error:  # nixl's errors have no common base
+            self._leave(clean=False)
+            raise gone(error) from error.with_traceback(None)  # the frames of the traceback would keep the agent
+
+    def _read_pieces(self, buffer: RegisteredMemory, pieces: Sequence[Piece]) -> None:
+        assert self._channel is not None
+        read = self._channel.begin(buffer, pieces)
+        try:
+            arrived, until = 0, time.monotonic() + READ_S
+            while (state := read.look()) == "PROC":
                 self._look()
+                if read.arrived > arrived:
+                    arrived, until = read.arrived, time.monotonic() + READ_S
                 if time.monotonic() > until:
-                    nbytes = sum(place[1] for place in there)
+                    nbytes = sum(place[1] for _, place in pieces)
                     raise DeadlineExceeded(f"{nbytes} bytes did not come in {READ_S:g} s", fix=PUBLISH)
                 time.sleep(POLL_S)
-                state = agent.check_xfer_state(handle)
             if state != "DONE":
-                raise Unavailable(f"a read ended as {state}", fix=PUBLISH)
+                raise gone(state)
         finally:
-            with contextlib.suppress(Exception):  # nixl raises if it has to break off the read
-                handle.release()
-            del handle, agent
+            read.release()
         self._look()
 
     def _look(self) -> None:
@@ -295,7 +291,7 @@ def _is_port(value: Any) -> bool:
 
 def _asked(
     connection: socket.socket, secret: str, kind: Kind
-) -> tuple[Manifest, Sequence[Sequence[Piece]], bytes, bool]:
+) -> tuple[Manifest, Sequence[Sequence[Piece]], Source, bool]:
     try:
         send_frame(connection, {"protocol": PROTOCOL, "secret": secret})
         answer = read_frame(connection)
@@ -313,4 +309,5 @@ def _asked(
         raise refuse("it gave no metadata")
     connection.setblocking(False)
     places = checked_places(answer.get("places"), manifest.buckets)
-    return manifest, places, answer["metadata"], answer.get("refetchable") is not False
+    source = Source(connection.getpeername()[:2], secret, answer["metadata"], answer.get("reach"))
+    return manifest, places, source, answer.get("refetchable") is not False
