@@ -38,6 +38,7 @@ from rl_plane.transports.nixl.reads import (
 from rl_plane.transports.nixl.relayed_pull import END_S, RelayedPull, Trainer
 from rl_plane.transports.nixl.wire import BACKEND, PROTOCOL, RegisteredMemory, have_nixl, make_agent
 from rl_plane.transports.packed_delivery import PackedDelivery, check_kind
+from rl_plane.transports.relay.plan import LEAST_BYTES
 from rl_plane.weights.checkpoint import Kind
 from rl_plane.weights.manifest import Manifest
 
@@ -105,7 +106,8 @@ class NixlTransport(RelayingTransport):
         connection = _connected(request)
         try:
             manifest, places, source, refetchable = _asked(connection, request["secret"], kind)
-            if manifest.tensor_digests is None:  # what a peer gives could not be checked
+            small = sum(bucket.nbytes for bucket in manifest.buckets) < LEAST_BYTES
+            if small or manifest.tensor_digests is None:  # without them, what a peer gives could not be checked
                 return Pull(self, manifest, places, source, refetchable, connection)
             return RelayedPull(self, manifest, Trainer(connection, source, places), plan, refetchable)
         except BaseException:
