@@ -95,6 +95,8 @@ BROADCASTS = [
 ]
 
 LARGE = [f"{name} into the staging area, 67 MB" for name in ("ipc", "nixl", "gloo", "files")]
+RELAY = "8 MB to 2 hosts by relay"
+"""Only where hosts can be made: see `bench.hosts`."""
 
 PUBLISHED = [
     f"publish by {name}{way}, 2 MB"
@@ -126,6 +128,7 @@ def test_every_row_is_printed(ran: tuple[str, dict[str, Any]]) -> None:
         key=lambda row: (FAN_OUTS.index(row[0]), int(row[1])),
     )
     assert [cells[0] for cells in lines if cells[0] in TIMES] == list(TIMES)
+    assert "671 B, fp8" in [cells[0] for cells in lines], "the computed cost of large models"
     updates = {what for what, _ in UPDATES}
     assert [(cells[0], int(cells[1])) for cells in lines if cells[0] in updates] == UPDATES
 
@@ -143,9 +146,10 @@ def test_the_json_has_the_same_rows(ran: tuple[str, dict[str, Any]]) -> None:
     assert [(row["what"], row["beside"]) for row in rows["shared_memory"]] == SHARED_MEMORY
     assert [(row["what"], row["workers"]) for row in rows["pulls"]] == PULLS
     assert [row["what"] for row in rows["broadcasts"]] == BROADCASTS
-    assert [row["what"] for row in rows["large"]] == [
+    assert [row["what"] for row in rows["large"] if not row["what"].startswith(RELAY)] == [
         what for what in LARGE if have_nixl() or not what.startswith("nixl")
     ]
+    assert len(rows["large"]) in (len(LARGE) - 1, len(LARGE), len(LARGE) + 3)
     assert [row["what"] for row in rows["published"]] == PUBLISHED
     assert [row["what"] for row in rows["generation"]] == STREAMS
     for row in [row for table in rows.values() for row in table]:

@@ -16,7 +16,7 @@ log = logging.getLogger("rl_plane.transports.nixl.receiver")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ReadSource:
     """A source, as it has answered."""
 
     where: tuple[str, int]
@@ -29,7 +29,7 @@ class Source:
 class Channel:
     """Reads from one source. Keep it as long as a read is under way."""
 
-    def __init__(self, agent: Any, source: Source, wake: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, agent: Any, source: ReadSource, wake: Callable[[], None] = lambda: None) -> None:
         """Raises nixl's error if the source's metadata can't be used. `wake` is called when a read over TCP has ended;
         the end of other reads is seen by looking."""
         self._agent = agent

@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_plane._util.framing import read_frame, send_frame
 from rl_plane.protocol.relay import RelayPeer
-from rl_plane.transports.nixl.channel import Source
+from rl_plane.transports.nixl.channel import ReadSource
 from rl_plane.transports.nixl.wire import NOT_YET, PROTOCOL
 
 CONNECT_S = 3.0
@@ -30,7 +30,7 @@ class Offered:
     """The peer receives the update too. Its memory can be read as `source` and `places` say."""
 
     peer: str
-    source: Source
+    source: ReadSource
     places: Any
 
 
@@ -95,7 +95,9 @@ class PeerLink:
                 return True
             if not isinstance(answer.get("metadata"), bytes):
                 raise ValueError(str(answer.get("error", "it gave no metadata"))[:200])
-            source = Source(connection.getpeername()[:2], self._secret, answer["metadata"], answer.get("reach"))
+            source = ReadSource(
+                connection.getpeername()[:2], self._secret, answer["metadata"], answer.get("reach")
+            )
             self._tell(Offered(name, source, answer.get("places")))
             connection.settimeout(None)  # a peer that hangs has nothing that is wanted, and is not waited for
             while True:

@@ -22,7 +22,7 @@ from rl_plane.protocol.relay import RelayPlan
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.transports.base import Delivery, RelayingTransport, TransportContext, check_fields
 from rl_plane.transports.merged_delivery import SHARES, MergedDelivery, open_shares
-from rl_plane.transports.nixl.channel import Channel, Source
+from rl_plane.transports.nixl.channel import Channel, ReadSource
 from rl_plane.transports.nixl.peer_source import PeerSource, address_towards
 from rl_plane.transports.nixl.reads import (
     PUBLISH,
@@ -170,7 +170,7 @@ class Pull(PackedDelivery):
         transport: NixlTransport,
         manifest: Manifest,
         places: Sequence[Sequence[Piece]],
-        source: Source,
+        source: ReadSource,
         refetchable: bool,
         connection: socket.socket,
     ) -> None:
@@ -293,7 +293,7 @@ def _is_port(value: Any) -> bool:
 
 def _asked(
     connection: socket.socket, secret: str, kind: Kind
-) -> tuple[Manifest, Sequence[Sequence[Piece]], Source, bool]:
+) -> tuple[Manifest, Sequence[Sequence[Piece]], ReadSource, bool]:
     try:
         send_frame(connection, {"protocol": PROTOCOL, "secret": secret})
         answer = read_frame(connection)
@@ -311,5 +311,5 @@ def _asked(
         raise refuse("it gave no metadata")
     connection.setblocking(False)
     places = checked_places(answer.get("places"), manifest.buckets)
-    source = Source(connection.getpeername()[:2], secret, answer["metadata"], answer.get("reach"))
+    source = ReadSource(connection.getpeername()[:2], secret, answer["metadata"], answer.get("reach"))
     return manifest, places, source, answer.get("refetchable") is not False

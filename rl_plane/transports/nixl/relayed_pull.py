@@ -22,7 +22,7 @@ from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidWeights, PlaneError, Unavailable
 from rl_plane.protocol.relay import TRAINER, RelayPlan
 from rl_plane.protocol.versions import HostTensor, algorithm_of, tensor_digest
-from rl_plane.transports.nixl.channel import Channel, ChannelRead, Source
+from rl_plane.transports.nixl.channel import Channel, ChannelRead, ReadSource
 from rl_plane.transports.nixl.metadata_server import RelayOffer
 from rl_plane.transports.nixl.peer_link import Lost, News, Offered, PeerLink, Verified
 from rl_plane.transports.nixl.reads import (
@@ -78,7 +78,7 @@ class Trainer:
 
     connection: socket.socket
     """Without blocking. It ends when the trainer dies, or withdraws the version."""
-    source: Source
+    source: ReadSource
     places: Sequence[Sequence[Piece]]
 
 
@@ -233,7 +233,7 @@ class RelayedPull(PackedDelivery):
             max(2, min(sources + CHECKERS, SLOT_BYTES // max(largest, 1))),
         )
 
-    def _channel(self, puller: Puller, source: Source) -> Channel:
+    def _channel(self, puller: Puller, source: ReadSource) -> Channel:
         return Channel(puller.agent, source, lambda: self._news.put(_Wake()))
 
     def _places(self) -> Mapping[str, memoryview]:

@@ -86,7 +86,7 @@ class TcpRead:
     places: Sequence[memoryview]
     pieces: Sequence[SourceRange]
     state: str = "PROC"
-    """As nixl's: PROC, DONE, or why the read has failed."""
+    """PROC, DONE, or why the read has failed."""
     arrived: int = 0
     """Bytes so far."""
 
@@ -101,7 +101,7 @@ class TcpReads:
     """The connection to one source. A thread does the reads in the order in which they were begun."""
 
     def __init__(self, where: tuple[str, int], secret: str, wake: Callable[[], None]) -> None:
-        """`where`: the source's host and port. `wake` is called when a read has ended."""
+        """Connects to the source's host and port `where`. `wake` is called when a read has ended."""
         self._where = where
         self._secret = secret
         self._wake = wake
