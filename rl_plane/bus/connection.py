@@ -215,6 +215,7 @@ class Bus:
         self._requests: dict[str, tuple[str, asyncio.Future[Msg]]] = {}
         """Key of a reply → the subject that was asked, and the answer."""
         self._numbers = itertools.count()
+        self._wait_s = CONNECT_TIMEOUT_S
         self._give_up_at = math.inf
         self._connecting = True
         self._on_denial: list[DenialCallback] = []
@@ -236,6 +237,7 @@ class Bus:
         or is not the right one."""
         _check_url(url)
         bus = cls(url, name, credentials)
+        bus._wait_s = wait_s
         bus._give_up_at = time.monotonic() + wait_s
         try:
             async with asyncio.timeout(wait_s):
@@ -435,14 +437,17 @@ class Bus:
                 await self._until_there(bucket, denied)
 
     async def _until_there(self, bucket: KeyValueBucket, denied: PermissionDenied) -> None:
-        """Waits until another process has made the bucket, because this one's key may not."""
-        give_up = time.monotonic() + SERVICE_CONNECT_S
+        """Waits until another process has made the bucket, because this one's key may not. It waits as long as this
+        process would have waited for the server."""
+        give_up = time.monotonic() + self._wait_s
         while await self._config(bucket) is None:
             if time.monotonic() > give_up:
+                namespace, component = bucket.owner.split(".")
                 raise PermissionDenied(
-                    f"there is no bucket {bucket.name} yet, and {self.login} may not make it",
+                    f"there is no fleet in namespace {namespace}, component {component}: no frontend has made the "
+                    f"bucket {bucket.name}, and {self.login} may not make it",
                     role=self.login.role,
-                    fix="start a frontend, which makes it",
+                    fix="start a frontend (`rl-plane frontend`), or name another namespace or component",
                 ) from denied
             await asyncio.sleep(LOOK_S)
 
