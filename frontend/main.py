@@ -85,7 +85,7 @@ class Frontend:
         fleet.liveness_timeout_s = options.liveness_timeout_s
         self.recovery = UpdateRecovery(fleet, view)
         self.calls = OpRunner(fleet)
-        self.calls.on_op = self.events.on_op
+        self.calls.on_op = functools.partial(self.events.on_op, client.owner)
         self.service = FleetService(
             client.bus, view.subjects.fleet, self.calls, max_calls=options.limits.fleet_calls
         )

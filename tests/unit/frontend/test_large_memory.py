@@ -48,7 +48,7 @@ def request(body: bytes) -> Request:
 
 
 async def tensors_in(body: bytes) -> tuple[dict[str, Any], Mapping[str, HostTensor]]:
-    """What a route holds of a request: the body, and the tensors that were in it."""
+    """Returns what a route holds of a request: the parsed body, and its tensors."""
     with LargeBodyPlace(asyncio.Semaphore()) as place:
         parsed, _ = await read_hashed(request(body), len(body), place)
     return parsed, await asyncio.to_thread(read_tensors, parsed[FIELD])
