@@ -168,12 +168,19 @@ class _Client(Client):  # type: ignore[misc]  # nats-py has no types
         await super()._process_info(info, initial_connection)
 
     def _connect_command(self) -> bytes:
+        self._end_without_warning()
         command: bytes = super()._connect_command()
         proof = self._login.answer(str(self._server_info.get("nonce", "")))
         if not proof:
             return command
         options = json.loads(command.partition(b" ")[2])
         return b"CONNECT " + json.dumps({**options, **proof}).encode() + b"\r\n"
+
+    def _end_without_warning(self) -> None:
+        """Tells the stream that it is over TLS. nats-py does not, and asyncio would log a warning at its end."""
+        writer = self._transport._io_writer if isinstance(self._transport, TcpTransport) else None
+        if writer is not None and writer.get_extra_info("ssl_object") is not None:
+            writer._protocol._over_ssl = True
 
     def abort(self) -> None:
         """Drops the connection, and the bytes that were not sent."""
