@@ -428,7 +428,9 @@ class WorkerProcess:
             return None
         from worker.metrics.worker_metrics import WorkerMetrics  # the engine is loaded now
 
-        listener = MetricsListener(self._metrics, WorkerMetrics(worker.facts).text, self._options.metrics_key)
+        listener = MetricsListener(
+            self._metrics, WorkerMetrics(worker.facts).text_for_scraper, self._options.metrics_key
+        )
         await listener.start()
         return listener
 

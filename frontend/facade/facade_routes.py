@@ -137,7 +137,7 @@ def _add_streams(api: Api, events: FleetEvents, metrics: FrontendMetrics) -> Non
         return EventStream(events.listen(), framed=True, limits=events.limits)
 
     async def show_metrics(request: Request) -> Response:
-        return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+        return Response(await metrics.text_for_scraper(), headers={"Content-Type": CONTENT_TYPE})
 
     api.add(
         Operation(

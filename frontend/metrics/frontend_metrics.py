@@ -86,6 +86,9 @@ class FrontendMetrics:
     def text(self) -> bytes:
         return self._page.text()
 
+    async def text_for_scraper(self) -> bytes:
+        return await self._page.text_for_scraper()
+
     def _collect(self) -> Iterable[Metric]:
         yield from _fleet(self._facts.fleet_facts())
         yield from self.updates.collect()

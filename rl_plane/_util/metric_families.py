@@ -5,8 +5,9 @@ Every label has a closed set of values, so that the number of series is bounded.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -34,7 +35,7 @@ def closed(value: str, known: Iterable[str]) -> str:
     return value if value in known else OTHER
 
 
-@cache
+@functools.cache
 def transports() -> tuple[str, ...]:
     """The names of the installed transports, and `other`."""
     return (*sorted({point.name for point in entry_points(group="rl_plane.transports")}), OTHER)
@@ -105,13 +106,24 @@ class MetricsPage:
         ProcessCollector(registry=self._registry)
 
     def text(self) -> bytes:
-        return generate_latest(self._registry)
+        return self._read()()
+
+    async def text_for_scraper(self) -> bytes:
+        """Reads the values at once, and writes them on a thread: to write some hundred lines takes milliseconds, in
+        which a loop would pass on no token."""
+        return await asyncio.to_thread(self._read())
+
+    def _read(self) -> Callable[[], bytes]:
+        """Reads all values now. The result writes them, on any thread."""
+        families = _Families(functools.partial(iter, list(self._registry.collect())))
+        return lambda: generate_latest(families)
 
     def _build(self) -> Iterable[Metric]:
         words = "The version of rl_plane that runs, and of the messages that it sends on NATS."
         yield info("rl_plane_build_info", words, version=_installed_version(), protocol=self._protocol)
 
 
+@functools.cache
 def _installed_version() -> str:
     try:
         return version("rl-plane")

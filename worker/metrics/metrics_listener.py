@@ -9,7 +9,7 @@ import importlib.util
 import ipaddress
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from email.message import Message
 from email.parser import BytesParser
 from http import HTTPStatus
@@ -60,7 +60,7 @@ def open_metrics_port(host: str, port: int, key: str | None) -> socket.socket:
 class MetricsListener:
     """Answers `GET /metrics`, and nothing else. `key`: what a scraper must send as `Authorization: Bearer KEY`."""
 
-    def __init__(self, listener: socket.socket, text: Callable[[], bytes], key: str | None) -> None:
+    def __init__(self, listener: socket.socket, text: Callable[[], Awaitable[bytes]], key: str | None) -> None:
         self._listener = listener
         self._text = text
         self._key = key
@@ -85,7 +85,7 @@ class MetricsListener:
         try:
             async with asyncio.timeout(REQUEST_S):
                 head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(self._answer(head))
+                writer.write(await self._answer(head))
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
@@ -97,7 +97,7 @@ class MetricsListener:
             self._open -= 1
             writer.transport.abort()
 
-    def _answer(self, head: bytes) -> bytes:
+    async def _answer(self, head: bytes) -> bytes:
         first, _, rest = head.partition(b"\r\n")
         method, _, target = first.decode("latin-1").rpartition(" ")[0].partition(" ")
         headers = BytesParser().parsebytes(rest, headersonly=True)
@@ -107,7 +107,7 @@ class MetricsListener:
             return _reply(HTTPStatus.METHOD_NOT_ALLOWED, "use GET\n")
         if (refusal := self._refusal(headers)) is not None:
             return _reply(HTTPStatus.UNAUTHORIZED, refusal + "\n")
-        return _reply(HTTPStatus.OK, self._text(), CONTENT_TYPE)
+        return _reply(HTTPStatus.OK, await self._text(), CONTENT_TYPE)
 
     def _refusal(self, headers: Message) -> str | None:
         """Why the request may not read the page. Without a key, a web page could make its own name mean this machine:

@@ -19,8 +19,8 @@ class WorkerMetrics:
         self._facts = facts
         self._page = MetricsPage(self._collect, PROTOCOL_VERSION)
 
-    def text(self) -> bytes:
-        return self._page.text()
+    async def text_for_scraper(self) -> bytes:
+        return await self._page.text_for_scraper()
 
     def _collect(self) -> Iterable[Metric]:
         now = self._facts()

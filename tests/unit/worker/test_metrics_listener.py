@@ -25,7 +25,11 @@ HERE = "127.0.0.1"
 @asynccontextmanager
 async def listening(text: bytes = b"a 1\n") -> AsyncIterator[int]:
     with open_metrics_port(HERE, 0, None) as listener:
-        server = MetricsListener(listener, lambda: text, None)
+
+        async def page() -> bytes:
+            return text
+
+        server = MetricsListener(listener, page, None)
         await server.start()
         try:
             yield listener.getsockname()[1]
