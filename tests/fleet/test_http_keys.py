@@ -24,7 +24,7 @@ from rl_plane.fleet.http_client import call_facade
 from rl_plane.protocol.http_keys import ROLES, Caller, Role, hash_key, parse_keys_file
 from tests.conftest import Plane
 from tests.support.frontend_here import started
-from tests.support.http_key_file import write_keys
+from tests.support.key_files import write_keys
 
 BOUND_S = 30.0
 PAGE = Path(__file__).parents[2] / "docs" / "security-http.md"

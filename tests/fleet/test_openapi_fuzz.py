@@ -29,7 +29,7 @@ from frontend.server.options import FrontendOptions
 from rl_plane.protocol.http_keys import Role
 from tests.support.dialect_facade import fine
 from tests.support.frontend_here import started
-from tests.support.http_key_file import write_keys
+from tests.support.key_files import write_keys
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
