@@ -305,7 +305,7 @@ class RelayedPull(PackedDelivery):
                     self._lose(reading, peer, str(error))
             case Verified(peer, buckets):
                 if peer in reading.sources:  # not lost
-                    reading.chooser.announced(peer, buckets, time.monotonic())
+                    reading.chooser.announced(peer, buckets)
 
     def _lose(self, reading: _Reading, peer: str, why: str) -> None:
         """Stops to read from a peer."""
