@@ -126,7 +126,7 @@ def test_lent_tensors_are_read_into_their_places(
 
 
 def test_a_lent_bucket_is_sent_before_it_is_hashed() -> None:
-    """So that a receiver reads it meanwhile."""
+    """A receiver reads it meanwhile."""
     given, digests = tensors(1), dict[str, str]()
     manifest = Manifest(IpcSender(lambda: 1, layout="tensors").pack(SPECS.items(), BUCKET_BYTES))
     hashed = [
