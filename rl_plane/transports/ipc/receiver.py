@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,12 @@ FIRST_PACKET_S = 30.0
 BUCKET_S = 300.0
 """The time for a bucket in seconds. Gathering a sharded model takes seconds; before, the trainer may wait for other
 receivers."""
+
+READERS = min(4, os.cpu_count() or 1)
+"""Threads that read the lent tensors of a bucket. One core copies slower than memory allows."""
+
+SEVERAL_READERS_BYTES = 1 << 20
+"""The bytes of a lent bucket from which several threads read it. A smaller one is there before a thread wakes up."""
 
 LOOK_S = 0.1
 """Seconds between two looks at `cancelled`, while the receiver waits."""
@@ -123,6 +130,7 @@ class _Mapped:
 
     def __init__(self, maps: list[mmap.mmap]) -> None:
         self._maps = maps
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="ipc read")
 
     def read(self, number: int, nbytes: int) -> memoryview:
         if not self._maps:
@@ -133,12 +141,18 @@ class _Mapped:
     def read_own(self, number: int, own: _LentBucket) -> Sequence[str | None]:
         if len(own.descriptors) != len(own.places):
             raise _refuse(f"{len(own.descriptors)} descriptors came for {len(own.places)} tensors")
-        return [
-            read_memory(descriptor, start, place, own.algorithm)
-            for descriptor, start, place in zip(own.descriptors, own.starts, own.places, strict=True)
+        algorithms = [own.algorithm] * len(own.places)
+        if sum(place.nbytes for place in own.places) < SEVERAL_READERS_BYTES:
+            return list(map(read_memory, own.descriptors, own.starts, own.places, algorithms))
+        reads = [
+            self._readers.submit(read_memory, *one)
+            for one in zip(own.descriptors, own.starts, own.places, algorithms, strict=True)
         ]
+        wait(reads)  # also after an error, because the caller closes the descriptors next
+        return [one.result() for one in reads]
 
     def close(self) -> None:
+        self._readers.shutdown(wait=False)
         for one in self._maps:
             one.close()
 
