@@ -45,9 +45,9 @@ POLL_S = 0.0005
 BUFFERS = 2
 """One buffer is filled while the other is used."""
 
-SLICE_BYTES = 4 << 20
-"""The most bytes of a read into places. What has come is hashed while the cores' cache has it, and a shorter read takes
-longer to begin than to hash."""
+SLICE_BYTES = 8 << 20
+"""The most bytes of a read into places. The shared cache of the cores still has such a slice when it is hashed. To
+start a read takes a tenth of a millisecond, in which about 0.5 MB could be read."""
 
 
 @dataclass(slots=True)
