@@ -10,7 +10,7 @@ from typing import Any
 from frontend.server.in_flight import InFlight
 from rl_plane.errors import PlaneError
 from rl_plane.fleet.fleet import Fleet
-from rl_plane.fleet.fleet_call import ASKED_BY
+from rl_plane.fleet.fleet_call import ASKED_BY, CALLED_FROM
 from rl_plane.protocol.fleet_ops import FLEET_OPS
 
 log = logging.getLogger("frontend.facade.op_runner")
@@ -46,7 +46,8 @@ class OpRunner:
             outcome = error.code
             raise
         finally:
-            log.info("%s, asked by %s: %s", op, ASKED_BY.get() or "a caller without a key", outcome)
+            key = f"the key {ASKED_BY.get()}" if ASKED_BY.get() else "no key"
+            log.info("%s, asked by %s with %s: %s", op, CALLED_FROM.get() or "this process", key, outcome)
             self.on_op(op, ASKED_BY.get(), outcome)
 
     async def _change(self, op: str, body: dict[str, Any], request_id: str, digest: str | None) -> dict[str, Any]:

@@ -105,6 +105,7 @@ class Coordinator:
                     raise instruction.result
                 return instruction.result
             start = self._clock()
+            self._held.note_phase(machine.phase, _bound_s(instruction))
             try:
                 event = await self.carry_out(instruction)
             except PlaneError as error:
@@ -138,7 +139,10 @@ class Coordinator:
                 return await self._announce(instruction)
             case Write(phase, record):
                 write = self._record.decide if phase == "decide" else self._record.write
-                return Written(await write(record), self._record.sequence)
+                written = await write(record)
+                if phase == "decide" and self._journal is not None:
+                    self._journal.decided(record.sequence)
+                return Written(written, self._record.sequence)
             case BeginJournal() | SaveSession() | EndSession() | SavePause() | SaveCanaryHistory():
                 await self._save(instruction)
                 return Done()
@@ -332,6 +336,16 @@ class Coordinator:
                 await self._held.put(SESSION, session.encode(), ttl_s=session.idle_s)
             case EndSession():
                 await self._held.put(SESSION, b"")  # not a purge, which the server would take without the lock
+
+
+def _bound_s(instruction: Instruction) -> float | None:
+    """The longest time in seconds that an instruction may take. None: it takes moments, or the op has its own bound."""
+    match instruction:
+        case SendOp() | Announce() | Watch():
+            return instruction.timeout_s
+        case WaitSilent():
+            return SERVING_LEASE_S + LEASE_MARGIN_S
+    return None
 
 
 def _members(snapshot: Snapshot) -> dict[str, str]:

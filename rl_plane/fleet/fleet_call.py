@@ -18,6 +18,10 @@ from rl_plane.protocol.fleet_ops import FleetOp, Select
 ASKED_BY: ContextVar[str] = ContextVar("asked_by", default="")
 """The id of the key of the call under way, which the HTTP listener sets. Empty: a call over NATS, or without a key."""
 
+CALLED_FROM: ContextVar[str] = ContextVar("called_from", default="")
+"""The process that has made the call under way, such as `train.py@gpu3:4711`, or its address. A listener sets it.
+Empty: this process made the call itself."""
+
 READS_OF_STAGES = ("workers", "state")
 """Ops that describe stages too, in a fleet without engines."""
 
@@ -42,6 +46,8 @@ class FleetCall(Generic[B]):
     """Monotonic seconds."""
     asked_by: str = ""
     """The id of the caller's key."""
+    caller: str = ""
+    """The caller's process or address. Empty: this process."""
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -51,7 +57,15 @@ class FleetCall(Generic[B]):
     def with_body(self, body: C) -> FleetCall[C]:
         """This call with another body."""
         return FleetCall(
-            self.op, self.select, body, self.view, self.request_id, self.may_repeat, self.start, self.asked_by
+            self.op,
+            self.select,
+            body,
+            self.view,
+            self.request_id,
+            self.may_repeat,
+            self.start,
+            self.asked_by,
+            self.caller,
         )
 
     @property

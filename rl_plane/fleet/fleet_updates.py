@@ -131,6 +131,8 @@ class FleetUpdates:
             request,
             rollback.model_dump(exclude_none=True) if rollback is not None else None,
             call.asked_by,
+            call.caller or self._calls.owner,
+            call.start,
         )
 
     async def _committed(
@@ -143,6 +145,7 @@ class FleetUpdates:
         reply = updated(call, outcome, coordinator.phases, coordinator.sources)
         if journal is not None:
             reply["phases"] = dict(await journal.committed(outcome, reply["workers"], coordinator.phases))
+            reply["elapsed_s"] = time.monotonic() - call.start
         return reply
 
     async def prepare(self, call: FleetCall[update_requests.UpdateWeights]) -> dict[str, Any]:
@@ -161,7 +164,6 @@ class FleetUpdates:
                 raise ended(entry)
             if call.may_repeat:
                 await journal.settle_own()
-            start = time.monotonic()
             try:
                 prepared = await Coordinator(self._calls, call.view, held, journal).run(
                     UpdateCommand("prepare", call.request_id, body)
@@ -171,7 +173,7 @@ class FleetUpdates:
                 raise
             assert isinstance(prepared, Prepared)
             rows = _rows_of(prepared.ready)
-            await journal.prepared(rows, prepared.digest or None, time.monotonic() - start)
+            await journal.prepared(rows, prepared.digest or None)
         return {
             **head(call, call.view.snapshot()),
             "update_id": call.request_id,
@@ -232,7 +234,10 @@ class FleetUpdates:
             return first
         await whole_fleet(call)
         waiting = await self._session(call, update_id)
-        async with lock_with_keepalive(self._calls, call.view, waiting, _complete_wait_s(waiting)) as held:
+        held_for = "" if waiting is None else waiting.update_id
+        async with lock_with_keepalive(
+            self._calls, call.view, waiting, _complete_wait_s(waiting), held_for
+        ) as held:
             session = await self._session(call, update_id)
             # A first call may have ended while this one waited for the lock.
             if session is None and (first := await self._completed(call, update_id)) is not None:
