@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from rl_plane.cli.output import counted, one_line, table
+from rl_plane.commit.running_update import BEFORE_DECISION
 from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.relay import TRAINER
 
@@ -73,8 +74,10 @@ def show(op: str, reply: Reply, body: Reply) -> str:
         return "\n".join(_updates(reply))
     if op == "new_run":
         return "\n".join(_updated(reply, "began a new run with"))
-    if op in ("update_weights", "rollback"):
+    if op in ("update_weights", "rollback", "complete_weights_update"):
         return "\n".join(_updated(reply))
+    if op == "abort_weights_update":
+        return f"aborted the update {reply['update_id']} in {_seconds(reply.get('elapsed_s'))}"
     if op == "check_weights":
         return "\n".join(_checked(reply, body))
     words = f"{DONE[op]} {_count(reply)} in {_seconds(reply.get('elapsed_s'))}"
@@ -114,6 +117,8 @@ def _running(reply: Reply) -> list[str]:
         words = f"asked by {update['caller'] or update['who']}{key}{via}; {update['who']} coordinates it"
         lines.append("  " + one_line(words))
         lines += _of_workers(reply, update)
+        if update["phase"] in (*BEFORE_DECISION, "prepared"):
+            lines.append("  " + one_line(f"to end it: rl-plane abort {update['update_id']}"))
     return lines
 
 

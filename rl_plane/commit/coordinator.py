@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.entries import decoded
 from rl_plane.bus.lock import HeldLock
 from rl_plane.bus.sealed_record import SealedRecord
 from rl_plane.bus.state_store import pause_of, read_session
+from rl_plane.commit.cancellation import cancelled
 from rl_plane.commit.commands import machine_for
 from rl_plane.commit.journal import Journal
 from rl_plane.commit.rules import gave_up, newest, serves, still_there
@@ -107,7 +109,7 @@ class Coordinator:
             start = self._clock()
             self._held.note_phase(machine.phase, _bound_s(instruction))
             try:
-                event = await self.carry_out(instruction)
+                event = await self._carry_out_unless_cancelled(instruction)
             except PlaneError as error:
                 log.log(
                     logging.INFO if machine.phase in ("decide", "prepare") else logging.WARNING,
@@ -120,6 +122,21 @@ class Coordinator:
             if machine.phase in TIMED:
                 key = f"{machine.phase}_s"
                 self.phases[key] = self.phases.get(key, 0.0) + self._clock() - start
+
+    async def _carry_out_unless_cancelled(self, instruction: Instruction) -> Event:
+        """Carries out one instruction. UpdateAborted: the update was cancelled while workers received."""
+        update_id = instruction.body.get("update_id") if isinstance(instruction, SendOp) else None
+        if instruction.phase not in ("prepare", "receive") or not update_id:
+            return await self.carry_out(instruction)
+        work = asyncio.create_task(self.carry_out(instruction))
+        watch = asyncio.create_task(cancelled(self._calls.bus, self._state, str(update_id)))
+        try:
+            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise watch.result()
+            return work.result()
+        finally:
+            await end_tasks([work, watch])
 
     async def carry_out(self, instruction: Instruction) -> Event:
         """Carries out one instruction, and returns the event that answers it."""

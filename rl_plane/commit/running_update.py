@@ -104,7 +104,7 @@ def with_workers(update: RunningUpdate, rows: Sequence[WorkerReply]) -> RunningU
     behind = [one for one in mine if one["total_bytes"] is None or one["bytes"] < one["total_bytes"]]
     slowest = max(behind, key=lambda one: float(one["since_progress_s"]), default=None)
     waits_for = update["waits_for"]
-    if slowest is not None and (update["phase"] in BEFORE_DECISION):
+    if slowest is not None and update["phase"] in BEFORE_DECISION:
         waits_for = f"{slowest['waits_for']}, since {slowest['since_progress_s']:.0f} s"
         waits_for += f" ({len(behind)} of {len(mine)} workers)" if len(mine) > 1 else ""
     return {

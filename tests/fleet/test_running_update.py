@@ -1,4 +1,4 @@
-"""What the fleet says of an update that runs, while its bytes stand still and between the calls of its trainer."""
+"""The fleet tells of the update that runs, while its bytes stand still and between its trainer's calls, and ends it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 
 from rl_plane.bus.lock import LockTimings
 from rl_plane.client import RlClient
-from rl_plane.errors import InvalidRequest
+from rl_plane.commit.coordinator import Coordinator
+from rl_plane.commit.steps import Announce, Event, Instruction
+from rl_plane.errors import Conflict, InvalidRequest, Locked, UpdateAborted
 from tests.conftest import Plane
-from tests.support.fleet_updates import update_of
+from tests.support.fleet_updates import all_serve, update_of
 
 LARGE = 1 << 18
 """Bytes of each tensor: more than the first request of a file brings."""
@@ -103,3 +105,74 @@ async def test_an_update_that_fails_logs_why_and_runs_no_more(
     assert began.startswith("update the-id (one) began: by filesystem")
     assert "ended: aborted on 0 of 1 workers in " in ended
     assert "invalid_request: " in ended
+
+
+async def test_an_operator_ends_an_update_whose_bytes_stand_still(plane: Plane) -> None:
+    trainer, operator = await plane.client("trainer", SOON), await plane.client("operator")
+    server = plane.weight_server
+    served, model = (plane.model(seed, tensors=4, nbytes=LARGE) for seed in (0, 1))
+    await asyncio.to_thread(plane.spawn_many, 2, weight_urls=[server.url], model=served)
+    await trainer.wait_for(2)
+    server.behaviour.hold_after = LARGE
+    body = {
+        "transport": {"backend": "http", "url": f"{server.url}/{model.name}"},
+        "version": "one",
+        "policy": {"on_prepare_failure": "exclude"},
+    }
+    task = asyncio.create_task(trainer.run("update_weights", body, "the-id"))
+
+    async def receives() -> bool:
+        found = await running(operator)
+        return found is not None and found["workers"] == 2
+
+    await plane.until(receives)
+    with pytest.raises(Locked):
+        await operator.run("abort_weights_update", {"update_id": "another"})
+    done = await operator.run("abort_weights_update", {"by": "an operator on host a"})
+    assert done["update_id"] == "the-id"
+    with pytest.raises(UpdateAborted, match="aborted by an operator on host a"):
+        await task
+    assert await running(operator) is None
+    (entry, *_) = (await operator.run("updates"))["updates"]
+    assert (entry["outcome"], entry["error"]["message"]) == ("aborted", "aborted by an operator on host a")
+    server.behaviour.go.set()
+    again = await trainer.run("update_weights", update_of(model, "two"))
+    assert again["version"]["sequence"] == 1, "the fleet is as it was"
+    assert await all_serve(operator, "two")
+
+
+async def test_an_update_that_is_decided_meanwhile_is_committed_all_the_same(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, operator = await plane.client("trainer"), await plane.client("operator")
+    plane.spawn()
+    decided, go, real = asyncio.Event(), asyncio.Event(), Coordinator.carry_out
+
+    async def held(self: Coordinator, instruction: Instruction) -> Event:
+        if isinstance(instruction, Announce):
+            decided.set()
+            await go.wait()
+        return await real(self, instruction)
+
+    monkeypatch.setattr(Coordinator, "carry_out", held)
+    task = asyncio.create_task(trainer.run("update_weights", update_of(plane.model(1), "one"), "the-id"))
+    await decided.wait()
+    abort = asyncio.create_task(operator.run("abort_weights_update", {"update_id": "the-id"}))
+
+    async def written() -> bool:
+        return await operator.bus.get(operator.subjects().state, "cancel") is not None
+
+    await plane.until(written)
+    go.set()
+    assert (await task)["version"]["label"] == "one"
+    with pytest.raises(Conflict, match="committed as one"):
+        await abort
+
+
+async def test_the_trainer_of_a_prepared_update_hears_who_has_aborted_it(plane: Plane) -> None:
+    trainer, operator = await plane.client("trainer"), await plane.client("operator")
+    plane.spawn()
+    await trainer.run("prepare_weights_update", update_of(plane.model(1), "one"), "the-id")
+    await operator.run("abort_weights_update", {"update_id": "the-id"})
+    with pytest.raises(UpdateAborted, match=f"aborted by {operator.owner}"):
+        await trainer.run("complete_weights_update", {"update_id": "the-id"})
