@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Literal
 
 from nats.aio.msg import Msg
@@ -72,10 +72,8 @@ class FleetEvents:
         """instance_id → the last `admission` event's data."""
         self._made: WeightVersion | None = None
         """The version of the last `committed` event."""
-        self.on_committed: Callable[[Mapping[str, float]], None] = lambda phases: None
-        """Called with the seconds of each phase of an update that was committed."""
-        self.on_canary: Callable[[Mapping[str, Any]], None] = lambda canary: None
-        """Called with what the numeric canary of an update has shown."""
+        self.on_ended: Callable[[UpdateEntry], None] = lambda entry: None
+        """Called with the final entry of each update."""
         self._updates: dict[tuple[str, str, float | None], None] = {}
         self._stop_view: Callable[[], None] = lambda: None
         self._stop_record: Callable[[], None] = lambda: None
@@ -214,7 +212,6 @@ class FleetEvents:
             event["excluded"] = list(entry.excluded)
         if entry.canary is not None:
             event["canary"] = dict(entry.canary)
-            self.on_canary(entry.canary)
-        if entry.outcome == "committed":
-            self.on_committed(entry.phases)
+        if entry.final:
+            self.on_ended(entry)
         self._send("update", event)

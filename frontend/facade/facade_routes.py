@@ -10,12 +10,13 @@ from starlette.responses import Response
 
 from frontend.facade.events import FleetEvents
 from frontend.facade.op_runner import OpRunner
+from frontend.metrics.frontend_metrics import FrontendMetrics
 from frontend.server.api import Api, Endpoint, Operation
 from frontend.server.bodies import idempotency_key, list_fields, merge_query, read_json
 from frontend.server.event_stream import EventStream
-from frontend.server.metrics import CONTENT_TYPE, FrontendMetrics
 from frontend.server.replies import error_body, json_response
 from frontend.server.shared_routes import DialectRequest, Handler, SharedRoutes
+from rl_plane._util.metric_families import CONTENT_TYPE
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.fleet_ops import FLEET_OPS, FleetOp, FleetReply
 
@@ -136,7 +137,7 @@ def _add_streams(api: Api, events: FleetEvents, metrics: FrontendMetrics) -> Non
         return EventStream(events.listen(), framed=True, limits=events.limits)
 
     async def show_metrics(request: Request) -> Response:
-        return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+        return Response(await metrics.text_for_scraper(), headers={"Content-Type": CONTENT_TYPE})
 
     api.add(
         Operation(

@@ -182,7 +182,7 @@ class HeldLock:
 
     async def _look(self) -> None:
         entry = await self._bus.get(self._bucket, LOCK)
-        holder = _holder(entry)
+        holder = holder_of(entry)
         if entry is None or holder is None or holder.get("nonce") != self._holder["nonce"]:
             self.lost = True
             raise self.stale()
@@ -261,7 +261,7 @@ async def _acquire(
     start = time.monotonic()
     while True:
         entry = await bus.get(bucket, LOCK)
-        holder = _holder(entry)
+        holder = holder_of(entry)
         if holder is None or died((str(holder["server_id"]), int(holder["client_id"]))):
             try:
                 last = entry.sequence if entry is not None else 0
@@ -281,7 +281,7 @@ async def _acquire(
         await asyncio.sleep(POLL_S)
 
 
-def _holder(entry: Entry | None) -> Holder | None:
+def holder_of(entry: Entry | None) -> Holder | None:
     """The holder in an entry. None: the lock is free, or the entry can't be read, so that no holder can renew it."""
     holder = decoded(entry, _decode_holder)
     return holder if entry is not None and holder is not None and _fence(holder, entry) <= entry.sequence else None
@@ -315,14 +315,14 @@ async def raise_sequence(bus: Bus, bucket: KeyValueBucket, least: int) -> None:
 
 async def read_holder(bus: Bus, bucket: KeyValueBucket) -> Holder | None:
     """Reads the holder of the lock from the leader. None: the lock is free."""
-    return _holder(await bus.get(bucket, LOCK))
+    return holder_of(await bus.get(bucket, LOCK))
 
 
 def fence_of(entry: Entry | None) -> tuple[int, bool]:
     """Returns the newest fence in the lock's entry, and whether the lock is held."""
     if entry is None:
         return 0, False
-    holder = _holder(entry)
+    holder = holder_of(entry)
     if holder is None:
         return entry.sequence, False
     return _fence(holder, entry), True

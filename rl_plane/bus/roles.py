@@ -80,6 +80,8 @@ def _frontend(fleet: Subjects, instance_id: str) -> Permissions:
             fleet.fleet_read,
             fleet.keep_record,
             fleet.state.feed(HISTORY_PREFIX + ">"),
+            fleet.state.feed(LOCK),  # for the metrics, as the next one
+            fleet.state.feed(PAUSE),
         ],
         deny_publish=_kept_streams(fleet),
         answers=True,

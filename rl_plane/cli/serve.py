@@ -36,12 +36,14 @@ ENGINE = (
     "enable_memory_saver",
     "engine_hang_s",
 )
+METRICS = ("metrics_port", "metrics_host", "metrics_key")
 NODES = ("nnodes", "node_rank", "dist_init_addr", "node_wait_s")
 WORKER = (
     *BUS,
     "engine",
     *ENGINE,
     *NODES,
+    *METRICS,
     "liveness_timeout_s",
     "drain_s",
     "instance_id",
@@ -148,10 +150,11 @@ def run_worker(given: Command) -> int:
         credentials=credentials(values),
         engine_args=pairs(values["engine_args"]),
         nodes=nodes,
+        metrics_port=None if values["metrics_port"] == OFF else values["metrics_port"],
         **_picked(
             values,
             "namespace component model_name dtype device engine_args_file weight_roots weight_urls instance_id copies "
-            "deterministic enable_memory_saver liveness_timeout_s engine_hang_s drain_s",
+            "deterministic enable_memory_saver liveness_timeout_s engine_hang_s drain_s metrics_host metrics_key",
         ),
     )
 

@@ -163,8 +163,8 @@ async def test_an_updates_canary_is_told_and_counted(plane: Plane, rl: httpx.Asy
     wanted = {
         'rl_plane_canary_failures_total{reason="fleet"} 1.0',
         'rl_plane_canary_failures_total{reason="trainer"} 0.0',
-        f"rl_plane_canary_difference {reply['canary']['difference']!r}",
-        f"rl_plane_canary_mismatch_kl {reply['canary']['mismatch_kl']!r}",
+        f"rl_plane_canary_last_difference {reply['canary']['difference']!r}",
+        f"rl_plane_canary_last_mismatch_kl {reply['canary']['mismatch_kl']!r}",
         'rl_plane_workers_closed{reason="numerics"} 1.0',
         'rl_plane_workers_closed{reason="disabled"} 0.0',
     }

@@ -80,6 +80,7 @@ def subjects(own: KnownKey, others_inbox: str) -> list[Walked]:
         Walked("feed of the lock", state.feed("lock")),
         Walked("feed of the record", state.feed("record")),
         Walked("feed of the history", state.feed("history.0123456789abcdef")),
+        Walked("feed of the pause", state.feed("pause")),
         Walked("disconnect advisories", ADVISORY),
         Walked("read the members", f"{js}.STREAM.MSG.GET.{members.stream}"),
         Walked("read the state", f"{js}.STREAM.MSG.GET.{state.stream}"),
