@@ -33,10 +33,12 @@ EVENTS_DOC = """Server-sent events with `id` (rising), `event` and `data` (JSON)
 
 - `member`: `{change: joined | left | reconnected | restarted, instance_id, incarnation, epoch}`
 - `op`: `{op, asked_by, outcome}`, a changing op that this frontend has carried out; `outcome`: ok, or an error's code
-- `update`: `{change: began | prepared | committed | finished | aborted, update_id, label, version, who, asked_by,
-  error?, excluded?, canary?, state?}`. `asked_by` is the id of the caller's key. `committed` comes with the decision,
+- `update`: `{change: began | prepared | committed | finished | aborted, update_id, label, version, who, caller,
+  asked_by, phases?, error?, excluded?, canary?, state?}`. `caller` is the process that asked, and `asked_by` the id of
+  its key. `phases` has the seconds of each phase so far. `committed` comes with the decision,
   `finished` once the outcome of each worker is known. `version` is what the update made, of the base or of an
   adapter. `committed` also has `state`: `{version, adapters}`, what the fleet serves from now on
+- `update` with `change: progress`: each second while an update runs, with the fields of `update` in `state`
 - `admission`: `{instance_id, incarnation, open, reasons, paused, version, sequence, adapters}`, when one of them has
   changed
 - `end`: `{reason: slow | stopping}`, the last event: connect again

@@ -52,7 +52,7 @@ from rl_plane.protocol import update_requests, worker_ops
 from rl_plane.protocol.fleet_ops import FLEET_OPS, Select
 from rl_plane.protocol.record import DesiredMemory, DesiredPause, version_wire
 from rl_plane.protocol.running import RunningUpdate
-from rl_plane.protocol.subjects import ADMISSION_PREFIX, DISABLED, MEMORY, PAUSE, check_name
+from rl_plane.protocol.subjects import ADMISSION_PREFIX, DISABLED, MEMORY, PAUSE, Subjects, check_name
 from rl_plane.protocol.validation import Empty, parse_body, same_values
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.transports.group.torch_group import FORM_MARGIN_S, JOIN_TORCH_S
@@ -213,7 +213,7 @@ class Fleet:
     async def _state(self, call: FleetCall[Any]) -> dict[str, Any]:
         await members_of(call)
         record = call.view.record
-        out, running = await asyncio.gather(self._ask(call, "state"), self._running(call))
+        out, running = await asyncio.gather(self._ask(call, "state"), self._running(call.view.subjects))
         bodies = [row.body for row in out.rows if row.status == "ok"]
         return merged(
             call,
@@ -237,10 +237,17 @@ class Fleet:
             update=with_workers(running, out.rows) if running is not None else None,
         )
 
-    async def _running(self, call: FleetCall[Any]) -> RunningUpdate | None:
+    async def running_update(self) -> RunningUpdate | None:
+        """The update that runs in the client's own component, as the op `state` reports it. None: no update runs."""
+        running = await self._running(self.client.subjects())
+        if running is None:
+            return None
+        return with_workers(running, (await self.client.call_all("state", empty="ok")).rows)
+
+    async def _running(self, subjects: Subjects) -> RunningUpdate | None:
         """The update that runs. None also while the store does not answer: the workers may answer all the same."""
         try:
-            return await read_running(self.client.bus, call.view.subjects.state)
+            return await read_running(self.client.bus, subjects.state)
         except BusUnreachable as error:
             log.debug("the store does not say which update runs: %s", error)
             return None
