@@ -25,7 +25,8 @@ class OpRunner:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.on_op: Callable[[str, str, str], None] = lambda op, asked_by, outcome: None
-        """Called after each changing op with its name, the id of the caller's key, and ok or the error's code."""
+        """Called after each changing op with its name, whose key asked (`FleetCall.asked_by`), and ok or the error's
+        code."""
         self._in_flight: InFlight[dict[str, Any]] = InFlight(MAX_IN_FLIGHT, log)
 
     async def run(
@@ -46,9 +47,10 @@ class OpRunner:
             outcome = error.code
             raise
         finally:
-            key = f"the key {ASKED_BY.get()}" if ASKED_BY.get() else "no key"
+            asked_by = ASKED_BY.get() or ""
+            key = f"the key {asked_by}" if asked_by else "no key"
             log.info("%s, asked by %s with %s: %s", op, CALLED_FROM.get() or "this process", key, outcome)
-            self.on_op(op, ASKED_BY.get(), outcome)
+            self.on_op(op, asked_by, outcome)
 
     async def _change(self, op: str, body: dict[str, Any], request_id: str, digest: str | None) -> dict[str, Any]:
         if not FLEET_OPS[op].coalesce:

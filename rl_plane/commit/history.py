@@ -65,7 +65,8 @@ class UpdateEntry:
     who: str = ""
     """The client that coordinated it. Empty: the entry was made from the record alone."""
     asked_by: str = ""
-    """The id of the key with which the caller asked over HTTP. Empty: it asked over NATS, or without a key."""
+    """The id of the HTTP key with which the caller asked; over NATS the public key that it says is its own, with
+    ` (said)`. Empty: it has no key."""
     caller: str = ""
     """The process that asked, such as `train.py@gpu3:4711`. If it asked over HTTP, its address follows."""
     began_at: float | None = None

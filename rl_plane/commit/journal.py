@@ -61,8 +61,8 @@ class Journal:
         called_at: float | None = None,
     ) -> None:
         """`body`: the update's body. `request`: the hash of the request, which for a roll-back is another body.
-        `asked_by`: the id of the caller's key. `caller`: the caller's process or address. `called_at`: monotonic
-        seconds at which the call came. None: now."""
+        `asked_by`: whose key asked, as `UpdateEntry` has it. `caller`: the caller's process or address. `called_at`:
+        monotonic seconds at which the call came. None: now."""
         self._called_at = time.monotonic() if called_at is None else called_at
         self._bus = bus
         self._state = state
