@@ -17,6 +17,8 @@ from rl_plane.weights.manifest import Manifest
 class PackedDelivery(Delivery):
     """Unpacks buckets into tensors. A subclass or `buckets` may set `digest` and `tensor_digests` as they arrive."""
 
+    counts_bytes = True
+
     def __init__(
         self,
         manifest: Manifest,
@@ -61,6 +63,7 @@ class PackedDelivery(Delivery):
                 raise _wrong(f"only {number} of {len(self._manifest.buckets)} buckets came")
             if data.nbytes != bucket.nbytes:
                 raise _wrong(f"bucket {number} came with {data.nbytes} bytes, not {bucket.nbytes}")
+            self.came(data.nbytes)
             for placed in bucket.tensors:
                 place = data[placed.offset : placed.offset + placed.spec.nbytes]
                 yield placed.name, HostTensor(placed.spec, place, self._owned)
