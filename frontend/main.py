@@ -28,6 +28,9 @@ from frontend.facade.facade_routes import add_facade_routes
 from frontend.facade.nats_service import FleetService
 from frontend.facade.op_runner import OpRunner
 from frontend.facade.update_recovery import UpdateRecovery
+from frontend.metrics.departures import Departures
+from frontend.metrics.frontend_metrics import FleetFacts, FrontendMetrics, GenerationFacts
+from frontend.metrics.lock_and_pause import LockAndPause
 from frontend.routing.committed import Committed
 from frontend.routing.engine_client import EngineClient
 from frontend.routing.fleet_status import FleetStatus
@@ -35,7 +38,6 @@ from frontend.routing.routing_lease import FrontendLease
 from frontend.server.api import Api
 from frontend.server.listener_keys import KeyFile, Keys
 from frontend.server.listeners import GRACE_S, Certificate, Server, bind, url_of
-from frontend.server.metrics import FrontendMetrics, Scrape
 from frontend.server.options import FrontendOptions
 from frontend.server.shared_routes import SharedRoutes
 from rl_plane._util.processes import exit_within
@@ -67,10 +69,11 @@ class Frontend:
         """Whether this frontend delivers tokens. Updates do not wait for a frontend that does not."""
         self.part_timeout_s = options.part_timeout_s
         self.status = FleetStatus(client, view)
-        self.metrics = FrontendMetrics(self._snapshot)
+        self.metrics = FrontendMetrics(self)
+        self.departures = Departures(view, self.status)
+        self.lock_and_pause = LockAndPause(client.bus, view.subjects.state)
         self.events = FleetEvents(view, self.status, options.limits)
-        self.events.on_committed = self.metrics.on_committed
-        self.events.on_canary = self.metrics.on_canary
+        self.events.on_ended = self.metrics.updates.on_ended
         self.committed = Committed(view)
         self.lease = FrontendLease(view, frontend_id, options.limits)
         self.receiver = StreamReceiver(client.bus)
@@ -79,13 +82,13 @@ class Frontend:
         )
         self.lease.on_abort = self.engines.aborts.abort
         self.generation = Generation(self.engines, view, self.committed, options.admission_wait_s, options.limits)
-        self.generation.on_first_token = self.metrics.on_first_token
         self.tokens = Tokens(client, view, self.generation.check_model)
         fleet = Fleet(client)
         fleet.liveness_timeout_s = options.liveness_timeout_s
         self.recovery = UpdateRecovery(fleet, view)
         self.calls = OpRunner(fleet)
-        self.calls.on_op = self.events.on_op
+        self.events.running = fleet.running_update
+        self.calls.on_op = self._on_op
         self.service = FleetService(
             client.bus, view.subjects.fleet, self.calls, max_calls=options.limits.fleet_calls
         )
@@ -118,6 +121,9 @@ class Frontend:
             stack.push_async_callback(frontend.receiver.stop)
             frontend.committed.start()
             stack.callback(frontend.committed.stop)
+            frontend.departures.start()
+            stack.callback(frontend.departures.stop)
+            await frontend.lock_and_pause.start()
             await frontend.events.start()
             stack.callback(frontend.events.stop)
             await frontend.status.start()
@@ -136,19 +142,35 @@ class Frontend:
             stack.push_async_callback(frontend.reading.stop, GRACE_S)
             yield frontend
 
-    def _snapshot(self) -> Scrape:
-        members, record = self.view.snapshot(), self.committed.record
-        return Scrape(
-            workers=len(members),
-            admitted=len(self.status.admitted()),
+    def _on_op(self, op: str, asked_by: str, outcome: str) -> None:
+        self.events.on_op(self.client.owner, op, asked_by, outcome)
+        self.metrics.on_op(op, outcome)
+
+    def fleet_facts(self) -> FleetFacts:
+        members, record, bus = self.view.snapshot(), self.committed.record, self.client.bus
+        return FleetFacts(
+            by_state=self.status.by_state(),
             closed=self.status.closed_by_reason(),
+            left=self.departures.counts,
+            engine_requests=self.status.engine_requests(),
             epoch=members.epoch,
             sequence=record.sequence if record else None,
+            version_lag=self.status.version_lag(record.sequence) if record else 0,
+            lease=self.lease.holds() if self.delivers_tokens else None,
+            lock_held_by=self.lock_and_pause.held_by(),
+            lock_held_s=self.lock_and_pause.held_s(),
+            pause_left_s=self.lock_and_pause.pause_left_s(),
+            connected=bus.nc.is_connected,
+            reconnects=bus.nc.stats["reconnects"],
+        )
+
+    def generation_facts(self) -> GenerationFacts:
+        return GenerationFacts(
             outcomes=self.generation.outcomes,
             in_flight=self.generation.in_flight,
-            lease=self.lease.holds() if self.delivers_tokens else None,
             picks=self.engines.router.picks,
             moves=self.engines.moves,
+            timings=self.generation.timings,
         )
 
     def generation_app(self, options: FrontendOptions, keys: Keys) -> Starlette:

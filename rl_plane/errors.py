@@ -260,6 +260,7 @@ def _tree(root: type[PlaneError]) -> dict[str, type[PlaneError]]:
 
 
 _BY_CODE = _tree(PlaneError)
+ERROR_CODES = frozenset(_BY_CODE)
 
 
 def error_from_wire(wire: dict[str, Any]) -> PlaneError:

@@ -150,9 +150,11 @@ class Plane:
         engine: str = "fake",
         nodes: Mapping[str, Any] | None = None,
         weight_urls: Sequence[str] = (),
+        metrics: Mapping[str, Any] | None = None,
         **engine_args: Any,
     ) -> Spawned:
-        """`patch`: code that runs in the process before the worker does. `nodes`: the fields of `NodeSettings`."""
+        """`patch`: code that runs in the process before the worker does. `nodes`: the fields of `NodeSettings`.
+        `metrics`: the `metrics_…` fields of `WorkerOptions`."""
         instance_id = instance_id or secrets.token_hex(8)
         options = {
             "engine": engine,
@@ -166,6 +168,7 @@ class Plane:
             "weight_urls": list(weight_urls),
             "engine_args": {key: str(value) for key, value in engine_args.items()},
             "drain_s": drain_s,
+            **(metrics or {}),
             **({} if nodes is None else {"nodes": dict(nodes)}),
         }
         log = self.tmp / f"{instance_id}-{len(self.spawned)}.log"

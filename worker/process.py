@@ -13,6 +13,7 @@ import os
 import platform
 import secrets
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
@@ -29,6 +30,7 @@ from worker import exit_codes
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
 from worker.engines.capabilities import SpansHosts, with_missing
 from worker.engines.common.token_checks import lacking_fields
+from worker.metrics.metrics_listener import MetricsListener, open_metrics_port
 from worker.nodes.facts import node_facts
 from worker.nodes.follower_link import FollowerLink
 from worker.nodes.head_link import HeadLink
@@ -68,6 +70,12 @@ def check_options(options: WorkerOptions) -> None:
         raise InvalidRequest(
             f"copies is {options.copies}", field="copies", fix=f"1 to {MAX_COPIES}; above 1 without an instance id"
         )
+    if options.metrics_port is not None and (options.copies > 1 or options.nodes.rank):
+        raise InvalidRequest(
+            "metrics are of one worker",
+            field="metrics_port",
+            fix="leave it out beside copies, and give it to the head of several nodes (node_rank 0) alone",
+        )
     options.nodes.check()
     if options.copies > 1 and options.nodes.count > 1:
         raise InvalidRequest("copies and nnodes are both given", field="copies", fix="leave one out")
@@ -88,14 +96,23 @@ def run(options: WorkerOptions, on_ready: Callable[[list[str]], None] | None = N
     """Runs until SIGTERM, SIGINT or the engine's death. Returns the exit code. `on_ready` gets the instance ids."""
     check_options(options)
     ready = on_ready or (lambda _: None)
-    work = _engine_side(options, ready) if options.nodes.rank == 0 else _node_side(options, ready)
-    try:
-        return asyncio.run(work)
-    finally:
-        gc.freeze()  # without it, the collector searches all that an engine imports at the exit, for seconds
+    with contextlib.ExitStack() as sockets:
+        # It comes first: an engine may take minutes to load, and then a port in use would be a late error.
+        metrics = None
+        if options.metrics_port is not None:
+            metrics = open_metrics_port(options.metrics_host, options.metrics_port, options.metrics_key)
+            sockets.enter_context(metrics)
+        try:
+            return asyncio.run(
+                _engine_side(options, ready, metrics) if options.nodes.rank == 0 else _node_side(options, ready)
+            )
+        finally:
+            gc.freeze()  # without it, the collector searches all that an engine imports at the exit, for seconds
 
 
-async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], None]) -> int:
+async def _engine_side(
+    options: WorkerOptions, on_ready: Callable[[list[str]], None], metrics: socket.socket | None
+) -> int:
     arguments = EngineArguments(options.engine_args, options.engine_args_file)
     build = _load(ENGINES, options.engine, "engine")
     nodes = HeadLink(*_link_of(options, arguments)) if options.nodes.count > 1 else None
@@ -104,7 +121,7 @@ async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], N
         adapters: list[EngineAdapter] = [
             build(_engine_options(options, arguments, nodes)) for _ in range(options.copies)
         ]
-    process = WorkerProcess(options, EngineLoop(), on_ready, nodes)
+    process = WorkerProcess(options, EngineLoop(), on_ready, nodes, metrics)
     loop = asyncio.get_running_loop()
     why, code = "its worker failed", exit_codes.FAILED
     try:
@@ -300,10 +317,13 @@ class WorkerProcess:
         engine: EngineLoop,
         on_ready: Callable[[list[str]], None],
         nodes: HeadLink | None = None,
+        metrics: socket.socket | None = None,
     ) -> None:
+        """`metrics`: the socket at which the metrics are served."""
         self._options = options
         self._engine = engine
         self._nodes = nodes
+        self._metrics = metrics
         self._on_ready = on_ready
         self._end_wanted = threading.Event()
         self._wake: Callable[[], None] = lambda: None
@@ -369,11 +389,13 @@ class WorkerProcess:
 
         self._wake = wake
         workers: list[Worker] = []
+        listener: MetricsListener | None = None
         try:
             for adapter, info in zip(adapters, infos, strict=True):
                 if self._end_wanted.is_set():
                     return
                 workers.append(await self._worker(adapter, info, digest))
+                listener = await self._serve_metrics(workers[-1])
                 starting = asyncio.create_task(workers[-1].start())
                 ending = asyncio.create_task(end.wait())
                 # A worker that heals may take long to start. It must end at once on a signal.
@@ -397,7 +419,20 @@ class WorkerProcess:
             if self._exit_code == exit_codes.OK:
                 await asyncio.gather(*(worker.drain(self._options.drain_s, "leaving") for worker in workers))
         finally:
+            if listener is not None:
+                listener.close()
             await asyncio.gather(*(worker.stop() for worker in workers))
+
+    async def _serve_metrics(self, worker: Worker) -> MetricsListener | None:
+        if self._metrics is None:
+            return None
+        from worker.metrics.worker_metrics import WorkerMetrics  # the engine is loaded now
+
+        listener = MetricsListener(
+            self._metrics, WorkerMetrics(worker.facts).text_for_scraper, self._options.metrics_key
+        )
+        await listener.start()
+        return listener
 
     async def _worker(self, adapter: EngineAdapter, info: EngineInfo, digest: str) -> Worker:
         options = self._options

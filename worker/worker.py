@@ -7,8 +7,9 @@ import contextlib
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, get_args
 
 import msgpack
 import nats.errors
@@ -19,10 +20,11 @@ from rl_plane.bus.state_store import read_disabled, read_memory, read_pause
 from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.protocol.canary import engine_kind
 from rl_plane.protocol.subjects import Subjects
-from rl_plane.protocol.update_requests import Transport
+from rl_plane.protocol.update_requests import PreparedReply, Transport
 from worker import exit_codes
 from worker.engines.base import EngineAdapter, EngineHung, EngineInfo
 from worker.generation_service import GenerationService
+from worker.metrics.worker_facts import WorkerFacts
 from worker.ops.dispatcher import Dispatcher
 from worker.ops.handlers import OpHandlers
 from worker.reconcile.coordinator_calls import CoordinatorCalls
@@ -71,7 +73,11 @@ class Worker:
         self.core = WorkerCore(self.state, model_digest, _engine_kind(info))
         self._adapter = adapter
         self._engine = engine
+        self._info = info
         self._stage = info.stage
+        self._received_bytes: Counter[str] = Counter()
+        """Transport → bytes of tensors that have come and were verified."""
+        self._counted: PreparedReply | None = None
         self._on_end = on_end
         self._watch = EngineWatch(engine_hang_s)
         peers = Peers(bus, subjects, adapter, info.transports, member_info["host"])
@@ -255,7 +261,33 @@ class Worker:
             finally:
                 self._tell()
 
+    def facts(self) -> WorkerFacts:
+        """The facts for the metrics."""
+        state, staged = self.state, self.updates.staged
+        running, waiting = self._adapter.load()
+        now, is_paused = time.monotonic(), state.pause_mode is not None
+        kept = self.updates.cached_digest is not None
+        return WorkerFacts(
+            engine=self._info.engine,
+            engine_version=self._info.engine_version,
+            closed={reason: int(reason in state.closed) for reason in get_args(Reason)},
+            sequence=state.sequence,
+            pause_left_s=max(0.0, state.pause_until - now) if is_paused else None,
+            connected=self.bus.nc.is_connected,
+            requests={"running": running, "waiting": waiting},
+            tokens={"running": state.tokens.running, "waiting": state.tokens.waiting},
+            tokens_made=state.tokens.made,
+            received_bytes=self._received_bytes,
+            staged_bytes=_staged_bytes(staged),
+            kept_bytes=sum(spec.nbytes for spec in self._adapter.weight_spec().values()) if kept else 0,
+            ops=self.dispatcher.answers,
+        )
+
     def _staged_changed(self, staged: StagedUpdate | None) -> None:
+        if staged is not None and staged.reply is not self._counted:
+            self._counted = staged.reply  # another coordinator may take the same weights over
+            assert staged.request.transport is not None, "it has brought them"
+            self._received_bytes[staged.request.transport.backend] += staged.reply["bytes"]
         self.core.is_staged(staged.for_core() if staged is not None else None)
 
     def _record_changed(self) -> None:
@@ -297,6 +329,13 @@ class Worker:
     async def _publish_status(self, message: bytes) -> None:
         with contextlib.suppress(nats.errors.Error):
             await self.bus.nc.publish(self.subjects.status(self.state.instance_id), message)
+
+
+def _staged_bytes(staged: StagedUpdate | None) -> int:
+    """The memory of what is staged. Weights that were written over the served ones need none of their own."""
+    if staged is None or staged.name is None:
+        return 0
+    return staged.reply.get("model_bytes", staged.reply["bytes"])
 
 
 def _engine_kind(info: EngineInfo) -> str | None:

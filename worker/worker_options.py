@@ -49,5 +49,11 @@ class WorkerOptions:
     """Seconds without a round trip through the engine after which the worker closes, until the next round trip."""
     engine_hang_s: float = DEFAULT_ENGINE_HANG_S
     """Seconds without a round trip, while no op blocks the engine, after which the worker ends."""
+    metrics_port: int | None = None
+    """The port of `/metrics`. 0: a free port. None: no metrics are served."""
+    metrics_host: str = "127.0.0.1"
+    """The address of `/metrics`. Without a key it must be a loopback address."""
+    metrics_key: str | None = None
+    """The key that a scraper sends. None: no key is needed."""
     drain_s: float = 30.0
     """Seconds that running requests may take to end after SIGTERM."""

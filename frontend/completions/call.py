@@ -14,7 +14,7 @@ from frontend.completions.openai_replies import openai_error
 from frontend.completions.plans import Plan
 from frontend.completions.reply_choice import Choice
 from frontend.completions.service import Generation
-from frontend.routing.demands import at_delivery, point_of
+from frontend.routing.demands import at_delivery, oldest_lag, point_of
 from frontend.routing.engine_client import Event
 from frontend.routing.progress import GenerationProgress
 from frontend.routing.retry import StaleStop
@@ -55,6 +55,8 @@ class GenerationCall:
         self._reply = reply
         self._start = time.monotonic()
         self._choices = [Choice(index=index) for index in range(len(plan.requests))]
+        self._last_tokens_at = [0.0] * len(self._choices)
+        """Monotonic seconds of each choice's last tokens."""
 
     async def whole(self) -> Any:
         created = int(time.time())
@@ -65,6 +67,7 @@ class GenerationCall:
                     async for index, event in events:
                         self._take(index, event)
                 self._check_again()
+                self._count_ends()
             except PlaneError as error:
                 self._add_partial(error)
                 raise
@@ -84,6 +87,7 @@ class GenerationCall:
                         if isinstance(event, GenerateDelta) and not event.is_ahead:
                             yield to_json(chunks.of(choice, event, offset))
                             begun = True
+                self._count_ends()
             if plan.include_usage:
                 yield to_json(chunks.usage())
             yield DONE
@@ -182,11 +186,35 @@ class GenerationCall:
 
     def _take(self, index: int, event: Event) -> None:
         choice = self._choices[index]
-        if isinstance(event, GenerateDelta) and event.token_ids and not choice.token_ids:
-            self._service.on_first_token(time.monotonic() - self._start)
+        if isinstance(event, GenerateDelta) and event.token_ids:
+            self._count(choice, len(event.token_ids))
         if isinstance(event, StaleStop):
             self._service.engines.moves["cut"] += 1
         choice.take(event)
+
+    # ---- counts ----
+
+    def _count(self, choice: Choice, tokens: int) -> None:
+        """Counts tokens that `choice` is about to take."""
+        now, timings = time.monotonic(), self._service.timings
+        if choice.token_ids:
+            timings.on_more(now - self._last_tokens_at[choice.index], tokens)
+        else:
+            timings.on_first(now - self._start, tokens)
+        self._last_tokens_at[choice.index] = now
+
+    def _count_ends(self) -> None:
+        """Counts how far the tokens of each choice are behind the version that is committed now."""
+        record = self._service.committed.record
+        if record is None:
+            return
+        for choice in self._choices:
+            adapter = (
+                choice.spans[0].adapter.name if choice.spans and choice.spans[0].adapter is not None else None
+            )
+            lag = oldest_lag(choice.spans, point_of(record.held, adapter))
+            if lag is not None:
+                self._service.timings.on_end(max(0, lag))
 
     # ---- demands at delivery ----
 

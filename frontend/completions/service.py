@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 from frontend.completions.caller_ids import CallerIds
 from frontend.completions.plans import Plan
 from frontend.completions.served_models import ServedModels
+from frontend.completions.token_timings import TokenTimings
 from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.routing.committed import Committed
 from frontend.routing.engine_client import EngineClient
@@ -38,8 +39,7 @@ class Generation:
         self.committed = committed
         self.outcomes: Counter[str] = Counter()
         """Calls that have ended, by `ok`, `disconnected` or the error's code."""
-        self.on_first_token: Callable[[float], None] = lambda seconds: None
-        """Called with the seconds from a call to the first token of each of its choices."""
+        self.timings = TokenTimings()
         self.in_flight = 0
         """Choices under way."""
         self.caller_ids = CallerIds()

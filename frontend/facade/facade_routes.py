@@ -10,12 +10,13 @@ from starlette.responses import Response
 
 from frontend.facade.events import FleetEvents
 from frontend.facade.op_runner import OpRunner
+from frontend.metrics.frontend_metrics import FrontendMetrics
 from frontend.server.api import Api, Endpoint, Operation
 from frontend.server.bodies import idempotency_key, list_fields, merge_query, read_json
 from frontend.server.event_stream import EventStream
-from frontend.server.metrics import CONTENT_TYPE, FrontendMetrics
 from frontend.server.replies import error_body, json_response
 from frontend.server.shared_routes import DialectRequest, Handler, SharedRoutes
+from rl_plane._util.metric_families import CONTENT_TYPE
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.fleet_ops import FLEET_OPS, FleetOp, FleetReply
 
@@ -31,11 +32,15 @@ ExtendReply = Callable[[dict[str, Any], str], dict[str, Any]]
 EVENTS_DOC = """Server-sent events with `id` (rising), `event` and `data` (JSON), of the frontend's own component:
 
 - `member`: `{change: joined | left | reconnected | restarted, instance_id, incarnation, epoch}`
-- `op`: `{op, asked_by, outcome}`, a changing op that this frontend has carried out; `outcome`: ok, or an error's code
-- `update`: `{change: began | prepared | committed | finished | aborted, update_id, label, version, who, asked_by,
-  error?, excluded?, canary?, state?}`. `asked_by` is the id of the caller's key. `committed` comes with the decision,
+- `op`: `{op, who, asked_by, outcome}`, a changing op that this frontend, or a process over NATS, has carried out.
+  `who` is that process; `outcome` is ok, or an error's code
+- `update`: `{change: began | prepared | committed | finished | aborted, update_id, label, version, who, caller,
+  asked_by, phases?, error?, excluded?, canary?, state?}`. `caller` is the process that asked. `asked_by` is the id of
+  its HTTP key, or the public key that a caller over NATS says is its own, with ` (said)`. `phases` has the seconds of
+  each phase so far. `committed` comes with the decision,
   `finished` once the outcome of each worker is known. `version` is what the update made, of the base or of an
   adapter. `committed` also has `state`: `{version, adapters}`, what the fleet serves from now on
+- `update` with `change: progress`: each second while an update runs, with the fields of `update` in `state`
 - `admission`: `{instance_id, incarnation, open, reasons, paused, version, sequence, adapters}`, when one of them has
   changed
 - `end`: `{reason: slow | stopping}`, the last event: connect again
@@ -136,7 +141,7 @@ def _add_streams(api: Api, events: FleetEvents, metrics: FrontendMetrics) -> Non
         return EventStream(events.listen(), framed=True, limits=events.limits)
 
     async def show_metrics(request: Request) -> Response:
-        return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+        return Response(await metrics.text_for_scraper(), headers={"Content-Type": CONTENT_TYPE})
 
     api.add(
         Operation(

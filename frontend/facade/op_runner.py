@@ -10,7 +10,7 @@ from typing import Any
 from frontend.server.in_flight import InFlight
 from rl_plane.errors import PlaneError
 from rl_plane.fleet.fleet import Fleet
-from rl_plane.fleet.fleet_call import ASKED_BY
+from rl_plane.fleet.fleet_call import ASKED_BY, CALLED_FROM
 from rl_plane.protocol.fleet_ops import FLEET_OPS
 
 log = logging.getLogger("frontend.facade.op_runner")
@@ -25,7 +25,8 @@ class OpRunner:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.on_op: Callable[[str, str, str], None] = lambda op, asked_by, outcome: None
-        """Called after each changing op with its name, the id of the caller's key, and ok or the error's code."""
+        """Called after each changing op with its name, whose key asked (`FleetCall.asked_by`), and ok or the error's
+        code."""
         self._in_flight: InFlight[dict[str, Any]] = InFlight(MAX_IN_FLIGHT, log)
 
     async def run(
@@ -46,8 +47,10 @@ class OpRunner:
             outcome = error.code
             raise
         finally:
-            log.info("%s, asked by %s: %s", op, ASKED_BY.get() or "a caller without a key", outcome)
-            self.on_op(op, ASKED_BY.get(), outcome)
+            asked_by = ASKED_BY.get() or ""
+            key = f"the key {asked_by}" if asked_by else "no key"
+            log.info("%s, asked by %s with %s: %s", op, CALLED_FROM.get() or "this process", key, outcome)
+            self.on_op(op, asked_by, outcome)
 
     async def _change(self, op: str, body: dict[str, Any], request_id: str, digest: str | None) -> dict[str, Any]:
         if not FLEET_OPS[op].coalesce:

@@ -177,6 +177,13 @@ def at_delivery(demands: Demands, spans: Sequence[VersionSpan], committed: Point
     return None
 
 
+def oldest_lag(spans: Sequence[VersionSpan], committed: Point) -> int | None:
+    """The number of versions by which the oldest of these tokens is behind the committed one. None: there are no tokens
+    of the committed run whose version is known."""
+    lags = [_lag(point, committed) for span in spans if (point := point_of_span(span)) is not None]
+    return max((lag for lag in lags if lag is not None), default=None)
+
+
 def _lag(one: Point, committed: Point) -> int | None:
     """The difference in sequences. None: the versions are of different runs."""
     return committed.sequence - one.sequence if one.run == committed.run else None

@@ -48,6 +48,9 @@ CLOSED_REASONS = (
 )
 """The reasons why a worker may be closed: see docs/operators.md. Metrics use these words alone as labels."""
 
+STATES = ("open", "paused", "closed", "unknown")
+"""The states of a member. `paused`: it is open, and its engine stands still. `unknown`: it has not said yet."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
@@ -187,6 +190,33 @@ class FleetStatus:
                 for reason in {reason.partition(":")[0] for reason in status.reasons} & found.keys():
                     found[reason] += 1
         return found
+
+    def by_state(self) -> dict[str, int]:
+        """The number of members in each of `STATES`."""
+        found = dict.fromkeys(STATES, 0)
+        for member in self._view.snapshot():
+            status = self._known.get(member.instance_id)
+            if status is None or status.incarnation != member.incarnation:
+                found["unknown"] += 1
+            elif not status.open:
+                found["closed"] += 1
+            else:
+                found["paused" if status.paused else "open"] += 1
+        return found
+
+    def version_lag(self, committed: int) -> int:
+        """The number of versions by which the last of the members is behind the committed one."""
+        held = [status.sequence for status in self._of_members() if status.sequence is not None]
+        return max(0, committed - min(held, default=committed))
+
+    def engine_requests(self) -> dict[str, int]:
+        """The requests that all engines run, and those that wait in them."""
+        loads = [status.load for status in self._of_members()]
+        return {"running": sum(one.running for one in loads), "waiting": sum(one.waiting for one in loads)}
+
+    def _of_members(self) -> list[WorkerStatus]:
+        known = ((member, self._known.get(member.instance_id)) for member in self._view.snapshot())
+        return [one for member, one in known if one is not None and one.incarnation == member.incarnation]
 
     def may_make(self, member: Member, span: VersionSpan) -> bool:
         """Whether the worker may still make tokens by these weights. False once it has said that it holds others."""

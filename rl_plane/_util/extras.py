@@ -15,7 +15,7 @@ EXTRA_OF_MODULE = {
     "numpy": "hf",
     "psutil": "hf",
     "jinja2": "hf",
-    "prometheus_client": "frontend",
+    "prometheus_client": "metrics",
     "starlette": "frontend",
     "uvicorn": "frontend",
     "matplotlib": "demo",

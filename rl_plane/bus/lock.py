@@ -53,7 +53,7 @@ MAX_RAISES = 100_000
 DiedCheck = Callable[[tuple[str, int]], bool]
 Holder = dict[str, str | int]
 """The lock's value: owner, server_id, client_id, nonce; update_id, if it is held for an update; fence, from the first
-renewal on."""
+renewal on; phase, phase_began_ms and phase_bound_ms, from the first renewal in a phase of an update on."""
 
 _HOLDER_TYPES: dict[str, type] = {
     "owner": str,
@@ -62,6 +62,9 @@ _HOLDER_TYPES: dict[str, type] = {
     "nonce": str,
     "update_id": str,
     "fence": int,
+    "phase": str,
+    "phase_began_ms": int,
+    "phase_bound_ms": int,
 }
 _REQUIRED = ("owner", "server_id", "client_id", "nonce")
 
@@ -93,6 +96,15 @@ class HeldLock:
         self._ttl_s = ttl_s
         self._revision = fence
         self._busy = asyncio.Lock()
+        self._phase: Holder = {}
+
+    def note_phase(self, phase: str, bound_s: float | None) -> None:
+        """Notes the phase of the update that the lock is held for. The next renewal tells other processes of it, so
+        that this costs no write. `bound_s`: the longest time that the phase may take from now on."""
+        now_ms = int(time.time() * 1000)
+        self._phase = {"phase": phase, "phase_began_ms": now_ms}
+        if bound_s is not None:
+            self._phase["phase_bound_ms"] = now_ms + int(bound_s * 1000)
 
     async def renew(self) -> None:
         """Restarts the TTL, and writes the connection that this process has now. StaleFence: the lock is lost."""
@@ -150,7 +162,7 @@ class HeldLock:
                     await self._bus.purge(self._bucket, LOCK, self._revision)
 
     def _value(self) -> bytes:
-        return json.dumps({**self._holder, **_identity(self._bus), "fence": self.fence}).encode()
+        return json.dumps({**self._holder, **self._phase, **_identity(self._bus), "fence": self.fence}).encode()
 
     async def _write_lock(self, value: bytes) -> None:
         await self._check_ours()
@@ -170,7 +182,7 @@ class HeldLock:
 
     async def _look(self) -> None:
         entry = await self._bus.get(self._bucket, LOCK)
-        holder = _holder(entry)
+        holder = holder_of(entry)
         if entry is None or holder is None or holder.get("nonce") != self._holder["nonce"]:
             self.lost = True
             raise self.stale()
@@ -249,7 +261,7 @@ async def _acquire(
     start = time.monotonic()
     while True:
         entry = await bus.get(bucket, LOCK)
-        holder = _holder(entry)
+        holder = holder_of(entry)
         if holder is None or died((str(holder["server_id"]), int(holder["client_id"]))):
             try:
                 last = entry.sequence if entry is not None else 0
@@ -269,7 +281,7 @@ async def _acquire(
         await asyncio.sleep(POLL_S)
 
 
-def _holder(entry: Entry | None) -> Holder | None:
+def holder_of(entry: Entry | None) -> Holder | None:
     """The holder in an entry. None: the lock is free, or the entry can't be read, so that no holder can renew it."""
     holder = decoded(entry, _decode_holder)
     return holder if entry is not None and holder is not None and _fence(holder, entry) <= entry.sequence else None
@@ -303,14 +315,14 @@ async def raise_sequence(bus: Bus, bucket: KeyValueBucket, least: int) -> None:
 
 async def read_holder(bus: Bus, bucket: KeyValueBucket) -> Holder | None:
     """Reads the holder of the lock from the leader. None: the lock is free."""
-    return _holder(await bus.get(bucket, LOCK))
+    return holder_of(await bus.get(bucket, LOCK))
 
 
 def fence_of(entry: Entry | None) -> tuple[int, bool]:
     """Returns the newest fence in the lock's entry, and whether the lock is held."""
     if entry is None:
         return 0, False
-    holder = _holder(entry)
+    holder = holder_of(entry)
     if holder is None:
         return entry.sequence, False
     return _fence(holder, entry), True

@@ -13,6 +13,7 @@ from rl_plane.protocol.subjects import (
     ADMISSION_PREFIX,
     ADVISORY,
     CANARY_HISTORY,
+    CANCEL,
     FENCE_KEY,
     HISTORY_PREFIX,
     LOCK,
@@ -78,7 +79,10 @@ def _frontend(fleet: Subjects, instance_id: str) -> Permissions:
             fleet.fleet,
             fleet.fleet_read,
             fleet.keep_record,
+            fleet.op_notices,
             fleet.state.feed(HISTORY_PREFIX + ">"),
+            fleet.state.feed(LOCK),  # for the metrics, as the next one
+            fleet.state.feed(PAUSE),
         ],
         deny_publish=_kept_streams(fleet),
         answers=True,
@@ -92,13 +96,14 @@ def _trainer(fleet: Subjects, instance_id: str) -> Permissions:
         PAUSE,
         MEMORY,
         SESSION,
+        CANCEL,
         CANARY_HISTORY,
         FENCE_KEY,
         HISTORY_PREFIX + "*",
         ADMISSION_PREFIX + "*",
     )
     return Permissions(
-        publish=[*_steering(fleet), *map(fleet.state.key, keys), *_objects(fleet)],
+        publish=[*_steering(fleet), fleet.op_notices, *map(fleet.state.key, keys), *_objects(fleet)],
         subscribe=_watching(fleet),
         deny_publish=_kept_streams(fleet),
     )

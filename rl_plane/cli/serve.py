@@ -15,7 +15,7 @@ import click
 from rl_plane._util.processes import spare_collector
 from rl_plane.bus.key_folder import KeyFolder
 from rl_plane.bus.server import CONFIG, NatsServer
-from rl_plane.cli.keys import NATS_FILES, credentials
+from rl_plane.cli.keys import NATS_FILES, credentials_as
 from rl_plane.cli.models import default_model
 from rl_plane.cli.output import BadSetting, note, say_ready
 from rl_plane.cli.settings import NO_DIALECT, OFF, Command, command, pairs
@@ -36,12 +36,14 @@ ENGINE = (
     "enable_memory_saver",
     "engine_hang_s",
 )
+METRICS = ("metrics_port", "metrics_host", "metrics_key")
 NODES = ("nnodes", "node_rank", "dist_init_addr", "node_wait_s")
 WORKER = (
     *BUS,
     "engine",
     *ENGINE,
     *NODES,
+    *METRICS,
     "liveness_timeout_s",
     "drain_s",
     "instance_id",
@@ -145,13 +147,14 @@ def run_worker(given: Command) -> int:
         engine=engine,
         model=values["model"] or default_model([engine]),
         nats_url=values["nats_url"] or DEFAULT_NATS_URL,
-        credentials=credentials(values),
+        credentials=credentials_as(values, "worker"),
         engine_args=pairs(values["engine_args"]),
         nodes=nodes,
+        metrics_port=None if values["metrics_port"] == OFF else values["metrics_port"],
         **_picked(
             values,
             "namespace component model_name dtype device engine_args_file weight_roots weight_urls instance_id copies "
-            "deterministic enable_memory_saver liveness_timeout_s engine_hang_s drain_s",
+            "deterministic enable_memory_saver liveness_timeout_s engine_hang_s drain_s metrics_host metrics_key",
         ),
     )
 
@@ -192,7 +195,7 @@ def run_frontend(given: Command) -> int:
             values[port] = None
     options = FrontendOptions(
         nats_url=values["nats_url"] or DEFAULT_NATS_URL,
-        credentials=credentials(values),
+        credentials=credentials_as(values, "frontend"),
         **_picked(values, f"namespace component drain_s {' '.join(LISTENERS)}"),
     )
 

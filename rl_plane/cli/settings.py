@@ -161,6 +161,14 @@ SETTINGS: dict[str, Setting] = {
         Setting("node_rank", "This host's number among them. 0 is the head.", IntRange(0, 1023), 0),
         Setting("dist_init_addr", "HOST:PORT of the head, where the engine's ranks meet."),
         Setting("node_wait_s", "Seconds that a node waits for the others.", _POSITIVE, 600.0),
+        Setting(
+            "metrics_port",
+            "The port of the worker's /metrics; 0 takes a free one, off opens none.",
+            types.PORT_OR_OFF,
+            OFF,
+        ),
+        Setting("metrics_host", "The address of the worker's /metrics.", types.HOST, "127.0.0.1"),
+        Setting("metrics_key", "The key of the worker's /metrics. Prefer the variable.", types.KEY, secret=True),
         Setting("copies", "Workers in this one process (engine fake only).", IntRange(1, MAX_COUNT), 1),
         Setting(
             "deterministic", "The same tokens whatever else is in the batch (vllm, sglang; GPU).", bool, False

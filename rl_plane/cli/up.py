@@ -22,7 +22,7 @@ from rl_plane.bus.server import CONFIG, NatsServer
 from rl_plane.cli.children import ERR, OUT, Printer, run_child
 from rl_plane.cli.keys import credentials
 from rl_plane.cli.output import READY, counted, one_line
-from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, NODES, WORKER, check_engine
+from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, METRICS, NODES, WORKER, check_engine
 from rl_plane.cli.settings import Command, command, for_child
 from rl_plane.cli.supervisor import SupervisedProcess, Supervisor
 from rl_plane.errors import DeadlineExceeded, PlaneError
@@ -32,8 +32,8 @@ ERROR_OBJECT = b'{"status": "error"'
 FRONTEND_STOP_S = 5.0
 """Seconds for a frontend to close after its drain."""
 
-HERE = tuple(name for name in WORKER if name not in NODES)
-"""The settings of a worker whose engine has this host alone."""
+HERE = tuple(name for name in WORKER if name not in (*NODES, *METRICS))
+"""The settings that all workers of one host may share."""
 
 SETTINGS = (
     "engines",

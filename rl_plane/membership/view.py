@@ -165,6 +165,10 @@ class MembershipView:
         closed_at = self._dead_connections.get(identity)
         return closed_at is not None and time.monotonic() >= closed_at + RECONNECT_GRACE_S
 
+    def connection_closed(self, identity: tuple[str, int]) -> bool:
+        """Reports whether the server has said that this connection is closed. The process may have another one."""
+        return identity in self._dead_connections
+
     def found_dead(self, instance_id: str, revision: int) -> None:
         """Removes a member after a 503 to its registration at `revision`. Just after a connect a 503 is no proof."""
         if not self._just_connected():

@@ -20,6 +20,8 @@ Arrived = memoryview | Sequence[tuple[str, HostTensor]]
 class PackedDelivery(Delivery):
     """Unpacks buckets into tensors. A subclass or `buckets` may set `digest` and `tensor_digests` as they arrive."""
 
+    counts_bytes = True
+
     def __init__(
         self,
         manifest: Manifest,
@@ -67,6 +69,7 @@ class PackedDelivery(Delivery):
                 continue
             if data.nbytes != bucket.nbytes:
                 raise _wrong(f"bucket {number} came with {data.nbytes} bytes, not {bucket.nbytes}")
+            self.came(data.nbytes)
             for placed in bucket.tensors:
                 place = data[placed.offset : placed.offset + placed.spec.nbytes]
                 yield placed.name, HostTensor(placed.spec, place, self._owned)

@@ -21,9 +21,10 @@ from frontend.server import listener_keys, listeners
 from frontend.server.options import FrontendOptions
 from rl_plane.errors import InvalidRequest, PermissionDenied, Unavailable
 from rl_plane.fleet.http_client import call_facade
-from rl_plane.protocol.http_keys import ROLES, Caller, Role, format_entry, hash_key, parse_keys_file
+from rl_plane.protocol.http_keys import ROLES, Caller, Role, hash_key, parse_keys_file
 from tests.conftest import Plane
 from tests.support.frontend_here import started
+from tests.support.key_files import write_keys
 
 BOUND_S = 30.0
 PAGE = Path(__file__).parents[2] / "docs" / "security-http.md"
@@ -33,16 +34,6 @@ KEYS: dict[str, Role] = {f"key of {role}": role for role in ROLES}
 
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
-
-
-def write_keys(file: Path, given: dict[str, Role]) -> Path:
-    new = file.with_name("new")
-    new.write_text(
-        "".join(format_entry(Caller(role, role), hash_key(key.encode())) for key, role in given.items())
-    )
-    new.chmod(0o600)
-    new.replace(file)
-    return file
 
 
 @asynccontextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,6 +69,9 @@ class Dispatcher:
         self._state = state
         self._lock = lock
         self.handlers = handlers
+        self.answers: Counter[tuple[str, ...]] = Counter()
+        """Op and outcome (ok, skipped, or the error's code) → the number of answers. A name that is no op counts as
+        `other`."""
         self._stage = stage
         self._pools: dict[Pool, OpPool] = {
             "control": OpPool("ops", MAX_OPS),
@@ -211,6 +215,8 @@ class Dispatcher:
         )
 
     async def _answer(self, bus: Bus, message: Msg, reply: Reply, form: Format) -> None:
+        outcome = reply.status if reply.error is None else type(reply.error).code
+        self.answers[reply.op if reply.op in OPS else "other", outcome] += 1
         if not message.reply:
             return
         data = encode(reply.to_wire(), form)

@@ -38,6 +38,8 @@ class TokenLoad:
     """Tokens of the running requests: their prompts, and what the engine has made."""
     waiting: int = 0
     """Prompt tokens that the engine has still to compute."""
+    made: int = 0
+    """Tokens that the engine has made since the start."""
 
 
 class TokenShare:
@@ -61,6 +63,7 @@ class TokenShare:
             self._load.running += self._tokens
         self._tokens += tokens
         self._load.running += tokens
+        self._load.made += tokens
 
     def gone(self) -> None:
         """Ends the count. A second call does nothing."""

@@ -175,6 +175,7 @@ class RelayedPull(PackedDelivery):
             one = self._out.get()  # bounded, since each read is
             if isinstance(one, BaseException):
                 raise one
+            self.came(self._manifest.buckets[one.number].nbytes)
             yield from one.tensors
             if one.slot is not None:
                 self._news.put(_Free(one.slot))

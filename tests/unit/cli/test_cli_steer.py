@@ -74,6 +74,71 @@ def test_state_is_a_table_or_json(facade: Facade, capsys: pytest.CaptureFixture[
     assert "Authorization" not in facade.asked[0]["headers"]
 
 
+def test_state_tells_of_the_update_that_runs(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
+    update = {
+        "update_id": "u1",
+        "label": "step_4",
+        "phase": "prepare",
+        "caller": "train.py@gpu3:7 at 10.0.0.7",
+        "asked_by": "key-1",
+        "who": "frontend@a:1",
+        "transport": "gloo",
+        "began_at": 1.0,
+        "elapsed_s": 21.4,
+        "in_phase_s": 21.3,
+        "deadline_in_s": 279.0,
+        "idle_limit_s": None,
+        "waits_for": "the trainer's bytes, since 19 s (1 of 2 workers)",
+        "workers": 2,
+        "bytes": 3_000_000,
+        "total_bytes": 4_000_000,
+        "bytes_per_s": 5e6,
+        "since_progress_s": 19.0,
+    }
+    own = {
+        "update_id": "u1",
+        "waits_for": "the trainer's bytes",
+        "since_progress_s": 19.0,
+        "total_bytes": 2_000_000,
+    }
+    rows = [
+        {**state_row(ID_A), "update": {**own, "bytes": 2_000_000}},
+        {**state_row(ID_B), "update": {**own, "bytes": 1_000_000}},
+    ]
+    facade.answers({**HEAD, "update": update, "workers": rows})
+    assert main.run(["state"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:8] == [
+        "update u1 (step_4): prepare, 21.4 s so far, 21.3 s in this phase, 279 s left",
+        "  waits for the trainer's bytes, since 19 s (1 of 2 workers)",
+        "  3.0 of 4.0 MB (75%) on 2 workers, 5.0 MB/s",
+        "  asked by train.py@gpu3:7 at 10.0.0.7 with the key key-1 by gloo; frontend@a:1 coordinates it",
+        f"    {ID_B}: 1.0 of 2.0 MB, waits for the trainer's bytes, last bytes 19 s ago",
+        f"    {ID_A}: 2.0 of 2.0 MB, waits for the trainer's bytes, last bytes 19 s ago",
+        "  to end it: rl-plane abort u1",
+    ]
+    waiting = {**update, "phase": "receive", "in_phase_s": None, "deadline_in_s": None, "idle_limit_s": 120.0}
+    facade.answers({**HEAD, "update": waiting, "workers": []})
+    assert main.run(["state"]) == 0
+    assert "receive, 21.4 s so far, dropped after 120 s without a call of its trainer" in capsys.readouterr().out
+
+
+def test_abort_and_complete(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
+    facade.answers({**HEAD, "update_id": "u1", "workers": []})
+    assert main.run(["abort", "u1"]) == 0
+    assert capsys.readouterr().out == "aborted the update u1 in 0.250 s\n"
+    by = f"an operator on host {socket.gethostname()}"
+    assert facade.asked[0]["path"] == "/v1/rl/abort_weights_update"
+    assert facade.asked[0]["body"] == {"update_id": "u1", "by": by}
+    assert main.run(["abort"]) == 0
+    assert facade.asked[1]["body"] == {"by": by}
+    facade.answers({**HEAD, "version": VERSION, "workers": [], "excluded": [], "phases": {"receive_s": 2.0}})
+    assert main.run(["complete", "u1"]) == 0
+    assert facade.asked[2]["path"] == "/v1/rl/complete_weights_update"
+    assert facade.asked[2]["body"] == {"update_id": "u1"}
+    assert "committed version 3 (step_3)" in capsys.readouterr().out
+
+
 def test_selection_and_key(facade: Facade, monkeypatch: pytest.MonkeyPatch) -> None:
     facade.answers({**HEAD, "workers": [state_row(ID_A)]})
     monkeypatch.setenv("RL_PLANE_ADMIN_KEY", "key-1")
@@ -201,7 +266,7 @@ def test_workers_show_their_canary(
 def test_a_key_that_can_not_steer_is_refused_before_a_connection(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
-    """A connection would wait half a minute for the buckets of a fleet that was never started."""
+    """A connection would wait for the buckets of a fleet that was never started."""
     folder = KeyFolder(tmp_path / "keys")
     folder.init("rlp", ["engine"])
     monkeypatch.setattr(SyncRlClient, "connect", lambda *_, **__: pytest.fail("it connects"))
@@ -211,6 +276,20 @@ def test_a_key_that_can_not_steer_is_refused_before_a_connection(
         assert f"a key of the role {role} may not steer the fleet" in capsys.readouterr().err
     with pytest.raises(pytest.fail.Exception, match="it connects"):
         main.run(["state", *key])
+
+
+@pytest.mark.parametrize("argv", [["worker", "--engine", "fake"], ["frontend"]])
+def test_a_process_with_another_roles_key_ends_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str]
+) -> None:
+    folder = KeyFolder(tmp_path / "keys")
+    folder.init("rlp", ["engine"])
+    assert (
+        main.run([*argv, "--nats-nkey", str(folder.seed_of("trainer")), "--nats-url", "nats://127.0.0.1:9"]) == 2
+    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"trainer.nk is a key of the role trainer, and this process has the role {argv[0]}" in line
+    assert f"fix: name a key of the role {argv[0]}" in line
 
 
 def test_weights_by_url(facade: Facade, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,19 +1,17 @@
-"""The parts of the frontend that need no fleet: queries, errors, envelopes, metrics, listeners, names of requests."""
+"""The parts of the frontend that need no fleet: queries, errors, envelopes, listeners, names of requests."""
 
 from __future__ import annotations
 
 import socket
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from frontend.completions.caller_ids import CallerIds
 from frontend.completions.openai_replies import openai_error
 from frontend.facade.nats_service import call_body
-from frontend.routing.fleet_status import CLOSED_REASONS
 from frontend.server.bodies import list_fields, merge_query
 from frontend.server.listeners import bind, url_of
-from frontend.server.metrics import FrontendMetrics, Scrape
 from frontend.server.replies import error_body, error_response, to_json
 from rl_plane.errors import (
     EngineDied,
@@ -26,7 +24,6 @@ from rl_plane.errors import (
 from rl_plane.protocol.envelope import Request
 from rl_plane.protocol.fleet_ops import FLEET_OPS
 from rl_plane.protocol.strict_json import parse_json_object
-from worker.reconcile.worker_state import Reason
 
 # ---- JSON ----
 
@@ -173,72 +170,6 @@ def test_an_envelope_that_contradicts_itself_is_refused(request_: Request) -> No
     with pytest.raises(InvalidRequest) as caught:
         call_body(request_)
     assert caught.value.facts["field"]
-
-
-def _snapshot(**more: Any) -> Scrape:
-    counts: dict[str, Any] = {"outcomes": {}, "picks": {"load": 3}, "moves": {}, "closed": {}}
-    facts = {"workers": 2, "admitted": 1, "epoch": 3, "sequence": None, "in_flight": 0, "lease": None}
-    return Scrape(**{**facts, **counts, **more})
-
-
-def _lines(metrics: FrontendMetrics) -> list[str]:
-    return metrics.text().decode().splitlines()
-
-
-@pytest.mark.parametrize(("lease", "told"), [(True, "1.0"), (False, "0.0"), (None, None)])
-def test_the_metrics_show_the_lease(lease: bool | None, told: str | None) -> None:
-    lines = _lines(FrontendMetrics(lambda: _snapshot(lease=lease)))
-    assert not any("rl_plane_committed_sequence" in line for line in lines)
-    assert 'rl_plane_generation_picks_total{by="load"} 3.0' in lines
-    found = [line for line in lines if line.startswith("rl_plane_serving_lease ")]
-    assert found == ([f"rl_plane_serving_lease {told}"] if told else [])
-
-
-def test_the_metrics_keep_every_digit() -> None:
-    epoch, count = 1_795_477_252_162, 1_234_567
-    lines = _lines(FrontendMetrics(lambda: _snapshot(epoch=epoch, outcomes={"ok": count})))
-    values = {line.split(" ")[0]: float(line.split(" ")[1]) for line in lines if not line.startswith("#")}
-    assert values["rl_plane_membership_epoch"] == epoch
-    assert values['rl_plane_generation_requests_total{outcome="ok"}'] == count
-    assert "# TYPE rl_plane_generation_requests_total counter" in lines
-    assert "# HELP rl_plane_workers Workers in the fleet." in lines
-
-
-def test_the_metrics_show_the_canary() -> None:
-    metrics = FrontendMetrics(lambda: _snapshot(closed={"numerics": 1}))
-
-    def told() -> list[str]:
-        words = ("rl_plane_canary", "rl_plane_workers_closed")
-        return [line for line in _lines(metrics) if line.startswith(words) and not line.endswith(" 0.0")]
-
-    assert told() == ['rl_plane_workers_closed{reason="numerics"} 1.0']
-    metrics.on_canary({"difference": 0.5, "mismatch_kl": 1.25e-8, "reasons": {"trainer": 2, "x": 7}})
-    metrics.on_canary({"difference": 0.25, "mismatch_kl": 1e-8, "reasons": {"trainer": 1, "tie": 2}})
-    assert told() == [
-        'rl_plane_workers_closed{reason="numerics"} 1.0',
-        'rl_plane_canary_failures_total{reason="tie"} 2.0',
-        'rl_plane_canary_failures_total{reason="trainer"} 3.0',
-        "rl_plane_canary_difference 0.25",
-        "rl_plane_canary_mismatch_kl 1e-08",
-    ]
-    metrics.on_canary({"scored": 1, "failed": 0})
-    assert not any("difference" in line or "mismatch" in line for line in told())
-
-
-def test_the_metrics_have_histograms_of_phases_and_first_tokens() -> None:
-    metrics = FrontendMetrics(_snapshot)
-    metrics.on_committed({"receive_s": 0.2, "gate_s": 0.002})
-    metrics.on_committed({"receive_s": 20.0})
-    metrics.on_first_token(0.05)
-    lines = _lines(metrics)
-    assert 'rl_plane_update_phase_seconds_bucket{le="0.3",phase="receive"} 1.0' in lines
-    assert 'rl_plane_update_phase_seconds_count{phase="receive"} 2.0' in lines
-    assert 'rl_plane_update_phase_seconds_sum{phase="gate"} 0.002' in lines
-    assert "rl_plane_generation_first_token_seconds_count 1.0" in lines
-
-
-def test_the_metrics_know_every_reason_that_closes_a_worker() -> None:
-    assert set(CLOSED_REASONS) == set(get_args(Reason))
 
 
 # ---- listeners ----

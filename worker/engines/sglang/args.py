@@ -66,6 +66,7 @@ ON_CPU: Mapping[str, Any] = {
     "disable_overlap_schedule": True,
     "disable_cuda_graph": True,
     "lora_backend": "torch_native",
+    "sleep_on_idle": True,  # an idle rank would keep a core busy that the other ranks and the trainer need
     "max_total_tokens": 8192,  # by default it takes a share of the machine's memory
 }
 """Settings that the CPU build needs. The user's arguments win."""

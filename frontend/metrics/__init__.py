@@ -1,0 +1,1 @@
+"""The frontend's metrics, which `/metrics` shows. docs/metrics.md lists them."""

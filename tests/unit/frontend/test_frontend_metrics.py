@@ -1,0 +1,300 @@
+"""The frontend's metrics: the counts, their labels, and what they are made of."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+
+from frontend.completions.token_timings import TokenTimings
+from frontend.metrics.departures import Departures
+from frontend.metrics.frontend_metrics import FleetFacts, FrontendMetrics, GenerationFacts
+from frontend.metrics.lock_and_pause import LockAndPause
+from frontend.metrics.update_metrics import outcome_of
+from frontend.routing.fleet_status import CLOSED_REASONS
+from rl_plane.bus.lock import LOCK_TTL_S
+from rl_plane.commit.history import UpdateEntry
+from rl_plane.errors import CanaryFailed, Unavailable
+from rl_plane.membership.core import Changed, Member
+from rl_plane.protocol.record import DesiredPause
+from rl_plane.protocol.subjects import LOCK, PAUSE, Entry
+from tests.support.metrics_pages import values
+from worker.reconcile.worker_state import Reason
+
+FLEET = FleetFacts(
+    by_state={"open": 1, "closed": 1},
+    closed={},
+    left={},
+    engine_requests={},
+    epoch=3,
+    sequence=None,
+    version_lag=0,
+    lease=None,
+    lock_held_by={},
+    lock_held_s=0.0,
+    pause_left_s=0.0,
+    connected=True,
+    reconnects=0,
+)
+
+
+class Facts:
+    """The facts of a frontend that tests set."""
+
+    def __init__(self, **fleet: Any) -> None:
+        self.fleet = replace(FLEET, **fleet)
+        self.outcomes: dict[str, int] = {}
+        self.timings = TokenTimings()
+
+    def fleet_facts(self) -> FleetFacts:
+        return self.fleet
+
+    def generation_facts(self) -> GenerationFacts:
+        return GenerationFacts(
+            outcomes=self.outcomes, in_flight=0, picks={"load": 3}, moves={}, timings=self.timings
+        )
+
+
+def shown(metrics: FrontendMetrics) -> dict[str, float]:
+    return values(metrics.text().decode())
+
+
+@pytest.mark.parametrize(("lease", "told"), [(True, 1.0), (False, 0.0), (None, None)])
+def test_the_metrics_show_the_lease(lease: bool | None, told: float | None) -> None:
+    found = shown(FrontendMetrics(Facts(lease=lease)))
+    assert "rl_plane_committed_sequence" not in found
+    assert found['rl_plane_generation_picks_total{by="load"}'] == 3
+    assert found.get("rl_plane_serving_lease") == told
+
+
+def test_the_metrics_keep_every_digit() -> None:
+    facts = Facts(epoch=1_795_477_252_162)
+    facts.outcomes["ok"] = 1_234_567
+    found = shown(FrontendMetrics(facts))
+    assert found["rl_plane_membership_epoch"] == 1_795_477_252_162
+    assert found['rl_plane_generation_requests_total{outcome="ok"}'] == 1_234_567
+
+
+def ended(**more: Any) -> UpdateEntry:
+    ok = {"status": "ok"}
+    given: dict[str, Any] = {
+        "outcome": "committed",
+        "began_at": 100.0,
+        "ended_at": 102.0,
+        "transport": {"backend": "filesystem"},
+        "workers": {"a": ok, "b": ok, "c": {"status": "error"}},
+        "sent_bytes": 1000,
+        **more,
+    }
+    return UpdateEntry("id", "label", **given)
+
+
+def test_an_update_is_counted_by_outcome_and_transport() -> None:
+    metrics = FrontendMetrics(Facts())
+    metrics.updates.on_ended(ended(phases={"receive_s": 0.2, "gate_s": 0.002, "nonsense_s": 1.0}))
+    metrics.updates.on_ended(ended(phases={"receive_s": 20.0}, excluded=["c"], workers_left_out=2))
+    metrics.updates.on_ended(ended(outcome="aborted", transport={"backend": "x" * 100}, phases={"gate_s": 1.0}))
+    metrics.updates.on_ended(ended(transport=None, sent_bytes=None))
+    found = shown(metrics)
+    assert found['rl_plane_updates_total{outcome="committed",transport="filesystem"}'] == 1
+    assert found['rl_plane_updates_total{outcome="excluded",transport="filesystem"}'] == 1
+    assert found['rl_plane_updates_total{outcome="aborted",transport="other"}'] == 1
+    assert found['rl_plane_updates_total{outcome="committed",transport="none"}'] == 1
+    assert sum(value for key, value in found.items() if key.startswith("rl_plane_updates_total")) == 4
+    assert found['rl_plane_update_seconds_sum{outcome="committed",transport="filesystem"}'] == 2.0
+    assert found['rl_plane_update_received_bytes_total{transport="filesystem"}'] == 2000 + 4000
+    assert found['rl_plane_update_phase_seconds_bucket{le="0.3",phase="receive"}'] == 1
+    assert found['rl_plane_update_phase_seconds_bucket{le="+Inf",phase="receive"}'] == 2
+    assert found['rl_plane_update_phase_seconds_count{phase="receive"}'] == 2
+    assert found['rl_plane_update_phase_seconds_sum{phase="gate"}'] == 0.002
+    assert found['rl_plane_update_phase_seconds_count{phase="other"}'] == 1
+
+
+@pytest.mark.parametrize(
+    ("entry", "outcome"),
+    [
+        (ended(), "committed"),
+        (ended(excluded=["c"]), "excluded"),
+        (ended(error=CanaryFailed("no").to_wire()), "failed"),
+        (ended(error=Unavailable("its coordinator ended").to_wire()), "unreported"),
+        (ended(outcome="aborted", error=Unavailable("no").to_wire()), "aborted"),
+        (replace(ended(), update_id="id/rollback"), "rollback"),
+    ],
+)
+def test_the_outcome_of_an_update_has_one_word(entry: UpdateEntry, outcome: str) -> None:
+    assert outcome_of(entry) == outcome
+
+
+def test_the_metrics_show_the_canary() -> None:
+    metrics = FrontendMetrics(Facts(closed={"numerics": 1}))
+    assert shown(metrics)['rl_plane_workers_closed{reason="numerics"}'] == 1
+    assert "rl_plane_canary_last_difference" not in shown(metrics)
+    for difference, reasons in ((0.5, {"trainer": 2, "x": 7}), (0.25, {"trainer": 1, "tie": 2})):
+        canary = {"difference": difference, "mismatch_kl": difference / 2, "reasons": reasons}
+        metrics.updates.on_ended(ended(canary=canary))
+    found = shown(metrics)
+    assert found['rl_plane_canary_failures_total{reason="tie"}'] == 2
+    assert found['rl_plane_canary_failures_total{reason="trainer"}'] == 3
+    assert found['rl_plane_canary_difference_bucket{le="0.3"}'] == 1
+    assert found["rl_plane_canary_difference_count"] == 2
+    assert (found["rl_plane_canary_last_difference"], found["rl_plane_canary_last_mismatch_kl"]) == (0.25, 0.125)
+    metrics.updates.on_ended(ended(canary={"scored": 1, "failed": 0}))
+    assert not any("canary_last" in key for key in shown(metrics))
+    assert shown(metrics)["rl_plane_canary_difference_count"] == 2
+
+
+def test_tokens_that_come_together_share_their_gap() -> None:
+    facts = Facts()
+    facts.timings.on_first(0.05, 1)
+    facts.timings.on_more(0.08, 4)
+    facts.timings.on_more(5.0, 1)
+    for lag in (0, 2, 40):
+        facts.timings.on_end(lag)
+    found = shown(FrontendMetrics(facts))
+    assert found["rl_plane_generation_tokens_total"] == 6
+    assert found["rl_plane_generation_first_token_seconds_count"] == 1
+    assert found['rl_plane_generation_token_gap_seconds_bucket{le="0.03"}'] == 4
+    assert found["rl_plane_generation_token_gap_seconds_count"] == 5
+    assert found["rl_plane_generation_token_gap_seconds_sum"] == pytest.approx(5.08)
+    assert found['rl_plane_generation_version_lag_bucket{le="0.0"}'] == 1
+    assert found['rl_plane_generation_version_lag_bucket{le="32.0"}'] == 2
+    assert found["rl_plane_generation_version_lag_count"] == 3
+
+
+def test_a_strangers_words_never_become_labels() -> None:
+    metrics = FrontendMetrics(Facts())
+    metrics.on_op("pause", "ok")
+    metrics.on_op("x" * 50, "y" * 50)
+    found = {key: value for key, value in shown(metrics).items() if key.startswith("rl_plane_calls_total")}
+    assert found == {
+        'rl_plane_calls_total{op="pause",outcome="ok"}': 1,
+        'rl_plane_calls_total{op="other",outcome="other"}': 1,
+    }
+
+
+def test_the_metrics_know_every_reason_that_closes_a_worker() -> None:
+    assert set(CLOSED_REASONS) == set(get_args(Reason))
+
+
+# ---- workers that left ----
+
+
+class View:
+    """A membership view that a test drives."""
+
+    closed = False
+
+    def listen(self, listener: Any) -> Any:
+        self.tell = listener
+        return lambda: None
+
+    def connection_closed(self, identity: tuple[str, int]) -> bool:
+        return self.closed
+
+
+class Status:
+    """The reasons why a worker is closed."""
+
+    def __init__(self, *reasons: str) -> None:
+        self.on_status: list[Any] = []
+        self.reasons = reasons
+
+
+MEMBER = Member("a" * 16, "one", "server", 7, 1, {})
+
+
+@pytest.mark.parametrize(
+    ("reasons", "is_closed", "after", "counted"),
+    [
+        (["leaving"], True, None, "ended"),
+        (["updating", "engine: it hangs"], True, None, "engine"),
+        ([], True, None, "connection"),
+        ([], False, None, "silent"),
+        ([], True, replace(MEMBER, incarnation="two"), "replaced"),
+        ([], False, replace(MEMBER, client_id=8), None),
+    ],
+)
+def test_a_worker_that_leaves_is_counted_by_its_reason(
+    reasons: list[str], is_closed: bool, after: Member | None, counted: str | None
+) -> None:
+    view, status = View(), Status(*reasons)
+    view.closed = is_closed
+    departures = Departures(view, status)  # type: ignore[arg-type]
+    departures.start()
+    view.tell(Changed(None, MEMBER))
+    for listener in status.on_status:
+        listener(MEMBER.instance_id, status)
+    view.tell(Changed(MEMBER, after))
+    assert {reason: count for reason, count in departures.counts.items() if count} == (
+        {counted: 1} if counted else {}
+    )
+
+
+def test_a_pipeline_stage_counts_nowhere() -> None:
+    view, status = View(), Status()
+    departures = Departures(view, status)  # type: ignore[arg-type]
+    departures.start()
+    view.tell(Changed(replace(MEMBER, info={"stage": "no weights"}), None))
+    assert not any(departures.counts.values())
+
+
+# ---- the lock and the pause ----
+
+
+class NamedBus:
+    name = "frontend-me"
+
+
+def followed(now: list[float]) -> LockAndPause:
+    found = LockAndPause(NamedBus(), None, lambda: now[0])  # type: ignore[arg-type]
+    found._server_ahead_s = 1000.0
+    return found
+
+
+def lock_of(owner: str, sequence: int, nonce: str = "n") -> Entry:
+    holder = {"owner": owner, "server_id": "s", "client_id": 1, "nonce": nonce, "fence": 1}
+    return Entry(LOCK, json.dumps(holder).encode(), sequence)
+
+
+@pytest.mark.parametrize(
+    ("owner", "kind"),
+    [("frontend-me", "this_frontend"), ("frontend-x", "another_frontend"), ("trainer", "client")],
+)
+def test_the_kind_of_the_locks_holder_is_told(owner: str, kind: str) -> None:
+    now = [10.0]
+    found = followed(now)
+    assert (sum(found.held_by().values()), found.held_s()) == (0, 0.0)
+    found.take_lock(lock_of(owner, 5))
+    for renewal in range(4):
+        now[0] += 1.5
+        found.take_lock(lock_of(owner, 6 + renewal))
+    assert {kind for kind, held in found.held_by().items() if held} == {kind}
+    assert found.held_s() == 6.0
+    found.take_lock(lock_of("trainer", 4))  # a late read
+    found.take_lock(None)
+    assert {kind for kind, held in found.held_by().items() if held} == {kind}
+    now[0] += 1.0
+    found.take_lock(lock_of("trainer", 10, "another"))
+    assert (found.held_by()["client"], found.held_s()) == (1, 0.0)
+    now[0] += LOCK_TTL_S + 0.1  # the holder died, and its expiry was not heard
+    assert (sum(found.held_by().values()), found.held_s()) == (0, 0.0)
+
+
+def test_a_released_lock_is_free_at_once() -> None:
+    found = followed([10.0])
+    found.take_lock(lock_of("trainer", 5))
+    found.take_lock(Entry(LOCK, None, 6))
+    assert not any(found.held_by().values())
+
+
+def test_the_pauses_lease_is_counted_by_the_servers_clock() -> None:
+    now = [10.0]
+    found = followed(now)
+    found.take_pause(Entry(PAUSE, DesiredPause(True, "keep", 1070.0).encode(), 3))
+    assert found.pause_left_s() == 60.0
+    now[0] = 80.0
+    assert found.pause_left_s() == 0.0
+    found.take_pause(Entry(PAUSE, DesiredPause(False).encode(), 4))
+    assert found.pause_left_s() == 0.0
