@@ -10,9 +10,12 @@ from typing import Any
 
 from rl_plane.transports.nixl.reads import Piece
 from rl_plane.transports.nixl.tcp_reads import TcpRead, TcpReads
-from rl_plane.transports.nixl.wire import RegisteredMemory, in_reach
+from rl_plane.transports.nixl.wire import in_reach
 
 log = logging.getLogger("rl_plane.transports.nixl.receiver")
+
+END_S = 1.0
+"""The time in seconds for the bytes of a connection that was closed to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +47,10 @@ class Channel:
     def by_tcp(self) -> bool:
         return self._name is None
 
-    def begin(self, memory: RegisteredMemory, pieces: Sequence[Piece]) -> ChannelRead:
-        """Begins a read into memory that is registered with the agent."""
-        return ChannelRead(self, memory, pieces)
+    def begin(self, moves: Sequence[Piece], owner: Any) -> ChannelRead:
+        """Begins a read into memory that is registered with the agent. `moves`: from where it reads, each with the
+        address here. `owner` keeps the memory from being freed."""
+        return ChannelRead(self, moves, owner)
 
     def leave(self) -> None:
         """Ends the channel, and its reads over TCP."""
@@ -59,17 +63,16 @@ class Channel:
         """Waits after `leave`, and returns whether no more bytes can arrive over TCP."""
         return self._tcp is None or self._tcp.has_ended(within_s)
 
-    def _begin(self, memory: RegisteredMemory, pieces: Sequence[Piece]) -> UcxRead | TcpRead:
+    def _begin(self, moves: Sequence[Piece], owner: Any) -> UcxRead | TcpRead:
         if self._name is not None:
             try:
-                return UcxRead(self._agent, self._name, memory, pieces)
+                return UcxRead(self._agent, self._name, moves)
             except Exception as error:  # nixl's errors have no common base
                 if self._works:
                     raise
                 self._give_up_ucx(error)
         self._tcp = self._tcp or TcpReads(self._source.where, self._source.secret, self._wake)
-        places = [memory.view(at, place[1]) for at, place in pieces]
-        return self._tcp.begin(places, [place for _, place in pieces])
+        return self._tcp.begin(moves, owner)
 
     def _give_up_ucx(self, why: object) -> None:
         """UCX has no way to the source: the kernel forbids to read another process's memory, for example."""
@@ -86,11 +89,11 @@ class Channel:
 class ChannelRead:
     """One read. A first read by UCX that fails goes on over TCP."""
 
-    def __init__(self, channel: Channel, memory: RegisteredMemory, pieces: Sequence[Piece]) -> None:
+    def __init__(self, channel: Channel, moves: Sequence[Piece], owner: Any) -> None:
         self._channel = channel
-        self._memory = memory
-        self._pieces = pieces
-        self._read = channel._begin(memory, pieces)
+        self._moves = moves
+        self._owner = owner
+        self._read = channel._begin(moves, owner)
 
     @property
     def arrived(self) -> int:
@@ -108,7 +111,7 @@ class ChannelRead:
         elif not channel._works:
             self.release()
             channel._give_up_ucx(state)
-            self._read = channel._begin(self._memory, self._pieces)
+            self._read = channel._begin(self._moves, self._owner)
             return "PROC"
         return state
 
@@ -120,9 +123,9 @@ class ChannelRead:
 class UcxRead:
     """A read by UCX."""
 
-    def __init__(self, agent: Any, name: str, memory: RegisteredMemory, pieces: Sequence[Piece]) -> None:
-        here = [(memory.address + at, place[1], 0) for at, place in pieces]
-        there = [place for _, place in pieces]
+    def __init__(self, agent: Any, name: str, moves: Sequence[Piece]) -> None:
+        here = [(address, place[1], 0) for address, place in moves]
+        there = [place for _, place in moves]
         self.arrived = 0
         self._nbytes = sum(place[1] for place in there)
         self._agent = agent

@@ -1,42 +1,39 @@
 """The receiving half of `nixl`: weights that are pulled, one-sided, out of the trainer's memory.
 
 A request is `{backend: nixl, host: H, port: P, secret: K}`, as the sender's `open` returns it, or has one such object
-for each share of a version (see `merged_delivery`). The buckets go into two
-registered buffers: one is filled while the other is used. The connection to the source reports its death; a time bound
-finds a source that hangs.
+for each share of a version (see `merged_delivery`). The tensors are read straight into their places, in slices that
+are hashed while they are in the cache. Without places the buckets go into two registered buffers: one is filled while
+the other is used. The connection to the source reports its death; a time bound finds a source that hangs.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
 import socket
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_plane._util.framing import read_frame, send_frame
-from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, PlaneError
+from rl_plane.errors import DeadlineExceeded, InvalidRequest
 from rl_plane.protocol.relay import RelayPlan
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.transports.base import Delivery, RelayingTransport, TransportContext, check_fields
 from rl_plane.transports.merged_delivery import SHARES, MergedDelivery, open_shares
-from rl_plane.transports.nixl.channel import Channel, ReadSource
+from rl_plane.transports.nixl.channel import ReadSource
 from rl_plane.transports.nixl.peer_source import PeerSource, address_towards
+from rl_plane.transports.nixl.pull import Pull
+from rl_plane.transports.nixl.puller import Puller
 from rl_plane.transports.nixl.reads import (
     PUBLISH,
     READ_LIMITS,
-    READ_S,
     Piece,
     ReadLimits,
     checked_places,
     gone,
     refuse,
-    split_reads,
 )
-from rl_plane.transports.nixl.relayed_pull import END_S, RelayedPull, Trainer
-from rl_plane.transports.nixl.wire import BACKEND, PROTOCOL, RegisteredMemory, have_nixl, make_agent
+from rl_plane.transports.nixl.relayed_pull import RelayedPull, Trainer
+from rl_plane.transports.nixl.wire import BACKEND, PROTOCOL, have_nixl
 from rl_plane.transports.packed_delivery import PackedDelivery, check_kind
 from rl_plane.transports.relay.plan import LEAST_BYTES
 from rl_plane.weights.checkpoint import Kind
@@ -50,12 +47,6 @@ log = logging.getLogger("rl_plane.transports.nixl.receiver")
 CONNECT_S = 10.0
 """The time for an answer in seconds. The trainer answers on a thread of its own, unless its process hangs."""
 
-
-POLL_S = 0.0005
-"""Seconds between two looks at a read. Within one machine it is done at once; on a network it takes milliseconds."""
-
-BUFFERS = 2
-"""One buffer is filled while the other is used."""
 
 LANES = 4
 """The number of shares that are pulled at once. Each has its own buffers, and four fill most networks."""
@@ -142,127 +133,6 @@ class NixlTransport(RelayingTransport):
     def give_back(self, puller: Puller) -> None:
         """Returns a Puller after an update without an error."""
         self._idle = [*self._idle[-LANES + 1 :], puller]
-
-
-class Puller:
-    """An agent with its registered buffers."""
-
-    def __init__(self, host: str) -> None:
-        """`host`: this machine's address on the network of the source."""
-        self.host = host
-        self.agent = make_agent(f"rl-plane-{secrets.token_hex(8)}", host)
-        self._buffers: list[RegisteredMemory] = []
-
-    def buffers(self, count: int, nbytes: int) -> Sequence[RegisteredMemory]:
-        if len(self._buffers) < count or self._buffers[0].nbytes < nbytes:
-            for memory in self._buffers:
-                self.agent.deregister_memory(memory.registered)
-            self._buffers.clear()  # first, to make room in memory
-            self._buffers = [RegisteredMemory(self.agent, nbytes) for _ in range(count)]
-        return self._buffers
-
-
-class Pull(PackedDelivery):
-    """The delivery of one version that is pulled from its source."""
-
-    def __init__(
-        self,
-        transport: NixlTransport,
-        manifest: Manifest,
-        places: Sequence[Sequence[Piece]],
-        source: ReadSource,
-        refetchable: bool,
-        connection: socket.socket,
-    ) -> None:
-        super().__init__(manifest, self._received(), refetchable=refetchable, close=self._end)
-        self._transport = transport
-        self._places = places
-        self._source = source
-        self._connection = connection
-        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="nixl pull")
-        self._puller: Puller | None = None
-        self._channel: Channel | None = None
-        self._ended = False
-
-    def _received(self) -> Iterator[memoryview]:
-        """Yields each bucket while a thread reads the next one."""
-        buckets = self._manifest.buckets
-        buffers = self._begin(min(len(buckets), BUFFERS), max(bucket.nbytes for bucket in buckets))
-        coming = self._ahead.submit(self._read, 0, buffers[0])
-        for number, bucket in enumerate(buckets):
-            coming.result()  # bounded, since each of its reads is
-            if number + 1 < len(buckets):
-                coming = self._ahead.submit(self._read, number + 1, buffers[(number + 1) % BUFFERS])
-            yield buffers[number % BUFFERS].view(0, bucket.nbytes).toreadonly()
-
-    def _end(self) -> None:
-        self._ended = True
-        self._ahead.shutdown(wait=True, cancel_futures=True)
-        self._leave(clean=True)
-        self._connection.close()
-
-    def _leave(self, *, clean: bool) -> None:
-        """Leaves the source. After an error the agent and its buffers are not used again, since bytes may still arrive,
-        even after a read was released."""
-        channel, self._channel = self._channel, None
-        puller, self._puller = self._puller, None
-        if channel is not None:
-            channel.leave()
-            clean &= channel.has_ended(END_S)
-        if puller is not None and clean:
-            self._transport.give_back(puller)
-
-    def _begin(self, count: int, nbytes: int) -> Sequence[RegisteredMemory]:
-        self._puller = self._transport.take(self._connection.getsockname()[0])
-        try:
-            self._channel = Channel(self._puller.agent, self._source)
-        except Exception as error:  # nixl's errors have no common base
-            self._look()
-            raise refuse(f"its metadata can't be used: {error}") from error
-        return self._puller.buffers(count, nbytes)
-
-    def _read(self, number: int, buffer: RegisteredMemory) -> None:
-        """Reads one bucket."""
-        try:
-            for pieces in split_reads(self._places[number], self._transport.limits):
-                self._read_pieces(buffer, pieces)
-        except PlaneError:
-            self._leave(clean=False)
-            raise
-        except Exception as error:  # nixl's errors have no common base
-            self._leave(clean=False)
-            raise gone(error) from error.with_traceback(None)  # the frames of the traceback would keep the agent
-
-    def _read_pieces(self, buffer: RegisteredMemory, pieces: Sequence[Piece]) -> None:
-        assert self._channel is not None
-        read = self._channel.begin(buffer, pieces)
-        try:
-            arrived, until = 0, time.monotonic() + READ_S
-            while (state := read.look()) == "PROC":
-                self._look()
-                if read.arrived > arrived:
-                    arrived, until = read.arrived, time.monotonic() + READ_S
-                if time.monotonic() > until:
-                    nbytes = sum(place[1] for _, place in pieces)
-                    raise DeadlineExceeded(f"{nbytes} bytes did not come in {READ_S:g} s", fix=PUBLISH)
-                time.sleep(POLL_S)
-            if state != "DONE":
-                raise gone(state)
-        finally:
-            read.release()
-        self._look()
-
-    def _look(self) -> None:
-        """Raises if the update was cancelled, or the source has closed the connection."""
-        if self._ended or self.cancelled():
-            raise EngineFailed("staging was cancelled")
-        try:
-            self._connection.recv(1)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise gone(error) from error
-        raise gone("it has closed the connection")
 
 
 def _connected(request: Mapping[str, Any]) -> socket.socket:

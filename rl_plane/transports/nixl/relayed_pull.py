@@ -22,7 +22,7 @@ from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidWeights, PlaneError, Unavailable
 from rl_plane.protocol.relay import TRAINER, RelayPlan
 from rl_plane.protocol.versions import HostTensor, algorithm_of, tensor_digest
-from rl_plane.transports.nixl.channel import Channel, ChannelRead, ReadSource
+from rl_plane.transports.nixl.channel import END_S, Channel, ChannelRead, ReadSource
 from rl_plane.transports.nixl.metadata_server import RelayOffer
 from rl_plane.transports.nixl.peer_link import Lost, News, Offered, PeerLink, Verified
 from rl_plane.transports.nixl.reads import (
@@ -38,10 +38,12 @@ from rl_plane.transports.nixl.reads import (
 from rl_plane.transports.nixl.wire import RegisteredMemory
 from rl_plane.transports.packed_delivery import PackedDelivery
 from rl_plane.transports.relay.chooser import BucketRead, Chooser
+from rl_plane.weights.hashed_copy import copy_hashed
 from rl_plane.weights.manifest import Manifest, PackedBucket, pack
 
 if TYPE_CHECKING:
-    from rl_plane.transports.nixl.receiver import NixlTransport, Puller
+    from rl_plane.transports.nixl.puller import Puller
+    from rl_plane.transports.nixl.receiver import NixlTransport
 
 log = logging.getLogger("rl_plane.transports.nixl.receiver")
 
@@ -61,9 +63,6 @@ UNIT_BYTES = (1 << 20, 32 << 20)
 all of it, so with many small ones the hosts work at the same time."""
 UNITS_OF_A_SHARE = 8
 """The number of buckets of a share, within UNIT_BYTES."""
-
-END_S = 1.0
-"""The time in seconds for the bytes of a connection that was closed to stop."""
 
 SLOT_BYTES = 128 << 20
 """The most memory of all slots, unless two buckets need more."""
@@ -181,6 +180,7 @@ class RelayedPull(PackedDelivery):
             one = self._out.get()  # bounded, since each read is
             if isinstance(one, BaseException):
                 raise one
+            self.came(self._manifest.buckets[one.number].nbytes)
             yield from one.tensors
             if one.slot is not None:
                 self._news.put(_Free(one.slot))
@@ -354,7 +354,8 @@ class RelayedPull(PackedDelivery):
             return
         flight.arrived, flight.until = 0, time.monotonic() + READ_S
         try:
-            flight.transfer = reading.sources[flight.read.source].channel.begin(flight.slot, pieces)
+            moves = [(flight.slot.address + at, there) for at, there in pieces]
+            flight.transfer = reading.sources[flight.read.source].channel.begin(moves, flight.slot)
         except Exception as error:  # nixl's errors have no common base
             self._failed(reading, flight, str(error))
 
@@ -410,15 +411,15 @@ class RelayedPull(PackedDelivery):
         assert self.tensor_digests is not None
         found = []
         for placed in bucket.tensors:
-            data = slot.view(placed.offset, placed.spec.nbytes)
-            if (place := places.get(placed.name)) is not None:
-                place[:] = data
-                data = place
-            else:
-                data = data.toreadonly()
+            data = slot.view(placed.offset, placed.spec.nbytes).toreadonly()
             stated = self.tensor_digests[placed.name]
             algorithm = algorithm_of(stated)
-            if tensor_digest(data, algorithm) != stated:
+            if (place := places.get(placed.name)) is None:
+                computed = tensor_digest(data, algorithm)
+            else:
+                computed = copy_hashed(place, data, algorithm)
+                data = place
+            if computed != stated:
                 return None
             digest = stated if algorithm == self.algorithm else None
             found.append((placed.name, HostTensor(placed.spec, data, place is not None, digest)))

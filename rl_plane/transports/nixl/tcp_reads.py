@@ -14,9 +14,10 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rl_plane._util.framing import read_frame, send_frame
-from rl_plane.transports.nixl.reads import READ_LIMITS, SourceRange
+from rl_plane.transports.nixl.reads import READ_LIMITS, Piece
 from rl_plane.transports.nixl.wire import PROTOCOL
 
 Region = tuple[int, int]
@@ -53,7 +54,11 @@ class ReadableMemory:
         at = bisect.bisect_right(self._starts, address) - 1
         if nbytes <= 0 or at < 0 or address + nbytes > self._ends[at]:
             raise ValueError(f"{nbytes} bytes at {address} are not offered")
-        return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+        return _memory_at(address, nbytes)
+
+
+def _memory_at(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
 def serve_reads(connection: socket.socket, memory: ReadableMemory) -> None:
@@ -83,8 +88,9 @@ def _checked(piece: object) -> Region:
 class TcpRead:
     """A read that was begun."""
 
-    places: Sequence[memoryview]
-    pieces: Sequence[SourceRange]
+    moves: Sequence[Piece]
+    owner: Any
+    """Keeps the memory here from being freed."""
     state: str = "PROC"
     """PROC, DONE, or why the read has failed."""
     arrived: int = 0
@@ -113,9 +119,10 @@ class TcpReads:
         self._thread = threading.Thread(target=self._work, name="nixl tcp reads", daemon=True)
         self._thread.start()
 
-    def begin(self, places: Sequence[memoryview], pieces: Sequence[SourceRange]) -> TcpRead:
-        """Begins a read of pieces of the source's memory into as many places of the same lengths."""
-        read = TcpRead(places, pieces)
+    def begin(self, moves: Sequence[Piece], owner: Any) -> TcpRead:
+        """Begins a read. `moves`: from where it reads, each with the address here. `owner` keeps the memory here from
+        being freed."""
+        read = TcpRead(moves, owner)
         with self._lock:
             if self._over:
                 read.state = self._over
@@ -169,10 +176,10 @@ class TcpReads:
 
 def _take(connection: socket.socket, read: TcpRead) -> None:
     """Asks for the bytes of a read, and receives them."""
-    send_frame(connection, {"pieces": [[address, nbytes] for address, nbytes, _ in read.pieces]})
-    for place in read.places:
-        done = 0
-        while done < place.nbytes:
+    send_frame(connection, {"pieces": [[address, nbytes] for _, (address, nbytes, _) in read.moves]})
+    for here, (_, nbytes, _) in read.moves:
+        place, done = _memory_at(here, nbytes), 0
+        while done < nbytes:
             came = connection.recv_into(place[done : done + CHUNK_BYTES], 0, socket.MSG_WAITALL)
             if not came:
                 raise EOFError("the other side has closed the connection")

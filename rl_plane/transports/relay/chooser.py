@@ -62,7 +62,7 @@ class _Source:
     """The time of the last progress of a read."""
     lost: bool = False
     slow: bool = False
-    """Found once, and for the rest of the update. What only slow peers have is read from the trainer."""
+    """Until the read in flight ends. What only slow peers have is read from the trainer."""
     rate: float | None = None
     """Bytes per second of one read. None: no read has ended yet."""
     nbytes: int = 0
@@ -120,7 +120,7 @@ class Chooser:
         source.rate = nbytes / seconds if source.rate is None else (source.rate + nbytes / seconds) / 2
         source.nbytes += nbytes
         source.ended = source.heard = now
-        source.reading = None
+        source.reading, source.slow = None, False
         self._read_s.append(seconds)
         if read.source == TRAINER or self._plan.share is None:
             self._idle_since = now
