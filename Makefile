@@ -82,7 +82,7 @@ fuzz-nats: setup
 	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),3600) --seed $(or $(SEED),1)
 
 fuzz-http: setup
-	FUZZ_SECONDS=$$(($(or $(SECONDS),3600) / 3)) FUZZ_SEED=$(or $(SEED),1) $(BIN)/python -m pytest tests/fleet/test_openapi_fuzz.py
+	FUZZ_SECONDS=$$(($(or $(SECONDS),3600) / 4)) FUZZ_SEED=$(or $(SEED),1) $(BIN)/python -m pytest tests/fleet/test_openapi_fuzz.py
 
 sim: setup
 	$(BIN)/python -m tests.sim --seeds $(or $(SEEDS),1000)

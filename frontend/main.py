@@ -149,7 +149,7 @@ class Frontend:
             yield frontend
 
     def _on_op(self, op: str, asked_by: str, outcome: str) -> None:
-        self.events.on_op(op, asked_by, outcome)
+        self.events.on_op(self.client.owner, op, asked_by, outcome)
         self.metrics.on_op(op, outcome)
 
     def fleet_facts(self) -> FleetFacts:

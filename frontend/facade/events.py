@@ -15,12 +15,15 @@ from nats.aio.msg import Msg
 from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.routing.fleet_status import FleetStatus, WorkerStatus
 from frontend.server.replies import to_json
+from rl_plane._util.limited_log import LimitedLog
 from rl_plane.bus.connection import is_marker
 from rl_plane.bus.entries import decoded
 from rl_plane.commit.history import UpdateEntry
-from rl_plane.errors import Unavailable
+from rl_plane.errors import InvalidRequest, Unavailable
+from rl_plane.fleet.fleet_call import said
 from rl_plane.membership.core import Changed
 from rl_plane.membership.view import MembershipView
+from rl_plane.protocol.op_notice import OpNotice
 from rl_plane.protocol.record import DecisionRecord
 from rl_plane.protocol.subjects import HISTORY_PREFIX, Entry
 from rl_plane.protocol.versions import WeightVersion
@@ -78,6 +81,7 @@ class FleetEvents:
         self._stop_view: Callable[[], None] = lambda: None
         self._stop_record: Callable[[], None] = lambda: None
         self._stopping = False
+        self._malformed = LimitedLog(log)
 
     async def start(self) -> None:
         """Call it before `FleetStatus.start`, so that no change is missed."""
@@ -87,6 +91,7 @@ class FleetEvents:
         self._stop_record = self._view.listen_record(self._on_record)
         self._status.on_status.append(self._on_worker)
         await self._view.bus.subscribe(state.feed(HISTORY_PREFIX + ">"), self._on_history)
+        await self._view.bus.subscribe(self._view.subjects.op_notices, self._on_notice)
         await self._view.bus.flush()
 
     def stop(self) -> None:
@@ -125,9 +130,10 @@ class FleetEvents:
         finally:
             self._listeners.discard(listener)
 
-    def on_op(self, op: str, asked_by: str, outcome: str) -> None:
-        """Sends that this frontend has carried out a changing op. `outcome`: ok, or the error's code."""
-        self._send("op", {"op": op, "asked_by": asked_by, "outcome": outcome})
+    def on_op(self, who: str, op: str, asked_by: str, outcome: str) -> None:
+        """Sends that a process has carried out a changing op. `who`: the process, as in `UpdateEntry`. `asked_by`: as
+        in `FleetCall`. `outcome`: ok, or the error's code."""
+        self._send("op", {"op": op, "who": who, "asked_by": asked_by, "outcome": outcome})
 
     def _framed(self, kind: Kind, data: dict[str, Any]) -> bytes:
         self._last_id += 1
@@ -184,6 +190,14 @@ class FleetEvents:
                 "state": record.held.to_wire(),
             },
         )
+
+    async def _on_notice(self, message: Msg) -> None:
+        try:
+            notice = OpNotice.decode(message.data)
+        except InvalidRequest as error:
+            self._malformed.warning("a malformed message on %s: %s", message.subject, error.message)
+            return
+        self.on_op(notice.who, notice.op, said(notice.key), notice.outcome)
 
     async def _on_history(self, message: Msg) -> None:
         if is_marker(message.headers):

@@ -17,6 +17,7 @@ from frontend.frontend_limits import LIMITS
 from frontend.server.replies import error_body, to_json
 from rl_plane.bus.connection import Bus
 from rl_plane.errors import InvalidRequest, PayloadTooLarge, PlaneError, Unavailable
+from rl_plane.fleet.fleet_call import ASKED_BY, said
 from rl_plane.protocol.envelope import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
@@ -27,6 +28,7 @@ from rl_plane.protocol.envelope import (
     request_from_wire,
 )
 from rl_plane.protocol.fleet_ops import FLEET_OPS
+from rl_plane.protocol.subjects import key_of_inbox
 
 log = logging.getLogger("frontend.facade.nats_service")
 
@@ -95,6 +97,8 @@ class FleetService:
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, message: Msg) -> None:
+        # A caller names the inbox of its own key, or gets no answer.
+        ASKED_BY.set(said(key_of_inbox(message.reply)))
         start = time.monotonic()
         head: dict[str, Any] = {"v": PROTOCOL_VERSION, "id": "", "op": ""}
         reply: dict[str, Any]

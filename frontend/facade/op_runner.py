@@ -25,7 +25,8 @@ class OpRunner:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.on_op: Callable[[str, str, str], None] = lambda op, asked_by, outcome: None
-        """Called after each changing op with its name, the id of the caller's key, and ok or the error's code."""
+        """Called after each changing op with its name, whose key asked (`FleetCall.asked_by`), and ok or the error's
+        code."""
         self._in_flight: InFlight[dict[str, Any]] = InFlight(MAX_IN_FLIGHT, log)
 
     async def run(
@@ -46,8 +47,9 @@ class OpRunner:
             outcome = error.code
             raise
         finally:
-            log.info("%s, asked by %s: %s", op, ASKED_BY.get() or "a caller without a key", outcome)
-            self.on_op(op, ASKED_BY.get(), outcome)
+            asked_by = ASKED_BY.get() or ""
+            log.info("%s, asked by %s: %s", op, asked_by or "a caller without a key", outcome)
+            self.on_op(op, asked_by, outcome)
 
     async def _change(self, op: str, body: dict[str, Any], request_id: str, digest: str | None) -> dict[str, Any]:
         if not FLEET_OPS[op].coalesce:

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from frontend.server.large_bodies import parse_large_object
+from frontend.server.large_memory import LargeMemory
 from rl_plane.errors import InvalidRequest, PayloadTooLarge, Unavailable
 from rl_plane.protocol.envelope import MAX_ID_CHARS
 from rl_plane.protocol.strict_json import parse_json_object
@@ -135,7 +136,7 @@ async def _read_body(request: Request, max_bytes: int, place: LargeBodyPlace | N
                     limit.reschedule(None)  # waiting for a place is not the client's fault
                     await place.occupy()
                     limit.reschedule(asyncio.get_running_loop().time() + BODY_TIMEOUT_S)
-                    place = None
+                    data, place = LargeMemory(data), None
     except TimeoutError as error:
         raise InvalidRequest(
             f"the body was not there within {BODY_TIMEOUT_S:g} s", field="body", fix="send it at once"

@@ -168,12 +168,19 @@ class _Client(Client):  # type: ignore[misc]  # nats-py has no types
         await super()._process_info(info, initial_connection)
 
     def _connect_command(self) -> bytes:
+        self._end_without_warning()
         command: bytes = super()._connect_command()
         proof = self._login.answer(str(self._server_info.get("nonce", "")))
         if not proof:
             return command
         options = json.loads(command.partition(b" ")[2])
         return b"CONNECT " + json.dumps({**options, **proof}).encode() + b"\r\n"
+
+    def _end_without_warning(self) -> None:
+        """Tells the stream that it is over TLS. nats-py does not, and asyncio would log a warning at its end."""
+        writer = self._transport._io_writer if isinstance(self._transport, TcpTransport) else None
+        if writer is not None and writer.get_extra_info("ssl_object") is not None:
+            writer._protocol._over_ssl = True
 
     def abort(self) -> None:
         """Drops the connection, and the bytes that were not sent."""
@@ -215,6 +222,7 @@ class Bus:
         self._requests: dict[str, tuple[str, asyncio.Future[Msg]]] = {}
         """Key of a reply → the subject that was asked, and the answer."""
         self._numbers = itertools.count()
+        self._wait_s = CONNECT_TIMEOUT_S
         self._give_up_at = math.inf
         self._connecting = True
         self._on_denial: list[DenialCallback] = []
@@ -236,6 +244,7 @@ class Bus:
         or is not the right one."""
         _check_url(url)
         bus = cls(url, name, credentials)
+        bus._wait_s = wait_s
         bus._give_up_at = time.monotonic() + wait_s
         try:
             async with asyncio.timeout(wait_s):
@@ -435,14 +444,17 @@ class Bus:
                 await self._until_there(bucket, denied)
 
     async def _until_there(self, bucket: KeyValueBucket, denied: PermissionDenied) -> None:
-        """Waits until another process has made the bucket, because this one's key may not."""
-        give_up = time.monotonic() + SERVICE_CONNECT_S
+        """Waits until another process has made the bucket, because this one's key may not. It waits as long as this
+        process would have waited for the server."""
+        give_up = time.monotonic() + self._wait_s
         while await self._config(bucket) is None:
             if time.monotonic() > give_up:
+                namespace, component = bucket.owner.split(".")
                 raise PermissionDenied(
-                    f"there is no bucket {bucket.name} yet, and {self.login} may not make it",
+                    f"there is no fleet in namespace {namespace}, component {component}: no frontend has made the "
+                    f"bucket {bucket.name}, and {self.login} may not make it",
                     role=self.login.role,
-                    fix="start a frontend, which makes it",
+                    fix="start a frontend (`rl-plane frontend`), or name another namespace or component",
                 ) from denied
             await asyncio.sleep(LOOK_S)
 

@@ -20,12 +20,10 @@ from urllib.parse import urlsplit
 
 from rl_plane._util.extras import missing_module
 from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.subjects import INBOX
 
 ROLE, INSTANCE_ID = "role", "instance-id"
 """The notes in a key file of `rl-plane keys`, on lines such as `# role: worker`."""
-INBOX = "_INBOX"
-"""The prefix of the subjects of answers without a key. With one it is `_INBOX.<public key>`, so no key can read
-another's answers."""
 TLS_SCHEMES = ("tls", "wss")
 MAX_FILE_BYTES = 1 << 16
 """A key, a token or a certificate has a few kilobytes."""

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane._util.extras import missing_module
-from rl_plane.bus.credentials import INBOX, INSTANCE_ID, ROLE, NatsCredentials
+from rl_plane.bus.credentials import INSTANCE_ID, ROLE, NatsCredentials
 from rl_plane.bus.roles import ANSWERS_FOR, ROLES, Role, permissions
 from rl_plane.bus.server import CONFIG
 from rl_plane.errors import InvalidRequest
-from rl_plane.protocol.subjects import ADVISORY, Subjects
+from rl_plane.protocol.subjects import ADVISORY, INBOX, Subjects
 
 SERVER_CONFIG, ACCOUNTS, KEYS = "nats.conf", "accounts.conf", "keys.json"
 ACCOUNTS_MARK = "# ---- accounts"

@@ -78,6 +78,7 @@ def _frontend(fleet: Subjects, instance_id: str) -> Permissions:
             fleet.fleet,
             fleet.fleet_read,
             fleet.keep_record,
+            fleet.op_notices,
             fleet.state.feed(HISTORY_PREFIX + ">"),
             fleet.state.feed(LOCK),  # for the metrics, as the next one
             fleet.state.feed(PAUSE),
@@ -100,7 +101,7 @@ def _trainer(fleet: Subjects, instance_id: str) -> Permissions:
         ADMISSION_PREFIX + "*",
     )
     return Permissions(
-        publish=[*_steering(fleet), *map(fleet.state.key, keys), *_objects(fleet)],
+        publish=[*_steering(fleet), fleet.op_notices, *map(fleet.state.key, keys), *_objects(fleet)],
         subscribe=_watching(fleet),
         deny_publish=_kept_streams(fleet),
     )

@@ -57,6 +57,20 @@ def credentials(values: dict[str, Any], role: Role | None = None) -> NatsCredent
     return credentials_of(role, folder, given)
 
 
+def credentials_as(values: dict[str, Any], role: Role) -> NatsCredentials:
+    """The files of a command whose process has the role. BadSetting: the key is of another role, which NATS would show
+    by one refusal after another."""
+    given = credentials(values)
+    found = given.load()
+    if found.role not in (None, role):
+        raise BadSetting(
+            f"{found.file} is a key of the role {found.role}, and this process has the role {role}",
+            field="--nats-nkey",
+            fix=f"name a key of the role {role}, such as {role}.nk of `rl-plane keys init`",
+        )
+    return given
+
+
 def _folder(values: dict[str, Any]) -> KeyFolder:
     if values["keys"] is None:
         raise BadSetting(

@@ -15,7 +15,7 @@ import click
 from rl_plane._util.processes import spare_collector
 from rl_plane.bus.key_folder import KeyFolder
 from rl_plane.bus.server import CONFIG, NatsServer
-from rl_plane.cli.keys import NATS_FILES, credentials
+from rl_plane.cli.keys import NATS_FILES, credentials_as
 from rl_plane.cli.models import default_model
 from rl_plane.cli.output import BadSetting, note, say_ready
 from rl_plane.cli.settings import NO_DIALECT, OFF, Command, command, pairs
@@ -147,7 +147,7 @@ def run_worker(given: Command) -> int:
         engine=engine,
         model=values["model"] or default_model([engine]),
         nats_url=values["nats_url"] or DEFAULT_NATS_URL,
-        credentials=credentials(values),
+        credentials=credentials_as(values, "worker"),
         engine_args=pairs(values["engine_args"]),
         nodes=nodes,
         metrics_port=None if values["metrics_port"] == OFF else values["metrics_port"],
@@ -195,7 +195,7 @@ def run_frontend(given: Command) -> int:
             values[port] = None
     options = FrontendOptions(
         nats_url=values["nats_url"] or DEFAULT_NATS_URL,
-        credentials=credentials(values),
+        credentials=credentials_as(values, "frontend"),
         **_picked(values, f"namespace component drain_s record record_files {' '.join(LISTENERS)}"),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from rl_plane.cli.output import counted, one_line, table
 from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.relay import TRAINER
+from rl_plane.protocol.subjects import USER_KEY
 
 Reply = Mapping[str, Any]
 
@@ -52,6 +54,8 @@ AGAINST = {
 }
 """The words for the values that the numeric canary is compared with."""
 DIGEST_DIGITS = 12
+KEY_CHARS = 4
+"""The characters of a public key that are shown of each end."""
 
 DONE = {
     "pause": "paused",
@@ -210,8 +214,9 @@ def _updates(reply: Reply) -> list[str]:
     if not rows:
         return ["no updates"]
     columns = {"COMPONENT": "component", **UPDATE_COLUMNS} if "components" in reply else UPDATE_COLUMNS
-    if any(row["sources"] for row in rows):
-        columns = {**columns, "SOURCES": "sources"}
+    for heading, name in (("SOURCES", "sources"), ("ASKED BY", "asked_by")):
+        if any(row[name] for row in rows):
+            columns = {**columns, heading: name}
     return [table(rows, columns)]
 
 
@@ -249,8 +254,14 @@ def _update(one: Reply) -> dict[str, Any]:
         "canary": _canary_cell(one.get("canary")),
         "sources": _sources_cell(one.get("sources")),
         "who": one.get("who"),
+        "asked_by": re.sub(USER_KEY, _short_key, one.get("asked_by") or ""),
         "why": why[:WHY_CHARS] + "…" * (len(why) > WHY_CHARS),
     }
+
+
+def _short_key(key: re.Match[str]) -> str:
+    """The ends of a public key, by which `rl-plane keys list` shows whose it is."""
+    return f"{key[0][:KEY_CHARS]}…{key[0][-KEY_CHARS:]}"
 
 
 def _sent(one: Reply) -> str:

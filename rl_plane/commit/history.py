@@ -65,7 +65,8 @@ class UpdateEntry:
     who: str = ""
     """The client that coordinated it. Empty: the entry was made from the record alone."""
     asked_by: str = ""
-    """The id of the key with which the caller asked over HTTP. Empty: it asked over NATS, or without a key."""
+    """The id of the HTTP key with which the caller asked; over NATS the public key that it says is its own, with
+    ` (said)`. Empty: it has no key."""
     began_at: float | None = None
     """Unix seconds."""
     ended_at: float | None = None

@@ -59,7 +59,7 @@ class Journal:
         asked_by: str = "",
     ) -> None:
         """`body`: the update's body. `request`: the hash of the request, which for a roll-back is another body.
-        `asked_by`: the id of the caller's key."""
+        `asked_by`: whose key asked, as `UpdateEntry` has it."""
         self._bus = bus
         self._state = state
         self._held = held

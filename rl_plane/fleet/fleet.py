@@ -27,7 +27,7 @@ from rl_plane.errors import (
     Unsupported,
     WrongIncarnation,
 )
-from rl_plane.fleet.fleet_call import ASKED_BY, FleetCall, check_engines, members_of, whole_fleet
+from rl_plane.fleet.fleet_call import ASKED_BY, FleetCall, check_engines, members_of, said, whole_fleet
 from rl_plane.fleet.fleet_replies import (
     adapters_of,
     change_error,
@@ -43,6 +43,7 @@ from rl_plane.fleet.fleet_replies import (
     with_stages,
 )
 from rl_plane.fleet.fleet_updates import FleetUpdates
+from rl_plane.fleet.op_notices import noticed
 from rl_plane.membership.core import Snapshot
 from rl_plane.membership.worker_calls import FanOut, WorkerCalls, check_pin
 from rl_plane.protocol import update_requests, worker_ops
@@ -123,20 +124,30 @@ class Fleet:
         parsed = parse_body(spec.request, body or {})
         select, own = same_values(Select, parsed), same_values(spec.own, parsed)
         names = list(dict.fromkeys(select.component or [self.client.component]))
-        calls = []
+        asked_by, calls = ASKED_BY.get(), []
         for name in names:  # all names are checked before the first worker is asked
             check_name("component", name)
             view = await self.client.view(name)
             update_id = request_id or uuid.uuid4().hex
-            start, asked_by = time.monotonic(), ASKED_BY.get()
-            calls.append(FleetCall(spec, select, own, view, update_id, bool(request_id), start, asked_by))
-        handler = self._handlers[op]
+            caller = said(self.client.bus.login.public) if asked_by is None else asked_by
+            start = time.monotonic()
+            calls.append(FleetCall(spec, select, own, view, update_id, bool(request_id), start, caller))
+        if spec.method == "GET" or asked_by is not None:  # a frontend itself reports what it was asked for
+            return await self._carry_out(calls)
+        async with noticed(self.client, op, names):
+            return await self._carry_out(calls)
+
+    async def _carry_out(self, calls: Sequence[FleetCall[Any]]) -> dict[str, Any]:
+        """Carries out one op, on each component that it names."""
+        spec = calls[0].op
+        handler = self._handlers[spec.name]
         if len(calls) > 1 and spec.one_component:
             raise InvalidRequest("an update is of one component", field="component", fix="name one, call by call")
         if len(calls) > 1 and spec.method == "POST":
             for call in calls:
                 await members_of(call)
         replies = [with_stages(call, await handler(call)) for call in calls]
+        names = [call.view.subjects.component for call in calls]
         return replies[0] if len(replies) == 1 else join(names, replies)
 
     async def _ask(

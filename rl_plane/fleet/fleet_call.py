@@ -15,14 +15,21 @@ from rl_plane.membership.worker_calls import check_pin, select_members
 from rl_plane.membership.worker_reply import skipped_reply
 from rl_plane.protocol.fleet_ops import FleetOp, Select
 
-ASKED_BY: ContextVar[str] = ContextVar("asked_by", default="")
-"""The id of the key of the call under way, which the HTTP listener sets. Empty: a call over NATS, or without a key."""
+ASKED_BY: ContextVar[str | None] = ContextVar("asked_by", default=None)
+"""The caller of the frontend, for the call under way: the id of an HTTP key, or a NATS key as `said` returns it. Empty:
+a caller without a key. None: this process is no frontend, and coordinates for itself."""
 
 READS_OF_STAGES = ("workers", "state")
 """Ops that describe stages too, in a fleet without engines."""
 
 B = TypeVar("B", bound=BaseModel)
 C = TypeVar("C", bound=BaseModel)
+
+
+def said(key: str | None) -> str:
+    """Returns a public NATS key as the history and the events name it: the caller says that the key is its own, and
+    nothing proves it. Empty: the caller has no key."""
+    return f"{key} (said)" if key else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,7 @@ class FleetCall(Generic[B]):
     start: float
     """Monotonic seconds."""
     asked_by: str = ""
-    """The id of the caller's key."""
+    """The id of the caller's HTTP key, or its NATS key as `said` returns it. Empty: it has none."""
 
     @property
     def fields(self) -> dict[str, Any]:

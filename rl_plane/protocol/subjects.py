@@ -15,6 +15,12 @@ DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
 DEFAULT_NAMESPACE = "demo"
 DEFAULT_COMPONENT = "engine"
 
+USER_KEY = r"U[A-Z2-7]{55}"
+"""The pattern of a public NKey of a user."""
+INBOX = "_INBOX"
+"""The prefix of the subjects of answers without a key. With one it is `_INBOX.<public key>`, so no key can read
+another's answers."""
+
 ADVISORY = "rlsys.disconnect"
 """The subject of the server's disconnect advisories in the plane's account (see rl_plane/bus/nats.conf)."""
 
@@ -48,6 +54,13 @@ def check_object_id(field: str, value: object) -> str:
             fix="take it from the publisher (rl_plane.transports.object_store.sender)",
         )
     return value
+
+
+def key_of_inbox(subject: str) -> str:
+    """The public key whose inbox the subject is in. Empty: it is in no key's."""
+    prefix, _, rest = subject.partition(".")
+    key = rest.partition(".")[0]
+    return key if prefix == INBOX and re.fullmatch(USER_KEY, key) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +107,11 @@ class Subjects:
     def fleet_read(self) -> str:
         """The subject of the fleet's ops that change nothing, likewise."""
         return f"{self.fleet}.read"
+
+    @property
+    def op_notices(self) -> str:
+        """The subject on which a process without a listener reports the changing ops that it has carried out."""
+        return f"{self.namespace}.{self.component}.op_notices"
 
     @property
     def keep_record(self) -> str:

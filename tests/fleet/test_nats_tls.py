@@ -147,6 +147,19 @@ async def test_tls_with_our_authority_works_by_both_clients(tmp_path: Path, ours
         await connects(server.url, NatsCredentials(nkey=key(tmp_path), ca=ours.ca_file))
 
 
+async def test_a_refused_key_is_one_error_and_no_warning(
+    tmp_path: Path, ours: Certificates, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = KeyFolder(tmp_path / "other")
+    other.init("demo", ["engine"])
+    with tls_server(tmp_path, ours.issue("server")) as server:
+        wrong = NatsCredentials(nkey=other.seed_of("trainer"), ca=ours.ca_file)
+        with pytest.raises(Unauthorized, match="does not know a key of the role trainer"):
+            await Bus.connect(server.url, wait_s=WAIT_S, credentials=wrong)
+        await connects(server.url, NatsCredentials(nkey=key(tmp_path), ca=ours.ca_file))
+    assert not [record.getMessage() for record in caplog.records if record.name.startswith("asyncio")]
+
+
 async def test_a_client_certificate_works_where_the_server_wants_one(tmp_path: Path, ours: Certificates) -> None:
     with tls_server(tmp_path, ours.issue("server"), ours.ca_file) as server:
         cert, cert_key = ours.issue("client")

@@ -1,5 +1,5 @@
 """Sends a real fleet requests that the two listeners' OpenAPI documents allow, and some that they do not, in all
-dialects, without keys, with the right key and with wrong ones.
+dialects, without keys, with the right key, with wrong ones, and with keys of roles that may not change anything.
 
 No answer is a 500, each status is documented, nothing that needs a key is answered without it, and no worker is harmed.
 `make fuzz` goes on with other requests until its time is over: `FUZZ_SECONDS`, from `FUZZ_SEED`.
@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -25,8 +26,10 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.core.result import Ok
 
 from frontend.server.options import FrontendOptions
+from rl_plane.protocol.http_keys import Role
 from tests.support.dialect_facade import fine
 from tests.support.frontend_here import started
+from tests.support.key_files import write_keys
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -113,6 +116,28 @@ def fuzz_refused(url: str, document: dict[str, Any], key: str, other_key: str, r
         cases = strategies.tuples(operation.as_strategy(), strategies.sampled_from(wrong))
         sent += _each_case(cases, check, REFUSED_EXAMPLES, round_seed)
     return sent
+
+
+def fuzz_role(url: str, document: dict[str, Any], role: Role, round_seed: int) -> int:
+    """Sends requests with a key of the role, and returns their number. Raises at the first that the role may not make,
+    and that is taken all the same."""
+    sent = 0
+    for operation in operations(document):
+        roles = [each for one in operation.definition.raw.get("security") or () for each in one["key"]]
+        may = not roles or role in roles
+
+        def check(
+            case: Case[Any], allowed: frozenset[int] = statuses(operation) if may else frozenset({403})
+        ) -> None:
+            response = call(case, url, bearer(key_of(role)))
+            assert response.status_code in allowed - {401}, (role, case.as_curl_command(), response.text[:200])
+
+        sent += _each_case(operation.as_strategy(), check, REFUSED_EXAMPLES, round_seed)
+    return sent
+
+
+def key_of(role: Role) -> str:
+    return f"key of {role}"
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -204,7 +229,9 @@ class FuzzedFleet:
 
 
 @asynccontextmanager
-async def fuzzed_fleet(plane: Plane, admin_key: str | None, api_key: str | None) -> AsyncIterator[FuzzedFleet]:
+async def fuzzed_fleet(
+    plane: Plane, admin_key: str | None, api_key: str | None, keys_file: Path | None = None
+) -> AsyncIterator[FuzzedFleet]:
     """Starts the fleet. At the end it must have the same workers and the same weights."""
     ids = set(plane.spawn_copies(2))
     options = FrontendOptions(
@@ -216,6 +243,7 @@ async def fuzzed_fleet(plane: Plane, admin_key: str | None, api_key: str | None)
         admission_wait_s=0.5,
         admin_key=admin_key,
         api_key=api_key,
+        keys_file=keys_file,
     )
     headers = {} if admin_key is None else bearer(admin_key)
     async with (
@@ -265,4 +293,17 @@ async def test_no_request_is_taken_without_the_right_key(plane: Plane) -> None:
             for url, key, other in listeners:
                 document = await fleet.document(url)
                 assert await asyncio.to_thread(fuzz_refused, url, document, key, other, round_seed) > 0
+        assert changeable(await fleet.state()) == before
+
+
+async def test_a_key_that_may_not_change_the_fleet_does_not(plane: Plane, tmp_path: Path) -> None:
+    roles: tuple[Role, ...] = ("read", "generate")
+    file = write_keys(tmp_path / "keys.toml", {key_of(role): role for role in roles})
+    async with fuzzed_fleet(plane, "admin-key", "api-key", file) as fleet:
+        before = changeable(await fleet.state())
+        for round_seed in rounds():
+            for url in (fleet.urls["http_url"], fleet.urls["rl_url"]):
+                for role in roles:
+                    document = await fleet.document(url)
+                    assert await asyncio.to_thread(fuzz_role, url, document, role, round_seed) > 0
         assert changeable(await fleet.state()) == before

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_plane.bus.connection import Bus
+from rl_plane.bus.connection import SERVICE_CONNECT_S, Bus
 from rl_plane.bus.credentials import NatsCredentials
 from rl_plane.bus.key_folder import KeyFolder
 from rl_plane.bus.server import NatsServer
@@ -118,6 +118,17 @@ async def test_a_denied_request_is_an_error_at_once_that_names_the_subject_and_t
         with pytest.raises(PermissionDenied, match=r"may not subscribe to demo\.engine\.generate\.\*"):
             await service.flush()
         await service.flush()
+
+
+async def test_a_service_without_a_fleet_learns_at_once_what_is_missing(
+    server: NatsServer, folder: KeyFolder
+) -> None:
+    key = NatsCredentials(nkey=folder.seed_of("service"))
+    async with asyncio.timeout(SERVICE_CONNECT_S / 2):  # a wait as long as a worker's would fail here
+        with pytest.raises(PermissionDenied) as missing:
+            await RlClient.connect(server.url, FLEET.namespace, FLEET.component, credentials=key)
+    assert "there is no fleet in namespace demo, component engine" in missing.value.message
+    assert "start a frontend" in missing.value.facts["fix"]
 
 
 async def test_a_worker_cannot_ask_another_worker(server: NatsServer, folder: KeyFolder) -> None:

@@ -120,7 +120,7 @@ class FuzzedFleet:
         pick, subjects = self._pick, self._client.subjects()
         encode = pick.choice([packed, as_json])
         request: dict[str, Any] = {"v": 1, "op": pick.choice(sorted(OPS)), "id": "x", "fence": 3, "body": {}}
-        kind = pick.randrange(6)
+        kind = pick.randrange(7)
         if kind == 0:
             return subjects.fleet, of_message(pick, pick.choice(FLEET_CALLS), encode)
         if kind == 1:
@@ -140,6 +140,9 @@ class FuzzedFleet:
             return subjects.status(self._instance_id), of_message(
                 pick, {**status, "running": 0, "waiting": 0}, packed
             )
+        if kind == 5:
+            notice = {"op": "pause", "who": "x", "key": "U" * 56, "outcome": "ok"}
+            return subjects.op_notices, of_message(pick, notice, encode)
         return subjects.state.feed("record"), of_message(pick, {"version": {}}, as_json)
 
     async def _entry(self) -> None:

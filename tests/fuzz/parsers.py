@@ -13,6 +13,7 @@ from rl_plane.errors import PlaneError
 from rl_plane.membership.core import Member
 from rl_plane.protocol.canary import CanaryHistory
 from rl_plane.protocol.envelope import decode, request_from_wire
+from rl_plane.protocol.op_notice import OpNotice
 from rl_plane.protocol.record import DecisionRecord, DesiredMemory, DesiredPause, UpdateSession, first_record
 from rl_plane.protocol.strict_json import parse_json_object
 from rl_plane.protocol.subjects import Entry
@@ -87,6 +88,7 @@ _UPDATE = {
     "target": {"kind": "lora", "op": "load", "name": "a"},
 }
 _MEMBER = Member("0" * 16, "i", "server", 7, 1, {"model": "m", "model_path": "/m", "world_size": 1})
+_NOTICE = {"op": "pause", "who": "trainer@host:1", "key": "U" * 56, "outcome": "ok"}
 _SESSION = UpdateSession("u", "l", {"policy": {}}, "blake3:0", True, {"0" * 16: "i"}, 120)
 
 TARGETS = {
@@ -98,6 +100,7 @@ TARGETS = {
     "JSON body": Target(lambda data: parse_body(UpdateCall, parse_json_object(data)), _UPDATE),
     "JSON message": Target(lambda data: request_from_wire(decode(data)), _REQUEST),
     "msgpack message": Target(lambda data: request_from_wire(decode(data)), _REQUEST, packed),
+    "notice": Target(OpNotice.decode, _NOTICE, packed),
     "record": Target(_entry(DecisionRecord.decode), first_record("blake3:0").to_wire()),
     "pause": Target(_entry(DesiredPause.decode), DesiredPause(True).to_wire()),
     "memory": Target(_entry(DesiredMemory.decode), DesiredMemory(frozenset({"weights"})).to_wire()),

@@ -56,6 +56,7 @@ def subjects(own: KnownKey, others_inbox: str) -> list[Walked]:
         Walked("decisions to a frontend", FLEET.frontend(ANOTHER)),
         Walked("the fleet's ops", FLEET.fleet),
         Walked("the fleet's reading ops", FLEET.fleet_read),
+        Walked("notices of changing ops", FLEET.op_notices),
         Walked("a worker asks for the record to be written", FLEET.keep_record),
         Walked("status of the worker that owns the key", FLEET.status(mine)),
         Walked("status of another worker", FLEET.status(ANOTHER)),

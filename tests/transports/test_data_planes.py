@@ -51,7 +51,7 @@ Row = tuple[str, str, str]
 def rows(part: str) -> Counter[Row]:
     """The listeners that the page lists for a part."""
     found: Counter[Row] = Counter()
-    for line in (ROOT / "docs" / "security.md").read_text().splitlines():
+    for line in (ROOT / "docs" / "security-data-planes.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         if len(cells) == 7 and cells[0] == part:
             found[cells[1], cells[3], cells[4]] += 1

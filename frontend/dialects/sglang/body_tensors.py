@@ -18,6 +18,7 @@ from typing import Any
 from frontend.dialects.common.context import DialectContext
 from frontend.dialects.common.fleet_as_one import NOT_POSSIBLE, SHOWN, begun, rows_of_all
 from frontend.server.large_bodies import LongText
+from frontend.server.large_memory import LargeMemory
 from rl_plane.errors import InvalidRequest, InvalidWeights, Locked, PayloadTooLarge, Unsupported
 from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.versions import HostTensor
@@ -82,7 +83,7 @@ def _decoded(text: memoryview) -> bytearray:
     """Decodes base64 in steps, because one call would stop the process until it ends. ValueError: it is not base64."""
     if len(text) % 4:
         raise ValueError("base64 has groups of four characters")
-    decoded = bytearray()
+    decoded = LargeMemory()
     for start in range(0, len(text), STEP_BYTES):
         step = text[start : start + STEP_BYTES]
         decoded += binascii.a2b_base64(step, strict_mode=True)

@@ -13,9 +13,10 @@ import nkeys
 import pytest
 
 from rl_plane.bus.connect_errors import refusal_of, why_refused
-from rl_plane.bus.credentials import INBOX, Login, NatsCredentials
+from rl_plane.bus.credentials import Login, NatsCredentials
 from rl_plane.bus.key_folder import KeyFolder
 from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.subjects import INBOX, key_of_inbox
 from rl_plane.transports.base import TransportContext
 
 
@@ -81,6 +82,7 @@ def test_a_key_of_a_folder_names_its_role_and_its_worker(tmp_path: Path) -> None
     login = NatsCredentials(nkey=folder.seed_of(made.name)).load()
     assert (login.role, login.instance_id, login.public) == ("worker", made.instance_id, made.public)
     assert login.inbox == f"{INBOX}.{made.public}"
+    assert key_of_inbox(f"{login.inbox}.x.1") == made.public
     assert str(login) == "a key of the role worker"
     assert NatsCredentials(nkey=folder.seed_of("worker")).load().instance_id is None
     proof = login.answer("nonce")

@@ -201,7 +201,7 @@ def test_workers_show_their_canary(
 def test_a_key_that_can_not_steer_is_refused_before_a_connection(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
-    """A connection would wait half a minute for the buckets of a fleet that was never started."""
+    """A connection would wait for the buckets of a fleet that was never started."""
     folder = KeyFolder(tmp_path / "keys")
     folder.init("rlp", ["engine"])
     monkeypatch.setattr(SyncRlClient, "connect", lambda *_, **__: pytest.fail("it connects"))
@@ -211,6 +211,20 @@ def test_a_key_that_can_not_steer_is_refused_before_a_connection(
         assert f"a key of the role {role} may not steer the fleet" in capsys.readouterr().err
     with pytest.raises(pytest.fail.Exception, match="it connects"):
         main.run(["state", *key])
+
+
+@pytest.mark.parametrize("argv", [["worker", "--engine", "fake"], ["frontend"]])
+def test_a_process_with_another_roles_key_ends_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str]
+) -> None:
+    folder = KeyFolder(tmp_path / "keys")
+    folder.init("rlp", ["engine"])
+    assert (
+        main.run([*argv, "--nats-nkey", str(folder.seed_of("trainer")), "--nats-url", "nats://127.0.0.1:9"]) == 2
+    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"trainer.nk is a key of the role trainer, and this process has the role {argv[0]}" in line
+    assert f"fix: name a key of the role {argv[0]}" in line
 
 
 def test_weights_by_url(facade: Facade, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

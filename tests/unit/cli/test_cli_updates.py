@@ -84,6 +84,15 @@ def test_updates_are_a_table_or_json(facade: Facade, capsys: pytest.CaptureFixtu
     assert facade.asked[1]["query"] == {"limit": ["7"], "component": ["a"]}
 
 
+def test_the_key_that_asked_is_shown_by_its_ends(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [f"UABC{'X' * 48}DEFG (said)", "dashboard", ""]
+    facade.answers({**HEAD, "updates": [{**updates()[0], "asked_by": key} for key in keys], "workers": []})
+    assert main.run(["updates"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.endswith("ASKED BY")
+    assert [row.split("  ")[-1].strip() for row in rows] == ["UABC…DEFG (said)", "dashboard", "-"]
+
+
 def test_updates_of_none_and_of_several_components(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
     facade.answers({**HEAD, "updates": [], "workers": []})
     assert main.run(["updates"]) == 0

@@ -33,8 +33,9 @@ from rl_plane.protocol.envelope import (
     request_from_wire,
 )
 from rl_plane.protocol.fleet_ops import FLEET_OPS
+from rl_plane.protocol.op_notice import OpNotice
 from rl_plane.protocol.record import first_record
-from rl_plane.protocol.subjects import Subjects, check_instance_id
+from rl_plane.protocol.subjects import Subjects, check_instance_id, key_of_inbox
 from rl_plane.protocol.versions import TensorSpec, WeightVersion, tensors_digest
 from tests.support.without_nats import without_nats
 
@@ -402,3 +403,38 @@ def test_a_request_for_each_is_the_same_request_with_its_incarnation(body: dict[
     request = Request("drain", body, "id", 1, "f", ("a" * 16,), fence=7, timeout_ms=8)
     for incarnation, data in zip(("0" * 16, "x"), encode_for_each(request, ("0" * 16, "x")), strict=True):
         assert request_from_wire(decode(data)) == replace(request, incarnation=incarnation)
+
+
+@pytest.mark.parametrize(
+    "subject", ["", "_INBOX", "_INBOX.x.1", f"_INBOX.{'U' * 55}.1", f"x.{'U' * 56}", f"_INBOX.{'U' * 57}"]
+)
+def test_no_keys_inbox(subject: str) -> None:
+    assert key_of_inbox(subject) == ""
+
+
+# ---- notices ----
+
+NOTICE = {"op": "pause", "who": "trainer@host:1", "key": "U" * 56, "outcome": "ok"}
+
+
+def test_a_notice_is_read_as_it_was_sent() -> None:
+    notice = OpNotice(**NOTICE)
+    assert OpNotice.decode(notice.encode()) == notice
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"op": "state"}, "op"),
+        ({"op": "fly"}, "op"),
+        ({"key": "admin"}, "key"),
+        ({"key": "U" * 56 + " (said)"}, "key"),
+        ({"who": "two\nlines"}, "who"),
+        ({"outcome": "x" * 257}, "outcome"),
+        ({"proved": True}, "proved"),
+    ],
+)
+def test_a_notice_names_a_changing_op_and_no_proved_key(wrong: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        OpNotice.decode(encode({**NOTICE, **wrong}))
+    assert refused.value.facts["field"] == field
