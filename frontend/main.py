@@ -91,6 +91,7 @@ class Frontend:
         fleet.liveness_timeout_s = options.liveness_timeout_s
         self.recovery = UpdateRecovery(fleet, view)
         self.calls = OpRunner(fleet)
+        self.events.running = fleet.running_update
         self.calls.on_op = self._on_op
         self.service = FleetService(
             client.bus, view.subjects.fleet, self.calls, max_calls=options.limits.fleet_calls

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Literal
 
 from nats.aio.msg import Msg
@@ -19,12 +19,13 @@ from rl_plane._util.limited_log import LimitedLog
 from rl_plane.bus.connection import is_marker
 from rl_plane.bus.entries import decoded
 from rl_plane.commit.history import UpdateEntry
-from rl_plane.errors import InvalidRequest, Unavailable
+from rl_plane.errors import InvalidRequest, PlaneError, Unavailable
 from rl_plane.fleet.fleet_call import said
 from rl_plane.membership.core import Changed
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.op_notice import OpNotice
 from rl_plane.protocol.record import DecisionRecord
+from rl_plane.protocol.running import RunningUpdate
 from rl_plane.protocol.subjects import HISTORY_PREFIX, Entry
 from rl_plane.protocol.versions import WeightVersion
 
@@ -35,10 +36,17 @@ TOLD_UPDATES = 1024
 
 Kind = Literal["member", "op", "update", "admission", "end"]
 
+PROGRESS_S = 1.0
+"""The interval of the events `progress`. The workers are asked only while an update runs and somebody listens."""
+
 HELLO = b": connected\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 _CHANGE_OF = {"running": "began", "prepared": "prepared", "committed": "finished", "aborted": "aborted"}
+
+
+async def _nothing_runs() -> RunningUpdate | None:
+    return None
 
 
 class Listener:
@@ -77,6 +85,10 @@ class FleetEvents:
         """The version of the last `committed` event."""
         self.on_ended: Callable[[UpdateEntry], None] = lambda entry: None
         """Called with the final entry of each update."""
+        self.running: Callable[[], Awaitable[RunningUpdate | None]] = _nothing_runs
+        """Reads the update that runs, for the event `progress`."""
+        self._following: asyncio.Task[None] | None = None
+        """Sends the progress of the update that runs."""
         self._updates: dict[tuple[str, str, float | None], None] = {}
         self._stop_view: Callable[[], None] = lambda: None
         self._stop_record: Callable[[], None] = lambda: None
@@ -100,6 +112,8 @@ class FleetEvents:
         self._stop_view()
         self._stop_record()
         self._stop_view = self._stop_record = lambda: None
+        if self._following is not None:
+            self._following.cancel()
         for listener in self._listeners:
             listener.end("stopping")
 
@@ -115,6 +129,7 @@ class FleetEvents:
             )
         listener = Listener(self.limits.queued_events)
         self._listeners.add(listener)
+        self._follow_update()
         try:
             yield HELLO
             while listener.ending is None or not listener.queue.empty():
@@ -218,6 +233,7 @@ class FleetEvents:
             "label": entry.label,
             "version": entry.version.to_wire() if entry.version is not None else None,
             "who": entry.who,
+            "caller": entry.caller,
             "asked_by": entry.asked_by,
         }
         if entry.error is not None:
@@ -226,6 +242,32 @@ class FleetEvents:
             event["excluded"] = list(entry.excluded)
         if entry.canary is not None:
             event["canary"] = dict(entry.canary)
+        if entry.phases:
+            event["phases"] = dict(entry.phases)
         if entry.final:
             self.on_ended(entry)
         self._send("update", event)
+        if not entry.final:
+            self._follow_update()
+
+    # ---- the update that runs ----
+
+    def _follow_update(self) -> None:
+        """Begins to send the progress of the update that runs, if a reader is there to hear it."""
+        if self._listeners and not self._stopping and (self._following is None or self._following.done()):
+            self._following = asyncio.create_task(self._send_progress(), name="progress of the update")
+
+    async def _send_progress(self) -> None:
+        """Sends the progress of the update each second, until no update runs or no reader is left."""
+        while True:
+            await asyncio.sleep(PROGRESS_S)
+            if not self._listeners:
+                return
+            try:
+                update = await self.running()
+            except PlaneError as error:  # the next look may succeed
+                log.debug("no progress is known: %s", error)
+            else:
+                if update is None:
+                    return
+                self._send("update", {"change": "progress", **update})

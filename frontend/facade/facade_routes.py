@@ -34,11 +34,13 @@ EVENTS_DOC = """Server-sent events with `id` (rising), `event` and `data` (JSON)
 - `member`: `{change: joined | left | reconnected | restarted, instance_id, incarnation, epoch}`
 - `op`: `{op, who, asked_by, outcome}`, a changing op that this frontend, or a process over NATS, has carried out.
   `who` is that process; `outcome` is ok, or an error's code
-- `update`: `{change: began | prepared | committed | finished | aborted, update_id, label, version, who, asked_by,
-  error?, excluded?, canary?, state?}`. `asked_by` is the id of the caller's HTTP key, or the public key that a caller
-  over NATS says is its own, with ` (said)`. `committed` comes with the decision,
+- `update`: `{change: began | prepared | committed | finished | aborted, update_id, label, version, who, caller,
+  asked_by, phases?, error?, excluded?, canary?, state?}`. `caller` is the process that asked. `asked_by` is the id of
+  its HTTP key, or the public key that a caller over NATS says is its own, with ` (said)`. `phases` has the seconds of
+  each phase so far. `committed` comes with the decision,
   `finished` once the outcome of each worker is known. `version` is what the update made, of the base or of an
   adapter. `committed` also has `state`: `{version, adapters}`, what the fleet serves from now on
+- `update` with `change: progress`: each second while an update runs, with the fields of `update` in `state`
 - `admission`: `{instance_id, incarnation, open, reasons, paused, version, sequence, adapters}`, when one of them has
   changed
 - `end`: `{reason: slow | stopping}`, the last event: connect again

@@ -17,7 +17,7 @@ from frontend.frontend_limits import LIMITS
 from frontend.server.replies import error_body, to_json
 from rl_plane.bus.connection import Bus
 from rl_plane.errors import InvalidRequest, PayloadTooLarge, PlaneError, Unavailable
-from rl_plane.fleet.fleet_call import ASKED_BY, said
+from rl_plane.fleet.fleet_call import ASKED_BY, CALLED_FROM, said
 from rl_plane.protocol.envelope import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
@@ -125,6 +125,7 @@ class FleetService:
                 field="op",
                 fix=f"send it to {self._subject.removesuffix('.read')}",
             )
+        CALLED_FROM.set("a service on NATS")  # each message is a task with a context of its own
         return await self._calls.run(request.op, call_body(request), request.id)
 
     async def _answer(self, message: Msg, reply: dict[str, Any], start: float) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from frontend.server.in_flight import InFlight
 from rl_plane.errors import PlaneError
 from rl_plane.fleet.fleet import Fleet
-from rl_plane.fleet.fleet_call import ASKED_BY
+from rl_plane.fleet.fleet_call import ASKED_BY, CALLED_FROM
 from rl_plane.protocol.fleet_ops import FLEET_OPS
 
 log = logging.getLogger("frontend.facade.op_runner")
@@ -48,7 +48,8 @@ class OpRunner:
             raise
         finally:
             asked_by = ASKED_BY.get() or ""
-            log.info("%s, asked by %s: %s", op, asked_by or "a caller without a key", outcome)
+            key = f"the key {asked_by}" if asked_by else "no key"
+            log.info("%s, asked by %s with %s: %s", op, CALLED_FROM.get() or "this process", key, outcome)
             self.on_op(op, asked_by, outcome)
 
     async def _change(self, op: str, body: dict[str, Any], request_id: str, digest: str | None) -> dict[str, Any]:

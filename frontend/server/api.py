@@ -22,7 +22,8 @@ from frontend.server.guard import CALLER, Guard, refuse_browser
 from frontend.server.listener_keys import ANYBODY, Keys
 from frontend.server.replies import ErrorShape, MethodNotAllowed, error_body, to_json
 from rl_plane.errors import InvalidRequest, NotFound, PermissionDenied
-from rl_plane.fleet.fleet_call import ASKED_BY
+from rl_plane.fleet.calling_process import CLIENT_HEADER, caller_over_http
+from rl_plane.fleet.fleet_call import ASKED_BY, CALLED_FROM
 from rl_plane.protocol.envelope import MAX_ID_CHARS
 from rl_plane.protocol.http_keys import Caller, Role
 
@@ -206,6 +207,8 @@ def _guarded(operation: Operation) -> Endpoint:
         if caller is ANYBODY and operation.method == "GET" and "steer" in operation.allowed:
             refuse_browser(request.headers)
         ASKED_BY.set(caller.id)  # each request is a task with a context of its own
+        address = request.client.host if request.client is not None else "a local socket"
+        CALLED_FROM.set(caller_over_http(request.headers.get(CLIENT_HEADER), address))
         return await operation.endpoint(request)
 
     return answer

@@ -53,7 +53,7 @@ MAX_RAISES = 100_000
 DiedCheck = Callable[[tuple[str, int]], bool]
 Holder = dict[str, str | int]
 """The lock's value: owner, server_id, client_id, nonce; update_id, if it is held for an update; fence, from the first
-renewal on."""
+renewal on; phase, phase_began_ms and phase_bound_ms, from the first renewal in a phase of an update on."""
 
 _HOLDER_TYPES: dict[str, type] = {
     "owner": str,
@@ -62,6 +62,9 @@ _HOLDER_TYPES: dict[str, type] = {
     "nonce": str,
     "update_id": str,
     "fence": int,
+    "phase": str,
+    "phase_began_ms": int,
+    "phase_bound_ms": int,
 }
 _REQUIRED = ("owner", "server_id", "client_id", "nonce")
 
@@ -93,6 +96,15 @@ class HeldLock:
         self._ttl_s = ttl_s
         self._revision = fence
         self._busy = asyncio.Lock()
+        self._phase: Holder = {}
+
+    def note_phase(self, phase: str, bound_s: float | None) -> None:
+        """Notes the phase of the update that the lock is held for. The next renewal tells other processes of it, so
+        that this costs no write. `bound_s`: the longest time that the phase may take from now on."""
+        now_ms = int(time.time() * 1000)
+        self._phase = {"phase": phase, "phase_began_ms": now_ms}
+        if bound_s is not None:
+            self._phase["phase_bound_ms"] = now_ms + int(bound_s * 1000)
 
     async def renew(self) -> None:
         """Restarts the TTL, and writes the connection that this process has now. StaleFence: the lock is lost."""
@@ -150,7 +162,7 @@ class HeldLock:
                     await self._bus.purge(self._bucket, LOCK, self._revision)
 
     def _value(self) -> bytes:
-        return json.dumps({**self._holder, **_identity(self._bus), "fence": self.fence}).encode()
+        return json.dumps({**self._holder, **self._phase, **_identity(self._bus), "fence": self.fence}).encode()
 
     async def _write_lock(self, value: bytes) -> None:
         await self._check_ours()

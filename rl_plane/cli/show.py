@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from rl_plane.cli.output import counted, one_line, table
+from rl_plane.commit.running_update import BEFORE_DECISION
 from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.relay import TRAINER
 from rl_plane.protocol.subjects import USER_KEY
@@ -47,6 +48,8 @@ UPDATE_COLUMNS = {
     "WHY": "why",
 }
 WHY_CHARS = 60
+SHOWN_BEHIND = 5
+"""The workers that `state` lists for the update that runs: those that are furthest behind."""
 AGAINST = {
     "trainer": "the trainer's values",
     "reference": "the values that this version had before",
@@ -68,15 +71,17 @@ DONE = {
 def show(op: str, reply: Reply, body: Reply) -> str:
     """The reply of an op as text."""
     if op == "state":
-        return "\n".join([*_heads(reply), *_rows(reply, STATE_COLUMNS)])
+        return "\n".join([*_heads(reply), *_running(reply), *_rows(reply, STATE_COLUMNS)])
     if op == "workers":
         return "\n".join([*_heads(reply), *_rows(reply, WORKER_COLUMNS), *_nodes(reply)])
     if op == "updates":
         return "\n".join(_updates(reply))
     if op == "new_run":
         return "\n".join(_updated(reply, "began a new run with"))
-    if op in ("update_weights", "rollback"):
+    if op in ("update_weights", "rollback", "complete_weights_update"):
         return "\n".join(_updated(reply))
+    if op == "abort_weights_update":
+        return f"aborted the update {reply['update_id']} in {_seconds(reply.get('elapsed_s'))}"
     if op == "check_weights":
         return "\n".join(_checked(reply, body))
     words = f"{DONE[op]} {_count(reply)} in {_seconds(reply.get('elapsed_s'))}"
@@ -96,6 +101,63 @@ def _heads(reply: Reply) -> list[str]:
             words.append(f"version {_version(head['version'], digest=True)},")
         words.append(f"epoch {head.get('epoch')}, fingerprint {head.get('fingerprint')}")
         lines.append(one_line(" ".join(words)))
+    return lines
+
+
+def _running(reply: Reply) -> list[str]:
+    """The update that runs: how far it is, what it waits for, and who has asked for it."""
+    components: Mapping[str, Reply] = reply.get("components") or {"": reply}
+    lines = []
+    for name, head in components.items():
+        if (update := head.get("update")) is None:
+            continue
+        prefix = f"{name}: " if name else ""
+        lines.append(one_line(f"{prefix}update {update['update_id']} ({update['label']}): {_phase_words(update)}"))
+        lines.append("  " + one_line(f"waits for {update['waits_for']}"))
+        if update["total_bytes"]:
+            lines.append("  " + one_line(_received_words(update)))
+        key = f" with the key {update['asked_by']}" if update["asked_by"] else ""
+        via = f" by {update['transport']}" if update["transport"] else ""
+        words = f"asked by {update['caller'] or update['who']}{key}{via}; {update['who']} coordinates it"
+        lines.append("  " + one_line(words))
+        lines += _of_workers(reply, update)
+        if update["phase"] in (*BEFORE_DECISION, "prepared"):
+            lines.append("  " + one_line(f"to end it: rl-plane abort {update['update_id']}"))
+    return lines
+
+
+def _phase_words(update: Reply) -> str:
+    words = f"{update['phase']}, {update['elapsed_s']:.1f} s so far"
+    if update["in_phase_s"] is not None:
+        words += f", {update['in_phase_s']:.1f} s in this phase"
+    if (left_s := update["deadline_in_s"]) is not None:
+        words += f", {left_s:.0f} s left" if left_s >= 0 else f", {-left_s:.0f} s late"
+    if update["idle_limit_s"] is not None:
+        words += f", dropped after {update['idle_limit_s']:.0f} s without a call of its trainer"
+    return words
+
+
+def _received_words(update: Reply) -> str:
+    done, total = update["bytes"], update["total_bytes"]
+    rate = f", {update['bytes_per_s'] / 1e6:,.1f} MB/s" if update["bytes_per_s"] else ""
+    return f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB ({done / total:.0%}) on {counted(update['workers'])}{rate}"
+
+
+def _of_workers(reply: Reply, update: Reply) -> list[str]:
+    """One line for each of the workers that are furthest behind."""
+    mine = [
+        (row["instance_id"], one)
+        for row in reply["workers"]
+        if (one := row.get("update")) and one["update_id"] == update["update_id"]
+    ]
+    mine.sort(key=lambda pair: pair[1]["bytes"] / (pair[1]["total_bytes"] or 1))
+    lines = []
+    for instance_id, one in mine[:SHOWN_BEHIND]:
+        total = f" of {one['total_bytes'] / 1e6:,.1f}" if one["total_bytes"] else ""
+        words = f"{instance_id}: {one['bytes'] / 1e6:,.1f}{total} MB, waits for {one['waits_for']}, "
+        lines.append("    " + one_line(words + f"last bytes {one['since_progress_s']:.0f} s ago"))
+    if len(mine) > SHOWN_BEHIND:
+        lines.append(f"    and {len(mine) - SHOWN_BEHIND} more workers, which have more of it")
     return lines
 
 
@@ -253,7 +315,7 @@ def _update(one: Reply) -> dict[str, Any]:
         "seconds": f"{ended - began:.3f}" if began and ended else None,
         "canary": _canary_cell(one.get("canary")),
         "sources": _sources_cell(one.get("sources")),
-        "who": one.get("who"),
+        "who": one.get("caller") or one.get("who"),
         "asked_by": re.sub(USER_KEY, _short_key, one.get("asked_by") or ""),
         "why": why[:WHY_CHARS] + "…" * (len(why) > WHY_CHARS),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -33,6 +34,8 @@ READING_ROLES = frozenset({"service", "worker"})
 """The roles of keys for NATS that can't steer."""
 CHANGE_S = 120.0
 """Seconds for the waits of a change: for the fleet, for the lock, and for a pause of mode `wait`."""
+ABORT_S = 60.0
+"""Seconds to end an update: a worker may take 30 s to break a receive off."""
 UPDATE_MARGIN_S = 60.0
 """Seconds beside receiving and committing: waits for the fleet, for the lock, and for workers that died."""
 NOTE_EVERY_S = 10.0
@@ -62,6 +65,7 @@ def commands() -> list[click.Command]:
     reach = ("components", *REACH)
     path = click.Argument(["path"], required=False, metavar="PATH")
     label = click.Argument(["label"], required=False, metavar="LABEL")
+    update_id = click.Argument(["update_id"], required=False, metavar="ID")
     ids = click.Argument(["ids"], nargs=-1, required=True, metavar="ID...", type=INSTANCE_ID)
     update = """Commit new weights on the whole fleet, or on no worker.
 
@@ -70,6 +74,12 @@ def commands() -> list[click.Command]:
     rollback = """Commit an earlier version of the history again.
 
     LABEL is the version's label; or give --sequence."""
+    abort = """End the update that runs, before its decision.
+
+    ID is an update's id, as `rl-plane state` shows it. Its trainer gets an error that says who has aborted it."""
+    complete = """Commit an update that was prepared and waits for its trainer's next call.
+
+    ID is an update's id, as `rl-plane state` shows it."""
     return [
         _command("state", "Show the fleet and each worker.", "state", common),
         _command("workers", "List the workers.", "workers", common),
@@ -83,6 +93,8 @@ def commands() -> list[click.Command]:
             "new_run",
             reach,
         ),
+        _command("abort", abort, "abort_weights_update", reach, update_id),
+        _command("complete", complete, "complete_weights_update", reach, update_id),
         _command("updates", "List past updates, newest first.", "updates", ("limit", *reach)),
         _command("check", "Checksum or compare the weights.", "check_weights", ("action", *common)),
         _command(
@@ -131,6 +143,14 @@ def body_of(op: str, given: Command) -> tuple[dict[str, Any], float]:
         body["action"] = values["action"]
     elif op in ("enable", "disable"):
         body["workers"] = list(dict.fromkeys(values["ids"]))
+    elif op in ("abort_weights_update", "complete_weights_update"):
+        if values["update_id"] is not None:
+            body["update_id"] = values["update_id"]
+        if op == "abort_weights_update":
+            body["by"] = f"an operator on host {socket.gethostname()}"
+            return body, timeout_s or ABORT_S
+        policy = UpdatePolicy()
+        return body, timeout_s or policy.prepare_timeout_s + 2 * policy.commit_timeout_s + UPDATE_MARGIN_S
     elif op in ("update_weights", "rollback"):
         policy = policy_of(values)
         body["policy"] = policy.model_dump()

@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.entries import decoded
 from rl_plane.bus.lock import HeldLock
 from rl_plane.bus.sealed_record import SealedRecord
 from rl_plane.bus.state_store import pause_of, read_session
+from rl_plane.commit.cancellation import cancelled
 from rl_plane.commit.commands import machine_for
 from rl_plane.commit.journal import Journal
 from rl_plane.commit.rules import gave_up, newest, serves, still_there
@@ -105,8 +107,9 @@ class Coordinator:
                     raise instruction.result
                 return instruction.result
             start = self._clock()
+            self._held.note_phase(machine.phase, _bound_s(instruction))
             try:
-                event = await self.carry_out(instruction)
+                event = await self._carry_out_unless_cancelled(instruction)
             except PlaneError as error:
                 log.log(
                     logging.INFO if machine.phase in ("decide", "prepare") else logging.WARNING,
@@ -119,6 +122,21 @@ class Coordinator:
             if machine.phase in TIMED:
                 key = f"{machine.phase}_s"
                 self.phases[key] = self.phases.get(key, 0.0) + self._clock() - start
+
+    async def _carry_out_unless_cancelled(self, instruction: Instruction) -> Event:
+        """Carries out one instruction. UpdateAborted: the update was cancelled while workers received."""
+        update_id = instruction.body.get("update_id") if isinstance(instruction, SendOp) else None
+        if instruction.phase not in ("prepare", "receive") or not update_id:
+            return await self.carry_out(instruction)
+        work = asyncio.create_task(self.carry_out(instruction))
+        watch = asyncio.create_task(cancelled(self._calls.bus, self._state, str(update_id)))
+        try:
+            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise watch.result()
+            return work.result()
+        finally:
+            await end_tasks([work, watch])
 
     async def carry_out(self, instruction: Instruction) -> Event:
         """Carries out one instruction, and returns the event that answers it."""
@@ -138,7 +156,10 @@ class Coordinator:
                 return await self._announce(instruction)
             case Write(phase, record):
                 write = self._record.decide if phase == "decide" else self._record.write
-                return Written(await write(record), self._record.sequence)
+                written = await write(record)
+                if phase == "decide" and self._journal is not None:
+                    self._journal.decided(record.sequence)
+                return Written(written, self._record.sequence)
             case BeginJournal() | SaveSession() | EndSession() | SavePause() | SaveCanaryHistory():
                 await self._save(instruction)
                 return Done()
@@ -332,6 +353,16 @@ class Coordinator:
                 await self._held.put(SESSION, session.encode(), ttl_s=session.idle_s)
             case EndSession():
                 await self._held.put(SESSION, b"")  # not a purge, which the server would take without the lock
+
+
+def _bound_s(instruction: Instruction) -> float | None:
+    """The longest time in seconds that an instruction may take. None: it takes moments, or the op has its own bound."""
+    match instruction:
+        case SendOp() | Announce() | Watch():
+            return instruction.timeout_s
+        case WaitSilent():
+            return SERVING_LEASE_S + LEASE_MARGIN_S
+    return None
 
 
 def _members(snapshot: Snapshot) -> dict[str, str]:

@@ -67,6 +67,8 @@ class UpdateEntry:
     asked_by: str = ""
     """The id of the HTTP key with which the caller asked; over NATS the public key that it says is its own, with
     ` (said)`. Empty: it has no key."""
+    caller: str = ""
+    """The process that asked, such as `train.py@gpu3:4711`. If it asked over HTTP, its address follows."""
     began_at: float | None = None
     """Unix seconds."""
     ended_at: float | None = None
@@ -77,8 +79,9 @@ class UpdateEntry:
     """The error's wire form without `workers`. A committed update has one if too few workers served it, or if the
     number was never reported."""
     phases: Mapping[str, float] = field(default_factory=dict)
-    """The seconds of each phase: `prepare_s`, `receive_s`, `gate_s`, `commit_s`, `open_s`, … Once the update has ended,
-    they add up to the time from `began_at` to `ended_at`."""
+    """The seconds of each phase: `wait_s` (for the fleet, the lock and the workers' reports), `prepare_s`, `receive_s`,
+    `gate_s`, `commit_s`, `open_s`, … Once the update has ended, they add up to the time from `began_at` to
+    `ended_at`."""
     workers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """instance_id → `{incarnation, status, error?}`."""
     workers_left_out: int = 0

@@ -57,9 +57,13 @@ class Journal:
         request: str = "",
         rollback: Mapping[str, Any] | None = None,
         asked_by: str = "",
+        caller: str = "",
+        called_at: float | None = None,
     ) -> None:
         """`body`: the update's body. `request`: the hash of the request, which for a roll-back is another body.
-        `asked_by`: whose key asked, as `UpdateEntry` has it."""
+        `asked_by`: whose key asked, as `UpdateEntry` has it. `caller`: the caller's process or address. `called_at`:
+        monotonic seconds at which the call came. None: now."""
+        self._called_at = time.monotonic() if called_at is None else called_at
         self._bus = bus
         self._state = state
         self._held = held
@@ -70,6 +74,7 @@ class Journal:
             "running",
             who,
             asked_by=asked_by,
+            caller=caller,
             target=body.get("target"),
             transport=_without_manifest(body.get("transport")),
             digest=body.get("digest"),
@@ -123,8 +128,43 @@ class Journal:
             raise found.first_error()
         await self._settle(record)
         label = self._entry.label or str(record.sequence + 1 if record else 1)
-        await self._write(replace(self._entry, label=label, began_at=time.time()))
+        waited_s = time.monotonic() - self._called_at
+        began_at = time.time() - waited_s
+        await self._write(replace(self._entry, label=label, began_at=began_at, phases={"wait_s": waited_s}))
         self._begun = True
+        log.info("%s began: %s, asked by %s", self._name, *self._facts())
+
+    @property
+    def _name(self) -> str:
+        return f"update {self._entry.update_id} ({self._entry.label})"
+
+    def _facts(self) -> tuple[str, str]:
+        """The transport, and who has asked."""
+        entry = self._entry
+        backend = (entry.transport or {}).get("backend")
+        key = f" with the key {entry.asked_by}" if entry.asked_by else ""
+        return f"by {backend}" if backend else "nothing to receive", f"{entry.caller or entry.who}{key}"
+
+    def decided(self, sequence: int) -> None:
+        """Logs that the update is decided. From here on a failure takes nothing back."""
+        log.info("%s is committed as sequence %d, asked by %s", self._name, sequence, self._facts()[1])
+
+    def _log_end(self, entry: UpdateEntry) -> None:
+        seconds = (entry.ended_at or 0.0) - (entry.began_at or 0.0)
+        phases = ", ".join(f"{name.removesuffix('_s')} {spent:.3f} s" for name, spent in entry.phases.items())
+        well = sum(row.get("status") == "ok" for row in entry.workers.values()) + entry.workers_left_out
+        count = f" on {well} of {len(entry.workers) + entry.workers_left_out} workers" if entry.workers else ""
+        why = f": {entry.error.get('code')}: {entry.error.get('message')}" if entry.error else ""
+        log.info(
+            "%s ended: %s%s in %.3f s (%s), asked by %s%s",
+            self._name,
+            entry.outcome,
+            count,
+            seconds,
+            phases,
+            self._facts()[1],
+            why,
+        )
 
     async def _settle(self, record: DecisionRecord | None) -> None:
         """Makes the record's own entry final before another decision replaces the record. The entry is made from the
@@ -152,14 +192,16 @@ class Journal:
             self._entry = found
             self._begun = True
 
-    async def prepared(self, replies: Iterable[Mapping[str, Any]], digest: str | None, prepare_s: float) -> None:
+    async def prepared(self, replies: Iterable[Mapping[str, Any]], digest: str | None) -> None:
         """Notes that the update was prepared. `digest` None: its bytes are still to come."""
+        before, began_at = self._entry.phases, self._entry.began_at
+        prepare_s = time.time() - began_at - sum(before.values()) if began_at is not None else 0.0
         entry = replace(
             self._entry,
             outcome="prepared",
             workers=_outcomes(replies),
             digest=digest or self._entry.digest,
-            phases={"prepare_s": prepare_s},
+            phases={**before, "prepare_s": max(0.0, prepare_s)},
         )
         await self._write_if_held(entry)
 
@@ -219,6 +261,7 @@ class Journal:
         entry = replace(entry, ended_at=ended_at, phases=self._with_rest(entry.phases, ended_at))
         # Both at once: the entry exists already, so it is counted whichever comes first.
         await asyncio.gather(self._write_if_held(entry), self._shorten())
+        self._log_end(entry)
         return entry.phases
 
     def _with_rest(self, phases: Mapping[str, float], ended_at: float) -> Mapping[str, float]:

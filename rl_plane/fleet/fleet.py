@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,7 +18,9 @@ from typing import Any
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, HeldLock
 from rl_plane.bus.state_store import read_memory, read_pause
 from rl_plane.commit.history import read_history
+from rl_plane.commit.running_update import read_running, with_workers
 from rl_plane.errors import (
+    BusUnreachable,
     Conflict,
     InvalidRequest,
     MembershipChanged,
@@ -27,7 +30,15 @@ from rl_plane.errors import (
     Unsupported,
     WrongIncarnation,
 )
-from rl_plane.fleet.fleet_call import ASKED_BY, FleetCall, check_engines, members_of, said, whole_fleet
+from rl_plane.fleet.fleet_call import (
+    ASKED_BY,
+    CALLED_FROM,
+    FleetCall,
+    check_engines,
+    members_of,
+    said,
+    whole_fleet,
+)
 from rl_plane.fleet.fleet_replies import (
     adapters_of,
     change_error,
@@ -49,10 +60,13 @@ from rl_plane.membership.worker_calls import FanOut, WorkerCalls, check_pin
 from rl_plane.protocol import update_requests, worker_ops
 from rl_plane.protocol.fleet_ops import FLEET_OPS, Select
 from rl_plane.protocol.record import DesiredMemory, DesiredPause, version_wire
-from rl_plane.protocol.subjects import ADMISSION_PREFIX, DISABLED, MEMORY, PAUSE, check_name
+from rl_plane.protocol.running import RunningUpdate
+from rl_plane.protocol.subjects import ADMISSION_PREFIX, DISABLED, MEMORY, PAUSE, Subjects, check_name
 from rl_plane.protocol.validation import Empty, parse_body, same_values
 from rl_plane.protocol.versions import WeightVersion
 from rl_plane.transports.group.torch_group import FORM_MARGIN_S, JOIN_TORCH_S
+
+log = logging.getLogger("rl_plane.fleet")
 
 READY_POLL_S = 0.2
 """Seconds between two looks of `ready`. Workers become ready within seconds, so a faster look gains nothing."""
@@ -129,9 +143,9 @@ class Fleet:
             check_name("component", name)
             view = await self.client.view(name)
             update_id = request_id or uuid.uuid4().hex
-            caller = said(self.client.bus.login.public) if asked_by is None else asked_by
-            start = time.monotonic()
-            calls.append(FleetCall(spec, select, own, view, update_id, bool(request_id), start, caller))
+            key = said(self.client.bus.login.public) if asked_by is None else asked_by
+            start, caller = time.monotonic(), CALLED_FROM.get()
+            calls.append(FleetCall(spec, select, own, view, update_id, bool(request_id), start, key, caller))
         if spec.method == "GET" or asked_by is not None:  # a frontend itself reports what it was asked for
             return await self._carry_out(calls)
         async with noticed(self.client, op, names):
@@ -218,7 +232,7 @@ class Fleet:
     async def _state(self, call: FleetCall[Any]) -> dict[str, Any]:
         await members_of(call)
         record = call.view.record
-        out = await self._ask(call, "state")
+        out, running = await asyncio.gather(self._ask(call, "state"), self._running(call.view.subjects))
         bodies = [row.body for row in out.rows if row.status == "ok"]
         return merged(
             call,
@@ -239,7 +253,23 @@ class Fleet:
             sent_bytes=record.source.sent_bytes if record else None,
             model_bytes=record.source.model_bytes if record else None,
             sequence=record.sequence if record else None,
+            update=with_workers(running, out.rows) if running is not None else None,
         )
+
+    async def running_update(self) -> RunningUpdate | None:
+        """The update that runs in the client's own component, as the op `state` reports it. None: no update runs."""
+        running = await self._running(self.client.subjects())
+        if running is None:
+            return None
+        return with_workers(running, (await self.client.call_all("state", empty="ok")).rows)
+
+    async def _running(self, subjects: Subjects) -> RunningUpdate | None:
+        """The update that runs. None also while the store does not answer: the workers may answer all the same."""
+        try:
+            return await read_running(self.client.bus, subjects.state)
+        except BusUnreachable as error:
+            log.debug("the store does not say which update runs: %s", error)
+            return None
 
     async def _workers(self, call: FleetCall[Any]) -> dict[str, Any]:
         snapshot = await members_of(call)

@@ -19,6 +19,10 @@ ASKED_BY: ContextVar[str | None] = ContextVar("asked_by", default=None)
 """The caller of the frontend, for the call under way: the id of an HTTP key, or a NATS key as `said` returns it. Empty:
 a caller without a key. None: this process is no frontend, and coordinates for itself."""
 
+CALLED_FROM: ContextVar[str] = ContextVar("called_from", default="")
+"""The process that has made the call under way, such as `train.py@gpu3:4711`, or its address. A listener sets it.
+Empty: this process made the call itself."""
+
 READS_OF_STAGES = ("workers", "state")
 """Ops that describe stages too, in a fleet without engines."""
 
@@ -49,6 +53,8 @@ class FleetCall(Generic[B]):
     """Monotonic seconds."""
     asked_by: str = ""
     """The id of the caller's HTTP key, or its NATS key as `said` returns it. Empty: it has none."""
+    caller: str = ""
+    """The caller's process or address. Empty: this process."""
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -58,7 +64,15 @@ class FleetCall(Generic[B]):
     def with_body(self, body: C) -> FleetCall[C]:
         """This call with another body."""
         return FleetCall(
-            self.op, self.select, body, self.view, self.request_id, self.may_repeat, self.start, self.asked_by
+            self.op,
+            self.select,
+            body,
+            self.view,
+            self.request_id,
+            self.may_repeat,
+            self.start,
+            self.asked_by,
+            self.caller,
         )
 
     @property

@@ -444,17 +444,19 @@ class FleetMethods:
 
     @fleet_method
     def abort_weights_update(
-        self, update_id: str | None = None, **select: Unpack[Selection]
+        self, update_id: str | None = None, *, by: str | None = None, **select: Unpack[Selection]
     ) -> FleetRequest[AbortedUpdate]:
-        """Drops the prepared update. The fleet serves the version before.
+        """Ends an update before its decision. The fleet serves the version before.
 
         Args:
-            update_id: The prepared update. None: the update that waits.
+            update_id: The update, as `state` names it. None: the update that runs, or waits for its next call.
+            by: The one who aborts it, in words for its trainer. None: this process.
 
         Raises:
-            NotPrepared: no update is prepared.
+            UpdateAborted: no such update runs.
+            Conflict: it is committed.
         """
-        return FleetRequest("abort_weights_update", _given(update_id=update_id, **select))
+        return FleetRequest("abort_weights_update", _given(update_id=update_id, by=by, **select))
 
     # ---- transports and memory ----
 

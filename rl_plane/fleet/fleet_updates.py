@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from rl_plane.bus.entries import is_unreadable
-from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, HeldLock
+from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, HeldLock, read_holder
 from rl_plane.bus.sealed_record import restore
 from rl_plane.bus.state_store import read_record, read_session, record_of, unreadable_record
+from rl_plane.commit.cancellation import aborted_by, write_cancellation
 from rl_plane.commit.coordinator import Coordinator
 from rl_plane.commit.history import UpdateEntry, first_answer, is_answered, read_entry, read_history, request_hash
 from rl_plane.commit.journal import Journal
@@ -17,7 +19,15 @@ from rl_plane.commit.past_versions import before_of, rollback_target, source_of,
 from rl_plane.commit.rules import newest, one_model
 from rl_plane.commit.session_keepalive import lock_with_keepalive
 from rl_plane.commit.steps import Members, Outcome, PartReceived, Prepared, UpdateCommand
-from rl_plane.errors import InvalidRequest, Locked, PlaneError, StaleFence, UpdateAborted
+from rl_plane.errors import (
+    Conflict,
+    DeadlineExceeded,
+    InvalidRequest,
+    Locked,
+    PlaneError,
+    StaleFence,
+    UpdateAborted,
+)
 from rl_plane.fleet.fleet_call import FleetCall, whole_fleet
 from rl_plane.fleet.fleet_replies import answered, ended, head, updated
 from rl_plane.membership.core import Snapshot
@@ -26,6 +36,11 @@ from rl_plane.protocol import fleet_ops, update_requests
 from rl_plane.protocol.record import UpdateSession, VersionSource, first_record
 from rl_plane.protocol.validation import Empty, same_values
 from rl_plane.protocol.versions import WeightVersion
+
+CANCEL_WAIT_S = 40.0
+"""Seconds for a coordinator to end its update: a worker may take 30 s to break a receive off."""
+CANCEL_POLL_S = 0.1
+"""Seconds between two looks at the lock of an update that is to end."""
 
 
 class FleetUpdates:
@@ -131,6 +146,8 @@ class FleetUpdates:
             request,
             rollback.model_dump(exclude_none=True) if rollback is not None else None,
             call.asked_by,
+            call.caller or self._calls.owner,
+            call.start,
         )
 
     async def _committed(
@@ -143,6 +160,7 @@ class FleetUpdates:
         reply = updated(call, outcome, coordinator.phases, coordinator.sources)
         if journal is not None:
             reply["phases"] = dict(await journal.committed(outcome, reply["workers"], coordinator.phases))
+            reply["elapsed_s"] = time.monotonic() - call.start
         return reply
 
     async def prepare(self, call: FleetCall[update_requests.UpdateWeights]) -> dict[str, Any]:
@@ -161,7 +179,6 @@ class FleetUpdates:
                 raise ended(entry)
             if call.may_repeat:
                 await journal.settle_own()
-            start = time.monotonic()
             try:
                 prepared = await Coordinator(self._calls, call.view, held, journal).run(
                     UpdateCommand("prepare", call.request_id, body)
@@ -171,7 +188,7 @@ class FleetUpdates:
                 raise
             assert isinstance(prepared, Prepared)
             rows = _rows_of(prepared.ready)
-            await journal.prepared(rows, prepared.digest or None, time.monotonic() - start)
+            await journal.prepared(rows, prepared.digest or None)
         return {
             **head(call, call.view.snapshot()),
             "update_id": call.request_id,
@@ -232,7 +249,10 @@ class FleetUpdates:
             return first
         await whole_fleet(call)
         waiting = await self._session(call, update_id)
-        async with lock_with_keepalive(self._calls, call.view, waiting, _complete_wait_s(waiting)) as held:
+        held_for = "" if waiting is None else waiting.update_id
+        async with lock_with_keepalive(
+            self._calls, call.view, waiting, _complete_wait_s(waiting), held_for
+        ) as held:
             session = await self._session(call, update_id)
             # A first call may have ended while this one waited for the lock.
             if session is None and (first := await self._completed(call, update_id)) is not None:
@@ -294,9 +314,48 @@ class FleetUpdates:
         await journal.take_up()
         return journal
 
-    async def abort(self, call: FleetCall[fleet_ops.UpdateId]) -> dict[str, Any]:
+    async def abort(self, call: FleetCall[fleet_ops.AbortWeightsUpdate]) -> dict[str, Any]:
+        """Ends an update before its decision: one that a coordinator works on, or one that waits for its next call."""
+        await whole_fleet(call)
+        ended = await self._cancel(call)
+        if ended is None:
+            return await self._abort_waiting(call)
+        return {**head(call, call.view.snapshot()), "update_id": ended, "workers": []}
+
+    async def _cancel(self, call: FleetCall[fleet_ops.AbortWeightsUpdate]) -> str | None:
+        """Has the coordinator that works on the update end it. Returns the update's id. None: no coordinator works on
+        it, so that this call can take the lock."""
+        bus, state, told = self._calls.bus, call.view.subjects.state, ""
+        until = time.monotonic() + CANCEL_WAIT_S
+        while True:
+            holder = await read_holder(bus, state)
+            whose = str(holder.get("update_id", "")) if holder is not None else ""
+            if not whose or whose != (told or call.body.update_id or whose):
+                break
+            if not told:
+                told = whose
+                await write_cancellation(bus, state, told, self._aborter(call))
+            if time.monotonic() > until:
+                raise DeadlineExceeded(
+                    f"the coordinator of {told} has not ended it within {CANCEL_WAIT_S:g} s",
+                    fix="read the state: after its decision an update can't be aborted",
+                )
+            await asyncio.sleep(CANCEL_POLL_S)
+        entry = await read_entry(bus, state, told) if told else None
+        if entry is not None and entry.outcome == "committed":
+            raise Conflict(
+                f"the update {told} is committed as {entry.label}",
+                version=entry.version.to_wire() if entry.version is not None else None,
+                fix="roll back to the version before, if it is not wanted",
+            )
+        return told if entry is not None and entry.outcome == "aborted" else None
+
+    def _aborter(self, call: FleetCall[fleet_ops.AbortWeightsUpdate]) -> str:
+        return call.body.by or call.caller or self._calls.owner
+
+    async def _abort_waiting(self, call: FleetCall[fleet_ops.AbortWeightsUpdate]) -> dict[str, Any]:
         """Drops the prepared update."""
-        snapshot = await whole_fleet(call)
+        snapshot = call.view.snapshot()
         update_id = call.body.update_id
         async with self._calls.lock(call.view) as held:
             journal = await self._prepared_journal(call, held, await self._session(call, update_id))
@@ -305,13 +364,7 @@ class FleetUpdates:
             )
             assert isinstance(session, UpdateSession)
             if journal is not None:
-                await journal.failed(
-                    UpdateAborted(
-                        f"abort_weights_update, by {self._calls.owner}, aborted the update",
-                        field="update_id",
-                        fix="begin another update",
-                    )
-                )
+                await journal.failed(aborted_by(self._aborter(call)))
         return {**head(call, snapshot), "update_id": session.update_id, "workers": []}
 
     async def load_lora(self, call: FleetCall[fleet_ops.LoadLora]) -> dict[str, Any]:

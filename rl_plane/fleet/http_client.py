@@ -22,6 +22,7 @@ from rl_plane.errors import (
     Unavailable,
     error_from_wire,
 )
+from rl_plane.fleet.calling_process import CLIENT_HEADER, this_process
 from rl_plane.protocol.fleet_ops import FLEET_OPS
 
 MAX_REPLY_BYTES = 64 << 20
@@ -85,7 +86,7 @@ def call_json(
     """One JSON object from a frontend: POST with a body, else GET. The other arguments are those of `call_facade`."""
     base = "{0.scheme}://{0.netloc}".format(urlsplit(address))
     data = None if body is None else json.dumps(body, allow_nan=False).encode()
-    headers = {"Accept": "application/json", "Content-Type": "application/json"}
+    headers = {"Accept": "application/json", "Content-Type": "application/json", CLIENT_HEADER: this_process()}
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
     if request_id:

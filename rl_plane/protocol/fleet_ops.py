@@ -84,6 +84,14 @@ class UpdateId(validation.Body):
     """The id in the reply of `prepare_weights_update`. None: the prepared update."""
 
 
+class AbortWeightsUpdate(UpdateId):
+    """The update to end. It may be prepared, or still be received: then its own call ends with an error."""
+
+    by: str | None = Field(None, min_length=1, max_length=200, pattern=validation.PRINTABLE)
+    """The one who aborts it, in words for its trainer, such as `an operator on host a`. None: the process that calls,
+    as it names itself."""
+
+
 class ReceiveWeightsPart(update_requests.Part, UpdateId):
     """A part of an update that was prepared with `transport: {backend, group, in_parts: true}`."""
 
@@ -204,7 +212,13 @@ FLEET_OPS: dict[str, FleetOp] = {
             coalesce=True,
             one_component=True,
         ),
-        FleetOp("abort_weights_update", UpdateId, "Drop what was prepared.", coalesce=True, one_component=True),
+        FleetOp(
+            "abort_weights_update",
+            AbortWeightsUpdate,
+            "End an update before its decision, and drop what was prepared.",
+            coalesce=True,
+            one_component=True,
+        ),
         FleetOp(
             "new_run",
             validation.Empty,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal, NotRequired, TypedDict
 
 from rl_plane.protocol.relay import SourceUse
+from rl_plane.protocol.running import RunningUpdate
 from rl_plane.protocol.versions import VersionReply
 from rl_plane.protocol.worker_ops import (
     AbortedReply,
@@ -107,6 +108,8 @@ class FleetState(Merged):
     """The bytes of all tensors of the committed version."""
     sequence: int | None
     """The committed state, adapters included."""
+    update: RunningUpdate | None
+    """The update that runs: its phase, who asked for it, how far it is, and what it waits for. None: no update runs."""
     workers: list[ReportedState]
 
 
@@ -165,7 +168,9 @@ class UpdateReply(Merged):
     excluded: list[str]
     """Members that do not serve the new version yet. They heal by themselves."""
     phases: dict[str, float]
-    """Phase → seconds: `prepare_s`, `gate_s`, `commit_s`, `open_s`."""
+    """Phase → seconds: `wait_s` (for the fleet, the lock and the workers' reports), `prepare_s`, `gate_s`, `commit_s`,
+    `open_s`, `other_s`. They add up to the seconds of the update. If a trainer pushes between two calls, `receive_s` is
+    the time between them."""
     encoding: NotRequired[str]
     """`full`, `delta` or `partial`: the form in which the weights were sent."""
     sent_bytes: NotRequired[int]

@@ -209,6 +209,9 @@ OPENED = "opened"
 """State bucket: the lock, the decision record, the desired pause, the desired memory, an update that spans several
 calls, and the sessions that a trainer has opened with SGLang's calls."""
 
+CANCEL = "cancel"
+"""State bucket: the update that its coordinator shall end. It expires by itself."""
+
 FENCE_KEY = "fence"
 """State bucket: a key that is written to raise the bucket's sequence."""
 

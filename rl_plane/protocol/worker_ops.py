@@ -94,6 +94,28 @@ class CanaryState(TypedDict):
     mismatch_kl: float | None
 
 
+class UpdateOnWorker(TypedDict):
+    """The update that a worker receives, or holds staged. It may be the committed version, which the worker fetches to
+    heal."""
+
+    update_id: str
+    label: str
+    transport: str
+    """The name of the transport."""
+    bytes: int
+    """The bytes of tensors that have come so far."""
+    total_bytes: int | None
+    """The bytes of all tensors that are announced. None: not known yet."""
+    bytes_per_s: float | None
+    """The rate from the first bytes to the last ones that came. None: too few have come."""
+    since_progress_s: float
+    """Seconds since the last bytes came, or since the worker began."""
+    elapsed_s: float
+    """Seconds since the worker began."""
+    waits_for: str
+    """The thing that the update waits for here, in words, such as `the trainer's bytes`."""
+
+
 class StateReply(TypedDict):
     ready: bool
     """The engine is alive and the worker is admitted."""
@@ -113,6 +135,8 @@ class StateReply(TypedDict):
     """Adapter → its version in the engine."""
     staged: VersionReply | None
     """The version that is prepared and verified, and waits for its decision. Its sequence is 0 until then."""
+    update: UpdateOnWorker | None
+    """The update that is being received, or is staged. None: there is none."""
     canary: CanaryState | None
     """None: these weights were not scored. The update had no canary, or the engine can't score."""
     received_from: list[SourceUse]

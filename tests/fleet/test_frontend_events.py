@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 KEY = "a key"
 BOUND_S = 20.0
+LARGE = 1 << 18
+"""Bytes of each tensor: more than the first request of a file brings."""
 
 Event = tuple[int, str, dict[str, Any]]
 
@@ -364,3 +366,32 @@ def test_a_listener_ends_once() -> None:
     listener.end("slow")
     listener.put(b"late")
     assert (listener.ending, listener.queue.qsize()) == ("stopping", 2)
+
+
+async def test_a_reader_sees_the_progress_of_an_update_that_stands_still(
+    plane: Plane, rl: httpx.AsyncClient
+) -> None:
+    server = plane.weight_server
+    served, model = (plane.model(seed, tensors=4, nbytes=LARGE) for seed in (0, 1))
+    await asyncio.to_thread(plane.spawn_many, 1, weight_urls=[server.url], model=served)
+    server.behaviour.hold_after = LARGE
+    body = {"transport": {"backend": "http", "url": f"{server.url}/{model.name}"}, "version": "one"}
+    async with reading(rl) as reader:
+        call = asyncio.create_task(rl.post("update_weights", json=body))
+
+        def stands_still(kind: str, data: dict[str, Any]) -> bool:
+            return kind == "update" and data["change"] == "progress" and data["total_bytes"] > 0
+
+        found = await reader.until(stands_still)
+        assert found["label"] == "one"
+        assert found["waits_for"].startswith("the bytes of an HTTP server")
+        assert found["caller"] == "127.0.0.1"
+        async with reading(rl) as late:
+            assert (await late.until(stands_still))["update_id"] == found["update_id"], "it came in the middle"
+        server.behaviour.go.set()
+        ended = await reader.until(lambda kind, data: kind == "update" and data["change"] == "finished")
+        assert ended["update_id"] == found["update_id"]
+        assert {"prepare_s", "gate_s"} <= ended["phases"].keys()
+        assert (await call).status_code == 200
+    began = [data for _, kind, data in reader.seen if kind == "update" and data["change"] == "began"]
+    assert [one["caller"] for one in began] == ["127.0.0.1"]

@@ -71,7 +71,7 @@ async def test_committed_and_aborted_updates_are_listed_newest_first(plane: Plan
     assert aborted["error"]["field"] == "transport.path"
     assert set(aborted["workers"]) == set(ids)
     assert {row["error"]["code"] for row in aborted["workers"].values()} == {"invalid_request"}
-    assert aborted["phases"].keys() == {"prepare_s", "other_s"}
+    assert aborted["phases"].keys() == {"wait_s", "prepare_s", "other_s"}
     assert sum(aborted["phases"].values()) == pytest.approx(aborted["ended_at"] - aborted["began_at"], abs=1e-6)
     assert (oldest["update_id"], oldest["outcome"]) == ("id-1", "committed")
     assert oldest["version"] == first["version"]
@@ -491,7 +491,7 @@ async def test_an_update_of_two_calls_has_one_entry(plane: Plane) -> None:
     done = await two.run("complete_weights_update", {"update_id": "id-1"})
     newest, initial = await told(one)
     assert (newest["outcome"], newest["version"], newest["who"]) == ("committed", done["version"], one.owner)
-    assert newest["phases"].keys() == {"prepare_s", "receive_s", "gate_s", "commit_s", "open_s"}
+    assert newest["phases"].keys() == {"wait_s", "prepare_s", "receive_s", "gate_s", "commit_s", "open_s"}
     assert newest["phases"] == done["phases"], "the answer counts the call that prepared, too"
     assert sum(newest["phases"].values()) == pytest.approx(newest["ended_at"] - newest["began_at"], abs=1e-6)
     assert initial["label"] == "initial"

@@ -280,7 +280,7 @@ async def test_an_abort_by_an_operator_reaches_the_trainer(plane: Plane) -> None
 
     source = Meanwhile(plane.model(1), abort, after=2)
     publisher = WeightPublisher(source, fleet, transport="gloo", workers=2, bucket_bytes=256)
-    with pytest.raises(UpdateAborted, match=r"abort_weights_update, by \S+, aborted the update") as caught:
+    with pytest.raises(UpdateAborted, match=r"aborted by operator@\S+") as caught:
         await publisher.publish_async("one")
     assert operator.owner in caught.value.message
     assert await served(plane) == {("initial", model_digest(plane.model(0)), 0)}

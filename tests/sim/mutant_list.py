@@ -300,8 +300,8 @@ MUTANTS = [
     Mutant(
         "lock: does not name its new connection",
         "rl_plane/bus/lock.py",
-        '{**self._holder, **_identity(self._bus), "fence": self.fence}',
-        '{**self._holder, "fence": self.fence}',
+        '{**self._holder, **self._phase, **_identity(self._bus), "fence": self.fence}',
+        '{**self._holder, **self._phase, "fence": self.fence}',
         ATTACK + "a_coordinator_whose_connection_broke_during_a_long_prepare_keeps_its_lock[pause]",
     ),
     Mutant(

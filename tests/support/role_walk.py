@@ -67,6 +67,7 @@ def subjects(own: KnownKey, others_inbox: str) -> list[Walked]:
         Walked("pause", state.key("pause")),
         Walked("memory", state.key("memory")),
         Walked("session", state.key("session")),
+        Walked("cancellation of an update", state.key("cancel")),
         Walked("canary history", state.key("canary_history")),
         Walked("history", state.key("history.0123456789abcdef")),
         Walked("admission", state.key(f"admission.{ANOTHER}")),

@@ -119,6 +119,31 @@ async def test_base_and_adapter_into_two_workers_while_they_generate(plane: Plan
     assert not entry["refetchable"]
 
 
+async def test_a_trainer_that_stands_still_is_seen_and_an_operator_ends_its_update(plane: Plane) -> None:
+    client, operator = await plane.client("trainer"), await plane.client("operator")
+    model, other = models(plane)
+    plane.spawn_copies(2, model=model)
+    with Trainer(plane) as trainer:
+        pushing = Pushing(client, trainer)
+        prepared = await pushing.prepare(other, "two")
+        assert await trainer.do("send", 2) == 1
+
+        async def came() -> dict[str, Any] | None:
+            found: dict[str, Any] | None = (await operator.run("state"))["update"]
+            return found if found is not None and found["bytes"] == 2 * 2 * BUCKET else None
+
+        found = await plane.until(came)
+        assert (found["phase"], found["update_id"]) == ("receive", prepared["update_id"])
+        assert found["waits_for"].startswith("the trainer's bytes, since ")
+        assert found["total_bytes"] == 2 * 5 * BUCKET
+        await operator.run("abort_weights_update", {"by": "an operator on host a"})
+        with pytest.raises(UpdateAborted, match="aborted by an operator on host a"):
+            await client.run("complete_weights_update", {"update_id": prepared["update_id"]})
+        await trainer.do("close")
+        reply = await pushing.push(other, "two")
+    assert sum(reply["phases"].values()) > reply["phases"]["receive_s"] > 0
+
+
 async def test_a_mixed_world_and_a_joiner(plane: Plane) -> None:
     """Engines of two kinds are in one group. A worker that joins later is not in it; a new group forms by itself."""
     client = await plane.client()

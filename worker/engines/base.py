@@ -36,6 +36,7 @@ from rl_plane.protocol.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEF
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec, WeightVersion
 from rl_plane.transports.base import TransportContext
+from worker.receive.received_bytes import ByteCount
 
 if TYPE_CHECKING:  # it needs NATS, which an engine's processes do without
     from worker.nodes.node_link import NodeLink
@@ -307,6 +308,11 @@ class EngineAdapter(ABC):
         """Announces tensors that a running `receive` gets now, as `ReceivePart` describes them. Returns when every rank
         has staged them: how many tensors are still missing. When it raises, that `receive` ends too. Blocks; the worker
         calls it on a thread."""
+
+    def received(self) -> ByteCount | None:
+        """The bytes that have come of the update that is being received. Never blocks; the worker calls it on its loop.
+        None: the engine does not count them."""
+        return None
 
     @abstractmethod
     def cached_digest(self) -> str | None:

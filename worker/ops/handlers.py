@@ -135,6 +135,7 @@ class OpHandlers:
             sequence=state.sequence,
             adapters={name: version.to_wire() for name, version in state.adapters.items()},
             staged=_staged_version(staged),
+            update=self._updates.report(),
             canary=_canary_state(self._core.numerics),
             received_from=self._updates.received_from,
             kept=self._updates.cached_digest,

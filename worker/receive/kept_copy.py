@@ -25,6 +25,7 @@ from rl_plane.transports.base import Delivery
 from rl_plane.weights import delta_codec
 from rl_plane.weights.manifest import are_digests
 from rl_plane.weights.read_ahead import host_memory
+from worker.receive.received_bytes import ReceivedBytes
 from worker.receive.staging import DigestingStream
 from worker.receive.staging_area import StagingArea
 
@@ -168,13 +169,14 @@ def taken_changes(
     tensors: Mapping[str, TensorSpec],
     algorithm: DigestAlgorithm,
     cancelled: Cancelled,
+    progress: ReceivedBytes | None = None,
 ) -> Changes:
     """Receives all deltas or tensors of a delivery, whose specs were checked. Closes the delivery.
 
     `algorithm`: the hash of the version that they make, and of the delivery if that states no digests before its
     tensors."""
     try:
-        stream = DigestingStream(delivery, algorithm=algorithm, cancelled=cancelled)
+        stream = DigestingStream(delivery, algorithm=algorithm, cancelled=cancelled, progress=progress)
         changes: dict[str, TensorChange] = {}
         for name, tensor in stream:
             if encoding == "partial":

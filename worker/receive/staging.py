@@ -28,6 +28,7 @@ from rl_plane.weights import delta_codec
 from rl_plane.weights.checkpoint import Kind, Places, open_checkpoint
 from rl_plane.weights.hashed_copy import copy, copy_hashed, is_same_memory
 from rl_plane.weights.manifest import are_digests
+from worker.receive.received_bytes import ReceivedBytes
 from worker.receive.staging_area import StagingArea
 from worker.receive.weight_holder import Staged, WeightHolder
 
@@ -167,6 +168,7 @@ class DigestingStream:
         algorithm: DigestAlgorithm | None = None,
         places: Places | None = None,
         cancelled: Callable[[], bool] = lambda: False,
+        progress: ReceivedBytes | None = None,
     ) -> None:
         """Makes the stream.
 
@@ -176,6 +178,7 @@ class DigestingStream:
             algorithm: the hash if there is no expected digest, and the delivery states none before its tensors. None:
                 the default.
             places: the memory into which the tensors go, and in which they are yielded. None: each stays where it came.
+            progress: counts the bytes as they come.
         """
         self.digest: str | None = None
         """The version's digest, once everything has arrived and is right."""
@@ -187,6 +190,7 @@ class DigestingStream:
         """The digest of each tensor that has come so far."""
         self._asked = algorithm
         self._places = places
+        self._progress = progress or ReceivedBytes()
         self._stream = self._run()
 
     def __iter__(self) -> Iterator[tuple[str, HostTensor]]:
@@ -230,7 +234,12 @@ class DigestingStream:
         if stated and algorithm_of(next(iter(stated.values()))) != algorithm:
             stated = None  # the expected digest, which is of another algorithm, covers every byte
         self._delivery.algorithm, self._delivery.places = algorithm, self._places
+        came = self._progress.came
+        if counts_bytes := self._delivery.counts_bytes:
+            self._delivery.came = came
         for name, tensor in self._delivery.tensors(self._cancelled):
+            if not counts_bytes:
+                came(tensor.data.nbytes)
             if self._cancelled():
                 raise EngineFailed("staging was cancelled")
             self._check(name, tensor, specs)
@@ -315,6 +324,7 @@ def receive(
     cancelled: Callable[[], bool],
     area: StagingArea,
     digests: dict[str, str] | None = None,
+    progress: ReceivedBytes | None = None,
 ) -> tuple[Staged, str]:
     """Checks a delivery, stages it in `area` and verifies it. Returns the staged weights and the version's digest.
     `digests` takes each tensor's.
@@ -333,6 +343,7 @@ def receive(
             algorithm=algorithm,
             places=area.find,
             cancelled=cancelled,
+            progress=progress,
         )
         finished = _finished(holder.stage(stream, cast, cancelled), stream)
         if digests is not None:
@@ -351,6 +362,7 @@ def receive_adapter(
     algorithm: DigestAlgorithm | None = None,
     cancelled: Callable[[], bool],
     area: StagingArea,
+    progress: ReceivedBytes | None = None,
 ) -> tuple[Staged, str]:
     """Does the same as `receive` for a LoRA adapter, whose digest also covers its config: see `tensors_digest`."""
     try:
@@ -363,6 +375,7 @@ def receive_adapter(
             algorithm=algorithm,
             places=area.find,
             cancelled=cancelled,
+            progress=progress,
         )
         return _finished(holder.stage_adapter(config, stream, cast, cancelled), stream)
     finally:
@@ -464,6 +477,7 @@ def overwrite(
     expected_digest: str | None,
     algorithm: DigestAlgorithm | None = None,
     cancelled: Callable[[], bool],
+    progress: ReceivedBytes | None = None,
 ) -> str:
     """Checks a delivery and writes it over the served weights. Returns the version's digest.
 
@@ -479,6 +493,7 @@ def overwrite(
             expected_digest=expected_digest,
             algorithm=algorithm,
             cancelled=cancelled,
+            progress=progress,
         )
         stream.check_stated()
         holder.overwrite(stream, cast, cancelled)

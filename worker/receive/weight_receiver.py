@@ -37,6 +37,7 @@ from rl_plane.weights.checkpoint import Kind
 from worker.receive.area_pool import AreaPool
 from worker.receive.host_room import check_room
 from worker.receive.kept_copy import Changes, KeptCopy, as_kept, digests_of, missing_links, taken_changes
+from worker.receive.received_bytes import ReceivedBytes
 from worker.receive.staging import (
     FLOAT_DTYPES,
     check_deltas,
@@ -87,10 +88,17 @@ class Receiver:
     The methods block, so they run on a thread. Only `take` may run on an engine's loop."""
 
     def __init__(
-        self, holder: WeightHolder, transports: Mapping[str, WeightTransport], *, shared: bool = False
+        self,
+        holder: WeightHolder,
+        transports: Mapping[str, WeightTransport],
+        *,
+        shared: bool = False,
+        received: ReceivedBytes | None = None,
     ) -> None:
-        """`shared`: other processes map the staging areas."""
+        """`shared`: other processes map the staging areas. `received`: counts that another process reads."""
         self.holder = holder
+        self.received = received or ReceivedBytes()
+        """Counts the bytes of the update that came last, or is being received."""
         self.transports = transports
         self._pool = AreaPool(shared=shared)
         self.opened: dict[str, tuple[ReceiveRequest, Delivery]] = {}
@@ -168,6 +176,7 @@ class Receiver:
         else:
             check_staged(self.holder, delivery, _kind(request), cast=request.cast)
             self._check_room(request, delivery)
+        self.received.begin(_nbytes(delivery))
         self.opened[staging] = (request, delivery)
 
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
@@ -182,6 +191,7 @@ class Receiver:
             "expected_digest": request.digest,
             "algorithm": request.digest_algorithm,
             "cancelled": cancelled,
+            "progress": self.received,
         }
         if request.adapter is not None:
             area, self._staged[staging], digest = self._received(receive_adapter, delivery, **how)
@@ -200,7 +210,7 @@ class Receiver:
                 if kept is not None:
                     self._to_keep[staging] = kept
         self._partwise.pop(staging, None)
-        size = sum(spec.nbytes for spec in delivery.specs.values())  # a partwise delivery knows it only now
+        size = _nbytes(delivery)  # a partwise delivery knows it only now
         reply = PreparedReply(digest=digest, tensors=len(delivery.specs), bytes=size, refetchable=refetchable)
         if (after := self._to_keep.get(staging)) is not None:
             reply["model_bytes"] = after.nbytes
@@ -316,7 +326,7 @@ class Receiver:
         if request.adapter is None:
             freed = self._pool.spare_bytes + (0 if self._kept is None else self._kept.area.nbytes)
         try:
-            check_room(sum(spec.nbytes for spec in delivery.specs.values()), freed)
+            check_room(_nbytes(delivery), freed)
         except BaseException:
             delivery.close()
             raise
@@ -329,7 +339,7 @@ class Receiver:
             self._check_specs(request.encoding, delivery)
             if not (self._is_there(request) or self._may_fit(request, delivery)):
                 missing_links(self._changeable(), request.base_chain, base)
-            check_room(sum(spec.nbytes for spec in delivery.specs.values()))
+            check_room(_nbytes(delivery))
         except BaseException:
             delivery.close()
             raise
@@ -366,7 +376,8 @@ class Receiver:
         wanted = request.digest
         assert wanted is not None, "the request has it"
         algorithm = algorithm_of(wanted)
-        changes = taken_changes(delivery, request.encoding, self.holder.weight_spec(), algorithm, cancelled)
+        specs = self.holder.weight_spec()
+        changes = taken_changes(delivery, request.encoding, specs, algorithm, cancelled, self.received)
         before, changes = self._before(request, base, changes, cancelled)
         before.check_fits(changes)
         known, self.kept = self.kept, None
@@ -451,6 +462,7 @@ class Receiver:
         the digest of the last result covers all of them."""
         assert link.transport is not None, "the worker has filled in its own model"
         delivery = self._open(link.transport, "base")
+        self.received.expect(_nbytes(delivery))
         if kept is not None:
             try:
                 self._check_specs(link.encoding, delivery)
@@ -458,7 +470,8 @@ class Receiver:
                 delivery.close()
                 raise
             algorithm = algorithm_of(link.digest)
-            changes = taken_changes(delivery, link.encoding, self.holder.weight_spec(), algorithm, cancelled)
+            specs = self.holder.weight_spec()
+            changes = taken_changes(delivery, link.encoding, specs, algorithm, cancelled, self.received)
             kept.check_fits(changes)
             return kept.change(changes, link.digest, cancelled)
         digests: dict[str, str] = {}
@@ -469,6 +482,7 @@ class Receiver:
             expected_digest=link.digest,
             cancelled=cancelled,
             digests=digests,
+            progress=self.received,
         )
         kept = as_kept(digest, area, self.holder.tied_tensors(), digests)
         if kept is None:
@@ -518,6 +532,10 @@ class Receiver:
 
 def _kind(request: ReceiveRequest) -> Kind:
     return "base" if request.adapter is None else "lora"
+
+
+def _nbytes(delivery: Delivery) -> int:
+    return sum(spec.nbytes for spec in delivery.specs.values())
 
 
 def _widest(spec: TensorSpec) -> TensorSpec:

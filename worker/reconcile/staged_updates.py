@@ -8,14 +8,18 @@ import functools
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unsupported, UpdateAborted
 from rl_plane.protocol.relay import SourceUse
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceivePart, ReceiveRequest
+from rl_plane.protocol.worker_ops import UpdateOnWorker
 from worker.engines.base import EngineAdapter, EngineInfo
+from worker.receive.received_bytes import ByteCount
 from worker.reconcile.instructions import StagedVersion
+from worker.reconcile.receive_report import update_on_worker
 from worker.runtime.engine_loop import EngineLoop
 
 log = logging.getLogger("worker.reconcile.staged_updates")
@@ -52,6 +56,10 @@ class StagedUpdate:
     name: str | None
     """The name in the engine's staging. None: the weights are in place already."""
     reply: PreparedReply
+    began: float
+    """Monotonic seconds at which the receive began."""
+    came: ByteCount | None = None
+    """The bytes that came. None: the engine does not count them."""
 
     def for_core(self) -> StagedVersion:
         """The facts that the core decides by."""
@@ -74,6 +82,10 @@ class _Receive:
     cancelled: threading.Event
     opened: asyncio.Future[None]
     """Done when every rank knows what will come, and listens for it."""
+    began: float
+    """Monotonic seconds."""
+    held: bool = False
+    """It waits until a swap has read the copy that it changes."""
     listening: bool = False
     """The coordinator asks for the outcome by a later call."""
 
@@ -149,6 +161,18 @@ class WeightUpdates:
         """The receive that is under way, unless it is cancelled."""
         one = self._receiving
         return one if one is not None and not one.cancelled.is_set() else None
+
+    def report(self) -> UpdateOnWorker | None:
+        """The update that is being received or is staged. None: there is none. Never blocks."""
+        now, one, staged = time.monotonic(), self.receiving, self.staged
+        if one is not None:
+            opened = one.opened.done() and not one.opened.cancelled()
+            count = self._adapter.received() if opened else None
+            return update_on_worker(one.request, count, now - one.began, opened=opened, held=one.held)
+        if staged is None:
+            return None
+        size = staged.reply["bytes"]
+        return update_on_worker(staged.request, staged.came, now - staged.began, staged_bytes=size)
 
     def check_backend(self, backend: str) -> None:
         if backend in self._info.transports:
@@ -239,7 +263,7 @@ class WeightUpdates:
                 cancelled, opened = threading.Event(), asyncio.get_running_loop().create_future()
                 name = next(self._names)
                 task = asyncio.create_task(self._receive(request, fence, name, cancelled, taint, opened))
-                self._receiving = _Receive(request, fence, name, task, cancelled, opened)
+                self._receiving = _Receive(request, fence, name, task, cancelled, opened, time.monotonic())
                 task.add_done_callback(self._received)
                 task.add_done_callback(functools.partial(_fail_opened, opened))
             return self._receiving
@@ -280,28 +304,35 @@ class WeightUpdates:
                 await self._engine.run(self._adapter.discard(name))
                 raise
         if request.base is not None:
-            await self._exchange_over(cancelled)
+            await self._exchange_over(name, cancelled)
         try:
             reply = await asyncio.to_thread(self._adapter.receive, name, cancelled.is_set)
         finally:
             await self._read_cached_digest(request)
         self.received_from = reply.get("sources", [])
-        now = self._receiving  # another coordinator may have asked for the update since
+        now, began = self._receiving, time.monotonic()
         if now is not None and now.staging == name:
-            fence = now.fence
-        staged = StagedUpdate(request, fence, None if request.in_place else name, reply)
+            fence, began = now.fence, now.began  # another coordinator may have asked for the update since
+        in_staging = None if request.in_place else name
+        staged = StagedUpdate(request, fence, in_staging, reply, began, self._adapter.received())
         if cancelled.is_set():
             await self._discard(staged)
             raise UpdateAborted(f"the update {request.update_id} was aborted while it was received")
         self._set(staged)
         return staged
 
-    async def _exchange_over(self, cancelled: threading.Event) -> None:
+    async def _exchange_over(self, name: str, cancelled: threading.Event) -> None:
         """Waits until no swap reads the copy, or until the receive is cancelled."""
         while not (self._exchanged.is_set() or cancelled.is_set()):
+            self._hold(name, True)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._exchanged.wait()
+        self._hold(name, False)
+
+    def _hold(self, name: str, held: bool) -> None:
+        if (one := self._receiving) is not None and one.staging == name:
+            one.held = held
 
     def _set(self, staging: StagedUpdate | None) -> None:
         self.staged = staging

@@ -74,6 +74,71 @@ def test_state_is_a_table_or_json(facade: Facade, capsys: pytest.CaptureFixture[
     assert "Authorization" not in facade.asked[0]["headers"]
 
 
+def test_state_tells_of_the_update_that_runs(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
+    update = {
+        "update_id": "u1",
+        "label": "step_4",
+        "phase": "prepare",
+        "caller": "train.py@gpu3:7 at 10.0.0.7",
+        "asked_by": "key-1",
+        "who": "frontend@a:1",
+        "transport": "gloo",
+        "began_at": 1.0,
+        "elapsed_s": 21.4,
+        "in_phase_s": 21.3,
+        "deadline_in_s": 279.0,
+        "idle_limit_s": None,
+        "waits_for": "the trainer's bytes, since 19 s (1 of 2 workers)",
+        "workers": 2,
+        "bytes": 3_000_000,
+        "total_bytes": 4_000_000,
+        "bytes_per_s": 5e6,
+        "since_progress_s": 19.0,
+    }
+    own = {
+        "update_id": "u1",
+        "waits_for": "the trainer's bytes",
+        "since_progress_s": 19.0,
+        "total_bytes": 2_000_000,
+    }
+    rows = [
+        {**state_row(ID_A), "update": {**own, "bytes": 2_000_000}},
+        {**state_row(ID_B), "update": {**own, "bytes": 1_000_000}},
+    ]
+    facade.answers({**HEAD, "update": update, "workers": rows})
+    assert main.run(["state"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:8] == [
+        "update u1 (step_4): prepare, 21.4 s so far, 21.3 s in this phase, 279 s left",
+        "  waits for the trainer's bytes, since 19 s (1 of 2 workers)",
+        "  3.0 of 4.0 MB (75%) on 2 workers, 5.0 MB/s",
+        "  asked by train.py@gpu3:7 at 10.0.0.7 with the key key-1 by gloo; frontend@a:1 coordinates it",
+        f"    {ID_B}: 1.0 of 2.0 MB, waits for the trainer's bytes, last bytes 19 s ago",
+        f"    {ID_A}: 2.0 of 2.0 MB, waits for the trainer's bytes, last bytes 19 s ago",
+        "  to end it: rl-plane abort u1",
+    ]
+    waiting = {**update, "phase": "receive", "in_phase_s": None, "deadline_in_s": None, "idle_limit_s": 120.0}
+    facade.answers({**HEAD, "update": waiting, "workers": []})
+    assert main.run(["state"]) == 0
+    assert "receive, 21.4 s so far, dropped after 120 s without a call of its trainer" in capsys.readouterr().out
+
+
+def test_abort_and_complete(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
+    facade.answers({**HEAD, "update_id": "u1", "workers": []})
+    assert main.run(["abort", "u1"]) == 0
+    assert capsys.readouterr().out == "aborted the update u1 in 0.250 s\n"
+    by = f"an operator on host {socket.gethostname()}"
+    assert facade.asked[0]["path"] == "/v1/rl/abort_weights_update"
+    assert facade.asked[0]["body"] == {"update_id": "u1", "by": by}
+    assert main.run(["abort"]) == 0
+    assert facade.asked[1]["body"] == {"by": by}
+    facade.answers({**HEAD, "version": VERSION, "workers": [], "excluded": [], "phases": {"receive_s": 2.0}})
+    assert main.run(["complete", "u1"]) == 0
+    assert facade.asked[2]["path"] == "/v1/rl/complete_weights_update"
+    assert facade.asked[2]["body"] == {"update_id": "u1"}
+    assert "committed version 3 (step_3)" in capsys.readouterr().out
+
+
 def test_selection_and_key(facade: Facade, monkeypatch: pytest.MonkeyPatch) -> None:
     facade.answers({**HEAD, "workers": [state_row(ID_A)]})
     monkeypatch.setenv("RL_PLANE_ADMIN_KEY", "key-1")

@@ -74,6 +74,9 @@ def test_all_ranks_load_what_was_staged_once(one_host: OneHost, new: Path) -> No
         "bytes": TENSORS * 4096,
         "refetchable": True,
     }
+    count = host.received()
+    assert count is not None
+    assert (count.received, count.expected) == (TENSORS * 4096, TENSORS * 4096)
     one_host.ranks.stage("s", never)
     one_host.ranks.take("s")
     host.take("s")

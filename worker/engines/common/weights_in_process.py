@@ -11,6 +11,7 @@ from rl_plane.errors import EngineFailed
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.protocol.versions import TensorSpec
 from worker.engines.base import EngineAdapter
+from worker.receive.received_bytes import ByteCount
 from worker.receive.weight_receiver import Receiver
 
 
@@ -42,6 +43,9 @@ class WeightsInProcess(EngineAdapter):
 
     def receive_part(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
         return self.receiver.receive_part(staging, part, cancelled)
+
+    def received(self) -> ByteCount | None:
+        return None if self._receiver is None else self._receiver.received.now()
 
     def cached_digest(self) -> str | None:
         return self.receiver.cached_digest

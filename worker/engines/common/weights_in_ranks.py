@@ -16,6 +16,7 @@ from worker.engines.base import EngineAdapter
 from worker.receive.host_agent.host_agent_client import HostAgentClient
 from worker.receive.rank_agents.model_description import ModelDescription
 from worker.receive.rank_agents.ranks import Ranks
+from worker.receive.received_bytes import ByteCount
 
 
 class WeightsInRanks(EngineAdapter):
@@ -94,6 +95,9 @@ class WeightsInRanks(EngineAdapter):
 
     def receive_part(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
         return self.host.receive_part(staging, part, cancelled)
+
+    def received(self) -> ByteCount | None:
+        return self.host.received()
 
     def cached_digest(self) -> str | None:
         return self.host.cached_digest()

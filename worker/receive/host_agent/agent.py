@@ -16,6 +16,7 @@ from worker.receive.host_agent.holder import HostHolder, HostStaged
 from worker.receive.rank_agents.agent_messages import WithDescriptor
 from worker.receive.rank_agents.agent_server import Method
 from worker.receive.rank_agents.model_description import ModelDescription
+from worker.receive.received_bytes import ReceivedBytes
 from worker.receive.weight_receiver import Receiver, load_transports
 
 MakeTransports = Callable[[TransportContext, str], Mapping[str, WeightTransport]]
@@ -70,7 +71,8 @@ class HostAgent:
         self._ranks, self._first = model.ranks, model.first
         self._holder = HostHolder(self._directory, model)
         transports = self._make_transports(context, model.devices[0])
-        self._receiver = Receiver(self._holder, transports, shared=True)
+        received = ReceivedBytes.shared(self._directory)
+        self._receiver = Receiver(self._holder, transports, shared=True, received=received)
         return {"transports": list(self._receiver.backends)}
 
     def _take(self, body: Mapping[str, Any], cancelled: Cancelled) -> None:

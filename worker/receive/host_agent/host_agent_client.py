@@ -17,6 +17,7 @@ from worker.receive.rank_agents.agent_client import AgentClient
 from worker.receive.rank_agents.agent_messages import host_socket
 from worker.receive.rank_agents.model_description import ModelDescription
 from worker.receive.rank_agents.ranks import Agents
+from worker.receive.received_bytes import ByteCount, ReceivedBytes
 
 RECEIVE_TIMEOUT_S = 86_400.0
 """A day. The caller of a receive cancels it much earlier; this only ensures that no thread waits for ever."""
@@ -35,12 +36,19 @@ class HostAgentClient:
     """Calls the host agent of one engine. Call `begin` first. The methods block, so they run on a thread."""
 
     def __init__(self, directory: Path, pid: int) -> None:
+        self._directory = directory
         self._path = host_socket(directory)
         self._name = f"the host agent (pid {pid})"
         self.agent = AgentClient({self._name: self._path})
         """The agent of this host."""
         self._agents: Agents = self.agent
         self.transports: tuple[str, ...] = ()
+        self._received: ReceivedBytes | None = None
+
+    def received(self) -> ByteCount | None:
+        """The bytes that this host's agent has received of an update. Never blocks. None: it has not begun yet."""
+        self._received = self._received or ReceivedBytes.watched(self._directory)
+        return None if self._received is None else self._received.now()
 
     def span(self, agents: Agents, transports: tuple[str, ...]) -> None:
         """Asks the agents of several hosts from now on. Weights are prepared on all of them, or on none.
