@@ -216,6 +216,7 @@ SETTINGS: dict[str, Setting] = {
             Seconds(0.001, MAX_PART_TIMEOUT_S),
             PART_TIMEOUT_S,
         ),
+        Setting("expect", "The workers that must serve before the fleet is ready.", IntRange(0, 100_000), 0),
         # up
         Setting("workers", "The workers of each engine.", IntRange(0, 1000), 1),
         Setting("restart", "Start a worker again after its death.", bool, False),
