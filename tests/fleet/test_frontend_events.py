@@ -40,7 +40,11 @@ Event = tuple[int, str, dict[str, Any]]
 def parsed(block: str) -> Event | None:
     """`(id, kind, data)`; None for a comment."""
     fields = dict(line.split(": ", 1) for line in block.strip().splitlines() if not line.startswith(":"))
-    return (int(fields["id"]), fields["event"], json.loads(fields["data"])) if fields else None
+    if not fields:
+        return None
+    data = json.loads(fields["data"])
+    assert abs(data.pop("at") - time.time()) < 600
+    return int(fields["id"]), fields["event"], data
 
 
 class Reader:
@@ -70,8 +74,8 @@ class Reader:
 
 
 @asynccontextmanager
-async def reading(rl: httpx.AsyncClient) -> AsyncIterator[Reader]:
-    async with rl.stream("GET", "events") as response:
+async def reading(rl: httpx.AsyncClient, query: str = "", **headers: str) -> AsyncIterator[Reader]:
+    async with rl.stream("GET", f"events{query}", headers=headers) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
         reader = Reader(response.aiter_lines())
@@ -395,3 +399,33 @@ async def test_a_reader_sees_the_progress_of_an_update_that_stands_still(
         assert (await call).status_code == 200
     began = [data for _, kind, data in reader.seen if kind == "update" and data["change"] == "began"]
     assert [one["caller"] for one in began] == ["127.0.0.1"]
+
+
+async def test_a_reader_that_connects_again_gets_what_it_has_missed(plane: Plane) -> None:
+    async with facade_of(plane, replace(LIMITS, kept_events=20)) as rl:
+        plane.spawn()
+        assert (await rl.get("ready?wait_s=20")).status_code == 200
+        async with reading(rl) as reader:
+            await rl.post("update_weights", json=update_of(plane, 1))
+            await reader.until(lambda kind, data: kind == "update" and data["change"] == "finished")
+        last = str(reader.seen[-1][0])
+        await rl.post("update_weights", json=update_of(plane, 2))
+        again = {"Last-Event-ID": last}
+        async with reading(rl, **again) as late:
+            await late.until(lambda kind, data: kind == "update" and data["change"] == "finished")
+        assert {data["label"] for _, kind, data in late.seen if kind == "update"} == {"step_2"}
+        ids = [number for number, _, _ in late.seen]
+        assert ids == sorted(set(ids))
+        assert ids[0] > int(last)
+        async with reading(rl, "?since_s=600") as recent:
+            await recent.until(lambda kind, data: kind == "update" and data.get("label") == "step_2")
+        for _ in range(20):
+            await rl.post("resume", json={})
+        async with reading(rl, **again) as too_late:
+            assert "event: missed" in (await too_late.block() or "")
+        for number in ("1", str(int(last) + 10**9)):
+            async with reading(rl, **{"Last-Event-ID": number}) as stranger:
+                assert "event: missed" in (await stranger.block() or "")
+        refused = await rl.get("events", headers={"Last-Event-ID": "x"})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["field"] == "Last-Event-ID"
