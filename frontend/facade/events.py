@@ -141,12 +141,15 @@ class FleetEvents:
         for listener in self._listeners:
             listener.end("stopping")
 
-    async def listen(self, after: int | None = None, since_s: float | None = None) -> AsyncGenerator[bytes, None]:
+    async def listen(
+        self, after: int | None = None, since_s: float | None = None, *, follow: bool = True
+    ) -> AsyncGenerator[bytes, None]:
         """The bytes of one stream. Raises Unavailable before the first byte if there are too many listeners.
 
         Args:
             after: The id of the last event that the reader has. The kept events after it come first.
             since_s: The kept events of so many seconds come first. With both, `after` counts.
+            follow: Wait for more events. Else the stream ends after the kept ones.
         """
         if len(self._listeners) >= self.limits.event_listeners or self._stopping:
             raise Unavailable(
@@ -164,6 +167,8 @@ class FleetEvents:
             yield HELLO
             for framed in missed:
                 yield framed
+            if not follow:
+                return
             while listener.ending is None or not listener.queue.empty():
                 try:
                     async with asyncio.timeout(self.limits.event_keep_alive_s):

@@ -51,7 +51,8 @@ EVENTS_DOC = """Server-sent events with `id` (rising), `event` and `data` (JSON)
 Each has `at`, Unix seconds. Read `state` after the first bytes, then follow. A comment comes every 15 s.
 
 The frontend keeps its newest 4,096 events of the last hour, without `progress`. A reader that connects again with the
-header `Last-Event-ID` first gets those that it has missed; `?since_s=600` first gives those of ten minutes. The event
+header `Last-Event-ID` first gets those that it has missed; `?since_s=600` first gives those of ten minutes, and
+`&follow=false` ends the stream after them. The event
 `missed` says that some are not kept any more, or that another frontend has made them.
 """
 
@@ -153,11 +154,15 @@ async def _health(request: Request) -> Response:
 def _add_streams(api: Api, events: FleetEvents, metrics: FrontendMetrics) -> None:
     async def follow(request: Request) -> Response:
         for name in request.query_params:
-            if name != "since_s":
-                raise InvalidRequest(f"unknown field {name!r}", field=name, fix="leave it out, or use since_s")
+            if name not in ("since_s", "follow"):
+                raise InvalidRequest(f"unknown field {name!r}", field=name, fix="use since_s or follow")
+        if (follows := request.query_params.get("follow", "true")) not in ("true", "false"):
+            raise InvalidRequest(f"follow is {follows[:64]!r}", field="follow", fix="true or false")
         after = _number("Last-Event-ID", request.headers.get("last-event-id"))
         since_s = _number("since_s", request.query_params.get("since_s"))
-        return EventStream(events.listen(after, since_s), framed=True, limits=events.limits)
+        return EventStream(
+            events.listen(after, since_s, follow=follows == "true"), framed=True, limits=events.limits
+        )
 
     async def show_metrics(request: Request) -> Response:
         return Response(await metrics.text_for_scraper(), headers={"Content-Type": CONTENT_TYPE})

@@ -21,6 +21,7 @@ from frontend.routing.fleet_status import FleetStatus
 from frontend.server import listeners
 from frontend.server.event_stream import EventStream, unless_gone
 from frontend.server.options import FrontendOptions
+from rl_plane.cli import main
 from rl_plane.errors import InvalidRequest, Unavailable
 from tests.support.committed_records import record, rolling
 from tests.support.faults import spawn_faulty
@@ -429,3 +430,27 @@ async def test_a_reader_that_connects_again_gets_what_it_has_missed(plane: Plane
         refused = await rl.get("events", headers={"Last-Event-ID": "x"})
         assert refused.status_code == 400
         assert refused.json()["error"]["field"] == "Last-Event-ID"
+
+
+async def test_the_command_line_shows_the_kept_events_and_ends(
+    plane: Plane, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = FrontendOptions(plane.url, plane.namespace, plane.component, rl_port=0, http_port=None)
+    async with (
+        started(options) as urls,
+        httpx.AsyncClient(base_url=f"{urls['rl_url']}/v1/rl/", timeout=BOUND_S) as rl,
+    ):
+        worker = plane.spawn()
+        assert (await rl.get("ready?wait_s=20")).status_code == 200
+        reply = await rl.post("update_weights", json=update_of(plane, 1), headers={"Idempotency-Key": "the-id"})
+        assert reply.status_code == 200
+        argv = ["events", "--since", "1h", "--url", urls["rl_url"]]
+        assert await asyncio.to_thread(main.run, argv) == 0
+        out = capsys.readouterr().out
+        assert f"worker {worker.instance_id} joined" in out
+        assert "update the-id (step_1) began, asked by 127.0.0.1" in out
+        assert "update the-id (step_1) finished (" in out
+        assert await asyncio.to_thread(main.run, [*argv, "--json"]) == 0
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert {"member", "update", "admission"} <= {line["event"] for line in lines}
+        assert await asyncio.to_thread(main.run, ["events", "--since", "soon"]) == 2
