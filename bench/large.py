@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from bench.broadcasts import measure_broadcasts
-from bench.pulls import measure_pulls
+from bench.pulls import BARE_PLACED, measure_pulls
 from bench.report import Row, compared
-from bench.shared_memory import COPY, PLACED, measure_ipc
+from bench.shared_memory import COPY, LENT_PLACED, PLACED, measure_ipc
 from bench.stored import plain_read
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.transports.base import TransportContext
@@ -46,20 +46,32 @@ class LargeSize:
 RowMaker = Callable[[LargeSize], list[Row]]
 
 
-def _row(what: str, nbytes: int, ours: Sequence[float], beside: str, theirs: Sequence[float], aim: float) -> Row:
+def _row(
+    what: str, nbytes: int, ours: Sequence[float], beside: str, theirs: Sequence[float], aim: float | None
+) -> Row:
     return compared(f"{what} into the staging area, {nbytes / 1e6:,.0f} MB", 1, ours, beside, theirs, aim)
 
 
 def from_ipc(size: LargeSize) -> list[Row]:
-    times = measure_ipc(size.nbytes, size.rounds, (PLACED,))
-    return [_row("ipc", times.nbytes, times.seconds[PLACED], "bare copy", times.seconds[COPY], IPC_AIM)]
+    times = measure_ipc(size.nbytes, size.rounds, (LENT_PLACED, PLACED))
+    return [
+        _row(what, times.nbytes, times.seconds[way], "bare copy", times.seconds[COPY], IPC_AIM)
+        for what, way in (("ipc, layout tensors,", LENT_PLACED), ("ipc, packed,", PLACED))
+    ]
 
 
 def from_nixl(size: LargeSize) -> list[Row]:
     if not have_nixl():
         return []
-    times = measure_pulls(size.nbytes, 1, size.rounds, ("bare", PLACED))
-    return [_row("nixl", times.nbytes, times.seconds[PLACED], "bare nixl reads", times.seconds["bare"], PULL_AIM)]
+    times = measure_pulls(size.nbytes, 1, size.rounds, ("bare", BARE_PLACED, PLACED))
+    limits: list[tuple[str, str, float | None]] = [
+        ("bare nixl reads into used memory", BARE_PLACED, PULL_AIM),
+        ("bare nixl reads into two buffers", "bare", None),
+    ]
+    return [
+        _row("nixl", times.nbytes, times.seconds[PLACED], beside, times.seconds[way], aim)
+        for beside, way, aim in limits
+    ]
 
 
 def from_gloo(size: LargeSize) -> list[Row]:

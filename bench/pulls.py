@@ -30,6 +30,8 @@ from rl_plane.weights.manifest import Manifest, pack
 TENSOR_BYTES = 16 << 20
 """A linear layer's."""
 
+BARE_PLACED = "bare, into the area"
+"""Reads by nixl and nothing else, into memory of the whole version, which was used before."""
 WAYS = ("bare", "pull", "verified", "staged", "verified and staged", "hashed")
 """Reads by nixl and nothing else · the transport · and digests checked · copied, as the `hf` engine keeps it · all of
 it · XXH3 of as many bytes, in all receivers at once, and nothing else."""
@@ -116,9 +118,10 @@ def receiver(transport: dict[str, Any]) -> None:
     largest = max(nbytes for _, nbytes, _ in places)
     buffers = [RegisteredMemory(agent, largest) for _ in range(2)]
 
-    def bare() -> None:
-        for number, (address, nbytes, device) in enumerate(places):
-            here = agent.get_xfer_descs([(buffers[number % 2].address, nbytes, 0)], "DRAM")
+    def bare(into: Sequence[int]) -> None:
+        """`into`: the address for each bucket."""
+        for at, (address, nbytes, device) in zip(into, places, strict=True):
+            here = agent.get_xfer_descs([(at, nbytes, 0)], "DRAM")
             there = agent.get_xfer_descs([(address, nbytes, device)], "DRAM")
             handle = agent.initialize_xfer("READ", here, there, peer)
             state = agent.transfer(handle)
@@ -127,6 +130,13 @@ def receiver(transport: dict[str, Any]) -> None:
             if state != "DONE":
                 raise SystemExit(f"a bare read ended as {state}")
             handle.release()
+
+    whole: RegisteredMemory | None = None
+
+    def bare_into_area() -> None:
+        nonlocal whole
+        whole = whole or RegisteredMemory(agent, sum(nbytes for _, nbytes, _ in places))
+        bare([whole.address + sum(nbytes for _, nbytes, _ in places[:number]) for number in range(len(places))])
 
     transports = NixlTransport(TransportContext())
 
@@ -149,7 +159,8 @@ def receiver(transport: dict[str, Any]) -> None:
                     pass
 
     ways: dict[str, Callable[[], None]] = {
-        "bare": bare,
+        "bare": lambda: bare([buffers[number % 2].address for number in range(len(places))]),
+        BARE_PLACED: bare_into_area,
         "pull": consume,
         PLACED: place,
         "verified": lambda: consume(verified=True),

@@ -30,6 +30,8 @@ TENSOR_BYTES = 16 << 20
 
 PLACED = "into the area"
 """Both sides hash, and the receiver copies into a staging area, whose memory was used before."""
+LENT_PLACED = "lent, into the area"
+"""Both sides hash, and the receiver reads the tensors of the layout `tensors` into a staging area."""
 WAYS = ("received", "checked", "staged", "checked and staged", "lent", "lent and checked")
 """Received, and nothing more · both sides hash · copied, as the `hf` engine keeps it · all of it · in the layout
 `tensors`, of which the receiver makes a copy of its own · that, and both sides hash."""
@@ -59,7 +61,7 @@ def measure_ipc(nbytes: int, rounds: int, ways: Sequence[str] = WAYS) -> IpcTime
     times, packing, lending = IpcTimes(nbytes), IpcSender(lambda: 1), IpcSender(lambda: 1, layout="tensors")
 
     def sent(way: str) -> float:
-        digests: dict[str, str] | None = {} if "checked" in way or way == PLACED else None
+        digests: dict[str, str] | None = {} if "checked" in way or PLACED in way else None
         sender, named = (lending, dict[str, Tensor](shared)) if "lent" in way else (packing, dict(tensors))
         manifest = Manifest(sender.pack(((name, spec) for name in named), BUCKET_BYTES))
         start = time.perf_counter()
@@ -145,7 +147,7 @@ def main() -> None:
             print("{}", flush=True)
             continue
         delivery = IpcTransport(TransportContext()).open(asked["transport"], "base")
-        placed = asked["way"] == PLACED
+        placed = PLACED in asked["way"]
         area = area or (StagingArea.for_specs(delivery.specs) if placed else None)
         find = area.find if placed and area is not None else None
         stream = DigestingStream(delivery, places=find) if placed or "checked" in asked["way"] else None

@@ -31,6 +31,7 @@ from frontend.facade.update_recovery import UpdateRecovery
 from frontend.metrics.departures import Departures
 from frontend.metrics.frontend_metrics import FleetFacts, FrontendMetrics, GenerationFacts
 from frontend.metrics.lock_and_pause import LockAndPause
+from frontend.records.record_writer import RecordWriter
 from frontend.routing.committed import Committed
 from frontend.routing.engine_client import EngineClient
 from frontend.routing.fleet_status import FleetStatus
@@ -82,6 +83,9 @@ class Frontend:
         )
         self.lease.on_abort = self.engines.aborts.abort
         self.generation = Generation(self.engines, view, self.committed, options.admission_wait_s, options.limits)
+        self.recorder = RecordWriter(options.record, options.record_files) if options.record is not None else None
+        if self.recorder is not None:
+            self.generation.on_record = self.recorder.put
         self.tokens = Tokens(client, view, self.generation.check_model)
         fleet = Fleet(client)
         fleet.liveness_timeout_s = options.liveness_timeout_s
@@ -117,6 +121,9 @@ class Frontend:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(client.close)
             frontend = cls(client, await client.view(), options, frontend_id)
+            if frontend.recorder is not None:
+                frontend.recorder.start()
+                stack.push_async_callback(asyncio.to_thread, frontend.recorder.close)
             # The stack stops them in reverse: first the parts that take new work, last the connection.
             await frontend.receiver.start()
             stack.push_async_callback(frontend.receiver.stop)
@@ -172,6 +179,7 @@ class Frontend:
             picks=self.engines.router.picks,
             moves=self.engines.moves,
             timings=self.generation.timings,
+            records=self.recorder.counts if self.recorder is not None else {},
         )
 
     def generation_app(self, options: FrontendOptions, keys: Keys) -> Starlette:

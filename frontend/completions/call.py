@@ -14,6 +14,7 @@ from frontend.completions.openai_replies import openai_error
 from frontend.completions.plans import Plan
 from frontend.completions.reply_choice import Choice
 from frontend.completions.service import Generation
+from frontend.records.rollout_record import RolloutRecord
 from frontend.routing.demands import at_delivery, oldest_lag, point_of
 from frontend.routing.engine_client import Event
 from frontend.routing.progress import GenerationProgress
@@ -57,10 +58,11 @@ class GenerationCall:
         self._choices = [Choice(index=index) for index in range(len(plan.requests))]
         self._last_tokens_at = [0.0] * len(self._choices)
         """Monotonic seconds of each choice's last tokens."""
+        self._first_token_s: list[float | None] = [None] * len(self._choices)
 
     async def whole(self) -> Any:
         created = int(time.time())
-        async with self._service.counted(self._plan):
+        async with self._service.counted(self._plan, self._record):
             model, run = await self._begin()
             try:
                 async with aclosing(run) as events:
@@ -76,7 +78,7 @@ class GenerationCall:
     async def stream(self) -> AsyncGenerator[bytes, None]:
         plan, begun = self._plan, False
         try:
-            async with self._service.counted(plan):
+            async with self._service.counted(plan, self._record):
                 model, run = await self._begin()
                 chunks = self._reply.chunks(plan, self._choices, model, int(time.time()))
                 async with aclosing(run) as events:
@@ -201,6 +203,7 @@ class GenerationCall:
             timings.on_more(now - self._last_tokens_at[choice.index], tokens)
         else:
             timings.on_first(now - self._start, tokens)
+            self._first_token_s[choice.index] = now - self._start
         self._last_tokens_at[choice.index] = now
 
     def _count_ends(self) -> None:
@@ -215,6 +218,26 @@ class GenerationCall:
             lag = oldest_lag(choice.spans, point_of(record.held, adapter))
             if lag is not None:
                 self._service.timings.on_end(max(0, lag))
+
+    def _record(self, outcome: str) -> None:
+        """Hands each choice that came to a worker to the recorder. Nothing changes a choice after this."""
+        if self._service.on_record is None:
+            return
+        seconds = time.monotonic() - self._start
+        for request, choice, first_token_s in zip(
+            self._plan.requests, self._choices, self._first_token_s, strict=True
+        ):
+            if choice.instance_id:
+                self._service.on_record(
+                    RolloutRecord(
+                        request=request,
+                        choice=choice,
+                        outcome=outcome,
+                        began_at=time.time() - seconds,
+                        first_token_s=first_token_s,
+                        seconds=seconds,
+                    )
+                )
 
     # ---- demands at delivery ----
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
@@ -14,6 +14,7 @@ from frontend.completions.plans import Plan
 from frontend.completions.served_models import ServedModels
 from frontend.completions.token_timings import TokenTimings
 from frontend.frontend_limits import LIMITS, FrontendLimits
+from frontend.records.rollout_record import RolloutRecord
 from frontend.routing.committed import Committed
 from frontend.routing.engine_client import EngineClient
 from rl_plane.errors import FrontendEnding, NoWorkers, Overloaded, PlaneError, Unavailable
@@ -40,6 +41,8 @@ class Generation:
         self.outcomes: Counter[str] = Counter()
         """Calls that have ended, by `ok`, `disconnected` or the error's code."""
         self.timings = TokenTimings()
+        self.on_record: Callable[[RolloutRecord], None] | None = None
+        """Called with each choice after its end. None: nothing is recorded."""
         self.in_flight = 0
         """Choices under way."""
         self.caller_ids = CallerIds()
@@ -120,8 +123,8 @@ class Generation:
                 self._idle.set()
 
     @asynccontextmanager
-    async def counted(self, plan: Plan) -> AsyncIterator[None]:
-        """Surrounds one call: occupies a place for each choice, and counts the outcome."""
+    async def counted(self, plan: Plan, on_end: Callable[[str], None]) -> AsyncIterator[None]:
+        """Surrounds one call: occupies a place for each choice, and counts the outcome. `on_end` gets the outcome."""
         outcome = "disconnected"
         named = [name for name in (plan.id, plan.caller_id) if name]
         try:
@@ -136,3 +139,4 @@ class Generation:
             raise
         finally:
             self.outcomes[outcome] += 1
+            on_end(outcome)

@@ -26,6 +26,7 @@ from rl_plane.protocol.fleet_ops import FLEET_OPS
 
 NO_REQUESTS = dict.fromkeys(("ok", "disconnected"), 0)
 NO_PICKS = dict.fromkeys(("session", "prefix", "load"), 0)
+NO_RECORDS = dict.fromkeys(("written", "dropped", "failed"), 0)
 NO_MOVES = dict.fromkeys(("retried", "migrated", "rerun", "cut"), 0)
 """Series that are there before their first event. Without them Prometheus would miss that event."""
 
@@ -60,6 +61,8 @@ class GenerationFacts:
     picks: Mapping[str, int]
     moves: Mapping[str, int]
     timings: TokenTimings
+    records: Mapping[str, int]
+    """Rollout records by what became of them. Empty: nothing is recorded."""
 
 
 class FactsSource(Protocol):
@@ -141,3 +144,5 @@ def _generation(now: GenerationFacts) -> Iterable[Metric]:
     yield counters("rl_plane_generation_picks", words, ["by"], {**NO_PICKS, **now.picks})
     words = "Choices tried again or continued at another worker, begun anew or cut for their demands."
     yield counters("rl_plane_generation_moves", words, ["how"], {**NO_MOVES, **now.moves})
+    words = "Choices that --record was to write, by what became of them."
+    yield counters("rl_plane_records", words, ["outcome"], {**NO_RECORDS, **now.records})

@@ -16,6 +16,8 @@ DEFAULT_RL_PORT = 8002
 DEFAULT_HTTP_PORT = 8000
 DEFAULT_ADMISSION_WAIT_S = 10.0
 """An update closes all workers for a moment. After a longer wait the caller gets an error."""
+DEFAULT_RECORD_FILES = 16
+"""Files of 64 MiB: 1 GiB is some hours of a small fleet, and fits on any disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,10 @@ class FrontendOptions:
     """The time for the choices under way after SIGTERM."""
     part_timeout_s: float = PART_TIMEOUT_S
     """The time until every rank has the tensors of one call, where a trainer's dialect has no field for it."""
+    record: Path | None = None
+    """The folder in which completions are recorded. None: they are not."""
+    record_files: int = DEFAULT_RECORD_FILES
+    """The files that stay in that folder."""
     limits: FrontendLimits = LIMITS
     credentials: NatsCredentials = NO_CREDENTIALS
     """The files by which the frontend connects to NATS."""

@@ -67,7 +67,7 @@ LISTENERS = (
     "expect",
     "liveness_timeout_s",
 )
-FRONTEND = (*BUS, *LISTENERS, "drain_s", "log_level", "json")
+FRONTEND = (*BUS, *LISTENERS, "record", "record_files", "drain_s", "log_level", "json")
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -197,7 +197,7 @@ def run_frontend(given: Command) -> int:
     options = FrontendOptions(
         nats_url=values["nats_url"] or DEFAULT_NATS_URL,
         credentials=credentials_as(values, "frontend"),
-        **_picked(values, f"namespace component drain_s {' '.join(LISTENERS)}"),
+        **_picked(values, f"namespace component drain_s record record_files {' '.join(LISTENERS)}"),
     )
 
     def ready(urls: dict[str, Any]) -> None:

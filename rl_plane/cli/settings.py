@@ -30,6 +30,7 @@ from rl_plane.protocol.worker_ops import DEFAULT_PAUSE_LEASE_S
 ENV_PREFIX = "RL_PLANE_"
 
 DEFAULT_URL = "http://127.0.0.1:8002"
+DEFAULT_HTTP_URL = "http://127.0.0.1:8000"
 START_TIMEOUT_S = 600.0
 """A large model takes minutes to load; longer is a fault."""
 NO_DIALECT = "none"
@@ -99,6 +100,7 @@ class Setting(click.Option):
 
 
 _NATS_URL = types.url(("nats", "tls", "ws", "wss"), DEFAULT_NATS_URL)
+_HTTP_URL = types.url(("http", "https"), DEFAULT_HTTP_URL)
 _POSITIVE = Seconds(0.001)
 _PAUSE_WORD = Choice(PAUSE_WORDS)
 
@@ -217,6 +219,8 @@ SETTINGS: dict[str, Setting] = {
             PART_TIMEOUT_S,
         ),
         Setting("expect", "The workers that must serve before the fleet is ready.", IntRange(0, 100_000), 0),
+        Setting("record", "Record each completion in files of this folder, for `rl-plane replay`.", types.PATH),
+        Setting("record_files", "The files that stay there, of 64 MiB each.", IntRange(1, 100_000), 16),
         # up
         Setting("workers", "The workers of each engine.", IntRange(0, 1000), 1),
         Setting("restart", "Start a worker again after its death.", bool, False),
@@ -357,6 +361,20 @@ SETTINGS: dict[str, Setting] = {
             "checksum, snapshot, compare or reset_tensors.",
             Choice(["checksum", "snapshot", "compare", "reset_tensors"]),
             "checksum",
+        ),
+        Setting(
+            "http_url",
+            "The address of generation.",
+            _HTTP_URL,
+            DEFAULT_HTTP_URL,
+        ),
+        Setting(
+            "records",
+            "How many records, from the first one on.",
+            IntRange(1, 1_000_000),
+            1000,
+            flag="--limit",
+            env="REPLAY_LIMIT",
         ),
         # the demo
         Setting("out", "The folder of the report. Default: demo-out.", types.PATH, Path("demo-out")),

@@ -46,6 +46,8 @@ SETTINGS = (
     "keys",
     *BUS,
     *LISTENERS,
+    "record",
+    "record_files",
     "start_timeout_s",
     "log_level",
     "json",

@@ -109,7 +109,7 @@ class MergedDelivery(Delivery):
             self._coming.put(None)
 
     def _receive_share(self, rank: int, share: PackedDelivery, ended: Cancelled) -> None:
-        share.algorithm = self.algorithm
+        share.algorithm, share.places = self.algorithm, self.places
         try:
             for tensor in share.tensors(ended):
                 handed = _Handed(tensor)

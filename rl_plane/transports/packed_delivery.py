@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_plane._util.tasks import Cancelled, never
@@ -11,7 +11,10 @@ from rl_plane.protocol.strict_json import load_json_object
 from rl_plane.protocol.versions import HostTensor, TensorSpec
 from rl_plane.transports.base import Delivery
 from rl_plane.weights.checkpoint import Kind
-from rl_plane.weights.manifest import Manifest
+from rl_plane.weights.manifest import Manifest, PackedBucket
+
+Arrived = memoryview | Sequence[tuple[str, HostTensor]]
+"""A bucket that has come: its bytes, or its tensors where they lie by themselves."""
 
 
 class PackedDelivery(Delivery):
@@ -22,7 +25,7 @@ class PackedDelivery(Delivery):
     def __init__(
         self,
         manifest: Manifest,
-        buckets: Iterator[memoryview],
+        buckets: Iterator[Arrived],
         *,
         refetchable: bool,
         owned: bool = False,
@@ -32,7 +35,7 @@ class PackedDelivery(Delivery):
 
         Args:
             manifest: the tensors of each bucket.
-            buckets: the bytes of each bucket, in the manifest's order.
+            buckets: each bucket, in the manifest's order.
             refetchable: a worker can fetch the same bytes again later.
             owned: the bytes of a bucket stay valid; otherwise until the next bucket is asked for.
             close: frees what the transport holds; called by `close`, perhaps twice.
@@ -61,6 +64,9 @@ class PackedDelivery(Delivery):
             data = next(self._buckets, None)
             if data is None:
                 raise _wrong(f"only {number} of {len(self._manifest.buckets)} buckets came")
+            if not isinstance(data, memoryview):
+                yield from data
+                continue
             if data.nbytes != bucket.nbytes:
                 raise _wrong(f"bucket {number} came with {data.nbytes} bytes, not {bucket.nbytes}")
             self.came(data.nbytes)
@@ -69,6 +75,16 @@ class PackedDelivery(Delivery):
                 yield placed.name, HostTensor(placed.spec, place, self._owned)
         if next(self._buckets, None) is not None:
             raise _wrong(f"more than {len(self._manifest.buckets)} buckets came")
+
+    def find_places(self, bucket: PackedBucket) -> Mapping[str, memoryview] | None:
+        """Returns the place of each tensor of a bucket. None: at least one of them has none."""
+        found: dict[str, memoryview] = {}
+        for placed in bucket.tensors:
+            place = None if self.places is None else self.places(placed.name, placed.spec)
+            if place is None or place.nbytes != placed.spec.nbytes:
+                return None
+            found[placed.name] = place
+        return found
 
     def close(self) -> None:
         self._close()

@@ -143,17 +143,17 @@ def fill(
         buffer: returns the memory of a bucket.
         digests: takes the digest of each tensor. A tensor in host memory is hashed while it is packed, and another one
             after its bucket was yielded. None computes none.
-        lent: numbers of buckets that receivers read in place. Their tensors are hashed, and not packed.
+        lent: numbers of buckets that receivers read in place. Their tensors are not packed. They are hashed after their
+            bucket was yielded, while receivers read them.
         algorithm: that of the digests.
     """
     source = in_order(manifest.specs.items(), tensors)
     for number, bucket in enumerate(manifest.buckets):
         if number in lent:
-            for placed in bucket.tensors:
-                _, tensor = next(source)
-                if digests is not None:
-                    digests[placed.name] = tensor_digest(raw_bytes(tensor), algorithm)
+            own = [next(source) for _ in bucket.tensors]
             yield number
+            if digests is not None:
+                digests.update((name, tensor_digest(raw_bytes(tensor), algorithm)) for name, tensor in own)
             continue
         data = buffer(number)
         places = {placed.name: data[placed.offset :][: placed.spec.nbytes] for placed in bucket.tensors}

@@ -94,7 +94,10 @@ BROADCASTS = [
     )
 ]
 
-LARGE = [f"{name} into the staging area, 67 MB" for name in ("ipc", "nixl", "gloo", "files")]
+LARGE = [
+    f"{name} into the staging area, 67 MB"
+    for name in ("ipc, layout tensors,", "ipc, packed,", "nixl", "nixl", "gloo", "files")
+]
 
 PUBLISHED = [
     f"publish by {name}{way}, 2 MB"

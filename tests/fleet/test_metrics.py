@@ -16,7 +16,9 @@ import pytest_asyncio
 import yaml
 
 from frontend.server.options import FrontendOptions
+from rl_plane.bus.lock import hold_lock
 from rl_plane.protocol.http_keys import Role
+from rl_plane.protocol.subjects import Subjects
 from tests.conftest import Plane, Spawned
 from tests.support.frontend_here import started
 from tests.support.key_files import write_keys
@@ -128,6 +130,45 @@ async def test_the_pages_tell_what_has_happened(pages: Pages) -> None:
     assert shown["rl_plane_canary_difference_count"] == 1
     for found in (shown, own):
         assert found["process_resident_memory_bytes"] > 1e6
+
+
+async def test_the_holder_of_the_lock_and_a_kept_copy_are_told(plane: Plane) -> None:
+    worker = plane.spawn(metrics={"metrics_port": 0})
+    client = await plane.client("trainer")
+    options = FrontendOptions(plane.url, plane.namespace, plane.component, rl_port=0, http_port=None)
+    async with started(options) as urls, httpx.AsyncClient(base_url=urls["rl_url"], timeout=BOUND_S) as http:
+        assert (await http.get("/v1/rl/ready", params={"wait_s": BOUND_S})).status_code == 200
+        body = {
+            "transport": {"backend": "filesystem", "path": str(plane.model(1))},
+            "policy": {"keep_staged": True},
+        }
+        done = await http.post("/v1/rl/update_weights", json=body)
+        assert done.status_code == 200, done.text
+        url = metrics_url(worker)
+
+        async def kept() -> bool:
+            own = values(await page(http, url))
+            received = own['rl_plane_worker_received_bytes_total{transport="filesystem"}']
+            return 0 < own["rl_plane_worker_kept_bytes"] == received
+
+        await plane.until(kept)
+
+        async def held() -> dict[str, float]:
+            shown = values(await page(http, "/metrics"))
+            assert (shown["rl_plane_lock_held_seconds"] > 0) == (shown['rl_plane_lock_held{by="client"}'] == 1)
+            return {key: value for key, value in shown.items() if key.startswith("rl_plane_lock_held{") and value}
+
+        async def free() -> bool:
+            return await held() == {}
+
+        async def clients() -> bool:
+            return await held() == {'rl_plane_lock_held{by="client"}': 1}
+
+        await plane.until(free)
+        state = Subjects(plane.namespace, plane.component).state
+        async with hold_lock(client.bus, state, "trainer", died=lambda connection: False):
+            await plane.until(clients)
+        await plane.until(free)
 
 
 # ---- the docs ----

@@ -620,7 +620,7 @@ def _held_at(plane: Plane, number: int, more: str = "") -> tuple[str, Path, Path
     patch = f"""
 import os, time
 {more}
-import rl_plane.transports.nixl.receiver as receiving
+import rl_plane.transports.nixl.pull as receiving
 read, look = receiving.Pull._read, receiving.Pull._look
 def held(self, number, buffer):
     if number == {number}:
@@ -746,7 +746,7 @@ async def test_a_pull_from_a_trainer_that_hangs_ends_by_its_bound(
     plane: Plane, trainer: Callable[..., Trainer]
 ) -> None:
     patch, at, go, _ = _held_at(
-        plane, 2, TCP + "import rl_plane.transports.nixl.receiver\nrl_plane.transports.nixl.receiver.READ_S = 3"
+        plane, 2, TCP + "import rl_plane.transports.nixl.pull\nrl_plane.transports.nixl.pull.READ_S = 3"
     )
     source, client = trainer(UCX_TLS="tcp"), await plane.client()
     plane.spawn(patch=patch)
@@ -767,9 +767,9 @@ async def test_a_pull_from_a_trainer_that_hangs_ends_by_its_bound(
 async def test_an_aborted_update_ends_in_the_middle_of_a_read(
     plane: Plane, trainer: Callable[..., Trainer]
 ) -> None:
-    bounds = "import rl_plane.transports.nixl.receiver, worker.reconcile.staged_updates\n"
+    bounds = "import rl_plane.transports.nixl.pull, worker.reconcile.staged_updates\n"
     # Only a cancellation ends it.
-    bounds += "rl_plane.transports.nixl.receiver.READ_S = worker.reconcile.staged_updates.ABORT_WAIT_S = 600\n"
+    bounds += "rl_plane.transports.nixl.pull.READ_S = worker.reconcile.staged_updates.ABORT_WAIT_S = 600\n"
     patch, at, go, flying = _held_at(plane, 2, TCP + bounds)
     source, client = trainer(UCX_TLS="tcp"), await plane.client()
     plane.spawn(patch=patch)

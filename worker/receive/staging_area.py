@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.weights.hashed_copy import address_of, is_same_memory
 from rl_plane.weights.read_ahead import host_memory
 
 ALIGN_BYTES = 64
@@ -100,7 +101,7 @@ class StagingArea:
     def put(self, name: str, tensor: HostTensor) -> HostTensor:
         """Copies a tensor into its place, unless it lies there. Returns it with that memory."""
         place = self.place(name, tensor.spec)
-        if _address(tensor.data) != _address(place):
+        if not is_same_memory(tensor.data, place):
             for at in range(0, place.nbytes, PIECE_BYTES):
                 place[at : at + PIECE_BYTES] = tensor.data[at : at + PIECE_BYTES]
         return HostTensor(tensor.spec, place, owned=True, digest=tensor.digest)
@@ -191,10 +192,5 @@ def _nothing(_: Any) -> None: ...
 def _aligned(nbytes: int) -> memoryview:
     """Memory of this process. Small memory of Python begins at any multiple of 16."""
     memory = host_memory(nbytes + ALIGN_BYTES)
-    skip = -_address(memory) % ALIGN_BYTES
+    skip = -address_of(memory) % ALIGN_BYTES
     return memory[skip : skip + nbytes]
-
-
-def _address(data: memoryview) -> int:
-    """The address of writable memory; 0 for other memory, and for none."""
-    return 0 if data.readonly or not data.nbytes else ctypes.addressof(ctypes.c_char.from_buffer(data))

@@ -14,11 +14,12 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.protocol.versions import DigestAlgorithm, HostTensor, TensorSpec
 from rl_plane.transports.ipc.cuda_buffers import Handle, collect, copied_to, release, share
 from rl_plane.transports.ipc.torch_cuda import TORCH_CUDA, TorchCuda
 from rl_plane.transports.ipc.wire import BUFFERS, close_all
 from rl_plane.transports.packing import Tensor, spec_of
+from rl_plane.weights.hashed_copy import read_hashed
 from rl_plane.weights.manifest import ALIGN_BYTES, Manifest, PackedBucket
 
 if TYPE_CHECKING:
@@ -159,14 +160,19 @@ def _is_shared(tensor: torch.Tensor) -> bool:
     return bool(descriptor >= 0 and os.fstat(descriptor).st_size >= nbytes)
 
 
-def read_memory(descriptor: int, start: int, place: memoryview) -> None:
-    """Reads from a trainer's descriptor into `place`. Raises ValueError if it is not memory or a file, or gets
-    shorter."""
+def read_memory(descriptor: int, start: int, place: memoryview, algorithm: DigestAlgorithm) -> str:
+    """Reads from a trainer's descriptor into `place`. Returns the hex digest of what is in `place` now.
+
+    Raises ValueError if the descriptor is not of memory or a file, or if that gets shorter."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         raise ValueError("a descriptor that is not of memory")
-    done = 0
-    while done < place.nbytes:
-        read = os.preadv(descriptor, [place[done:]], start + done)
-        if not read:
-            raise ValueError(f"memory that ends after {start + done} bytes, within a tensor")
-        done += read
+
+    def read(at: int, piece: memoryview) -> None:
+        done = 0
+        while done < piece.nbytes:
+            count = os.preadv(descriptor, [piece[done:]], start + at + done)
+            if not count:
+                raise ValueError(f"memory that ends after {start + at + done} bytes, within a tensor")
+            done += count
+
+    return read_hashed(place, read, algorithm)

@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ import msgpack
 from rl_plane._util.peer_credentials import peer_pid, same_user
 from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, InvalidWeights, Unavailable
-from rl_plane.protocol.versions import HostTensor
+from rl_plane.protocol.versions import DigestAlgorithm, HostTensor
 from rl_plane.transports.base import TransportContext, WeightTransport, check_fields
 from rl_plane.transports.ipc.cuda_buffers import Handle, OpenBuckets, read_opened, remove_counters
 from rl_plane.transports.ipc.in_place import MAX_TOGETHER, read_memory
@@ -42,7 +43,7 @@ from rl_plane.transports.ipc.wire import (
     seals,
     send_packet,
 )
-from rl_plane.transports.packed_delivery import PackedDelivery, check_kind
+from rl_plane.transports.packed_delivery import Arrived, PackedDelivery, check_kind
 from rl_plane.weights.checkpoint import Kind
 from rl_plane.weights.manifest import Manifest, PackedBucket
 from rl_plane.weights.read_ahead import host_memory
@@ -53,6 +54,12 @@ FIRST_PACKET_S = 30.0
 BUCKET_S = 300.0
 """The time for a bucket in seconds. Gathering a sharded model takes seconds; before, the trainer may wait for other
 receivers."""
+
+READERS = min(4, os.cpu_count() or 1)
+"""Threads that read the lent tensors of a bucket. One core copies slower than memory allows."""
+
+SEVERAL_READERS_BYTES = 1 << 20
+"""The bytes of a lent bucket from which several threads read it. A smaller one is there before a thread wakes up."""
 
 LOOK_S = 0.1
 """Seconds between two looks at `cancelled`, while the receiver waits."""
@@ -113,6 +120,7 @@ class _LentBucket:
     descriptors: Sequence[int]
     places: Sequence[memoryview]
     """The memory here into which the tensors go."""
+    algorithm: DigestAlgorithm
 
 
 class _Mapped:
@@ -122,6 +130,7 @@ class _Mapped:
 
     def __init__(self, maps: list[mmap.mmap]) -> None:
         self._maps = maps
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="ipc read")
 
     def read(self, number: int, nbytes: int) -> memoryview:
         if not self._maps:
@@ -129,13 +138,21 @@ class _Mapped:
         with memoryview(self._maps[number % BUFFERS]) as whole:
             return whole[:nbytes]
 
-    def read_own(self, number: int, own: _LentBucket) -> None:
+    def read_own(self, number: int, own: _LentBucket) -> Sequence[str | None]:
         if len(own.descriptors) != len(own.places):
             raise _refuse(f"{len(own.descriptors)} descriptors came for {len(own.places)} tensors")
-        for descriptor, start, place in zip(own.descriptors, own.starts, own.places, strict=True):
-            read_memory(descriptor, start, place)
+        algorithms = [own.algorithm] * len(own.places)
+        if sum(place.nbytes for place in own.places) < SEVERAL_READERS_BYTES:
+            return list(map(read_memory, own.descriptors, own.starts, own.places, algorithms))
+        reads = [
+            self._readers.submit(read_memory, *one)
+            for one in zip(own.descriptors, own.starts, own.places, algorithms, strict=True)
+        ]
+        wait(reads)  # also after an error, because the caller closes the descriptors next
+        return [one.result() for one in reads]
 
     def close(self) -> None:
+        self._readers.shutdown(wait=False)
         for one in self._maps:
             one.close()
 
@@ -173,7 +190,8 @@ class _OnGpu:
             raise _refuse("it sent no buffers")
         return self._open.read(number, nbytes)
 
-    def read_own(self, number: int, own: _LentBucket) -> None:
+    def read_own(self, number: int, own: _LentBucket) -> Sequence[str | None]:
+        """Does the same as `_Mapped.read_own`. The digests are None: nothing is hashed on its way from a GPU."""
         if not isinstance(own.handles, list) or len(own.handles) != len(own.places):
             raise _refuse(f"it sent no handles of the {len(own.places)} tensors")
         handles = [
@@ -187,6 +205,7 @@ class _OnGpu:
             read_opened(self._cuda, self._uuid, handles, own.starts, own.places)
         except Exception as error:
             raise _not_opened(self._uuid, error) from error
+        return [None] * len(own.places)
 
     def close(self) -> None:
         if self._pidfd < 0:
@@ -217,7 +236,8 @@ class IpcDelivery(PackedDelivery):
 
     def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
         for name, tensor in super().tensors(cancelled):
-            self._tensor = tensor.data
+            if not tensor.owned:
+                self._tensor = tensor.data
             yield name, tensor
 
     def close(self) -> None:
@@ -238,19 +258,19 @@ class IpcDelivery(PackedDelivery):
             self._source.close()
         self._connection.close()
 
-    def _take(self) -> Generator[memoryview, None, None]:
+    def _take(self) -> Generator[Arrived, None, None]:
         """Yields bucket by bucket. Answers `taken` when the next bucket is asked for, or as soon as a bucket is
         copied."""
         try:
             last = len(self._manifest.buckets) - 1
             for number, bucket in enumerate(self._manifest.buckets):
-                self._owned = self._read(number, bucket)
-                copied = self._owned or self._source.copies
+                arrived = self._read(number, bucket)
+                copied = self._source.copies or not isinstance(arrived, memoryview)
                 if copied:
                     if number == last:
                         self._source.close()  # before the trainer frees it
                     self._taken(number)
-                yield self._bucket
+                yield arrived
                 if not copied:
                     self._taken(number)
             digest = self._await("end", None)[0]["end"]
@@ -261,24 +281,27 @@ class IpcDelivery(PackedDelivery):
         finally:
             self._end()
 
-    def _read(self, number: int, bucket: PackedBucket) -> bool:
-        """Reads one bucket. Returns True if it is in memory of this process."""
+    def _read(self, number: int, bucket: PackedBucket) -> Arrived:
+        """Reads one bucket: a lent one into its places, or into new memory."""
         packet, descriptors = self._await("bucket", number, MAX_TOGETHER)
         try:
             starts = packet.get("starts")
             if starts is None:
                 self._bucket = self._source.read(number, bucket.nbytes)
-                return False
-            whole = host_memory(bucket.nbytes)
+                return self._bucket
             filled = [one for one in bucket.tensors if one.spec.nbytes]
-            places = [whole[one.offset :][: one.spec.nbytes] for one in filled]
             if not isinstance(starts, list) or [type(one) for one in starts] != [int] * len(filled):
                 raise ValueError(f"no start for each of {len(filled)} tensors")
             if not all(0 <= one < 1 << 62 for one in starts):
                 raise ValueError("impossible starts of tensors")
-            self._source.read_own(number, _LentBucket(starts, packet.get("handles"), descriptors, places))
-            self._bucket = whole
-            return True
+            places = self.find_places(bucket) or _new_places(bucket)
+            into = [places[one.name] for one in filled]
+            own = _LentBucket(starts, packet.get("handles"), descriptors, into, self.algorithm)
+            digests = dict(zip((one.name for one in filled), self._source.read_own(number, own), strict=True))
+            return [
+                (one.name, HostTensor(one.spec, places[one.name], owned=True, digest=digests.get(one.name)))
+                for one in bucket.tensors
+            ]
         except ValueError as error:
             raise _refuse(f"it sent {error}") from error
         finally:
@@ -297,6 +320,11 @@ class IpcDelivery(PackedDelivery):
             send_packet(self._connection, {"taken": number})
         except OSError as error:
             raise _gone(error) from error
+
+
+def _new_places(bucket: PackedBucket) -> Mapping[str, memoryview]:
+    whole = host_memory(bucket.nbytes)
+    return {one.name: whole[one.offset : one.offset + one.spec.nbytes] for one in bucket.tensors}
 
 
 def _connected(name: str, secret: str) -> socket.socket:

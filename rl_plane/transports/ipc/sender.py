@@ -49,6 +49,8 @@ class IpcSender(LendingSender):
     """Sends to receivers on this machine. Buffers in host memory stay for the next update, those on a GPU do not."""
 
     backend = BACKEND
+    bucket_bytes = 32 << 20
+    """Two buckets, so that one is packed while the other is read, and not much memory beside the model."""
 
     def __init__(
         self,

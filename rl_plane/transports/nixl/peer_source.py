@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import threading
@@ -14,9 +13,10 @@ from urllib.parse import urlsplit
 from rl_plane._util.own_address import own_address
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.transports.nixl.metadata_server import MetadataServer, RelayOffer
-from rl_plane.transports.nixl.sender import NixlSender, Region, address_of
+from rl_plane.transports.nixl.sender import NixlSender, Region, address_of_tensor
 from rl_plane.transports.nixl.wire import make_agent
 from rl_plane.transports.object_store.bulk_socket import DEFAULT_PORT
+from rl_plane.weights.hashed_copy import address_of
 from rl_plane.weights.manifest import ALIGN_BYTES, Manifest, pack
 
 
@@ -56,7 +56,7 @@ class PeerSource:
         self.withdraw()
         manifest = Manifest(pack(((name, one.spec) for name, one in tensors.items()), NixlSender.bucket_bytes))
         places = [
-            [(address_of(tensors[placed.name]), placed.spec.nbytes) for placed in bucket.tensors]
+            [(address_of_tensor(tensors[placed.name]), placed.spec.nbytes) for placed in bucket.tensors]
             for bucket in manifest.buckets
         ]
         regions = [(address, nbytes, 0, "") for bucket in places for address, nbytes in bucket if nbytes]
@@ -80,7 +80,7 @@ class PeerSource:
 
         The memory of `places`, each bucket's tensors, is lent until `end_relay`."""
         self.end_relay()
-        regions = [[(_address(place), place.nbytes) for place in bucket] for bucket in places]
+        regions = [[(address_of(place), place.nbytes) for place in bucket] for bucket in places]
         joined = [(address, nbytes, 0, "") for address, nbytes in _joined(regions)]
         registered = self._agent.register_memory(joined, "DRAM")
         metadata = self._agent.get_partial_agent_metadata(registered, True, ["UCX"])
@@ -111,10 +111,6 @@ class _Relay:
     registered: Any
     places: Sequence[Sequence[memoryview]]
     """Keeps the memory from being freed."""
-
-
-def _address(place: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(place)) if place.nbytes else 0
 
 
 def _joined(regions: Sequence[Sequence[Region]]) -> list[Region]:

@@ -58,8 +58,16 @@ def _checked_pieces(pieces: Any, bucket: PackedBucket) -> Sequence[Piece]:
     return [(at, (address, nbytes, device)) for at, (address, nbytes, device) in zip(starts, pieces, strict=True)]
 
 
+def tensor_pieces(pieces: Sequence[Piece], bucket: PackedBucket) -> Sequence[Piece]:
+    """The pieces of a bucket, one for each tensor."""
+    if [there[1] for _, there in pieces] != [bucket.nbytes]:
+        return pieces
+    _, (address, _, device) = pieces[0]
+    return [(one.offset, (address + one.offset, one.spec.nbytes, device)) for one in bucket.tensors]
+
+
 def split_reads(pieces: Sequence[Piece], limits: ReadLimits) -> Iterator[list[Piece]]:
-    """Splits pieces into reads within the limits."""
+    """Splits pieces into reads within the limits. Instead of an offset a piece may have any address."""
     found: list[Piece] = []
     room = limits.nbytes
     for at, (address, nbytes, device) in pieces:

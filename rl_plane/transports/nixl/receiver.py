@@ -1,43 +1,38 @@
 """The receiving half of `nixl`: weights that are pulled, one-sided, out of the trainer's memory.
 
 A request is `{backend: nixl, host: H, port: P, secret: K}`, as the sender's `open` returns it, or has one such object
-for each share of a version (see `merged_delivery`). The buckets go into two
-registered buffers: one is filled while the other is used. UCX or the connection to the source reports its death; a time
-bound finds a source that hangs.
+for each share of a version (see `merged_delivery`). The tensors are read straight into their places, in slices that
+are hashed while they are in the cache. Without places the buckets go into two registered buffers: one is filled while
+the other is used. UCX or the connection to the source reports its death; a time bound finds a source that hangs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import secrets
 import socket
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_plane._util.framing import read_frame, send_frame
-from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, PlaneError, Unavailable
+from rl_plane.errors import DeadlineExceeded, InvalidRequest
 from rl_plane.protocol.relay import RelayPlan
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.transports.base import Delivery, RelayingTransport, TransportContext, check_fields
 from rl_plane.transports.merged_delivery import SHARES, MergedDelivery, open_shares
 from rl_plane.transports.nixl.peer_source import PeerSource, address_towards
+from rl_plane.transports.nixl.pull import Pull
+from rl_plane.transports.nixl.puller import Puller
 from rl_plane.transports.nixl.reads import (
     PUBLISH,
     READ_LIMITS,
-    READ_S,
     Piece,
     ReadLimits,
-    SourceRange,
     checked_places,
     gone,
     refuse,
-    split_reads,
 )
 from rl_plane.transports.nixl.relayed_pull import RelayedPull, Trainer
-from rl_plane.transports.nixl.wire import BACKEND, PROTOCOL, RegisteredMemory, have_nixl, make_agent
+from rl_plane.transports.nixl.wire import BACKEND, PROTOCOL, have_nixl
 from rl_plane.transports.packed_delivery import PackedDelivery, check_kind
 from rl_plane.weights.checkpoint import Kind
 from rl_plane.weights.manifest import Manifest
@@ -50,12 +45,6 @@ log = logging.getLogger("rl_plane.transports.nixl.receiver")
 CONNECT_S = 10.0
 """The time for an answer in seconds. The trainer answers on a thread of its own, unless its process hangs."""
 
-
-POLL_S = 0.0005
-"""Seconds between two looks at a read. Within one machine it is done at once; on a network it takes milliseconds."""
-
-BUFFERS = 2
-"""One buffer is filled while the other is used."""
 
 LANES = 4
 """The number of shares that are pulled at once. Each has its own buffers, and four fill most networks."""
@@ -142,129 +131,6 @@ class NixlTransport(RelayingTransport):
     def give_back(self, puller: Puller) -> None:
         """Returns a Puller after an update without an error."""
         self._idle = [*self._idle[-LANES + 1 :], puller]
-
-
-class Puller:
-    """An agent with its registered buffers."""
-
-    def __init__(self, host: str) -> None:
-        """`host`: this machine's address on the network of the source."""
-        self.host = host
-        self.agent = make_agent(f"rl-plane-{secrets.token_hex(8)}", host)
-        self._buffers: list[RegisteredMemory] = []
-
-    def buffers(self, count: int, nbytes: int) -> Sequence[RegisteredMemory]:
-        if len(self._buffers) < count or self._buffers[0].nbytes < nbytes:
-            for memory in self._buffers:
-                self.agent.deregister_memory(memory.registered)
-            self._buffers.clear()  # first, to make room in memory
-            self._buffers = [RegisteredMemory(self.agent, nbytes) for _ in range(count)]
-        return self._buffers
-
-
-class Pull(PackedDelivery):
-    """The delivery of one version that is pulled from its source."""
-
-    def __init__(
-        self,
-        transport: NixlTransport,
-        manifest: Manifest,
-        places: Sequence[Sequence[Piece]],
-        metadata: bytes,
-        refetchable: bool,
-        connection: socket.socket,
-    ) -> None:
-        super().__init__(manifest, self._received(), refetchable=refetchable, close=self._end)
-        self._transport = transport
-        self._places = places
-        self._metadata = metadata
-        self._connection = connection
-        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="nixl pull")
-        self._puller: Puller | None = None
-        self._source = ""
-        self._ended = False
-
-    def _received(self) -> Iterator[memoryview]:
-        """Yields each bucket while a thread reads the next one."""
-        buckets = self._manifest.buckets
-        buffers = self._begin(min(len(buckets), BUFFERS), max(bucket.nbytes for bucket in buckets))
-        coming = self._ahead.submit(self._read, 0, buffers[0])
-        for number, bucket in enumerate(buckets):
-            coming.result()  # bounded, since each of its reads is
-            if number + 1 < len(buckets):
-                coming = self._ahead.submit(self._read, number + 1, buffers[(number + 1) % BUFFERS])
-            yield buffers[number % BUFFERS].view(0, bucket.nbytes).toreadonly()
-
-    def _end(self) -> None:
-        self._ended = True
-        self._ahead.shutdown(wait=True, cancel_futures=True)
-        if self._puller is not None:
-            with contextlib.suppress(Exception):  # the agent has removed it already
-                self._puller.agent.remove_remote_agent(self._source)
-            self._transport.give_back(self._puller)
-            self._puller = None
-        self._connection.close()
-
-    def _begin(self, count: int, nbytes: int) -> Sequence[RegisteredMemory]:
-        self._puller = self._transport.take(self._connection.getsockname()[0])
-        try:
-            self._source = self._puller.agent.add_remote_agent(self._metadata)
-        except Exception as error:  # nixl's errors have no common base
-            self._look()
-            raise refuse(f"its metadata can't be used: {error}") from error
-        return self._puller.buffers(count, nbytes)
-
-    def _read(self, number: int, buffer: RegisteredMemory) -> None:
-        """Reads one bucket. After an error the agent and its buffers are not used again, since bytes may still arrive,
-        even after a read was released."""
-        for pieces in split_reads(self._places[number], self._transport.limits):
-            here = [(buffer.address + at, place[1], 0) for at, place in pieces]
-            try:
-                self._read_pieces(here, [place for _, place in pieces])
-            except PlaneError:
-                self._puller = None
-                raise
-            except Exception as error:  # nixl's errors have no common base
-                self._puller = None
-                raise gone(error) from error.with_traceback(
-                    None
-                )  # the frames of the traceback would keep the agent
-
-    def _read_pieces(self, here: list[SourceRange], there: list[SourceRange]) -> None:
-        assert self._puller is not None
-        agent = self._puller.agent
-        handle = agent.initialize_xfer(
-            "READ", agent.get_xfer_descs(here, "DRAM"), agent.get_xfer_descs(there, "DRAM"), self._source
-        )
-        try:
-            until = time.monotonic() + READ_S
-            state = agent.transfer(handle)
-            while state == "PROC":
-                self._look()
-                if time.monotonic() > until:
-                    nbytes = sum(place[1] for place in there)
-                    raise DeadlineExceeded(f"{nbytes} bytes did not come in {READ_S:g} s", fix=PUBLISH)
-                time.sleep(POLL_S)
-                state = agent.check_xfer_state(handle)
-            if state != "DONE":
-                raise Unavailable(f"a read ended as {state}", fix=PUBLISH)
-        finally:
-            with contextlib.suppress(Exception):  # nixl raises if it has to break off the read
-                handle.release()
-            del handle, agent
-        self._look()
-
-    def _look(self) -> None:
-        """Raises if the update was cancelled, or the source has closed the connection."""
-        if self._ended or self.cancelled():
-            raise EngineFailed("staging was cancelled")
-        try:
-            self._connection.recv(1)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise gone(error) from error
-        raise gone("it has closed the connection")
 
 
 def _connected(request: Mapping[str, Any]) -> socket.socket:

@@ -37,10 +37,12 @@ from rl_plane.transports.nixl.reads import (
 from rl_plane.transports.nixl.wire import RegisteredMemory
 from rl_plane.transports.packed_delivery import PackedDelivery
 from rl_plane.transports.relay.chooser import BucketRead, Chooser
+from rl_plane.weights.hashed_copy import copy_hashed
 from rl_plane.weights.manifest import Manifest, PackedBucket, pack
 
 if TYPE_CHECKING:
-    from rl_plane.transports.nixl.receiver import NixlTransport, Puller
+    from rl_plane.transports.nixl.puller import Puller
+    from rl_plane.transports.nixl.receiver import NixlTransport
 
 log = logging.getLogger("rl_plane.transports.nixl.receiver")
 
@@ -399,15 +401,15 @@ class RelayedPull(PackedDelivery):
         assert self.tensor_digests is not None
         found = []
         for placed in bucket.tensors:
-            data = slot.view(placed.offset, placed.spec.nbytes)
-            if (place := places.get(placed.name)) is not None:
-                place[:] = data
-                data = place
-            else:
-                data = data.toreadonly()
+            data = slot.view(placed.offset, placed.spec.nbytes).toreadonly()
             stated = self.tensor_digests[placed.name]
             algorithm = algorithm_of(stated)
-            if tensor_digest(data, algorithm) != stated:
+            if (place := places.get(placed.name)) is None:
+                computed = tensor_digest(data, algorithm)
+            else:
+                computed = copy_hashed(place, data, algorithm)
+                data = place
+            if computed != stated:
                 return None
             digest = stated if algorithm == self.algorithm else None
             found.append((placed.name, HostTensor(placed.spec, data, place is not None, digest)))

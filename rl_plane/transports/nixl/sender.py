@@ -299,10 +299,10 @@ def _in_host_memory(tensors: Mapping[str, Tensor]) -> Mapping[str, HostTensor]:
 
 
 def _regions(bucket: PackedBucket, tensors: Mapping[str, HostTensor]) -> list[Region]:
-    return [(address_of(tensors[placed.name]), placed.spec.nbytes) for placed in bucket.tensors]
+    return [(address_of_tensor(tensors[placed.name]), placed.spec.nbytes) for placed in bucket.tensors]
 
 
-def address_of(tensor: HostTensor) -> int:
+def address_of_tensor(tensor: HostTensor) -> int:
     """The address of the tensor's first byte; 0 for an empty tensor."""
     return ctypes.addressof(ctypes.c_char.from_buffer(tensor.data)) if tensor.data.nbytes else 0
 

@@ -53,7 +53,7 @@ class Facts:
 
     def generation_facts(self) -> GenerationFacts:
         return GenerationFacts(
-            outcomes=self.outcomes, in_flight=0, picks={"load": 3}, moves={}, timings=self.timings
+            outcomes=self.outcomes, in_flight=0, picks={"load": 3}, moves={}, timings=self.timings, records={}
         )
 
 

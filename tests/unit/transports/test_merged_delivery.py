@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unavailable
-from rl_plane.protocol.versions import TensorSpec, tensor_digest
+from rl_plane.protocol.versions import HostTensor, TensorSpec, tensor_digest
 from rl_plane.transports.merged_delivery import MergedDelivery, open_shares
 from rl_plane.transports.packed_delivery import PackedDelivery
-from rl_plane.weights.manifest import Manifest, pack
+from rl_plane.weights.manifest import Manifest, PackedBucket, pack
 
 BOUND_S = 30.0
 
@@ -70,6 +71,37 @@ def test_the_tensors_of_all_shares_come_once(lanes: int) -> None:
     assert delivery.specs.keys() == set("abcdef")
     delivery.close()
     assert [share.closed for share in shares.values()] == [1, 1, 1]
+
+
+def test_the_tensors_of_each_share_go_into_their_places() -> None:
+    class Placing(Share):
+        def tensors(self, cancelled: Cancelled = never) -> Iterator[tuple[str, HostTensor]]:
+            assert self.algorithm == "blake3"
+            for bucket in self.manifest.buckets:
+                places = self.find_places(bucket)
+                assert places is not None
+                for placed in bucket.tensors:
+                    places[placed.name][:] = data_of(placed.name)
+                    yield placed.name, HostTensor(placed.spec, places[placed.name], owned=True)
+
+    memory = {name: memoryview(bytearray(3)) for name in "abc"}
+    delivery = MergedDelivery({0: Placing("a"), 1: Placing("b", "c")}, 4)
+    delivery.algorithm, delivery.places = "blake3", lambda name, spec: memory[name]
+    assert (
+        taken(delivery)
+        == {name: bytes(memory[name]) for name in "abc"}
+        == {name: bytes(data_of(name)) for name in "abc"}
+    )
+    delivery.close()
+
+
+def test_places_that_do_not_fit_are_not_used() -> None:
+    share = Share("a", "b")
+    bucket = PackedBucket.of(share.specs.items())
+    assert share.find_places(bucket) is None
+    for wrong in (None, memoryview(bytearray(2))):
+        share.places = lambda name, spec, wrong=wrong: wrong if name == "b" else memoryview(bytearray(3))
+        assert share.find_places(bucket) is None
 
 
 def test_the_version_has_a_digest_if_each_share_states_those_of_its_tensors() -> None:

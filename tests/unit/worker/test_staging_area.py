@@ -12,12 +12,13 @@ import pytest
 from rl_plane._util.tasks import never
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.versions import HostTensor, TensorSpec
+from rl_plane.weights.hashed_copy import address_of
 from tests.support.receive_requests import files_request
 from worker.engines.base import EngineOptions
 from worker.engines.fake.adapter import FakeEngine, make_fake_model
 from worker.receive import host_room
 from worker.receive.area_pool import AreaPool
-from worker.receive.staging_area import ALIGN_BYTES, MappedArea, StagingArea, _address
+from worker.receive.staging_area import ALIGN_BYTES, MappedArea, StagingArea
 
 SPECS = {"a": TensorSpec("F32", (3,)), "empty": TensorSpec("F32", (0,)), "b": TensorSpec("I8", (3 << 20,))}
 BYTES = {"a": bytes(range(12)), "empty": b"", "b": os.urandom(3 << 20)}
@@ -35,7 +36,7 @@ def filled(shared: bool) -> StagingArea:
 def test_each_tensor_has_an_aligned_place_of_its_own(shared: bool) -> None:
     area = filled(shared)
     assert {name: bytes(tensor.data) for name, tensor in area.tensors().items()} == BYTES
-    assert all(_address(area.place(name)) % ALIGN_BYTES == 0 for name in SPECS)
+    assert all(address_of(area.place(name)) % ALIGN_BYTES == 0 for name in SPECS)
     place = area.place("a")
     place[:] = bytes(12)
     assert bytes(area.put("a", HostTensor(SPECS["a"], place)).data) == bytes(12), "it lies there already"

@@ -1,0 +1,1 @@
+"""Rollout records: `rl-plane frontend --record DIR` keeps each completion. docs/records.md explains them."""

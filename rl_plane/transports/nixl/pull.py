@@ -1,0 +1,259 @@
+"""The delivery of a version that comes from one source.
+
+One thread reads, while the receiver's thread hashes what has come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rl_plane.errors import DeadlineExceeded, EngineFailed, PlaneError, Unavailable
+from rl_plane.protocol.versions import HostTensor
+from rl_plane.transports.nixl.reads import (
+    PUBLISH,
+    READ_S,
+    Piece,
+    ReadLimits,
+    gone,
+    refuse,
+    split_reads,
+    tensor_pieces,
+)
+from rl_plane.transports.nixl.wire import RegisteredMemory
+from rl_plane.transports.packed_delivery import Arrived, PackedDelivery
+from rl_plane.weights.hashed_copy import address_of, read_hashed
+from rl_plane.weights.manifest import Manifest, Placed
+
+if TYPE_CHECKING:
+    from rl_plane.transports.nixl.puller import Puller
+    from rl_plane.transports.nixl.receiver import NixlTransport
+
+log = logging.getLogger("rl_plane.transports.nixl.receiver")
+
+POLL_S = 0.0005
+"""Seconds between two looks at a read. Within one machine it is done at once; on a network it takes milliseconds."""
+
+BUFFERS = 2
+"""One buffer is filled while the other is used."""
+
+SLICE_BYTES = 8 << 20
+"""The most bytes of a read into places. The shared cache of the cores still has such a slice when it is hashed. To
+start a read takes a tenth of a millisecond, in which about 0.5 MB could be read."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A read that has begun."""
+
+    handle: Any
+    state: str
+    nbytes: int
+    until: float
+
+    def release(self) -> None:
+        handle, self.handle = self.handle, None
+        with contextlib.suppress(Exception):  # nixl raises if it has to break off the read
+            handle.release()
+
+
+Places = Mapping[str, memoryview]
+"""The place of each tensor of a bucket."""
+
+
+class Pull(PackedDelivery):
+    """The delivery of one version that is pulled from its source."""
+
+    def __init__(
+        self,
+        transport: NixlTransport,
+        manifest: Manifest,
+        pieces: Sequence[Sequence[Piece]],
+        metadata: bytes,
+        refetchable: bool,
+        connection: socket.socket,
+    ) -> None:
+        """`pieces`: where each bucket lies at the source."""
+        super().__init__(manifest, self._received(), refetchable=refetchable, close=self._end)
+        self._transport = transport
+        self._pieces = pieces
+        self._metadata = metadata
+        self._connection = connection
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="nixl pull")
+        self._puller: Puller | None = None
+        self._source = ""
+        self._came: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
+        """The bytes of each read that has ended, in order, or why there are no more."""
+        self._ready = 0
+        """The bytes that have come, and are not hashed yet."""
+        self._ended = False
+
+    def _received(self) -> Iterator[Arrived]:
+        self._begin()
+        buckets = self._manifest.buckets
+        found = [self.find_places(bucket) for bucket in buckets]
+        places = [one for one in found if one is not None]
+        if len(places) == len(found) and self._registered(places):
+            self._ahead.submit(self._read_all, places)
+            for bucket, into in zip(buckets, places, strict=True):
+                yield [self._hashed(placed, into[placed.name]) for placed in bucket.tensors]
+        else:
+            yield from self._through_buffers()
+
+    def _through_buffers(self) -> Iterator[memoryview]:
+        """Yields each bucket while a thread reads the next one."""
+        assert self._puller is not None
+        buckets = self._manifest.buckets
+        buffers = self._puller.buffers(min(len(buckets), BUFFERS), max(bucket.nbytes for bucket in buckets))
+        coming = self._ahead.submit(self._read, 0, buffers[0])
+        for number, bucket in enumerate(buckets):
+            coming.result()  # bounded, since each of its reads is
+            if number + 1 < len(buckets):
+                coming = self._ahead.submit(self._read, number + 1, buffers[(number + 1) % BUFFERS])
+            yield buffers[number % BUFFERS].view(0, bucket.nbytes).toreadonly()
+
+    def _hashed(self, placed: Placed, place: memoryview) -> tuple[str, HostTensor]:
+        """Hashes a tensor in its place while it comes."""
+        digest = read_hashed(place, self._await_bytes, self.algorithm)
+        return placed.name, HostTensor(placed.spec, place, owned=True, digest=digest)
+
+    def _await_bytes(self, _: int, piece: memoryview) -> None:
+        """Waits until the next bytes have come, which are those of this piece."""
+        while self._ready < piece.nbytes:
+            came = self._came.get()  # bounded, since each read is
+            if isinstance(came, BaseException):
+                raise came
+            self._ready += came
+        self._ready -= piece.nbytes
+
+    def _end(self) -> None:
+        self._ended = True
+        self._ahead.shutdown(wait=True, cancel_futures=True)
+        self._came.put(EngineFailed("staging was cancelled"))  # if the reading had not begun
+        if self._puller is not None:
+            with contextlib.suppress(Exception):  # the agent has removed it already
+                self._puller.agent.remove_remote_agent(self._source)
+            self._puller.release()
+            self._transport.give_back(self._puller)
+            self._puller = None
+        self._connection.close()
+
+    def _begin(self) -> None:
+        self._puller = self._transport.take(self._connection.getsockname()[0])
+        try:
+            self._source = self._puller.agent.add_remote_agent(self._metadata)
+        except Exception as error:  # nixl's errors have no common base
+            self._look()
+            raise refuse(f"its metadata can't be used: {error}") from error
+
+    def _registered(self, places: Sequence[Places]) -> bool:
+        """Registers the places. Returns False if they can't be registered."""
+        assert self._puller is not None
+        try:
+            self._puller.register([place for bucket in places for place in bucket.values()])
+        except Exception as error:  # nixl's errors have no common base
+            log.warning("the weights are copied into their places, which can't be registered: %s", error)
+            return False
+        return True
+
+    # ---- the reading thread ----
+
+    def _read_all(self, places: Sequence[Places]) -> None:
+        try:
+            for number, into in enumerate(places):
+                self._read(number, into)
+        except BaseException as error:
+            self._came.put(error)
+
+    def _read(self, number: int, into: RegisteredMemory | Places) -> None:
+        """Reads one bucket. After an error the agent and its memory are not used again, since bytes may still arrive,
+        even after a read was released."""
+        limits, pieces = self._transport.limits, self._pieces[number]
+        if isinstance(into, RegisteredMemory):
+            moves = [(into.address + at, there) for at, there in pieces]
+            ahead = 0
+        else:
+            bucket = self._manifest.buckets[number]
+            each = zip(bucket.tensors, tensor_pieces(pieces, bucket), strict=True)
+            moves = [(address_of(into[placed.name]), there) for placed, (_, there) in each]
+            limits = ReadLimits(min(SLICE_BYTES, limits.nbytes), limits.pieces)
+            ahead = self._transport.limits.nbytes // limits.nbytes - 1
+        try:
+            self._transfer(split_reads(moves, limits), ahead)
+        except PlaneError:
+            self._puller = None
+            raise
+        except Exception as error:  # nixl's errors have no common base
+            self._puller = None
+            raise gone(error) from error.with_traceback(None)  # the frames of the traceback would keep the agent
+
+    def _transfer(self, reads: Iterator[list[Piece]], ahead: int) -> None:
+        """Carries out reads, with up to `ahead` more of them under way than the one that is awaited."""
+        flights: deque[_Flight] = deque()
+        try:
+            for moves in reads:
+                flights.append(self._started(moves))
+                while flights and (len(flights) > ahead or flights[0].state == "DONE"):
+                    self._await(flights[0])
+                    flights.popleft()
+            while flights:
+                self._await(flights[0])
+                flights.popleft()
+        finally:
+            for flight in flights:
+                flight.release()
+
+    def _started(self, moves: list[Piece]) -> _Flight:
+        """Starts a read from the source. `moves`: from where it reads, each with the address here."""
+        assert self._puller is not None
+        agent = self._puller.agent
+        here = agent.get_xfer_descs([(at, nbytes, 0) for at, (_, nbytes, _) in moves], "DRAM")
+        there = agent.get_xfer_descs([place for _, place in moves], "DRAM")
+        flight = _Flight(
+            agent.initialize_xfer("READ", here, there, self._source),
+            "",
+            sum(place[1] for _, place in moves),
+            time.monotonic() + READ_S,
+        )
+        try:
+            flight.state = agent.transfer(flight.handle)
+        except BaseException:
+            flight.release()
+            raise
+        finally:
+            del agent
+        return flight
+
+    def _await(self, flight: _Flight) -> None:
+        while flight.state == "PROC":
+            self._look()
+            if time.monotonic() > flight.until:
+                raise DeadlineExceeded(f"{flight.nbytes} bytes did not come in {READ_S:g} s", fix=PUBLISH)
+            time.sleep(POLL_S)
+            assert self._puller is not None
+            flight.state = self._puller.agent.check_xfer_state(flight.handle)
+        if flight.state != "DONE":
+            raise Unavailable(f"a read ended as {flight.state}", fix=PUBLISH)
+        flight.release()
+        self._look()
+        self._came.put(flight.nbytes)
+
+    def _look(self) -> None:
+        """Raises if the update was cancelled, or the source has closed the connection."""
+        if self._ended or self.cancelled():
+            raise EngineFailed("staging was cancelled")
+        try:
+            self._connection.recv(1)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise gone(error) from error
+        raise gone("it has closed the connection")

@@ -1,0 +1,134 @@
+"""The writer of rollout records: its files, its bounds, and a disk that refuses."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frontend.completions.reply_choice import Choice
+from frontend.records import record_writer
+from frontend.records.record_writer import RecordWriter
+from frontend.records.rollout_record import RolloutRecord
+from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.generation import GenerateRequest
+
+BOUND_S = 10.0
+
+
+def record(number: int = 0, tokens: int = 3, **request: Any) -> RolloutRecord:
+    choice = Choice(index=0, instance_id="a" * 16, incarnation="one", token_ids=list(range(tokens)))
+    choice.logprobs, choice.finish_reason = [-0.5] * tokens, "stop"
+    asked = GenerateRequest(id=f"r{number}", **{"prompt_token_ids": [5, 6], **request})
+    return RolloutRecord(request=asked, choice=choice, outcome="ok", began_at=1.0, first_token_s=0.1, seconds=0.2)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
+
+
+def until(true: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + BOUND_S
+    while not true():
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[RecordWriter]:
+    found = RecordWriter(tmp_path / "records", 3)
+    found.start()
+    yield found
+    found.close()
+
+
+def test_a_record_is_one_line_with_all_that_a_replay_needs(writer: RecordWriter, tmp_path: Path) -> None:
+    writer.put(
+        record(temperature=0.0, seed=4, logprobs=True, top_logprobs=3, max_tokens=9, stop=["x"], adapter="a")
+    )
+    until(lambda: writer.counts["written"] == 1)
+    (line,) = lines(tmp_path / "records")
+    assert line["body"] == {
+        "temperature": 0.0, "seed": 4, "logprobs": 3, "max_tokens": 9, "stop": ["x"], "model": "a",
+    }  # fmt: skip
+    assert (line["prompt_token_ids"], line["token_ids"], line["logprobs"]) == ([5, 6], [0, 1, 2], [-0.5] * 3)
+    assert (line["id"], line["instance_id"], line["outcome"], line["format"]) == ("r0", "a" * 16, "ok", 1)
+    (file,) = (tmp_path / "records").glob("*.jsonl")
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_oldest_files_go(writer: RecordWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_writer, "FILE_BYTES", 10)
+    now = iter(range(0, 10**12, 10**9))
+    monkeypatch.setattr(time, "time_ns", lambda: next(now))
+    for number in range(7):
+        writer.put(record(number))
+    until(lambda: writer.counts["written"] == 7)
+    assert [line["id"] for line in lines(tmp_path / "records")] == ["r4", "r5", "r6"]
+
+
+def test_what_does_not_fit_into_the_queue_is_dropped_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_writer, "MAX_QUEUED_TOKENS", 20)
+    may_write = threading.Event()
+    written = RecordWriter._write
+
+    def slow(self: RecordWriter, line: bytes) -> None:
+        assert may_write.wait(BOUND_S)
+        written(self, line)
+
+    monkeypatch.setattr(RecordWriter, "_write", slow)
+    writer = RecordWriter(tmp_path, 3)
+    writer.start()
+    for number in range(50):
+        writer.put(record(number))  # 5 tokens each
+    dropped = writer.counts["dropped"]
+    assert 45 <= dropped <= 46  # the thread may have taken one
+    may_write.set()
+    writer.close()
+    assert writer.counts == {"written": 50 - dropped, "dropped": dropped, "failed": 0}
+    assert len(lines(tmp_path)) == 50 - dropped
+    writer.put(record())
+    assert writer.counts["dropped"] == dropped + 1
+
+
+def test_a_full_disk_gives_one_line_and_records_come_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    now = [10**9]
+    monkeypatch.setattr(time, "time_ns", lambda: now[0])
+    (tmp_path / "rollouts-0000000001000.jsonl").symlink_to("/dev/full")
+    writer = RecordWriter(tmp_path, 3)
+    writer.start()
+    for number in range(5):
+        writer.put(record(number))
+    until(lambda: writer.counts["failed"] == 5)
+    (told,) = [line.getMessage() for line in caplog.records if "lost" in line.getMessage()]
+    assert "No space left on device; fix: make room there" in told
+    (tmp_path / "rollouts-0000000001000.jsonl").unlink()
+    monkeypatch.setattr(record_writer, "RETRY_S", 0.0)
+    writer.put(record(9))
+    writer.close()
+    assert [line["id"] for line in lines(tmp_path)] == ["r9"]
+    assert any("written again: 5 were lost" in line.getMessage() for line in caplog.records)
+
+
+def test_a_folder_has_one_writer(writer: RecordWriter, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        RecordWriter(tmp_path / "records", 3).start()
+    assert (raised.value.facts["field"], raised.value.facts["fix"]) == ("record", "give each a folder of its own")
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidRequest, match="can't record in") as raised:
+        RecordWriter(tmp_path / "file" / "records", 3).start()
+    assert raised.value.facts["field"] == "record"
