@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_plane.errors import PlaneError
+from rl_plane.fleet.fleet_call import ASKED_BY
 from tests.sim.checks import CALL, CallRecord
 from tests.sim.world import Coordinator, World
 
@@ -36,10 +37,12 @@ async def call(
 ) -> dict[str, Any] | None:
     """Returns the reply, or None for an error, which the checks get. `wrong`: the reason why the reply can't be
     accepted."""
-    record = CallRecord(by.process, op, dict(body), name, world.loop.now, len(world.checks.decided))
+    checks = world.checks
+    record = CallRecord(by.process, op, dict(body), name, world.loop.now, len(checks.decided), len(checks.done))
     record.shared, record.wrong = bool(request_id), wrong
     world.calls.append(record)
     CALL.set(record)
+    ASKED_BY.set("")  # no notice is sent: a further message would make each seed another run
     stood_still = by.process.stood_still_s
     if op == "release_memory":
         world.memory_at = world.loop.now

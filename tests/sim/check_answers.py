@@ -43,7 +43,7 @@ class AnswerChecks:
         if outcome in ("invalid_request", "invalid_weights"):
             touched = [
                 f"{what} in {where}"
-                for fence, what, where, about in checks.done
+                for fence, what, where, about in checks.done[call.done_before :]
                 if fence in call.fences and what in TOUCHING and about in (None, call.name)
             ]
             if touched:

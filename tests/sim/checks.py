@@ -57,6 +57,8 @@ class CallRecord:
     name: str
     began_at: float
     decided_before: int
+    done_before: int
+    """The number of `Checks.done` at the beginning: a store that has lost writes gives their fences a second time."""
     """Decisions that there were when it began."""
     fences: list[int] = field(default_factory=list)
     """The fences of the locks that were held for it."""
