@@ -25,7 +25,7 @@ from bench.deltas import measure_deltas
 from bench.fanout import measure_fan_out
 from bench.gaps import SHAPE_500_MB, measure_gaps
 from bench.generation import QUICK_TOKENS, TOKENS, NotUp, have_vllm, measure_fake, measure_vllm
-from bench.large import LargeSize, measure_large
+from bench.large import LargeSize, large_tables, measure_large
 from bench.published import measure_published
 from bench.pulls import measure_pulls
 from bench.report import (
@@ -191,7 +191,7 @@ async def broadcasts(scratch: Path, size: Size) -> list[Row]:
 async def large(scratch: Path, size: Size) -> list[Row]:
     rounds = QUICK_PULL_ROUNDS if size.quick else SHARED_ROUNDS
     return await asyncio.to_thread(
-        measure_large, LargeSize(scratch, size.nbytes(QUICK_SHARED_BYTES), rounds), _say
+        measure_large, LargeSize(scratch, size.nbytes(QUICK_SHARED_BYTES), rounds, size.quick), _say
     )
 
 
@@ -285,6 +285,9 @@ def main() -> None:
         for table, part in ((times_table, times), (ratio_table, ratios)):
             if part:
                 print(f"\n{table(part)}")
+    if arguments.only in (None, "large"):
+        for title, text in large_tables(arguments.quick, _say):
+            print(f"\n{title}:\n\n{text}", flush=True)
     if arguments.json:
         written = {name: [_written(row) for row in rows] for name, rows in found.items()}
         arguments.json.write_text(json.dumps(written, indent=2) + "\n")

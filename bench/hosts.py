@@ -93,6 +93,8 @@ def _linked(switch: subprocess.Popen[bytes], holder: subprocess.Popen[bytes], nu
     _run(holder, *f"ip addr add {address}/16 dev eth0".split())
     _run(holder, *["ip", "link", "set", "eth0", "up"])
     _run(holder, *["ip", "link", "set", "lo", "up"])
+    # A new connection must not begin as slow as the last one to the same host has ended.
+    _run(holder, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/tcp_no_metrics_save")
     return Host(address, holder, switch, port)
 
 

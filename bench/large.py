@@ -1,20 +1,29 @@
-"""Measures how fast weights come into a staging area, with digests on, beside what limits each transport.
+"""Measures what an update of a large model takes: time, network and memory.
 
-The memory of the area was used before, as it is from the second update on.
+The first rows tell how fast weights come into a staging area, with digests on, beside what limits each transport. The
+memory of the area was used before, as it is from the second update on. Then come the rows of a relay, and tables: the
+computed cost of large models, a trainer's memory by its ranks, and the host memory of the engines that are installed.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
 from bench.broadcasts import measure_broadcasts
+from bench.hosts import NoLab
+from bench.large_plan import Speeds
+from bench.large_plan import table as plan_table
 from bench.pulls import BARE_PLACED, measure_pulls
+from bench.relays import HOSTS, MEGABITS, MEGABYTES, QUICK_HOSTS, QUICK_MEGABYTES, measure_relay, relay_rows
 from bench.report import Row, compared
 from bench.shared_memory import COPY, LENT_PLACED, PLACED, measure_ipc
 from bench.stored import plain_read
@@ -32,6 +41,9 @@ PULL_AIM = 1.4
 BROADCAST_AIM = 1.15
 FILE_AIM = 1.4
 TENSOR_BYTES = 16 << 20
+TABLE_S = 1800
+"""The bound in seconds of a table that starts engines."""
+ENGINES = ("vllm", "sglang")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +53,11 @@ class LargeSize:
     scratch: Path
     nbytes: int
     rounds: int
+    quick: bool = False
+
+
+class NotMeasured(Exception):
+    """Says why this machine can't measure something."""
 
 
 RowMaker = Callable[[LargeSize], list[Row]]
@@ -62,7 +79,7 @@ def from_ipc(size: LargeSize) -> list[Row]:
 
 def from_nixl(size: LargeSize) -> list[Row]:
     if not have_nixl():
-        return []
+        raise NotMeasured("nixl is not installed: make engines")
     times = measure_pulls(size.nbytes, 1, size.rounds, ("bare", BARE_PLACED, PLACED))
     limits: list[tuple[str, str, float | None]] = [
         ("bare nixl reads into used memory", BARE_PLACED, PULL_AIM),
@@ -105,7 +122,18 @@ def from_files(size: LargeSize) -> list[Row]:
     return [_row("files", nbytes, ours, "a read into used memory", plain, FILE_AIM)]
 
 
-ROW_MAKERS: list[RowMaker] = [from_ipc, from_nixl, from_gloo, from_files]
+def from_relay(size: LargeSize) -> list[Row]:
+    """One update to many hosts, each of them a source."""
+    if not have_nixl():
+        raise NotMeasured("nixl is not installed: make engines")
+    hosts, megabytes = (QUICK_HOSTS, QUICK_MEGABYTES) if size.quick else (HOSTS, MEGABYTES)
+    try:
+        return relay_rows(measure_relay(megabytes << 20, MEGABITS * 1_000_000, hosts))
+    except NoLab as error:
+        raise NotMeasured(str(error)) from error
+
+
+ROW_MAKERS: list[RowMaker] = [from_ipc, from_nixl, from_gloo, from_files, from_relay]
 """Each makes some rows of the section `large`."""
 
 
@@ -113,5 +141,41 @@ def measure_large(size: LargeSize, say: Callable[[str], None]) -> list[Row]:
     found: list[Row] = []
     for maker in ROW_MAKERS:
         say(f"large models: {maker.__name__} …")
-        found += maker(size)
+        try:
+            found += maker(size)
+        except NotMeasured as error:
+            say(f"{maker.__name__} is not measured: {error}")
     return found
+
+
+def large_tables(quick: bool, say: Callable[[str], None]) -> Iterator[tuple[str, str]]:
+    """Yields the title and the Markdown of each table."""
+    yield "The cost of an update of a large model, computed", plan_table(Speeds())
+    if quick:
+        say("the memory of trainers and of engines is not measured: it takes minutes")
+        return
+    commands: dict[str, tuple[str, ...]] = {"A trainer's memory by its ranks": ("bench.memory", "--owners")}
+    for engine in ENGINES:
+        if find_spec(engine) is None:
+            say(f"the host memory of {engine} is not measured: it is not installed, make engines")
+        else:
+            commands[f"Host memory of {engine}"] = ("bench.host_memory", "--engine", engine)
+    for title, command in commands.items():
+        say(f"large models: {' '.join(command)} …")
+        try:
+            yield title, _printed(*command)
+        except NotMeasured as error:
+            say(f"{' '.join(command)} did not measure: {error}")
+
+
+def _printed(module: str, *arguments: str) -> str:
+    """Runs a benchmark in a process of its own, whose memory it measures, and returns what it prints."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", module, *arguments], capture_output=True, text=True, timeout=TABLE_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise NotMeasured(f"it takes more than {TABLE_S} s") from error
+    if done.returncode:
+        raise NotMeasured((done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1])
+    return done.stdout.strip()

@@ -181,6 +181,7 @@ def _processes(places: Sequence[Host]) -> Iterator[list[_Process]]:
 
 ONE_AIM, KILL_AIM, SLOW_AIM = 1.5, 2.0, 1.5
 MEGABYTES, MEGABITS, HOSTS = 256, 1000, 8
+QUICK_MEGABYTES, QUICK_HOSTS = 8, 2
 
 
 def relay_rows(found: Relayed) -> list[Row]:

@@ -444,9 +444,9 @@ class UpdatePolicy(Body):
     keep_staged: bool = False
     """Each rank keeps a copy of the base weights in host memory until the next swap. The next delta or partial version
     is applied to this copy, and other workers may heal from it."""
-    relay: bool = False
-    """Workers fetch the weights from one another too, if the transport is `nixl`. It is off by default: over TCP, UCX
-    can end a worker's process when another worker dies in the middle of a read."""
+    relay: bool = True
+    """With `nixl`, two or more workers fetch the weights from one another too. False: each worker fetches everything
+    from the trainer."""
     pause_mode: PauseMode = Field("keep", json_schema_extra={"enum": [*PAUSE_WORDS]})
     """The mode of the pause during the swap, see `pause`. `retract` is `keep` with `flush_cache`, `in_place` is `keep`
     without it."""

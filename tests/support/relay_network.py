@@ -132,7 +132,7 @@ class Network:
         self._mail = [one for one in self._mail if one[0] > self.now]
         for _, name, peer, bucket in due:
             if name not in self.ended:
-                self.choosers[name].announced(peer, [bucket], self.now)
+                self.choosers[name].announced(peer, [bucket])
 
     def _arrived(self, flow: Flow) -> None:
         name, read, chooser = flow.to, flow.read, self.choosers[flow.to]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -139,5 +140,25 @@ def test_a_peer_without_the_secret_learns_nothing(start: Start) -> None:
             assert read_frame(connection) == {"error": NOT_YET}
     with socket.create_connection((peer.address, peer.port), 10) as connection:
         send_frame(connection, {"protocol": PROTOCOL, "secret": offer["transport"]["secret"], "relay": True})
-        assert read_frame(connection).keys() == {"metadata", "places"}
+        assert read_frame(connection).keys() == {"metadata", "reach", "places"}
         assert sorted(read_frame(connection)["verified"]) == list(range(TENSORS))
+
+
+def test_readers_that_die_in_the_middle_of_a_read_do_no_harm_to_its_source(start: Start) -> None:
+    """The kernel resets the connection of a killed process that has not read everything, as `SO_LINGER` does here."""
+    trainer, host = start(), start()
+    transport = offered(trainer)["transport"]
+    where = transport["host"], transport["port"]
+    with socket.create_connection(where, 10) as connection:
+        send_frame(connection, {"protocol": PROTOCOL, "secret": transport["secret"]})
+        ((address, nbytes, _),) = read_frame(connection)["places"][0]
+    for _ in range(50):
+        with socket.create_connection(where, 10) as connection:
+            send_frame(connection, {"protocol": PROTOCOL, "secret": transport["secret"], "read": True})
+            send_frame(connection, {"pieces": [[address, nbytes]]})
+            assert connection.recv(1), "the bytes are on their way"
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    host.does(do="open", transport=transport, plan=None)
+    host.does(do="begin")
+    assert host.does(do="result")["seconds"]
+    assert trainer.does(do="end") == {}

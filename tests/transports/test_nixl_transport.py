@@ -309,6 +309,36 @@ def test_only_what_the_manifest_names_can_be_read(sender: NixlSender) -> None:
 
 
 @needs_nixl
+async def test_a_source_that_ucx_reaches_over_tcp_only_is_read_without_ucx(
+    tmp_path: Path, trainer: Callable[..., Trainer], puller: NixlTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine can say that UCX reaches it, and be wrong: the kernel may forbid to read another process's memory."""
+    source = trainer(UCX_TLS="tcp")
+    for seed, believes in ((0, False), (1, True), (2, True)):
+        directory = make_fake_model(tmp_path / str(seed), seed)
+        transport = await source.offers(directory)
+        with monkeypatch.context() as patched:
+            if believes:
+                patched.setattr("rl_plane.transports.nixl.channel.in_reach", lambda _: True)
+            _, digest = await asyncio.to_thread(pull, puller, transport)
+        assert digest == model_digest(directory)
+    await source.keeps()  # the source lives
+
+
+@needs_nixl
+def test_ucx_reads_within_one_machine_and_by_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    own = wire.reach()
+    assert wire.in_reach(own)
+    assert not wire.in_reach({**own, "machine": "another one", "rdma": False})
+    for wrong in (None, {}, {"machine": None}, {"machine": ""}, "rdma"):
+        assert not wire.in_reach(wrong)
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    assert wire.reach() == {"machine": "", "rdma": False}
+    assert not wire.in_reach(own)
+
+
+@needs_nixl
 def test_weights_that_are_replaced_meanwhile_end_the_pull(sender: NixlSender, puller: NixlTransport) -> None:
     delivery = puller.open(offer(sender, 1), "base")
     arriving = delivery.tensors()

@@ -1,6 +1,7 @@
 """Tells receivers that know a version's secret where in memory to pull it from (see `nixl.wire`).
 
-A receiver serves its peers in a relay from here too, while its own buckets still come: see `RelayOffer`.
+A receiver serves its peers in a relay from here too, while its own buckets still come: see `RelayOffer`. A reader that
+UCX does not bring to this memory reads it from here over TCP: see `nixl.tcp_reads`.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ import hmac
 import logging
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from rl_plane._util.forks import not_for_children
 from rl_plane._util.framing import frame_of, read_frame, send_frame
 from rl_plane._util.listening import listen_at
 from rl_plane.errors import InvalidRequest
-from rl_plane.transports.nixl.wire import BACKEND, NOT_YET, PROTOCOL
+from rl_plane.transports.nixl.tcp_reads import ReadableMemory, Region, serve_reads
+from rl_plane.transports.nixl.wire import BACKEND, NOT_YET, PROTOCOL, reach
 from rl_plane.weights.manifest import Manifest
 
 log = logging.getLogger("rl_plane.transports.nixl.sender")
@@ -51,15 +53,26 @@ NOT_KEPT = frame_of({"error": "source_gone: these weights are no longer kept"})
 NOT_HERE_YET = frame_of({"error": NOT_YET})
 
 
-class RelayOffer:
+class Offer:
+    """Memory that can be read, and who reads it."""
+
+    def __init__(self, frame: bytes, memory: ReadableMemory) -> None:
+        self.frame = frame
+        """The answer to a receiver: what it needs to read this memory."""
+        self.memory = memory
+        self.receivers: set[socket.socket] = set()
+        """The connections of those who were told."""
+        self.reads: set[socket.socket] = set()
+        """The connections of those who read over TCP."""
+
+
+class RelayOffer(Offer):
     """The buckets of one update that this process has verified, and serves to its peers."""
 
-    def __init__(self, frame: bytes, changed: threading.Condition) -> None:
-        self.frame = frame
-        """The answer to a peer: what it needs to read this memory."""
+    def __init__(self, frame: bytes, memory: ReadableMemory, changed: threading.Condition) -> None:
+        super().__init__(frame, memory)
         self.verified: list[int] = []
         """The numbers of the buckets, in the order in which they were verified."""
-        self.readers: set[socket.socket] = set()
         self.ended = False
         self._changed = changed
 
@@ -86,11 +99,10 @@ class MetadataServer:
         self._listener = listen_at(host, port)
         not_for_children.add(self._listener)
         self.port: int = self._listener.getsockname()[1]
-        self._offers: dict[str, bytes] = {}
-        """The answer to each secret."""
+        self._offers: dict[str, Offer] = {}
+        """The offer of each secret."""
         self._strangers: dict[socket.socket, None] = {}
         """The connections that have not asked yet, the oldest first."""
-        self._pulling: dict[str, set[socket.socket]] = {}
         self._relays: dict[str, RelayOffer] = {}
         """The relay of each secret."""
         self._lock = threading.Lock()
@@ -123,6 +135,7 @@ class MetadataServer:
         """
         answer = {
             "metadata": metadata,
+            "reach": reach(),
             "manifest": manifest.to_wire(),
             "places": [[[*piece, 0] for piece in bucket] for bucket in places],
             "refetchable": refetchable,
@@ -134,30 +147,34 @@ class MetadataServer:
                 f"the manifest is too large: {error}", field="tensors", fix="use shorter names, or fewer tensors"
             ) from error
         with self._left:
-            pulling = self._pulling.pop(secret, set())
-            self._offers[secret] = frame
-            self._pulling[secret] = set()
-            self._dismiss(pulling)
+            before = self._offers.get(secret)
+            self._offers[secret] = Offer(frame, _memory_of(places))
+            if before is not None:
+                self._dismiss(before)
 
     def withdraw(self, secret: str) -> None:
         """Ends an offer. Tells its receivers, and waits until they have left, at most LEAVE_S."""
         with self._left:
-            self._offers.pop(secret, None)
-            self._dismiss(self._pulling.pop(secret, set()))
+            offer = self._offers.pop(secret, None)
+            if offer is not None:
+                self._dismiss(offer)
 
-    def _dismiss(self, pulling: set[socket.socket]) -> None:
-        """Ends the connections of receivers. The caller holds the lock."""
-        for connection in pulling:
+    def _dismiss(self, offer: Offer) -> None:
+        """Ends the connections of an offer. The caller holds the lock."""
+        for connection in offer.reads:
+            _hang_up(connection)  # its thread sends nothing more from then on
+        for connection in offer.receivers:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
-        self._left.wait_for(lambda: not pulling, LEAVE_S)
-        for connection in pulling:
+        self._left.wait_for(lambda: not (offer.receivers or offer.reads), LEAVE_S)
+        for connection in offer.receivers:
             _hang_up(connection)
 
     def offer_relay(self, secret: str, metadata: bytes, places: Sequence[Sequence[tuple[int, int]]]) -> RelayOffer:
         """Offers the buckets of an update to the peers that know its secret, none of them yet. See `offer`."""
-        answer = {"metadata": metadata, "places": [[[*piece, 0] for piece in bucket] for bucket in places]}
-        relay = RelayOffer(frame_of(answer), self._left)
+        each = [[[*piece, 0] for piece in bucket] for bucket in places]
+        answer = {"metadata": metadata, "reach": reach(), "places": each}
+        relay = RelayOffer(frame_of(answer), _memory_of(places), self._left)
         with self._left:
             self._relays[secret] = relay
         return relay
@@ -168,7 +185,7 @@ class MetadataServer:
             self._relays = {secret: one for secret, one in self._relays.items() if one is not relay}
             relay.ended = True
             self._left.notify_all()
-            self._dismiss(relay.readers)
+            self._dismiss(relay)
 
     def close(self) -> None:
         with self._lock:
@@ -221,22 +238,52 @@ class MetadataServer:
             if asked.get("protocol") != PROTOCOL:
                 connection.sendall(OTHER_PROTOCOL)
                 return
-            if asked.get("relay") is True:
-                self._serve_peer(str(asked.get("secret")), connection)
-                return
-            with self._held(str(asked.get("secret")), connection) as answer:
-                connection.sendall(answer or NOT_KEPT)
-                if answer is not None:
-                    connection.settimeout(None)
-                    connection.recv(1)  # returns when either side closes the connection
+            secret = str(asked.get("secret"))
+            if asked.get("read") is True:
+                self._serve_reads(secret, connection)
+            elif asked.get("relay") is True:
+                self._serve_peer(secret, connection)
+            else:
+                self._serve_receiver(secret, connection)
+
+    def _serve_receiver(self, secret: str, connection: socket.socket) -> None:
+        with self._lock:
+            offer = _known(self._offers, secret)
+            if offer is not None:
+                offer.receivers.add(connection)
+        if offer is None:
+            connection.sendall(NOT_KEPT)
+            return
+        try:
+            connection.sendall(offer.frame)
+            connection.settimeout(None)
+            connection.recv(1)  # returns when either side closes the connection
+        finally:
+            self._leaves(offer.receivers, connection)
+
+    def _serve_reads(self, secret: str, connection: socket.socket) -> None:
+        with self._lock:
+            offer = _known(self._offers, secret) or _known(self._relays, secret)
+            if offer is not None:
+                offer.reads.add(connection)
+        if offer is None:
+            return
+        try:
+            serve_reads(connection, offer.memory)
+        finally:
+            self._leaves(offer.reads, connection)
+
+    def _leaves(self, connections: set[socket.socket], connection: socket.socket) -> None:
+        with self._left:
+            connections.discard(connection)
+            self._left.notify_all()
 
     def _serve_peer(self, secret: str, connection: socket.socket) -> None:
         """Tells a peer which buckets are verified, as they are, until the relay ends or the peer leaves."""
         with self._lock:
-            known = [one for one in self._relays if hmac.compare_digest(one.encode(), secret.encode())]
-            relay = self._relays[known[0]] if known else None
+            relay = _known(self._relays, secret)
             if relay is not None:
-                relay.readers.add(connection)
+                relay.receivers.add(connection)
         if relay is None:
             connection.sendall(NOT_HERE_YET)
             return
@@ -255,24 +302,20 @@ class MetadataServer:
             connection.settimeout(None)
             connection.recv(1)  # returns when either side closes the connection
         finally:
-            with self._left:
-                relay.readers.discard(connection)
-                self._left.notify_all()
+            self._leaves(relay.receivers, connection)
 
-    @contextlib.contextmanager
-    def _held(self, secret: str, connection: socket.socket) -> Iterator[bytes | None]:
-        """The answer for a secret. Meanwhile the connection counts as one of the receivers of that secret."""
-        with self._lock:
-            known = [one for one in self._offers if hmac.compare_digest(one.encode(), secret.encode())]
-            answer = self._offers[known[0]] if known else None
-            pulling = self._pulling.get(secret, set()) if known else set()
-            pulling.add(connection)
-        try:
-            yield answer
-        finally:
-            with self._left:
-                pulling.discard(connection)
-                self._left.notify_all()
+
+AnyOffer = TypeVar("AnyOffer", bound=Offer)
+
+
+def _known(offers: Mapping[str, AnyOffer], secret: str) -> AnyOffer | None:
+    """The offer of this secret. The time that it takes tells nothing about the secrets."""
+    known = [one for one in offers if hmac.compare_digest(one.encode(), secret.encode())]
+    return offers[known[0]] if known else None
+
+
+def _memory_of(places: Sequence[Sequence[Region]]) -> ReadableMemory:
+    return ReadableMemory(region for bucket in places for region in bucket)
 
 
 def _has_left(connection: socket.socket) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rl_plane._util.framing import read_frame, send_frame
 from rl_plane.protocol.relay import RelayPeer
+from rl_plane.transports.nixl.channel import ReadSource
 from rl_plane.transports.nixl.wire import NOT_YET, PROTOCOL
 
 CONNECT_S = 3.0
@@ -26,10 +27,10 @@ MAX_NEWS_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """The peer receives the update too. Its memory can be read as `metadata` and `places` say."""
+    """The peer receives the update too. Its memory can be read as `source` and `places` say."""
 
     peer: str
-    metadata: bytes
+    source: ReadSource
     places: Any
 
 
@@ -94,7 +95,10 @@ class PeerLink:
                 return True
             if not isinstance(answer.get("metadata"), bytes):
                 raise ValueError(str(answer.get("error", "it gave no metadata"))[:200])
-            self._tell(Offered(name, answer["metadata"], answer.get("places")))
+            source = ReadSource(
+                connection.getpeername()[:2], self._secret, answer["metadata"], answer.get("reach")
+            )
+            self._tell(Offered(name, source, answer.get("places")))
             connection.settimeout(None)  # a peer that hangs has nothing that is wanted, and is not waited for
             while True:
                 numbers = read_frame(connection, MAX_NEWS_BYTES).get("verified")

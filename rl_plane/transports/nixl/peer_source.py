@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 from rl_plane._util.own_address import own_address
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.transports.nixl.metadata_server import MetadataServer, RelayOffer
-from rl_plane.transports.nixl.sender import NixlSender, Region, address_of_tensor
+from rl_plane.transports.nixl.sender import NixlSender, address_of_tensor
+from rl_plane.transports.nixl.tcp_reads import Region
 from rl_plane.transports.nixl.wire import make_agent
 from rl_plane.transports.object_store.bulk_socket import DEFAULT_PORT
 from rl_plane.weights.hashed_copy import address_of

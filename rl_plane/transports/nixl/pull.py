@@ -5,7 +5,6 @@ One thread reads, while the receiver's thread hashes what has come.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import socket
@@ -14,10 +13,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rl_plane.errors import DeadlineExceeded, EngineFailed, PlaneError, Unavailable
+from rl_plane.errors import DeadlineExceeded, EngineFailed, PlaneError
 from rl_plane.protocol.versions import HostTensor
+from rl_plane.transports.nixl.channel import END_S, Channel, ChannelRead, ReadSource
 from rl_plane.transports.nixl.reads import (
     PUBLISH,
     READ_S,
@@ -54,15 +54,11 @@ start a read takes a tenth of a millisecond, in which about 0.5 MB could be read
 class _Flight:
     """A read that has begun."""
 
-    handle: Any
-    state: str
+    read: ChannelRead
     nbytes: int
     until: float
-
-    def release(self) -> None:
-        handle, self.handle = self.handle, None
-        with contextlib.suppress(Exception):  # nixl raises if it has to break off the read
-            handle.release()
+    arrived: int = 0
+    """Bytes so far."""
 
 
 Places = Mapping[str, memoryview]
@@ -77,7 +73,7 @@ class Pull(PackedDelivery):
         transport: NixlTransport,
         manifest: Manifest,
         pieces: Sequence[Sequence[Piece]],
-        metadata: bytes,
+        source: ReadSource,
         refetchable: bool,
         connection: socket.socket,
     ) -> None:
@@ -85,11 +81,11 @@ class Pull(PackedDelivery):
         super().__init__(manifest, self._received(), refetchable=refetchable, close=self._end)
         self._transport = transport
         self._pieces = pieces
-        self._metadata = metadata
+        self._source = source
         self._connection = connection
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="nixl pull")
         self._puller: Puller | None = None
-        self._source = ""
+        self._channel: Channel | None = None
         self._came: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
         """The bytes of each read that has ended, in order, or why there are no more."""
         self._ready = 0
@@ -138,18 +134,25 @@ class Pull(PackedDelivery):
         self._ended = True
         self._ahead.shutdown(wait=True, cancel_futures=True)
         self._came.put(EngineFailed("staging was cancelled"))  # if the reading had not begun
-        if self._puller is not None:
-            with contextlib.suppress(Exception):  # the agent has removed it already
-                self._puller.agent.remove_remote_agent(self._source)
-            self._puller.release()
-            self._transport.give_back(self._puller)
-            self._puller = None
+        self._leave(clean=True)
         self._connection.close()
+
+    def _leave(self, *, clean: bool) -> None:
+        """Leaves the source. After an error the agent and its memory are not used again, since bytes may still arrive,
+        even after a read was released."""
+        channel, self._channel = self._channel, None
+        puller, self._puller = self._puller, None
+        if channel is not None:
+            channel.leave()
+            clean &= channel.has_ended(END_S)
+        if puller is not None and clean:
+            puller.release()
+            self._transport.give_back(puller)
 
     def _begin(self) -> None:
         self._puller = self._transport.take(self._connection.getsockname()[0])
         try:
-            self._source = self._puller.agent.add_remote_agent(self._metadata)
+            self._channel = Channel(self._puller.agent, self._source)
         except Exception as error:  # nixl's errors have no common base
             self._look()
             raise refuse(f"its metadata can't be used: {error}") from error
@@ -174,8 +177,7 @@ class Pull(PackedDelivery):
             self._came.put(error)
 
     def _read(self, number: int, into: RegisteredMemory | Places) -> None:
-        """Reads one bucket. After an error the agent and its memory are not used again, since bytes may still arrive,
-        even after a read was released."""
+        """Reads one bucket."""
         limits, pieces = self._transport.limits, self._pieces[number]
         if isinstance(into, RegisteredMemory):
             moves = [(into.address + at, there) for at, there in pieces]
@@ -189,10 +191,10 @@ class Pull(PackedDelivery):
         try:
             self._transfer(split_reads(moves, limits), ahead)
         except PlaneError:
-            self._puller = None
+            self._leave(clean=False)
             raise
         except Exception as error:  # nixl's errors have no common base
-            self._puller = None
+            self._leave(clean=False)
             raise gone(error) from error.with_traceback(None)  # the frames of the traceback would keep the agent
 
     def _transfer(self, reads: Iterator[list[Piece]], ahead: int) -> None:
@@ -201,7 +203,7 @@ class Pull(PackedDelivery):
         try:
             for moves in reads:
                 flights.append(self._started(moves))
-                while flights and (len(flights) > ahead or flights[0].state == "DONE"):
+                while flights and (len(flights) > ahead or flights[0].read.look() == "DONE"):
                     self._await(flights[0])
                     flights.popleft()
             while flights:
@@ -209,40 +211,25 @@ class Pull(PackedDelivery):
                 flights.popleft()
         finally:
             for flight in flights:
-                flight.release()
+                flight.read.release()
 
     def _started(self, moves: list[Piece]) -> _Flight:
         """Starts a read from the source. `moves`: from where it reads, each with the address here."""
-        assert self._puller is not None
-        agent = self._puller.agent
-        here = agent.get_xfer_descs([(at, nbytes, 0) for at, (_, nbytes, _) in moves], "DRAM")
-        there = agent.get_xfer_descs([place for _, place in moves], "DRAM")
-        flight = _Flight(
-            agent.initialize_xfer("READ", here, there, self._source),
-            "",
-            sum(place[1] for _, place in moves),
-            time.monotonic() + READ_S,
-        )
-        try:
-            flight.state = agent.transfer(flight.handle)
-        except BaseException:
-            flight.release()
-            raise
-        finally:
-            del agent
-        return flight
+        assert self._channel is not None
+        nbytes = sum(place[1] for _, place in moves)
+        return _Flight(self._channel.begin(moves, self._puller), nbytes, time.monotonic() + READ_S)
 
     def _await(self, flight: _Flight) -> None:
-        while flight.state == "PROC":
+        while (state := flight.read.look()) == "PROC":
             self._look()
+            if flight.read.arrived > flight.arrived:
+                flight.arrived, flight.until = flight.read.arrived, time.monotonic() + READ_S
             if time.monotonic() > flight.until:
                 raise DeadlineExceeded(f"{flight.nbytes} bytes did not come in {READ_S:g} s", fix=PUBLISH)
             time.sleep(POLL_S)
-            assert self._puller is not None
-            flight.state = self._puller.agent.check_xfer_state(flight.handle)
-        if flight.state != "DONE":
-            raise Unavailable(f"a read ended as {flight.state}", fix=PUBLISH)
-        flight.release()
+        if state != "DONE":
+            raise gone(state)
+        flight.read.release()
         self._look()
         self._came.put(flight.nbytes)
 

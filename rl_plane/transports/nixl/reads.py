@@ -26,7 +26,8 @@ class ReadLimits:
 READ_LIMITS = ReadLimits()
 
 READ_S = 20.0
-"""The time for one read in seconds, on the slowest useful link. An abort waits longer for the receive that it ends."""
+"""The time in seconds for a read by UCX, or for the next bytes of a read over TCP, on the slowest useful link. An abort
+waits longer for the receive that it ends."""
 
 SourceRange = tuple[int, int, int]
 """(address, bytes, device) in the source's memory."""

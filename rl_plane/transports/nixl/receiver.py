@@ -3,7 +3,7 @@
 A request is `{backend: nixl, host: H, port: P, secret: K}`, as the sender's `open` returns it, or has one such object
 for each share of a version (see `merged_delivery`). The tensors are read straight into their places, in slices that
 are hashed while they are in the cache. Without places the buckets go into two registered buffers: one is filled while
-the other is used. UCX or the connection to the source reports its death; a time bound finds a source that hangs.
+the other is used. The connection to the source reports its death; a time bound finds a source that hangs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rl_plane.protocol.relay import RelayPlan
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.transports.base import Delivery, RelayingTransport, TransportContext, check_fields
 from rl_plane.transports.merged_delivery import SHARES, MergedDelivery, open_shares
+from rl_plane.transports.nixl.channel import ReadSource
 from rl_plane.transports.nixl.peer_source import PeerSource, address_towards
 from rl_plane.transports.nixl.pull import Pull
 from rl_plane.transports.nixl.puller import Puller
@@ -34,6 +35,7 @@ from rl_plane.transports.nixl.reads import (
 from rl_plane.transports.nixl.relayed_pull import RelayedPull, Trainer
 from rl_plane.transports.nixl.wire import BACKEND, PROTOCOL, have_nixl
 from rl_plane.transports.packed_delivery import PackedDelivery, check_kind
+from rl_plane.transports.relay.plan import LEAST_BYTES
 from rl_plane.weights.checkpoint import Kind
 from rl_plane.weights.manifest import Manifest
 
@@ -94,11 +96,11 @@ class NixlTransport(RelayingTransport):
         check_fields(BACKEND, request, *_FIELDS)
         connection = _connected(request)
         try:
-            manifest, places, metadata, refetchable = _asked(connection, request["secret"], kind)
-            if manifest.tensor_digests is None:  # what a peer gives could not be checked
-                return Pull(self, manifest, places, metadata, refetchable, connection)
-            trainer = Trainer(connection, metadata, places)
-            return RelayedPull(self, manifest, trainer, request["secret"], plan, refetchable)
+            manifest, places, source, refetchable = _asked(connection, request["secret"], kind)
+            small = sum(bucket.nbytes for bucket in manifest.buckets) < LEAST_BYTES
+            if small or manifest.tensor_digests is None:  # without them, what a peer gives could not be checked
+                return Pull(self, manifest, places, source, refetchable, connection)
+            return RelayedPull(self, manifest, Trainer(connection, source, places), plan, refetchable)
         except BaseException:
             connection.close()
             raise
@@ -161,7 +163,7 @@ def _is_port(value: Any) -> bool:
 
 def _asked(
     connection: socket.socket, secret: str, kind: Kind
-) -> tuple[Manifest, Sequence[Sequence[Piece]], bytes, bool]:
+) -> tuple[Manifest, Sequence[Sequence[Piece]], ReadSource, bool]:
     try:
         send_frame(connection, {"protocol": PROTOCOL, "secret": secret})
         answer = read_frame(connection)
@@ -179,4 +181,5 @@ def _asked(
         raise refuse("it gave no metadata")
     connection.setblocking(False)
     places = checked_places(answer.get("places"), manifest.buckets)
-    return manifest, places, answer["metadata"], answer.get("refetchable") is not False
+    source = ReadSource(connection.getpeername()[:2], secret, answer["metadata"], answer.get("reach"))
+    return manifest, places, source, answer.get("refetchable") is not False

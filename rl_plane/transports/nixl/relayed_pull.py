@@ -16,12 +16,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidWeights, PlaneError, Unavailable
 from rl_plane.protocol.relay import TRAINER, RelayPlan
 from rl_plane.protocol.versions import HostTensor, algorithm_of, tensor_digest
+from rl_plane.transports.nixl.channel import END_S, Channel, ChannelRead, ReadSource
 from rl_plane.transports.nixl.metadata_server import RelayOffer
 from rl_plane.transports.nixl.peer_link import Lost, News, Offered, PeerLink, Verified
 from rl_plane.transports.nixl.reads import (
@@ -50,10 +51,12 @@ POLL_S = (0.0002, 0.01)
 """Seconds between two looks at the reads: from the first, doubled as long as nothing happens, up to the last."""
 
 DRAIN_S = 2.0
-"""The time for reads that are under way when all buckets have come. A transfer takes less on a link of 20 Mbit/s."""
+"""The time for reads by UCX that are under way when all buckets have come. A transfer takes less on a link of 20
+Mbit/s."""
 
 TRANSFER_BYTES = 4 << 20
-"""The most bytes of one transfer, so that a slow source shows its progress."""
+"""The most bytes of one transfer by UCX, so that a slow source shows its progress. Over TCP a transfer shows it itself,
+and the source sends the whole bucket without a pause."""
 
 UNIT_BYTES = (1 << 20, 32 << 20)
 """The least and the most bytes of a bucket in a relay, unless a tensor is larger. A host passes a bucket on when it has
@@ -74,14 +77,13 @@ class Trainer:
 
     connection: socket.socket
     """Without blocking. It ends when the trainer dies, or withdraws the version."""
-    metadata: bytes
+    source: ReadSource
     places: Sequence[Sequence[Piece]]
 
 
 @dataclass(slots=True)
 class _Source:
-    agent: str
-    """The source's name at this process's agent."""
+    channel: Channel
     places: Sequence[Sequence[Piece]]
 
 
@@ -92,7 +94,9 @@ class _Flight:
     read: BucketRead
     slot: RegisteredMemory
     rest: Iterator[list[Piece]]
-    handle: Any = None
+    transfer: ChannelRead | None = None
+    arrived: int = 0
+    """Bytes of this transfer so far."""
     until: float = 0.0
 
 
@@ -131,7 +135,9 @@ class _Reading:
     made: list[RegisteredMemory] = field(default_factory=list)
     free: list[RegisteredMemory] = field(default_factory=list)
     lost: list[RegisteredMemory] = field(default_factory=list)
-    """Slots of reads that have failed."""
+    """Slots of reads by UCX that have failed. Bytes may arrive in them at any later time."""
+    left: list[Channel] = field(default_factory=list)
+    """The channels to lost peers."""
     flights: list[_Flight] = field(default_factory=list)
     checks: dict[Future[Sequence[tuple[str, HostTensor]] | None], tuple[BucketRead, RegisteredMemory]] = field(
         default_factory=dict
@@ -146,7 +152,6 @@ class RelayedPull(PackedDelivery):
         transport: NixlTransport,
         manifest: Manifest,
         trainer: Trainer,
-        secret: str,
         plan: RelayPlan,
         refetchable: bool,
     ) -> None:
@@ -157,7 +162,7 @@ class RelayedPull(PackedDelivery):
         super().__init__(manifest, iter(()), refetchable=refetchable, close=self._end)
         self._transport = transport
         self._trainer = trainer
-        self._secret = secret
+        self._secret = trainer.source.secret
         self._plan = plan
         self._limits = ReadLimits(min(transport.limits.nbytes, TRANSFER_BYTES), transport.limits.pieces)
         self._threads = ThreadPoolExecutor(1 + CHECKERS, thread_name_prefix="nixl relay")
@@ -210,7 +215,7 @@ class RelayedPull(PackedDelivery):
         buckets = self._manifest.buckets
         puller = self._transport.take(self._trainer.connection.getsockname()[0])
         try:
-            agent = puller.agent.add_remote_agent(self._trainer.metadata)
+            channel = self._channel(puller, self._trainer.source)
         except Exception as error:  # nixl's errors have no common base
             self._look()
             raise refuse(f"its metadata can't be used: {error}") from error
@@ -221,12 +226,15 @@ class RelayedPull(PackedDelivery):
         return _Reading(
             Chooser(self._plan, [bucket.nbytes for bucket in buckets], time.monotonic()),
             puller,
-            {TRAINER: _Source(agent, self._trainer.places)},
+            {TRAINER: _Source(channel, self._trainer.places)},
             self._serve(places),
             places,
             largest,
             max(2, min(sources + CHECKERS, SLOT_BYTES // max(largest, 1))),
         )
+
+    def _channel(self, puller: Puller, source: ReadSource) -> Channel:
+        return Channel(puller.agent, source, lambda: self._news.put(_Wake()))
 
     def _places(self) -> Mapping[str, memoryview]:
         """The place of each tensor. Empty: some tensor has none."""
@@ -289,26 +297,31 @@ class RelayedPull(PackedDelivery):
                 pass
             case Lost(peer, why):
                 self._lose(reading, peer, why)
-            case Offered(peer, metadata, places):
+            case Offered(peer, source, places):
                 try:
                     checked = checked_places(places, self._manifest.buckets)
-                    reading.sources[peer] = _Source(reading.puller.agent.add_remote_agent(metadata), checked)
+                    reading.sources[peer] = _Source(self._channel(reading.puller, source), checked)
                 except Exception as error:  # nixl's errors have no common base
                     self._lose(reading, peer, str(error))
             case Verified(peer, buckets):
                 if peer in reading.sources:  # not lost
-                    reading.chooser.announced(peer, buckets, time.monotonic())
+                    reading.chooser.announced(peer, buckets)
 
     def _lose(self, reading: _Reading, peer: str, why: str) -> None:
         """Stops to read from a peer."""
         log.info("%s takes nothing more from %s: %s", self._plan.worker, peer, why)
+        source = reading.sources.pop(peer, None)
         for flight in [one for one in reading.flights if one.read.source == peer]:
+            assert source is not None, "it is read from"
             reading.flights.remove(flight)
-            reading.lost.append(flight.slot)
             reading.slots += 1
             _release(flight)
+            if not source.channel.by_tcp:
+                reading.lost.append(flight.slot)
         reading.chooser.failed(peer)
-        reading.sources.pop(peer, None)
+        if source is not None:
+            reading.left.append(source.channel)
+            source.channel.leave()
         for link, plan in zip(self._links, self._plan.peers, strict=True):
             if plan.worker == peer:
                 link.close()
@@ -324,8 +337,9 @@ class RelayedPull(PackedDelivery):
                 reading.made.append(RegisteredMemory(reading.puller.agent, reading.largest))
                 reading.free.append(reading.made[-1])
                 reading.slots -= 1
-            pieces = reading.sources[read.source].places[read.bucket]
-            flight = _Flight(read, reading.free.pop(), split_reads(pieces, self._limits))
+            source = reading.sources[read.source]
+            limits = self._transport.limits if source.channel.by_tcp else self._limits
+            flight = _Flight(read, reading.free.pop(), split_reads(source.places[read.bucket], limits))
             reading.flights.append(flight)
             self._advance(reading, flight)
             started = True
@@ -338,15 +352,10 @@ class RelayedPull(PackedDelivery):
         if pieces is None:
             self._arrived(reading, flight)
             return
-        agent, source = reading.puller.agent, reading.sources[flight.read.source]
-        here = [(flight.slot.address + at, place[1], 0) for at, place in pieces]
-        there = [place for _, place in pieces]
-        flight.until = time.monotonic() + READ_S
+        flight.arrived, flight.until = 0, time.monotonic() + READ_S
         try:
-            flight.handle = agent.initialize_xfer(
-                "READ", agent.get_xfer_descs(here, "DRAM"), agent.get_xfer_descs(there, "DRAM"), source.agent
-            )
-            agent.transfer(flight.handle)
+            moves = [(flight.slot.address + at, there) for at, there in pieces]
+            flight.transfer = reading.sources[flight.read.source].channel.begin(moves, flight.slot)
         except Exception as error:  # nixl's errors have no common base
             self._failed(reading, flight, str(error))
 
@@ -355,19 +364,20 @@ class RelayedPull(PackedDelivery):
         for flight in list(reading.flights):
             if flight not in reading.flights:  # its peer is lost since
                 continue
-            try:
-                state = reading.puller.agent.check_xfer_state(flight.handle)
-            except Exception as error:  # nixl's errors have no common base
-                state = str(error)
-            if state == "PROC" and time.monotonic() < flight.until:
+            transfer, now = flight.transfer, time.monotonic()
+            assert transfer is not None, "each flight has one, or has failed"
+            state = transfer.look()
+            if transfer.arrived > flight.arrived:
+                flight.arrived, flight.until = transfer.arrived, now + READ_S
+                reading.chooser.progressed(flight.read, now)
+            if state == "PROC" and now < flight.until:
                 continue
             happened = True
             if state == "PROC":
-                self._failed(reading, flight, f"a read did not end in {READ_S:g} s", DeadlineExceeded)
+                self._failed(reading, flight, f"nothing came in {READ_S:g} s", DeadlineExceeded)
             elif state != "DONE":
                 self._failed(reading, flight, f"a read ended as {state}")
             else:
-                reading.chooser.progressed(flight.read, time.monotonic())
                 self._advance(reading, flight)
         return happened
 
@@ -443,39 +453,38 @@ class RelayedPull(PackedDelivery):
         self._lose(reading, read.source, "its bytes are wrong")
 
     def _drain(self, reading: _Reading) -> None:
-        """Waits for the reads under way whose buckets came from elsewhere. UCX can end the process of a source whose
-        reader leaves in the middle of a read."""
+        """Waits for the reads by UCX that are under way, and whose buckets came from elsewhere, so that the agent and
+        its memory can be used again."""
         until = time.monotonic() + DRAIN_S
-        agent = reading.puller.agent
-        while reading.flights and time.monotonic() < until:
-            for flight in list(reading.flights):
-                try:
-                    state = agent.check_xfer_state(flight.handle)
-                except Exception:  # nixl's errors have no common base
-                    state = "ERR"
-                if state == "PROC":
-                    continue
-                reading.flights.remove(flight)
-                _release(flight)
-                (reading.free if state == "DONE" else reading.lost).append(flight.slot)
+        while time.monotonic() < until:
+            flying = [one for one in reading.flights if not reading.sources[one.read.source].channel.by_tcp]
+            for flight in flying:
+                assert flight.transfer is not None, "each flight has one, or has failed"
+                state = flight.transfer.look()
+                if state != "PROC":
+                    reading.flights.remove(flight)
+                    _release(flight)
+                    (reading.free if state == "DONE" else reading.lost).append(flight.slot)
+            if not flying:
+                return
             time.sleep(POLL_S[0])
 
     def _leave(self, reading: _Reading) -> bool:
         """Ends all reads. Returns whether the agent and its buffers can be used again."""
         self._drain(reading)
-        busy = bool(reading.flights or reading.lost)
+        flying = [one for one in reading.flights if not reading.sources[one.read.source].channel.by_tcp]
         for flight in reading.flights:
             _release(flight)
-        agent = reading.puller.agent
         for link in self._links:
             link.close()
-        for source in reading.sources.values():
-            with contextlib.suppress(Exception):  # the agent has removed it already
-                agent.remove_remote_agent(source.agent)
-        if busy:
+        channels = [*reading.left, *(source.channel for source in reading.sources.values())]
+        for channel in channels:
+            channel.leave()
+        ended = [channel.has_ended(END_S) for channel in channels]
+        if flying or reading.lost or not all(ended):
             return False
         for slot in reading.made:
-            agent.deregister_memory(slot.registered)
+            reading.puller.agent.deregister_memory(slot.registered)
         return True
 
 
@@ -499,7 +508,6 @@ def _cut(manifest: Manifest, trainer: Trainer, nbytes: int) -> tuple[Manifest, T
 
 
 def _release(flight: _Flight) -> None:
-    handle, flight.handle = flight.handle, None
-    if handle is not None:
-        with contextlib.suppress(Exception):  # nixl raises if it has to break off the read
-            handle.release()
+    transfer, flight.transfer = flight.transfer, None
+    if transfer is not None:
+        transfer.release()

@@ -18,14 +18,12 @@ from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.versions import HostTensor
 from rl_plane.transports.base import KeepingSender, LendingSender, SenderContext, SharingSender
 from rl_plane.transports.nixl.metadata_server import MetadataServer
+from rl_plane.transports.nixl.tcp_reads import Region
 from rl_plane.transports.nixl.wire import BACKEND, RegisteredMemory, is_ours, make_agent
 from rl_plane.transports.packing import Tensor, raw_bytes, spec_of
 from rl_plane.weights.manifest import Manifest, PackedBucket
 
 log = logging.getLogger("rl_plane.transports.nixl.sender")
-
-Region = tuple[int, int]
-"""The address and the length in bytes of some memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,16 +4,20 @@ places.
 A receiver asks over TCP, with one frame each way: four bytes of length, big-endian, and so many bytes of msgpack.
 
     receiver → sender   {protocol, secret}
-    sender → receiver   {metadata, manifest, places, refetchable}   or {error}
+    sender → receiver   {metadata, reach, manifest, places, refetchable}   or {error}
 
 `places` has for each bucket a list of `[address, bytes, device]`: one for the whole bucket, or one for each tensor.
 `refetchable` says whether the version stays on offer after its update. The connection stays open while the receiver
-pulls: when it ends, the source has died, or has withdrawn the weights.
+pulls: when it ends, the source has died, or has withdrawn the weights. `reach` says by which ways other than TCP the
+source's memory can be read (see `in_reach`). Where there is none, the receiver opens a second connection:
+
+    receiver → sender   {protocol, secret, read: true}, and then {pieces: [[address, bytes], …]} for each read
+    sender → receiver   the bytes of these pieces
 
 In a relay a receiver asks its peers too, under the secret of the update:
 
     receiver → peer     {protocol, secret, relay: true}
-    peer → receiver     {metadata, places}, and then {verified: [number of a bucket, …]} as they are verified
+    peer → receiver     {metadata, reach, places}, and then {verified: [number of a bucket, …]} as they are verified
                         or {error: NOT_YET}: the receiver asks again a little later
 """
 
@@ -27,13 +31,14 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rl_plane._util.interfaces import other_interfaces
 from rl_plane.errors import Unsupported
 
 BACKEND = "nixl"
-PROTOCOL = 2
+PROTOCOL = 3
 NOT_YET = "not_yet"
 """A peer's answer before it receives the update itself, and after it has ended it."""
 
@@ -44,6 +49,17 @@ WAKE_US = 100_000
 
 NET_DEVICES = "UCX_NET_DEVICES"
 """UCX's variable for the network devices that it may use. `^` before the list: all but these."""
+
+EMULATION = "UCX_PROTO_EMULATION_ENABLE"
+"""UCX's variable for reads that the source's process must answer. Over TCP all reads are of this kind, and UCX ends a
+source's process (`Fatal: unexpected error: Endpoint timeout`) if a reader dies before UCX has sent its answer."""
+
+TRANSPORTS = "UCX_TLS"
+"""UCX's variable for the ways that it may use."""
+
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_PROCESSES = Path("/proc/self/ns/pid")
 
 _environment = threading.Lock()
 
@@ -56,25 +72,47 @@ def have_nixl() -> bool:
     return importlib.util.find_spec("nixl") is not None
 
 
+def reach() -> dict[str, Any]:
+    """The ways by which UCX can read this process's memory without TCP: `machine`, the same for processes that see each
+    other on one machine, and `rdma`."""
+    if set(os.environ.get(TRANSPORTS, "all").split(",")) <= {"tcp", "self"}:
+        return {"machine": "", "rdma": False}
+    try:
+        machine = f"{_BOOT.read_text().strip()} {_PROCESSES.readlink()}"
+    except OSError:  # not Linux, or /proc is hidden
+        machine = ""
+    return {"machine": machine, "rdma": _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())}
+
+
+def in_reach(source: Any) -> bool:
+    """Whether this process may read by UCX from a source with this `reach`."""
+    own = reach()
+    if not isinstance(source, dict):
+        return False
+    return bool(own["machine"] and own["machine"] == source.get("machine")) or (
+        own["rdma"] and source.get("rdma") is True
+    )
+
+
 @contextlib.contextmanager
-def _devices(host: str) -> Iterator[None]:
-    """Keeps UCX from other IP interfaces than the one of `host`: over TCP it listens on each that it may use. RDMA
-    devices are not affected, nor is a process whose operator has set the variable."""
+def _ucx_settings(host: str) -> Iterator[None]:
+    """Keeps UCX from other IP interfaces than the one of `host`, since over TCP it listens on each that it may use, and
+    from reads over TCP. A variable that the operator has set stays. RDMA devices are not affected."""
     others = other_interfaces(host)
+    wanted = {EMULATION: "n", **({NET_DEVICES: "^" + ",".join(others)} if others else {})}
     with _environment:
-        if NET_DEVICES in os.environ or not others:
-            yield
-            return
-        os.environ[NET_DEVICES] = "^" + ",".join(others)
+        missing = {name: value for name, value in wanted.items() if name not in os.environ}
+        os.environ.update(missing)
         try:
             yield
         finally:
-            del os.environ[NET_DEVICES]
+            for name in missing:
+                del os.environ[name]
 
 
 def make_agent(name: str, host: str) -> Any:
-    """Makes a nixl_agent over UCX: RDMA if there is any, else shared memory or TCP at this machine's address
-    `host`."""
+    """Makes a nixl_agent over UCX, at this machine's address `host`. It reads by RDMA, or another process's memory on
+    this machine, and never over TCP: see `EMULATION`."""
     if not have_nixl():
         raise Unsupported("nixl is not installed here", field="transport.backend", fix=EXTRA)
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # else nixl writes to stdout, which belongs to the program
@@ -86,7 +124,7 @@ def make_agent(name: str, host: str) -> Any:
         config.useProgThread = True
         config.pthrDelay = WAKE_US
         agent.agent = nixl._bindings.nixlAgent(name, config)
-        with _devices(host):
+        with _ucx_settings(host):
             agent.create_backend("UCX")
     except Exception as error:  # nixl's errors have no common base, and a broken install may raise any error
         raise Unsupported(

@@ -19,15 +19,18 @@ HANG_S = 10.0
 """A receiver gives a peer up if nothing comes from it for so many seconds. The slowest useful link brings more."""
 
 SLOW = 5.0
-"""A peer is slow if the others are so many times faster. A link that several receivers share is two or three times
-slower than others, and that is no reason for a change."""
+"""A peer is slow if a read takes so many times as long as this receiver's last reads. Reads that share links with
+others take two or three times as long, and that is no reason for a change."""
 
-SLOW_LEAST_S = 0.2
+SLOW_LEAST_S = 0.5
 """No read is called slow before so many seconds: in a busy machine a process may wait so long for a core."""
 
+SLOW_READS = 4
+"""No read is called slow before so many others have ended."""
+
 PATIENCE_S = (0.25, 5.0)
-"""A receiver that has nothing to read waits for its peers as long as two of its reads take, within these bounds. Then
-it takes its part of what is missing from the trainer."""
+"""A receiver that has its share leaves the trainer alone for as long as two of its reads take, within these bounds.
+Then it takes its part of what no peer has: some peer gets less from the trainer than the others."""
 
 FIRST_PATIENCE_S = 1.0
 """The patience of a receiver none of whose reads has ended."""
@@ -59,7 +62,7 @@ class _Source:
     """The time of the last progress of a read."""
     lost: bool = False
     slow: bool = False
-    """Found once, and for the rest of the update."""
+    """Until the read in flight ends. What only slow peers have is read from the trainer."""
     rate: float | None = None
     """Bytes per second of one read. None: no read has ended yet."""
     nbytes: int = 0
@@ -90,10 +93,8 @@ class Chooser:
         the trainer don't begin with the same one."""
         self._own = deque(self._of_share(plan.share)) if plan.share is not None else deque[int]()
         """Buckets to take from the trainer: the own share, then those of lost and of slow peers."""
-        self._impatient = False
-        """This receiver has waited in vain for a peer, and takes its part of what was missing then."""
-        self._news = now
-        """The last time at which a peer brought something, or got something that is missing here."""
+        self._idle_since = now
+        """The time at which the last read from the trainer ended. Without a share: the last read from any source."""
         self._read_s: deque[float] = deque(maxlen=8)
 
     def _of_share(self, share: int) -> Iterable[int]:
@@ -101,15 +102,12 @@ class Chooser:
 
     # ---- events ----
 
-    def announced(self, peer: str, buckets: Iterable[int], now: float) -> None:
+    def announced(self, peer: str, buckets: Iterable[int]) -> None:
         """The peer has verified these buckets."""
         source = self._peers[peer]
         new = [bucket for bucket in buckets if 0 <= bucket < len(self._sizes) and bucket not in source.has]
         source.has.update(new)
-        wanted = [bucket for bucket in new if bucket in self._missing]
-        source.offered.extend(wanted)
-        if wanted:
-            self._news = now
+        source.offered.extend(bucket for bucket in new if bucket in self._missing)
 
     def progressed(self, read: BucketRead, now: float) -> None:
         """A part of the read has come."""
@@ -122,10 +120,10 @@ class Chooser:
         source.rate = nbytes / seconds if source.rate is None else (source.rate + nbytes / seconds) / 2
         source.nbytes += nbytes
         source.ended = source.heard = now
-        source.reading = None
+        source.reading, source.slow = None, False
         self._read_s.append(seconds)
-        if read.source != TRAINER:
-            self._news = now
+        if read.source == TRAINER or self._plan.share is None:
+            self._idle_since = now
 
     def verified(self, read: BucketRead) -> None:
         """The bucket has the right digests."""
@@ -216,33 +214,30 @@ class Chooser:
         return None
 
     def _instead_of_peers(self, now: float) -> BucketRead | None:
-        """A read from the trainer, when no peer brings anything. At first each receiver takes only its part of what is
-        missing, and its peers take the other parts."""
-        if self._own or any(peer.good and peer.reading is not None for peer in self._peers.values()):
+        """A read from the trainer of a bucket that no peer has. It is one of this receiver's part first, and its peers
+        take the other parts."""
+        if self._own or self._trainer.reading is not None:
             return None
         least_s, most_s = PATIENCE_S
         patience_s = min(max(2 * median(self._read_s), least_s), most_s) if self._read_s else FIRST_PATIENCE_S
         waits = any(peer.good for peer in self._peers.values())
-        missing = [bucket for bucket in self._turn if bucket in self._missing]
-        if not self._impatient:
-            if waits and now - self._news < patience_s:
-                return None
-            self._impatient, self._news = True, now
-            self._own.extend(bucket for bucket in missing if self._heir(bucket) == self._plan.share)
-        if not self._own:
-            if waits and now - self._news < MORE_PATIENCE * patience_s:
-                return None
-            self._own.extend(missing)
-        return self._from_trainer()
+        if waits and now - self._idle_since < patience_s:
+            return None
+        shares, own = self._plan.shares, self._plan.share
+        after = own if own is not None else 0
+        found = [bucket for bucket in self._turn if bucket in self._missing and not self._comes(bucket)]
+        if waits and now - self._idle_since < MORE_PATIENCE * patience_s:
+            found = [bucket for bucket in found if self._heir(bucket) == own]
+        nearest = min(found, key=lambda bucket: (self._heir(bucket) - after) % shares, default=None)
+        return None if nearest is None else BucketRead(nearest, TRAINER)
 
     def _find_slow(self, now: float) -> None:
+        if len(self._read_s) < SLOW_READS:
+            return
+        long_s = max(SLOW * median(self._read_s), SLOW_LEAST_S)
         for peer in self._peers.values():
-            if not peer.good or (rate := _rate(peer, self._sizes, now)) is None:
-                continue
-            others = [one.rate for one in self._peers.values() if one is not peer and one.rate is not None]
-            if others and rate * SLOW < median(others):
+            if peer.reading is not None and now - peer.begun > long_s:
                 peer.slow = True
-                self._inherit(peer)
 
     def _inherit(self, peer: _Source) -> None:
         """Takes a part of this peer's share from the trainer. The other receivers take the other parts."""
@@ -264,11 +259,3 @@ class Chooser:
 
     def _source(self, name: str) -> _Source:
         return self._trainer if name == TRAINER else self._peers[name]
-
-
-def _rate(peer: _Source, sizes: Sequence[int], now: float) -> float | None:
-    """The rate of the peer's last reads, or less if the read in flight takes longer already."""
-    known = [] if peer.rate is None else [peer.rate]
-    if peer.reading is not None and now - peer.begun > SLOW_LEAST_S:
-        known.append(sizes[peer.reading] / (now - peer.begun))
-    return min(known, default=None)

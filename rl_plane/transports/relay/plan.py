@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from rl_plane.protocol.relay import MAX_PEERS, RelayAddress, RelayPeer, RelayPlan
 
 LEAST_BYTES = 1 << 20
-"""A smaller update is not worth a relay: the trainer sends it to each worker in a few milliseconds."""
+"""A receiver takes a smaller update from the trainer alone, in a few milliseconds."""
 
 
-def plan_relay(workers: Mapping[str, RelayAddress], nbytes: int | None = None) -> dict[str, RelayPlan]:
+def plan_relay(workers: Mapping[str, RelayAddress]) -> dict[str, RelayPlan]:
     """Returns each worker's plan. Equal arguments give equal plans. Empty: a relay gains nothing.
 
     One worker of each host, the host's first, takes a share from the trainer. So the trainer sends each byte once, and
@@ -21,9 +21,8 @@ def plan_relay(workers: Mapping[str, RelayAddress], nbytes: int | None = None) -
 
     Args:
         workers: each worker that receives the update and can serve its peers, with its address.
-        nbytes: the size of the update, if it is known.
     """
-    if len(workers) < 2 or (nbytes is not None and nbytes < LEAST_BYTES):
+    if len(workers) < 2:
         return {}
     by_host: dict[str, list[str]] = {}
     for name in sorted(workers, key=lambda name: (workers[name]["host"], name)):

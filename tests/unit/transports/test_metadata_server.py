@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from rl_plane._util.framing import read_frame, send_frame
 from rl_plane.protocol.versions import TensorSpec
 from rl_plane.transports.nixl import metadata_server
 from rl_plane.transports.nixl.metadata_server import MetadataServer
+from rl_plane.transports.nixl.tcp_reads import ReadableMemory
 from rl_plane.transports.nixl.wire import PROTOCOL
 from rl_plane.weights.manifest import Manifest, pack
 
@@ -69,3 +71,89 @@ def test_garbage_is_closed(server: MetadataServer, said: bytes) -> None:
         except ConnectionResetError:
             pass  # closed with unread bytes
     assert answer(server, SECRET)["metadata"]
+
+
+LARGE = 32 << 20
+"""More than the kernel takes from a source whose reader reads nothing."""
+
+
+@pytest.fixture
+def readable(server: MetadataServer) -> tuple[bytearray, int]:
+    """Memory that is offered under SECRET, and its address."""
+    memory = bytearray(b"weights." * (LARGE // 8))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    manifest = Manifest(pack([("a", TensorSpec("U8", (LARGE,)))], LARGE))
+    server.offer(SECRET, b"how to read the memory", manifest, [[(address, LARGE)]])
+    return memory, address
+
+
+def asked(connection: socket.socket, secret: str, *pieces: Any) -> None:
+    send_frame(connection, {"protocol": PROTOCOL, "secret": secret, "read": True})
+    send_frame(connection, {"pieces": [list(piece) for piece in pieces]})
+
+
+def came(connection: socket.socket, nbytes: int) -> bytes:
+    """So many bytes, or fewer if the connection ends before."""
+    found = b""
+    try:
+        while len(found) < nbytes and (piece := connection.recv(nbytes - len(found))):
+            found += piece
+    except ConnectionResetError:
+        pass  # closed with unread bytes
+    return found
+
+
+def test_offered_memory_is_read_over_tcp(server: MetadataServer, readable: tuple[bytearray, int]) -> None:
+    memory, address = readable
+    with connected(server) as reader:
+        asked(reader, SECRET, (address + 8, 3), (address, 7))
+        assert came(reader, 10) == b"weiweights"
+        send_frame(reader, {"pieces": [[address + LARGE - 2, 2]]})
+        assert came(reader, 2) == bytes(memory[-2:])
+
+
+@pytest.mark.parametrize(
+    ("secret", "offset", "nbytes"),
+    [
+        ("6" * 32, 0, 8),
+        (SECRET, LARGE - 4, 8),
+        (SECRET, -8, 8),
+        (SECRET, 0, 0),
+        (SECRET, 8, -8),
+        (SECRET, 0, (1 << 64) - 1),
+        (SECRET, 0, 0.5),
+    ],
+)
+def test_no_other_memory_is_read(
+    server: MetadataServer, readable: tuple[bytearray, int], secret: str, offset: int, nbytes: Any
+) -> None:
+    _, address = readable
+    with connected(server) as reader:
+        asked(reader, secret, (address + offset, nbytes))
+        assert came(reader, 1) == b""
+    assert answer(server, SECRET)["metadata"]
+
+
+def test_a_withdrawn_version_is_read_no_more_when_withdraw_returns(
+    server: MetadataServer, readable: tuple[bytearray, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader hangs, so the source waits for it in the middle of a read."""
+    monkeypatch.setattr(metadata_server, "LEAVE_S", 10 * BOUND_S)
+    memory, address = readable
+    with connected(server) as reader:
+        asked(reader, SECRET, (address, LARGE))
+        assert came(reader, 1) == b"w"
+        server.withdraw(SECRET)
+        memory[:] = bytes(LARGE)
+        assert b"\0" not in came(reader, LARGE)
+
+
+def test_neighbouring_regions_are_read_as_one() -> None:
+    memory = bytearray(b"0123456789")
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    found = ReadableMemory([(address + 4, 2), (address, 4), (address + 8, 0), (address + 7, 3)])
+    assert bytes(found.view(address + 1, 5)) == b"12345"
+    assert bytes(found.view(address + 7, 3)) == b"789"
+    for at, nbytes in ((5, 2), (6, 1), (0, 7), (-1, 2)):
+        with pytest.raises(ValueError, match="not offered"):
+            found.view(address + at, nbytes)
