@@ -38,6 +38,8 @@ class FrontendLimits:
     """Messages on the fleet subject under way in one frontend. Each waits for a whole fleet, and all share one core."""
     event_listeners: int = 64
     """Readers of fleet events. Each is an open connection and a queue. One fleet has fewer readers than this."""
+    kept_events: int = 4096
+    """The newest events, which a reader that connects again gets. With some 500 bytes each they take 2 MB."""
     queued_events: int = 4096
     """The number of events that a reader may be behind: a fleet of a thousand workers makes 2,000 in one update."""
     event_keep_alive_s: float = 15.0

@@ -89,6 +89,7 @@ class Frontend:
         self.tokens = Tokens(client, view, self.generation.check_model)
         fleet = Fleet(client)
         fleet.liveness_timeout_s = options.liveness_timeout_s
+        fleet.expected, fleet.left = options.expect, self.departures.recent
         self.recovery = UpdateRecovery(fleet, view)
         self.calls = OpRunner(fleet)
         self.events.running = fleet.running_update

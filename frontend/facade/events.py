@@ -7,7 +7,9 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from nats.aio.msg import Msg
@@ -34,6 +36,9 @@ log = logging.getLogger("frontend.facade.events")
 TOLD_UPDATES = 1024
 """The number of outcomes that are remembered, so that no event comes twice."""
 
+KEPT_S = 3600.0
+"""The time for which events are kept: an operator who is called looks within the hour."""
+
 Kind = Literal["member", "op", "update", "admission", "end"]
 
 PROGRESS_S = 1.0
@@ -41,12 +46,27 @@ PROGRESS_S = 1.0
 
 HELLO = b": connected\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+MISSED = b'event: missed\ndata: {"fix": "read the state: events before the next one are not kept any more"}\n\n'
+"""It has no id, so a reader that connects again names the last event that it really got."""
 
 _CHANGE_OF = {"running": "began", "prepared": "prepared", "committed": "finished", "aborted": "aborted"}
 
 
 async def _nothing_runs() -> RunningUpdate | None:
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptEvent:
+    id: int
+    at: float
+    """Unix seconds."""
+    kind: Kind
+    data: dict[str, Any]
+
+    def framed(self) -> bytes:
+        data = to_json({**self.data, "at": self.at})
+        return b"id: %d\nevent: %s\ndata: %s\n\n" % (self.id, self.kind.encode(), data)
 
 
 class Listener:
@@ -79,6 +99,10 @@ class FleetEvents:
         self._status = status
         self._listeners: set[Listener] = set()
         self._last_id = int(time.time() * 1000)
+        self._first_id = self._last_id
+        """Ids up to this one are of an earlier frontend."""
+        self._kept: deque[_KeptEvent] = deque(maxlen=limits.kept_events)
+        """The newest events, for readers that connect again."""
         self._workers: dict[str, dict[str, Any]] = {}
         """instance_id → the last `admission` event's data."""
         self._made: WeightVersion | None = None
@@ -117,8 +141,16 @@ class FleetEvents:
         for listener in self._listeners:
             listener.end("stopping")
 
-    async def listen(self) -> AsyncGenerator[bytes, None]:
-        """The bytes of one stream. Raises Unavailable before the first byte if there are too many listeners."""
+    async def listen(
+        self, after: int | None = None, since_s: float | None = None, *, follow: bool = True
+    ) -> AsyncGenerator[bytes, None]:
+        """The bytes of one stream. Raises Unavailable before the first byte if there are too many listeners.
+
+        Args:
+            after: The id of the last event that the reader has. The kept events after it come first.
+            since_s: The kept events of so many seconds come first. With both, `after` counts.
+            follow: Wait for more events. Else the stream ends after the kept ones.
+        """
         if len(self._listeners) >= self.limits.event_listeners or self._stopping:
             raise Unavailable(
                 "this frontend is stopping"
@@ -128,10 +160,15 @@ class FleetEvents:
                 fix="end another stream, or ask another frontend",
             )
         listener = Listener(self.limits.queued_events)
+        missed = self._missed(after, since_s)
         self._listeners.add(listener)
         self._follow_update()
         try:
             yield HELLO
+            for framed in missed:
+                yield framed
+            if not follow:
+                return
             while listener.ending is None or not listener.queue.empty():
                 try:
                     async with asyncio.timeout(self.limits.event_keep_alive_s):
@@ -152,14 +189,32 @@ class FleetEvents:
 
     def _framed(self, kind: Kind, data: dict[str, Any]) -> bytes:
         self._last_id += 1
-        return b"id: %d\nevent: %s\ndata: %s\n\n" % (self._last_id, kind.encode(), to_json(data))
+        return _KeptEvent(self._last_id, time.time(), kind, data).framed()
 
-    def _send(self, kind: Kind, data: dict[str, Any]) -> None:
+    def _send(self, kind: Kind, data: dict[str, Any], *, keep: bool = True) -> None:
+        """Sends an event to every reader. `keep`: readers that connect later may get it too."""
+        self._last_id += 1
+        event = _KeptEvent(self._last_id, time.time(), kind, data)
+        if keep:
+            self._kept.append(event)
         if not self._listeners:
             return
-        event = self._framed(kind, data)
+        framed = event.framed()
         for listener in self._listeners:
-            listener.put(event)
+            listener.put(framed)
+
+    def _missed(self, after: int | None, since_s: float | None) -> list[bytes]:
+        """The kept events that a reader has not got, oldest first. The event `missed` comes before them if events that
+        it has not got are not kept any more."""
+        now = time.time()
+        kept = [event for event in self._kept if now - event.at <= KEPT_S]
+        if after is None:
+            return [event.framed() for event in kept if since_s is not None and now - event.at <= since_s]
+        wanted = [event.framed() for event in kept if event.id > after]
+        first = kept[0].id if kept else self._last_id + 1
+        dropped = len(kept) < len(self._kept) or len(self._kept) == self._kept.maxlen
+        complete = self._first_id <= after <= self._last_id and (not dropped or after >= first - 1)
+        return wanted if complete else [MISSED, *wanted]
 
     # ---- sources ----
 
@@ -270,4 +325,4 @@ class FleetEvents:
             else:
                 if update is None:
                     return
-                self._send("update", {"change": "progress", **update})
+                self._send("update", {"change": "progress", **update}, keep=False)

@@ -29,6 +29,9 @@ TAG = "steer"
 ExtendReply = Callable[[dict[str, Any], str], dict[str, Any]]
 """Adds to the reply of `workers`, for the listener's address as the caller reaches it."""
 
+MAX_DIGITS = 15
+"""The digits of an event's id, and some more."""
+
 EVENTS_DOC = """Server-sent events with `id` (rising), `event` and `data` (JSON), of the frontend's own component:
 
 - `member`: `{change: joined | left | reconnected | restarted, instance_id, incarnation, epoch}`
@@ -45,7 +48,12 @@ EVENTS_DOC = """Server-sent events with `id` (rising), `event` and `data` (JSON)
   changed
 - `end`: `{reason: slow | stopping}`, the last event: connect again
 
-No event is repeated. Read `state` after the first bytes, then follow. A comment comes every 15 s.
+Each has `at`, Unix seconds. Read `state` after the first bytes, then follow. A comment comes every 15 s.
+
+The frontend keeps its newest 4,096 events of the last hour, without `progress`. A reader that connects again with the
+header `Last-Event-ID` first gets those that it has missed; `?since_s=600` first gives those of ten minutes, and
+`&follow=false` ends the stream after them. The event
+`missed` says that some are not kept any more, or that another frontend has made them.
 """
 
 
@@ -102,6 +110,15 @@ def add_facade_routes(
     _add_streams(api, events, metrics)
 
 
+def _number(field: str, given: str | None) -> int | None:
+    """A whole number that a caller gives as text. None: it gives none."""
+    if given is None or given == "":
+        return None
+    if not given.isascii() or not given.isdigit() or len(given) > MAX_DIGITS:
+        raise InvalidRequest(f"{field} is {given[:64]!r}", field=field, fix="give a whole number, or leave it out")
+    return int(given)
+
+
 def _op_endpoint(op: FleetOp, calls: OpRunner, extend: ExtendReply | None) -> Endpoint:
     lists = list_fields(op.request)
 
@@ -137,8 +154,15 @@ async def _health(request: Request) -> Response:
 def _add_streams(api: Api, events: FleetEvents, metrics: FrontendMetrics) -> None:
     async def follow(request: Request) -> Response:
         for name in request.query_params:
-            raise InvalidRequest(f"unknown field {name!r}", field=name, fix="leave it out")
-        return EventStream(events.listen(), framed=True, limits=events.limits)
+            if name not in ("since_s", "follow"):
+                raise InvalidRequest(f"unknown field {name!r}", field=name, fix="use since_s or follow")
+        if (follows := request.query_params.get("follow", "true")) not in ("true", "false"):
+            raise InvalidRequest(f"follow is {follows[:64]!r}", field="follow", fix="true or false")
+        after = _number("Last-Event-ID", request.headers.get("last-event-id"))
+        since_s = _number("since_s", request.query_params.get("since_s"))
+        return EventStream(
+            events.listen(after, since_s, follow=follows == "true"), framed=True, limits=events.limits
+        )
 
     async def show_metrics(request: Request) -> Response:
         return Response(await metrics.text_for_scraper(), headers={"Content-Type": CONTENT_TYPE})

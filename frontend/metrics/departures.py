@@ -1,15 +1,30 @@
-"""Counts the workers that have left the fleet, by what this frontend knew of them."""
+"""Remembers the workers that have left the fleet, and counts them by what this frontend knew of them."""
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable
 
 from frontend.routing.fleet_status import FleetStatus, WorkerStatus
-from rl_plane.membership.core import Changed
+from rl_plane.membership.core import Changed, Member
 from rl_plane.membership.view import MembershipView
+from rl_plane.protocol.fleet_reply_types import LeftWorker
 
 REASONS = ("ended", "engine", "connection", "silent", "replaced")
 """The reasons that docs/metrics.md explains."""
+KEPT = 100
+"""The workers that are remembered: more than an operator reads."""
+KEPT_S = 3600.0
+"""An operator who is called looks within the hour. The log has what came before."""
+MAX_WHY_CHARS = 300
+WHY = {
+    "ended": "it has ended in order, by a signal or after a drain",
+    "engine": "its engine hung or died",
+    "connection": "its connection to NATS has closed: it was killed or has crashed, or its machine is gone",
+    "silent": "it did not answer: it hangs, or the network between is broken",
+    "replaced": "a new process has taken its instance id",
+}
 
 
 class Departures:
@@ -19,8 +34,10 @@ class Departures:
         self.counts = dict.fromkeys(REASONS, 0)
         self._view = view
         self._status = status
-        self._closed_by: dict[str, frozenset[str]] = {}
-        """instance_id → why the worker is closed, by its last status."""
+        self._left: deque[tuple[Member, float, str, str]] = deque(maxlen=KEPT)
+        """The worker, Unix seconds, the reason, and the reason in words."""
+        self._closed_by: dict[str, dict[str, str]] = {}
+        """instance_id → why the worker is closed, by its last status: reason → its text."""
         self._stop_view: Callable[[], None] = lambda: None
 
     def start(self) -> None:
@@ -32,13 +49,13 @@ class Departures:
         self._stop_view = lambda: None
 
     def _on_status(self, instance_id: str, status: WorkerStatus) -> None:
-        self._closed_by[instance_id] = frozenset(reason.partition(":")[0] for reason in status.reasons)
+        self._closed_by[instance_id] = {reason.partition(":")[0]: reason for reason in status.reasons}
 
     def _on_change(self, change: Changed) -> None:
         before, after = change.before, change.after
         if before is None or (after is not None and after.incarnation == before.incarnation):
             return
-        reasons = self._closed_by.pop(before.instance_id, frozenset())
+        reasons = self._closed_by.pop(before.instance_id, {})
         if before.stage is not None:
             return  # no count of workers has it
         if "leaving" in reasons:
@@ -51,3 +68,25 @@ class Departures:
             closed = self._view.connection_closed((before.server_id, before.client_id))
             reason = "connection" if closed else "silent"
         self.counts[reason] += 1
+        why = f"{WHY[reason]} ({reasons['engine'][:MAX_WHY_CHARS]})" if reason == "engine" else WHY[reason]
+        self._left.append((before, time.time(), reason, why))
+
+    def recent(self) -> list[LeftWorker]:
+        """The workers that have left in the last hour, newest first."""
+        now, here = time.time(), {member.instance_id for member in self._view.snapshot()}
+        return [
+            LeftWorker(
+                instance_id=member.instance_id,
+                incarnation=member.incarnation,
+                engine=member.info.get("engine"),
+                host=member.info.get("host"),
+                pid=member.info.get("pid"),
+                left_at=at,
+                ago_s=max(0.0, now - at),
+                reason=reason,
+                why=why,
+                back=member.instance_id in here,
+            )
+            for member, at, reason, why in reversed(self._left)
+            if now - at <= KEPT_S
+        ]

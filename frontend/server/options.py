@@ -48,6 +48,8 @@ class FrontendOptions:
     """The private key of the certificate. Both files are read again when they change."""
     dialects: tuple[str, ...] = tuple(DIALECTS)
     """The dialects of trainers' clients that the facade answers. With a dialect, the facade generates too."""
+    expect: int = 0
+    """The number of workers that must serve before the fleet is ready. 0: one is enough."""
     liveness_timeout_s: float = 5.0
     admission_wait_s: float = DEFAULT_ADMISSION_WAIT_S
     """The longest wait of a generation request for a worker."""
@@ -71,6 +73,8 @@ class FrontendOptions:
                     field="dialects",
                     fix=f"name some of {', '.join(DIALECTS)}",
                 )
+        if self.expect < 0:
+            raise InvalidRequest(f"expect is {self.expect}", field="expect", fix="a number of workers, 0 or more")
         if (self.https_cert is None) != (self.https_key is None):
             missing = "https_cert" if self.https_cert is None else "https_key"
             raise InvalidRequest(f"{missing} is missing", field=missing, fix="give the certificate and its key")

@@ -64,6 +64,7 @@ LISTENERS = (
     "https_key",
     "dialects",
     "part_timeout_s",
+    "expect",
     "liveness_timeout_s",
 )
 FRONTEND = (*BUS, *LISTENERS, "record", "record_files", "drain_s", "log_level", "json")

@@ -96,6 +96,13 @@ def _weight_url(text: str) -> str:
     return text
 
 
+def _duration(text: str) -> int:
+    found = re.fullmatch(r"([0-9]{1,7})([smh]?)", text)
+    if found is None:
+        raise ValueError(text)
+    return int(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+
+
 WORD = matching("TEXT", r"(?s).+", "give a value, or leave it out")
 PAIR = matching("K=V", r"(?s)[^=]+=.*", "write key=value")
 PATH = Text("DIR", _path, "give a path")
@@ -103,6 +110,7 @@ DIRECTORY = Text("DIR", lambda text: _existing(text, Path.is_dir), "name an exis
 PATH_TO_FILE = Text("FILE", _path, "give a path")
 FILE = Text("FILE", lambda text: _existing(text, Path.is_file), "name an existing file")
 FILE_OR_OFF = Text("FILE", lambda text: text if text == "off" else FILE._parse(text), f"{FILE._fix}, or `off`")
+DURATION = Text("TIME", _duration, "give seconds, or a number with s, m or h, such as 10m")
 PORT = click.IntRange(0, 65535)
 PORT_OR_OFF = Text("PORT", _port_or_off, "give a port from 0 (a free one) to 65535, or `off`")
 NAME = Text("NAME", lambda text: check_name("name", text), "use 1 to 64 letters, digits, _ or -")

@@ -218,6 +218,7 @@ SETTINGS: dict[str, Setting] = {
             Seconds(0.001, MAX_PART_TIMEOUT_S),
             PART_TIMEOUT_S,
         ),
+        Setting("expect", "The workers that must serve before the fleet is ready.", IntRange(0, 100_000), 0),
         Setting("record", "Record each completion in files of this folder, for `rl-plane replay`.", types.PATH),
         Setting("record_files", "The files that stay there, of 64 MiB each.", IntRange(1, 100_000), 16),
         # up
@@ -242,6 +243,10 @@ SETTINGS: dict[str, Setting] = {
             separator=",",
         ),
         Setting("json", "Print JSON.", bool, False),
+        Setting(
+            "since_s", "Show the events of so much time: 600, 90s, 10m, 1h.", types.DURATION, 600, flag="--since"
+        ),
+        Setting("follow", "Go on, until Ctrl-C.", bool, False),
         Setting("timeout_s", "Seconds to wait for the answer; of an update, for the weights.", _POSITIVE),
         Setting(
             "mode",

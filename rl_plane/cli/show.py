@@ -48,6 +48,16 @@ UPDATE_COLUMNS = {
     "WHY": "why",
 }
 WHY_CHARS = 60
+SHOWN_GONE = 5
+LEFT_COLUMNS = {
+    "LEFT": "left",
+    "INSTANCE": "instance_id",
+    "ENGINE": "engine",
+    "HOST": "host",
+    "PID": "pid",
+    "BACK": "back",
+    "WHY": "why",
+}
 SHOWN_BEHIND = 5
 """The workers that `state` lists for the update that runs: those that are furthest behind."""
 AGAINST = {
@@ -71,9 +81,9 @@ DONE = {
 def show(op: str, reply: Reply, body: Reply) -> str:
     """The reply of an op as text."""
     if op == "state":
-        return "\n".join([*_heads(reply), *_running(reply), *_rows(reply, STATE_COLUMNS)])
+        return "\n".join([*_heads(reply), *_running(reply), *_rows(reply, STATE_COLUMNS), *_gone(reply)])
     if op == "workers":
-        return "\n".join([*_heads(reply), *_rows(reply, WORKER_COLUMNS), *_nodes(reply)])
+        return "\n".join([*_heads(reply), *_rows(reply, WORKER_COLUMNS), *_nodes(reply), *_left(reply)])
     if op == "updates":
         return "\n".join(_updates(reply))
     if op == "new_run":
@@ -97,11 +107,42 @@ def _heads(reply: Reply) -> list[str]:
         words = [f"{name}:"] if name else []
         if "ready" in head:
             words += ["ready," if head["ready"] else "not ready,", f"{head.get('pause_state')},"]
+        if head.get("expected"):
+            there = sum(row.get("component", name) == name for row in reply["workers"])
+            words.append(f"{there} of {head['expected']} workers,")
         if head.get("version"):
             words.append(f"version {_version(head['version'], digest=True)},")
         words.append(f"epoch {head.get('epoch')}, fingerprint {head.get('fingerprint')}")
         lines.append(one_line(" ".join(words)))
     return lines
+
+
+def _departed(reply: Reply) -> list[Reply]:
+    components: Mapping[str, Reply] = reply.get("components") or {"": reply}
+    return [one for head in components.values() for one in head.get("left") or ()]
+
+
+def _gone(reply: Reply) -> list[str]:
+    """One line for each worker that has left and is not back: the newest ones."""
+    gone = [one for one in _departed(reply) if not one["back"]]
+    lines = [
+        one_line(f"{one['instance_id']} left {_ago(one['ago_s'])}: {one['why']}") for one in gone[:SHOWN_GONE]
+    ]
+    if len(gone) > SHOWN_GONE:
+        lines.append(f"{len(gone) - SHOWN_GONE} more have left in the last hour: rl-plane workers")
+    return lines
+
+
+def _left(reply: Reply) -> list[str]:
+    """The workers that have left in the last hour."""
+    rows = [
+        {**one, "left": _ago(one["ago_s"]), "back": "yes" if one["back"] else "no"} for one in _departed(reply)
+    ]
+    return ["", table(rows, LEFT_COLUMNS)] if rows else []
+
+
+def _ago(seconds: float) -> str:
+    return f"{seconds:.0f} s ago" if seconds < 120 else f"{seconds / 60:.0f} min ago"
 
 
 def _running(reply: Reply) -> list[str]:

@@ -24,6 +24,7 @@ from rl_plane.errors import (
     Conflict,
     InvalidRequest,
     MembershipChanged,
+    NoWorkers,
     PlaneError,
     StaleFence,
     Unavailable,
@@ -59,6 +60,7 @@ from rl_plane.membership.core import Snapshot
 from rl_plane.membership.worker_calls import FanOut, WorkerCalls, check_pin
 from rl_plane.protocol import update_requests, worker_ops
 from rl_plane.protocol.fleet_ops import FLEET_OPS, Select
+from rl_plane.protocol.fleet_reply_types import LeftWorker
 from rl_plane.protocol.record import DesiredMemory, DesiredPause, version_wire
 from rl_plane.protocol.running import RunningUpdate
 from rl_plane.protocol.subjects import ADMISSION_PREFIX, DISABLED, MEMORY, PAUSE, Subjects, check_name
@@ -89,6 +91,10 @@ class Fleet:
     def __init__(self, client: WorkerCalls) -> None:
         self.client = client
         self._updates = updates = FleetUpdates(client)
+        self.expected = 0
+        """The number of workers that must serve before the fleet is ready. A call's `min_workers` counts instead."""
+        self.left: Callable[[], list[LeftWorker]] = list
+        """The workers that have left the client's own component, newest first."""
         self.liveness_timeout_s = worker_ops.OPS["liveness"].timeout_s
         self._handlers: dict[str, Handler] = {
             "liveness": self._liveness,
@@ -220,7 +226,8 @@ class Fleet:
         record = call.view.record
         out = await self._ask(call, "state")
         serving = [row for row in out.rows if row.status == "ok" and is_serving(row, record)]
-        wanted = max(1, call.select.min_workers)
+        named = "min_workers" in call.select.model_fields_set
+        wanted = max(1, call.select.min_workers if named else self.expected)
         if len(serving) < wanted:
             raise Unavailable(
                 f"{len(serving)} admitted workers hold the committed version, of {wanted} that are asked for",
@@ -230,14 +237,19 @@ class Fleet:
         return {**merged(call, out, ready=True), "alive": reply["alive"]}
 
     async def _state(self, call: FleetCall[Any]) -> dict[str, Any]:
-        await members_of(call)
+        await self._members_of(call)
         record = call.view.record
         out, running = await asyncio.gather(self._ask(call, "state"), self._running(call.view.subjects))
         bodies = [row.body for row in out.rows if row.status == "ok"]
         return merged(
             call,
             out,
-            ready=bool(bodies) and not out.failed and all(is_serving(row, record) for row in out.rows),
+            ready=bool(bodies)
+            and not out.failed
+            and all(is_serving(row, record) for row in out.rows)
+            and (call.select.workers is not None or len(out.rows) >= self.expected),
+            expected=self.expected or None,
+            left=self._left(call),
             engine_alive=bool(bodies) and not out.failed and all(body["engine_alive"] for body in bodies),
             pause_state=common([body["pause_state"] for body in bodies], "mixed"),
             applied_weight_version=common([body["applied_weight_version"] for body in bodies], None),
@@ -256,6 +268,18 @@ class Fleet:
             update=with_workers(running, out.rows) if running is not None else None,
         )
 
+    def _left(self, call: FleetCall[Any]) -> list[LeftWorker]:
+        return self.left() if call.view.subjects.component == self.client.component else []
+
+    async def _members_of(self, call: FleetCall[Any]) -> Snapshot:
+        """The fleet that a read means. NoWorkers names the workers that have left."""
+        try:
+            return await members_of(call)
+        except NoWorkers as error:
+            if left := self._left(call):
+                error.facts["left"] = left
+            raise
+
     async def running_update(self) -> RunningUpdate | None:
         """The update that runs in the client's own component, as the op `state` reports it. None: no update runs."""
         running = await self._running(self.client.subjects())
@@ -272,9 +296,9 @@ class Fleet:
             return None
 
     async def _workers(self, call: FleetCall[Any]) -> dict[str, Any]:
-        snapshot = await members_of(call)
+        snapshot = await self._members_of(call)
         out = await self._ask(call, "state")
-        reply = merged(call, out)
+        reply = merged(call, out, left=self._left(call))
         for row, member in zip(reply["workers"], in_order(snapshot, out), strict=True):
             row.update(listed(call, member))
         return reply

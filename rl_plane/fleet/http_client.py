@@ -8,7 +8,7 @@ import socket
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -27,6 +27,9 @@ from rl_plane.protocol.fleet_ops import FLEET_OPS
 
 MAX_REPLY_BYTES = 64 << 20
 """The state of 10,000 workers has 10 MB."""
+
+EVENTS_SILENT_S = 60.0
+"""A frontend sends a comment each 15 s, so a stream that is silent for longer is lost."""
 
 _BY_STATUS: dict[int, type[PlaneError]] = {
     400: InvalidRequest,
@@ -109,6 +112,49 @@ def call_json(
             ) from error
         raise Unavailable(
             f"no frontend answers at {base}: {reason or type(reason).__name__}",
+            fix="start one (`rl-plane up`), or set --url / RL_PLANE_URL",
+        ) from error
+
+
+def read_events(
+    url: str, key: str | None, since_s: int, after: int | None, follow: bool
+) -> Iterator[tuple[int | None, str, dict[str, Any]]]:
+    """Yields the events of a frontend: (id, kind, data). The stream ends when the frontend ends it.
+
+    Args:
+        url, key: those of `call_facade`.
+        since_s: The kept events of so many seconds come first.
+        after: The id of the last event that the caller has. None: it has none. Else this counts, and not `since_s`.
+        follow: Waits for more events. Else only the kept ones come.
+
+    Raises:
+        PlaneError: as the frontend raised it. Unavailable: the connection was lost.
+    """
+    base = url.rstrip("/").removesuffix("/v1/rl")
+    query = urlencode({"since_s": since_s, "follow": str(follow).lower()})
+    headers = {"Accept": "text/event-stream", CLIENT_HEADER: this_process()}
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
+    if after is not None:
+        headers["Last-Event-ID"] = str(after)
+    try:
+        request = urllib.request.Request(f"{base}/v1/rl/events?{query}", None, headers)
+        with _OPENER.open(request, timeout=EVENTS_SILENT_S) as stream:
+            fields: dict[str, str] = {}
+            while raw := stream.readline(MAX_REPLY_BYTES):
+                name, _, value = raw.decode().rstrip("\n").partition(": ")
+                if name:
+                    fields[name] = value
+                elif "data" in fields:  # an empty line ends an event
+                    number = int(fields["id"]) if "id" in fields else None
+                    yield number, fields["event"], _object(base, fields["data"].encode())
+                    fields = {}
+    except urllib.error.HTTPError as error:
+        with error:
+            raise _error(base, error.code, error.read(MAX_REPLY_BYTES)) from error
+    except (urllib.error.URLError, OSError, http.client.HTTPException, ValueError, KeyError) as error:
+        raise Unavailable(
+            f"no frontend answers at {base}: {getattr(error, 'reason', error)}",
             fix="start one (`rl-plane up`), or set --url / RL_PLANE_URL",
         ) from error
 

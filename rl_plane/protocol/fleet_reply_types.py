@@ -86,9 +86,33 @@ class ReportedState(WorkerEntry, StateReply):
     """One worker's admission, pause, version and load."""
 
 
+class LeftWorker(TypedDict):
+    """A worker that has left the fleet, as the frontend that answers has seen it."""
+
+    instance_id: str
+    incarnation: str
+    engine: str | None
+    host: str | None
+    pid: int | None
+    left_at: float
+    """Unix seconds."""
+    ago_s: float
+    reason: str
+    """`ended`, `engine`, `connection`, `silent` or `replaced`: see docs/metrics.md."""
+    why: str
+    """The reason in words."""
+    back: bool
+    """A worker of this instance id is in the fleet again."""
+
+
 class FleetState(Merged):
     ready: bool
-    """Every worker is admitted and holds the committed version."""
+    """Every worker is admitted and holds the committed version, and there are as many as are expected."""
+    expected: int | None
+    """The number of workers that the frontend expects (`--expect`). None: it expects none."""
+    left: list[LeftWorker]
+    """The workers that left in the last hour, newest first, at most 100, as this frontend has seen it since its start.
+    A client over NATS has none."""
     engine_alive: bool
     pause_state: Literal["running", "paused", "mixed"]
     applied_weight_version: str | None
@@ -126,6 +150,8 @@ class ListedWorker(ReportedState):
 
 
 class FleetWorkers(Merged):
+    left: list[LeftWorker]
+    """The field of `FleetState` explains it."""
     workers: list[ListedWorker]
 
 

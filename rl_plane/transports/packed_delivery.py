@@ -65,11 +65,13 @@ class PackedDelivery(Delivery):
             if data is None:
                 raise _wrong(f"only {number} of {len(self._manifest.buckets)} buckets came")
             if not isinstance(data, memoryview):
-                yield from data
+                for name, tensor in data:
+                    self.came(tensor.data.nbytes)
+                    yield name, tensor
                 continue
             if data.nbytes != bucket.nbytes:
                 raise _wrong(f"bucket {number} came with {data.nbytes} bytes, not {bucket.nbytes}")
-            self.came(data.nbytes)
+            self.came(sum(placed.spec.nbytes for placed in bucket.tensors))  # without the gaps between tensors
             for placed in bucket.tensors:
                 place = data[placed.offset : placed.offset + placed.spec.nbytes]
                 yield placed.name, HostTensor(placed.spec, place, self._owned)

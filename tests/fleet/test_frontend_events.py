@@ -21,6 +21,7 @@ from frontend.routing.fleet_status import FleetStatus
 from frontend.server import listeners
 from frontend.server.event_stream import EventStream, unless_gone
 from frontend.server.options import FrontendOptions
+from rl_plane.cli import main
 from rl_plane.errors import InvalidRequest, Unavailable
 from tests.support.committed_records import record, rolling
 from tests.support.faults import spawn_faulty
@@ -40,7 +41,11 @@ Event = tuple[int, str, dict[str, Any]]
 def parsed(block: str) -> Event | None:
     """`(id, kind, data)`; None for a comment."""
     fields = dict(line.split(": ", 1) for line in block.strip().splitlines() if not line.startswith(":"))
-    return (int(fields["id"]), fields["event"], json.loads(fields["data"])) if fields else None
+    if not fields:
+        return None
+    data = json.loads(fields["data"])
+    assert abs(data.pop("at") - time.time()) < 600
+    return int(fields["id"]), fields["event"], data
 
 
 class Reader:
@@ -70,8 +75,8 @@ class Reader:
 
 
 @asynccontextmanager
-async def reading(rl: httpx.AsyncClient) -> AsyncIterator[Reader]:
-    async with rl.stream("GET", "events") as response:
+async def reading(rl: httpx.AsyncClient, query: str = "", **headers: str) -> AsyncIterator[Reader]:
+    async with rl.stream("GET", f"events{query}", headers=headers) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
         reader = Reader(response.aiter_lines())
@@ -395,3 +400,57 @@ async def test_a_reader_sees_the_progress_of_an_update_that_stands_still(
         assert (await call).status_code == 200
     began = [data for _, kind, data in reader.seen if kind == "update" and data["change"] == "began"]
     assert [one["caller"] for one in began] == ["127.0.0.1"]
+
+
+async def test_a_reader_that_connects_again_gets_what_it_has_missed(plane: Plane) -> None:
+    async with facade_of(plane, replace(LIMITS, kept_events=20)) as rl:
+        plane.spawn()
+        assert (await rl.get("ready?wait_s=20")).status_code == 200
+        async with reading(rl) as reader:
+            await rl.post("update_weights", json=update_of(plane, 1))
+            await reader.until(lambda kind, data: kind == "update" and data["change"] == "finished")
+        last = str(reader.seen[-1][0])
+        await rl.post("update_weights", json=update_of(plane, 2))
+        again = {"Last-Event-ID": last}
+        async with reading(rl, **again) as late:
+            await late.until(lambda kind, data: kind == "update" and data["change"] == "finished")
+        assert {data["label"] for _, kind, data in late.seen if kind == "update"} == {"step_2"}
+        ids = [number for number, _, _ in late.seen]
+        assert ids == sorted(set(ids))
+        assert ids[0] > int(last)
+        async with reading(rl, "?since_s=600") as recent:
+            await recent.until(lambda kind, data: kind == "update" and data.get("label") == "step_2")
+        for _ in range(20):
+            await rl.post("resume", json={})
+        async with reading(rl, **again) as too_late:
+            assert "event: missed" in (await too_late.block() or "")
+        for number in ("1", str(int(last) + 10**9)):
+            async with reading(rl, **{"Last-Event-ID": number}) as stranger:
+                assert "event: missed" in (await stranger.block() or "")
+        refused = await rl.get("events", headers={"Last-Event-ID": "x"})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["field"] == "Last-Event-ID"
+
+
+async def test_the_command_line_shows_the_kept_events_and_ends(
+    plane: Plane, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = FrontendOptions(plane.url, plane.namespace, plane.component, rl_port=0, http_port=None)
+    async with (
+        started(options) as urls,
+        httpx.AsyncClient(base_url=f"{urls['rl_url']}/v1/rl/", timeout=BOUND_S) as rl,
+    ):
+        worker = plane.spawn()
+        assert (await rl.get("ready?wait_s=20")).status_code == 200
+        reply = await rl.post("update_weights", json=update_of(plane, 1), headers={"Idempotency-Key": "the-id"})
+        assert reply.status_code == 200
+        argv = ["events", "--since", "1h", "--url", urls["rl_url"]]
+        assert await asyncio.to_thread(main.run, argv) == 0
+        out = capsys.readouterr().out
+        assert f"worker {worker.instance_id} joined" in out
+        assert "update the-id (step_1) began, asked by 127.0.0.1" in out
+        assert "update the-id (step_1) finished (" in out
+        assert await asyncio.to_thread(main.run, [*argv, "--json"]) == 0
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert {"member", "update", "admission"} <= {line["event"] for line in lines}
+        assert await asyncio.to_thread(main.run, ["events", "--since", "soon"]) == 2

@@ -180,7 +180,7 @@ class RelayedPull(PackedDelivery):
             one = self._out.get()  # bounded, since each read is
             if isinstance(one, BaseException):
                 raise one
-            self.came(self._manifest.buckets[one.number].nbytes)
+            self.came(sum(tensor.spec.nbytes for _, tensor in one.tensors))
             yield from one.tensors
             if one.slot is not None:
                 self._news.put(_Free(one.slot))

@@ -15,7 +15,7 @@ from rl_plane.cli.output import one_line
 from rl_plane.cli.settings import SETTINGS
 
 COMMANDS = ["up", "nats", "worker", "frontend", "state", "workers", "pause", "resume", "update", "check"]
-COMMANDS += ["rollback", "abort", "complete", "updates", "enable", "disable", "publish", "demo"]
+COMMANDS += ["events", "rollback", "abort", "complete", "updates", "enable", "disable", "publish", "demo"]
 
 BLOCKED = [
     "torch",

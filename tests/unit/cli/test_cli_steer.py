@@ -123,6 +123,31 @@ def test_state_tells_of_the_update_that_runs(facade: Facade, capsys: pytest.Capt
     assert "receive, 21.4 s so far, dropped after 120 s without a call of its trainer" in capsys.readouterr().out
 
 
+def test_workers_that_left_are_listed(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = {
+        "instance_id": ID_B,
+        "engine": "hf",
+        "host": "gpu3",
+        "pid": 7,
+        "ago_s": 12.3,
+        "why": "it did not answer",
+        "back": False,
+    }
+    left = [{**gone, "back": True}, gone, {**gone, "ago_s": 600.0}]
+    facade.answers({**HEAD, "ready": False, "expected": 2, "left": left, "workers": [state_row(ID_A)]})
+    assert main.run(["state"]) == 0
+    out = capsys.readouterr().out
+    assert "1 of 2 workers, epoch 7" in out
+    assert out.splitlines()[-2:] == [
+        f"{ID_B} left 12 s ago: it did not answer",
+        f"{ID_B} left 10 min ago: it did not answer",
+    ]
+    assert main.run(["workers"]) == 0
+    table = capsys.readouterr().out.splitlines()[-4:]
+    assert table[0].split() == ["LEFT", "INSTANCE", "ENGINE", "HOST", "PID", "BACK", "WHY"]
+    assert [line.split()[7] for line in table[1:3]] == ["yes", "no"]
+
+
 def test_abort_and_complete(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
     facade.answers({**HEAD, "update_id": "u1", "workers": []})
     assert main.run(["abort", "u1"]) == 0

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from frontend.completions.token_timings import TokenTimings
-from frontend.metrics.departures import Departures
+from frontend.metrics.departures import KEPT, KEPT_S, Departures
 from frontend.metrics.frontend_metrics import FleetFacts, FrontendMetrics, GenerationFacts
 from frontend.metrics.lock_and_pause import LockAndPause
 from frontend.metrics.update_metrics import outcome_of
@@ -185,6 +185,10 @@ class View:
     """A membership view that a test drives."""
 
     closed = False
+    here: tuple[Member, ...] = ()
+
+    def snapshot(self) -> tuple[Member, ...]:
+        return self.here
 
     def listen(self, listener: Any) -> Any:
         self.tell = listener
@@ -230,6 +234,28 @@ def test_a_worker_that_leaves_is_counted_by_its_reason(
     assert {reason: count for reason, count in departures.counts.items() if count} == (
         {counted: 1} if counted else {}
     )
+    left = departures.recent()
+    assert [one["reason"] for one in left] == ([counted] if counted else [])
+    if counted == "engine":
+        assert "it hangs" in left[0]["why"]
+
+
+def test_the_workers_that_left_are_remembered_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("frontend.metrics.departures.time.time", lambda: now[0])
+    view, status = View(), Status()
+    departures = Departures(view, status)  # type: ignore[arg-type]
+    departures.start()
+    members = [replace(MEMBER, instance_id=f"{number:016x}", info={"host": "a"}) for number in range(KEPT + 1)]
+    for member in members:
+        view.tell(Changed(member, None))
+        now[0] += 1
+    view.here = (members[-1],)
+    left = departures.recent()
+    assert [one["instance_id"] for one in left] == [member.instance_id for member in reversed(members[1:])]
+    assert (left[0]["ago_s"], left[0]["host"], left[0]["back"], left[1]["back"]) == (1.0, "a", True, False)
+    now[0] = 1000.0 + KEPT + KEPT_S
+    assert [one["instance_id"] for one in departures.recent()] == [members[-1].instance_id]
 
 
 def test_a_pipeline_stage_counts_nowhere() -> None:
