@@ -235,9 +235,9 @@ class Chooser:
         if len(self._read_s) < SLOW_READS:
             return
         long_s = max(SLOW * median(self._read_s), SLOW_LEAST_S)
-        for peer in self._peers.values():
-            if peer.reading is not None and now - peer.begun > long_s:
-                peer.slow = True
+        for source in (self._trainer, *self._peers.values()):
+            if source.reading is not None and now - source.begun > long_s:
+                source.slow = True  # of the trainer: a peer may have got the bucket meanwhile
 
     def _inherit(self, peer: _Source) -> None:
         """Takes a part of this peer's share from the trainer. The other receivers take the other parts."""

@@ -192,6 +192,22 @@ def test_a_slow_peer_is_replaced_while_its_read_goes_on() -> None:
     assert one.next(0.7) == BucketRead(2, "p1"), "no peer is slow for ever"
 
 
+def test_a_bucket_that_the_trainer_sends_slowly_comes_from_a_peer_that_has_it() -> None:
+    one = chooser(peers=2, buckets=32)
+    slow = one.next(0.0)
+    assert slow is not None
+    assert slow.source == TRAINER
+    one.announced("p1", [1, 4, 7, 10, slow.bucket])
+    for number in range(4):
+        read = one.next(0.1 * number)
+        assert read is not None
+        assert read.source == "p1"
+        one.arrived(read, 0.1 * (number + 1))
+        one.verified(read)
+    assert one.next(0.45) is None
+    assert one.next(0.55) == BucketRead(slow.bucket, "p1")
+
+
 # ---- fleets ----
 
 
