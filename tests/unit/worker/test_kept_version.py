@@ -330,6 +330,9 @@ class Engine:
     def cached_digest(self) -> None:
         return None
 
+    def received(self) -> None:
+        return None
+
     async def discard(self, staging: str) -> None:
         self.called.append("discard")
 
