@@ -68,9 +68,9 @@ def _words(kind: str, data: Mapping[str, Any]) -> str:
     if kind == "op":
         return f"{data['op']} by {data['asked_by'] or data['who']}: {data['outcome']}"
     if kind == "admission":
-        version = (data.get("version") or {}).get("label")
+        version = f"version {data['version']['label']}" if data.get("version") else "no version"
         state = "open" if data["open"] else f"closed: {', '.join(data['reasons'])}"
-        return f"worker {data['instance_id']} {state}; {'paused, ' if data['paused'] else ''}version {version}"
+        return f"worker {data['instance_id']} {state}; {'paused, ' if data['paused'] else ''}{version}"
     if kind == "update":
         return f"update {data['update_id']} ({data['label']}) {_update_words(data)}"
     return f"{kind}: {data.get('fix') or data.get('reason') or ''}"

@@ -231,9 +231,8 @@ def _expected(state: CommandState, session: UpdateSession | None) -> UpdateSessi
     """The prepared update, if it is the one that the command names."""
     update_id = state.command.update_id
     if session is None or update_id not in ("", session.update_id):
-        named = f": {update_id}" if update_id else ""
         raise UpdateAborted(
-            f"no such update is prepared{named}",
+            f"no such update is prepared: {update_id}" if update_id else "no update runs, and none is prepared",
             field="update_id",
             fix="prepare_weights_update first; a prepared update is dropped when its trainer is silent",
         )

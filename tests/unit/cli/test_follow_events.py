@@ -45,7 +45,7 @@ ONE = {"update_id": "u", "label": "one", "who": "frontend@a:1", "caller": "train
         (
             "admission",
             {"instance_id": "a", "open": False, "reasons": ["behind"], "paused": True, "version": None},
-            "worker a closed: behind; paused, version None",
+            "worker a closed: behind; paused, no version",
         ),
         ("missed", {"fix": "read the state"}, "missed: read the state"),
         ("end", {"reason": "slow"}, "end: slow"),
