@@ -115,6 +115,12 @@ def copied_unhashed(place: memoryview, data: memoryview, algorithm: DigestAlgori
     return unhashed(place)
 
 
+def filled_unhashed(place: memoryview, read: Callable[[int, memoryview], None], algorithm: DigestAlgorithm) -> str:
+    """For a read that is hashed: only the read."""
+    read(0, place)
+    return unhashed(place)
+
+
 def _read_unhashed(
     file: SafetensorsFile, offset: int, pieces: Iterable[memoryview], algorithm: DigestAlgorithm
 ) -> str:
@@ -141,6 +147,8 @@ def workers(
 ) -> None:
     """The real thing: worker processes as `rl-plane worker --engine fake --copies N` makes them. `verify` False: no
     tensor that arrives is hashed."""
+    import rl_plane.transports.ipc.in_place
+    import rl_plane.transports.nixl.pull
     import rl_plane.weights.checkpoint
     import worker.receive.staging
     from worker.process import run
@@ -150,6 +158,8 @@ def workers(
         worker.receive.staging.tensor_digest = unhashed  # type: ignore[attr-defined]
         worker.receive.staging.copy_hashed = copied_unhashed  # type: ignore[attr-defined]
         rl_plane.weights.checkpoint._read_hashed = _read_unhashed
+        for module in (rl_plane.transports.ipc.in_place, rl_plane.transports.nixl.pull):
+            module.read_hashed = filled_unhashed  # type: ignore[attr-defined]
     run(
         WorkerOptions(
             engine,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import sys
 import threading
@@ -273,8 +274,10 @@ def test_after_a_failed_read_the_agent_is_not_used_again_and_ends_before_its_mem
     [one] = puller._idle
     area = StagingArea.for_specs(SPECS, shared=True)
     memory = weakref.ref(area.place("a.large").obj)
-    monkeypatch.setattr(one.agent, "transfer", lambda handle: "ERR")
-    with pytest.raises(Unavailable, match="a read ended as ERR"):
+    reads = itertools.chain([one.agent.transfer], itertools.repeat(lambda handle: "ERR"))
+    # The first read succeeds: if it fails, the bytes come over TCP.
+    monkeypatch.setattr(one.agent, "transfer", lambda handle: next(reads)(handle))
+    with pytest.raises(Unavailable, match="has withdrawn these weights: ERR"):
         placed(puller.open(offered(sender, tensors(1)), "base"), area)
     assert puller._idle == []
     area.close()
