@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import random
 import sys
 import threading
@@ -274,9 +273,9 @@ def test_after_a_failed_read_the_agent_is_not_used_again_and_ends_before_its_mem
     [one] = puller._idle
     area = StagingArea.for_specs(SPECS, shared=True)
     memory = weakref.ref(area.place("a.large").obj)
-    reads = itertools.chain([one.agent.transfer], itertools.repeat(lambda handle: "ERR"))
+    real = [one.agent.transfer]
     # The first read succeeds: if it fails, the bytes come over TCP.
-    monkeypatch.setattr(one.agent, "transfer", lambda handle: next(reads)(handle))
+    monkeypatch.setattr(one.agent, "transfer", lambda handle: real.pop()(handle) if real else "ERR")
     with pytest.raises(Unavailable, match="has withdrawn these weights: ERR"):
         placed(puller.open(offered(sender, tensors(1)), "base"), area)
     assert puller._idle == []
