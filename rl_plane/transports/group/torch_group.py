@@ -8,12 +8,15 @@ gives up.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plane._util.own_address import own_address
@@ -42,6 +45,8 @@ REMOVE_S = 5.0
 CHUNK_BYTES = 4 << 20
 """The length of a chunk in the store, whose values may have 8 MB."""
 MAX_CHUNKS = 64
+LIBRARY_CHUNK = 4 << 20
+"""Bytes of a library that are read at once, before torch is imported."""
 AHEAD = 2
 """Buckets in memory on each side: one is packed or unpacked while the other is on its way."""
 NCCL_ENVIRONMENT = {
@@ -461,6 +466,9 @@ def formed_together(places: Sequence[Place], join_timeout_s: float) -> Group:
 
 
 def import_torch() -> Any:
+    """Returns torch. Raises Unsupported in a process that has none."""
+    if "torch" not in sys.modules:
+        _read_torch_libraries()
     try:
         import torch.distributed
     except ImportError as error:
@@ -468,6 +476,20 @@ def import_torch() -> Any:
             "there is no torch in this process", field="transport.backend", fix="use filesystem"
         ) from error
     return torch
+
+
+def _read_torch_libraries() -> None:
+    """Reads torch's libraries, so that the import finds them in the page cache.
+
+    The import loads them while it holds the interpreter's lock. From a slow disk that takes so many seconds that the
+    fleet would take the worker for hung: its NATS loop could not answer.
+    """
+    spec = importlib.util.find_spec("torch")
+    for package in spec.submodule_search_locations or () if spec is not None else ():
+        for library in Path(package, "lib").glob("*.so*"):
+            with library.open("rb", buffering=0) as file:
+                while file.read(LIBRARY_CHUNK):  # without the interpreter's lock
+                    pass
 
 
 def gpu(device: str | None) -> str:
