@@ -28,11 +28,11 @@ from frontend.facade.facade_routes import add_facade_routes
 from frontend.facade.nats_service import FleetService
 from frontend.facade.op_runner import OpRunner
 from frontend.facade.update_recovery import UpdateRecovery
-from frontend.metrics.departures import Departures
 from frontend.metrics.frontend_metrics import FleetFacts, FrontendMetrics, GenerationFacts
 from frontend.metrics.lock_and_pause import LockAndPause
 from frontend.records.record_writer import RecordWriter
 from frontend.routing.committed import Committed
+from frontend.routing.departures import Departures
 from frontend.routing.engine_client import EngineClient
 from frontend.routing.fleet_status import FleetStatus
 from frontend.routing.routing_lease import FrontendLease

@@ -6,17 +6,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
-from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from nats.aio.msg import Msg
 
+from frontend.facade.kept_events import KeptEvents, Kind
 from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.routing.fleet_status import FleetStatus, WorkerStatus
-from frontend.server.replies import to_json
 from rl_plane._util.limited_log import LimitedLog
 from rl_plane.bus.connection import is_marker
 from rl_plane.bus.entries import decoded
@@ -36,37 +33,16 @@ log = logging.getLogger("frontend.facade.events")
 TOLD_UPDATES = 1024
 """The number of outcomes that are remembered, so that no event comes twice."""
 
-KEPT_S = 3600.0
-"""The time for which events are kept: an operator who is called looks within the hour."""
-
-Kind = Literal["member", "op", "update", "admission", "end"]
-
 PROGRESS_S = 1.0
-"""The interval of the events `progress`. The workers are asked only while an update runs and somebody listens."""
+"""The interval of the events `progress`. The workers are asked only while an update runs and a reader listens."""
 
 HELLO = b": connected\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-MISSED = b'event: missed\ndata: {"fix": "read the state: events before the next one are not kept any more"}\n\n'
-"""It has no id, so a reader that connects again names the last event that it really got."""
-
 _CHANGE_OF = {"running": "began", "prepared": "prepared", "committed": "finished", "aborted": "aborted"}
 
 
 async def _nothing_runs() -> RunningUpdate | None:
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class _KeptEvent:
-    id: int
-    at: float
-    """Unix seconds."""
-    kind: Kind
-    data: dict[str, Any]
-
-    def framed(self) -> bytes:
-        data = to_json({**self.data, "at": self.at})
-        return b"id: %d\nevent: %s\ndata: %s\n\n" % (self.id, self.kind.encode(), data)
 
 
 class Listener:
@@ -98,11 +74,7 @@ class FleetEvents:
         self._view = view
         self._status = status
         self._listeners: set[Listener] = set()
-        self._last_id = int(time.time() * 1000)
-        self._first_id = self._last_id
-        """Ids up to this one are of an earlier frontend."""
-        self._kept: deque[_KeptEvent] = deque(maxlen=limits.kept_events)
-        """The newest events, for readers that connect again."""
+        self._kept = KeptEvents(limits.kept_events)
         self._workers: dict[str, dict[str, Any]] = {}
         """instance_id → the last `admission` event's data."""
         self._made: WeightVersion | None = None
@@ -160,7 +132,7 @@ class FleetEvents:
                 fix="end another stream, or ask another frontend",
             )
         listener = Listener(self.limits.queued_events)
-        missed = self._missed(after, since_s)
+        missed = self._kept.missed(after, since_s)
         self._listeners.add(listener)
         self._follow_update()
         try:
@@ -178,7 +150,7 @@ class FleetEvents:
                     continue
                 if event is not None:
                     yield event
-            yield self._framed("end", {"reason": listener.ending})
+            yield self._kept.new("end", {"reason": listener.ending}, keep=False).framed()
         finally:
             self._listeners.discard(listener)
 
@@ -187,34 +159,14 @@ class FleetEvents:
         in `FleetCall`. `outcome`: ok, or the error's code."""
         self._send("op", {"op": op, "who": who, "asked_by": asked_by, "outcome": outcome})
 
-    def _framed(self, kind: Kind, data: dict[str, Any]) -> bytes:
-        self._last_id += 1
-        return _KeptEvent(self._last_id, time.time(), kind, data).framed()
-
     def _send(self, kind: Kind, data: dict[str, Any], *, keep: bool = True) -> None:
         """Sends an event to every reader. `keep`: readers that connect later may get it too."""
-        self._last_id += 1
-        event = _KeptEvent(self._last_id, time.time(), kind, data)
-        if keep:
-            self._kept.append(event)
+        event = self._kept.new(kind, data, keep=keep)
         if not self._listeners:
             return
         framed = event.framed()
         for listener in self._listeners:
             listener.put(framed)
-
-    def _missed(self, after: int | None, since_s: float | None) -> list[bytes]:
-        """The kept events that a reader has not got, oldest first. The event `missed` comes before them if events that
-        it has not got are not kept any more."""
-        now = time.time()
-        kept = [event for event in self._kept if now - event.at <= KEPT_S]
-        if after is None:
-            return [event.framed() for event in kept if since_s is not None and now - event.at <= since_s]
-        wanted = [event.framed() for event in kept if event.id > after]
-        first = kept[0].id if kept else self._last_id + 1
-        dropped = len(kept) < len(self._kept) or len(self._kept) == self._kept.maxlen
-        complete = self._first_id <= after <= self._last_id and (not dropped or after >= first - 1)
-        return wanted if complete else [MISSED, *wanted]
 
     # ---- sources ----
 

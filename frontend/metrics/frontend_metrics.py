@@ -44,7 +44,7 @@ class FleetFacts:
     """The sequence of the committed state. None: nothing is committed yet."""
     version_lag: int
     lease: bool | None
-    """None: this frontend delivers no tokens."""
+    """None if this frontend delivers no tokens."""
     lock_held_by: Mapping[str, int]
     lock_held_s: float
     pause_left_s: float

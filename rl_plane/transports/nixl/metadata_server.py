@@ -11,9 +11,9 @@ import hmac
 import logging
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rl_plane._util.forks import not_for_children
 from rl_plane._util.framing import frame_of, read_frame, send_frame
@@ -85,6 +85,9 @@ class RelayOffer(Offer):
         with self._changed:
             self.verified.append(bucket)
             self._changed.notify_all()
+
+
+AnyOffer = TypeVar("AnyOffer", bound=Offer)
 
 
 class MetadataServer:
@@ -247,47 +250,27 @@ class MetadataServer:
                 self._serve_receiver(secret, connection)
 
     def _serve_receiver(self, secret: str, connection: socket.socket) -> None:
-        with self._lock:
-            offer = _known(self._offers, secret)
-            if offer is not None:
-                offer.receivers.add(connection)
-        if offer is None:
-            connection.sendall(NOT_KEPT)
-            return
-        try:
+        with self._joined(lambda: _known(self._offers, secret), "receivers", connection) as offer:
+            if offer is None:
+                connection.sendall(NOT_KEPT)
+                return
             connection.sendall(offer.frame)
             connection.settimeout(None)
             connection.recv(1)  # returns when either side closes the connection
-        finally:
-            self._leaves(offer.receivers, connection)
 
     def _serve_reads(self, secret: str, connection: socket.socket) -> None:
-        with self._lock:
-            offer = _known(self._offers, secret) or _known(self._relays, secret)
+        with self._joined(
+            lambda: _known(self._offers, secret) or _known(self._relays, secret), "reads", connection
+        ) as offer:
             if offer is not None:
-                offer.reads.add(connection)
-        if offer is None:
-            return
-        try:
-            serve_reads(connection, offer.memory)
-        finally:
-            self._leaves(offer.reads, connection)
-
-    def _leaves(self, connections: set[socket.socket], connection: socket.socket) -> None:
-        with self._left:
-            connections.discard(connection)
-            self._left.notify_all()
+                serve_reads(connection, offer.memory)
 
     def _serve_peer(self, secret: str, connection: socket.socket) -> None:
         """Tells a peer which buckets are verified, as they are, until the relay ends or the peer leaves."""
-        with self._lock:
-            relay = _known(self._relays, secret)
-            if relay is not None:
-                relay.receivers.add(connection)
-        if relay is None:
-            connection.sendall(NOT_HERE_YET)
-            return
-        try:
+        with self._joined(lambda: _known(self._relays, secret), "receivers", connection) as relay:
+            if relay is None:
+                connection.sendall(NOT_HERE_YET)
+                return
             connection.sendall(relay.frame)
             told = 0
             while not relay.ended:
@@ -301,11 +284,22 @@ class MetadataServer:
                     return
             connection.settimeout(None)
             connection.recv(1)  # returns when either side closes the connection
+
+    @contextlib.contextmanager
+    def _joined(
+        self, find: Callable[[], AnyOffer | None], how: Literal["receivers", "reads"], connection: socket.socket
+    ) -> Iterator[AnyOffer | None]:
+        """The offer that `find` returns under the lock. The connection is in its set `how` until the block ends."""
+        with self._lock:
+            offer = find()
+            joined: set[socket.socket] = set() if offer is None else getattr(offer, how)
+            joined.add(connection)
+        try:
+            yield offer
         finally:
-            self._leaves(relay.receivers, connection)
-
-
-AnyOffer = TypeVar("AnyOffer", bound=Offer)
+            with self._left:
+                joined.discard(connection)
+                self._left.notify_all()
 
 
 def _known(offers: Mapping[str, AnyOffer], secret: str) -> AnyOffer | None:

@@ -9,10 +9,10 @@ from typing import Any, get_args
 import pytest
 
 from frontend.completions.token_timings import TokenTimings
-from frontend.metrics.departures import KEPT, KEPT_S, Departures
 from frontend.metrics.frontend_metrics import FleetFacts, FrontendMetrics, GenerationFacts
 from frontend.metrics.lock_and_pause import LockAndPause
 from frontend.metrics.update_metrics import outcome_of
+from frontend.routing.departures import KEPT, KEPT_S, Departures
 from frontend.routing.fleet_status import CLOSED_REASONS
 from rl_plane.bus.lock import LOCK_TTL_S
 from rl_plane.commit.history import UpdateEntry
@@ -242,7 +242,7 @@ def test_a_worker_that_leaves_is_counted_by_its_reason(
 
 def test_the_workers_that_left_are_remembered_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr("frontend.metrics.departures.time.time", lambda: now[0])
+    monkeypatch.setattr("frontend.routing.departures.time.time", lambda: now[0])
     view, status = View(), Status()
     departures = Departures(view, status)  # type: ignore[arg-type]
     departures.start()
