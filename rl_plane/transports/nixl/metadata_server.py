@@ -313,10 +313,14 @@ def _memory_of(places: Sequence[Sequence[Region]]) -> ReadableMemory:
 
 
 def _has_left(connection: socket.socket) -> bool:
+    within_s = connection.gettimeout()
+    connection.setblocking(False)  # with a time-out, Python would wait for a byte so long, whatever the flags of recv
     try:
-        return connection.recv(1, socket.MSG_DONTWAIT) == b""
+        return connection.recv(1) == b""
     except BlockingIOError:
         return False
+    finally:
+        connection.settimeout(within_s)
 
 
 def _hang_up(connection: socket.socket) -> None:
