@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -71,6 +72,22 @@ def test_garbage_is_closed(server: MetadataServer, said: bytes) -> None:
         except ConnectionResetError:
             pass  # closed with unread bytes
     assert answer(server, SECRET)["metadata"]
+
+
+def test_a_peer_hears_of_a_bucket_that_is_verified_after_a_pause(
+    server: MetadataServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata_server, "RELAY_LOOK_S", 0.01)
+    relay = server.offer_relay("7" * 32, b"how to read the memory", [[(1, 4)], [(8, 4)]])
+    with connected(server) as peer:
+        send_frame(peer, {"protocol": PROTOCOL, "secret": "7" * 32, "relay": True})
+        assert read_frame(peer)["places"]
+        for bucket in (1, 0):
+            time.sleep(0.1)  # the server looks several times whether the peer has left
+            relay.announce(bucket)
+            assert read_frame(peer, within_s=BOUND_S) == {"verified": [bucket]}
+        server.end_relay(relay)
+        assert peer.recv(1) == b""
 
 
 LARGE = 32 << 20
