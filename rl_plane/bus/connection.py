@@ -198,6 +198,12 @@ class _Client(Client):  # type: ignore[misc]  # nats-py has no types
         finally:
             giving_up.cancel()
 
+    async def _process_pong(self) -> None:
+        """Takes the answer to a flush. If the flush has given up before, nats-py would end its reading loop."""
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
+
     async def _flush_pending(self, force_flush: bool = False) -> Any:
         """Waits while 2 MB are pending. nats-py swallows a cancellation in this wait, so it is raised again here."""
         task = asyncio.current_task()

@@ -87,19 +87,21 @@ class Links:
     def __init__(self, url: str, namespace: str) -> None:
         self._place = NodePlace(url, Subjects(namespace, "engine"), INSTANCE)
         self._made: list[NodeLink] = []
+        self.hang_s = HANG_S
+        """The silence after which the nodes made from now on take each other for hung."""
 
     def _settings(self, rank: int, count: int, wait_s: float) -> NodeSettings:
         return NodeSettings(count, rank, "127.0.0.1:25000", wait_s)
 
     def head(self, count: int = 2, wait_s: float = BOUND_S, **facts: Any) -> HeadLink:
-        made = HeadLink(self._place, self._settings(0, count, wait_s), HANG_S, {**FACTS, **facts})
+        made = HeadLink(self._place, self._settings(0, count, wait_s), self.hang_s, {**FACTS, **facts})
         self._made.append(made)
         made.start()
         return made
 
     def node(self, rank: int = 1, count: int = 2, wait_s: float = BOUND_S, **facts: Any) -> FollowerLink:
         settings = self._settings(rank, count, wait_s)
-        made = FollowerLink(self._place, settings, HANG_S, {**FACTS, **facts}, lambda tied: f"digest of {rank}")
+        made = FollowerLink(self._place, settings, self.hang_s, {**FACTS, **facts}, lambda tied: f"digest of {rank}")
         self._made.append(made)
         made.start()
         return made
@@ -310,6 +312,7 @@ def test_a_node_that_hangs(links: Links, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_look_finds_an_end_at_once(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_watch, "GONE_S", BOUND_S)
+    links.hang_s = BOUND_S
     head, node, *_ = links.pair()
     head.look_for_lost()
     assert head.lost is None
