@@ -101,7 +101,9 @@ class Links:
 
     def node(self, rank: int = 1, count: int = 2, wait_s: float = BOUND_S, **facts: Any) -> FollowerLink:
         settings = self._settings(rank, count, wait_s)
-        made = FollowerLink(self._place, settings, self.hang_s, {**FACTS, **facts}, lambda tied: f"digest of {rank}")
+        made = FollowerLink(
+            self._place, settings, self.hang_s, {**FACTS, **facts}, lambda tied: f"digest of {rank}"
+        )
         self._made.append(made)
         made.start()
         return made

@@ -314,7 +314,8 @@ def _memory_of(places: Sequence[Sequence[Region]]) -> ReadableMemory:
 
 def _has_left(connection: socket.socket) -> bool:
     within_s = connection.gettimeout()
-    connection.setblocking(False)  # with a time-out, Python would wait for a byte so long, whatever the flags of recv
+    # With a time-out Python would wait for a byte so long, whatever the flags of recv.
+    connection.setblocking(False)
     try:
         return connection.recv(1) == b""
     except BlockingIOError:
