@@ -444,9 +444,9 @@ class UpdatePolicy(Body):
     keep_staged: bool = False
     """Each rank keeps a copy of the base weights in host memory until the next swap. The next delta or partial version
     is applied to this copy, and other workers may heal from it."""
-    relay: bool = False
-    """With `nixl`, two or more workers fetch the weights from one another too. It is off by default: with eight hosts
-    it was slower than eight reads from the trainer (docs/large-models.md)."""
+    relay: bool = True
+    """With `nixl`, two or more workers fetch the weights from one another too. False: each worker fetches everything
+    from the trainer."""
     pause_mode: PauseMode = Field("keep", json_schema_extra={"enum": [*PAUSE_WORDS]})
     """The mode of the pause during the swap, see `pause`. `retract` is `keep` with `flush_cache`, `in_place` is `keep`
     without it."""

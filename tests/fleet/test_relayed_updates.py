@@ -36,7 +36,7 @@ async def test_workers_fetch_an_update_from_one_another_and_the_history_says_so(
     client = await plane.client()
     new = plane.model(1, **SHAPE)
     transport = await source.offers(new, bucket_bytes=1 << 20)
-    reply = await client.run("update_weights", update_of(transport, "one", relay=True))
+    reply = await client.run("update_weights", update_of(transport, "one"))
     assert reply["version"]["digest"] == model_digest(new)
     assert await all_serve(client, "one")
     sources = reply["sources"]
@@ -52,7 +52,7 @@ async def test_workers_fetch_an_update_from_one_another_and_the_history_says_so(
     }
     assert transport["secret"] not in repr([reply, entry, state])
     again = await source.offers(plane.model(2, **SHAPE), bucket_bytes=1 << 20)
-    reply = await client.run("update_weights", update_of(again, "two", relay=True))
+    reply = await client.run("update_weights", update_of(again, "two"))
     assert reply["version"]["digest"] == model_digest(plane.model(2, **SHAPE)), "the areas are not mixed up"
 
 
@@ -61,12 +61,12 @@ async def test_one_worker_alone_fetches_from_the_trainer(plane: Plane, trainer: 
     plane.spawn(model=plane.model(0, **SHAPE))
     client = await plane.client()
     transport = await source.offers(plane.model(1, **SHAPE), bucket_bytes=1 << 20)
-    reply = await client.run("update_weights", update_of(transport, "one", relay=True))
+    reply = await client.run("update_weights", update_of(transport, "one"))
     assert "sources" not in reply
     assert [one["received_from"] for one in (await states(client)).values()] == [[]]
 
 
-@pytest.mark.parametrize(("shape", "policy"), [({}, {"relay": True}), (SHAPE, {})])
+@pytest.mark.parametrize(("shape", "policy"), [({}, {}), (SHAPE, {"relay": False})])
 async def test_a_small_update_and_one_without_relay_come_from_the_trainer_alone(
     plane: Plane, trainer: Callable[..., Trainer], shape: dict[str, Any], policy: dict[str, Any]
 ) -> None:
@@ -87,7 +87,7 @@ async def test_a_worker_that_joins_late_heals_from_a_worker_and_not_from_the_tra
     client = await plane.client()
     new = plane.model(1, **SHAPE)
     transport = await source.offers(new, bucket_bytes=1 << 20)
-    await client.run("update_weights", update_of(transport, "one", keep_staged=True, relay=True))
+    await client.run("update_weights", update_of(transport, "one", keep_staged=True))
     await source.keeps()
     late = plane.spawn(model=plane.model(0, **SHAPE), ready=False)
     await asyncio.to_thread(late.wait_ready, 60.0)

@@ -171,7 +171,6 @@ async def test_strangers_at_every_socket_of_an_update(
     monkeypatch.setattr(BlockingFleet, "run", watched.run_between(BlockingFleet.run))
     # By nixl, workers listen for one another too.
     options: dict[str, Any] = {"bucket_bytes": 1 << 18, "workers": 2, "encoding": "full"}
-    options["policy"] = {"relay": backend == "nixl"}  # then workers listen for one another too
     publisher = WeightPublisher(plane.model(1, **SHAPE), fleet, transport=backend, **options)
     try:
         await publisher.publish_async("one")

@@ -8,7 +8,7 @@ slow, or never gets a bucket.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -29,14 +29,19 @@ SLOW_READS = 4
 """No read is called slow before so many others have ended."""
 
 PATIENCE_S = (0.25, 5.0)
-"""A receiver that has its share leaves the trainer alone for as long as two of its reads take, within these bounds.
-Then it takes its part of what no peer has: some peer gets less from the trainer than the others."""
+"""A receiver to which nothing comes waits for as long as two of its reads take, within these bounds. Then it takes its
+part of what no peer has from the trainer, one bucket after another, until a peer has something again."""
 
 FIRST_PATIENCE_S = 1.0
 """The patience of a receiver none of whose reads has ended."""
 
 MORE_PATIENCE = 4
 """It waits so many times as long for the other parts, which its peers take if they wait in vain too."""
+
+
+BEHIND = 2 / 3
+"""A receiver that has its own share does not wait for a share of which it lacks more than this part, and no peer has
+it. The owner's link is a third as fast as its own, for a reason that lasts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +92,25 @@ class Chooser:
         """Bucket → the sources from which it comes, until it is verified."""
         self._trainer = _Source(TRAINER)
         self._peers = {peer.worker: _Source(peer.worker, share=peer.share) for peer in plan.peers}
-        start = len(sizes) * (plan.share or 0) // plan.shares
+        start = self._first_turn(plan.share or 0)
         self._turn = (*range(start, len(sizes)), *range(start))
         """All buckets, from a place that differs for each worker: receivers that take the buckets of a lost peer from
         the trainer don't begin with the same one."""
         self._own = deque(self._of_share(plan.share)) if plan.share is not None else deque[int]()
         """Buckets to take from the trainer: the own share, then those of lost and of slow peers."""
         self._idle_since = now
-        """The time at which the last read from the trainer ended. Without a share: the last read from any source."""
+        """The time at which the last read ended that was not instead of a peer."""
+        self._behind: set[int] = set()
+        """Shares that were found behind. They stay so, because their buckets come from other receivers then."""
+        self._instead: set[int] = set()
+        """Buckets that were read from the trainer because no peer had them."""
         self._read_s: deque[float] = deque(maxlen=8)
 
-    def _of_share(self, share: int) -> Iterable[int]:
-        return (bucket for bucket in self._turn if self._plan.share_of(bucket) == share)
+    def _first_turn(self, share: int) -> int:
+        return len(self._sizes) * share // self._plan.shares
+
+    def _of_share(self, share: int) -> Sequence[int]:
+        return [bucket for bucket in self._turn if self._plan.share_of(bucket) == share]
 
     # ---- events ----
 
@@ -122,7 +134,7 @@ class Chooser:
         source.ended = source.heard = now
         source.reading, source.slow = None, False
         self._read_s.append(seconds)
-        if read.source == TRAINER or self._plan.share is None:
+        if read.source != TRAINER or read.bucket not in self._instead:
             self._idle_since = now
 
     def verified(self, read: BucketRead) -> None:
@@ -218,18 +230,37 @@ class Chooser:
         take the other parts."""
         if self._own or self._trainer.reading is not None:
             return None
+        waits = any(peer.good for peer in self._peers.values())
+        found = [bucket for bucket in self._turn if bucket in self._missing and not self._comes(bucket)]
+        if waits:
+            self._find_behind(found)
+            found = [bucket for bucket in found if self._may_take(bucket, now - self._idle_since)]
+        if not found:
+            return None
+        bucket = min(found, key=self._distance)
+        self._instead.add(bucket)
+        return BucketRead(bucket, TRAINER)
+
+    def _find_behind(self, lacking: Iterable[int]) -> None:
+        """Marks the shares of which no peer has much, though this receiver has the whole of its own."""
+        if self._plan.share is not None:
+            counts = Counter(self._plan.share_of(bucket) for bucket in lacking)
+            self._behind.update(one for one, count in counts.items() if count > BEHIND * len(self._of_share(one)))
+
+    def _may_take(self, bucket: int, waited_s: float) -> bool:
+        """Whether this receiver takes a bucket from the trainer that no peer has."""
         least_s, most_s = PATIENCE_S
         patience_s = min(max(2 * median(self._read_s), least_s), most_s) if self._read_s else FIRST_PATIENCE_S
-        waits = any(peer.good for peer in self._peers.values())
-        if waits and now - self._idle_since < patience_s:
-            return None
-        shares, own = self._plan.shares, self._plan.share
-        after = own if own is not None else 0
-        found = [bucket for bucket in self._turn if bucket in self._missing and not self._comes(bucket)]
-        if waits and now - self._idle_since < MORE_PATIENCE * patience_s:
-            found = [bucket for bucket in found if self._heir(bucket) == own]
-        nearest = min(found, key=lambda bucket: (self._heir(bucket) - after) % shares, default=None)
-        return None if nearest is None else BucketRead(nearest, TRAINER)
+        if self._heir(bucket) != self._plan.share:
+            return waited_s >= MORE_PATIENCE * patience_s
+        return waited_s >= patience_s or self._plan.share_of(bucket) in self._behind
+
+    def _distance(self, bucket: int) -> tuple[int, int]:
+        """How far a bucket is from being this receiver's to take: the own part first, and of each share first what its
+        owner takes last."""
+        share = self._plan.share_of(bucket)
+        after = (self._heir(bucket) - (self._plan.share or 0)) % self._plan.shares
+        return after, -((bucket - self._first_turn(share)) % len(self._sizes))
 
     def _find_slow(self, now: float) -> None:
         if len(self._read_s) < SLOW_READS:

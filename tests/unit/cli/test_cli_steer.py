@@ -225,7 +225,7 @@ def test_update(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
             "barrier": "strict",
             "staging": "host",
             "keep_staged": True,
-            "relay": False,
+            "relay": True,
             "pause_mode": "wait",
             "on_prepare_failure": "exclude",
             "min_ready": 2,

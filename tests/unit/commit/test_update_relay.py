@@ -13,7 +13,6 @@ from rl_plane.protocol.relay import RelayPlan, SourceUse, largest
 from rl_plane.protocol.update_requests import ReceiveRequest
 from tests.support.update_machine import MEMBERS, Driver, bad, ok, update
 
-RELAYED = {"relay": True}
 NIXL = {"backend": "nixl", "host": "10.0.0.9", "port": 5000, "secret": "s"}
 
 
@@ -22,7 +21,7 @@ def sent(driver: Driver, op: str) -> list[SendOp]:
 
 
 def test_each_worker_gets_its_own_plan() -> None:
-    driver = Driver(update(transport=NIXL, policy=RELAYED))
+    driver = Driver(update(transport=NIXL))
     driver.run()
     assert list(sent(driver, "open_relay")[0].workers) == list(MEMBERS)
     (prepared,) = sent(driver, "prepare_update")
@@ -45,7 +44,7 @@ def test_a_worker_that_serves_no_peers_fetches_from_the_trainer() -> None:
         rows = [ok(key, relay=place) for key, place in found.items()]
         return Answered([ok(first, relay=None), bad(second, DeadlineExceeded("it is silent")), *rows])
 
-    driver = Driver(update(transport=NIXL, policy=RELAYED), prepare=[places, None])
+    driver = Driver(update(transport=NIXL), prepare=[places, None])
     driver.run()
     (prepared,) = sent(driver, "prepare_update")
     assert list(prepared.workers) == list(MEMBERS), "all take part in the update"
@@ -56,11 +55,11 @@ def test_a_worker_that_serves_no_peers_fetches_from_the_trainer() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        {"transport": NIXL},
-        {"transport": {**NIXL, "shares": [{"rank": 0}, {"rank": 1}]}, "policy": RELAYED},
-        {"transport": {"backend": "filesystem", "path": "/w"}, "policy": RELAYED},
-        {"transport": NIXL, "policy": {**RELAYED, "staging": "none"}},
-        {"transport": NIXL, "target": {"kind": "lora", "op": "load", "name": "a"}, "policy": RELAYED},
+        {"transport": NIXL, "policy": {"relay": False}},
+        {"transport": {**NIXL, "shares": [{"rank": 0}, {"rank": 1}]}},
+        {"transport": {"backend": "filesystem", "path": "/w"}},
+        {"transport": NIXL, "policy": {"staging": "none"}},
+        {"transport": NIXL, "target": {"kind": "lora", "op": "load", "name": "a"}},
     ],
 )
 def test_other_updates_have_no_plan(body: dict[str, Any]) -> None:

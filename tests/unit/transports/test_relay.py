@@ -8,7 +8,7 @@ import pytest
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.relay import MAX_PEERS, TRAINER, RelayPeer, RelayPlan
-from rl_plane.transports.relay.chooser import HANG_S, BucketRead, Chooser
+from rl_plane.transports.relay.chooser import HANG_S, MORE_PATIENCE, BucketRead, Chooser
 from rl_plane.transports.relay.plan import plan_relay, steps_back
 from tests.support.relay_network import GBIT, MB, Network, addresses, relayed
 
@@ -138,25 +138,38 @@ def test_without_peers_the_trainer_gives_everything_at_once() -> None:
 
 
 def test_a_receiver_waits_for_its_peers_before_it_takes_their_shares() -> None:
-    """Bucket 4 is this receiver's part of the share of p1, and bucket 1 is the part of p2."""
-    one = chooser(buckets=6)
-    for bucket in (0, 3):
-        read = one.next(0.0)
-        assert read == BucketRead(bucket, TRAINER)
-        one.arrived(read, 0.2)
-        one.verified(read)
-    one.announced("p2", [2, 5])
-    assert one.next(0.2) == BucketRead(2, "p2")
+    """Of the share of p1, bucket 1 is this receiver's part, and bucket 7 is the part of p2."""
+    one = chooser(buckets=9)
+    for bucket in (0, 3, 6):
+        finish(one, BucketRead(bucket, TRAINER), 0.0, 0.2)
+    one.announced("p1", [4])
+    one.announced("p2", [2, 5, 8])
+    finish(one, BucketRead(4, "p1"), 0.2, 0.4)
+    finish(one, BucketRead(2, "p2"), 0.4, 0.6)
+    finish(one, BucketRead(5, "p2"), 0.6, 0.8)
+    finish(one, BucketRead(8, "p2"), 0.8, 1.0)
     patience_s = 2 * 0.2
-    assert one.next(0.2 + patience_s - 0.01) is None
-    part = one.next(0.2 + patience_s + 0.01)
-    assert part is not None
-    assert part.source == TRAINER
-    assert part.bucket in (1, 4), "what no peer has"
-    one.arrived(part, 1.0)
-    one.verified(part)
-    assert one.next(1.0 + patience_s + 0.3) is None, "the other one is the part of a peer"
-    assert one.next(9.0) == BucketRead(5 - part.bucket, TRAINER)
+    assert one.next(1.0 + patience_s - 0.01) is None
+    finish(one, BucketRead(1, TRAINER), 1.0 + patience_s + 0.01, 1.5)
+    assert one.next(1.0 + MORE_PATIENCE * patience_s - 0.01) is None, "the other one is the part of a peer"
+    finish(one, BucketRead(7, TRAINER), 1.0 + MORE_PATIENCE * patience_s + 0.01, 9.0)
+    assert one.done
+
+
+def test_a_receiver_does_not_wait_for_a_share_of_which_no_peer_has_much() -> None:
+    one = chooser(buckets=9)
+    for bucket in (0, 3, 6):
+        finish(one, BucketRead(bucket, TRAINER), 0.0, 0.2)
+    one.announced("p2", [2])
+    finish(one, BucketRead(2, "p2"), 0.2, 0.4)
+    finish(one, BucketRead(1, TRAINER), 0.4, 0.6)
+
+
+def finish(one: Chooser, read: BucketRead, begins: float, ends: float) -> None:
+    """The receiver begins this read, and none other, and gets the bucket."""
+    assert one.next(begins) == read
+    one.arrived(read, ends)
+    one.verified(read)
 
 
 def test_a_peer_that_hangs_is_found_by_its_silence() -> None:
@@ -242,10 +255,11 @@ def test_several_deaths_leave_the_others_complete() -> None:
     assert set(found.ended) >= {"w000", "w007"}
 
 
-def test_a_slow_link_holds_no_other_host_up() -> None:
-    found = relayed(8, BUCKETS, BUCKET_BYTES, slow={"w003": 10.0})
-    assert seconds(found, "w003") < 1.5
-    assert found.ended["w003"] / ALONE_S < 12
+@pytest.mark.parametrize(("hosts", "most"), [(2, 1.9), (3, 1.7), (4, 1.5), (8, 1.5), (16, 1.7)])
+def test_a_slow_link_holds_no_other_host_up(hosts: int, most: float) -> None:
+    found = relayed(hosts, max(BUCKETS, 8 * hosts), TOTAL // max(BUCKETS, 8 * hosts), slow={"w001": 10.0})
+    assert seconds(found, "w001") < most
+    assert found.ended["w001"] / ALONE_S < 12
 
 
 def test_wrong_bytes_are_never_passed_on() -> None:
