@@ -256,8 +256,8 @@ class Chooser:
         return waited_s >= patience_s or self._plan.share_of(bucket) in self._behind
 
     def _distance(self, bucket: int) -> tuple[int, int]:
-        """How far a bucket is from being this receiver's to take: the own part first, and of each share first what its
-        owner takes last."""
+        """Orders the buckets that may be taken: the own part first, and of each share first what its owner takes
+        last."""
         share = self._plan.share_of(bucket)
         after = (self._heir(bucket) - (self._plan.share or 0)) % self._plan.shares
         return after, -((bucket - self._first_turn(share)) % len(self._sizes))

@@ -138,7 +138,7 @@ def test_without_peers_the_trainer_gives_everything_at_once() -> None:
 
 
 def test_a_receiver_waits_for_its_peers_before_it_takes_their_shares() -> None:
-    """Of the share of p1, bucket 1 is this receiver's part, and bucket 7 is the part of p2."""
+    """Bucket 1 is this receiver's part of the share of p1, and bucket 7 is the part of p2."""
     one = chooser(buckets=9)
     for bucket in (0, 3, 6):
         finish(one, BucketRead(bucket, TRAINER), 0.0, 0.2)
