@@ -182,7 +182,8 @@ def explain_worker(facts: KnownFacts, instance_id: str) -> Explanation:
             f"receives update {own['update_id']} ({own['label']}): {own['bytes'] / 1e6:,.1f}{total} MB, waits for "
             f"{own['waits_for']}, last bytes {seconds(own['since_progress_s'])} ago"
         )
-    found += [one for one in findings(facts) if one.kind in ("nats", "pause", "update", "lock")]
+    kinds = ("nats", "pause", "lock", *(["update"] if own is not None and facts.update is not None else []))
+    found += [one for one in findings(facts) if one.kind in kinds]
     return _made(facts, "worker", instance_id, f"worker {instance_id}{where} is {words}", lines, found, past)
 
 
@@ -257,5 +258,5 @@ def _made(
     found: Sequence[Finding],
     past: list[timeline.Line],
 ) -> Explanation:
-    missing = [f"{part} ({why})" for part, why in facts.missing.items()]
+    missing = [f"{part} ({error['message']})" for part, error in facts.missing.items()]
     return Explanation(kind, id, now, lines, list(dict.fromkeys(found)), timeline.shown(past), missing)

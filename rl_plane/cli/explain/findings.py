@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rl_plane.cli.explain.known_facts import KnownFacts, Row
-from rl_plane.cli.explain.wording import in_time, look_at, process_of, seconds
+from rl_plane.cli.explain.wording import STOPPED, in_time, look_at, process_of, seconds
 from rl_plane.commit.running_update import BEFORE_DECISION, WAITS_FOR_TRAINER
 from rl_plane.errors import BusUnreachable, CanaryFailed, NoWorkers
 
@@ -65,9 +65,9 @@ def findings(facts: KnownFacts) -> list[Finding]:
     found += _of_pause(facts)
     if not nats:  # without NATS no worker can be asked, so their silence says nothing
         found += [one for row in facts.rows for one in of_worker(facts, row)]
-    found += _of_left(facts)
-    found += _of_size(facts)
-    found += _of_history(facts)
+        found += _of_left(facts)
+        found += _of_size(facts)
+        found += _of_history(facts)
     found += [one for row in facts.requests for one in of_request(row)]
     return found
 
@@ -80,14 +80,20 @@ def _of_nats(facts: KnownFacts) -> Iterator[Finding]:
     if nats is not None and not nats["connected"]:
         since = f" since {seconds(nats['lost_s'])}" if nats["lost_s"] is not None else ""
         yield _nats_lost(f"is not reached by the frontend{since}: {nats['url']}", nats["url"])
-    elif (facts.error or {}).get("code") == BusUnreachable.code:
+    elif (error := _store_error(facts)) is not None:
         where = nats["url"] if nats is not None else "its address"
-        yield _nats_lost(f"does not answer the frontend: {facts.error['message']}" if facts.error else "", where)
+        yield _nats_lost(f"or its JetStream does not answer: {error['message']}", where)
     elif (facts.about or {}).get("serving_lease") is False:
         yield _nats_lost(
             "has not confirmed the committed version to this frontend, so it routes nothing (no serving lease)",
             nats["url"] if nats is not None else "its address",
         )
+
+
+def _store_error(facts: KnownFacts) -> Row | None:
+    """The error of a part for which the store of NATS did not answer."""
+    errors = [facts.error, *facts.missing.values()]
+    return next((one for one in errors if one is not None and one.get("code") == BusUnreachable.code), None)
 
 
 def _nats_lost(cause: str, where: str) -> Finding:
@@ -156,10 +162,12 @@ def of_departed(facts: KnownFacts, one: Row) -> Finding:
     place = facts.place(one["instance_id"])
     where = f" (pid {place[1]} on {place[0]})" if place else ""
     cause = f"left {seconds(one['ago_s'])} ago: {one['why']}{where}{_process(facts, place)}"
-    if one["reason"] == "silent":
-        fix = look_at(place, "the worker", _state(facts, place)) + ". It joins again by itself when it answers"
+    said = _state(facts, place)
+    look, again = look_at(place, "the worker", said), "see its log and exit code (`up --restart` starts it again)"
+    if one["reason"] == "silent" or said == STOPPED:
+        fix = f"{look}. It joins again by itself when it answers"
         return Finding(one["instance_id"], "worker", cause, fix, waits_for="its process to run again")
-    fix = "see its log and exit code, and start it again (`up --restart` does)"
+    fix = f"{look}. If it is dead, {again}" if one["reason"] == "connection" and not said else f"{look}; {again}"
     return Finding(one["instance_id"], "worker", cause, fix, waits_for="a new start")
 
 

@@ -37,8 +37,8 @@ class KnownFacts:
     """(host, pid) → what this machine says of the process, such as `is stopped (SIGSTOP)`. Only for this machine."""
     wanted: int = 0
     """The number of workers that the operator expects. 0: as many as the frontend expects."""
-    missing: Mapping[str, str] = field(default_factory=dict)
-    """A part that could not be read → why."""
+    missing: Mapping[str, Row] = field(default_factory=dict)
+    """A part that could not be read → its error, as on the wire."""
 
     @property
     def rows(self) -> Sequence[Row]:

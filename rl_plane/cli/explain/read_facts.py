@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import platform
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoResult
 from pathlib import Path
 from typing import Any
@@ -90,27 +91,28 @@ def _over_http(given: Command, component: dict[str, Any], timeout_s: float, past
         "state": op("state", min_workers=0),
         "workers": op("workers", min_workers=0),
         "about": lambda: call_json(f"{base}/about", None, key, timeout_s),
+        "updates": op("updates", limit=MAX_UPDATES if past else 1),  # they also show whether the store answers
     }
     if past:
-        parts["updates"] = op("updates", limit=MAX_UPDATES)
         parts["events"] = lambda: [(kind, data) for _, kind, data in read_events(url, key, PAST_S, None, False)]
         parts["requests"] = lambda: call_json(f"{base}/requests?id={quote('')}", None, key, timeout_s)
     found, errors = _side_by_side(parts, timeout_s)
     if (
         "about" in errors
     ):  # every key may read it, and it needs no NATS: so the frontend does not answer, or refuses
-        _raise_unreachable(errors["about"])
+        _raise_unreachable(errors["about"], base.removesuffix("/v1/rl"))
     return _facts(found, errors, f"the frontend at {base.removesuffix('/v1/rl')}")
 
 
-def _raise_unreachable(error: PlaneError) -> None:
+def _raise_unreachable(error: PlaneError, url: str) -> None:
     if isinstance(error, (Unauthorized, PermissionDenied)):
         raise error
     if isinstance(error, DeadlineExceeded):
-        error.facts["fix"] = (
-            "see whether the frontend's process runs (T in `ps -o stat`: it is stopped), or ask without it: --nats-url"
-        )
-    elif isinstance(error, Unavailable):
+        raise DeadlineExceeded(
+            f"the frontend at {url} does not answer: {error.message}",
+            fix="see whether its process runs (T in `ps -o stat`: it is stopped), or ask without it: --nats-url",
+        ) from error
+    if isinstance(error, Unavailable):
         error.facts["fix"] = f"{error.facts.get('fix', 'start a frontend')}; or ask without one: --nats-url"
     raise error
 
@@ -129,31 +131,43 @@ def _over_nats(given: Command, component: dict[str, Any], timeout_s: float, past
         def op(op_name: str, **body: Any) -> Part:
             return lambda: fleet.run(op_name, body, timeout_s=timeout_s)
 
-        parts = {"state": op("state", min_workers=0), "workers": op("workers", min_workers=0)}
-        if past:
-            parts["updates"] = op("updates", limit=MAX_UPDATES)
+        parts = {
+            "state": op("state", min_workers=0),
+            "workers": op("workers", min_workers=0),
+            "updates": op("updates", limit=MAX_UPDATES if past else 1),
+        }
         found, errors = _side_by_side(parts, timeout_s)
     facts = _facts(found, errors, f"the fleet {values['namespace']}.{name} on NATS")
     if past:
-        facts["missing"]["events, departures and running requests"] = "only a frontend has them: --url"
+        facts["missing"]["events, departures and running requests"] = {
+            "message": "only a frontend has them: --url"
+        }
     return facts
 
 
 def _side_by_side(parts: Mapping[str, Part], timeout_s: float) -> tuple[dict[str, Any], dict[str, PlaneError]]:
-    """The results by name, and the errors of those that failed or took too long."""
+    """The results by name, and the errors of those that failed or took too long. The threads are daemons, so that a
+    part which never ends does not keep the command."""
+    answers: dict[str, Future[Any]] = {name: Future() for name in parts}
+
+    def work(name: str) -> None:
+        try:
+            answers[name].set_result(parts[name]())
+        except BaseException as error:
+            answers[name].set_exception(error)
+
+    for name in parts:
+        threading.Thread(target=work, args=(name,), name=f"read {name}", daemon=True).start()
     found: dict[str, Any] = {}
     errors: dict[str, PlaneError] = {}
-    pool = ThreadPoolExecutor(len(parts), "read")
-    futures: dict[str, Future[Any]] = {name: pool.submit(part) for name, part in parts.items()}
     give_up = time.monotonic() + timeout_s
-    for name, future in futures.items():
+    for name, answer in answers.items():
         try:
-            found[name] = future.result(max(0.0, give_up - time.monotonic()))
+            found[name] = answer.result(max(0.0, give_up - time.monotonic()))
         except PlaneError as error:
             errors[name] = error
         except NoResult:
             errors[name] = DeadlineExceeded(f"no answer within {timeout_s:g} s")
-    pool.shutdown(wait=False, cancel_futures=True)
     return found, errors
 
 
@@ -168,7 +182,7 @@ def _facts(found: Mapping[str, Any], errors: Mapping[str, PlaneError], asked: st
         "updates": found["updates"]["updates"] if "updates" in found else [],
         "events": found.get("events", []),
         "requests": found["requests"]["requests"] if "requests" in found else [],
-        "missing": {name: error.message for name, error in errors.items() if name != "about"},
+        "missing": {name: error.to_wire() for name, error in errors.items()},
     }
 
 
