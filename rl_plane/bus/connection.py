@@ -476,6 +476,15 @@ class Bus:
                 ) from denied
             await asyncio.sleep(LOOK_S)
 
+    async def jetstream_account(self) -> dict[str, Any]:
+        """JetStream's use and limits for this account, as the server reports them: `storage`, `limits`, …"""
+        async with _translated("read the account of JetStream"):
+            return await self._request("$JS.API.INFO", b"")
+
+    async def bucket_config(self, bucket: KeyValueBucket) -> dict[str, Any] | None:
+        """The configuration of the bucket's stream: `storage`, `num_replicas`, … None: there is no such stream."""
+        return await self._config(bucket)
+
     async def bucket_exists(self, bucket: KeyValueBucket) -> bool:
         return await self._config(bucket) is not None
 

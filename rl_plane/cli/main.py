@@ -25,6 +25,7 @@ def build_group() -> click.Group:
     import click
 
     from rl_plane.cli import follow_events, keys, publish, ready_command, replay_command, serve, steer, up
+    from rl_plane.cli.doctor import doctor_command
     from rl_plane.cli.explain import explain_command
 
     class Group(click.Group):
@@ -37,6 +38,7 @@ def build_group() -> click.Group:
         *steer.commands(),
         *ready_command.commands(),
         *explain_command.commands(),
+        *doctor_command.commands(),
         *follow_events.commands(),
         *publish.commands(),
         *replay_command.commands(),

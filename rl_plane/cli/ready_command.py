@@ -92,7 +92,7 @@ def _not_ready(given: Command, error: PlaneError) -> int:
 
 
 def _reasons(given: Command, error: PlaneError) -> list[Finding]:
-    """What is missing. The error itself, if the fleet can't be asked."""
+    """The things that are missing. The error itself, if the fleet can't be asked."""
     try:
         facts = read_facts(given, past=False, wanted=given.values["expect_ready"] or 0)
     except PlaneError as unread:

@@ -263,6 +263,14 @@ SETTINGS: dict[str, Setting] = {
             env="READY_EXPECT",
         ),
         Setting(
+            "asked_roots",
+            "A directory that must be the same for all workers, beneath their weight roots.",
+            types.matching("DIR", r"/.+", "give an absolute path, as the workers see it"),
+            separator=os.pathsep,
+            flag="--weight-root",
+            env="DOCTOR_WEIGHT_ROOTS",
+        ),
+        Setting(
             "records_dir",
             "Look for an ended request in this folder of `rl-plane frontend --record`.",
             types.DIRECTORY,

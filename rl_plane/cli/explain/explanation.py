@@ -35,15 +35,15 @@ class Explanation:
     id: str
     """Empty: the fleet."""
     now: str
-    """How it is, in one sentence."""
+    """Its state, in one sentence."""
     facts: Sequence[str]
     """More about it, a line each."""
     findings: Sequence[Finding]
-    """What is not as it should be, the most general cause first. Empty: all is well."""
+    """Everything that is not as it should be, the most general cause first. Empty: all is well."""
     past: Sequence[str]
-    """What has happened, oldest first."""
+    """Its past, oldest first."""
     missing: Sequence[str]
-    """What could not be read, and why."""
+    """The parts that could not be read, and why."""
 
     @property
     def well(self) -> bool:

@@ -398,7 +398,7 @@ def _workers(ids: list[str]) -> str:
 
 
 def _state(facts: KnownFacts, place: tuple[str, int] | None) -> str:
-    """What this machine says of a process. Empty: nothing."""
+    """The state of a process of this machine, in words. Empty: nothing."""
     return facts.processes.get(place, "") if place is not None else ""
 
 

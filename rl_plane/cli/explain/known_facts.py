@@ -11,10 +11,10 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class KnownFacts:
-    """What was read for one explanation. A part that did not come is empty, and `missing` says why."""
+    """The facts that were read for one explanation. A part that did not come is empty, and `missing` says why."""
 
     asked: str
-    """Where it was read, such as `the frontend at http://127.0.0.1:8002`."""
+    """The place that was asked, such as `the frontend at http://127.0.0.1:8002`."""
     now: float
     """Unix seconds on this machine."""
     about: Row | None = None

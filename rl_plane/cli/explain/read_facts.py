@@ -57,7 +57,7 @@ def read_facts(given: Command, *, past: bool = True, request_id: str | None = No
     Raises:
         PlaneError: the frontend, or NATS, does not answer, or refuses the key.
     """
-    component = _component(given)
+    component = one_component(given)
     timeout_s = given.values["timeout_s"] or READ_S
     read = _over_nats if over_nats(given) else _over_http
     facts = read(given, component, timeout_s, past)
@@ -72,7 +72,8 @@ def read_facts(given: Command, *, past: bool = True, request_id: str | None = No
     )
 
 
-def _component(given: Command) -> dict[str, Any]:
+def one_component(given: Command) -> dict[str, Any]:
+    """The body's field for the one component that the command names. Empty: the frontend's own."""
     names = given.values.get("components") or ()
     if len(names) > 1:
         raise BadSetting("several components are given", field="--component", fix="name one, call by call")
@@ -217,7 +218,7 @@ def _processes(places: Iterable[tuple[str, int]]) -> Iterator[tuple[tuple[str, i
 
 
 def process_state(pid: int) -> str:
-    """What this machine says of a process. Empty: it runs, or this machine can't tell."""
+    """The state of a process of this machine, in words. Empty: it runs, or this machine can't tell."""
     try:
         stat = (PROC / str(pid) / "stat").read_text()
     except FileNotFoundError:

@@ -39,7 +39,7 @@ GONE = "is not there any more"
 
 
 def look_at(place: tuple[str, int] | None, what: str, said: str = "") -> str:
-    """What to do about a process that does not answer. `what`: the process in words. `said`: its state, if known."""
+    """The fix for a process that does not answer. `what`: the process in words. `said`: its state, if known."""
     if place is None:
         return f"see whether {what} runs"
     host, pid = place
