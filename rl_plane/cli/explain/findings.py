@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rl_plane.cli.explain.known_facts import KnownFacts, Row
-from rl_plane.cli.explain.wording import STOPPED, in_time, look_at, process_of, seconds
+from rl_plane.cli.explain.wording import GONE, STOPPED, in_time, look_at, process_of, seconds
 from rl_plane.commit.running_update import BEFORE_DECISION, WAITS_FOR_TRAINER
 from rl_plane.errors import BusUnreachable, CanaryFailed, NoWorkers
 
@@ -292,21 +292,24 @@ def of_update(facts: KnownFacts, update: Row) -> Finding:
     """The finding of the update that runs."""
     name = f"{update['update_id']} ({update['label']})"
     before = update["phase"] in (*BEFORE_DECISION, "prepared")
-    silent = [row["instance_id"] for row in facts.rows if row.get("status") == "error"]
     trainer = update["caller"] or update["who"]
+    trainer_place = process_of(trainer)
+    stands_still = _state(facts, trainer_place) in (STOPPED, GONE)
+    lost = _lost_during(facts, update)
     waits_for, abort = str(update["waits_for"]), f"`rl-plane abort {update['update_id']}` ends it"
-    if silent and not waits_for.startswith("the trainer's"):
-        place = facts.place(silent[0])
-        waits_for = f"{_workers(silent)}, which {'does' if len(silent) == 1 else 'do'} not answer"
+    if lost and not stands_still and update["phase"] != "prepared":
+        place = facts.place(lost[0])
+        of_group = f", and with it waits for {waits_for}" if waits_for.startswith("the trainer's") else ""
+        waits_for = f"{_workers(lost)}, which {'does' if len(lost) == 1 else 'do'} not answer"
         cause, fix = (
-            f"waits for {waits_for}{_process(facts, place)}",
+            f"waits for {waits_for}{_process(facts, place)}{of_group}",
             look_at(place, "the worker", _state(facts, place)),
         )
         if before:
-            fix += f". {abort}"
+            fix += f". {abort}; then publish again: the other workers serve the version before"
     elif waits_for.startswith("the trainer's") or waits_for == WAITS_FOR_TRAINER:
         cause = f"waits for {waits_for}; the trainer is {trainer}{_said(facts, trainer)}"
-        fix = look_at(process_of(trainer), "the trainer", _state(facts, process_of(trainer))) + f". {abort}"
+        fix = look_at(trainer_place, "the trainer", _state(facts, trainer_place)) + f". {abort}"
         if update["phase"] == "prepared":
             fix += f", `rl-plane complete {update['update_id']}` commits it"
     elif before:
@@ -317,6 +320,14 @@ def of_update(facts: KnownFacts, update: Row) -> Finding:
             "wait: it can't be aborted any more. A worker that does not answer leaves within 6 s, and heals later"
         )
     return Finding(name, "update", cause, fix, waits_for, _update_until(facts, update, before))
+
+
+def _lost_during(facts: KnownFacts, update: Row) -> list[str]:
+    """The workers that do not answer, or have left since the update began. A trainer that sends to a group stands still
+    with them."""
+    silent = [str(row["instance_id"]) for row in facts.rows if row.get("status") == "error"]
+    began = update["began_at"] or facts.now
+    return silent + [str(one["instance_id"]) for one in facts.left if not one["back"] and one["left_at"] >= began]
 
 
 def _update_until(facts: KnownFacts, update: Row, before: bool) -> str:

@@ -74,6 +74,20 @@ def test_an_update_that_waits_for_a_silent_worker_names_it() -> None:
     assert [one.name for one in rest] == [f"worker {TWO}"]
 
 
+def test_a_trainer_that_stands_still_with_a_lost_worker_is_not_to_blame() -> None:
+    gone = left_worker(left_at=NOW - 5)
+    first, *_ = findings(known(worker_row(ONE), update=running_update(), left=(gone,)))
+    assert first.waits_for == f"worker {TWO}, which does not answer"
+    assert "and with it waits for the trainer's bytes" in first.cause
+    assert "`rl-plane abort u-17` ends it; then publish again" in first.fix
+    stopped = known(worker_row(ONE), update=running_update(), left=(gone,), processes={("gpu3", 4711): STOPPED})
+    assert "train.py@gpu3:4711" in findings(stopped)[0].cause
+    before = left_worker(left_at=NOW - 60)
+    assert (
+        "train.py@gpu3:4711" in findings(known(worker_row(ONE), update=running_update(), left=(before,)))[0].cause
+    )
+
+
 def test_a_decided_update_can_not_be_aborted() -> None:
     update = running_update(phase="gate", waits_for="the workers and frontends to learn the decision")
     found = only(known(worker_row(), update={**update, "idle_limit_s": None, "deadline_in_s": 4.0}))
