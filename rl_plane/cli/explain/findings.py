@@ -226,10 +226,13 @@ def of_worker(facts: KnownFacts, row: Row) -> list[Finding]:
         ]
     if row.get("status") != "ok" or row["admission"]["open"]:
         return []
-    return [_closed(instance_id, where, str(reason), row) for reason in row["admission"]["reasons"]]
+    reasons = [str(reason) for reason in row["admission"]["reasons"]]
+    if any(reason.startswith("behind") for reason in reasons):
+        reasons = [reason for reason in reasons if reason != "starting"]  # it has the same cause
+    return [_closed(instance_id, where, reason) for reason in reasons]
 
 
-def _closed(instance_id: str, where: str, reason: str, row: Row) -> Finding:
+def _closed(instance_id: str, where: str, reason: str) -> Finding:
     word, _, text = reason.partition(":")
     waits_for, fix, until = _REASONS.get(word, ("", "see the log of the worker", ""))
     if word == "behind":
