@@ -87,7 +87,7 @@ class HostFacts:
 
 
 def look_at_root(path: str, roots: Sequence[Path]) -> RootReply:
-    """What this process sees of a directory. It looks only beneath `roots`."""
+    """A directory as this process sees it. It looks only beneath `roots`."""
     found = RootReply(path=path, error=None, device=None, inode=None, entries=None, digest=None, free_bytes=None)
     try:
         real = os.path.realpath(path)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 
+from rl_plane.cli.doctor.check_line import CheckLine, error, ids, ok, size, warning
 from rl_plane.cli.doctor.doctor_facts import DoctorFacts, NatsFacts, Row
 from rl_plane.cli.doctor.root_checks import root_checks
-from rl_plane.cli.doctor.verdict import Verdict, error, ids, ok, size, warning
 from rl_plane.protocol.envelope import MAX_MESSAGE_BYTES
 
 OLDEST_NATS = (2, 11)
@@ -23,7 +23,7 @@ SMALL_SHM = 64 << 20
 RANK_ENGINES = ("vllm", "sglang")
 
 
-def examine(facts: DoctorFacts) -> list[Verdict]:
+def examine(facts: DoctorFacts) -> list[CheckLine]:
     """All checks, in the order in which a cause should be looked for."""
     return [
         *_frontend(facts),
@@ -40,7 +40,7 @@ def examine(facts: DoctorFacts) -> list[Verdict]:
 # ---- frontend and keys ----
 
 
-def _frontend(facts: DoctorFacts) -> Iterator[Verdict]:
+def _frontend(facts: DoctorFacts) -> Iterator[CheckLine]:
     if facts.about_error is not None:
         fix = str(facts.about_error.get("fix") or "start it, or set --url")
         yield error("frontend", str(facts.about_error["message"]), fix)
@@ -63,7 +63,7 @@ def _frontend(facts: DoctorFacts) -> Iterator[Verdict]:
 # ---- NATS ----
 
 
-def _nats(facts: DoctorFacts) -> Iterator[Verdict]:
+def _nats(facts: DoctorFacts) -> Iterator[CheckLine]:
     nats = facts.nats
     if nats is None:
         yield warning("NATS", "it was not asked: its address is not known here", "give --nats-url")
@@ -84,7 +84,7 @@ def _nats(facts: DoctorFacts) -> Iterator[Verdict]:
     yield from _jetstream(nats)
 
 
-def _server(server: Row, url: str, round_trip_s: float) -> Iterator[Verdict]:
+def _server(server: Row, url: str, round_trip_s: float) -> Iterator[CheckLine]:
     version = str(server["version"])
     words = f"nats-server {version} at {url}, round trip {round_trip_s * 1000:.1f} ms"
     if _numbers(version) < OLDEST_NATS:
@@ -104,7 +104,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("-")[0].split(".")[:2] if part.isdigit())
 
 
-def _jetstream(nats: NatsFacts) -> Iterator[Verdict]:
+def _jetstream(nats: NatsFacts) -> Iterator[CheckLine]:
     if nats.server is not None and not nats.server["jetstream"]:
         yield error("JetStream", "it is off", "start nats-server with JetStream (`-js`, or `rl-plane nats`)")
         return
@@ -120,7 +120,7 @@ def _jetstream(nats: NatsFacts) -> Iterator[Verdict]:
         yield error("bucket", f"{name}: {why}", "see whether JetStream answers, and the role of the key")
 
 
-def _account(account: Row) -> Verdict:
+def _account(account: Row) -> CheckLine:
     used, most = int(account.get("storage", 0)), int(account.get("limits", {}).get("max_storage", -1))
     words = f"it is on, {size(used)} on disk" + (
         f" of {size(most)}" if most >= 0 else ", without a limit of its own"
@@ -132,7 +132,7 @@ def _account(account: Row) -> Verdict:
     return ok("JetStream", words)
 
 
-def _bucket(name: str, config: Row | None) -> Verdict:
+def _bucket(name: str, config: Row | None) -> CheckLine:
     if config is None:
         return error(
             "bucket", f"{name} is not there", "start a frontend, or name the right namespace and component"
@@ -153,7 +153,7 @@ def _bucket(name: str, config: Row | None) -> Verdict:
 # ---- the workers ----
 
 
-def _workers(facts: DoctorFacts) -> Iterator[Verdict]:
+def _workers(facts: DoctorFacts) -> Iterator[CheckLine]:
     if facts.describe_error is not None:
         fix = str(facts.describe_error.get("fix") or "`rl-plane explain`")
         yield error("workers", str(facts.describe_error["message"]), fix)
@@ -174,7 +174,7 @@ def _workers(facts: DoctorFacts) -> Iterator[Verdict]:
             yield warning("worker", f"{row['instance_id']} reconnects to NATS", "look again in a moment")
 
 
-def _versions(facts: DoctorFacts) -> Iterator[Verdict]:
+def _versions(facts: DoctorFacts) -> Iterator[CheckLine]:
     planes: dict[str, list[str]] = defaultdict(list)
     for row in facts.rows:
         planes[row["host"]["version"]].append(f"worker {row['instance_id']}")
@@ -191,14 +191,14 @@ def _versions(facts: DoctorFacts) -> Iterator[Verdict]:
         )
 
 
-def _agree(name: str, what: str, versions: Mapping[str, list[str]], fix: str) -> Verdict:
+def _agree(name: str, what: str, versions: Mapping[str, list[str]], fix: str) -> CheckLine:
     if len(versions) == 1:
         return ok(name, f"{what} {next(iter(versions))} everywhere")
     listed = "; ".join(f"{version}: {ids(who)}" for version, who in sorted(versions.items()))
     return warning(name, f"{what} differs: {listed}", fix)
 
 
-def _transports(facts: DoctorFacts) -> Iterator[Verdict]:
+def _transports(facts: DoctorFacts) -> Iterator[CheckLine]:
     if not facts.rows:
         return
     has: dict[str, set[str]] = defaultdict(set)
@@ -231,7 +231,7 @@ def _transports(facts: DoctorFacts) -> Iterator[Verdict]:
             yield warning("transports", f"{name} is not on {ids(out)}{reason}", fix)
 
 
-def _memory(facts: DoctorFacts) -> Iterator[Verdict]:
+def _memory(facts: DoctorFacts) -> Iterator[CheckLine]:
     hosts: dict[str, list[Row]] = defaultdict(list)
     for row in facts.rows:
         hosts[row["host"]["host"]].append(row)
@@ -251,7 +251,7 @@ def _memory(facts: DoctorFacts) -> Iterator[Verdict]:
             yield _shm(host, min(shm), rows)
 
 
-def _shm(host: str, free: int, rows: list[Row]) -> Verdict:
+def _shm(host: str, free: int, rows: list[Row]) -> CheckLine:
     words = f"{host}: {size(free)} are free in /dev/shm"
     if free <= SMALL_SHM and any(row["engine"] in RANK_ENGINES for row in rows):
         return warning("memory", words, "start the container with --shm-size 8g or --ipc host")
@@ -261,7 +261,7 @@ def _shm(host: str, free: int, rows: list[Row]) -> Verdict:
 # ---- clocks ----
 
 
-def _clocks(facts: DoctorFacts) -> Iterator[Verdict]:
+def _clocks(facts: DoctorFacts) -> Iterator[CheckLine]:
     off: dict[str, float] = {}
     if facts.about is not None:
         frontend = facts.about.reply["frontend"]

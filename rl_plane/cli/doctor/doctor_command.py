@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from rl_plane._util.own_version import own_version
+from rl_plane.cli.doctor.check_line import Summary
 from rl_plane.cli.doctor.checks import examine
 from rl_plane.cli.doctor.doctor_facts import Asked, DoctorFacts
-from rl_plane.cli.doctor.verdict import Summary
 from rl_plane.cli.explain.read_facts import one_component
 from rl_plane.cli.keys import credentials
 from rl_plane.cli.output import say, say_json
@@ -34,12 +34,12 @@ def commands() -> list[click.Command]:
 
 
 def run_doctor(given: Command) -> int:
-    verdicts = examine(read_doctor_facts(given))
-    summary = Summary.of(verdicts)
+    lines = examine(read_doctor_facts(given))
+    summary = Summary.of(lines)
     if given.values["json"]:
-        say_json({"healthy": not summary.error, "checks": [one.to_wire() for one in verdicts]})
+        say_json({"healthy": not summary.error, "checks": [one.to_wire() for one in lines]})
     else:
-        for one in verdicts:
+        for one in lines:
             say(one.line())
         say(summary.line())
     return 1 if summary.error else 0

@@ -49,7 +49,7 @@ class NatsFacts:
 
 @dataclass(frozen=True, slots=True)
 class DoctorFacts:
-    """What was read for one examination."""
+    """The facts that were read for one examination."""
 
     version: str
     """The version of rl_plane of this command."""

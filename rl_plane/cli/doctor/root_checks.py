@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+from rl_plane.cli.doctor.check_line import CheckLine, error, ids, ok, size, warning
 from rl_plane.cli.doctor.doctor_facts import DoctorFacts, Row
-from rl_plane.cli.doctor.verdict import Verdict, error, ids, ok, size, warning
 
 VERSIONS = 2
 """A root should have room for so many further versions: the trainer writes one while the workers read another."""
@@ -15,7 +15,7 @@ Seen = tuple[Row, Row]
 """The worker's row of `describe`, and its view of the root."""
 
 
-def root_checks(facts: DoctorFacts) -> Iterator[Verdict]:
+def root_checks(facts: DoctorFacts) -> Iterator[CheckLine]:
     """A root that the operator names must be one directory for all workers. Of the other roots, which may well be
     local disks, only a difference on one host is more than a warning."""
     seen: dict[str, list[Seen]] = defaultdict(list)
@@ -37,7 +37,7 @@ def root_checks(facts: DoctorFacts) -> Iterator[Verdict]:
         yield ok("weight root", "no worker has one: weights come by another transport than filesystem")
 
 
-def _unreadable(path: str, views: list[Seen], named: bool) -> Iterator[Verdict]:
+def _unreadable(path: str, views: list[Seen], named: bool) -> Iterator[CheckLine]:
     why: dict[str, list[str]] = defaultdict(list)
     for row, root in views:
         if root["error"] is not None:
@@ -52,7 +52,7 @@ def _unreadable(path: str, views: list[Seen], named: bool) -> Iterator[Verdict]:
         yield make("weight root", f"{path} is not readable by {ids(workers)}: {reason}", fix)
 
 
-def _same(path: str, views: list[Seen], named: bool) -> Verdict:
+def _same(path: str, views: list[Seen], named: bool) -> CheckLine:
     if len(views) == 1:
         return ok("weight root", f"{path} is read by one worker ({_entries(views[0][1])})")
     bad = error if named else warning
@@ -82,7 +82,7 @@ def _entries(root: Row) -> str:
     return "more than 10,000 names" if root["digest"] is None else f"{count} name{'' if count == 1 else 's'}"
 
 
-def _room(path: str, views: list[Seen], named: bool) -> Verdict:
+def _room(path: str, views: list[Seen], named: bool) -> CheckLine:
     free = min(int(root["free_bytes"]) for _, root in views)
     model = max(int(row["weight_bytes"]) for row, _ in views)
     words = f"{path}: {size(free)} are free, a version takes {size(model)}"

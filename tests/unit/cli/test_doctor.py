@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from rl_plane.cli.doctor.check_line import CheckLine, Summary, size
 from rl_plane.cli.doctor.checks import examine
 from rl_plane.cli.doctor.doctor_facts import Asked, DoctorFacts, NatsFacts
-from rl_plane.cli.doctor.verdict import Summary, Verdict, size
 from tests.support.explained_facts import ABOUT, NATS, NOW, ONE, TWO
 
 GB = 1_000_000_000
@@ -68,21 +68,21 @@ def facts(*rows: dict[str, Any], about: dict[str, Any] | None = None, **more: An
     return DoctorFacts("0.1.0", "http://x", **given)
 
 
-def not_ok(found: DoctorFacts) -> list[Verdict]:
+def not_ok(found: DoctorFacts) -> list[CheckLine]:
     return [one for one in examine(found) if one.level != "ok"]
 
 
-def only(found: DoctorFacts) -> Verdict:
+def only(found: DoctorFacts) -> CheckLine:
     (one,) = not_ok(found)
     assert one.fix
     return one
 
 
 def test_a_sound_fleet_has_only_ok_lines() -> None:
-    verdicts = examine(facts(worker(ONE), worker(TWO)))
-    assert {one.level for one in verdicts} == {"ok"}
-    assert Summary.of(verdicts).line() == f"{len(verdicts)} ok, 0 warnings, 0 errors"
-    checks = {one.check for one in verdicts}
+    lines = examine(facts(worker(ONE), worker(TWO)))
+    assert {one.level for one in lines} == {"ok"}
+    assert Summary.of(lines).line() == f"{len(lines)} ok, 0 warnings, 0 errors"
+    checks = {one.check for one in lines}
     assert checks >= {"frontend", "key", "NATS", "JetStream", "bucket", "workers", "versions", "transports"}
     assert checks >= {"memory", "weight root", "disk", "clocks"}
 
@@ -126,14 +126,14 @@ def test_a_frontend_without_nats_or_lease_is_an_error() -> None:
 
 
 def test_a_key_is_named_with_its_role() -> None:
-    verdicts = examine(
+    lines = examine(
         facts(
             worker(ONE),
             about={"key": {"id": "prometheus", "role": "read"}},
             nats=replace(SERVER, key="UABC", role="operator"),
         )
     )
-    keys = [one.words for one in verdicts if one.check == "key"]
+    keys = [one.words for one in lines if one.check == "key"]
     assert keys == [
         "the key for HTTP is prometheus, with the role read",
         "the key for NATS is UABC, with the role operator",

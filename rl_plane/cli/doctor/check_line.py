@@ -15,15 +15,15 @@ SHOWN_IDS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CheckLine:
     """One line of the doctor."""
 
     level: Level
     check: str
-    """What was checked, in a word or two."""
+    """The thing that was checked, in a word or two."""
     words: str
     fix: str = ""
-    """What to do. Empty: nothing."""
+    """The thing to do. Empty: nothing."""
 
     def to_wire(self) -> dict[str, str]:
         return {"level": self.level, "check": self.check, "words": self.words, "fix": self.fix}
@@ -42,24 +42,24 @@ class Summary:
     error: int
 
     @classmethod
-    def of(cls, verdicts: list[Verdict]) -> Summary:
-        levels: Counter[Any] = Counter(one.level for one in verdicts)
+    def of(cls, lines: list[CheckLine]) -> Summary:
+        levels: Counter[Any] = Counter(one.level for one in lines)
         return cls(levels["ok"], levels["warning"], levels["error"])
 
     def line(self) -> str:
         return f"{self.ok} ok, {self.warning} warnings, {self.error} errors"
 
 
-def ok(check: str, words: str) -> Verdict:
-    return Verdict("ok", check, words)
+def ok(check: str, words: str) -> CheckLine:
+    return CheckLine("ok", check, words)
 
 
-def warning(check: str, words: str, fix: str) -> Verdict:
-    return Verdict("warning", check, words, fix)
+def warning(check: str, words: str, fix: str) -> CheckLine:
+    return CheckLine("warning", check, words, fix)
 
 
-def error(check: str, words: str, fix: str) -> Verdict:
-    return Verdict("error", check, words, fix)
+def error(check: str, words: str, fix: str) -> CheckLine:
+    return CheckLine("error", check, words, fix)
 
 
 def ids(names: Sequence[str]) -> str:
