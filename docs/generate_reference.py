@@ -26,7 +26,8 @@ By HTTP at `/v1/rl/…` on port 8002, by one message `{"op": …, "body": {…}}
 by `RlClient.run(op, body)`: the same bodies, the same replies. `GET /v1/rl/health` says that the frontend runs, and
 is the only route that is open when a key is set; with a [dialect](dialects.md) on, `GET /health` is too, and says
 that a worker is there.
-`GET /v1/rl/events` streams what happens (see operators.md).
+`GET /v1/rl/events` streams what happens (see operators.md). `GET /v1/rl/about` is about the frontend itself, and
+`GET /v1/rl/requests` lists the requests that run through it (see when-it-hangs.md).
 
 Every reply is `{status: "ok", epoch, fingerprint, workers: [{instance_id, incarnation, status, …}], elapsed_s}`,
 with a row for each worker. What the ranks of its engine answer for is in the row's `rank_results`, `[{rank, …}]` in

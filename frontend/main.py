@@ -24,7 +24,7 @@ from frontend.dialects.common.context import DialectCalls, DialectContext
 from frontend.dialects.common.dynamo_discovery import with_discovery
 from frontend.dialects.common.fleet_as_one import dialect_error
 from frontend.facade.events import FleetEvents
-from frontend.facade.facade_routes import add_facade_routes
+from frontend.facade.facade_routes import add_facade_routes, add_own_routes
 from frontend.facade.nats_service import FleetService
 from frontend.facade.op_runner import OpRunner
 from frontend.facade.update_recovery import UpdateRecovery
@@ -47,6 +47,7 @@ from rl_plane.bus.connection import SERVICE_CONNECT_S
 from rl_plane.bus.token_stream import StreamReceiver
 from rl_plane.client import RlClient
 from rl_plane.fleet.fleet import Fleet
+from rl_plane.fleet.fleet_call import CALLED_FROM
 from rl_plane.membership.view import MembershipView
 from rl_plane.membership.worker_calls import BusConnector
 from rl_plane.protocol.http_keys import Caller, Role
@@ -151,8 +152,19 @@ class Frontend:
             yield frontend
 
     def _on_op(self, op: str, asked_by: str, outcome: str) -> None:
-        self.events.on_op(self.client.owner, op, asked_by, outcome)
+        self.events.on_op(self.client.owner, op, asked_by, outcome, CALLED_FROM.get() or "")
         self.metrics.on_op(op, outcome)
+
+    def _about(self) -> dict[str, Any]:
+        owner = self.lock_and_pause.owner()
+        return {
+            "nats": self.client.bus.about,
+            "serving_lease": self.lease.holds() if self.delivers_tokens else None,
+            "lock": {"owner": owner, "held_s": self.lock_and_pause.held_s()} if owner is not None else None,
+            "pause_left_s": self.lock_and_pause.pause_left_s(),
+            "expected": self.calls.fleet.expected or None,
+            "workers": self.status.by_state(),
+        }
 
     def fleet_facts(self) -> FleetFacts:
         members, record, bus = self.view.snapshot(), self.committed.record, self.client.bus
@@ -199,6 +211,7 @@ class Frontend:
             mount_dialects(shared, options.dialects, context)
             extend = functools.partial(with_discovery, context)
         add_facade_routes(api, self.calls, self.events, self.metrics, shared, extend)
+        add_own_routes(api, self.client.owner, self._about, self.engines.running)
         shared.mount(api)
         return api.app()
 

@@ -462,5 +462,6 @@ class WorkerProcess:
             model_digest=digest,
             engine_hang_s=options.engine_hang_s,
             liveness_timeout_s=options.liveness_timeout_s,
+            weight_roots=options.weight_roots,
             on_end=self._failed,
         )

@@ -8,7 +8,8 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import msgpack
@@ -27,6 +28,7 @@ from worker.generation_service import GenerationService
 from worker.metrics.worker_facts import WorkerFacts
 from worker.ops.dispatcher import Dispatcher
 from worker.ops.handlers import OpHandlers
+from worker.ops.host_facts import HostFacts
 from worker.reconcile.coordinator_calls import CoordinatorCalls
 from worker.reconcile.coordinator_watch import CoordinatorWatch
 from worker.reconcile.engine_changes import EngineChanges
@@ -65,8 +67,10 @@ class Worker:
         model_digest: str,
         engine_hang_s: float = DEFAULT_ENGINE_HANG_S,
         liveness_timeout_s: float = DEFAULT_LIVENESS_TIMEOUT_S,
+        weight_roots: Sequence[Path] = (),
         on_end: Callable[[str, int], None],
     ) -> None:
+        """`weight_roots`: the directories that weights may be read from, for people who ask whether they are there."""
         self.bus = bus
         self.subjects = subjects
         self.state = WorkerState(bus.name, secrets.token_hex(8), digest=model_digest, since=time.monotonic())
@@ -118,6 +122,7 @@ class Worker:
             tell=self._tell,
             named=self._generation.named,
             revision=lambda: self._registration.revision,
+            host=HostFacts(weight_roots, lambda: bus.about),
         )
         self._registration = Registration(
             bus,

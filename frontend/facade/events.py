@@ -154,10 +154,10 @@ class FleetEvents:
         finally:
             self._listeners.discard(listener)
 
-    def on_op(self, who: str, op: str, asked_by: str, outcome: str) -> None:
-        """Sends that a process has carried out a changing op. `who`: the process, as in `UpdateEntry`. `asked_by`: as
-        in `FleetCall`. `outcome`: ok, or the error's code."""
-        self._send("op", {"op": op, "who": who, "asked_by": asked_by, "outcome": outcome})
+    def on_op(self, who: str, op: str, asked_by: str, outcome: str, caller: str = "") -> None:
+        """Sends that a process has carried out a changing op. `who`, `caller`: as in `UpdateEntry`. `asked_by`: as in
+        `FleetCall`. `outcome`: ok, or the error's code."""
+        self._send("op", {"op": op, "who": who, "caller": caller, "asked_by": asked_by, "outcome": outcome})
 
     def _send(self, kind: Kind, data: dict[str, Any], *, keep: bool = True) -> None:
         """Sends an event to every reader. `keep`: readers that connect later may get it too."""

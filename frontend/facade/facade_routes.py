@@ -8,12 +8,15 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from frontend.facade.about import ABOUT_DOC, AboutFrontend, about
 from frontend.facade.events import FleetEvents
 from frontend.facade.op_runner import OpRunner
 from frontend.metrics.frontend_metrics import FrontendMetrics
+from frontend.routing.running_requests import RunningRequests
 from frontend.server.api import Api, Endpoint, Operation
 from frontend.server.bodies import idempotency_key, list_fields, merge_query, read_json
 from frontend.server.event_stream import EventStream
+from frontend.server.guard import CALLER
 from frontend.server.replies import error_body, json_response
 from frontend.server.shared_routes import DialectRequest, Handler, SharedRoutes
 from rl_plane._util.metric_families import CONTENT_TYPE
@@ -23,6 +26,8 @@ from rl_plane.protocol.fleet_ops import FLEET_OPS, FleetOp, FleetReply
 PREFIX = "/v1/rl/"
 HEALTH = PREFIX + "health"
 EVENTS = PREFIX + "events"
+ABOUT = PREFIX + "about"
+REQUESTS = PREFIX + "requests"
 METRICS = "/metrics"
 TAG = "steer"
 
@@ -31,12 +36,26 @@ ExtendReply = Callable[[dict[str, Any], str], dict[str, Any]]
 
 MAX_DIGITS = 15
 """The digits of an event's id, and some more."""
+MAX_ID_CHARS = 128
+"""The characters of a request's id, and some more."""
+
+REQUESTS_DOC = """The choices that this frontend carries to workers now, at most 1,000, those that wait longest first:
+
+- `id`: of the reply, with the number of the choice if there are several; `?id=` gives the ids that begin so
+- `worker`: the instance id of the worker that has it. Null: it waits for a worker
+- `tries`: the workers that it was sent to so far
+- `tokens`, `max_tokens`: those that have come, and those that were asked for
+- `version`: `{label, sequence}` of the weights that made the last token. Null: there is no token yet
+- `elapsed_s`, `since_progress_s`: seconds since it began, and since the last token or the move to another worker
+
+`count` is the number of all of them.
+"""
 
 EVENTS_DOC = """Server-sent events with `id` (rising), `event` and `data` (JSON), of the frontend's own component:
 
 - `member`: `{change: joined | left | reconnected | restarted, instance_id, incarnation, epoch}`
-- `op`: `{op, who, asked_by, outcome}`, a changing op that this frontend, or a process over NATS, has carried out.
-  `who` is that process; `outcome` is ok, or an error's code
+- `op`: `{op, who, caller, asked_by, outcome}`, a changing op that this frontend, or a process over NATS, has carried
+  out. `who` is that process, and `caller` the one that asked it; `outcome` is ok, or an error's code
 - `update`: `{change: began | prepared | committed | finished | aborted, update_id, label, version, who, caller,
   asked_by, phases?, error?, excluded?, canary?, state?}`. `caller` is the process that asked. `asked_by` is the id of
   its HTTP key, or the public key that a caller over NATS says is its own, with ` (said)`. `phases` has the seconds of
@@ -190,5 +209,46 @@ def _add_streams(api: Api, events: FleetEvents, metrics: FrontendMetrics) -> Non
             tags=(TAG,),
             media_type="text/plain",
             errors=(401,),
+        )
+    )
+
+
+def add_own_routes(api: Api, name: str, facts: AboutFrontend, running: RunningRequests) -> None:
+    """Adds the routes about this frontend alone. `name`: its name in the fleet."""
+
+    async def show_about(request: Request) -> Response:
+        return json_response(about(request.scope[CALLER], name, facts()))
+
+    async def show_requests(request: Request) -> Response:
+        for field in request.query_params:
+            if field != "id":
+                raise InvalidRequest(f"unknown field {field!r}", field=field, fix="use id")
+        begins = request.query_params.get("id", "")
+        if len(begins) > MAX_ID_CHARS:
+            raise InvalidRequest(f"id has {len(begins)} characters", field="id", fix="give the id of a reply")
+        return json_response(running.to_wire(begins))
+
+    api.add(
+        Operation(
+            method="GET",
+            path=ABOUT,
+            endpoint=show_about,
+            name="about",
+            summary="This frontend: its version, its connection to NATS, the caller's key.",
+            description=ABOUT_DOC,
+            tags=(TAG,),
+            errors=(401,),
+        )
+    )
+    api.add(
+        Operation(
+            method="GET",
+            path=REQUESTS,
+            endpoint=show_requests,
+            name="running_requests",
+            summary="The choices that run through this frontend.",
+            description=REQUESTS_DOC,
+            tags=(TAG,),
+            errors=(400, 401),
         )
     )

@@ -86,28 +86,28 @@ class LockAndPause:
     def held_by(self) -> dict[str, int]:
         """Kind of holder → 1 for the one that holds the lock, 0 for the others."""
         found = dict.fromkeys(HOLDERS, 0)
-        owner = self._owner()
+        owner = self.owner()
         if owner == self._bus.name:
             found["this_frontend"] = 1
         elif owner is not None:
             found["another_frontend" if owner.startswith(FRONTEND_NAME) else "client"] = 1
         return found
 
+    def owner(self) -> str | None:
+        """The holder's name. None: the lock is free, or it was not renewed for so long that it has expired."""
+        if self._holder is None or self._clock() - self._renewed_at > LOCK_TTL_S:
+            return None
+        return self._holder[0]
+
     def held_s(self) -> float:
         """The seconds since this process heard of the present holder. 0: the lock is free."""
-        return self._clock() - self._held_since if self._owner() is not None else 0.0
+        return self._clock() - self._held_since if self.owner() is not None else 0.0
 
     def pause_left_s(self) -> float:
         """The seconds that the pause still lasts. 0: the fleet is not paused."""
         return (
             self._pause.left_s(self._clock() + self._server_ahead_s) if self._server_ahead_s is not None else 0.0
         )
-
-    def _owner(self) -> str | None:
-        """The holder's name. None: the lock is free, or it was not renewed for so long that it has expired."""
-        if self._holder is None or self._clock() - self._renewed_at > LOCK_TTL_S:
-            return None
-        return self._holder[0]
 
 
 def _entry(key: str, message: Msg) -> Entry:

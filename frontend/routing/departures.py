@@ -21,7 +21,7 @@ MAX_WHY_CHARS = 300
 WHY = {
     "ended": "it has ended in order, by a signal or after a drain",
     "engine": "its engine hung or died",
-    "connection": "its connection to NATS has closed: it was killed or has crashed, or its machine is gone",
+    "connection": "its connection to NATS has closed: it was killed, it crashed or it stands still",
     "silent": "it did not answer: it hangs, or the network between is broken",
     "replaced": "a new process has taken its instance id",
 }

@@ -30,6 +30,7 @@ from frontend.routing.retry import (
 )
 from frontend.routing.router import Affinity, Router
 from frontend.routing.routing_lease import FrontendLease
+from frontend.routing.running_requests import RunningRequests
 from frontend.routing.worker_selector import WorkerRequirements, WorkerSelector
 from rl_plane.bus.token_stream import StreamReceiver
 from rl_plane.errors import DemandUnmet, PlaneError
@@ -56,6 +57,7 @@ class EngineClient:
     ) -> None:
         self.router = Router(limits)
         self.aborts = Aborts()
+        self.running = RunningRequests()
         self.moves: Counter[str] = Counter()
         """Choices that were tried elsewhere (`retried`), continued elsewhere (`migrated`), begun anew for other weights
         (`rerun`) or stopped (`cut`). The caller that delivers a choice counts `cut`, as it may stop one itself."""
@@ -119,8 +121,9 @@ class EngineClient:
         affinity = Affinity(session, beginnings_of(request) if pinned is None else None)
         needs = asked = WorkerRequirements(request, pinned, demands, affinity, any_length=any_length)
         fixed_demands, since, tries = demands, loop.time(), Tries()
-        with self.aborts.of(*names_of(request.id)) as ending:
+        with self.aborts.of(*names_of(request.id)) as ending, self.running.of(progress) as running:
             for attempt in itertools.count():
+                running.worker = None
                 if progress.token_ids:
                     needs = replace(needs, made_by=point_of_span(progress.spans[-1]), demands=fixed_demands)
                 try:
@@ -133,6 +136,7 @@ class EngineClient:
                 if member is None:
                     yield progress.end("abort")
                     return
+                running.sent_to(member.instance_id, self.running.clock())
                 # Nothing is awaited from here until the request is sent: the lease and the record hold for it.
                 tried = needs
                 fixed_demands = self._selector.by_sequence(needs.demands, request.adapter)
@@ -154,6 +158,7 @@ class EngineClient:
                             if unmet is not None:
                                 break
                             progress.take(delta)
+                            running.last_at = self.running.clock()
                             yield delta
                 except PlaneError as error:
                     failure = error

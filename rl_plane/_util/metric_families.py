@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import (
@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from rl_plane._util.bucket_counts import BucketCounts
+from rl_plane._util.own_version import own_version
 from rl_plane.errors import ERROR_CODES
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -120,12 +121,4 @@ class MetricsPage:
 
     def _build(self) -> Iterable[Metric]:
         words = "The version of rl_plane that runs, and of the messages that it sends on NATS."
-        yield info("rl_plane_build_info", words, version=_installed_version(), protocol=self._protocol)
-
-
-@functools.cache
-def _installed_version() -> str:
-    try:
-        return version("rl-plane")
-    except PackageNotFoundError:  # it runs from a source tree
-        return "unknown"
+        yield info("rl_plane_build_info", words, version=own_version(), protocol=self._protocol)

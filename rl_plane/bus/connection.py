@@ -235,6 +235,8 @@ class Bus:
         self._denied: PermissionDenied | None = None
         """The first subscription that NATS has refused since the last flush."""
         self._last_refusal = ""
+        self._lost_at: float | None = None
+        """Monotonic seconds of the loss of the connection. None: it is there."""
 
     @classmethod
     async def connect(
@@ -315,9 +317,11 @@ class Bus:
 
     async def _disconnected(self) -> None:
         if not self.nc.is_closed:  # a `close` is no loss
+            self._lost_at = time.monotonic()
             log.warning("%s: the connection to NATS is lost; reconnecting", self.name)
 
     async def _reconnected(self) -> None:
+        self._lost_at = None
         log.info("%s: connected to NATS again", self.name)
         for callback in list(self._on_reconnect):
             try:
@@ -364,6 +368,20 @@ class Bus:
     def identity(self) -> tuple[str, int]:
         """The server id and the client id, by which the server names this connection in its advisories."""
         return str(self.nc._server_info["server_id"]), int(self.nc.client_id or 0)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The server as this connection knows it, for people: `url` without its password, `connected`, `lost_s` (the
+        seconds since the connection was lost, or None), `version`, `max_payload` in bytes, and `jetstream`."""
+        info: dict[str, Any] = self.nc._server_info
+        return {
+            "url": _without_password(self.url),
+            "connected": bool(self.nc.is_connected),
+            "lost_s": time.monotonic() - self._lost_at if self._lost_at is not None else None,
+            "version": str(info.get("version", "")),
+            "max_payload": int(info.get("max_payload", 0)),
+            "jetstream": bool(info.get("jetstream", False)),
+        }
 
     def check_connected(self) -> None:
         """BusUnreachable: the connection is down. nats-py would keep a message in its buffer and send it later, when no
@@ -463,6 +481,15 @@ class Bus:
                     fix="start a frontend (`rl-plane frontend`), or name another namespace or component",
                 ) from denied
             await asyncio.sleep(LOOK_S)
+
+    async def jetstream_account(self) -> dict[str, Any]:
+        """JetStream's use and limits for this account, as the server reports them: `storage`, `limits`, …"""
+        async with _translated("read the account of JetStream"):
+            return await self._request("$JS.API.INFO", b"")
+
+    async def bucket_config(self, bucket: KeyValueBucket) -> dict[str, Any] | None:
+        """The configuration of the bucket's stream: `storage`, `num_replicas`, … None: there is no such stream."""
+        return await self._config(bucket)
 
     async def bucket_exists(self, bucket: KeyValueBucket) -> bool:
         return await self._config(bucket) is not None

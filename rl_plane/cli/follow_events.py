@@ -59,14 +59,15 @@ def event_line(kind: str, data: Mapping[str, Any]) -> str:
     """One event in words."""
     at = data.get("at")
     clock = datetime.fromtimestamp(at).strftime("%H:%M:%S") if at is not None else "--:--:--"
-    return one_line(f"{clock} {_words(kind, data)}")
+    return one_line(f"{clock} {event_words(kind, data)}")
 
 
-def _words(kind: str, data: Mapping[str, Any]) -> str:
+def event_words(kind: str, data: Mapping[str, Any]) -> str:
+    """One event in words, without its time."""
     if kind == "member":
         return f"worker {data['instance_id']} {data['change']}"
     if kind == "op":
-        return f"{data['op']} by {data['asked_by'] or data['who']}: {data['outcome']}"
+        return f"{data['op']} by {data['asked_by'] or data.get('caller') or data['who']}: {data['outcome']}"
     if kind == "admission":
         version = f"version {data['version']['label']}" if data.get("version") else "no version"
         state = "open" if data["open"] else f"closed: {', '.join(data['reasons'])}"

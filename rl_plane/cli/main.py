@@ -24,7 +24,9 @@ def build_group() -> click.Group:
     """All commands. BadSetting and click's own errors come out of `main` as exceptions."""
     import click
 
-    from rl_plane.cli import follow_events, keys, publish, replay_command, serve, steer, up
+    from rl_plane.cli import follow_events, keys, publish, ready_command, replay_command, serve, steer, up
+    from rl_plane.cli.doctor import doctor_command
+    from rl_plane.cli.explain import explain_command
 
     class Group(click.Group):
         def list_commands(self, ctx: click.Context) -> list[str]:
@@ -34,6 +36,9 @@ def build_group() -> click.Group:
         *up.commands(),
         *serve.commands(),
         *steer.commands(),
+        *ready_command.commands(),
+        *explain_command.commands(),
+        *doctor_command.commands(),
         *follow_events.commands(),
         *publish.commands(),
         *replay_command.commands(),

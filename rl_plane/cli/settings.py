@@ -247,6 +247,36 @@ SETTINGS: dict[str, Setting] = {
             "since_s", "Show the events of so much time: 600, 90s, 10m, 1h.", types.DURATION, 600, flag="--since"
         ),
         Setting("follow", "Go on, until Ctrl-C.", bool, False),
+        Setting(
+            "wait_s",
+            "Wait so long for readiness: 600, 90s, 10m, 1h.",
+            types.DURATION,
+            0,
+            flag="--wait",
+            env="READY_WAIT",
+        ),
+        Setting(
+            "expect_ready",
+            "The workers that must serve. Default: as many as the frontend expects.",
+            IntRange(1, 100_000),
+            flag="--expect",
+            env="READY_EXPECT",
+        ),
+        Setting(
+            "asked_roots",
+            "A directory that must be the same for all workers, beneath their weight roots.",
+            types.matching("DIR", r"/.+", "give an absolute path, as the workers see it"),
+            separator=os.pathsep,
+            flag="--weight-root",
+            env="DOCTOR_WEIGHT_ROOTS",
+        ),
+        Setting(
+            "records_dir",
+            "Look for an ended request in this folder of `rl-plane frontend --record`.",
+            types.DIRECTORY,
+            flag="--records",
+            env="EXPLAIN_RECORDS",
+        ),
         Setting("timeout_s", "Seconds to wait for the answer; of an update, for the weights.", _POSITIVE),
         Setting(
             "mode",

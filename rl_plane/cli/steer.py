@@ -113,7 +113,7 @@ def commands() -> list[click.Command]:
 def _command(name: str, doc: str, op: str, settings: tuple[str, ...], *arguments: click.Argument) -> click.Command:
     def handler(given: Command) -> int:
         body, bound_s = body_of(op, given)
-        reply = _ask("update_weights" if op == "rollback" else op, body, bound_s, given)
+        reply = ask("update_weights" if op == "rollback" else op, body, bound_s, given)
         if given.values["json"]:
             say_json(reply)
         else:
@@ -230,7 +230,8 @@ def _earlier(label: str | None, sequence: int | None) -> dict[str, Any]:
     return {"sequence": sequence} if label is None else {"label": label}
 
 
-def _ask(op: str, body: dict[str, Any], bound_s: float, given: Command) -> dict[str, Any]:
+def ask(op: str, body: dict[str, Any], bound_s: float, given: Command) -> dict[str, Any]:
+    """Carries out an op of the fleet through a frontend, or over NATS. DeadlineExceeded after `bound_s` seconds."""
     if over_nats(given):
         return _over_nats(op, body, bound_s, given)
     values = given.values

@@ -169,6 +169,10 @@ class Describe(Body):
     manifest_from: int | None = Field(None, ge=0)
     """Reply with a page of 1000 of the model's tensors in `manifest`, from this number on. Name one worker
     (`workers`)."""
+    host: bool = False
+    """Reply with what the worker sees of its machine in `host`."""
+    weight_roots: list[str] | None = Field(None, max_length=16)
+    """With `host`: directories to look at, beside the configured weight roots. The worker looks only beneath these."""
 
 
 class TensorReply(TypedDict):
@@ -176,6 +180,44 @@ class TensorReply(TypedDict):
     dtype: str
     """The dtype's name in safetensors."""
     shape: list[int]
+
+
+class RootReply(TypedDict):
+    """One directory as a worker sees it. Equal listings and inodes are those of one directory."""
+
+    path: str
+    error: str | None
+    """Why it can't be read. None: it can."""
+    device: int | None
+    inode: int | None
+    entries: int | None
+    """The number of names in it; 10,001 stands for more."""
+    digest: str | None
+    """A hash of the names in it. None: there are more than 10,000, or it can't be read."""
+    free_bytes: int | None
+    """The bytes that may still be written there."""
+
+
+class HostReply(TypedDict):
+    """A worker's machine, as the worker sees it."""
+
+    version: str
+    """The worker's version of rl_plane."""
+    host: str
+    clock: float
+    """Unix seconds."""
+    nats: dict[str, Any]
+    """The NATS server as the worker knows it: `url`, `connected`, `lost_s`, `version`, `max_payload`, `jetstream`."""
+    free_memory_bytes: int | None
+    """The host memory that staging may use. None: not known."""
+    memory_limit: str
+    """The limit that leaves the least memory, such as that of a control group."""
+    shm_free_bytes: int | None
+    """The free bytes of /dev/shm. None: there is none."""
+    lacking: dict[str, str]
+    """Transport → why this worker does not have it, although its code is installed."""
+    roots: list[RootReply]
+    """The configured weight roots, at most 16, and the directories that were asked for."""
 
 
 class DescribeReply(TypedDict):
@@ -213,6 +255,8 @@ class DescribeReply(TypedDict):
     version: VersionReply | None
     manifest: list[TensorReply] | None
     """The tensors that a full checkpoint must have, always in the same order. None: not requested."""
+    host: HostReply | None
+    """The worker's machine. None: not requested."""
 
 
 class PingReply(TypedDict):

@@ -14,6 +14,7 @@ from rl_plane.protocol.versions import TensorSpec, VersionReply
 from worker.engines.base import EngineAdapter, EngineHung, EngineInfo
 from worker.engines.capabilities import CanCheckWeights, CanTokenize, require
 from worker.ops.contract import ByRank, Handler
+from worker.ops.host_facts import HostFacts
 from worker.reconcile.coordinator_calls import CoordinatorCalls
 from worker.reconcile.engine_changes import EngineChanges
 from worker.reconcile.engine_memory import EngineMemory
@@ -29,7 +30,7 @@ class OpHandlers:
 
     `liveness_timeout_s`: how long a round trip through the engine may take. `drain(timeout_s)` closes admission and
     waits for the running requests. `tell` publishes the worker's state. `named` finds the requests that ids name.
-    `revision`: the sequence at which the worker is registered.
+    `revision`: the sequence at which the worker is registered. `host` looks at its machine.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class OpHandlers:
         tell: Callable[[], None],
         named: Callable[[Iterable[str]], list[str]],
         revision: Callable[[], int],
+        host: HostFacts,
     ) -> None:
         self.engine_alive = True
         self._core = core
@@ -68,6 +70,7 @@ class OpHandlers:
         self._tell = tell
         self._named = named
         self._revision = revision
+        self._host = host
 
     def table(self) -> dict[str, Handler]:
         return {
@@ -162,7 +165,7 @@ class OpHandlers:
             else None,
         )
 
-    def _describe(self, body: worker_ops.Describe, fence: int) -> worker_ops.DescribeReply:
+    async def _describe(self, body: worker_ops.Describe, fence: int) -> worker_ops.DescribeReply:
         spec = self._adapter.weight_spec()
         return worker_ops.DescribeReply(
             engine=self._info.engine,
@@ -188,6 +191,7 @@ class OpHandlers:
             weight_bytes=sum(tensor.nbytes for tensor in spec.values()),
             version=self._state.wire_version(),
             manifest=None if body.manifest_from is None else _page(spec, body.manifest_from),
+            host=await self._host.reply(body.weight_roots or ()) if body.host else None,
         )
 
     async def _tokenize(self, body: worker_ops.Tokenize, fence: int) -> worker_ops.TokenizeReply:

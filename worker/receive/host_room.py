@@ -27,6 +27,12 @@ def check_room(nbytes: int, freed: int = 0) -> None:
             )
 
 
+def least_room() -> tuple[int | None, str]:
+    """The host memory that may still be used, and what limits it. None: this is no Linux, so it is not known."""
+    found = min(_rooms(), default=None)
+    return (found[0], found[1]) if found is not None else (None, "")
+
+
 def _mib(nbytes: int) -> str:
     return f"{-(-nbytes // MIB)} MiB"
 

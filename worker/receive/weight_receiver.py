@@ -37,6 +37,7 @@ from rl_plane.weights.checkpoint import Kind
 from worker.receive.area_pool import AreaPool
 from worker.receive.host_room import check_room
 from worker.receive.kept_copy import Changes, KeptCopy, as_kept, digests_of, missing_links, taken_changes
+from worker.receive.lacking_transports import LACKING
 from worker.receive.received_bytes import ReceivedBytes
 from worker.receive.staging import (
     FLOAT_DTYPES,
@@ -68,6 +69,7 @@ def _installed() -> dict[str, type[WeightTransport]]:
             found[point.name] = point.load()
         except ModuleNotFoundError as error:
             log.info("there is no %s transport: %s", point.name, error)
+            LACKING[point.name] = str(error)
     return found
 
 
@@ -79,6 +81,7 @@ def load_transports(places: TransportContext, device: str = "cpu") -> dict[str, 
             found[name] = kind(here)
         except Unsupported as error:
             log.info("there is no %s transport: %s", name, error)
+            LACKING[name] = str(error)
     return found
 
 

@@ -13,6 +13,7 @@ from rl_plane.protocol.update_requests import ReceiveRequest
 from rl_plane.transports.base import TransportContext, WeightTransport
 from worker.receive.host_agent.areas import passed
 from worker.receive.host_agent.holder import HostHolder, HostStaged
+from worker.receive.lacking_transports import LACKING
 from worker.receive.rank_agents.agent_messages import WithDescriptor
 from worker.receive.rank_agents.agent_server import Method
 from worker.receive.rank_agents.model_description import ModelDescription
@@ -73,7 +74,7 @@ class HostAgent:
         transports = self._make_transports(context, model.devices[0])
         received = ReceivedBytes.shared(self._directory)
         self._receiver = Receiver(self._holder, transports, shared=True, received=received)
-        return {"transports": list(self._receiver.backends)}
+        return {"transports": list(self._receiver.backends), "lacking": LACKING}
 
     def _take(self, body: Mapping[str, Any], cancelled: Cancelled) -> None:
         """Gives what is staged to the ranks, which have mapped it. Memory that is not kept is used again after

@@ -13,6 +13,7 @@ from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceiveRequest
 from rl_plane.transports.base import TransportContext
+from worker.receive.lacking_transports import LACKING
 from worker.receive.rank_agents.agent_client import AgentClient
 from worker.receive.rank_agents.agent_messages import host_socket
 from worker.receive.rank_agents.model_description import ModelDescription
@@ -64,9 +65,9 @@ class HostAgentClient:
 
     def begin(self, model: ModelDescription, places: TransportContext) -> None:
         """Tells the agent for which model it receives. `places`: what its transports may use."""
-        self.transports = tuple(
-            self._ask("begin", {"model": model.to_wire(), "places": places.to_wire()})["transports"]
-        )
+        begun = self._ask("begin", {"model": model.to_wire(), "places": places.to_wire()})
+        self.transports = tuple(begun["transports"])
+        LACKING.update(begun.get("lacking") or {})
 
     async def ping(self) -> None:
         """TimeoutError: the agent hangs. EngineFailed: it is gone."""

@@ -1,0 +1,71 @@
+"""Knows the choices under way in this frontend, for people who ask why one does not end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from frontend.routing.progress import GenerationProgress
+from rl_plane.protocol.generation import names_of
+
+MAX_LISTED = 1000
+"""The choices in one reply, the longest waits first: about 300 KB."""
+
+
+class RunningChoice:
+    """One choice: which worker has it, and when its last token came."""
+
+    def __init__(self, progress: GenerationProgress, now: float) -> None:
+        self.began_at = self.last_at = now
+        """Monotonic seconds. `last_at`: of the last token, or of the move to another worker."""
+        self.worker: str | None = None
+        """The instance id of the worker that has it. None: it waits for a worker."""
+        self.tries = 0
+        """The workers that it was sent to so far."""
+        self._progress = progress
+
+    def sent_to(self, worker: str, now: float) -> None:
+        self.worker, self.last_at = worker, now
+        self.tries += 1
+
+    def to_wire(self, now: float) -> dict[str, Any]:
+        progress = self._progress
+        spans = progress.labelled()
+        return {
+            "id": names_of(progress.request.id)[1],
+            "worker": self.worker,
+            "tries": self.tries,
+            "tokens": len(progress.token_ids),
+            "max_tokens": progress.request.max_tokens,
+            "version": {"label": spans[-1].version, "sequence": spans[-1].sequence} if spans else None,
+            "elapsed_s": now - self.began_at,
+            "since_progress_s": now - self.last_at,
+        }
+
+
+class RunningRequests:
+    """All choices under way. `clock` gives monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._choices: set[RunningChoice] = set()
+
+    @contextmanager
+    def of(self, progress: GenerationProgress) -> Iterator[RunningChoice]:
+        choice = RunningChoice(progress, self.clock())
+        self._choices.add(choice)
+        try:
+            yield choice
+        finally:
+            self._choices.discard(choice)
+
+    def to_wire(self, begins: str = "") -> dict[str, Any]:
+        """The choices whose id begins so, those that wait longest first, and the number of all of them."""
+        now = self.clock()
+        rows = [choice.to_wire(now) for choice in self._choices]
+        rows = sorted(
+            (row for row in rows if row["id"].startswith(begins)), key=lambda row: -float(row["since_progress_s"])
+        )
+        return {"status": "ok", "requests": rows[:MAX_LISTED], "count": len(rows)}

@@ -1,0 +1,1 @@
+"""Checks what a fleet needs from its surroundings."""

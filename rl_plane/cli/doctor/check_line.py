@@ -1,0 +1,76 @@
+"""The outcome of one check of the doctor."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rl_plane.cli.output import one_line
+
+Level = Literal["ok", "warning", "error"]
+SHOWN_IDS = 3
+"""The processes that one line names. It counts the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckLine:
+    """One line of the doctor."""
+
+    level: Level
+    check: str
+    """The thing that was checked, in a word or two."""
+    words: str
+    fix: str = ""
+    """The thing to do. Empty: nothing."""
+
+    def to_wire(self) -> dict[str, str]:
+        return {"level": self.level, "check": self.check, "words": self.words, "fix": self.fix}
+
+    def line(self) -> str:
+        fix = f"; fix: {self.fix}" if self.fix else ""
+        return f"{self.level:<8} {self.check:<11} {one_line(self.words + fix)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The counts of one examination."""
+
+    ok: int
+    warning: int
+    error: int
+
+    @classmethod
+    def of(cls, lines: list[CheckLine]) -> Summary:
+        levels: Counter[Any] = Counter(one.level for one in lines)
+        return cls(levels["ok"], levels["warning"], levels["error"])
+
+    def line(self) -> str:
+        return f"{self.ok} ok, {self.warning} warnings, {self.error} errors"
+
+
+def ok(check: str, words: str) -> CheckLine:
+    return CheckLine("ok", check, words)
+
+
+def warning(check: str, words: str, fix: str) -> CheckLine:
+    return CheckLine("warning", check, words, fix)
+
+
+def error(check: str, words: str, fix: str) -> CheckLine:
+    return CheckLine("error", check, words, fix)
+
+
+def ids(names: Sequence[str]) -> str:
+    """The first names, then a count."""
+    more = f" and {len(names) - SHOWN_IDS} more" if len(names) > SHOWN_IDS else ""
+    return ", ".join(names[:SHOWN_IDS]) + more
+
+
+def size(nbytes: int) -> str:
+    """Bytes in the largest unit that keeps a digit before the point."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes} bytes"

@@ -1,0 +1,50 @@
+"""Times, places and processes in words. Pure."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+
+_CALLER = re.compile(r"(?P<name>[^@\s]+)@(?P<host>[^:\s]+):(?P<pid>\d+)")
+
+
+def seconds(value: float) -> str:
+    """`12 s`, `3 min` or `2 h`."""
+    if value < 120:
+        return f"{value:.0f} s"
+    return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.0f} h"
+
+
+def clock(at: float) -> str:
+    """The time of day on this machine."""
+    return datetime.fromtimestamp(at).strftime("%H:%M:%S")
+
+
+def in_time(left_s: float, now: float) -> str:
+    """`in 279 s (11:08:12)`, or how late it is."""
+    return (
+        f"in {seconds(left_s)} ({clock(now + left_s)})" if left_s >= 0 else f"{seconds(-left_s)} ago, it is late"
+    )
+
+
+def process_of(caller: str) -> tuple[str, int] | None:
+    """Host and pid of a process that names itself `name@host:pid`. None: it gives no name."""
+    match = _CALLER.match(caller)
+    return (match["host"], int(match["pid"])) if match else None
+
+
+STOPPED = "is stopped by a signal (SIGSTOP)"
+GONE = "is not there any more"
+"""The states of a process on this machine that have a fix of their own."""
+
+
+def look_at(place: tuple[str, int] | None, what: str, said: str = "") -> str:
+    """The fix for a process that does not answer. `what`: the process in words. `said`: its state, if known."""
+    if place is None:
+        return f"see whether {what} runs"
+    host, pid = place
+    if said == STOPPED:
+        return f"`kill -CONT {pid}` on {host} continues it"
+    if said == GONE:
+        return f"start {what} again"
+    return f"on {host} run `ps -o stat,args -p {pid}`: T is stopped (`kill -CONT {pid}` continues it), no line is dead"
