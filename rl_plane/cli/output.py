@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -78,6 +79,16 @@ def plane_error(error: Exception) -> PlaneError | None:
     if isinstance(error, OSError) and error.filename is not None and not isinstance(error, BrokenPipeError):
         return PlaneError(f"{error.filename}: {error.strerror}", fix="let this user read and write there")
     return None
+
+
+def exit_words(code: int) -> str:
+    """The end of a process in words. `code`: negative for a signal."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
 
 
 def counted(workers: int) -> str:

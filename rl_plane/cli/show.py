@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from rl_plane.cli.output import counted, one_line, table
+from rl_plane.cli.output import counted, exit_words, one_line, table
 from rl_plane.commit.running_update import BEFORE_DECISION
 from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.relay import TRAINER
@@ -49,6 +49,7 @@ UPDATE_COLUMNS = {
 }
 WHY_CHARS = 60
 SHOWN_GONE = 5
+SHOWN_STARTING = 10
 LEFT_COLUMNS = {
     "LEFT": "left",
     "INSTANCE": "instance_id",
@@ -81,9 +82,11 @@ DONE = {
 def show(op: str, reply: Reply, body: Reply) -> str:
     """The reply of an op as text."""
     if op == "state":
-        return "\n".join([*_heads(reply), *_running(reply), *_rows(reply, STATE_COLUMNS), *_gone(reply)])
+        return "\n".join([*_heads(reply), *_running(reply), *_rows(reply, STATE_COLUMNS), *absent(reply)])
     if op == "workers":
-        return "\n".join([*_heads(reply), *_rows(reply, WORKER_COLUMNS), *_nodes(reply), *_left(reply)])
+        return "\n".join(
+            [*_heads(reply), *_rows(reply, WORKER_COLUMNS), *_nodes(reply), *_starting(reply), *_left(reply)]
+        )
     if op == "updates":
         return "\n".join(_updates(reply))
     if op == "new_run":
@@ -126,19 +129,49 @@ def _gone(reply: Reply) -> list[str]:
     """One line for each worker that has left and is not back: the newest ones."""
     gone = [one for one in _departed(reply) if not one["back"]]
     lines = [
-        one_line(f"{one['instance_id']} left {_ago(one['ago_s'])}: {one['why']}") for one in gone[:SHOWN_GONE]
+        one_line(f"{one['instance_id']} left {_ago(one['ago_s'])}: {left_words(one)}") for one in gone[:SHOWN_GONE]
     ]
     if len(gone) > SHOWN_GONE:
         lines.append(f"{len(gone) - SHOWN_GONE} more have left in the last hour: rl-plane workers")
     return lines
 
 
+def absent(reply: Reply) -> list[str]:
+    """The workers that start, and those that have left: lines for `state`, and beside the error of an empty fleet."""
+    return [*_starting(reply), *_gone(reply)]
+
+
+def _starting(reply: Reply) -> list[str]:
+    """One line for each worker that loads its engine: those that have taken the longest."""
+    components: Mapping[str, Reply] = reply.get("components") or {"": reply}
+    found = [one for head in components.values() for one in head.get("starting") or ()]
+    lines = [one_line(starting_words(one)) for one in found[:SHOWN_STARTING]]
+    if len(found) > SHOWN_STARTING:
+        lines.append(f"{len(found) - SHOWN_STARTING} more workers start")
+    return lines
+
+
+def starting_words(one: Reply) -> str:
+    since = datetime.fromtimestamp(one["since"]).strftime("%H:%M:%S")
+    return (
+        f"{one['instance_id']} starts since {since}: {one['engine']} on {one['host']}, pid {one['pid']}: "
+        f"{one['phase']}, {one['in_phase_s']:.0f} of {one['elapsed_s']:.0f} s"
+    )
+
+
 def _left(reply: Reply) -> list[str]:
     """The workers that have left in the last hour."""
     rows = [
-        {**one, "left": _ago(one["ago_s"]), "back": "yes" if one["back"] else "no"} for one in _departed(reply)
+        {**one, "left": _ago(one["ago_s"]), "back": "yes" if one["back"] else "no", "why": left_words(one)}
+        for one in _departed(reply)
     ]
     return ["", table(rows, LEFT_COLUMNS)] if rows else []
+
+
+def left_words(one: Reply) -> str:
+    """Why a worker has left, with its exit code if a supervisor has told it."""
+    code = one.get("exit_code")
+    return str(one["why"]) if code is None else f"{exit_words(code)}: {one['why']}"
 
 
 def _ago(seconds: float) -> str:

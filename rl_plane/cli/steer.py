@@ -22,8 +22,8 @@ from rl_plane.cli.keys import NATS_FILES, credentials
 from rl_plane.cli.output import BadSetting, note, say, say_json
 from rl_plane.cli.setting_types import INSTANCE_ID
 from rl_plane.cli.settings import Command, command
-from rl_plane.cli.show import show
-from rl_plane.errors import DeadlineExceeded, PermissionDenied
+from rl_plane.cli.show import absent, show
+from rl_plane.errors import DeadlineExceeded, NoWorkers, PermissionDenied
 from rl_plane.fleet.http_client import call_facade
 from rl_plane.protocol.fleet_ops import FLEET_OPS
 from rl_plane.protocol.strict_json import load_json_object
@@ -113,7 +113,13 @@ def commands() -> list[click.Command]:
 def _command(name: str, doc: str, op: str, settings: tuple[str, ...], *arguments: click.Argument) -> click.Command:
     def handler(given: Command) -> int:
         body, bound_s = body_of(op, given)
-        reply = _ask("update_weights" if op == "rollback" else op, body, bound_s, given)
+        try:
+            reply = _ask("update_weights" if op == "rollback" else op, body, bound_s, given)
+        except NoWorkers as error:
+            if op in ("state", "workers") and not given.values["json"]:
+                for line in absent(error.facts):
+                    say(line)
+            raise
         if given.values["json"]:
             say_json(reply)
         else:

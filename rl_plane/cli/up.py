@@ -17,15 +17,18 @@ from urllib.parse import urlsplit
 
 import click
 
+from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.key_folder import KeyFolder
 from rl_plane.bus.server import CONFIG, NatsServer
 from rl_plane.cli.children import ERR, OUT, Printer, run_child
+from rl_plane.cli.exit_notices import tell_exit
 from rl_plane.cli.keys import credentials
 from rl_plane.cli.output import READY, counted, one_line
 from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, METRICS, NODES, WORKER, check_engine
 from rl_plane.cli.settings import Command, command, for_child
 from rl_plane.cli.supervisor import SupervisedProcess, Supervisor
 from rl_plane.errors import DeadlineExceeded, PlaneError
+from rl_plane.protocol.subjects import Subjects
 
 ERROR_OBJECT = b'{"status": "error"'
 """The beginning of the error of a child with --json."""
@@ -85,6 +88,10 @@ class Up:
         self._scratch: Path | None = None
         self._nats: NatsServer | None = None
         self._workers: list[str] = []
+        self._instance_ids: dict[str, str] = {}
+        """Name of a worker → its instance id."""
+        self._telling: set[asyncio.Task[None]] = set()
+        """The notices that are being sent, one for each death."""
 
     async def until_a_signal(self) -> None:
         """Runs the fleet until a signal. PlaneError if it can't be brought up."""
@@ -110,6 +117,7 @@ class Up:
             ended.cancel()
             await asyncio.wait((bring_up, ended))
             drain_s = self.values["drain_s"]
+            await end_tasks(self._telling)
             await supervisor.stop([(["frontend"], drain_s + FRONTEND_STOP_S), (self._workers, drain_s)])
             if self._scratch is not None:
                 shutil.rmtree(self._scratch, ignore_errors=True)
@@ -128,6 +136,7 @@ class Up:
             name = f"worker-{number}"
             self._workers.append(name)
             own = {**values, "engine": engine, "instance_id": secrets.token_hex(8), "copies": 1}
+            self._instance_ids[name] = own["instance_id"]
             self._supervisor.supervise(self._process(name, "worker", own, HERE, values["restart"]))
         frontend = self._process("frontend", "frontend", values, FRONTEND, restart=True)
         frontend.on_ready = self._keep_ports
@@ -202,6 +211,16 @@ class Up:
 
     def _event(self, words: str, **facts: Any) -> None:
         self.printer.line(json.dumps(facts) if self._json else f"rl-plane: {one_line(words)}")
+        if facts.get("event") == "died" and (instance_id := self._instance_ids.get(facts["name"])) is not None:
+            self._tell_exit(instance_id, facts["pid"], facts["exit_code"])
+
+    def _tell_exit(self, instance_id: str, pid: int, code: int) -> None:
+        values = self.values
+        subjects = Subjects(values["namespace"], values["component"])
+        files = credentials(values, "frontend")
+        task = asyncio.create_task(tell_exit(values["nats_url"], files, subjects, instance_id, pid, code))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
 
     def _print_ready(self) -> None:
         processes, values = self._supervisor.processes, self.values
