@@ -24,7 +24,7 @@ def build_group() -> click.Group:
     """All commands. BadSetting and click's own errors come out of `main` as exceptions."""
     import click
 
-    from rl_plane.cli import follow_events, keys, publish, replay_command, serve, steer, up
+    from rl_plane.cli import follow_events, keys, publish, replay_command, serve, steer, top, up
 
     class Group(click.Group):
         def list_commands(self, ctx: click.Context) -> list[str]:
@@ -34,6 +34,7 @@ def build_group() -> click.Group:
         *up.commands(),
         *serve.commands(),
         *steer.commands(),
+        *top.commands(),
         *follow_events.commands(),
         *publish.commands(),
         *replay_command.commands(),

@@ -247,6 +247,7 @@ SETTINGS: dict[str, Setting] = {
             "since_s", "Show the events of so much time: 600, 90s, 10m, 1h.", types.DURATION, 600, flag="--since"
         ),
         Setting("follow", "Go on, until Ctrl-C.", bool, False),
+        Setting("once", "Print one screen, and end.", bool, False),
         Setting("timeout_s", "Seconds to wait for the answer; of an update, for the weights.", _POSITIVE),
         Setting(
             "mode",

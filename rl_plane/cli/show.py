@@ -114,7 +114,7 @@ def _heads(reply: Reply) -> list[str]:
             there = sum(row.get("component", name) == name for row in reply["workers"])
             words.append(f"{there} of {head['expected']} workers,")
         if head.get("version"):
-            words.append(f"version {_version(head['version'], digest=True)},")
+            words.append(f"version {version_words(head['version'], digest=True)},")
         words.append(f"epoch {head.get('epoch')}, fingerprint {head.get('fingerprint')}")
         lines.append(one_line(" ".join(words)))
     return lines
@@ -283,12 +283,13 @@ def _flat(row: Reply) -> dict[str, Any]:
         reasons = ", ".join(str(reason) for reason in admission.get("reasons") or ())
         shown["admission"] = "open" if admission.get("open") else f"closed: {reasons}"
     if isinstance(row.get("version"), Mapping):
-        shown["version"] = _version(row["version"])
+        shown["version"] = version_words(row["version"])
     shown["canary"] = _canary_cell(row.get("canary"))
     return shown
 
 
-def _version(version: Any, digest: bool = False) -> str:
+def version_words(version: Any, digest: bool = False) -> str:
+    """A version's sequence and label, and perhaps the first digits of its digest."""
     if not isinstance(version, Mapping):
         return str(version)
     words = f"{version.get('sequence')} ({version.get('label')})"
@@ -300,7 +301,7 @@ def _updated(reply: Reply, did: str = "committed") -> list[str]:
     components: Mapping[str, Reply] = reply.get("components") or {"": reply}
     lines = []
     for name, head in components.items():
-        version = _version(head.get("version"), digest=True)
+        version = version_words(head.get("version"), digest=True)
         lines.append(one_line(f"{name + ': ' if name else ''}{did} version {version} on {_count(reply)}"))
         phases = head.get("phases") or {}
         spent = ", ".join(f"{key.removesuffix('_s')} {_seconds(value)}" for key, value in phases.items())
@@ -384,7 +385,7 @@ def _update(one: Reply) -> dict[str, Any]:
     return {
         "began": datetime.fromtimestamp(began).strftime("%Y-%m-%d %H:%M:%S") if began else None,
         "outcome": one.get("outcome"),
-        "version": (_version(one["version"]) if one.get("version") else str(one.get("label"))) + _sent(one),
+        "version": (version_words(one["version"]) if one.get("version") else str(one.get("label"))) + _sent(one),
         "workers": f"{well + left_out}/{all_of_them + left_out}" if outcomes else None,
         "seconds": f"{ended - began:.3f}" if began and ended else None,
         "canary": _canary_cell(one.get("canary")),
