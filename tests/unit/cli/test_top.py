@@ -65,7 +65,9 @@ def facts(found: dict[str, Any] | None, **more: Any) -> TopFacts:
 
 
 def test_the_screen_of_a_fleet_that_is_well() -> None:
-    text = shown(facts(state(row(ID_A), expected=2), rates={"step_3": 1234.5, "step_2": 10.0}, events=("one", "two")))
+    text = shown(
+        facts(state(row(ID_A), expected=2), rates={"step_3": 1234.5, "step_2": 10.0}, events=("one", "two"))
+    )
     assert "ready, running, 1 of 2 workers, epoch 7, version 3 (step_3)" in text
     assert "tokens/s: 1,244.5 (10.0 by step_2, 1,234.5 by step_3)" in text
     assert f"{ID_A}  fake    3 (step_3)    0        2        1  open" in text
@@ -165,5 +167,3 @@ def test_once_prints_one_screen_and_a_live_one_needs_a_terminal(
     facade.answers({"status": "error", "error": {"code": "unauthorized", "message": "no key"}}, 401)
     assert main.run(["top", "--once"]) == 1
     assert "no key" in capsys.readouterr().err
-
-
