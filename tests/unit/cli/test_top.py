@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from typing import Any
 
 import pytest
@@ -11,9 +12,42 @@ from rich.console import Console
 from rl_plane.cli import main
 from rl_plane.cli.top_facts import TokenCounts, TopFacts, in_order, seconds_left, token_rates, version_lag
 from rl_plane.cli.top_screen import screen
+from rl_plane.cli.wait_display import DISPLAY, seconds_shown
 from tests.support.small_facade import HEAD, ID_A, ID_B, VERSION, Facade, facade
+from tests.support.terminal import CURSOR_SHOWN, Terminal
 
 __all__ = ["facade"]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_update_shows_how_far_it_is_at_a_terminal_but_not_with_json(facade: Facade, as_json: bool) -> None:
+    facade.at_once["/v1/rl/state"] = state(row(ID_A), update=UPDATE)
+    facade.answers({**HEAD, "version": VERSION, "phases": {}, "excluded": [], "workers": [row(ID_A)]})
+    facade.delay.clear()
+    terminal = Terminal("update", "/w", "--url", facade.url, *(["--json"] if as_json else []))
+    try:
+        if not as_json:
+            terminal.until(r"update weights: waiting, \d+ s")
+            terminal.until(
+                r"update 7057251d \(step_4\) .*1,024\.0 of 2,048\.0 MB on 2 workers, 310\.2 MB/s, 3 s left"
+            )
+            terminal.until("prepare, 21 s so far, waits for the trainer's bytes")
+        facade.delay.set()
+        assert terminal.end() == 0
+        assert ("MB/s" in terminal.written) is not as_json
+        assert as_json or CURSOR_SHOWN in terminal.written
+        assert '"label": "step_3"' in terminal.written if as_json else "committed version 3" in terminal.written
+        assert terminal.now == terminal.before
+    finally:
+        terminal.close()
+
+
+def test_with_json_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with seconds_shown("publish", quiet=True):
+        assert DISPLAY not in {thread.name for thread in threading.enumerate()}
+    with seconds_shown("publish"):
+        assert DISPLAY in {thread.name for thread in threading.enumerate()}
 
 
 def row(instance_id: str, **more: Any) -> dict[str, Any]:
