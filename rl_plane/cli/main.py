@@ -51,21 +51,21 @@ def run(argv: Sequence[str] | None = None) -> int:
     try:
         import click
     except ModuleNotFoundError as error:
-        note(error_line(missing_module(error)))
+        note(error_line(missing_module(error)), "error")
         return EXIT_ERROR
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code: int = build_group().main(arguments, prog_name="rl-plane", standalone_mode=False)
         return code
     except BadSetting as error:
-        note(error_line(error))
+        note(error_line(error), "error")
         return EXIT_USAGE
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx is not None else "rl-plane"
-        note(error_line(BadSetting(error.format_message(), fix=f"see `{path} --help`")))
+        note(error_line(BadSetting(error.format_message(), fix=f"see `{path} --help`")), "error")
         return EXIT_USAGE
     except PlaneError as error:
-        note(error_line(error))
+        note(error_line(error), "error")
         return EXIT_ERROR
     except (KeyboardInterrupt, click.Abort):
         note("rl-plane: interrupted")

@@ -6,9 +6,11 @@ import json
 import re
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rl_plane._util import log_format
 from rl_plane._util.extras import missing_module
 from rl_plane.errors import (
     Conflict,
@@ -99,8 +101,10 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def note(line: str) -> None:
-    """Prints to stderr, so that it never mixes with the answer."""
+def note(line: str, level: str = "info") -> None:
+    """Prints to stderr, so that it never mixes with the answer. `level`: of the line of a process that logs in JSON."""
+    if log_format.is_json():
+        line = log_format.json_line(level, "rl_plane", line, time.time())
     print(line, file=sys.stderr, flush=True)
 
 

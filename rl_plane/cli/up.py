@@ -10,6 +10,8 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from urllib.parse import urlsplit
 
 import click
 
+from rl_plane._util.log_format import json_line, set_up_logging
 from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.key_folder import KeyFolder
 from rl_plane.bus.server import CONFIG, NatsServer
@@ -24,7 +27,7 @@ from rl_plane.cli.children import ERR, OUT, Printer, run_child
 from rl_plane.cli.exit_notices import tell_exit
 from rl_plane.cli.keys import credentials
 from rl_plane.cli.output import READY, counted, one_line
-from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, METRICS, NODES, WORKER, check_engine
+from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, LOG, METRICS, NODES, WORKER, check_engine
 from rl_plane.cli.settings import Command, command, for_child
 from rl_plane.cli.supervisor import SupervisedProcess, Supervisor
 from rl_plane.errors import DeadlineExceeded, PlaneError
@@ -37,6 +40,8 @@ FRONTEND_STOP_S = 5.0
 
 HERE = tuple(name for name in WORKER if name not in (*NODES, *METRICS))
 """The settings that all workers of one host may share."""
+
+UP_LOGGER = "rl_plane.up"
 
 SETTINGS = (
     "engines",
@@ -52,7 +57,7 @@ SETTINGS = (
     "record",
     "record_files",
     "start_timeout_s",
-    "log_level",
+    *LOG,
     "json",
 )
 
@@ -64,6 +69,8 @@ def commands() -> list[click.Command]:
 def run_up(given: Command) -> int:
     """Runs a fleet until a signal."""
     values = dict(given.values)
+    if values["log_format"] == "json":
+        set_up_logging(values["log_level"], "json")  # of its own errors; children have their own
     values["engines"] = [check_engine(name) for name in values["engines"] or ("hf",)]
     up = Up(values)
     try:
@@ -78,6 +85,18 @@ def python(*args: str) -> list[str]:
     return [sys.executable, "-P", "-m", *args]
 
 
+def log_line(name: str, line: bytes) -> str:
+    """A child's line as a JSON object: its own object with the child's name, or an object around a line of text."""
+    text = line.decode(errors="replace")
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if isinstance(found, dict):
+        return json.dumps({**found, "process": name})
+    return json_line("info", UP_LOGGER, text, time.time(), {"process": name})
+
+
 class Up:
     """The fleet of one `rl-plane up`."""
 
@@ -85,6 +104,7 @@ class Up:
         self.values = values
         self.printer = Printer()
         self._json: bool = values["json"]
+        self._logs_json = values["log_format"] == "json"
         self._scratch: Path | None = None
         self._nats: NatsServer | None = None
         self._workers: list[str] = []
@@ -207,12 +227,22 @@ class Up:
     def _line(self, name: str, line: bytes, fd: int) -> None:
         if fd == OUT and line.startswith(ERROR_OBJECT):
             return  # its stderr has the same error in words
-        self.printer.line(f"{name} | ".encode() + line, ERR if self._json else fd)
+        shown = log_line(name, line) if self._logs_json else f"{name} | ".encode() + line
+        self.printer.line(shown, ERR if self._json else fd)
 
     def _event(self, words: str, **facts: Any) -> None:
-        self.printer.line(json.dumps(facts) if self._json else f"rl-plane: {one_line(words)}")
+        self._print(words, facts)
         if facts.get("event") == "died" and (instance_id := self._instance_ids.get(facts["name"])) is not None:
             self._tell_exit(instance_id, facts["pid"], facts["exit_code"])
+
+    def _print(self, words: str, facts: Mapping[str, Any]) -> None:
+        if self._json:
+            line = json.dumps(facts)
+        elif self._logs_json:
+            line = json_line("info", UP_LOGGER, words, time.time(), facts)
+        else:
+            line = f"rl-plane: {one_line(words)}"
+        self.printer.line(line)
 
     def _tell_exit(self, instance_id: str, pid: int, code: int) -> None:
         values = self.values
@@ -236,7 +266,7 @@ class Up:
             }
             for name in self._workers
         ]
-        if self._json:
+        if self._json or self._logs_json:
             facts = {
                 READY: "up",
                 "rl_url": rl_url,
@@ -249,7 +279,7 @@ class Up:
                 "frontend_pid": frontend.get("pid"),
                 "workers": workers,
             }
-            self.printer.line(json.dumps(facts))
+            self._print(f"rl-plane is up: {counted(len(workers))}", facts)
             return
         lines = [f"rl-plane is up: {values['namespace']}.{values['component']}, {counted(len(workers))}"]
         if rl_url:
