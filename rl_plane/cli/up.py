@@ -12,9 +12,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import click
@@ -29,9 +30,13 @@ from rl_plane.cli.keys import credentials
 from rl_plane.cli.output import READY, counted, one_line
 from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, LOG, METRICS, NODES, WORKER, check_engine
 from rl_plane.cli.settings import Command, command, for_child
+from rl_plane.cli.start_display import StartProgress, read_starting, start_shown
 from rl_plane.cli.supervisor import SupervisedProcess, Supervisor
 from rl_plane.errors import DeadlineExceeded, PlaneError
 from rl_plane.protocol.subjects import Subjects
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 ERROR_OBJECT = b'{"status": "error"'
 """The beginning of the error of a child with --json."""
@@ -90,9 +95,9 @@ def log_line(name: str, line: bytes) -> str:
     text = line.decode(errors="replace")
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
-    if isinstance(found, dict):
+    if isinstance(found, dict) and {"time", "level", "logger", "message"} <= found.keys():
         return json.dumps({**found, "process": name})
     return json_line("info", UP_LOGGER, text, time.time(), {"process": name})
 
@@ -123,7 +128,8 @@ class Up:
         ended = asyncio.create_task(supervisor.end.wait())
         try:
             bound = self.values["start_timeout_s"]
-            done, _ = await asyncio.wait((bring_up, ended), timeout=bound, return_when=asyncio.FIRST_COMPLETED)
+            with self._shown():
+                done, _ = await asyncio.wait((bring_up, ended), timeout=bound, return_when=asyncio.FIRST_COMPLETED)
             if bring_up in done:
                 bring_up.result()
                 self._print_ready()
@@ -144,6 +150,26 @@ class Up:
         if supervisor.failed is not None:
             raise supervisor.failed
         self._event("all ended", event="ended")
+
+    def _shown(self) -> AbstractContextManager[None]:
+        """Shows at a terminal how far the start is."""
+        values, supervisor = self.values, self._supervisor
+        if self._json or self._logs_json:
+            return nullcontext()
+        progress = StartProgress(len(values["engines"]) * values["workers"] + 1)
+
+        def draw() -> RenderableType:
+            processes = list(supervisor.processes.values())
+            return progress.drawing(
+                [(each.name, self._instance_ids.get(each.name), each.ready.is_set()) for each in processes]
+            )
+
+        def read_phases() -> None:
+            frontend = supervisor.processes.get("frontend")
+            if frontend is not None and (url := frontend.facts.get("rl_url")) is not None:
+                progress.phases = read_starting(url, values["admin_key"])
+
+        return start_shown(self.printer, draw, read_phases)
 
     async def _bring_up(self) -> None:
         values = self.values

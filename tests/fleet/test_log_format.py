@@ -114,6 +114,7 @@ def test_an_error_is_an_object_too(tmp_path: Path) -> None:
 def test_a_line_of_a_child_that_is_text_is_put_into_an_object() -> None:
     text = json.loads(log_line("worker-1", b"INFO 09:41 loading \xff"))
     assert (text["process"], text["message"], text["level"]) == ("worker-1", "INFO 09:41 loading �", "info")
-    own = json.loads(log_line("worker-1", b'{"time": "t", "level": "warning", "message": "m"}'))
-    assert own == {"time": "t", "level": "warning", "message": "m", "process": "worker-1"}
-    assert json.loads(log_line("worker-1", b"3"))["message"] == "3"
+    own = {"time": "t", "level": "warning", "logger": "worker", "message": "m"}
+    assert json.loads(log_line("worker-1", json.dumps(own).encode())) == {**own, "process": "worker-1"}
+    for other in ("3", '{"message": "of an engine"}', "[" * 60_000):
+        assert json.loads(log_line("worker-1", other.encode()))["message"] == other

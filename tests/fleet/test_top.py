@@ -1,4 +1,4 @@
-"""`rl-plane top` at a pseudo-terminal, beside a real fleet."""
+"""`rl-plane top` and `up` at a pseudo-terminal, with a real fleet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.started_command import READY_S, Started
-from tests.support.terminal import LEFT_ALTERNATE_SCREEN, Terminal
+from tests.support.terminal import CURSOR_SHOWN, LEFT_ALTERNATE_SCREEN, Terminal
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
@@ -49,6 +49,22 @@ def test_top_follows_a_fleet_survives_its_frontend_and_leaves_the_terminal_as_it
         assert (
             terminal.written.rstrip().endswith(LEFT_ALTERNATE_SCREEN) or LEFT_ALTERNATE_SCREEN in terminal.written
         )
+        assert terminal.now == terminal.before
+    finally:
+        terminal.close()
+
+
+def test_up_shows_at_a_terminal_what_it_waits_for(tmp_path: Path) -> None:
+    terminal = Terminal("up", "--engine", "fake", "--workers", "2", "--rl-port", "0", "--http-port", "off")
+    try:
+        terminal.until(r"rl-plane up: \d of 3 processes are ready, \d+ s")
+        terminal.until(r"\n +worker-2: starting")
+        terminal.until(r"rl-plane is up: demo\.engine, 2 workers")
+        assert CURSOR_SHOWN in terminal.written
+        drawn = terminal.until("Ctrl-C ends everything")
+        terminal.press("\x03")
+        assert terminal.end() == 0
+        assert "processes are ready" not in terminal.written[drawn:]
         assert terminal.now == terminal.before
     finally:
         terminal.close()

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from rl_plane.cli import main
+from rl_plane.cli.start_display import StartProgress, phases_of
 from rl_plane.cli.top_facts import TokenCounts, TopFacts, in_order, seconds_left, token_rates, version_lag
 from rl_plane.cli.top_screen import screen
 from rl_plane.cli.wait_display import DISPLAY, seconds_shown
@@ -201,3 +202,21 @@ def test_once_prints_one_screen_and_a_live_one_needs_a_terminal(
     facade.answers({"status": "error", "error": {"code": "unauthorized", "message": "no key"}}, 401)
     assert main.run(["top", "--once"]) == 1
     assert "no key" in capsys.readouterr().err
+
+
+def test_up_says_what_each_process_does() -> None:
+    console = Console(file=io.StringIO(), width=120, highlight=False)
+    progress = StartProgress(3)
+    console.print(progress.drawing([]))
+    progress.phases = phases_of(
+        {"starting": [{"instance_id": ID_A, "phase": "loading the model", "elapsed_s": 95.2}]}
+    )
+    console.print(
+        progress.drawing([("worker-1", ID_A, False), ("worker-2", ID_B, True), ("frontend", None, False)])
+    )
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "0 of 3 processes are ready, 0 s" in text
+    assert "  model: being made from a seed\n" in text
+    assert "1 of 3 processes are ready, 0 s" in text
+    assert "  worker-1: loading the model, 95 s\n  frontend: starting\n" in text
