@@ -22,6 +22,8 @@ log = logging.getLogger("frontend.metrics.departures")
 
 REASONS = ("ended", "engine", "connection", "silent", "replaced")
 """The reasons that docs/metrics.md explains."""
+NO_MEMBER = "start"
+"""The reason of a process that has ended before it was a member. It is listed, and not counted."""
 KEPT = 100
 """The workers that are remembered: more than an operator reads."""
 KEPT_S = 3600.0
@@ -33,6 +35,7 @@ WHY = {
     "connection": "its connection to NATS has closed: it was killed or has crashed, or its machine is gone",
     "silent": "it did not answer: it hangs, or the network between is broken",
     "replaced": "a new process has taken its instance id",
+    NO_MEMBER: "its process has ended before it joined",
 }
 
 
@@ -74,6 +77,15 @@ class Departures:
         self._exits[instance_id, notice.pid] = notice.exit_code
         while len(self._exits) > KEPT:
             self._exits.popitem(last=False)
+        member = self._view.member(instance_id)
+        known = [one for one, *_ in self._left if one.instance_id == instance_id]
+        if all(one.info.get("pid") != notice.pid for one in [*known, *([member] if member else [])]):
+            info = {"engine": notice.engine, "host": notice.host, "pid": notice.pid}
+            process = Member(instance_id, "", "", 0, 0, info)
+            # Of a worker that ends again and again only the last end: others keep their place.
+            others = [one for one in self._left if (one[0].instance_id, one[2]) != (instance_id, NO_MEMBER)]
+            self._left = deque(others, maxlen=KEPT)
+            self._left.append((process, time.time(), NO_MEMBER, WHY[NO_MEMBER]))
 
     def _exit_code(self, member: Member) -> int | None:
         pid = member.info.get("pid")

@@ -15,10 +15,10 @@ from rl_plane.protocol.subjects import Subjects
 
 
 async def tell_exit(
-    url: str, credentials: NatsCredentials, subjects: Subjects, instance_id: str, pid: int, code: int
+    url: str, credentials: NatsCredentials, subjects: Subjects, instance_id: str, engine: str, pid: int, code: int
 ) -> None:
     """Sends one notice. A notice that can't be sent is left out: the supervisor's own lines have the exit code."""
-    notice = ExitNotice(host=platform.node()[:MAX_CHARS], pid=pid, exit_code=code)
+    notice = ExitNotice(engine=engine[:MAX_CHARS], host=platform.node()[:MAX_CHARS], pid=pid, exit_code=code)
     with contextlib.suppress(PlaneError, nats.errors.Error):
         bus = await Bus.connect(url, "rl-plane-up", credentials=credentials)
         try:

@@ -105,12 +105,14 @@ class StartProgress:
         self.phases: dict[str, str] = {}
         """instance_id → what the worker does, as a frontend has heard."""
 
-    def drawing(self, names: Sequence[tuple[str, str | None, bool]]) -> RenderableType:
-        """`names`: of each process that was started its name, its instance id, and whether it is ready."""
+    def learn(self, phases: Mapping[str, str]) -> None:
+        """Takes the result of `phases_of`. A worker that is not in it any more is joining."""
+        self.phases = {**dict.fromkeys(self.phases, "joining the fleet"), **phases}
+
+    def drawing(self, names: Sequence[tuple[str, str, bool]]) -> RenderableType:
+        """`names`: of each process that was started its name, its instance id or "", and whether it is ready."""
         waiting = {
-            name: self.phases.get(instance_id or "", "starting")
-            for name, instance_id, is_ready in names
-            if not is_ready
+            name: self.phases.get(instance_id, "starting") for name, instance_id, is_ready in names if not is_ready
         }
         if not names:
             waiting = {"model": "being made from a seed"}

@@ -113,8 +113,8 @@ class Up:
         self._scratch: Path | None = None
         self._nats: NatsServer | None = None
         self._workers: list[str] = []
-        self._instance_ids: dict[str, str] = {}
-        """Name of a worker → its instance id."""
+        self._known_as: dict[str, tuple[str, str]] = {}
+        """Name of a worker → its instance id and its engine."""
         self._telling: set[asyncio.Task[None]] = set()
         """The notices that are being sent, one for each death."""
 
@@ -161,13 +161,13 @@ class Up:
         def draw() -> RenderableType:
             processes = list(supervisor.processes.values())
             return progress.drawing(
-                [(each.name, self._instance_ids.get(each.name), each.ready.is_set()) for each in processes]
+                [(each.name, self._known_as.get(each.name, ("",))[0], each.ready.is_set()) for each in processes]
             )
 
         def read_phases() -> None:
             frontend = supervisor.processes.get("frontend")
             if frontend is not None and (url := frontend.facts.get("rl_url")) is not None:
-                progress.phases = read_starting(url, values["admin_key"])
+                progress.learn(read_starting(url, values["admin_key"]))
 
         return start_shown(self.printer, draw, read_phases)
 
@@ -182,7 +182,7 @@ class Up:
             name = f"worker-{number}"
             self._workers.append(name)
             own = {**values, "engine": engine, "instance_id": secrets.token_hex(8), "copies": 1}
-            self._instance_ids[name] = own["instance_id"]
+            self._known_as[name] = own["instance_id"], engine
             self._supervisor.supervise(self._process(name, "worker", own, HERE, values["restart"]))
         frontend = self._process("frontend", "frontend", values, FRONTEND, restart=True)
         frontend.on_ready = self._keep_ports
@@ -258,8 +258,8 @@ class Up:
 
     def _event(self, words: str, **facts: Any) -> None:
         self._print(words, facts)
-        if facts.get("event") == "died" and (instance_id := self._instance_ids.get(facts["name"])) is not None:
-            self._tell_exit(instance_id, facts["pid"], facts["exit_code"])
+        if facts.get("event") == "died" and (known := self._known_as.get(facts["name"])) is not None:
+            self._tell_exit(*known, facts["pid"], facts["exit_code"])
 
     def _print(self, words: str, facts: Mapping[str, Any]) -> None:
         if self._json:
@@ -270,11 +270,11 @@ class Up:
             line = f"rl-plane: {one_line(words)}"
         self.printer.line(line)
 
-    def _tell_exit(self, instance_id: str, pid: int, code: int) -> None:
+    def _tell_exit(self, instance_id: str, engine: str, pid: int, code: int) -> None:
         values = self.values
         subjects = Subjects(values["namespace"], values["component"])
         files = credentials(values, "frontend")
-        task = asyncio.create_task(tell_exit(values["nats_url"], files, subjects, instance_id, pid, code))
+        task = asyncio.create_task(tell_exit(values["nats_url"], files, subjects, instance_id, engine, pid, code))
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
 

@@ -98,7 +98,8 @@ class LeftWorker(TypedDict):
     """Unix seconds."""
     ago_s: float
     reason: str
-    """`ended`, `engine`, `connection`, `silent` or `replaced`: see docs/metrics.md."""
+    """`ended`, `engine`, `connection`, `silent` or `replaced`: see docs/metrics.md. `start`: `rl-plane up` has started
+    the process, and it has ended before it joined. Then the incarnation is empty."""
     why: str
     """The reason in words."""
     back: bool

@@ -62,6 +62,7 @@ class StartNotice(_Notice):
 class ExitNotice(_Notice):
     """The supervisor of a worker's process says how the process has ended."""
 
+    engine: _Short
     host: _Short
     pid: _Number
     exit_code: Annotated[int, Field(ge=-64, le=255)]

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from frontend.server.options import FrontendOptions
-from rl_plane.protocol.process_notices import StartNotice
+from rl_plane.protocol.process_notices import ExitNotice, StartNotice
 from rl_plane.protocol.subjects import Subjects
 from tests.conftest import Plane, Spawned
 from tests.support.frontend_here import started
@@ -115,6 +115,10 @@ async def test_a_notice_that_can_not_be_read_is_left_out(plane: Plane) -> None:
         for instance_id, data in bad:
             await client.bus.nc.publish(subjects.starting(instance_id), data)
         await client.bus.nc.publish(subjects.exited(ID), b"{}")
+        never = ExitNotice(engine="fake", host="h", pid=7, exit_code=70)
+        for pid in (6, 7):
+            notice = never.model_copy(update={"pid": pid})
+            await client.bus.nc.publish(subjects.exited(ID), notice.encode())
         await client.bus.nc.publish(subjects.starting("f" * 16), good.encode())
         await client.bus.flush()
 
@@ -123,6 +127,9 @@ async def test_a_notice_that_can_not_be_read_is_left_out(plane: Plane) -> None:
 
         found = await plane.until(listed)
         assert [one["instance_id"] for one in found] == ["f" * 16]
+        (left,) = (await rl.get("state?min_workers=0&wait_s=0")).json()["left"]
+        assert (left["instance_id"], left["pid"], left["exit_code"], left["reason"]) == (ID, 7, 70, "start")
+        assert left["why"] == "its process has ended before it joined"
         await client.bus.close()
 
         async def gone() -> bool:

@@ -208,15 +208,14 @@ def test_up_says_what_each_process_does() -> None:
     console = Console(file=io.StringIO(), width=120, highlight=False)
     progress = StartProgress(3)
     console.print(progress.drawing([]))
-    progress.phases = phases_of(
-        {"starting": [{"instance_id": ID_A, "phase": "loading the model", "elapsed_s": 95.2}]}
-    )
-    console.print(
-        progress.drawing([("worker-1", ID_A, False), ("worker-2", ID_B, True), ("frontend", None, False)])
-    )
+    progress.learn({ID_B: "importing the engine"})
+    starting = {"instance_id": ID_A, "phase": "loading the model", "elapsed_s": 95.2}
+    progress.learn(phases_of({"starting": [starting]}))
+    processes = [("worker-1", ID_A, False), ("worker-2", ID_B, False), ("frontend", "", True)]
+    console.print(progress.drawing(processes))
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert "0 of 3 processes are ready, 0 s" in text
     assert "  model: being made from a seed\n" in text
     assert "1 of 3 processes are ready, 0 s" in text
-    assert "  worker-1: loading the model, 95 s\n  frontend: starting\n" in text
+    assert "  worker-1: loading the model, 95 s\n  worker-2: joining the fleet\n" in text
