@@ -62,6 +62,8 @@ def run_top(given: Command) -> int:
     reader.read_state()
     if values["once"]:
         reader.read_kept_events()
+        time.sleep(EVERY_S)  # tokens per second need two counts
+        reader.read_state()
         Console(width=None if is_terminal else NO_TERMINAL_CELLS, highlight=False).print(screen(reader.facts()))
         return 0
     _live(reader)

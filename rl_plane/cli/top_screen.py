@@ -27,7 +27,7 @@ Reply = Mapping[str, Any]
 
 def screen(facts: TopFacts, height: int | None = None) -> RenderableType:
     """The whole screen. `height`: the lines of the terminal; workers beyond it are counted. None: there is no limit."""
-    parts: list[RenderableType] = [_head(facts)]
+    parts: list[RenderableType] = [_head(facts, "" if height is None else ", q leaves")]
     if facts.lost_since is not None:
         words = f"no answer since {facts.lost_since} ({facts.lost_s:.0f} s), trying again: {facts.why}"
         parts.append(Text(one_line(words), style="bold red"))
@@ -39,11 +39,11 @@ def screen(facts: TopFacts, height: int | None = None) -> RenderableType:
     return Group(*parts)
 
 
-def _head(facts: TopFacts) -> Text:
+def _head(facts: TopFacts, how: str) -> Text:
     state = facts.state
     words = Text(no_wrap=True, overflow="ellipsis")
     words.append("rl-plane top ", style="bold")
-    words.append(one_line(f"{facts.url}  {facts.clock}  q leaves") + "\n")
+    words.append(one_line(f"{facts.url} at {facts.clock}{how}") + "\n")
     if state is None:
         return words.append("no state is known yet")
     words.append("ready" if state["ready"] else "not ready", style="green" if state["ready"] else "yellow")

@@ -195,7 +195,9 @@ def test_once_prints_one_screen_and_a_live_one_needs_a_terminal(
 ) -> None:
     facade.answers(state(row(ID_A)))
     assert main.run(["top", "--once"]) == 0
-    assert ID_A in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert ID_A in out
+    assert "tokens/s: 0.0 (0.0 by step_3)" in out
     assert facade.asked[0]["query"] == {"min_workers": ["0"], "wait_s": ["0"]}
     assert main.run(["top"]) == 2
     assert "stdout is no terminal; fix: use a terminal, or --once" in capsys.readouterr().err
