@@ -43,6 +43,21 @@ def test_an_update_shows_how_far_it_is_at_a_terminal_but_not_with_json(facade: F
         terminal.close()
 
 
+def test_an_interrupt_leaves_the_terminal_as_it_was(facade: Facade) -> None:
+    facade.at_once["/v1/rl/state"] = state(row(ID_A), update=UPDATE)
+    facade.delay.clear()
+    terminal = Terminal("update", "/w", "--url", facade.url)
+    try:
+        terminal.until(r"310\.2 MB/s")
+        terminal.press("\x03")
+        assert terminal.end() == 130
+        assert CURSOR_SHOWN in terminal.written
+        assert terminal.now == terminal.before
+    finally:
+        facade.delay.set()
+        terminal.close()
+
+
 def test_with_json_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with seconds_shown("publish", quiet=True):
