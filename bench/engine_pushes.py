@@ -76,7 +76,7 @@ async def _publishers(
     server, namespace = NatsServer(), f"pushed{secrets.token_hex(2)}"
     await asyncio.to_thread(server.start)
     options = WorkerOptions("sglang", model, server.url, namespace, drain_s=0.0)
-    worker = WorkerProcess(options, EngineLoop(), lambda _: None)
+    worker = WorkerProcess(options, EngineLoop(), lambda _: None, [secrets.token_hex(8)])
     serving = asyncio.create_task(worker.serve([engine], [info], await asyncio.to_thread(model_digest, model)))
     made: dict[str, WeightPublisher] = {}
     try:

@@ -27,6 +27,7 @@ from frontend.facade.events import FleetEvents
 from frontend.facade.facade_routes import add_facade_routes, add_own_routes
 from frontend.facade.nats_service import FleetService
 from frontend.facade.op_runner import OpRunner
+from frontend.facade.starting_workers import StartingWorkers
 from frontend.facade.update_recovery import UpdateRecovery
 from frontend.metrics.frontend_metrics import FleetFacts, FrontendMetrics, GenerationFacts
 from frontend.metrics.lock_and_pause import LockAndPause
@@ -73,6 +74,7 @@ class Frontend:
         self.status = FleetStatus(client, view)
         self.metrics = FrontendMetrics(self)
         self.departures = Departures(view, self.status)
+        self.starting = StartingWorkers(client.bus, view)
         self.lock_and_pause = LockAndPause(client.bus, view.subjects.state)
         self.events = FleetEvents(view, self.status, options.limits)
         self.events.on_ended = self.metrics.updates.on_ended
@@ -91,6 +93,7 @@ class Frontend:
         fleet = Fleet(client)
         fleet.liveness_timeout_s = options.liveness_timeout_s
         fleet.expected, fleet.left = options.expect, self.departures.recent
+        fleet.starting = self.starting.now
         self.recovery = UpdateRecovery(fleet, view)
         self.calls = OpRunner(fleet)
         self.events.running = fleet.running_update
@@ -132,6 +135,9 @@ class Frontend:
             stack.callback(frontend.committed.stop)
             frontend.departures.start()
             stack.callback(frontend.departures.stop)
+            await client.bus.subscribe(frontend.view.subjects.exited("*"), frontend.departures.on_exit)
+            await frontend.starting.start()
+            stack.callback(frontend.starting.stop)
             await frontend.lock_and_pause.start()
             await frontend.events.start()
             stack.callback(frontend.events.stop)

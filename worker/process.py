@@ -40,6 +40,7 @@ from worker.nodes.node_settings import NodeSettings
 from worker.receive.staging import model_digest
 from worker.runtime.engine_args import EngineArguments
 from worker.runtime.engine_loop import EngineLoop
+from worker.runtime.start_notices import StartNotices
 from worker.worker import LIVENESS_INTERVAL_S, Worker
 from worker.worker_options import WorkerOptions
 
@@ -114,6 +115,30 @@ async def _engine_side(
     options: WorkerOptions, on_ready: Callable[[list[str]], None], metrics: socket.socket | None
 ) -> int:
     arguments = EngineArguments(options.engine_args, options.engine_args_file)
+    instance_ids = _instance_ids(options)
+    notices = StartNotices(
+        options.nats_url,
+        Subjects(options.namespace, options.component),
+        instance_ids[0],
+        options.engine,
+        options.credentials,
+    )
+    notices.begin()
+    try:
+        return await _with_notices(options, arguments, instance_ids, on_ready, metrics, notices)
+    finally:
+        notices.end()
+
+
+async def _with_notices(
+    options: WorkerOptions,
+    arguments: EngineArguments,
+    instance_ids: list[str],
+    on_ready: Callable[[list[str]], None],
+    metrics: socket.socket | None,
+    notices: StartNotices,
+) -> int:
+    notices.phase(f"importing the engine {options.engine}")
     build = _load(ENGINES, options.engine, "engine")
     nodes = HeadLink(*_link_of(options, arguments)) if options.nodes.count > 1 else None
     weights = _weights_at(options.model)
@@ -121,28 +146,32 @@ async def _engine_side(
         adapters: list[EngineAdapter] = [
             build(_engine_options(options, arguments, nodes)) for _ in range(options.copies)
         ]
-    process = WorkerProcess(options, EngineLoop(), on_ready, nodes, metrics)
+    process = WorkerProcess(options, EngineLoop(), on_ready, instance_ids, nodes, metrics)
     loop = asyncio.get_running_loop()
     why, code = "its worker failed", exit_codes.FAILED
     try:
         if nodes is not None:
             _spanning(options, adapters[0])
+            notices.phase("waiting for the engine's other hosts")
             await asyncio.to_thread(nodes.start)
             await asyncio.to_thread(nodes.gather)
             # A rank that waits for another host's ranks may block this process for long.
             nodes.on_lost(lambda why: exit_within(exit_codes.EXIT_MARGIN_S, exit_codes.ENGINE_DEAD))
+        notices.phase("loading the model")
         with arguments.named():
             infos = [with_missing(adapter, await adapter.start()) for adapter in adapters]
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, process.told_to_end)
         engines = any(info.stage is None for info in infos)
         tied = {name: of for info in infos for name, of in info.tied.items()}
+        notices.phase("hashing the model's files")
         digest = await _digest_of(options.model, tied, adapters) if engines else ""
         if nodes is not None:
             await asyncio.to_thread(nodes.check_digests, tied, digest)
         if engines and _weights_at(options.model) != weights:
             code = process.model_changed()
         else:
+            notices.end()
             code = await process.serve(adapters, infos, digest)
         why = f"its worker ended with exit code {code}"
         return code
@@ -206,6 +235,11 @@ def _instance_id(options: WorkerOptions) -> str:
     if options.nodes.count > 1:
         return options.nodes.instance_id(Subjects(options.namespace, options.component))
     return secrets.token_hex(8)
+
+
+def _instance_ids(options: WorkerOptions) -> list[str]:
+    """One for each copy."""
+    return [_instance_id(options) for _ in range(options.copies)]
 
 
 def _spanning(options: WorkerOptions, adapter: EngineAdapter) -> SpansHosts:
@@ -316,12 +350,14 @@ class WorkerProcess:
         options: WorkerOptions,
         engine: EngineLoop,
         on_ready: Callable[[list[str]], None],
+        instance_ids: list[str],
         nodes: HeadLink | None = None,
         metrics: socket.socket | None = None,
     ) -> None:
-        """`metrics`: the socket at which the metrics are served."""
+        """`instance_ids`: one for each adapter. `metrics`: the socket at which the metrics are served."""
         self._options = options
         self._engine = engine
+        self._instance_ids = instance_ids
         self._nodes = nodes
         self._metrics = metrics
         self._on_ready = on_ready
@@ -391,10 +427,10 @@ class WorkerProcess:
         workers: list[Worker] = []
         listener: MetricsListener | None = None
         try:
-            for adapter, info in zip(adapters, infos, strict=True):
+            for adapter, info, instance_id in zip(adapters, infos, self._instance_ids, strict=True):
                 if self._end_wanted.is_set():
                     return
-                workers.append(await self._worker(adapter, info, digest))
+                workers.append(await self._worker(adapter, info, digest, instance_id))
                 listener = await self._serve_metrics(workers[-1])
                 starting = asyncio.create_task(workers[-1].start())
                 ending = asyncio.create_task(end.wait())
@@ -434,9 +470,8 @@ class WorkerProcess:
         await listener.start()
         return listener
 
-    async def _worker(self, adapter: EngineAdapter, info: EngineInfo, digest: str) -> Worker:
+    async def _worker(self, adapter: EngineAdapter, info: EngineInfo, digest: str, instance_id: str) -> Worker:
         options = self._options
-        instance_id = _instance_id(options)
         bus = await Bus.connect(options.nats_url, instance_id, SERVICE_CONNECT_S, options.credentials)
         return Worker(
             bus,

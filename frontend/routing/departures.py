@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
+from nats.aio.msg import Msg
+
 from frontend.routing.fleet_status import FleetStatus, WorkerStatus
+from rl_plane._util.limited_log import LimitedLog
+from rl_plane.errors import InvalidRequest
 from rl_plane.membership.core import Changed, Member
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.fleet_reply_types import LeftWorker
+from rl_plane.protocol.process_notices import ExitNotice
+from rl_plane.protocol.subjects import check_instance_id
+
+log = logging.getLogger("frontend.metrics.departures")
 
 REASONS = ("ended", "engine", "connection", "silent", "replaced")
 """The reasons that docs/metrics.md explains."""
+NO_MEMBER = "start"
+"""The reason of a process that has ended before it was a member. It is listed, and not counted."""
 KEPT = 100
 """The workers that are remembered: more than an operator reads."""
 KEPT_S = 3600.0
@@ -24,6 +35,7 @@ WHY = {
     "connection": "its connection to NATS has closed: it was killed, it crashed or it stands still",
     "silent": "it did not answer: it hangs, or the network between is broken",
     "replaced": "a new process has taken its instance id",
+    NO_MEMBER: "its process has ended before it joined",
 }
 
 
@@ -38,6 +50,9 @@ class Departures:
         """The worker, Unix seconds, the reason, and the reason in words."""
         self._closed_by: dict[str, dict[str, str]] = {}
         """instance_id → why the worker is closed, by its last status: reason → its text."""
+        self._exits: OrderedDict[tuple[str, int], int] = OrderedDict()
+        """(instance_id, pid) → the exit code of this process. Its notice may come before the member has left."""
+        self._malformed = LimitedLog(log)
         self._stop_view: Callable[[], None] = lambda: None
 
     def start(self) -> None:
@@ -50,6 +65,31 @@ class Departures:
 
     def _on_status(self, instance_id: str, status: WorkerStatus) -> None:
         self._closed_by[instance_id] = {reason.partition(":")[0]: reason for reason in status.reasons}
+
+    async def on_exit(self, message: Msg) -> None:
+        """Takes the notice of a supervisor that a worker's process has ended."""
+        try:
+            instance_id = check_instance_id("subject", message.subject.rpartition(".")[2])
+            notice = ExitNotice.decode(message.data)
+        except InvalidRequest as error:
+            self._malformed.warning("a malformed message on %s: %s", message.subject, error.message)
+            return
+        self._exits[instance_id, notice.pid] = notice.exit_code
+        while len(self._exits) > KEPT:
+            self._exits.popitem(last=False)
+        member = self._view.member(instance_id)
+        known = [one for one, *_ in self._left if one.instance_id == instance_id]
+        if all(one.info.get("pid") != notice.pid for one in [*known, *([member] if member else [])]):
+            info = {"engine": notice.engine, "host": notice.host, "pid": notice.pid}
+            process = Member(instance_id, "", "", 0, 0, info)
+            # Of a worker that ends again and again only the last end: others keep their place.
+            others = [one for one in self._left if (one[0].instance_id, one[2]) != (instance_id, NO_MEMBER)]
+            self._left = deque(others, maxlen=KEPT)
+            self._left.append((process, time.time(), NO_MEMBER, WHY[NO_MEMBER]))
+
+    def _exit_code(self, member: Member) -> int | None:
+        pid = member.info.get("pid")
+        return self._exits.get((member.instance_id, pid)) if isinstance(pid, int) else None
 
     def _on_change(self, change: Changed) -> None:
         before, after = change.before, change.after
@@ -86,6 +126,7 @@ class Departures:
                 reason=reason,
                 why=why,
                 back=member.instance_id in here,
+                exit_code=self._exit_code(member),
             )
             for member, at, reason, why in reversed(self._left)
             if now - at <= KEPT_S

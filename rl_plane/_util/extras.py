@@ -20,6 +20,7 @@ EXTRA_OF_MODULE = {
     "uvicorn": "frontend",
     "matplotlib": "demo",
     "click": "cli",
+    "rich": "cli",
     "nkeys": "keys",
     "nacl": "keys",
     "vllm": "vllm",

@@ -72,9 +72,12 @@ def _frontend(fleet: Subjects, instance_id: str) -> Permissions:
             fleet.members.key(MEMBER_PREFIX + "*"),  # it removes dead workers
             fleet.state.key(">"),
             *_objects(fleet),
+            fleet.exited("*"),  # `rl-plane up` has the frontend's key
         ],
         subscribe=[
             *_watching(fleet),
+            fleet.starting("*"),
+            fleet.exited("*"),
             fleet.frontend("*"),
             fleet.fleet,
             fleet.fleet_read,
@@ -118,6 +121,7 @@ def _worker(fleet: Subjects, instance_id: str) -> Permissions:
     return Permissions(
         publish=[
             fleet.status(instance_id),
+            fleet.starting(instance_id),
             fleet.node(instance_id, "*"),
             fleet.keep_record,
             members.key(MEMBER_PREFIX + instance_id),

@@ -31,6 +31,8 @@ class Printer:
     """Writes whole lines from a thread, so that a reader who stops does not stop the fleet."""
 
     def __init__(self) -> None:
+        self.at_terminal: Callable[[str], None] | None = None
+        """Writes the lines for a terminal above a drawing that is there. None: nothing is drawn."""
         self._lines: queue.Queue[tuple[int, bytes] | None] = queue.Queue(PRINT_QUEUE)
         self._thread = threading.Thread(target=self._write, name="printer", daemon=True)
         self._thread.start()
@@ -51,6 +53,9 @@ class Printer:
         while (item := self._lines.get()) is not None:
             fd, data = item
             with contextlib.suppress(OSError):  # the reader has gone
+                if (write := self.at_terminal) is not None and os.isatty(fd):
+                    write(data[:-1].decode(errors="replace"))
+                    continue
                 while data:
                     data = data[os.write(fd, data) :]
 

@@ -24,7 +24,7 @@ def build_group() -> click.Group:
     """All commands. BadSetting and click's own errors come out of `main` as exceptions."""
     import click
 
-    from rl_plane.cli import follow_events, keys, publish, ready_command, replay_command, serve, steer, up
+    from rl_plane.cli import follow_events, keys, publish, ready_command, replay_command, serve, steer, top, up
     from rl_plane.cli.doctor import doctor_command
     from rl_plane.cli.explain import explain_command
 
@@ -39,6 +39,7 @@ def build_group() -> click.Group:
         *ready_command.commands(),
         *explain_command.commands(),
         *doctor_command.commands(),
+        *top.commands(),
         *follow_events.commands(),
         *publish.commands(),
         *replay_command.commands(),
@@ -55,21 +56,21 @@ def run(argv: Sequence[str] | None = None) -> int:
     try:
         import click
     except ModuleNotFoundError as error:
-        note(error_line(missing_module(error)))
+        note(error_line(missing_module(error)), "error")
         return EXIT_ERROR
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code: int = build_group().main(arguments, prog_name="rl-plane", standalone_mode=False)
         return code
     except BadSetting as error:
-        note(error_line(error))
+        note(error_line(error), "error")
         return EXIT_USAGE
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx is not None else "rl-plane"
-        note(error_line(BadSetting(error.format_message(), fix=f"see `{path} --help`")))
+        note(error_line(BadSetting(error.format_message(), fix=f"see `{path} --help`")), "error")
         return EXIT_USAGE
     except PlaneError as error:
-        note(error_line(error))
+        note(error_line(error), "error")
         return EXIT_ERROR
     except (KeyboardInterrupt, click.Abort):
         note("rl-plane: interrupted")

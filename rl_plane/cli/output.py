@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rl_plane._util import log_format
 from rl_plane._util.extras import missing_module
 from rl_plane.errors import (
     Conflict,
@@ -80,6 +83,16 @@ def plane_error(error: Exception) -> PlaneError | None:
     return None
 
 
+def exit_words(code: int) -> str:
+    """The end of a process in words. `code`: negative for a signal."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
 def counted(workers: int) -> str:
     return f"{workers} worker{'' if workers == 1 else 's'}"
 
@@ -88,8 +101,10 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def note(line: str) -> None:
-    """Prints to stderr, so that it never mixes with the answer."""
+def note(line: str, level: str = "info") -> None:
+    """Prints to stderr, so that it never mixes with the answer. `level`: of the line of a process that logs in JSON."""
+    if log_format.is_json():
+        line = log_format.json_line(level, "rl_plane", line, time.time())
     print(line, file=sys.stderr, flush=True)
 
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import click
 
+from rl_plane._util.log_format import set_up_logging
 from rl_plane._util.processes import spare_collector
 from rl_plane.bus.key_folder import KeyFolder
 from rl_plane.bus.server import CONFIG, NatsServer
@@ -36,6 +37,7 @@ ENGINE = (
     "enable_memory_saver",
     "engine_hang_s",
 )
+LOG = ("log_level", "log_format")
 METRICS = ("metrics_port", "metrics_host", "metrics_key")
 NODES = ("nnodes", "node_rank", "dist_init_addr", "node_wait_s")
 WORKER = (
@@ -48,7 +50,7 @@ WORKER = (
     "drain_s",
     "instance_id",
     "copies",
-    "log_level",
+    *LOG,
     "json",
 )
 LISTENERS = (
@@ -67,7 +69,7 @@ LISTENERS = (
     "expect",
     "liveness_timeout_s",
 )
-FRONTEND = (*BUS, *LISTENERS, "record", "record_files", "drain_s", "log_level", "json")
+FRONTEND = (*BUS, *LISTENERS, "record", "record_files", "drain_s", *LOG, "json")
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -137,7 +139,7 @@ def run_worker(given: Command) -> int:
     """Runs one worker until a signal or its engine's death."""
     values = given.values
     engine = check_engine(values["engine"])
-    _set_up_logging(values["log_level"])
+    _set_up_logging(values)
 
     from worker.nodes.node_settings import NodeSettings
     from worker.process import run
@@ -180,7 +182,7 @@ def run_worker(given: Command) -> int:
 def run_frontend(given: Command) -> int:
     """Serves HTTP until a signal."""
     values = given.values
-    _set_up_logging(values["log_level"])
+    _set_up_logging(values)
 
     from frontend.main import serve
     from frontend.server.options import FrontendOptions
@@ -222,10 +224,9 @@ def _picked(values: dict[str, Any], names: str) -> dict[str, Any]:
     return {name: values[name] for name in names.split()}
 
 
-def _set_up_logging(level: str) -> None:
-    """Logs to stderr, because stdout is for the ready line."""
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    if level == "info":
+def _set_up_logging(values: dict[str, Any]) -> None:
+    set_up_logging(values["log_level"], values["log_format"])
+    if values["log_level"] == "info":
         logging.getLogger("uvicorn").setLevel(
             logging.WARNING
         )  # it repeats our own lines about the start and the end

@@ -16,6 +16,7 @@ import click
 from click import Choice, IntRange
 from click.core import ParameterSource
 
+from rl_plane._util.log_format import LOG_FORMATS
 from rl_plane.cli import setting_types as types
 from rl_plane.cli.output import BadSetting, fix_of, plane_error, say_json
 from rl_plane.cli.setting_types import Seconds
@@ -185,6 +186,12 @@ SETTINGS: dict[str, Setting] = {
             Choice(["debug", "info", "warning", "error"]),
             "info",
         ),
+        Setting(
+            "log_format",
+            "text, or json: one JSON object for each line, with time, level, logger, message and further fields.",
+            Choice(LOG_FORMATS),
+            "text",
+        ),
         # a frontend
         Setting("host", "The address of the listeners.", types.HOST, "127.0.0.1"),
         Setting("rl_port", "The port of /v1/rl/*; 0 takes a free one, off opens none.", types.PORT_OR_OFF, 8002),
@@ -277,6 +284,7 @@ SETTINGS: dict[str, Setting] = {
             flag="--records",
             env="EXPLAIN_RECORDS",
         ),
+        Setting("once", "Print one screen, and end.", bool, False),
         Setting("timeout_s", "Seconds to wait for the answer; of an update, for the weights.", _POSITIVE),
         Setting(
             "mode",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from rl_plane.cli.output import counted, one_line, table
+from rl_plane.cli.output import counted, exit_words, one_line, table
 from rl_plane.commit.running_update import BEFORE_DECISION
 from rl_plane.protocol.envelope import engine_replies
 from rl_plane.protocol.relay import TRAINER
@@ -49,6 +49,7 @@ UPDATE_COLUMNS = {
 }
 WHY_CHARS = 60
 SHOWN_GONE = 5
+SHOWN_STARTING = 10
 LEFT_COLUMNS = {
     "LEFT": "left",
     "INSTANCE": "instance_id",
@@ -81,9 +82,11 @@ DONE = {
 def show(op: str, reply: Reply, body: Reply) -> str:
     """The reply of an op as text."""
     if op == "state":
-        return "\n".join([*_heads(reply), *_running(reply), *_rows(reply, STATE_COLUMNS), *_gone(reply)])
+        return "\n".join([*_heads(reply), *_running(reply), *_rows(reply, STATE_COLUMNS), *absent(reply)])
     if op == "workers":
-        return "\n".join([*_heads(reply), *_rows(reply, WORKER_COLUMNS), *_nodes(reply), *_left(reply)])
+        return "\n".join(
+            [*_heads(reply), *_rows(reply, WORKER_COLUMNS), *_nodes(reply), *_starting(reply), *_left(reply)]
+        )
     if op == "updates":
         return "\n".join(_updates(reply))
     if op == "new_run":
@@ -111,7 +114,7 @@ def _heads(reply: Reply) -> list[str]:
             there = sum(row.get("component", name) == name for row in reply["workers"])
             words.append(f"{there} of {head['expected']} workers,")
         if head.get("version"):
-            words.append(f"version {_version(head['version'], digest=True)},")
+            words.append(f"version {version_words(head['version'], digest=True)},")
         words.append(f"epoch {head.get('epoch')}, fingerprint {head.get('fingerprint')}")
         lines.append(one_line(" ".join(words)))
     return lines
@@ -126,19 +129,49 @@ def _gone(reply: Reply) -> list[str]:
     """One line for each worker that has left and is not back: the newest ones."""
     gone = [one for one in _departed(reply) if not one["back"]]
     lines = [
-        one_line(f"{one['instance_id']} left {_ago(one['ago_s'])}: {one['why']}") for one in gone[:SHOWN_GONE]
+        one_line(f"{one['instance_id']} left {_ago(one['ago_s'])}: {left_words(one)}") for one in gone[:SHOWN_GONE]
     ]
     if len(gone) > SHOWN_GONE:
         lines.append(f"{len(gone) - SHOWN_GONE} more have left in the last hour: rl-plane workers")
     return lines
 
 
+def absent(reply: Reply) -> list[str]:
+    """The workers that start, and those that have left: lines for `state`, and beside the error of an empty fleet."""
+    return [*_starting(reply), *_gone(reply)]
+
+
+def _starting(reply: Reply) -> list[str]:
+    """One line for each worker that loads its engine: those that have taken the longest."""
+    components: Mapping[str, Reply] = reply.get("components") or {"": reply}
+    found = [one for head in components.values() for one in head.get("starting") or ()]
+    lines = [one_line(starting_words(one)) for one in found[:SHOWN_STARTING]]
+    if len(found) > SHOWN_STARTING:
+        lines.append(f"{len(found) - SHOWN_STARTING} more workers start")
+    return lines
+
+
+def starting_words(one: Reply) -> str:
+    since = datetime.fromtimestamp(one["since"]).strftime("%H:%M:%S")
+    return (
+        f"{one['instance_id']} starts since {since}: {one['engine']} on {one['host']}, pid {one['pid']}: "
+        f"{one['phase']}, {one['in_phase_s']:.0f} of {one['elapsed_s']:.0f} s"
+    )
+
+
 def _left(reply: Reply) -> list[str]:
     """The workers that have left in the last hour."""
     rows = [
-        {**one, "left": _ago(one["ago_s"]), "back": "yes" if one["back"] else "no"} for one in _departed(reply)
+        {**one, "left": _ago(one["ago_s"]), "back": "yes" if one["back"] else "no", "why": left_words(one)}
+        for one in _departed(reply)
     ]
     return ["", table(rows, LEFT_COLUMNS)] if rows else []
+
+
+def left_words(one: Reply) -> str:
+    """Why a worker has left, with its exit code if a supervisor has told it."""
+    code = one.get("exit_code")
+    return str(one["why"]) if code is None else f"{exit_words(code)}: {one['why']}"
 
 
 def _ago(seconds: float) -> str:
@@ -250,12 +283,13 @@ def _flat(row: Reply) -> dict[str, Any]:
         reasons = ", ".join(str(reason) for reason in admission.get("reasons") or ())
         shown["admission"] = "open" if admission.get("open") else f"closed: {reasons}"
     if isinstance(row.get("version"), Mapping):
-        shown["version"] = _version(row["version"])
+        shown["version"] = version_words(row["version"])
     shown["canary"] = _canary_cell(row.get("canary"))
     return shown
 
 
-def _version(version: Any, digest: bool = False) -> str:
+def version_words(version: Any, digest: bool = False) -> str:
+    """A version's sequence and label, and perhaps the first digits of its digest."""
     if not isinstance(version, Mapping):
         return str(version)
     words = f"{version.get('sequence')} ({version.get('label')})"
@@ -267,7 +301,7 @@ def _updated(reply: Reply, did: str = "committed") -> list[str]:
     components: Mapping[str, Reply] = reply.get("components") or {"": reply}
     lines = []
     for name, head in components.items():
-        version = _version(head.get("version"), digest=True)
+        version = version_words(head.get("version"), digest=True)
         lines.append(one_line(f"{name + ': ' if name else ''}{did} version {version} on {_count(reply)}"))
         phases = head.get("phases") or {}
         spent = ", ".join(f"{key.removesuffix('_s')} {_seconds(value)}" for key, value in phases.items())
@@ -351,7 +385,7 @@ def _update(one: Reply) -> dict[str, Any]:
     return {
         "began": datetime.fromtimestamp(began).strftime("%Y-%m-%d %H:%M:%S") if began else None,
         "outcome": one.get("outcome"),
-        "version": (_version(one["version"]) if one.get("version") else str(one.get("label"))) + _sent(one),
+        "version": (version_words(one["version"]) if one.get("version") else str(one.get("label"))) + _sent(one),
         "workers": f"{well + left_out}/{all_of_them + left_out}" if outcomes else None,
         "seconds": f"{ended - began:.3f}" if began and ended else None,
         "canary": _canary_cell(one.get("canary")),

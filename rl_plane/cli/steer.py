@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +16,12 @@ import click
 
 from rl_plane.cli.canary_file import read_canary
 from rl_plane.cli.keys import NATS_FILES, credentials
-from rl_plane.cli.output import BadSetting, note, say, say_json
+from rl_plane.cli.output import BadSetting, say, say_json
 from rl_plane.cli.setting_types import INSTANCE_ID
 from rl_plane.cli.settings import Command, command
-from rl_plane.cli.show import show
-from rl_plane.errors import DeadlineExceeded, PermissionDenied
+from rl_plane.cli.show import absent, show
+from rl_plane.cli.wait_display import STATE_BODY, STATE_S, TICK_S, ReadState, seconds_shown
+from rl_plane.errors import DeadlineExceeded, NoWorkers, PermissionDenied
 from rl_plane.fleet.http_client import call_facade
 from rl_plane.protocol.fleet_ops import FLEET_OPS
 from rl_plane.protocol.strict_json import load_json_object
@@ -38,9 +36,9 @@ ABORT_S = 60.0
 """Seconds to end an update: a worker may take 30 s to break a receive off."""
 UPDATE_MARGIN_S = 60.0
 """Seconds beside receiving and committing: waits for the fleet, for the lock, and for workers that died."""
-NOTE_EVERY_S = 10.0
-"""Seconds between two lines about a wait, where no terminal shows its seconds."""
-TICK_S = 0.5
+
+SHOWN = frozenset({"update_weights", "new_run", "complete_weights_update", "publish"})
+"""The calls that show the running update while they wait."""
 
 SELECT = ("components", "select_workers")
 REACH = ("url", "admin_key", "nats_url", *NATS_FILES, "namespace", "timeout_s", "json")
@@ -113,7 +111,13 @@ def commands() -> list[click.Command]:
 def _command(name: str, doc: str, op: str, settings: tuple[str, ...], *arguments: click.Argument) -> click.Command:
     def handler(given: Command) -> int:
         body, bound_s = body_of(op, given)
-        reply = ask("update_weights" if op == "rollback" else op, body, bound_s, given)
+        try:
+            reply = ask("update_weights" if op == "rollback" else op, body, bound_s, given)
+        except NoWorkers as error:
+            if op in ("state", "workers") and not given.values["json"]:
+                for line in absent(error.facts):
+                    say(line)
+            raise
         if given.values["json"]:
             say_json(reply)
         else:
@@ -241,8 +245,8 @@ def ask(op: str, body: dict[str, Any], bound_s: float, given: Command) -> dict[s
         return call_facade(values["url"], values["admin_key"], op, part, bound_s, request_id)
 
     if op not in ("enable", "disable"):
-        return waiting(op, lambda: call(body), bound_s)
-    replies = [waiting(op, partial(call, {**body, "workers": [one]}), bound_s) for one in body["workers"]]
+        return waiting(op, lambda: call(body), bound_s, given)
+    replies = [waiting(op, partial(call, {**body, "workers": [one]}), bound_s, given) for one in body["workers"]]
     rows = [row for reply in replies for row in reply["workers"]]
     return {**replies[-1], "workers": rows, "elapsed_s": sum(reply.get("elapsed_s", 0.0) for reply in replies)}
 
@@ -262,8 +266,13 @@ def _over_nats(op: str, body: dict[str, Any], bound_s: float, given: Command) ->
     component = (body.get("component") or [DEFAULT_COMPONENT])[0]
     url = values["nats_url"] or DEFAULT_NATS_URL
     connected = SyncRlClient.connect(url, values["namespace"], component, name="rl-plane", credentials=key)
-    with connected as fleet, _seconds_shown(op):
-        return fleet.run(op, body, timeout_s=bound_s)
+    with connected as fleet:
+
+        def read_state() -> dict[str, Any]:
+            return fleet.run("state", STATE_BODY, timeout_s=STATE_S)
+
+        with seconds_shown(op, read_state if op in SHOWN else None, quiet=values["json"]):
+            return fleet.run(op, body, timeout_s=bound_s)
 
 
 def _check_role(op: str, role: str | None) -> None:
@@ -277,8 +286,14 @@ def _check_role(op: str, role: str | None) -> None:
         )
 
 
-def waiting(op: str, call: Callable[[], dict[str, Any]], bound_s: float) -> dict[str, Any]:
+def waiting(op: str, call: Callable[[], dict[str, Any]], bound_s: float, given: Command) -> dict[str, Any]:
     """Makes a call on a thread, so that its bound holds for all of it, and Ctrl-C ends the wait at once."""
+    values = given.values
+    shown: ReadState | None = None
+    if op in SHOWN and not over_nats(given):
+        components = values["components"]
+        body = {**STATE_BODY, "component": list(components)} if len(components) == 1 else STATE_BODY
+        shown = partial(call_facade, values["url"], values["admin_key"], "state", body, STATE_S)
     answer: Future[dict[str, Any]] = Future()
 
     def work() -> None:
@@ -288,38 +303,8 @@ def waiting(op: str, call: Callable[[], dict[str, Any]], bound_s: float) -> dict
             answer.set_exception(error)
 
     threading.Thread(target=work, name=op, daemon=True).start()
-    with _seconds_shown(op):
+    with seconds_shown(op, shown, quiet=values["json"]):
         done, _ = wait([answer], timeout=bound_s + TICK_S)
     if not done:
         raise DeadlineExceeded(f"no answer within {bound_s:g} s")
     return answer.result()
-
-
-@contextmanager
-def _seconds_shown(op: str) -> Iterator[None]:
-    """Shows on stderr for how long a call has run."""
-    stop = threading.Event()
-    shower = threading.Thread(target=_show_waiting, args=(op, stop), daemon=True)
-    shower.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        shower.join(TICK_S)
-
-
-def _show_waiting(op: str, stop: threading.Event) -> None:
-    """Shows the seconds so far on stderr until `stop`."""
-    start, terminal, shown = time.monotonic(), sys.stderr.isatty(), False
-    every = TICK_S if terminal else NOTE_EVERY_S
-    while not stop.wait(every):
-        words = f"rl-plane: {op.replace('_', ' ')}: waiting, {time.monotonic() - start:.0f} s"
-        if terminal:
-            sys.stderr.write(f"\r{words}")
-            sys.stderr.flush()
-            shown = True
-        else:
-            note(words)
-    if shown:
-        sys.stderr.write("\r\x1b[K")
-        sys.stderr.flush()

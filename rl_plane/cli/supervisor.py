@@ -11,6 +11,7 @@ from typing import Any
 
 from rl_plane.bus.server import NatsServer
 from rl_plane.cli.children import ERR, Child, Printer, exit_of, start_process
+from rl_plane.cli.output import exit_words
 from rl_plane.errors import PlaneError
 
 FIRST_PAUSE_S = 0.2
@@ -29,15 +30,6 @@ Event = Callable[..., None]
 def pause_before(restarts: int) -> float:
     """Seconds before restart number `restarts` in a row, counted from 0."""
     return min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(restarts, 16))
-
-
-def exit_words(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
 
 
 def restart_helps(code: int) -> bool:

@@ -10,22 +10,33 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import click
 
+from rl_plane._util.log_format import json_line, set_up_logging
+from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.key_folder import KeyFolder
 from rl_plane.bus.server import CONFIG, NatsServer
 from rl_plane.cli.children import ERR, OUT, Printer, run_child
+from rl_plane.cli.exit_notices import tell_exit
 from rl_plane.cli.keys import credentials
 from rl_plane.cli.output import READY, counted, one_line
-from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, METRICS, NODES, WORKER, check_engine
+from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, LOG, METRICS, NODES, WORKER, check_engine
 from rl_plane.cli.settings import Command, command, for_child
+from rl_plane.cli.start_display import StartProgress, read_starting, start_shown
 from rl_plane.cli.supervisor import SupervisedProcess, Supervisor
 from rl_plane.errors import DeadlineExceeded, PlaneError
+from rl_plane.protocol.subjects import Subjects
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 ERROR_OBJECT = b'{"status": "error"'
 """The beginning of the error of a child with --json."""
@@ -34,6 +45,8 @@ FRONTEND_STOP_S = 5.0
 
 HERE = tuple(name for name in WORKER if name not in (*NODES, *METRICS))
 """The settings that all workers of one host may share."""
+
+UP_LOGGER = "rl_plane.up"
 
 SETTINGS = (
     "engines",
@@ -49,7 +62,7 @@ SETTINGS = (
     "record",
     "record_files",
     "start_timeout_s",
-    "log_level",
+    *LOG,
     "json",
 )
 
@@ -61,6 +74,8 @@ def commands() -> list[click.Command]:
 def run_up(given: Command) -> int:
     """Runs a fleet until a signal."""
     values = dict(given.values)
+    if values["log_format"] == "json":
+        set_up_logging(values["log_level"], "json")  # of its own errors; children have their own
     values["engines"] = [check_engine(name) for name in values["engines"] or ("hf",)]
     up = Up(values)
     try:
@@ -75,6 +90,18 @@ def python(*args: str) -> list[str]:
     return [sys.executable, "-P", "-m", *args]
 
 
+def log_line(name: str, line: bytes) -> str:
+    """A child's line as a JSON object: its own object with the child's name, or an object around a line of text."""
+    text = line.decode(errors="replace")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict) and {"time", "level", "logger", "message"} <= found.keys():
+        return json.dumps({**found, "process": name})
+    return json_line("info", UP_LOGGER, text, time.time(), {"process": name})
+
+
 class Up:
     """The fleet of one `rl-plane up`."""
 
@@ -82,9 +109,14 @@ class Up:
         self.values = values
         self.printer = Printer()
         self._json: bool = values["json"]
+        self._logs_json = values["log_format"] == "json"
         self._scratch: Path | None = None
         self._nats: NatsServer | None = None
         self._workers: list[str] = []
+        self._known_as: dict[str, tuple[str, str]] = {}
+        """Name of a worker → its instance id and its engine."""
+        self._telling: set[asyncio.Task[None]] = set()
+        """The notices that are being sent, one for each death."""
 
     async def until_a_signal(self) -> None:
         """Runs the fleet until a signal. PlaneError if it can't be brought up."""
@@ -96,7 +128,8 @@ class Up:
         ended = asyncio.create_task(supervisor.end.wait())
         try:
             bound = self.values["start_timeout_s"]
-            done, _ = await asyncio.wait((bring_up, ended), timeout=bound, return_when=asyncio.FIRST_COMPLETED)
+            with self._shown():
+                done, _ = await asyncio.wait((bring_up, ended), timeout=bound, return_when=asyncio.FIRST_COMPLETED)
             if bring_up in done:
                 bring_up.result()
                 self._print_ready()
@@ -110,12 +143,33 @@ class Up:
             ended.cancel()
             await asyncio.wait((bring_up, ended))
             drain_s = self.values["drain_s"]
+            await end_tasks(self._telling)
             await supervisor.stop([(["frontend"], drain_s + FRONTEND_STOP_S), (self._workers, drain_s)])
             if self._scratch is not None:
                 shutil.rmtree(self._scratch, ignore_errors=True)
         if supervisor.failed is not None:
             raise supervisor.failed
         self._event("all ended", event="ended")
+
+    def _shown(self) -> AbstractContextManager[None]:
+        """Shows at a terminal how far the start is."""
+        values, supervisor = self.values, self._supervisor
+        if self._json or self._logs_json:
+            return nullcontext()
+        progress = StartProgress(len(values["engines"]) * values["workers"] + 1)
+
+        def draw() -> RenderableType:
+            processes = list(supervisor.processes.values())
+            return progress.drawing(
+                [(each.name, self._known_as.get(each.name, ("",))[0], each.ready.is_set()) for each in processes]
+            )
+
+        def read_phases() -> None:
+            frontend = supervisor.processes.get("frontend")
+            if frontend is not None and (url := frontend.facts.get("rl_url")) is not None:
+                progress.learn(read_starting(url, values["admin_key"]))
+
+        return start_shown(self.printer, draw, read_phases)
 
     async def _bring_up(self) -> None:
         values = self.values
@@ -128,6 +182,7 @@ class Up:
             name = f"worker-{number}"
             self._workers.append(name)
             own = {**values, "engine": engine, "instance_id": secrets.token_hex(8), "copies": 1}
+            self._known_as[name] = own["instance_id"], engine
             self._supervisor.supervise(self._process(name, "worker", own, HERE, values["restart"]))
         frontend = self._process("frontend", "frontend", values, FRONTEND, restart=True)
         frontend.on_ready = self._keep_ports
@@ -198,10 +253,30 @@ class Up:
     def _line(self, name: str, line: bytes, fd: int) -> None:
         if fd == OUT and line.startswith(ERROR_OBJECT):
             return  # its stderr has the same error in words
-        self.printer.line(f"{name} | ".encode() + line, ERR if self._json else fd)
+        shown = log_line(name, line) if self._logs_json else f"{name} | ".encode() + line
+        self.printer.line(shown, ERR if self._json else fd)
 
     def _event(self, words: str, **facts: Any) -> None:
-        self.printer.line(json.dumps(facts) if self._json else f"rl-plane: {one_line(words)}")
+        self._print(words, facts)
+        if facts.get("event") == "died" and (known := self._known_as.get(facts["name"])) is not None:
+            self._tell_exit(*known, facts["pid"], facts["exit_code"])
+
+    def _print(self, words: str, facts: Mapping[str, Any]) -> None:
+        if self._json:
+            line = json.dumps(facts)
+        elif self._logs_json:
+            line = json_line("info", UP_LOGGER, words, time.time(), facts)
+        else:
+            line = f"rl-plane: {one_line(words)}"
+        self.printer.line(line)
+
+    def _tell_exit(self, instance_id: str, engine: str, pid: int, code: int) -> None:
+        values = self.values
+        subjects = Subjects(values["namespace"], values["component"])
+        files = credentials(values, "frontend")
+        task = asyncio.create_task(tell_exit(values["nats_url"], files, subjects, instance_id, engine, pid, code))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
 
     def _print_ready(self) -> None:
         processes, values = self._supervisor.processes, self.values
@@ -217,7 +292,7 @@ class Up:
             }
             for name in self._workers
         ]
-        if self._json:
+        if self._json or self._logs_json:
             facts = {
                 READY: "up",
                 "rl_url": rl_url,
@@ -230,7 +305,7 @@ class Up:
                 "frontend_pid": frontend.get("pid"),
                 "workers": workers,
             }
-            self.printer.line(json.dumps(facts))
+            self._print(f"rl-plane is up: {counted(len(workers))}", facts)
             return
         lines = [f"rl-plane is up: {values['namespace']}.{values['component']}, {counted(len(workers))}"]
         if rl_url:

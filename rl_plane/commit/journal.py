@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rl_plane._util.log_format import fields
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.lock import HeldLock
 from rl_plane.bus.state_store import read_record
@@ -132,7 +133,7 @@ class Journal:
         began_at = time.time() - waited_s
         await self._write(replace(self._entry, label=label, began_at=began_at, phases={"wait_s": waited_s}))
         self._begun = True
-        log.info("%s began: %s, asked by %s", self._name, *self._facts())
+        log.info("%s began: %s, asked by %s", self._name, *self._facts(), extra=self._fields("began"))
 
     @property
     def _name(self) -> str:
@@ -147,7 +148,13 @@ class Journal:
 
     def decided(self, sequence: int) -> None:
         """Logs that the update is decided. From here on a failure takes nothing back."""
-        log.info("%s is committed as sequence %d, asked by %s", self._name, sequence, self._facts()[1])
+        log.info(
+            "%s is committed as sequence %d, asked by %s",
+            self._name,
+            sequence,
+            self._facts()[1],
+            extra=self._fields("committed", sequence=sequence),
+        )
 
     def _log_end(self, entry: UpdateEntry) -> None:
         seconds = (entry.ended_at or 0.0) - (entry.began_at or 0.0)
@@ -164,6 +171,28 @@ class Journal:
             phases,
             self._facts()[1],
             why,
+            extra=self._fields(
+                "ended",
+                outcome=entry.outcome,
+                seconds=seconds,
+                phases=dict(entry.phases),
+                workers_ok=well,
+                workers=len(entry.workers) + entry.workers_left_out,
+                error=entry.error.get("code") if entry.error else None,
+            ),
+        )
+
+    def _fields(self, change: str, **more: Any) -> dict[str, Any]:
+        entry = self._entry
+        return fields(
+            change=change,
+            update_id=entry.update_id,
+            label=entry.label,
+            transport=(entry.transport or {}).get("backend"),
+            caller=entry.caller,
+            asked_by=entry.asked_by,
+            who=entry.who,
+            **more,
         )
 
     async def _settle(self, record: DecisionRecord | None) -> None:

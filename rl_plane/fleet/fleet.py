@@ -60,7 +60,7 @@ from rl_plane.membership.core import Snapshot
 from rl_plane.membership.worker_calls import FanOut, WorkerCalls, check_pin
 from rl_plane.protocol import update_requests, worker_ops
 from rl_plane.protocol.fleet_ops import FLEET_OPS, Select
-from rl_plane.protocol.fleet_reply_types import LeftWorker
+from rl_plane.protocol.fleet_reply_types import LeftWorker, StartingWorker
 from rl_plane.protocol.record import DesiredMemory, DesiredPause, version_wire
 from rl_plane.protocol.running import RunningUpdate
 from rl_plane.protocol.subjects import ADMISSION_PREFIX, DISABLED, MEMORY, PAUSE, Subjects, check_name
@@ -95,6 +95,8 @@ class Fleet:
         """The number of workers that must serve before the fleet is ready. A call's `min_workers` counts instead."""
         self.left: Callable[[], list[LeftWorker]] = list
         """The workers that have left the client's own component, newest first."""
+        self.starting: Callable[[], list[StartingWorker]] = list
+        """The workers of the client's own component that load their engines."""
         self.liveness_timeout_s = worker_ops.OPS["liveness"].timeout_s
         self._handlers: dict[str, Handler] = {
             "liveness": self._liveness,
@@ -250,6 +252,7 @@ class Fleet:
             and (call.select.workers is not None or len(out.rows) >= self.expected),
             expected=self.expected or None,
             left=self._left(call),
+            starting=self._starting(call),
             engine_alive=bool(bodies) and not out.failed and all(body["engine_alive"] for body in bodies),
             pause_state=common([body["pause_state"] for body in bodies], "mixed"),
             applied_weight_version=common([body["applied_weight_version"] for body in bodies], None),
@@ -271,13 +274,18 @@ class Fleet:
     def _left(self, call: FleetCall[Any]) -> list[LeftWorker]:
         return self.left() if call.view.subjects.component == self.client.component else []
 
+    def _starting(self, call: FleetCall[Any]) -> list[StartingWorker]:
+        return self.starting() if call.view.subjects.component == self.client.component else []
+
     async def _members_of(self, call: FleetCall[Any]) -> Snapshot:
-        """The fleet that a read means. NoWorkers names the workers that have left."""
+        """The fleet that a read means. NoWorkers names the workers that have left, and those that start."""
         try:
             return await members_of(call)
         except NoWorkers as error:
             if left := self._left(call):
                 error.facts["left"] = left
+            if starting := self._starting(call):
+                error.facts["starting"] = starting
             raise
 
     async def running_update(self) -> RunningUpdate | None:
@@ -298,7 +306,7 @@ class Fleet:
     async def _workers(self, call: FleetCall[Any]) -> dict[str, Any]:
         snapshot = await self._members_of(call)
         out = await self._ask(call, "state")
-        reply = merged(call, out, left=self._left(call))
+        reply = merged(call, out, left=self._left(call), starting=self._starting(call))
         for row, member in zip(reply["workers"], in_order(snapshot, out), strict=True):
             row.update(listed(call, member))
         return reply

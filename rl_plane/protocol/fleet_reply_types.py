@@ -98,11 +98,32 @@ class LeftWorker(TypedDict):
     """Unix seconds."""
     ago_s: float
     reason: str
-    """`ended`, `engine`, `connection`, `silent` or `replaced`: see docs/metrics.md."""
+    """`ended`, `engine`, `connection`, `silent` or `replaced`: see docs/metrics.md. `start`: `rl-plane up` has started
+    the process, and it has ended before it joined. Then the incarnation is empty."""
     why: str
     """The reason in words."""
     back: bool
     """A worker of this instance id is in the fleet again."""
+    exit_code: int | None
+    """The exit code of its process, or the negative number of the signal that killed it. None: no supervisor (`rl-plane
+    up`) has told it."""
+
+
+class StartingWorker(TypedDict):
+    """A worker that loads its engine, as the frontend that answers has heard. It is no member: it takes no requests,
+    and no update waits for it."""
+
+    instance_id: str
+    engine: str
+    host: str
+    pid: int
+    phase: str
+    """The thing that it does, in words."""
+    since: float
+    """Unix seconds at which it began, by the frontend's clock."""
+    elapsed_s: float
+    """Seconds since then."""
+    in_phase_s: float
 
 
 class FleetState(Merged):
@@ -113,6 +134,8 @@ class FleetState(Merged):
     left: list[LeftWorker]
     """The workers that left in the last hour, newest first, at most 100, as this frontend has seen it since its start.
     A client over NATS has none."""
+    starting: list[StartingWorker]
+    """The workers that load their engines, the longest first. A client over NATS has none."""
     engine_alive: bool
     pause_state: Literal["running", "paused", "mixed"]
     applied_weight_version: str | None
@@ -151,6 +174,8 @@ class ListedWorker(ReportedState):
 
 class FleetWorkers(Merged):
     left: list[LeftWorker]
+    """The field of `FleetState` explains it."""
+    starting: list[StartingWorker]
     """The field of `FleetState` explains it."""
     workers: list[ListedWorker]
 

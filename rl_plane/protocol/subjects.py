@@ -122,6 +122,14 @@ class Subjects:
         """The subject on which a worker reports changes of its `state`."""
         return f"{self.namespace}.{self.component}.status.{instance_id}"
 
+    def starting(self, instance_id: str) -> str:
+        """The subject on which a worker that is no member yet says how far its start is."""
+        return f"{self.namespace}.{self.component}.starting.{instance_id}"
+
+    def exited(self, instance_id: str) -> str:
+        """The subject on which the supervisor of a worker's process says how the process has ended."""
+        return f"{self.namespace}.{self.component}.exited.{instance_id}"
+
     @property
     def members(self) -> KeyValueBucket:
         return KeyValueBucket(

@@ -151,6 +151,8 @@ class StateReply(TypedDict):
     """The tokens of the running requests: their prompts, and the generated tokens."""
     waiting_tokens: int
     """The prompt tokens of the waiting requests."""
+    tokens_made: int
+    """The tokens that the engine has made since the worker's process started."""
     fence: int
     """The highest fence that the worker has seen."""
     draining: bool

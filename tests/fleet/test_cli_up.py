@@ -17,8 +17,9 @@ import pytest
 from rl_plane.bus.server import NatsServer
 from rl_plane.cli import main
 from rl_plane.cli.children import Printer
+from rl_plane.cli.output import exit_words
 from rl_plane.cli.serve import FRONTEND
-from rl_plane.cli.supervisor import MAX_PAUSE_S, SupervisedProcess, Supervisor, exit_words, pause_before
+from rl_plane.cli.supervisor import MAX_PAUSE_S, SupervisedProcess, Supervisor, pause_before
 from rl_plane.cli.up import HERE, Up
 from rl_plane.cli.up import SETTINGS as UP_SETTINGS
 from tests.support.settings import values_of
@@ -138,6 +139,12 @@ def test_each_death_and_its_restart(
     assert died["exit_code"] == -signal.SIGKILL
     back = up.line(event="back", name="worker-1")
     assert back["instance_ids"] == [victim["instance_id"]]
+
+    def is_told() -> bool:
+        left = asked(capsys, ready, "workers")[1].get("left") or ()
+        return [(one["pid"], one["exit_code"]) for one in left] == [(victim["pid"], -signal.SIGKILL)]
+
+    eventually(is_told, BACK_S, "the exit code of the killed worker is not listed")
     assert back["pid"] != victim["pid"]
 
     def all_ready() -> bool:

@@ -32,6 +32,8 @@ class Facade:
     def __init__(self) -> None:
         self.status, self.reply, self.headers = 200, b"{}", dict[str, str]()
         self.asked: list[dict[str, Any]] = []
+        self.at_once: dict[str, Any] = {}
+        """Path → the reply that is given without the `delay`."""
         self.delay = threading.Event()
         self.delay.set()
         facade = self
@@ -50,14 +52,20 @@ class Facade:
                         "headers": dict(self.headers),
                     }
                 )
+                if parts.path in facade.at_once:
+                    self.reply(json.dumps(facade.at_once[parts.path]).encode())
+                    return
                 facade.delay.wait(SILENT_S)
+                self.reply(facade.reply)
+
+            def reply(self, data: bytes) -> None:
                 self.send_response(facade.status)
                 for key, value in facade.headers.items():
                     self.send_header(key, value)
-                self.send_header("Content-Length", str(len(facade.reply)))
+                self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 with contextlib.suppress(BrokenPipeError):  # a caller that was interrupted
-                    self.wfile.write(facade.reply)
+                    self.wfile.write(data)
 
             do_GET = do_POST = answer
 

@@ -146,6 +146,7 @@ class OpHandlers:
             running=running,
             waiting=waiting,
             running_tokens=state.tokens.running,
+            tokens_made=state.tokens.made,
             waiting_tokens=state.tokens.waiting,
             fence=state.fence,
             draining=bool(state.closed.keys() & {"draining", "leaving"}),

@@ -573,3 +573,40 @@ def test_a_silent_frontend_is_waited_for_within_the_bound(
     facade.delay.clear()
     assert main.run(["state", "--timeout-s", "0.3"]) == 1
     assert "within 0.3 s" in capsys.readouterr().err
+
+
+def test_workers_that_start_and_exit_codes_are_listed_also_of_an_empty_fleet(
+    facade: Facade, capsys: pytest.CaptureFixture[str]
+) -> None:
+    starting = {
+        "instance_id": ID_A,
+        "engine": "vllm",
+        "host": "gpu7",
+        "pid": 4711,
+        "phase": "loading the model",
+        "since": 1.8e9,
+        "elapsed_s": 95.2,
+        "in_phase_s": 81.4,
+    }
+    left = {
+        "instance_id": ID_B,
+        "ago_s": 12.0,
+        "reason": "connection",
+        "why": "its connection to NATS has closed",
+        "back": False,
+        "exit_code": -9,
+    }
+    reply = {**HEAD, "ready": True, "pause_state": "running", "version": VERSION, "workers": [state_row(ID_A)]}
+    lines = (f"{ID_A} starts since ", "vllm on gpu7, pid 4711: loading the model, 81 of 95 s")
+    for op in ("state", "workers"):
+        facade.answers({**reply, "starting": [starting], "left": [left]})
+        assert main.run([op]) == 0
+        out = capsys.readouterr().out
+        assert all(line in out for line in lines)
+        assert "SIGKILL: its connection to NATS has closed" in out
+    error = {"code": "no_workers", "message": "0 of 1 workers", "starting": [starting], "left": [left]}
+    facade.answers({"status": "error", "error": error}, 503)
+    assert main.run(["state"]) == 1
+    shown = capsys.readouterr()
+    assert all(line in shown.out for line in lines)
+    assert "0 of 1 workers" in shown.err

@@ -5,12 +5,12 @@ The worker starts it, and gives it the listening socket by number."""
 from __future__ import annotations
 
 import contextlib
-import logging
 import signal
 import socket
 import sys
 from pathlib import Path
 
+from rl_plane._util.log_format import inherited_format, set_up_logging
 from worker.receive.host_agent.agent import HostAgent
 from worker.receive.rank_agents.agent_server import AgentServer, belong_to_worker
 
@@ -23,7 +23,7 @@ def main() -> None:
     belong_to_worker(int(worker))
     with contextlib.suppress(OSError):  # not Linux
         Path("/proc/self/comm").write_text(NAME)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logging("info", inherited_format())
     AgentServer(socket.socket(fileno=int(listener)), HostAgent(Path(directory)).methods()).start()
     while True:
         signal.pause()

@@ -1,0 +1,95 @@
+"""The facts that `rl-plane top` shows, and what follows from two of them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Reply = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """The tokens that each worker had made at one time."""
+
+    at: float
+    """Monotonic seconds."""
+    made: Mapping[tuple[str, str], tuple[str, int]]
+    """(instance_id, incarnation) → the label of its version, and the tokens since its process started."""
+
+    @classmethod
+    def of(cls, state: Reply, at: float) -> TokenCounts:
+        made = {}
+        for row in state["workers"]:
+            if (count := row.get("tokens_made")) is not None:
+                label = str((row.get("version") or {}).get("label", "no version"))
+                made[row["instance_id"], row["incarnation"]] = label, int(count)
+        return cls(at, made)
+
+
+def token_rates(before: TokenCounts, after: TokenCounts) -> dict[str, float]:
+    """Label of a version → the tokens that its workers made per second between two counts. A worker that has changed
+    its version meanwhile counts for the new one."""
+    seconds = after.at - before.at
+    rates: dict[str, float] = {}
+    for worker, (label, made) in after.made.items():
+        if seconds > 0 and worker in before.made:
+            rates[label] = rates.get(label, 0.0) + max(0, made - before.made[worker][1]) / seconds
+    return rates
+
+
+@dataclass(frozen=True, slots=True)
+class TopFacts:
+    """All that one screen shows."""
+
+    url: str
+    """The frontend's address."""
+    clock: str
+    """The time of day, in words."""
+    state: Reply | None = None
+    """The newest reply of the op `state`. None: none has come yet."""
+    lost_since: str | None = None
+    """The time of day at which the frontend stopped to answer. None: it answers."""
+    lost_s: float = 0.0
+    why: str = ""
+    """The error of the last call, if the frontend does not answer."""
+    rates: Mapping[str, float] | None = None
+    """The result of `token_rates`. None: there is only one count yet."""
+    events: Sequence[str] = field(default=())
+    """The last events in words, oldest first."""
+
+
+def version_lag(state: Reply, row: Reply) -> int | None:
+    """The versions by which a worker is behind the committed one. None: one of the two is not known."""
+    committed, held = state.get("sequence"), row.get("sequence")
+    return max(0, committed - held) if committed is not None and held is not None else None
+
+
+def seconds_left(state: Reply) -> float | None:
+    """The seconds until the workers have all bytes of the running update, at their present rates. None: not known."""
+    update = state.get("update")
+    if update is None or not update["total_bytes"]:
+        return None
+    left = []
+    for row in state["workers"]:
+        one = row.get("update")
+        if not one or one["update_id"] != update["update_id"] or not one["total_bytes"]:
+            continue
+        missing = one["total_bytes"] - one["bytes"]
+        if missing > 0 and not one["bytes_per_s"]:
+            return None
+        left.append(missing / one["bytes_per_s"] if missing > 0 else 0.0)
+    if left:
+        return max(left)
+    missing = update["total_bytes"] - update["bytes"]
+    return missing / update["bytes_per_s"] if update["bytes_per_s"] else None
+
+
+def in_order(state: Reply) -> list[Reply]:
+    """The workers: first those that need a look, then by instance id."""
+
+    def looks_well(row: Reply) -> bool:
+        return row.get("status") == "ok" and bool(row["admission"]["open"]) and not version_lag(state, row)
+
+    return sorted(state["workers"], key=lambda row: (looks_well(row), row["instance_id"]))

@@ -1,0 +1,69 @@
+"""The notices about a worker's process that are not from a member: it loads its engine, or it has ended.
+
+A notice changes nothing in the fleet: frontends only list what it says. It is not proved, except that a key that
+belongs to one worker can send only this worker's notices that it starts.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field
+
+from rl_plane.errors import InvalidRequest
+from rl_plane.protocol.envelope import decode, encode
+from rl_plane.protocol.validation import PRINTABLE, Body, parse_body
+
+MAX_BYTES = 4096
+"""The bytes of one notice. Its four texts and its numbers have less than a third of them."""
+MAX_CHARS = 256
+"""The characters of each text. The longest is a host's name."""
+MAX_S = 1e9
+"""More seconds than any process runs."""
+
+EVERY_S = 1.0
+"""Seconds between two notices of a worker that starts."""
+
+_Short = Annotated[str, Field(max_length=MAX_CHARS, pattern=PRINTABLE)]
+_Number = Annotated[int, Field(ge=0, le=1 << 53)]
+_Seconds = Annotated[float, Field(ge=0, le=MAX_S)]
+
+
+class _Notice(Body):
+    def encode(self) -> bytes:
+        return encode(self.model_dump())
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """InvalidRequest: it is no such notice."""
+        if len(data) > MAX_BYTES:
+            raise InvalidRequest(f"the notice has {len(data)} bytes; at most {MAX_BYTES} are read")
+        notice = parse_body(cls, decode(data))
+        assert isinstance(notice, cls)
+        return notice
+
+
+class StartNotice(_Notice):
+    """A worker's process says each second that it is not a member yet."""
+
+    engine: _Short
+    host: _Short
+    pid: _Number
+    phase: _Short
+    """The thing that it does, in words."""
+    elapsed_s: _Seconds
+    """Seconds since the process began to start the engine."""
+    in_phase_s: _Seconds
+    server_id: _Short
+    """With `client_id`: the connection that sends the notice, as the server's advisories name it."""
+    client_id: _Number
+
+
+class ExitNotice(_Notice):
+    """The supervisor of a worker's process says how the process has ended."""
+
+    engine: _Short
+    host: _Short
+    pid: _Number
+    exit_code: Annotated[int, Field(ge=-64, le=255)]
+    """Negative: the number of the signal that has killed it."""
