@@ -9,7 +9,8 @@ import pytest
 
 from rl_plane.cli.explain import read_facts
 from rl_plane.cli.explain.explanation import explain, identify
-from rl_plane.cli.explain.findings import Finding, findings
+from rl_plane.cli.explain.finding import Finding
+from rl_plane.cli.explain.findings import findings
 from rl_plane.cli.explain.wording import GONE, STOPPED, process_of
 from rl_plane.errors import InvalidRequest, NotFound
 from tests.support.explained_facts import (
