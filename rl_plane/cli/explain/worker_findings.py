@@ -31,16 +31,25 @@ def of_worker(facts: KnownFacts, row: Row) -> list[Finding]:
     if row.get("status") != "ok" or row["admission"]["open"]:
         return []
     reasons = [str(reason) for reason in row["admission"]["reasons"]]
-    if any(reason.startswith("behind") for reason in reasons):
-        reasons = [reason for reason in reasons if reason != "starting"]  # it has the same cause
-    return [_closed(instance_id, where, reason) for reason in reasons]
+    words = {reason.partition(":")[0] for reason in reasons}
+    for cause, same in (("behind", "starting"), ("numerics", "behind")):
+        if cause in words:  # the other reason follows from this one
+            reasons = [reason for reason in reasons if reason.partition(":")[0] != same]
+    others = any(each.get("status") == "ok" and each["admission"]["open"] for each in facts.rows)
+    return [_closed(instance_id, where, reason, others) for reason in reasons]
 
 
-def _closed(instance_id: str, where: str, reason: str) -> Finding:
+def _closed(instance_id: str, where: str, reason: str, others: bool) -> Finding:
+    """The finding of a closed worker. `others`: other workers are open."""
     word, _, text = reason.partition(":")
     waits_for, fix, until = _REASONS.get(word, ("", "see the log of the worker", ""))
     if word == "behind":
         fix = _behind_fix(text)
+    elif word == "numerics" and others:
+        fix = (
+            "other workers pass with these weights, so look at this one: its engine's version, its GPU. Start it "
+            "again; `rl-plane enable ID` lets it check once more"
+        )
     named = f": {text.strip()}" if text else ""
     cause = f"is closed{where}: {word}{named}"
     return Finding(instance_id, "worker", cause, fix.replace("ID", instance_id), waits_for, until)

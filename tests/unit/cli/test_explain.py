@@ -118,6 +118,14 @@ def test_each_reason_of_a_closed_worker_has_a_fix(reason: str, fix: str) -> None
     assert fix in found.fix
 
 
+def test_reasons_that_follow_from_another_one_are_left_out() -> None:
+    behind = only(known(worker_row(ONE, "starting", "behind: the server answers 403")))
+    assert "behind" in behind.cause
+    wrong = only(known(worker_row(ONE, "numerics: they differ by 3", "behind: fetched again"), worker_row(TWO)))
+    assert "numerics" in wrong.cause
+    assert "look at this one" in wrong.fix
+
+
 def test_a_worker_that_left_is_a_finding_until_it_is_back() -> None:
     found = only(known(worker_row(ONE), left=(left_worker(),), expected=2))
     assert found.name == f"worker {TWO}"
