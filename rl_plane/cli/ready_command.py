@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from rl_plane.cli.explain.findings import Finding, findings
+from rl_plane.cli.explain.finding import Finding
+from rl_plane.cli.explain.findings import findings
 from rl_plane.cli.explain.read_facts import read_facts
 from rl_plane.cli.output import counted, fix_of, note, one_line, say, say_json
 from rl_plane.cli.settings import Command, command

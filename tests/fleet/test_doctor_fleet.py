@@ -67,6 +67,7 @@ async def test_the_fleet_is_examined_over_nats_without_a_frontend(
     assert any(line.startswith("nats-server 2.") for line in words)
     assert "1 describe themselves (1 fake)" in words
     assert sum("file storage, 1 copy" in line for line in words) == 2
+    assert [one["words"] for one in checks if one["level"] == "warning"] == ["none delivers tokens now"]
     code, checks = await doctor(capsys, "--nats-url", "nats://127.0.0.1:1", "--namespace", plane.namespace)
     assert code == 1
     assert {one["check"] for one in checks if one["level"] == "error"} == {"NATS", "workers"}

@@ -73,23 +73,32 @@ def _nats(facts: DoctorFacts) -> Iterator[CheckLine]:
         if facts.nats_was_named:
             yield error("NATS", words, fix)
         else:
-            yield warning("NATS", f"it can't be asked from this machine: {words}", f"{fix}. The workers are below")
+            yield warning("NATS", f"it can't be asked from this machine: {words}", fix)
+            if facts.about is not None and facts.about.reply["nats"]["connected"]:
+                yield from _server(facts.about.reply["nats"], None)
         return
     assert nats.server is not None, "it has answered"
-    yield from _server(nats.server, nats.url, nats.round_trip_s)
+    yield from _server(nats.server, nats.round_trip_s)
     if nats.key:
         yield ok("key", f"the key for NATS is {nats.key}" + (f", with the role {nats.role}" if nats.role else ""))
     else:
         yield ok("key", f"NATS needs no key: each process that reaches {nats.url} may steer")
     yield from _jetstream(nats)
+    if nats.frontends:
+        yield ok("frontend", f"{len(nats.frontends)} deliver tokens now: {ids(nats.frontends)}")
+    elif nats.frontends is not None:
+        fix = "start one (`rl-plane frontend`), unless this fleet generates without one"
+        yield warning("frontend", "none delivers tokens now", fix)
 
 
-def _server(server: Row, url: str, round_trip_s: float) -> Iterator[CheckLine]:
+def _server(server: Row, round_trip_s: float | None) -> Iterator[CheckLine]:
+    """`round_trip_s` None: it is the server as the frontend knows it."""
     version = str(server["version"])
-    words = f"nats-server {version} at {url}, round trip {round_trip_s * 1000:.1f} ms"
+    words = f"nats-server {version} at {server['url']}"
+    words += ", says the frontend" if round_trip_s is None else f", round trip {round_trip_s * 1000:.1f} ms"
     if _numbers(version) < OLDEST_NATS:
         yield error("NATS", words, f"install nats-server {'.'.join(map(str, OLDEST_NATS))} or newer")
-    elif round_trip_s > SLOW_S:
+    elif round_trip_s is not None and round_trip_s > SLOW_S:
         yield warning("NATS", words, "look at the network, and at the load of the server's machine")
     else:
         yield ok("NATS", words)

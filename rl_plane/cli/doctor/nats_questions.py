@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.credentials import NatsCredentials
+from rl_plane.bus.state_store import read_frontends
 from rl_plane.cli.doctor.doctor_facts import Asked, NatsFacts, Row
 from rl_plane.client import RlClient
 from rl_plane.errors import DeadlineExceeded, PlaneError
@@ -90,4 +91,5 @@ async def _jetstream(bus: Bus, subjects: Subjects) -> dict[str, Any]:
         with contextlib.suppress(PlaneError):  # the bucket's own line says so
             clock = await bus.server_time(subjects.state)
             facts["clock"] = Asked({"clock": clock}, since, time.time())
+            facts["frontends"] = await read_frontends(bus, subjects.state)
     return facts

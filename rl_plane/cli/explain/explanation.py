@@ -7,16 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_plane.cli.explain import timeline
-from rl_plane.cli.explain.findings import (
-    Finding,
-    findings,
-    of_departed,
-    of_ended_update,
-    of_request,
-    of_worker,
-)
+from rl_plane.cli.explain.finding import Finding
+from rl_plane.cli.explain.findings import findings
 from rl_plane.cli.explain.known_facts import KnownFacts, Row
+from rl_plane.cli.explain.update_findings import of_ended_update
 from rl_plane.cli.explain.wording import seconds
+from rl_plane.cli.explain.worker_findings import of_departed, of_request, of_worker
 from rl_plane.cli.output import one_line
 from rl_plane.errors import InvalidRequest, NotFound
 

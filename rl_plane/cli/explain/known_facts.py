@@ -68,3 +68,7 @@ class KnownFacts:
         if row is None or not row.get("host") or not row.get("pid"):
             return None
         return str(row["host"]), int(row["pid"])
+
+    def process_at(self, place: tuple[str, int] | None) -> str:
+        """The state of a process of this machine, in words. Empty: it runs, or nothing is known."""
+        return self.processes.get(place, "") if place is not None else ""

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoResult
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote
+from typing import Any, NoReturn
 
 from rl_plane.cli.explain.known_facts import KnownFacts, Row
 from rl_plane.cli.explain.wording import GONE, STOPPED, process_of
@@ -26,6 +25,8 @@ from rl_plane.rollouts.replay import read_records
 READ_S = 8.0
 """Seconds for each part, so that an operator has an answer within ten. A hung worker costs one second, a lost NATS two
 to four."""
+LOST_S = 1.0
+"""Seconds for each part while the frontend has lost NATS: all that it can still answer comes at once."""
 PAST_S = 3600
 """Seconds of events: what a frontend keeps."""
 MAX_UPDATES = 256
@@ -91,21 +92,22 @@ def _over_http(given: Command, component: dict[str, Any], timeout_s: float, past
     parts: dict[str, Part] = {
         "state": op("state", min_workers=0),
         "workers": op("workers", min_workers=0),
-        "about": lambda: call_json(f"{base}/about", None, key, timeout_s),
         "updates": op("updates", limit=MAX_UPDATES if past else 1),  # they also show whether the store answers
     }
     if past:
         parts["events"] = lambda: [(kind, data) for _, kind, data in read_events(url, key, PAST_S, None, False)]
-        parts["requests"] = lambda: call_json(f"{base}/requests?id={quote('')}", None, key, timeout_s)
-    found, errors = _side_by_side(parts, timeout_s)
-    if (
-        "about" in errors
-    ):  # every key may read it, and it needs no NATS: so the frontend does not answer, or refuses
-        _raise_unreachable(errors["about"], base.removesuffix("/v1/rl"))
+        parts["requests"] = lambda: call_json(f"{base}/requests", None, key, timeout_s)
+    # The frontend answers this from its memory, so an error means that it does not answer at all, or refuses the key.
+    try:
+        about = _within(timeout_s, lambda: call_json(f"{base}/about", None, key, timeout_s))
+    except PlaneError as error:
+        _raise_unreachable(error, base.removesuffix("/v1/rl"))
+    found, errors = _side_by_side(parts, timeout_s if about["nats"]["connected"] else min(timeout_s, LOST_S))
+    found["about"] = about
     return _facts(found, errors, f"the frontend at {base.removesuffix('/v1/rl')}")
 
 
-def _raise_unreachable(error: PlaneError, url: str) -> None:
+def _raise_unreachable(error: PlaneError, url: str) -> NoReturn:
     if isinstance(error, (Unauthorized, PermissionDenied)):
         raise error
     if isinstance(error, DeadlineExceeded):
@@ -170,6 +172,14 @@ def _side_by_side(parts: Mapping[str, Part], timeout_s: float) -> tuple[dict[str
         except NoResult:
             errors[name] = DeadlineExceeded(f"no answer within {timeout_s:g} s")
     return found, errors
+
+
+def _within(timeout_s: float, part: Part) -> Any:
+    """The result of one part. DeadlineExceeded after `timeout_s`."""
+    found, errors = _side_by_side({"part": part}, timeout_s)
+    if errors:
+        raise errors["part"]
+    return found["part"]
 
 
 def _facts(found: Mapping[str, Any], errors: Mapping[str, PlaneError], asked: str) -> dict[str, Any]:

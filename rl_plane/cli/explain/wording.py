@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from datetime import datetime
 
 _CALLER = re.compile(r"(?P<name>[^@\s]+)@(?P<host>[^:\s]+):(?P<pid>\d+)")
@@ -48,3 +49,14 @@ def look_at(place: tuple[str, int] | None, what: str, said: str = "") -> str:
     if said == GONE:
         return f"start {what} again"
     return f"on {host} run `ps -o stat,args -p {pid}`: T is stopped (`kill -CONT {pid}` continues it), no line is dead"
+
+
+def workers_named(ids: Sequence[str]) -> str:
+    """The first two workers, then a count."""
+    more = f" and {len(ids) - 2} more" if len(ids) > 2 else ""
+    return f"worker{'s' if len(ids) > 1 else ''} {', '.join(ids[:2])}{more}"
+
+
+def with_state(begin: str, said: str) -> str:
+    """The state of a process as a clause. `begin`: such as `; its`. Empty if nothing is known of the process."""
+    return f"{begin} process {said}" if said else ""

@@ -23,6 +23,7 @@ SERVER = NatsFacts(
     clock=Asked({"clock": NOW}, NOW - 0.1, NOW + 0.1),
     account={"storage": GB, "limits": {"max_storage": -1}},
     buckets=BUCKETS,
+    frontends=["f1"],
 )
 
 
@@ -99,6 +100,7 @@ def test_a_sound_fleet_has_only_ok_lines() -> None:
         ({"buckets": {"state": {"storage": "file", "num_replicas": 3}}}, "error", "3 copies"),
         ({"buckets": {"state": {"storage": "memory", "num_replicas": 1}}}, "error", "memory storage"),
         ({"buckets": {"state": None}}, "error", "state is not there"),
+        ({"frontends": []}, "warning", "none delivers tokens"),
         ({"bucket_errors": {"state": "no answer"}}, "error", "state: no answer"),
         ({"clock": Asked({"clock": NOW + 60}, NOW, NOW + 1)}, "warning", "nats-server is 59.0 s ahead of"),
     ],
@@ -114,6 +116,8 @@ def test_a_nats_that_is_not_reached_is_an_error_only_if_it_was_named() -> None:
         SERVER, server=None, clock=None, error={"message": "no NATS server answers", "fix": "start one"}
     )
     assert only(facts(worker(ONE), nats=lost)).level == "warning"
+    known = [one.words for one in examine(facts(worker(ONE), nats=lost))]
+    assert "nats-server 2.11.0 at nats://n:4222, says the frontend" in known
     assert only(facts(worker(ONE), nats=lost, nats_was_named=True)).level == "error"
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from rl_plane.cli.explain import read_facts
 from rl_plane.cli.explain.explanation import explain, identify
-from rl_plane.cli.explain.findings import Finding, findings
+from rl_plane.cli.explain.finding import Finding
+from rl_plane.cli.explain.findings import findings
 from rl_plane.cli.explain.wording import GONE, STOPPED, process_of
 from rl_plane.errors import InvalidRequest, NotFound
 from tests.support.explained_facts import (
@@ -115,6 +116,14 @@ def test_each_reason_of_a_closed_worker_has_a_fix(reason: str, fix: str) -> None
     assert found.cause.startswith("is closed (pid 42 on gpu1): ")
     assert reason.partition(": ")[2] in found.cause
     assert fix in found.fix
+
+
+def test_reasons_that_follow_from_another_one_are_left_out() -> None:
+    behind = only(known(worker_row(ONE, "starting", "behind: the server answers 403")))
+    assert "behind" in behind.cause
+    wrong = only(known(worker_row(ONE, "numerics: they differ by 3", "behind: fetched again"), worker_row(TWO)))
+    assert "numerics" in wrong.cause
+    assert "look at this one" in wrong.fix
 
 
 def test_a_worker_that_left_is_a_finding_until_it_is_back() -> None:
