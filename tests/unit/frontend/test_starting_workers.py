@@ -1,4 +1,4 @@
-"""How long a frontend lists a worker that loads its engine, and how many of them."""
+"""Starting workers that the frontend lists: since when, and until when."""
 
 from __future__ import annotations
 
