@@ -71,8 +71,9 @@ _TORCH = (
     "rl_plane.transports.group.torch_group",
     "transformers.models.qwen3.modeling_qwen3",
 )
+# A worker of the fake engine imports torch for its first group, and would so for each of many tests.
 PACKAGES = {
-    "fake": Packages((*_EVERY, "worker.engines.fake.adapter")),
+    "fake": Packages((*_EVERY, "torch.distributed", "worker.engines.fake.adapter")),
     "hf": Packages((*_EVERY, *_TORCH, "worker.engines.hf.adapter")),
     "vllm": Packages(
         (*_EVERY, *_TORCH, "worker.engines.vllm.adapter", "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker"),
