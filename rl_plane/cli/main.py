@@ -24,7 +24,18 @@ def build_group() -> click.Group:
     """All commands. BadSetting and click's own errors come out of `main` as exceptions."""
     import click
 
-    from rl_plane.cli import follow_events, keys, publish, ready_command, replay_command, serve, steer, top, up
+    from rl_plane.cli import (
+        follow_events,
+        keys,
+        publish,
+        ready_command,
+        replay_command,
+        serve,
+        steer,
+        top,
+        trace_command,
+        up,
+    )
     from rl_plane.cli.doctor import doctor_command
     from rl_plane.cli.explain import explain_command
 
@@ -43,6 +54,7 @@ def build_group() -> click.Group:
         *follow_events.commands(),
         *publish.commands(),
         *replay_command.commands(),
+        *trace_command.commands(),
         *keys.commands(),
         serve.demo_command(),
     ]

@@ -414,6 +414,14 @@ SETTINGS: dict[str, Setting] = {
             flag="--limit",
             env="REPLAY_LIMIT",
         ),
+        Setting(
+            "trace_file",
+            "The file that is written.",
+            types.PATH_TO_FILE,
+            Path("trace.json"),
+            flag="--output",
+            env="TRACE_FILE",
+        ),
         # the demo
         Setting("out", "The folder of the report. Default: demo-out.", types.PATH, Path("demo-out")),
         Setting("steps", "The number of optimiser steps.", IntRange(1, 1_000_000), DEMO_STEPS),
