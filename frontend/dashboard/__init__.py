@@ -1,5 +1,5 @@
-"""The dashboard: one page at `/` of the facade's listener, which shows the fleet live. It holds no data of the fleet: the
-page asks the facade's routes for them, with the reader's key."""
+"""The dashboard: one page at `/` of the facade's listener, which shows the fleet live. The page holds no data of the
+fleet: it asks the facade's routes for them, with the reader's key."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ export function problemsOf(facts) {
     const { ready, of } = readiness(state, workers);
     if (state.expected && state.workers.length < state.expected) {
       const missing = many(state.expected - state.workers.length, "expected worker");
-      const fix = state.starting.length ? "Some still start, see below." : "Start them, or lower --expect.";
+      const fix = state.starting.length ? "Some still start, see below." : "Start what is missing, or lower --expect.";
       found.push({ key: "expected", what: `${missing} not in the fleet`, fix });
     } else if (of === 0) {
       found.push({ key: "empty", what: "no worker is in the fleet", fix: "Start one: rl-plane worker" });
@@ -123,7 +123,7 @@ export function lanesOf(state, update) {
       const cells = phases.map((phase, at) => {
         if (at < now) return "done";
         if (at > now) return "next";
-        return phase === "prepare" && share === 1 ? "done" : "now";
+        return ["prepare", "receive", "prepared"].includes(phase) && share === 1 ? "done" : "now";
       });
       const waits = row.status === "error" ? told(row.error ?? {}).what : (part?.waits_for ?? "");
       return {

@@ -6,6 +6,7 @@ import { bytes, clock, many, seconds, small, told } from "./words.js";
 
 const MAX_LANES = 40;
 const SHOWN = 50; // updates of the history; the facade keeps 256
+const BRINGS_BYTES = ["prepare", "receive"];
 const MARKS = { done: "✓", now: "▶", next: "·" };
 
 /** Phase → its letters in a bar. The style sheet has a colour for each. */
@@ -85,7 +86,7 @@ function headOf({ phases, now }) {
 function laneOf(lane) {
   const cells = lane.cells.map((mark, at) => {
     const says = `${lane.phases[at]}: ${mark}`;
-    const share = mark === "now" && lane.phases[at] !== "gate" ? lane.share : null;
+    const share = mark === "now" && BRINGS_BYTES.includes(lane.phases[at]) ? lane.share : null;
     const inner = share === null
       ? make("span", { "aria-hidden": "true" }, MARKS[mark])
       : make("progress", { max: 1, value: share, "aria-hidden": "true" });
