@@ -37,7 +37,6 @@ HEADERS = {
         )
     ),
     "Cache-Control": "no-cache",  # a new version of the frontend has a new page
-    "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
