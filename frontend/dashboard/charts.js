@@ -51,8 +51,9 @@ function niceTop(value) {
 export function drawTokens(figure, points, why) {
   if (points.length < 2) return show(figure, null, "", [], why || "The first values come in some seconds.");
   const labels = [...new Set(points.flatMap((point) => Object.keys(point.rates)))];
-  const own = labels.slice(-MAX_VERSIONS);
-  const names = labels.length > own.length ? ["others", ...own] : own;
+  const made = labels.filter((label) => points.some((point) => point.rates[label] > 0));
+  const own = (made.length ? made : labels).slice(-MAX_VERSIONS);
+  const names = made.length > own.length ? ["others", ...own] : own;
   const value = (point, name) =>
     name !== "others"
       ? (point.rates[name] ?? 0)

@@ -49,6 +49,11 @@ export function readiness(state, workers) {
   return { ready, of: Math.max(counted.length, state.expected ?? 0) };
 }
 
+const ENDED = ["aborted", "committed"];
+
+/** Whether an update only brought the version before back, because a canary had failed. */
+export const isWayBack = (entry) => entry.update_id.endsWith("/rollback");
+
 /** Everything that needs a look, each as `{key, what, fix}`, and the number that is left out. */
 export function problemsOf(facts) {
   const { state, workers, updates, errors, about } = facts;
@@ -80,7 +85,7 @@ export function problemsOf(facts) {
       found.push({ key: `left ${gone.instance_id} ${gone.left_at}`, what: `worker ${gone.instance_id} left: ${gone.why}`, fix });
     }
   }
-  const last = (updates ?? []).find((entry) => entry.outcome === "aborted" || entry.outcome === "committed");
+  const last = (updates ?? []).find((entry) => ENDED.includes(entry.outcome) && !isWayBack(entry));
   if (last?.error) {
     const { what, fix } = told(last.error);
     found.push({ key: `update ${last.update_id}`, what: `the last update (${last.label}) failed: ${what}`, fix });
@@ -137,6 +142,7 @@ export function lanesOf(state, update) {
 
 // ---- over time ----
 
+const SWAPPING = "no version"; // a worker holds none while it swaps
 export const MAX_POINTS = 600; // half an hour at one point in 3 s
 
 /** The tokens that each worker had made at one time. */
@@ -144,7 +150,7 @@ export function countTokens(state, at) {
   const made = new Map();
   for (const row of state.workers) {
     if (Number.isFinite(row.tokens_made)) {
-      made.set(`${row.instance_id} ${row.incarnation}`, [row.version?.label ?? "no version", row.tokens_made]);
+      made.set(`${row.instance_id} ${row.incarnation}`, [row.version?.label ?? SWAPPING, row.tokens_made]);
     }
   }
   return { at, made };
@@ -159,7 +165,8 @@ export function tokenRates(before, after) {
     const known = before.made.get(worker);
     if (!known || passed <= 0) continue;
     const rate = Math.max(0, made - known[1]) / passed;
-    byVersion[label] = (byVersion[label] ?? 0) + rate;
+    const version = label === SWAPPING ? known[0] : label;
+    byVersion[version] = (byVersion[version] ?? 0) + rate;
     byWorker.set(worker.split(" ")[0], rate);
   }
   return { byVersion, byWorker };

@@ -1,7 +1,7 @@
 /* The panels of the running update and of the updates before. */
 
 import { byId, make, setText, sync } from "./dom.js";
-import { columnOf, lanesOf, phasesOf, short } from "./facts.js";
+import { columnOf, isWayBack, lanesOf, phasesOf, short } from "./facts.js";
 import { bytes, clock, many, seconds, small, told } from "./words.js";
 
 const MAX_LANES = 40;
@@ -126,7 +126,7 @@ function itemOf(entry, longest) {
   const outcome = entry.outcome === "committed" && entry.error ? "failed" : entry.outcome;
   return {
     key: entry.update_id || "initial",
-    label: entry.label, outcome, at: entry.ended_at ?? entry.began_at ?? null,
+    label: isWayBack(entry) ? `back to ${entry.label}` : entry.label, outcome, at: entry.ended_at ?? entry.began_at ?? null,
     sequence: entry.version?.sequence ?? null,
     phases: entry.phases ?? {}, total: secondsOf(entry),
     // Half a percent is the step, so that a new longest update changes few others.
@@ -142,12 +142,10 @@ function itemOf(entry, longest) {
 }
 
 function entryOf(item, open) {
-  const names = { failed: "failed" };
-  const word = names[item.outcome] ?? item.outcome;
   const summary = make(
     "summary", {},
     make("span", { class: "when" }, clock(item.at)),
-    make("span", { class: `outcome ${item.outcome}` }, make("span", { "aria-hidden": "true" }, OUTCOMES[item.outcome] ?? "✕"), ` ${word}`),
+    make("span", { class: `outcome ${item.outcome}` }, make("span", { "aria-hidden": "true" }, OUTCOMES[item.outcome] ?? "✕"), ` ${item.outcome}`),
     make("strong", {}, item.label),
     make("span", { class: "took" }, item.total ? seconds(item.total) : "–"),
     make("span", { class: "track" }, stackOf(item)),

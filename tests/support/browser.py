@@ -15,6 +15,7 @@ FOREIGN_HOST = "page.example.com"
 ARGUMENTS = (
     "--no-sandbox",  # the tests may run as root, where Chromium's sandbox can't
     "--disable-gpu",
+    "--disable-lcd-text",  # screenshots without coloured edges are smaller
     "--disable-quic",
     "--no-first-run",
     "--disable-background-networking",
