@@ -15,6 +15,7 @@ const ABOUT_MS = 10_000;
 const AGAIN_MS = 1000; // until a broken stream connects again
 const PAST_S = 600; // events before the page was opened
 const MAX_EVENTS = 500;
+const MAX_BY = 200; // the facade's bound of the field
 
 const facts = {
   state: null, workers: [], updates: null, about: null, rates: new Map(), rate: null,
@@ -177,12 +178,14 @@ function ask(error) {
   if (given && error.status === 401) useKey("");
   setHidden(byId("fleet"), true);
   setHidden(byId("forget"), true);
-  setText(byId("refused"), given ? refusal(error) : "");
-  if (byId("ask").hidden) {
+  const asks = !byId("ask").hidden;
+  if (given || !asks) setText(byId("refused"), given ? refusal(error) : ""); // else calls that fail together clear it
+  if (!asks) {
     setHidden(byId("ask"), false);
     byId("key").focus();
   }
-  linked("bad", given ? "the key was refused" : "this fleet needs a key");
+  lostSince = "";
+  linked("bad", "this fleet needs a key");
 }
 
 function refusal(error) {
@@ -229,7 +232,8 @@ async function abort(update) {
   say("", `Aborting ${update.label} …`);
   try {
     const key = facts.about?.key?.id;
-    await post("/v1/rl/abort_weights_update", { update_id: update.update_id, by: `an operator at the dashboard${key ? ` with the key ${key}` : ""}` });
+    const by = `an operator at the dashboard${key ? ` with the key ${key}` : ""}`.slice(0, MAX_BY);
+    await post("/v1/rl/abort_weights_update", { update_id: update.update_id, by });
     say("good", `✓ The update ${update.label} was aborted. Nothing has changed.`);
   } catch (error) {
     if (!(error instanceof CallError)) throw error;

@@ -59,8 +59,10 @@ export function sync(parent, items, create, change = null) {
         change(entry.element, item);
       } else {
         const made = create(item);
+        const focused = entry.element.contains(document.activeElement);
         if (place === entry.element) place = made;
         entry.element.replaceWith(made);
+        if (focused) made.querySelector("summary")?.focus();
         entry.element = made;
       }
       entry.says = says;

@@ -57,18 +57,22 @@ export const isWayBack = (entry) => entry.update_id.endsWith("/rollback");
 /** Everything that needs a look, each as `{key, what, fix}`, and the number that is left out. */
 export function problemsOf(facts) {
   const { state, workers, updates, errors, about } = facts;
-  const found = Object.entries(errors)
-    .filter(([, error]) => error)
-    .map(([name, error]) => ({ key: `call ${name}`, what: `${name}: ${error.message}`, fix: error.fix }));
+  const failed = new Map(); // message → the calls that fail with it
+  for (const [name, error] of Object.entries(errors)) {
+    if (error) failed.set(error.message, { names: [...(failed.get(error.message)?.names ?? []), name], fix: error.fix });
+  }
+  const found = [...failed].map(([message, { names, fix }]) => (
+    { key: `call ${message}`, what: `${message} (asked for ${names.join(", ")})`, fix }
+  ));
   if (about?.nats && !about.nats.connected) {
     found.push({ key: "nats", what: "the frontend has lost NATS", fix: "See whether nats-server runs: rl-plane doctor" });
   }
   if (state) {
     const { ready, of } = readiness(state, workers);
     if (state.expected && state.workers.length < state.expected) {
-      const missing = many(state.expected - state.workers.length, "expected worker");
+      const missing = state.expected - state.workers.length;
       const fix = state.starting.length ? "Some still start, see below." : "Start what is missing, or lower --expect.";
-      found.push({ key: "expected", what: `${missing} not in the fleet`, fix });
+      found.push({ key: "expected", what: `${missing} of ${state.expected} expected workers missing`, fix });
     } else if (of === 0) {
       found.push({ key: "empty", what: "no worker is in the fleet", fix: "Start one: rl-plane worker" });
     } else if (!ready) {

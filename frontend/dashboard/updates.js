@@ -79,8 +79,8 @@ function headOf({ phases, now }) {
   const cells = phases.map((phase, at) =>
     make("th", { scope: "col", class: at === now ? "now" : "", "aria-current": at === now ? "step" : null }, phase),
   );
-  const last = ["bytes", "rate", "waits for"].map((name) => make("th", { scope: "col" }, name));
-  return make("tr", {}, make("th", { scope: "col" }, "worker"), ...cells, ...last);
+  const last = ["bytes", "rate"].map((name) => make("th", { scope: "col", class: "number" }, name));
+  return make("tr", {}, make("th", { scope: "col" }, "worker"), ...cells, ...last, make("th", { scope: "col" }, "waits for"));
 }
 
 function laneOf(lane) {

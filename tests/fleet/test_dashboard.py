@@ -1,4 +1,4 @@
-"""The dashboard in a real browser, before a real fleet: what happens to the fleet appears, and the abort button works."""
+"""The dashboard in a real browser: what happens to a real fleet appears, and the abort button works."""
 
 from __future__ import annotations
 
@@ -226,6 +226,11 @@ def test_wrong_keys_are_refused_in_plain_words_and_a_key_stays_in_its_tab(browse
         page.get_by_role("button", name="Forget the key").click()
         field.wait_for()
         assert page.evaluate("sessionStorage.length") == 0
+        give("reading-key")
+        seen(page, "#fact-ready", "1 of 1")
+        write_keys(locked.root.parent / "keys.toml", {"steering-key": "steer"})  # the owner takes the key out
+        seen(page, "#refused", "This key was refused: the key is wrong")
+        assert page.locator("#fleet").is_hidden()
 
 
 def test_a_name_that_its_owner_has_rebound_gets_the_page_and_nothing_else(browser: Any, fleet: Fleet) -> None:
@@ -313,7 +318,11 @@ def test_the_screenshots(browser: Any, tmp_path: Path) -> None:
             seen(page, ".lanes tr", "the coordinator's decision")
             page.wait_for_timeout(4000)
             IMAGES.mkdir(exist_ok=True)
-            for name, scheme, width in (("light", "light", 1200), ("dark", "dark", 1200), ("narrow", "light", 400)):
+            for name, scheme, width in (
+                ("light", "light", 1200),
+                ("dark", "dark", 1200),
+                ("narrow", "light", 400),
+            ):
                 page.emulate_media(color_scheme=scheme)
                 page.set_viewport_size({"width": width, "height": 960 if width == 1200 else 1300})
                 file = IMAGES / f"dashboard-{name}.png"

@@ -61,4 +61,6 @@ def test_the_page_has_no_script_and_no_style_of_its_own_and_names_no_other_host(
         if path.suffix in (".html", ".css", ".js"):
             text = path.read_text().replace("http://www.w3.org/2000/svg", "")
             assert not re.search(r"https?://|@import|url\(", text), path.name
-            assert not re.search(r"innerHTML\s*=|outerHTML|insertAdjacentHTML|eval\(|new Function", text), path.name
+            assert not re.search(r"innerHTML\s*=|outerHTML|insertAdjacentHTML|eval\(|new Function", text), (
+                path.name
+            )
