@@ -108,7 +108,8 @@ export const short = (ids) => ids.slice(0, 4).join(", ") + (ids.length > 4 ? " â
 export function phasesOf(update) {
   const phases = ["prepare", "gate", "commit", "open"];
   if (update.phase === "receive" || update.phase === "prepared") phases.splice(1, 0, update.phase);
-  if (update.phase === "leases" || update.phase === "roll") phases.splice(phases.indexOf("commit"), 0, update.phase);
+  if (update.phase === "roll") phases[phases.indexOf("commit")] = "roll";
+  if (update.phase === "leases") phases.splice(phases.indexOf("open"), 0, "leases");
   return phases;
 }
 

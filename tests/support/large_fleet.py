@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -105,7 +105,7 @@ def large_fleet(count: int) -> Iterator[str]:
     changed."""
     updates, stop = json.dumps({"updates": _updates(count)}).encode(), threading.Event()
     turns = iter(range(1, 1_000_000))
-    answers = {
+    answers: dict[str, Callable[[], bytes]] = {
         "/v1/rl/state": lambda: json.dumps(large_state(count, next(turns))).encode(),
         "/v1/rl/updates": lambda: updates,
         "/v1/rl/workers": lambda: json.dumps({"epoch": 1, "workers": []}).encode(),
