@@ -19,6 +19,7 @@ from frontend.completions.completion_routes import add_generation_routes
 from frontend.completions.openai_replies import openai_error
 from frontend.completions.service import Generation
 from frontend.completions.tokens import Tokens
+from frontend.dashboard import add_dashboard
 from frontend.dialects import mount_dialects
 from frontend.dialects.common.context import DialectCalls, DialectContext
 from frontend.dialects.common.dynamo_discovery import with_discovery
@@ -219,6 +220,7 @@ class Frontend:
         add_facade_routes(api, self.calls, self.events, self.metrics, shared, extend)
         add_own_routes(api, self.client.owner, self._about, self.engines.running)
         shared.mount(api)
+        add_dashboard(api)
         return api.app()
 
 

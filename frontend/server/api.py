@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -143,6 +143,15 @@ class Api:
             self._shapes[operation.path] = operation.shape
         if not operation.needs_key:
             self._open_paths.add(operation.path)
+
+    def add_file(self, path: str, content: bytes, media_type: str, headers: Mapping[str, str]) -> None:
+        """Serves a file of the product to everybody. It is no part of the OpenAPI document."""
+
+        async def show(request: Request) -> Response:
+            return Response(content, headers=headers, media_type=media_type)
+
+        self._routes.append(Route(path, show, methods=["GET"]))
+        self._open_paths.add(path)
 
     def app(self) -> Starlette:
         guard = Middleware(
