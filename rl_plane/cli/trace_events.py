@@ -17,7 +17,7 @@ RECEIVES = ("receive_s", "prepare_s")
 """The phase in which workers take bytes. An update whose weights are pushed has the first one."""
 
 FACTS = ("update_id", "outcome", "caller", "asked_by", "encoding", "sent_bytes", "model_bytes", "step")
-"""What a viewer shows of an update beside its phases."""
+"""The fields of an update that a viewer shows beside its phases."""
 
 Event = dict[str, Any]
 
