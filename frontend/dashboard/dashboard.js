@@ -14,6 +14,7 @@ const HIDDEN_POLL_MS = 15_000; // while nobody sees the page
 const ABOUT_MS = 10_000;
 const AGAIN_MS = 1000; // until a broken stream connects again
 const PAST_S = 600; // events before the page was opened
+const DRAW_MS = 100; // changes that come within this time are drawn once
 const MAX_EVENTS = 500;
 const MAX_BY = 200; // the facade's bound of the field
 
@@ -71,12 +72,13 @@ async function look() {
   looking = false;
   const took = performance.now() - began;
   nextAt = began + Math.max(BETWEEN_MS, 2 * took); // a slow fleet is asked less often
-  draw();
+  draw("fleet", ...(names.includes("updates") ? ["updates"] : []));
   if (facts.state && facts.state.epoch !== registeredEpoch && !facts.errors.workers) wanted.add("workers");
   if (wanted.size) want();
 }
 
 function takeState(state) {
+  facts.workers = workersInOrder(state, registered);
   const now = countTokens(state, performance.now() / 1000);
   if (counts === null || now.at - counts.at >= 2) {
     if (counts !== null) {
@@ -86,8 +88,7 @@ function takeState(state) {
       addPoint(facts.tokens, { at: Date.now() / 1000, rates: byVersion });
     }
     counts = now;
-    const workers = workersInOrder(state, registered);
-    const lags = workers.map((worker) => worker.lag).filter((lag) => lag !== null);
+    const lags = facts.workers.map((worker) => worker.lag).filter((lag) => lag !== null);
     addPoint(facts.staleness, { at: Date.now() / 1000, lag: lags.length ? Math.max(...lags) : null, mean: null });
   }
   facts.state = state;
@@ -97,6 +98,7 @@ function takeRegistered(reply) {
   registered.clear();
   for (const row of reply.workers) registered.set(row.instance_id, { host: row.host, pid: row.pid });
   registeredEpoch = reply.epoch;
+  if (facts.state) facts.workers = workersInOrder(facts.state, registered);
   const first = reply.workers[0];
   if (first?.namespace) setText(byId("place"), `${first.namespace}.${first.component}`);
 }
@@ -131,7 +133,7 @@ async function followEvents() {
       if (error.needsKey) return ask(error);
       facts.errors.events = error.status ? error : null;
       linked("bad", `no connection since ${clock(Date.now() / 1000)}: ${error.message}`);
-      draw();
+      draw("fleet");
     }
     await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
   }
@@ -167,7 +169,7 @@ function onEvent(id, kind, data) {
   if (facts.events.length > MAX_EVENTS) facts.events.splice(0, facts.events.length - MAX_EVENTS);
   want("state");
   if (kind === "update") want("updates");
-  return draw();
+  return draw("events");
 }
 
 // ---- the key ----
@@ -244,28 +246,32 @@ async function abort(update) {
 
 // ---- drawing ----
 
+const stale = new Set();
 let drawing = false;
 
-function draw() {
+/** Draws these soon: `fleet`, `updates`, `events`. Changes that come together are drawn once. */
+function draw(...names) {
+  for (const name of names) stale.add(name);
   if (drawing) return;
   drawing = true;
-  requestAnimationFrame(() => {
-    drawing = false;
-    show();
-  });
+  setTimeout(() => requestAnimationFrame(show), DRAW_MS);
 }
 
 function show() {
-  showProblems(facts);
-  if (facts.events.length) showEvents(facts.events);
-  if (facts.updates) {
+  drawing = false;
+  const names = new Set(stale);
+  stale.clear();
+  if (names.has("events")) showEvents(facts.events);
+  if (names.has("updates") && facts.updates) {
     showHistory(facts.updates);
     drawCanaries(byId("canary"), canaries(facts.updates));
   }
-  if (!facts.state) return;
-  facts.workers = workersInOrder(facts.state, registered);
+  if (names.has("fleet") || names.has("updates")) showProblems(facts);
+  if (names.has("fleet") && facts.state) showFleet();
+}
+
+function showFleet() {
   showSummary(facts);
-  showProblems(facts);
   showUpdate(facts.state, onAbort);
   page = showWorkers(facts, page, byId("filter").value);
   showOthers(facts.state);
@@ -276,15 +282,15 @@ function show() {
 
 byId("filter").addEventListener("input", () => {
   page = 0;
-  draw();
+  draw("fleet");
 });
 byId("previous").addEventListener("click", () => {
   page -= 1;
-  draw();
+  draw("fleet");
 });
 byId("next").addEventListener("click", () => {
   page += 1;
-  draw();
+  draw("fleet");
 });
 document.addEventListener("visibilitychange", () => {
   if (!document.hidden && byId("ask").hidden) want("state", "updates", "about");

@@ -4,7 +4,7 @@ import { byId, make, setClass, setHidden, setText, sync } from "./dom.js";
 import { problemsOf, readiness } from "./facts.js";
 import { afterLeft, clock, many, number, seconds } from "./words.js";
 
-const PAGE = 100; // rows of the table at a time
+const PAGE = 50; // rows of the table at a time
 const SHOWN_EVENTS = 80;
 
 export const MARKS = { open: "●", paused: "‖", behind: "◐", closed: "■", error: "▲", skipped: "–" };

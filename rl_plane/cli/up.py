@@ -310,6 +310,7 @@ class Up:
         lines = [f"rl-plane is up: {values['namespace']}.{values['component']}, {counted(len(workers))}"]
         if rl_url:
             lines.append(f"  steer     {rl_url}/v1/rl/state   (docs: {rl_url}/docs)")
+            lines.append(f"  watch     {rl_url}/   (the dashboard, in a browser)")
         if http_url:
             lines.append(f"  generate  {http_url}/v1/completions")
         lines.append(f"  NATS      {nats_url}")
