@@ -93,6 +93,19 @@ def ended_update(update_id: str = "u-16", **more: Any) -> dict[str, Any]:
     }
 
 
+def starting_worker(instance_id: str = TWO) -> dict[str, Any]:
+    return {
+        "instance_id": instance_id,
+        "engine": "vllm",
+        "host": "gpu3",
+        "pid": 77,
+        "phase": "loading the model",
+        "since": NOW - 40,
+        "elapsed_s": 40.0,
+        "in_phase_s": 30.0,
+    }
+
+
 def left_worker(instance_id: str = TWO, **more: Any) -> dict[str, Any]:
     return {
         "instance_id": instance_id,
@@ -113,6 +126,7 @@ def known(
     *rows: Mapping[str, Any],
     update: Mapping[str, Any] | None = None,
     left: tuple[Mapping[str, Any], ...] = (),
+    starting: tuple[Mapping[str, Any], ...] = (),
     expected: int | None = None,
     about: Mapping[str, Any] | None = None,
     **more: Any,
@@ -123,6 +137,7 @@ def known(
         "pause_state": "running",
         "expected": expected,
         "left": list(left),
+        "starting": list(starting),
         "version": VERSION,
         "update": update,
         "workers": list(rows),

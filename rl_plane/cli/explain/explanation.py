@@ -12,7 +12,7 @@ from rl_plane.cli.explain.findings import findings
 from rl_plane.cli.explain.known_facts import KnownFacts, Row
 from rl_plane.cli.explain.update_findings import of_ended_update
 from rl_plane.cli.explain.wording import seconds
-from rl_plane.cli.explain.worker_findings import of_departed, of_request, of_worker
+from rl_plane.cli.explain.worker_findings import of_departed, of_request, of_starting, of_worker
 from rl_plane.cli.output import one_line
 from rl_plane.errors import InvalidRequest, NotFound
 
@@ -119,7 +119,7 @@ def identify(facts: KnownFacts, given: str) -> tuple[str, str]:
 def _ids(facts: KnownFacts) -> Iterator[tuple[str, str]]:
     yield from (("worker", str(row["instance_id"])) for row in facts.rows)
     yield from (("worker", instance_id) for instance_id in facts.workers)
-    yield from (("worker", str(one["instance_id"])) for one in facts.left)
+    yield from (("worker", str(one["instance_id"])) for one in (*facts.starting, *facts.left))
     if facts.update is not None:
         yield "update", str(facts.update["update_id"])
     yield from (("update", str(entry["update_id"])) for entry in facts.updates if entry["update_id"])
@@ -157,6 +157,7 @@ def explain_worker(facts: KnownFacts, instance_id: str) -> Explanation:
     if row is None:
         gone = next((one for one in facts.left if one["instance_id"] == instance_id), None)
         found = [of_departed(facts, gone)] if gone is not None and not gone["back"] else []
+        found += [of_starting(facts, one) for one in facts.starting if one["instance_id"] == instance_id]
         return _made(
             facts, "worker", instance_id, f"worker {instance_id}{where} is not in the fleet", [], found, past
         )

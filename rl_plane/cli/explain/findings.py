@@ -8,7 +8,7 @@ from rl_plane.cli.explain.finding import Finding
 from rl_plane.cli.explain.known_facts import KnownFacts, Row
 from rl_plane.cli.explain.update_findings import of_ended_update, of_update
 from rl_plane.cli.explain.wording import in_time, look_at, process_of, seconds, with_state
-from rl_plane.cli.explain.worker_findings import of_departed, of_request, of_worker
+from rl_plane.cli.explain.worker_findings import of_departed, of_request, of_starting, of_worker
 from rl_plane.errors import BusUnreachable, NoWorkers
 
 LONG_HELD_S = 5.0
@@ -27,6 +27,7 @@ def findings(facts: KnownFacts) -> list[Finding]:
     found += _of_pause(facts)
     if not nats:  # without NATS no worker can be asked, so their silence says nothing
         found += [one for row in facts.rows for one in of_worker(facts, row)]
+        found += [of_starting(facts, one) for one in facts.starting]
         found += _of_left(facts)
         found += _of_size(facts)
         found += _of_history(facts)
@@ -121,14 +122,14 @@ def _of_left(facts: KnownFacts) -> Iterator[Finding]:
 
 
 def _of_size(facts: KnownFacts) -> Iterator[Finding]:
-    expected, there = facts.expected(), len(facts.rows)
+    expected, there = facts.expected(), len(facts.rows) + len(facts.starting)
     gone = {one["instance_id"] for one in facts.left if not one["back"]}
+    gone -= {one["instance_id"] for one in facts.starting}
     if expected - there > len(gone):
-        loading = "a worker that still loads its model is in no list"
         yield Finding(
             "fleet",
             "fleet",
-            f"has {there} of {expected} workers ({loading})",
+            f"has {there} of {expected} workers",
             "start the missing workers, or see their logs",
             waits_for=f"{expected - there} more workers",
         )
@@ -136,7 +137,7 @@ def _of_size(facts: KnownFacts) -> Iterator[Finding]:
         yield Finding(
             "fleet",
             "fleet",
-            "has no worker (one that still loads its model is in no list)",
+            "has no worker, and none that starts",
             "start workers with the namespace and the component of this frontend: `rl-plane worker`",
             waits_for="a first worker",
         )

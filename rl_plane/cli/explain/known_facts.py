@@ -22,7 +22,8 @@ class KnownFacts:
     state: Row | None = None
     """The reply of the op `state`."""
     error: Row | None = None
-    """The error of the op `state`, as on the wire. Its `left` names workers that left an empty fleet."""
+    """The error of the op `state`, as on the wire. Its `left` and its `starting` name the workers that an empty
+    fleet has lost, and those that load their engines."""
     workers: Mapping[str, Row] = field(default_factory=dict)
     """instance_id → the row of the op `workers`, with host and pid."""
     updates: Sequence[Row] = ()
@@ -56,6 +57,12 @@ class KnownFacts:
         found = self.state or self.error or {}
         return found.get("left") or ()
 
+    @property
+    def starting(self) -> Sequence[Row]:
+        """The workers that load their engines. They are no members yet."""
+        found = self.state or self.error or {}
+        return found.get("starting") or ()
+
     def expected(self) -> int:
         """The number of workers that should be there. 0: any number will do."""
         return self.wanted or int((self.state or {}).get("expected") or (self.about or {}).get("expected") or 0)
@@ -63,7 +70,7 @@ class KnownFacts:
     def place(self, instance_id: str) -> tuple[str, int] | None:
         """Host and pid of a worker that is here or has left. None: not known."""
         row = self.workers.get(instance_id) or next(
-            (one for one in self.left if one["instance_id"] == instance_id), None
+            (one for one in (*self.starting, *self.left) if one["instance_id"] == instance_id), None
         )
         if row is None or not row.get("host") or not row.get("pid"):
             return None

@@ -212,7 +212,7 @@ def _records(folder: Path, request_id: str) -> list[Row]:
 
 def _places(facts: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     state = facts["state"] or facts["error"] or {}
-    rows = [*facts["workers"].values(), *(state.get("left") or ())]
+    rows = [*facts["workers"].values(), *(state.get("left") or ()), *(state.get("starting") or ())]
     yield from ((str(row["host"]), int(row["pid"])) for row in rows if row.get("host") and row.get("pid"))
     update, lock = state.get("update") or {}, (facts["about"] or {}).get("lock") or {}
     for name in (update.get("caller"), update.get("who"), lock.get("owner")):

@@ -115,6 +115,16 @@ def of_departed(facts: KnownFacts, one: Row) -> Finding:
     return Finding(one["instance_id"], "worker", cause, fix, waits_for="a new start")
 
 
+def of_starting(facts: KnownFacts, one: Row) -> Finding:
+    """The finding of a worker that loads its engine."""
+    place = (str(one["host"]), int(one["pid"]))
+    cause = f"starts since {seconds(one['elapsed_s'])}: {one['phase']} (pid {place[1]} on {place[0]})"
+    said = facts.process_at(place)
+    fix = f"{look_at(place, 'the worker', said)}, or see its log" if said else "wait, or see its log"
+    waits_for = f"its engine ({one['engine']}), in this phase since {seconds(one['in_phase_s'])}"
+    return Finding(one["instance_id"], "worker", cause + with_state("; its", said), fix, waits_for=waits_for)
+
+
 # ---- one request ----
 
 

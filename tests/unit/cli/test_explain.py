@@ -23,6 +23,7 @@ from tests.support.explained_facts import (
     left_worker,
     running_update,
     silent_row,
+    starting_worker,
     worker_row,
 )
 
@@ -140,6 +141,17 @@ def test_a_worker_that_left_is_a_finding_until_it_is_back() -> None:
     )
     assert only(stopped).fix == "`kill -CONT 77` on gpu3 continues it. It joins again by itself when it answers"
     assert findings(known(worker_row(ONE), left=(left_worker(reason="ended"),))) == [], "an operator ended it"
+
+
+def test_a_worker_that_loads_its_engine_is_named_and_not_counted_as_missing() -> None:
+    facts = known(worker_row(ONE), starting=(starting_worker(),), left=(left_worker(back=True),), expected=2)
+    found = only(facts)
+    assert found.cause == "starts since 40 s: loading the model (pid 77 on gpu3)"
+    assert found.waits_for == "its engine (vllm), in this phase since 30 s"
+    assert found.fix == "wait, or see its log"
+    assert explain(facts, TWO[:4]).lines()[1].startswith(f"worker {TWO} starts since 40 s")
+    stopped = only(known(starting=(starting_worker(),), processes={("gpu3", 77): STOPPED}))
+    assert stopped.fix.startswith("`kill -CONT 77` on gpu3 continues it")
 
 
 def test_missing_workers_that_never_came_are_counted() -> None:
