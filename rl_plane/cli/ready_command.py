@@ -38,6 +38,14 @@ def commands() -> list[click.Command]:
 
 
 def run_ready(given: Command) -> int:
+    ended = threading.Event()
+    try:
+        return _run_until(given, ended)
+    finally:
+        ended.set()
+
+
+def _run_until(given: Command, ended: threading.Event) -> int:
     values = given.values
     body: dict[str, Any] = {"wait_s": 0.0}
     if values["components"]:
@@ -46,7 +54,7 @@ def run_ready(given: Command) -> int:
         body["min_workers"] = values["expect_ready"]
     start = time.monotonic()
     give_up = start + values["wait_s"]
-    happens = _events(given) if values["wait_s"] and not over_nats(given) else None
+    happens = _events(given, ended) if values["wait_s"] and not over_nats(given) else None
     told = ""
     while True:
         left_s = max(0.0, give_up - time.monotonic())
@@ -102,19 +110,21 @@ def _reasons(given: Command, error: PlaneError) -> list[Finding]:
     return found or [Finding("fleet", "fleet", f"is not ready: {error.message}", fix_of(error, "state"))]
 
 
-def _events(given: Command) -> queue.Queue[None]:
-    """Gets an item for each event of the fleet, as a frontend streams them."""
+def _events(given: Command, ended: threading.Event) -> queue.Queue[None]:
+    """Gets an item for each event of the fleet, as a frontend streams them, until `ended`."""
     happens: queue.Queue[None] = queue.Queue()
 
     def follow() -> None:
-        while True:
+        while not ended.is_set():
             try:
                 for _ in read_events(given.values["url"], given.values["admin_key"], 0, None, True):
                     happens.put(None)
+                    if ended.is_set():
+                        return
             except PlaneError:
                 pass  # the question to the fleet has the same error
             happens.put(None)
-            time.sleep(AGAIN_S)
+            ended.wait(AGAIN_S)
 
     threading.Thread(target=follow, name="events", daemon=True).start()
     return happens
