@@ -32,7 +32,7 @@ from rl_plane.membership.worker_calls import BusConnector
 from rl_plane.transports.base import TransportContext
 from rl_plane.transports.filesystem.receiver import FilesystemTransport
 from tests.support.range_server import RangeServer
-from tests.support.zygote import fork_module
+from tests.support.zygote import fork_module, start_zygote
 from worker.engines.fake.adapter import make_fake_model
 
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -120,6 +120,9 @@ class Plane:
     _clients: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
     _made: dict[int, object] = field(default_factory=dict)
     _server: RangeServer | None = None
+
+    def __post_init__(self) -> None:
+        start_zygote("fake")  # it takes seconds, in which no connection to NATS should wait
 
     @property
     def weight_server(self) -> RangeServer:

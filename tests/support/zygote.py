@@ -167,6 +167,11 @@ def children_forked(engine: str) -> Iterator[None]:
         util.spawnv_passfds = execute
 
 
+def start_zygote(engine: str) -> None:
+    """Returns when processes of this engine can be forked at once. Call it before a loop that must not stand still."""
+    _zygote(engine)
+
+
 @functools.cache
 def _zygote(engine: str) -> _Zygote:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -185,6 +190,8 @@ def _zygote(engine: str) -> _Zygote:
         process.wait(ADOPTED_S)
 
     atexit.register(end)
+    if not ours.recv(64):
+        raise RuntimeError(f"the zygote of {engine} has ended")
     return _Zygote(ours)
 
 
@@ -225,7 +232,9 @@ def start(engine: str, descriptor: int, parent: int) -> None:
         # It looks for its place once, and finds it while the environment is where it was.
         importlib.import_module("setproctitle").getproctitle()
     # Not with its parent: that is a thread, which may end long before its process, by whose end this one's socket ends.
-    _serve(socket.socket(fileno=descriptor), parent, packages.has_children)
+    asked = socket.socket(fileno=descriptor)
+    asked.send(b"ready")
+    _serve(asked, parent, packages.has_children)
 
 
 def _serve(asked: socket.socket, parent: int, has_children: bool) -> NoReturn:
