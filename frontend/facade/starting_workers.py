@@ -16,7 +16,6 @@ from rl_plane.membership.core import Changed
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.fleet_reply_types import StartingWorker
 from rl_plane.protocol.process_notices import EVERY_S, StartNotice
-from rl_plane.protocol.subjects import check_instance_id
 
 log = logging.getLogger("frontend.facade.starting_workers")
 
@@ -55,8 +54,7 @@ class StartingWorkers:
 
     async def _on_message(self, message: Msg) -> None:
         try:
-            instance_id = check_instance_id("subject", message.subject.rpartition(".")[2])
-            notice = StartNotice.decode(message.data)
+            instance_id, notice = StartNotice.received(message.subject, message.data)
         except InvalidRequest as error:
             self._malformed.warning("a malformed message on %s: %s", message.subject, error.message)
             return

@@ -16,7 +16,6 @@ from rl_plane.membership.core import Changed, Member
 from rl_plane.membership.view import MembershipView
 from rl_plane.protocol.fleet_reply_types import LeftWorker
 from rl_plane.protocol.process_notices import ExitNotice
-from rl_plane.protocol.subjects import check_instance_id
 
 log = logging.getLogger("frontend.metrics.departures")
 
@@ -69,8 +68,7 @@ class Departures:
     async def on_exit(self, message: Msg) -> None:
         """Takes the notice of a supervisor that a worker's process has ended."""
         try:
-            instance_id = check_instance_id("subject", message.subject.rpartition(".")[2])
-            notice = ExitNotice.decode(message.data)
+            instance_id, notice = ExitNotice.received(message.subject, message.data)
         except InvalidRequest as error:
             self._malformed.warning("a malformed message on %s: %s", message.subject, error.message)
             return
@@ -82,7 +80,7 @@ class Departures:
         if all(one.info.get("pid") != notice.pid for one in [*known, *([member] if member else [])]):
             info = {"engine": notice.engine, "host": notice.host, "pid": notice.pid}
             process = Member(instance_id, "", "", 0, 0, info)
-            # Of a worker that ends again and again only the last end: others keep their place.
+            # A worker may end again and again. Only its last end is kept, so other workers keep their place.
             others = [one for one in self._left if (one[0].instance_id, one[2]) != (instance_id, NO_MEMBER)]
             self._left = deque(others, maxlen=KEPT)
             self._left.append((process, time.time(), NO_MEMBER, WHY[NO_MEMBER]))

@@ -14,7 +14,6 @@ import json
 import logging
 import math
 import re
-import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -27,11 +26,11 @@ import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.aio.transport import TcpTransport, WebSocketTransport
 from nats.js import api
 
-from rl_plane.bus.connect_errors import NO_TLS, refusal_of, why_refused
-from rl_plane.bus.credentials import NO_CREDENTIALS, Login, NatsCredentials
+from rl_plane.bus.connect_errors import refusal_of, why_refused
+from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
+from rl_plane.bus.nats_client import NatsClient
 from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, PermissionDenied, PlaneError
 from rl_plane.protocol.subjects import DEFAULT_NATS_URL, Entry, KeyValueBucket
 
@@ -54,8 +53,6 @@ REQUEST_TIMEOUT_S = 2.0
 """A JetStream call takes 0.1 ms, and seconds during a restart of the server."""
 LOOK_S = 0.1
 """The interval at which a process looks for a bucket that only another one may make."""
-CLOSE_TIMEOUT_S = 2.0
-"""`close` sends what was published last. A server that has not taken it in this time hangs."""
 MARKER_TTL_S = 60
 """Purge markers disappear after this time. A reader that is further behind reads the whole bucket again."""
 READ_BATCH = 20_000
@@ -144,76 +141,6 @@ def _check_one_copy(bucket: KeyValueBucket, config: dict[str, Any]) -> None:
         )
 
 
-class _Client(Client):  # type: ignore[misc]  # nats-py has no types
-    """The client of nats-py, without its endless waits, and with TLS that is not optional. nats-py blocks every
-    publisher while a server hangs that has not taken the pending bytes."""
-
-    def __init__(self, credentials: NatsCredentials, login: Login, wants_tls: bool) -> None:
-        super().__init__()
-        self._credentials = credentials
-        self._login = login
-        self._wants_tls = wants_tls
-        self._inbox_prefix = bytearray(login.inbox.encode())
-
-    @property
-    def ssl_context(self) -> ssl.SSLContext:
-        """The context for one connection. The files are read again, because certificates are renewed."""
-        return self._credentials.tls_context()
-
-    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        """Takes the server's INFO. The first one of a connection comes before this client sends its password."""
-        over_tls = info.get("tls_required") or isinstance(self._transport, WebSocketTransport)
-        if initial_connection and self._wants_tls and not over_tls:
-            raise ssl.SSLError(ssl.SSL_ERROR_SSL, NO_TLS)
-        await super()._process_info(info, initial_connection)
-
-    def _connect_command(self) -> bytes:
-        self._end_without_warning()
-        command: bytes = super()._connect_command()
-        proof = self._login.answer(str(self._server_info.get("nonce", "")))
-        if not proof:
-            return command
-        options = json.loads(command.partition(b" ")[2])
-        return b"CONNECT " + json.dumps({**options, **proof}).encode() + b"\r\n"
-
-    def _end_without_warning(self) -> None:
-        """Tells the stream that it is over TLS. nats-py does not, and asyncio would log a warning at its end."""
-        writer = self._transport._io_writer if isinstance(self._transport, TcpTransport) else None
-        if writer is not None and writer.get_extra_info("ssl_object") is not None:
-            writer._protocol._over_ssl = True
-
-    def abort(self) -> None:
-        """Drops the connection, and the bytes that were not sent."""
-        if isinstance(self._transport, TcpTransport) and self._transport._io_writer is not None:
-            self._transport._io_writer.transport.abort()
-
-    async def _attempt_reconnect(self) -> None:
-        self.abort()  # a close would first send the pending bytes
-        await super()._attempt_reconnect()
-
-    async def _close(self, status: int, do_cbs: bool = True) -> None:
-        giving_up = asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self.abort)
-        try:
-            await super()._close(status, do_cbs)
-        finally:
-            giving_up.cancel()
-
-    async def _process_pong(self) -> None:
-        """Takes the answer to a flush. If the flush has given up before, nats-py would end its reading loop."""
-        if self._pongs and self._pongs[0].done():
-            self._pongs[0] = asyncio.get_running_loop().create_future()
-        await super()._process_pong()
-
-    async def _flush_pending(self, force_flush: bool = False) -> Any:
-        """Waits while 2 MB are pending. nats-py swallows a cancellation in this wait, so it is raised again here."""
-        task = asyncio.current_task()
-        before = task.cancelling() if task is not None else 0
-        flushed = await super()._flush_pending(force_flush)
-        if task is not None and task.cancelling() > before:
-            raise asyncio.CancelledError
-        return flushed
-
-
 class Bus:
     """A connection that reconnects by itself. After each reconnect the `on_reconnect` callbacks run, one by one."""
 
@@ -222,7 +149,7 @@ class Bus:
         self.name = name
         self.credentials = credentials
         self.login = credentials.load()
-        self.nc: Client = _Client(credentials, self.login, credentials.wants_tls(url))
+        self.nc: Client = NatsClient(credentials, self.login, credentials.wants_tls(url))
         self._on_reconnect: list[AsyncCallback] = []
         self._inbox = self.nc.new_inbox()
         self._requests: dict[str, tuple[str, asyncio.Future[Msg]]] = {}
@@ -291,7 +218,7 @@ class Bus:
     @asynccontextmanager
     async def another_connection(self) -> AsyncIterator[tuple[str, int]]:
         """Opens another connection of this process, yields its identity, and closes it."""
-        other = _Client(self.credentials, self.login, self.credentials.wants_tls(self.url))
+        other = NatsClient(self.credentials, self.login, self.credentials.wants_tls(self.url))
         await other.connect(
             self.url, name="canary", allow_reconnect=False, max_reconnect_attempts=1, reconnect_time_wait=0.1
         )

@@ -24,13 +24,12 @@ from rl_plane.cli.follow_events import event_line
 from rl_plane.cli.output import BadSetting
 from rl_plane.cli.settings import Command, command
 from rl_plane.cli.top_facts import TokenCounts, TopFacts, token_rates
+from rl_plane.cli.wait_display import STATE_BODY, STATE_S
 from rl_plane.errors import PlaneError
 from rl_plane.fleet.http_client import call_facade, read_events
 
 EVERY_S = 1.0
 """Seconds between two reads of the state, and between two tries to connect."""
-READ_S = 5.0
-"""The bound of one read. A frontend answers within a second, and says after 2 s that a worker does not."""
 SINCE_S = 600
 """The screen begins with the events of the last ten minutes."""
 KEPT_EVENTS = 100
@@ -170,8 +169,7 @@ class FleetReader:
 
     def read_state(self) -> None:
         """Reads the state once. PlaneError: the frontend does not answer, or refuses."""
-        body = {"min_workers": 0, "wait_s": 0}
-        state = call_facade(self._url, self._key, "state", body, READ_S)
+        state = call_facade(self._url, self._key, "state", STATE_BODY, STATE_S)
         counts = TokenCounts.of(state, time.monotonic())
         with self._lock:
             if self._counts is not None:

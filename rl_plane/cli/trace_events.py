@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 UPDATES = 1
 """The number of the row with the updates and their phases. The workers' rows follow."""
-RECEIVES = ("receive_s", "prepare_s")
-"""The phase in which workers take bytes. An update whose weights are pushed has the first one."""
+RECEIVE, PREPARE = "receive_s", "prepare_s"
+"""Workers take pushed bytes in the first phase, and fetch bytes in the second one."""
 
 FACTS = ("update_id", "outcome", "caller", "asked_by", "encoding", "sent_bytes", "model_bytes", "step")
 """The fields of an update that a viewer shows beside its phases."""
@@ -84,11 +85,9 @@ def _update(entry: Mapping[str, Any], cut_off: float) -> Iterator[Event]:
 
 def _received(entry: Mapping[str, Any], rows: Mapping[str, int]) -> Iterator[Event]:
     """The history has no begin of a read, so each is shown from the begin of its phase."""
-    at = entry["began_at"]
-    for phase, seconds in entry["phases"].items():
-        if phase == next((one for one in RECEIVES if one in entry["phases"]), None):
-            break
-        at += seconds
+    phases = entry["phases"]
+    taking = RECEIVE if RECEIVE in phases else PREPARE
+    at = entry["began_at"] + sum(phases[one] for one in takewhile(lambda phase: phase != taking, phases))
     for worker, sources in entry["sources"].items():
         for source in sources:
             facts = {"bytes": source["bytes"], "update_id": entry["update_id"]}

@@ -22,7 +22,8 @@ READ_EVERY_S = 1.0
 STATE_BODY = {"min_workers": 0, "wait_s": 0}
 """The body of `state` that shows the running update of any fleet, at once."""
 STATE_S = 5.0
-"""The bound of one such read. A read that fails shows nothing new."""
+"""The bound of one such read. A frontend answers within a second, and says after 2 s that a worker does not. A read
+that fails shows nothing new."""
 
 DISPLAY = "wait-display"
 """The name of the thread that shows the wait."""

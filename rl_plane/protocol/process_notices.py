@@ -12,6 +12,7 @@ from pydantic import Field
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.protocol.envelope import decode, encode
+from rl_plane.protocol.subjects import check_instance_id
 from rl_plane.protocol.validation import PRINTABLE, Body, parse_body
 
 MAX_BYTES = 4096
@@ -32,6 +33,11 @@ _Seconds = Annotated[float, Field(ge=0, le=MAX_S)]
 class _Notice(Body):
     def encode(self) -> bytes:
         return encode(self.model_dump())
+
+    @classmethod
+    def received(cls, subject: str, data: bytes) -> tuple[str, Self]:
+        """The instance id at the end of the subject, and the notice. InvalidRequest: one of them is malformed."""
+        return check_instance_id("subject", subject.rpartition(".")[2]), cls.decode(data)
 
     @classmethod
     def decode(cls, data: bytes) -> Self:

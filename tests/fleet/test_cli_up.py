@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,13 @@ from rl_plane.cli.supervisor import MAX_PAUSE_S, SupervisedProcess, Supervisor, 
 from rl_plane.cli.up import HERE, Up
 from rl_plane.cli.up import SETTINGS as UP_SETTINGS
 from tests.support.settings import values_of
-from tests.support.started_command import BACK_S, READY_S, Started, eventually
+from tests.support.started_command import BACK_S, READY_S, Started, eventually, start
 from worker import process
 from worker.engines.fake.adapter import make_fake_model
 from worker.exit_codes import COME_BACK, ENGINE_DEAD
 from worker.worker_options import WorkerOptions
+
+__all__ = ["start"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
@@ -35,19 +37,6 @@ GONE_S = 30.0
 
 if sys.platform != "linux":
     pytest.skip("reads /proc, and relies on PR_SET_PDEATHSIG", allow_module_level=True)
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
-    made: list[Started] = []
-
-    def make(*argv: str, **environ: str) -> Started:
-        made.append(Started(tmp_path, *argv, **environ))
-        return made[-1]
-
-    yield make
-    for started in made:
-        started.end()
 
 
 @pytest.fixture

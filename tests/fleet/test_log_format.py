@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +15,12 @@ import pytest
 
 from rl_plane.cli import main
 from rl_plane.cli.up import log_line
-from tests.support.started_command import BACK_S, READY_S, Started, eventually
+from tests.support.started_command import BACK_S, READY_S, Started, eventually, start
 from worker.engines.fake.adapter import make_fake_model
 
+__all__ = ["start"]
+
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
-    made: list[Started] = []
-
-    def make(*argv: str, **environ: str) -> Started:
-        made.append(Started(tmp_path, *argv, **environ))
-        return made[-1]
-
-    yield make
-    for started in made:
-        started.end()
 
 
 def lines_of(started: Started) -> list[dict[str, Any]]:

@@ -93,19 +93,6 @@ def ended_update(update_id: str = "u-16", **more: Any) -> dict[str, Any]:
     }
 
 
-def starting_worker(instance_id: str = TWO) -> dict[str, Any]:
-    return {
-        "instance_id": instance_id,
-        "engine": "vllm",
-        "host": "gpu3",
-        "pid": 77,
-        "phase": "loading the model",
-        "since": NOW - 40,
-        "elapsed_s": 40.0,
-        "in_phase_s": 30.0,
-    }
-
-
 def left_worker(instance_id: str = TWO, **more: Any) -> dict[str, Any]:
     return {
         "instance_id": instance_id,

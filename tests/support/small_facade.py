@@ -26,6 +26,20 @@ SILENT_S = 60.0
 HEAD = {"status": "ok", "epoch": 7, "fingerprint": "f" * 16, "elapsed_s": 0.25}
 
 
+def starting_row(instance_id: str) -> dict[str, Any]:
+    """A worker that loads its engine, as `state` lists it."""
+    return {
+        "instance_id": instance_id,
+        "engine": "vllm",
+        "host": "gpu7",
+        "pid": 4711,
+        "phase": "loading the model",
+        "since": 1.8e9,
+        "elapsed_s": 95.2,
+        "in_phase_s": 81.4,
+    }
+
+
 class Facade:
     """Answers every request with `reply`, and remembers what it was asked."""
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +90,17 @@ class Started:
         self._reader.join()
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    """Starts commands, and ends them after the test."""
+    made: list[Started] = []
+
+    def make(*argv: str, **environ: str) -> Started:
+        made.append(Started(tmp_path, *argv, **environ))
+        return made[-1]
+
+    yield make
+    for started in made:
+        started.end()

@@ -13,7 +13,7 @@ import pytest
 from rl_plane.bus.key_folder import KeyFolder
 from rl_plane.cli import main
 from rl_plane.sync import SyncRlClient
-from tests.support.small_facade import DIGEST, HEAD, ID_A, ID_B, VERSION, Facade, facade
+from tests.support.small_facade import DIGEST, HEAD, ID_A, ID_B, VERSION, Facade, facade, starting_row
 
 __all__ = ["facade"]
 
@@ -578,16 +578,7 @@ def test_a_silent_frontend_is_waited_for_within_the_bound(
 def test_workers_that_start_and_exit_codes_are_listed_also_of_an_empty_fleet(
     facade: Facade, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    starting = {
-        "instance_id": ID_A,
-        "engine": "vllm",
-        "host": "gpu7",
-        "pid": 4711,
-        "phase": "loading the model",
-        "since": 1.8e9,
-        "elapsed_s": 95.2,
-        "in_phase_s": 81.4,
-    }
+    starting = starting_row(ID_A)
     left = {
         "instance_id": ID_B,
         "ago_s": 12.0,

@@ -23,9 +23,9 @@ from tests.support.explained_facts import (
     left_worker,
     running_update,
     silent_row,
-    starting_worker,
     worker_row,
 )
+from tests.support.small_facade import starting_row
 
 
 def only(facts: Any) -> Finding:
@@ -144,14 +144,14 @@ def test_a_worker_that_left_is_a_finding_until_it_is_back() -> None:
 
 
 def test_a_worker_that_loads_its_engine_is_named_and_not_counted_as_missing() -> None:
-    facts = known(worker_row(ONE), starting=(starting_worker(),), left=(left_worker(back=True),), expected=2)
+    facts = known(worker_row(ONE), starting=(starting_row(TWO),), left=(left_worker(back=True),), expected=2)
     found = only(facts)
-    assert found.cause == "starts since 40 s: loading the model (pid 77 on gpu3)"
-    assert found.waits_for == "its engine (vllm), in this phase since 30 s"
+    assert found.cause == "starts since 95 s: loading the model (pid 4711 on gpu7)"
+    assert found.waits_for == "its engine (vllm), in this phase since 81 s"
     assert found.fix == "wait, or see its log"
-    assert explain(facts, TWO[:4]).lines()[1].startswith(f"worker {TWO} starts since 40 s")
-    stopped = only(known(starting=(starting_worker(),), processes={("gpu3", 77): STOPPED}))
-    assert stopped.fix.startswith("`kill -CONT 77` on gpu3 continues it")
+    assert explain(facts, TWO[:4]).lines()[1].startswith(f"worker {TWO} starts since 95 s")
+    stopped = only(known(starting=(starting_row(TWO),), processes={("gpu7", 4711): STOPPED}))
+    assert stopped.fix.startswith("`kill -CONT 4711` on gpu7 continues it")
 
 
 def test_missing_workers_that_never_came_are_counted() -> None:

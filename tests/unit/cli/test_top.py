@@ -14,7 +14,7 @@ from rl_plane.cli.start_display import StartProgress, phases_of
 from rl_plane.cli.top_facts import TokenCounts, TopFacts, in_order, seconds_left, token_rates, version_lag
 from rl_plane.cli.top_screen import screen
 from rl_plane.cli.wait_display import DISPLAY, seconds_shown
-from tests.support.small_facade import HEAD, ID_A, ID_B, VERSION, Facade, facade
+from tests.support.small_facade import HEAD, ID_A, ID_B, VERSION, Facade, facade, starting_row
 from tests.support.terminal import CURSOR_SHOWN, Terminal
 
 __all__ = ["facade"]
@@ -134,16 +134,7 @@ def test_the_screen_of_an_update_and_of_workers_that_need_a_look() -> None:
         pause_state="paused",
         update={**ON_WORKER, "bytes": 512_000_000, "bytes_per_s": 51_200_000.0},
     )
-    starting = {
-        "instance_id": "c" * 16,
-        "engine": "vllm",
-        "host": "gpu7",
-        "pid": 4711,
-        "phase": "loading the model",
-        "since": 1.8e9,
-        "elapsed_s": 95.2,
-        "in_phase_s": 81.4,
-    }
+    starting = starting_row("c" * 16)
     left = {"instance_id": "d" * 16, "ago_s": 12.0, "why": "it was killed", "back": False, "exit_code": -9}
     found = state(row(ID_A), behind, ready=False, update=UPDATE, starting=[starting], left=[left])
     text = shown(facts(found), width=140)
