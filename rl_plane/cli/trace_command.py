@@ -32,7 +32,7 @@ def run_trace(given: Command) -> int:
     """Writes the file, and says what is in it."""
     path: Path = given.values["trace_file"]
     reply = ask("updates", *body_of("updates", given), given)
-    heads = reply.get("components") or {reply.get("component", "updates"): reply}
+    heads = reply.get("components") or {"rl_plane": reply}
     chosen = {name: _chosen(head["updates"], given.values["update"]) for name, head in heads.items()}
     found = {name: entries for name, entries in chosen.items() if entries}
     if not found:
@@ -59,6 +59,6 @@ def run_trace(given: Command) -> int:
 def _chosen(entries: Sequence[Mapping[str, Any]], given: str | None) -> Sequence[Mapping[str, Any]]:
     """The update that is meant; all if none is named."""
     if given is None:
-        return [entry for entry in entries if entry["began_at"] is not None]
+        return [entry for entry in entries if "began_at" in entry]
     exact = [entry for entry in entries if given in (entry["update_id"], entry["label"])]
     return exact[:1] or [entry for entry in entries if entry["update_id"].startswith(given)]

@@ -27,8 +27,8 @@ def trace_of(components: Mapping[str, Sequence[Mapping[str, Any]]], now: float |
     """Returns the content of a trace file.
 
     Args:
-        components: each component's updates, as `updates` lists them. Those without a begin, such as sequence 0, are
-            left out.
+        components: each component's updates, as `updates` lists them. An entry without `began_at`, such as that of
+            sequence 0, is left out.
         now: the time in Unix seconds at which an update that runs is cut off. None: the time of this machine.
     """
     cut_off = time.time() if now is None else now
@@ -40,7 +40,7 @@ def trace_of(components: Mapping[str, Sequence[Mapping[str, Any]]], now: float |
 
 
 def _component(name: str, entries: Sequence[Mapping[str, Any]], cut_off: float) -> Iterator[Event]:
-    began = [entry for entry in entries if entry["began_at"] is not None]
+    began = [entry for entry in entries if "began_at" in entry]
     workers = sorted({worker for entry in began for worker in entry["sources"]})
     rows = {worker: UPDATES + 1 + number for number, worker in enumerate(workers)}
     yield _named("process_name", UPDATES, name)
@@ -69,8 +69,8 @@ def _update(entry: Mapping[str, Any], cut_off: float) -> Iterator[Event]:
         )
         if entry.get(key) not in (None, "")
     }
-    if entry["error"] is not None:
-        facts["error"] = f"{entry['error'].get('code')}: {entry['error'].get('message')}"
+    if (error := entry.get("error")) is not None:
+        facts["error"] = f"{error.get('code')}: {error.get('message')}"
     if entry["version"] is not None:
         facts["sequence"] = entry["version"]["sequence"]
     if entry["excluded"]:

@@ -95,6 +95,20 @@ async def test_ready_waits_for_the_workers_and_then_says_which_one_is_missing(
     assert two.process.poll() is None
 
 
+async def test_a_trace_has_the_updates_of_a_fleet(plane: Plane, operator: Operator) -> None:
+    await asyncio.to_thread(plane.spawn_many, 2)
+    update = ("update", str(plane.model(1)), "--version", "step_1")
+    assert (await operator.run(*update))[0] == 0
+    path = plane.tmp / "trace.json"
+    code, reply = await operator.run("trace", "--output", str(path))
+    assert (code, reply) == (0, {"file": str(path), "updates": ["step_1"]})
+    whole, *phases = [one for one in json.loads(path.read_text())["traceEvents"] if one["ph"] == "X"]
+    assert whole["name"] == "step_1 (committed)"
+    assert whole["args"]["sequence"] == 1
+    assert {"wait", "prepare", "commit", "open"} <= {one["name"] for one in phases}
+    assert sum(one["dur"] for one in phases) == pytest.approx(whole["dur"], abs=100), "in microseconds"
+
+
 async def test_a_stopped_worker_is_found_before_and_after_it_has_left(plane: Plane, operator: Operator) -> None:
     one, _ = await asyncio.to_thread(plane.spawn_many, 2)
     assert (await operator.run("ready", "--wait", "20"))[0] == 0

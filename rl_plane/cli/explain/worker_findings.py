@@ -5,6 +5,7 @@ from __future__ import annotations
 from rl_plane.cli.explain.finding import Finding
 from rl_plane.cli.explain.known_facts import KnownFacts, Row
 from rl_plane.cli.explain.wording import STOPPED, look_at, seconds, with_state
+from rl_plane.cli.show import left_words
 
 SILENT_S = 6.0
 """A worker that answers nothing has left the fleet after this time."""
@@ -105,7 +106,9 @@ def of_departed(facts: KnownFacts, one: Row) -> Finding:
     """The finding of a worker that has left and is not back."""
     place = facts.place(one["instance_id"])
     where = f" (pid {place[1]} on {place[0]})" if place else ""
-    cause = f"left {seconds(one['ago_s'])} ago: {one['why']}{where}{with_state('; its', facts.process_at(place))}"
+    cause = (
+        f"left {seconds(one['ago_s'])} ago: {left_words(one)}{where}{with_state('; its', facts.process_at(place))}"
+    )
     said = facts.process_at(place)
     look, again = look_at(place, "the worker", said), "see its log and exit code (`up --restart` starts it again)"
     if one["reason"] == "silent" or said == STOPPED:

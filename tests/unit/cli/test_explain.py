@@ -133,6 +133,8 @@ def test_a_worker_that_left_is_a_finding_until_it_is_back() -> None:
     assert "left 12 s ago: it did not answer" in found.cause
     assert "ps -o stat,args -p 77" in found.fix
     assert findings(known(worker_row(ONE), worker_row(TWO), left=(left_worker(back=True),))) == []
+    told = only(known(worker_row(ONE), left=(left_worker(exit_code=-9),)))
+    assert "left 12 s ago: SIGKILL: it did not answer" in told.cause
     killed = only(known(worker_row(ONE), left=(left_worker(reason="connection", why="it was killed"),)))
     assert "ps -o stat,args -p 77" in killed.fix
     assert "If it is dead, see its log" in killed.fix

@@ -18,9 +18,8 @@ __all__ = ["facade"]
 
 def entry(label: str, **facts: Any) -> dict[str, Any]:
     """An update as `updates` lists it."""
-    made = UpdateEntry(f"id-of-{label}", label, "committed", began_at=1000.0, ended_at=1004.0, **facts)
-    listed: dict[str, Any] = json.loads(made.encode())
-    return listed
+    times = {"began_at": 1000.0, "ended_at": 1004.0}
+    return UpdateEntry(f"id-of-{label}", label, "committed", **{**times, **facts}).to_wire()
 
 
 def bars(trace: dict[str, Any]) -> list[tuple[str, int, int, int]]:
@@ -58,7 +57,7 @@ def test_each_worker_that_took_bytes_from_several_sources_has_a_row() -> None:
 
 def test_an_update_that_runs_is_cut_off_and_one_without_a_begin_is_left_out() -> None:
     running = {**entry("a", phases={"wait_s": 1.0}), "ended_at": None, "outcome": "running"}
-    trace = trace_of({"engine": [{**entry("initial"), "began_at": None}, running]}, now=1002.0)
+    trace = trace_of({"engine": [entry("initial", began_at=None), running]}, now=1002.0)
     assert bars(trace)[0] == ("a (running)", 1, 1_000_000_000, 2_000_000)
     assert "initial" not in json.dumps(trace)
 
