@@ -58,7 +58,8 @@ class StartingWorkers:
         except InvalidRequest as error:
             self._malformed.warning("a malformed message on %s: %s", message.subject, error.message)
             return
-        self._drop_ended()
+        if instance_id not in self._heard and len(self._heard) >= MAX_STARTING:
+            self._drop_ended()  # only now: for each notice of a thousand workers it would take a core
         if instance_id in self._heard or len(self._heard) < MAX_STARTING:
             self._heard[instance_id] = _Heard(notice, self._clock())
 
