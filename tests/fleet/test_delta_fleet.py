@@ -22,6 +22,8 @@ from worker.receive.staging import model_digest
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
 HEAL_S = 60.0
+NO_OFFERS = "from worker.engines.fake.adapter import FakeEngine; FakeEngine.offer = lambda self: None"
+"""A worker that gives its weights to no other."""
 PROMPT = [5, 6, 7]
 
 
@@ -160,7 +162,7 @@ async def test_a_chain_of_deltas_has_an_end(plane: Plane) -> None:
 async def test_a_base_that_is_gone_excludes_the_worker_that_needs_it(plane: Plane) -> None:
     models = [plane.model(seed) for seed in range(3)]
     client = await plane.client()
-    ids = [one.instance_id for one in plane.spawn_many(2)]
+    ids = [one.instance_id for one in plane.spawn_many(2, patch=NO_OFFERS)]
     await client.run("update_weights", by_delta(plane, models[0], models[1], "one"))
     # One worker loses what it kept, and what would bring it back is gone.
     (plane.tmp / "weights" / "seed0-seed1" / "model.safetensors").rename(plane.tmp / "away")

@@ -90,6 +90,7 @@ class Started:
         self._reader.join()
         assert self.process.stdout is not None
         self.process.stdout.close()
+        sys.stderr.write(self.errors.read_text(errors="replace"))  # shown if the test fails
 
 
 @pytest.fixture

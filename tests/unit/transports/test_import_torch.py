@@ -9,25 +9,40 @@ from pathlib import Path
 
 import pytest
 
+from rl_plane.transports.group.torch_group import TORCH_LIBRARY
 from tests.support.started_command import READY_S
 
-CODE = "from rl_plane.transports.group.torch_group import import_torch; import_torch()"
+CODE = """
+import threading
+from rl_plane.transports.group.torch_group import import_torch
+threading.Thread(target=import_torch).start()
+print(input(), flush=True)
+"""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no named pipes")
-async def test_the_libraries_are_read_before_the_import_that_holds_the_interpreter(tmp_path: Path) -> None:
+async def test_the_process_goes_on_while_the_largest_library_is_loaded(tmp_path: Path) -> None:
     imported = tmp_path / "imported"
     (tmp_path / "torch" / "lib").mkdir(parents=True)
     (tmp_path / "torch" / "__init__.py").write_text(f"open({str(imported)!r}, 'w').close()")
     (tmp_path / "torch" / "distributed.py").touch()
-    library = tmp_path / "torch" / "lib" / "libtorch.so"
+    library = tmp_path / "torch" / "lib" / TORCH_LIBRARY
     os.mkfifo(library)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CODE, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
+        sys.executable,
+        "-c",
+        CODE,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])},
     )
+    assert process.stdin is not None
+    assert process.stdout is not None
     try:
-        # The pipe opens once the process reads the library.
+        # The pipe opens once the process loads the library, which then waits for its first byte.
         written = await asyncio.wait_for(asyncio.to_thread(os.open, library, os.O_WRONLY), READY_S)
+        process.stdin.write(b"there?\n")
+        assert await asyncio.wait_for(process.stdout.readline(), READY_S) == b"there?\n"
         assert not imported.exists()
         os.close(written)
         assert await asyncio.wait_for(process.wait(), READY_S) == 0
