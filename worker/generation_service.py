@@ -188,6 +188,7 @@ class GenerationService:
                         share.made(len(delta.token_ids), len(prompt) if prompt is not None else None)
                     if delta.finish_reason is not None:
                         share.gone()  # the engine has finished, even if the reader has not
+                        self._state.tokens.ended += delta.finish_reason in ("stop", "length")
                     if not self._witnesses:
                         tells = not made or delta.finish_reason is not None
                         spans = unwitnessed(made + len(delta.token_ids)) if tells else []
