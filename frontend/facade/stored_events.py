@@ -29,7 +29,7 @@ RETRY_S = 2.0
 CHUNK_EVENTS = 256
 """A chunk with so many events is full. A chunk that is not full is written anew with each event."""
 CHUNK_BYTES = 64 << 10
-"""Likewise for its events' bytes."""
+"""A chunk whose events have so many bytes is full, too."""
 EVENT_BYTES = 256 << 10
 """A longer event is not stored: NATS takes messages of up to 1 MB."""
 CHUNKS = 64
@@ -40,7 +40,7 @@ class Chunk(BaseModel):
     """Some events of one frontend, in the order of their ids."""
 
     began_at: float
-    """When the frontend started, in Unix seconds by its own clock."""
+    """The start of the frontend, in Unix seconds by its own clock."""
     events: list[FleetEvent]
 
 

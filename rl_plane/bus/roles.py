@@ -33,7 +33,7 @@ ANSWERS_FOR = "30m"
 NATS remembers each request for this time, about 200 bytes of its memory."""
 JS = "$JS.API"
 EVENT_CALLS = ("STREAM.CREATE", "STREAM.INFO", "STREAM.MSG.GET", "STREAM.PURGE", "DIRECT.GET")
-"""What a frontend asks of the stream in which it stores events."""
+"""The calls to the stream in which a frontend stores events."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ Reply = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class WorkCounts:
-    """What each worker had made at one time."""
+    """The counts of each worker at one time."""
 
     at: float
     """Monotonic seconds."""
@@ -31,7 +31,7 @@ class WorkCounts:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the workers of one version, or of all, make per second."""
+    """The work per second of the workers of one version, or of all."""
 
     tokens: float = 0.0
     rollouts: float = 0.0

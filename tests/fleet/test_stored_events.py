@@ -66,7 +66,7 @@ def event(number: int, text: str = "") -> FleetEvent:
 
 
 async def stored_by(bus: Bus, bucket: KeyValueBucket) -> list[FleetEvent]:
-    """What the next frontend reads."""
+    """Returns the events that the next frontend reads."""
     reader = StoredEvents(bus, bucket, "reader")
     events = await reader.start()
     await reader.stop()

@@ -106,7 +106,7 @@ class EngineLoop:
 
 
 class _Inbox(Generic[T]):
-    """What has come for one reader, on the reader's loop. None and an error are its end."""
+    """The items that have come for one reader, on the reader's loop. None and an error are its end."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
