@@ -79,6 +79,8 @@ class Fleet:
     urls: list[str]
     processes: dict[str, int]
     """Their names, PROCESSES, and pids; of the frontends the first one."""
+    rl_url: str
+    """The facade of the first frontend."""
 
 
 async def direct_round(engine: FakeEngine, count: int, tokens: int) -> Round:
@@ -104,8 +106,8 @@ async def measure_fake(model: Path, sizes: Sequence[int], rounds: int, tokens: i
     """Ways: `direct`, `bare` and `plane`, paced; `unpaced` and `two frontends`, as fast as they can."""
     found = []
     async with (
-        _fleet(model, "fake", {"token_delay_s": str(PACE_S)}, 1) as paced,
-        _fleet(model, "fake", {}, 2) as fast,
+        fleet(model, "fake", {"token_delay_s": str(PACE_S)}, 1) as paced,
+        fleet(model, "fake", {}, 2) as fast,
         _bare_path(tokens) as bare_url,
     ):
         engine = FakeEngine(EngineOptions(model, extra={"token_delay_s": str(PACE_S)}), {})
@@ -135,7 +137,7 @@ async def measure_vllm(model: Path, sizes: Sequence[int], rounds: int, tokens: i
     """Ways: `plane` and `vllm`, its own server. Both are up all the time, and are asked in turn."""
     found = []
     with _VllmServer(model) as theirs:
-        async with _fleet(model, "vllm", VLLM_ARGUMENTS, 1) as ours:
+        async with fleet(model, "vllm", VLLM_ARGUMENTS, 1) as ours:
             await asyncio.to_thread(theirs.wait)
             body = {**BODY, "max_tokens": tokens}
             one, other = (
@@ -165,7 +167,20 @@ def _keep(times: StreamTimes, measured: dict[str, Round], number: int) -> None:
 
 
 @asynccontextmanager
-async def _fleet(model: Path, engine: str, arguments: dict[str, str], frontends: int) -> AsyncIterator[Fleet]:
+async def fleet(
+    model: Path,
+    engine: str,
+    arguments: dict[str, str],
+    frontends: int,
+    *,
+    record: Path | None = None,
+    metrics_port: int | None = None,
+) -> AsyncIterator[Fleet]:
+    """Runs a worker, its frontends and a nats-server.
+
+    `record`: the frontends record rollouts there. `metrics_port`: of the
+    worker's page of metrics.
+    """
     with ExitStack() as stack:
         server = NatsServer()
         server.start()
@@ -180,9 +195,16 @@ async def _fleet(model: Path, engine: str, arguments: dict[str, str], frontends:
                 copies=1,
                 engine=engine,
                 engine_args=arguments,
+                metrics_port=metrics_port,
             ),
             *(
-                start_peer("frontend", nats_url=server.url, namespace=namespace, http=True)
+                start_peer(
+                    "frontend",
+                    nats_url=server.url,
+                    namespace=namespace,
+                    http=True,
+                    record=str(record) if record is not None else None,
+                )
                 for _ in range(frontends)
             ),
         ]
@@ -191,7 +213,8 @@ async def _fleet(model: Path, engine: str, arguments: dict[str, str], frontends:
         async with await RlClient.connect(server.url, namespace) as client:
             await client.wait_for(1, JOIN_TIMEOUT_S)
             pids = [ready[1].process.pid, server.process.pid, ready[0].process.pid]
-            yield Fleet([peer.said["http_url"] for peer in ready[1:]], dict(zip(PROCESSES, pids, strict=True)))
+            urls = [peer.said["http_url"] for peer in ready[1:]]
+            yield Fleet(urls, dict(zip(PROCESSES, pids, strict=True)), ready[1].said["rl_url"])
 
 
 @asynccontextmanager

@@ -52,6 +52,8 @@ FIRST_TOKEN_AIM_S = 0.002
 """Later than without the plane, on an idle fleet."""
 SERVER_AIM = 1.11
 """0.9 × the tokens per second of vLLM's own server."""
+OBSERVED_AIM = 1.05
+"""Within the noise of these machines."""
 FRONTENDS_AIM = 0.6
 """Two frontends: nearly twice the tokens per second of one."""
 
@@ -281,6 +283,17 @@ def stream_rows(times: StreamTimes) -> list[Row]:
             time_row(f"CPU of {name} for 1,000 tokens, {size}", times.cpu_per_thousand("unpaced", name))
             for name in PROCESSES
         ),
+    ]
+
+
+def observed_rows(times: StreamTimes) -> list[Row]:
+    """Rows of a fleet that is watched."""
+    size = _streams(times)
+    seen, alone = times.per_thousand("watched"), times.per_thousand("unwatched")
+    cpu, cpu_alone = (times.cpu_per_thousand(way, *PROCESSES) for way in ("watched", "unwatched"))
+    return [
+        compared(f"1,000 tokens, watched, {size}", None, seen, "nobody watches", alone, OBSERVED_AIM),
+        compared(f"CPU for 1,000 tokens, watched, {size}", None, cpu, "nobody watches", cpu_alone, None),
     ]
 
 

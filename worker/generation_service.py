@@ -164,6 +164,7 @@ class GenerationService:
                     log.warning("request %s: %s", stream_id, error)
                 await sender.finish({"error": error.to_wire()})
             except Exception as error:
+                span.end(error)
                 log.exception("request %s", stream_id)
                 await sender.finish({"error": EngineFailed(f"{type(error).__name__}: {error}").to_wire()})
         except Unavailable as gone:
@@ -190,8 +191,9 @@ class GenerationService:
         }
 
     async def _generate(self, request: GenerateRequest, sender: StreamSender, span: Span) -> None:
-        span.set(prompt_tokens=request.prompt_size(), max_tokens=request.max_tokens)
-        share = TokenShare(self._state.tokens, request.prompt_size())
+        size = request.prompt_size()
+        span.set(prompt_tokens=size, max_tokens=request.max_tokens)
+        share = TokenShare(self._state.tokens, size)
         made, began = 0, self._numerics.cuts
         try:
             async for batch in self._engine.stream(self._adapter.generate(request)):
@@ -205,6 +207,7 @@ class GenerationService:
                     if delta.finish_reason is not None:
                         share.gone()  # the engine has finished, even if the reader has not
                         span.event("last token", finish_reason=delta.finish_reason)
+                        self._state.tokens.ended += delta.finish_reason in ("stop", "length")
                     if not self._witnesses:
                         tells = not made or delta.finish_reason is not None
                         spans = unwitnessed(made + len(delta.token_ids)) if tells else []
