@@ -10,8 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -29,61 +27,17 @@ from rl_plane.fleet.http_client import call_facade
 from rl_plane.sync import SyncRlClient
 from tests.support.otlp_receiver import Collector, Received, collector
 from tests.support.paths import ROOT
-from tests.support.started_command import READY_S, Started, eventually
+from tests.support.started_command import eventually
 from tests.support.trace_picture import picture
+from tests.support.traced_fleet import CALL_S, TracedFleet, check_tree, each, fresh, one
 from worker.engines.fake.adapter import make_fake_model
 
-CALL_S = 60.0
 ENDED_S = 20.0
 """Far below the sum of the drains, and far above what a loaded machine needs."""
 SCREENSHOTS = "RL_PLANE_SCREENSHOTS"
 """With this variable the tests write the pictures of docs/tracing.md."""
 IMAGES = ROOT / "docs" / "images"
 PROMPT = [5, 6, 7]
-
-
-class Fleet:
-    """A fleet that `rl-plane up` has started, with spans."""
-
-    def __init__(self, folder: Path, endpoint: str, *argv: str, **environ: str) -> None:
-        self.root = folder / "weights"
-        self.root.mkdir()
-        options = ("--weight-root", str(self.root), "--rl-port", "0", "--http-port", "0", *argv)
-        self.started = Started(folder, "up", "--engine", "fake", "--otel-endpoint", endpoint, *options, **environ)
-        self.ready = self.started.line(READY_S, ready="up")
-        self.rl_url, self.http_url = self.ready["rl_url"], self.ready["http_url"]
-        self.workers: dict[str, int] = {row["instance_id"]: row["pid"] for row in self.ready["workers"]}
-
-    def get(self, path: str) -> dict[str, Any]:
-        with urllib.request.urlopen(self.rl_url + path, timeout=CALL_S) as answer:
-            reply: dict[str, Any] = json.load(answer)
-        return reply
-
-    def post(self, path: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
-        """The reply, also of a call that fails."""
-        url = (self.rl_url if path.startswith("/v1/rl/") else self.http_url) + path
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-        try:
-            with urllib.request.urlopen(request, timeout=CALL_S) as answer:
-                reply: dict[str, Any] = json.load(answer)
-        except urllib.error.HTTPError as error:
-            with error:
-                reply = json.load(error)
-        return reply
-
-    def text(self, path: str, body: dict[str, Any], **headers: str) -> str:
-        """The body of a good reply."""
-        request = urllib.request.Request(self.http_url + path, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=CALL_S) as answer:
-            found: bytes = answer.read()
-        return found.decode()
-
-    def update_body(self, label: str) -> dict[str, Any]:
-        directory = make_fake_model(self.root / label, seed=sum(label.encode()))
-        return {"transport": {"backend": "filesystem", "path": str(directory)}, "version": label}
-
-    def log(self) -> str:
-        return self.started.errors.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -93,45 +47,25 @@ def spans() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
-def kept(spans: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def kept(spans: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TracedFleet]:
     folder = tmp_path_factory.mktemp("fleet")
     headers = {"OTEL_EXPORTER_OTLP_HEADERS": "x-key=secret", "OTEL_RESOURCE_ATTRIBUTES": "deployment=test"}
     slow = ("--engine-arg", "token_delay_s=0.02")
-    made = Fleet(folder, spans.url, "--workers", "2", "--expect", "2", "--restart", *slow, **headers)
+    made = TracedFleet(folder, spans.url, "--workers", "2", "--expect", "2", "--restart", *slow, **headers)
     yield made
     made.started.end()
 
 
 @pytest.fixture
-def fleet(kept: Fleet) -> Fleet:
+def fleet(kept: TracedFleet) -> TracedFleet:
     """The fleet, with both workers: a test may have killed one before."""
     assert kept.get(f"/v1/rl/ready?min_workers=2&wait_s={CALL_S:g}")["ready"] is True
     return kept
 
 
-def fresh() -> tuple[str, str, str]:
-    """A caller's trace and span, and the header that carries them."""
-    trace_id, span_id = secrets.token_hex(16), secrets.token_hex(8)
-    return trace_id, span_id, f"00-{trace_id}-{span_id}-01"
-
-
-def one(spans: list[Received], name: str) -> Received:
-    (found,) = [span for span in spans if span.name == name]
-    return found
-
-
-def each(spans: list[Received], name: str) -> list[Received]:
-    return sorted((span for span in spans if span.name == name), key=lambda span: span.began_ns)
-
-
-def check_tree(spans: list[Received], root: str) -> None:
-    """Each span has its parent in the trace, and the parent has begun before it. `root`: the caller's span."""
-    known = {span.span_id: span for span in spans}
-    assert len(known) == len(spans)
-    for span in spans:
-        assert span.began_ns <= span.ended_ns
-        if span.parent_id != root:
-            assert known[span.parent_id].began_ns <= span.began_ns, span.name
+def update_body(fleet: TracedFleet, label: str) -> dict[str, Any]:
+    directory = make_fake_model(fleet.root / label, seed=sum(label.encode()))
+    return {"transport": {"backend": "filesystem", "path": str(directory)}, "version": label}
 
 
 def draw(name: str, title: str, spans: list[Received], folder: Path) -> None:
@@ -147,10 +81,10 @@ PHASES = ("lock", "survey", "begin", "prepare", "decide", "gate", "commit", "ope
 
 
 def test_an_update_is_one_trace_of_the_caller_and_all_processes(
-    fleet: Fleet, spans: Collector, tmp_path: Path
+    fleet: TracedFleet, spans: Collector, tmp_path: Path
 ) -> None:
     trace_id, caller, header = fresh()
-    body = fleet.update_body("one")
+    body = update_body(fleet, "one")
     reply = fleet.post("/v1/rl/update_weights", body, traceparent=header, **{"Idempotency-Key": "the-id"})
     assert reply["version"]["label"] == "one", reply
     works = ("prepare_update", "receive", "commit_update", "freeze", "swap")
@@ -189,9 +123,9 @@ def test_an_update_is_one_trace_of_the_caller_and_all_processes(
     draw("trace-update.svg", "An update of two workers", found, tmp_path)
 
 
-def test_an_update_without_a_caller_s_trace_has_one_by_its_id(fleet: Fleet, spans: Collector) -> None:
+def test_an_update_without_a_caller_s_trace_has_one_by_its_id(fleet: TracedFleet, spans: Collector) -> None:
     update_id = secrets.token_hex(8)
-    body = fleet.update_body("two")
+    body = update_body(fleet, "two")
     bad = {"traceparent": "00-not-a-trace-01", "Idempotency-Key": update_id}
     assert fleet.post("/v1/rl/prepare_weights_update", body, **bad)["ready"] is True
     completed = fleet.post("/v1/rl/complete_weights_update", {"update_id": update_id})
@@ -207,7 +141,7 @@ def test_an_update_without_a_caller_s_trace_has_one_by_its_id(fleet: Fleet, span
     assert one(found, "commit").parent_id == second.span_id
 
 
-def test_a_failed_update_tells_the_error_and_the_worker(fleet: Fleet, spans: Collector) -> None:
+def test_a_failed_update_tells_the_error_and_the_worker(fleet: TracedFleet, spans: Collector) -> None:
     trace_id, caller, header = fresh()
     body = {"transport": {"backend": "filesystem", "path": str(fleet.root / "nothing")}, "version": "bad"}
     assert "error" in fleet.post("/v1/rl/update_weights", body, traceparent=header)
@@ -221,7 +155,7 @@ def test_a_failed_update_tells_the_error_and_the_worker(fleet: Fleet, spans: Col
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_completion_is_one_trace(fleet: Fleet, spans: Collector, stream: bool) -> None:
+def test_a_completion_is_one_trace(fleet: TracedFleet, spans: Collector, stream: bool) -> None:
     trace_id, caller, header = fresh()
     body = {"prompt_token_ids": PROMPT, "max_tokens": 6, "stream": stream}
     fleet.text("/v1/completions", body, traceparent=header)
@@ -246,7 +180,7 @@ def test_a_completion_is_one_trace(fleet: Fleet, spans: Collector, stream: bool)
     assert not any(span.failed for span in found)
 
 
-def test_without_a_trace_of_the_caller_a_completion_begins_one(fleet: Fleet, spans: Collector) -> None:
+def test_without_a_trace_of_the_caller_a_completion_begins_one(fleet: TracedFleet, spans: Collector) -> None:
     reply = fleet.post("/v1/completions", {"prompt_token_ids": PROMPT, "max_tokens": 2, "n": 2})
 
     def ended(found: list[Received]) -> bool:
@@ -262,7 +196,7 @@ def test_without_a_trace_of_the_caller_a_completion_begins_one(fleet: Fleet, spa
     assert {span["request_id"] for span in each(found, "attempt")} == {f"{reply['id']}-0", f"{reply['id']}-1"}
 
 
-def test_spans_that_the_caller_does_not_sample_are_not_sent(fleet: Fleet, spans: Collector) -> None:
+def test_spans_that_the_caller_does_not_sample_are_not_sent(fleet: TracedFleet, spans: Collector) -> None:
     unsampled, _, header = fresh()
     fleet.post("/v1/completions", {"prompt_token_ids": PROMPT}, traceparent=header.removesuffix("01") + "00")
     sampled, caller, header = fresh()
@@ -275,7 +209,9 @@ def test_spans_that_the_caller_does_not_sample_are_not_sent(fleet: Fleet, spans:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_killed_worker_leaves_two_attempts(fleet: Fleet, spans: Collector, stream: bool, tmp_path: Path) -> None:
+def test_a_killed_worker_leaves_two_attempts(
+    fleet: TracedFleet, spans: Collector, stream: bool, tmp_path: Path
+) -> None:
     trace_id, caller, header = fresh()
     body = {"prompt_token_ids": PROMPT, "max_tokens": 100, "stream": stream, "nvext": {"migrate": True}}
     with ThreadPoolExecutor(1) as pool:
@@ -319,8 +255,8 @@ def own_span() -> Iterator[tuple[str, str]]:
         yield trace_id, span_id
 
 
-def test_a_trainer_s_span_is_the_parent_of_its_calls_over_http(fleet: Fleet, spans: Collector) -> None:
-    body = fleet.update_body("by-http")
+def test_a_trainer_s_span_is_the_parent_of_its_calls_over_http(fleet: TracedFleet, spans: Collector) -> None:
+    body = update_body(fleet, "by-http")
     with own_span() as (trace_id, caller):
         call_facade(fleet.rl_url, None, "update_weights", body, CALL_S)
     found = spans.trace(trace_id, caller, "update_weights", "commit_update", "commit_update")
@@ -330,9 +266,9 @@ def test_a_trainer_s_span_is_the_parent_of_its_calls_over_http(fleet: Fleet, spa
 
 @pytest.mark.parametrize("client", ["async", "sync"])
 async def test_a_trainer_s_span_is_the_parent_of_the_workers_spans_over_nats(
-    fleet: Fleet, spans: Collector, client: str
+    fleet: TracedFleet, spans: Collector, client: str
 ) -> None:
-    body, url = fleet.update_body(f"by-{client}"), fleet.ready["nats_url"]
+    body, url = update_body(fleet, f"by-{client}"), fleet.ready["nats_url"]
 
     def blocking() -> None:
         with SyncRlClient.connect(url, "demo") as found:
@@ -351,7 +287,7 @@ async def test_a_trainer_s_span_is_the_parent_of_the_workers_spans_over_nats(
     assert {span.service for span in came} == {"rl_plane.worker"}
 
 
-async def test_a_service_on_nats_gives_its_trace_in_the_message(fleet: Fleet, spans: Collector) -> None:
+async def test_a_service_on_nats_gives_its_trace_in_the_message(fleet: TracedFleet, spans: Collector) -> None:
     trace_id, caller, header = fresh()
     nc = await nats.connect(fleet.ready["nats_url"])
     try:
@@ -399,9 +335,9 @@ def test_without_a_collector_the_fleet_goes_on_and_ends(
     bad: Callable[[], AbstractContextManager[str]], tmp_path: Path
 ) -> None:
     with bad() as url:
-        fleet = Fleet(tmp_path, url, "--workers", "1", "--drain-s", "5")
+        fleet = TracedFleet(tmp_path, url, "--workers", "1", "--drain-s", "5")
         try:
-            assert fleet.post("/v1/rl/update_weights", fleet.update_body("one"))["version"]["label"] == "one"
+            assert fleet.post("/v1/rl/update_weights", update_body(fleet, "one"))["version"]["label"] == "one"
             words = f"trace spans are lost: the collector {url} does not take them"
             # The frontend and the worker.
             eventually(lambda: fleet.log().count(words) == 2, CALL_S, "no warning came")

@@ -58,10 +58,10 @@ def picture(title: str, spans: Sequence[Received]) -> str:
         parts.append(f'<rect x="{x}" y="26" width="11" height="11" fill="{colours[name]}"/>')
         parts.append(f'<text x="{x + 16}" y="36">{name}</text>')
     for tick in range(TICKS + 1):
-        x = NAMES + (ended - began) * scale * tick / TICKS
-        parts.append(f'<line x1="{x:.1f}" y1="{HEAD}" x2="{x:.1f}" y2="{height - 18}" stroke="#dddddd"/>')
+        at = NAMES + (ended - began) * scale * tick / TICKS
+        parts.append(f'<line x1="{at:.1f}" y1="{HEAD}" x2="{at:.1f}" y2="{height - 18}" stroke="#dddddd"/>')
         ms = (ended - began) * tick / TICKS / 1e6
-        parts.append(f'<text x="{x:.1f}" y="{height - 5}" text-anchor="middle" fill="#555555">{ms:.0f} ms</text>')
+        parts.append(f'<text x="{at:.1f}" y="{height - 5}" text-anchor="middle" fill="#555555">{ms:.0f} ms</text>')
     for number, (depth, span) in enumerate(rows):
         parts += _row(number, depth, span, colours[process_of(span, workers)], began, scale)
     return "\n".join([*parts, "</svg>\n"])
