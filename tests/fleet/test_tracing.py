@@ -51,7 +51,7 @@ def kept(spans: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     folder = tmp_path_factory.mktemp("fleet")
     headers = {"OTEL_EXPORTER_OTLP_HEADERS": "x-key=secret", "OTEL_RESOURCE_ATTRIBUTES": "deployment=test"}
     slow = ("--engine-arg", "token_delay_s=0.02")
-    made = TracedFleet(folder, spans.url, "--workers", "2", "--expect", "2", "--restart", *slow, **headers)
+    made = TracedFleet(folder, spans.url, "--workers", "2", "--expect", "2", "--restart", *slow, environ=headers)
     yield made
     made.started.end()
 
