@@ -28,13 +28,13 @@ START_S = 400.0
     ],
 )
 def test_a_real_engine_s_update_and_completion(engine: str, tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "served", seed=0)
+    model = make_tiny_model(tmp_path / "served", seed=0, dtype="bfloat16")
     with collector() as spans:
         fleet = TracedFleet(
             tmp_path, spans.url, "--model", str(model), "--workers", "1", engine=engine, ready_s=START_S
         )
         try:
-            published = make_tiny_model(fleet.root / "step_1", seed=1)
+            published = make_tiny_model(fleet.root / "step_1", seed=1, dtype="bfloat16")
             trace_id, caller, header = fresh()
             update_id = secrets.token_hex(8)
             body = {"transport": {"backend": "filesystem", "path": str(published)}, "version": "step_1"}
