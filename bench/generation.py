@@ -103,7 +103,8 @@ async def direct_round(engine: FakeEngine, count: int, tokens: int) -> Round:
 
 
 async def measure_fake(model: Path, sizes: Sequence[int], rounds: int, tokens: int) -> list[StreamTimes]:
-    """Ways: `direct`, `bare` and `plane`, paced; `unpaced` and `two frontends`, as fast as they can."""
+    """Ways: `direct`, `bare` and `plane`, paced, and `whole`, likewise without a stream; `unpaced` and `two frontends`,
+    as fast as they can."""
     found = []
     async with (
         fleet(model, "fake", {"token_delay_s": str(PACE_S)}, 1) as paced,
@@ -113,17 +114,18 @@ async def measure_fake(model: Path, sizes: Sequence[int], rounds: int, tokens: i
         engine = FakeEngine(EngineOptions(model, extra={"token_delay_s": str(PACE_S)}), {})
         await engine.start()
         body = {**BODY, "max_tokens": tokens}
-        one, bare = Streams(paced.urls), Streams([bare_url])
+        one, bare = Streams(paced.urls, paced.processes), Streams([bare_url])
         quick, two = Streams(fast.urls[:1], fast.processes), Streams(fast.urls)
         for size in sizes:
             times = StreamTimes(
-                size, {name: [] for name in ("direct", "bare", "plane", "unpaced", "two frontends")}
+                size, {name: [] for name in ("direct", "bare", "plane", "whole", "unpaced", "two frontends")}
             )
             for number in range(-WARM_UP, rounds):
                 measured = {
                     "direct": await direct_round(engine, size, tokens),
                     "bare": await bare.run(size, body, tokens),
                     "plane": await one.run(size, body, tokens),
+                    "whole": await one.run(size, {**body, "stream": False}, tokens),
                     "unpaced": await quick.run(size, body, tokens),
                     "two frontends": await two.run(size, body, tokens),
                 }
@@ -134,7 +136,8 @@ async def measure_fake(model: Path, sizes: Sequence[int], rounds: int, tokens: i
 
 
 async def measure_vllm(model: Path, sizes: Sequence[int], rounds: int, tokens: int) -> list[StreamTimes]:
-    """Ways: `plane` and `vllm`, its own server. Both are up all the time, and are asked in turn."""
+    """Ways: `plane` and `vllm`, its own server, and each with whole replies. Both are up all the time, and are asked in
+    turn."""
     found = []
     with _VllmServer(model) as theirs:
         async with fleet(model, "vllm", VLLM_ARGUMENTS, 1) as ours:
@@ -145,12 +148,14 @@ async def measure_vllm(model: Path, sizes: Sequence[int], rounds: int, tokens: i
                 Streams([theirs.url], {VLLM_SERVER: theirs.process.pid}),
             )
             for size in sizes:
-                times = StreamTimes(size, {"plane": [], "vllm": []})
+                times = StreamTimes(size, {name: [] for name in ("plane", "vllm", "plane whole", "vllm whole")})
                 for number in range(-WARM_UP, rounds):
                     ways: list[tuple[str, Streams]] = [("plane", one), ("vllm", other)]
                     if number % 2:
                         ways.reverse()
                     measured = {name: await way.run(size, body, tokens) for name, way in ways}
+                    for name, way in ways:
+                        measured[f"{name} whole"] = await way.run(size, {**body, "stream": False}, tokens)
                     _keep(times, measured, number)
                 found.append(times)
     return found

@@ -24,7 +24,7 @@ from frontend.server.replies import to_json
 from rl_plane._util import tracing
 from rl_plane._util.tracing import OFF, Span
 from rl_plane.errors import PlaneError, Unlabelled
-from rl_plane.protocol.generation import GenerateDelta, VersionSpan
+from rl_plane.protocol.generation import GATHER_S, GenerateDelta, VersionSpan
 
 log = logging.getLogger("frontend.completions.call")
 
@@ -62,6 +62,8 @@ class GenerationCall:
         self._span: Span = OFF
         self._deliveries = 0
         """Messages with tokens that came from workers."""
+        self._gather_s = 0.0
+        """The seconds for which workers gather tokens."""
         self._choices = [Choice(index=index) for index in range(len(plan.requests))]
         self._last_tokens_at = [0.0] * len(self._choices)
         """Monotonic seconds of each choice's last tokens."""
@@ -69,6 +71,7 @@ class GenerationCall:
 
     async def whole(self) -> Any:
         created = int(time.time())
+        self._gather_s = GATHER_S  # nobody reads before the end
         self._span = begin_call(self._plan, self._parent)
         async with self._service.counted(self._plan, self._on_end):
             model, run = await self._begin()
@@ -149,7 +152,13 @@ class GenerationCall:
     def _choice_events(self, index: int) -> AsyncGenerator[Event, None]:
         plan = self._plan
         return self._service.engines.generate(
-            plan.requests[index], plan.instance_id, plan.demands, plan.session, plan.any_length, self._span
+            plan.requests[index],
+            plan.instance_id,
+            plan.demands,
+            plan.session,
+            plan.any_length,
+            self._gather_s,
+            self._span,
         )
 
     async def _merged_events(self) -> AsyncGenerator[tuple[int, Event], None]:
