@@ -65,8 +65,12 @@ def recorded(client: RlClient) -> Iterator[list[Sizes]]:
     gather: Gather = client._gather
     scatter = gather.scatter
 
-    async def recording(targets: Sequence[tuple[str, bytes]], heard: Heard | None = None) -> Scatter:
-        started = await scatter(targets, heard)
+    async def recording(
+        targets: Sequence[tuple[str, bytes]],
+        heard: Heard | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> Scatter:
+        started = await scatter(targets, heard, headers)
         if targets and targets[0][1] != PING:  # a sweep is no part of an update
             sizes = Sizes(len(targets), len(targets[0][1]), 0)
             found.append(sizes)

@@ -14,8 +14,10 @@ import msgpack
 import nats.errors
 from nats.aio.msg import Msg
 
+from rl_plane._util import tracing
 from rl_plane._util.limited_log import LimitedLog
 from rl_plane._util.tasks import end_tasks
+from rl_plane._util.tracing import OFF, Span, TraceContext, within
 from rl_plane.bus.connection import Bus
 from rl_plane.bus.token_stream import CREDIT_INTERVAL_S, Outbox, StreamSender
 from rl_plane.errors import EngineFailed, InvalidRequest, Overloaded, PlaneError, Unavailable
@@ -121,7 +123,7 @@ class GenerationService:
             self._malformed.warning("a malformed message on %s", message.subject)
             return
         if kind == "open":
-            await self._open(stream_id, body, message.reply)
+            await self._open(stream_id, body, message.reply, tracing.parent_in(message.headers))
         elif credit is not None:
             sender = self._senders.get(stream_id)
             if sender is not None:
@@ -132,32 +134,45 @@ class GenerationService:
         elif kind == "abort" and (task := self._tasks.get(stream_id)):
             task.cancel()
 
-    async def _open(self, stream_id: str, body: dict[str, Any], reply: str) -> None:
+    async def _open(self, stream_id: str, body: dict[str, Any], reply: str, parent: TraceContext | None) -> None:
         if (sender := self._senders.get(stream_id)) is not None:
             # The frontend repeats the message, because nothing of the first answer has reached it.
             await sender.credit(0, 0, resend=True)
             return
         publish = partial(self._outbox.publish, reply)
         sender = self._senders[stream_id] = StreamSender(publish, self._bus.nc.max_payload)
-        task = self._tasks[stream_id] = asyncio.create_task(self._serve(stream_id, body, sender))
+        task = self._tasks[stream_id] = asyncio.create_task(self._serve_traced(stream_id, body, sender, parent))
         task.add_done_callback(lambda _: self._forget(stream_id))
 
     def _forget(self, stream_id: str) -> None:
         self._tasks.pop(stream_id, None)
         self._senders.pop(stream_id, None)
 
-    async def _serve(self, stream_id: str, body: dict[str, Any], sender: StreamSender) -> None:
+    async def _serve_traced(
+        self, stream_id: str, body: dict[str, Any], sender: StreamSender, parent: TraceContext | None
+    ) -> None:
+        """`parent`: the span of the frontend's try. None: it has none, and then the worker makes none."""
+        span = OFF
+        if parent is not None:
+            span = tracing.begin("generate", parent, worker=self._state.instance_id, request_id=stream_id)
+        with within(span):
+            await self._serve(stream_id, body, sender, span)
+
+    async def _serve(self, stream_id: str, body: dict[str, Any], sender: StreamSender, span: Span) -> None:
         try:
             try:
                 request = self._admit(stream_id, body)
                 await sender.send({"accepted": self._accepted()}, ACCEPTED_WITHIN_S)
-                await self._generate(request, sender, max(0.0, min(body.get("gather_s", 0.0), GATHER_S)))
+                gather_s = max(0.0, min(body.get("gather_s", 0.0), GATHER_S))
+                await self._generate(request, sender, gather_s, span)
             except PlaneError as error:
+                span.end(error)
                 # The frontend may retry on another worker, and then only this log has the error.
                 if isinstance(error, EngineFailed):
                     log.warning("request %s: %s", stream_id, error)
                 await sender.finish({"error": error.to_wire()})
             except Exception as error:
+                span.end(error)
                 log.exception("request %s", stream_id)
                 await sender.finish({"error": EngineFailed(f"{type(error).__name__}: {error}").to_wire()})
         except Unavailable as gone:
@@ -183,8 +198,10 @@ class GenerationService:
             "version": version.to_wire() if version else None,
         }
 
-    async def _generate(self, request: GenerateRequest, sender: StreamSender, gather_s: float) -> None:
-        share = TokenShare(self._state.tokens, request.prompt_size())
+    async def _generate(self, request: GenerateRequest, sender: StreamSender, gather_s: float, span: Span) -> None:
+        size = request.prompt_size()
+        span.set(prompt_tokens=size, max_tokens=request.max_tokens)
+        share = TokenShare(self._state.tokens, size)
         made, began = 0, self._numerics.cuts
         try:
             async for batch in self._engine.stream(self._adapter.generate(request), gather_s):
@@ -193,8 +210,11 @@ class GenerationService:
                     if delta.token_ids:
                         prompt = delta.prompt_token_ids
                         share.made(len(delta.token_ids), len(prompt) if prompt is not None else None)
+                        if not made:
+                            span.event("first token")
                     if delta.finish_reason is not None:
                         share.gone()  # the engine has finished, even if the reader has not
+                        span.event("last token", finish_reason=delta.finish_reason)
                         self._state.tokens.ended += delta.finish_reason in ("stop", "length")
                     if not self._witnesses:
                         tells = not made or delta.finish_reason is not None
@@ -205,6 +225,7 @@ class GenerationService:
                     made += len(delta.token_ids)
         finally:
             share.gone()
+            span.set(tokens=made)
 
     async def _reap(self) -> None:
         """Ends the requests of receivers that are gone, even while they generate nothing."""

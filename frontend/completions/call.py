@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from frontend.completions.completion_span import begin_call, end_call
 from frontend.completions.openai_replies import openai_error
 from frontend.completions.plans import Plan
 from frontend.completions.reply_choice import Choice
@@ -20,6 +21,8 @@ from frontend.routing.engine_client import Event
 from frontend.routing.progress import GenerationProgress
 from frontend.routing.retry import StaleStop
 from frontend.server.replies import to_json
+from rl_plane._util import tracing
+from rl_plane._util.tracing import OFF, Span
 from rl_plane.errors import PlaneError, Unlabelled
 from rl_plane.protocol.generation import GATHER_S, GenerateDelta, VersionSpan
 
@@ -55,6 +58,10 @@ class GenerationCall:
         self._plan = plan
         self._reply = reply
         self._start = time.monotonic()
+        self._parent = tracing.heard()
+        self._span: Span = OFF
+        self._deliveries = 0
+        """Messages with tokens that came from workers."""
         self._gather_s = 0.0
         """The seconds for which workers gather tokens."""
         self._choices = [Choice(index=index) for index in range(len(plan.requests))]
@@ -65,7 +72,8 @@ class GenerationCall:
     async def whole(self) -> Any:
         created = int(time.time())
         self._gather_s = GATHER_S  # nobody reads before the end
-        async with self._service.counted(self._plan, self._record):
+        self._span = begin_call(self._plan, self._parent)
+        async with self._service.counted(self._plan, self._on_end):
             model, run = await self._begin()
             try:
                 async with aclosing(run) as events:
@@ -80,8 +88,9 @@ class GenerationCall:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         plan, begun = self._plan, False
+        self._span = begin_call(plan, self._parent)
         try:
-            async with self._service.counted(plan, self._record):
+            async with self._service.counted(plan, self._on_end):
                 model, run = await self._begin()
                 chunks = self._reply.chunks(plan, self._choices, model, int(time.time()))
                 async with aclosing(run) as events:
@@ -143,7 +152,13 @@ class GenerationCall:
     def _choice_events(self, index: int) -> AsyncGenerator[Event, None]:
         plan = self._plan
         return self._service.engines.generate(
-            plan.requests[index], plan.instance_id, plan.demands, plan.session, plan.any_length, self._gather_s
+            plan.requests[index],
+            plan.instance_id,
+            plan.demands,
+            plan.session,
+            plan.any_length,
+            self._gather_s,
+            self._span,
         )
 
     async def _merged_events(self) -> AsyncGenerator[tuple[int, Event], None]:
@@ -202,11 +217,13 @@ class GenerationCall:
     def _count(self, choice: Choice, tokens: int) -> None:
         """Counts tokens that `choice` is about to take."""
         now, timings = time.monotonic(), self._service.timings
+        self._deliveries += 1
         if choice.token_ids:
             timings.on_more(now - self._last_tokens_at[choice.index], tokens)
         else:
             timings.on_first(now - self._start, tokens)
             self._first_token_s[choice.index] = now - self._start
+            self._span.event("first token", choice=choice.index, after_s=now - self._start)
         self._last_tokens_at[choice.index] = now
 
     def _count_ends(self) -> None:
@@ -221,6 +238,10 @@ class GenerationCall:
             lag = oldest_lag(choice.spans, point_of(record.held, adapter))
             if lag is not None:
                 self._service.timings.on_end(max(0, lag))
+
+    def _on_end(self, outcome: str) -> None:
+        self._record(outcome)
+        end_call(self._span, self._choices, outcome, self._deliveries)
 
     def _record(self, outcome: str) -> None:
         """Hands each choice that came to a worker to the recorder. Nothing changes a choice after this."""

@@ -15,6 +15,7 @@ from nats.aio.msg import Msg
 from frontend.facade.op_runner import OpRunner
 from frontend.frontend_limits import LIMITS
 from frontend.server.replies import error_body, to_json
+from rl_plane._util import tracing
 from rl_plane.bus.connection import Bus
 from rl_plane.errors import InvalidRequest, PayloadTooLarge, PlaneError, Unavailable
 from rl_plane.fleet.fleet_call import ASKED_BY, CALLED_FROM, said
@@ -99,6 +100,8 @@ class FleetService:
     async def _serve(self, message: Msg) -> None:
         # A caller names the inbox of its own key, or gets no answer.
         ASKED_BY.set(said(key_of_inbox(message.reply)))
+        if tracing.is_on() and message.headers:
+            tracing.hear(message.headers.get(tracing.TRACEPARENT))
         start = time.monotonic()
         head: dict[str, Any] = {"v": PROTOCOL_VERSION, "id": "", "op": ""}
         reply: dict[str, Any]

@@ -18,6 +18,7 @@ from frontend.routing.committed import Committed
 from frontend.routing.fleet_status import FleetStatus
 from frontend.routing.router import NO_AFFINITY, Affinity, Router
 from frontend.routing.span_check import SpanCheck
+from rl_plane._util.tracing import OFF, Span
 from rl_plane.bus.token_stream import IncomingStream, StreamReceiver, unreadable
 from rl_plane.errors import (
     EngineFailed,
@@ -87,18 +88,20 @@ class Attempts:
         member: Member,
         affinity: Affinity = NO_AFFINITY,
         gather_s: float = 0.0,
+        span: Span = OFF,
     ) -> AsyncGenerator[Accepted | GenerateDelta, None]:
         """Yields Accepted, then deltas with checked spans; the last delta has `finish_reason`. Closing it aborts.
 
         Nothing is awaited before the request is sent, so the lease and the record that chose the worker still hold.
-        `gather_s`: the worker may gather tokens for so long, to send fewer messages."""
+        `gather_s`: the worker may gather tokens for so long, to send fewer messages. `span`: the try's own, which the
+        worker gets as its parent."""
         may_make, witnesses = partial(self._status.may_make, member), bool(member.info.get("witnesses", True))
         history = self._committed.history
         check = SpanCheck(history, request.adapter, history.count, may_make, witnesses, self._limits.stale_after_s)
         opened = self._router.on_start(member.instance_id, request.prompt_size(), affinity)
         try:
             async with (
-                self._stream(request, stream_id, member, gather_s) as stream,
+                self._stream(request, stream_id, member, gather_s, span) as stream,
                 aclosing(stream.batches()) as batches,
             ):
                 first, *batch = await _first(batches, self._limits.accept_timeout_s)
@@ -127,7 +130,7 @@ class Attempts:
 
     @asynccontextmanager
     async def _stream(
-        self, request: GenerateRequest, stream_id: str, member: Member, gather_s: float
+        self, request: GenerateRequest, stream_id: str, member: Member, gather_s: float, span: Span
     ) -> AsyncIterator[IncomingStream]:
         """Sends the request. The stream that answers it fails when the worker is lost, and is closed at the end."""
         message = {
@@ -140,7 +143,8 @@ class Attempts:
         streams = self._streams.setdefault(member.instance_id, set())
         stream = None
         try:
-            stream = await self._receiver.open(subject, stream_id, message, IDLE_TIMEOUT_S)
+            headers = span.context.header if span.context is not None else None
+            stream = await self._receiver.open(subject, stream_id, message, IDLE_TIMEOUT_S, headers)
             streams.add(stream)
             now = self._view.member(member.instance_id)
             if now is None or now.incarnation != member.incarnation:

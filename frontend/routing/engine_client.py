@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from frontend.frontend_limits import LIMITS, FrontendLimits
 from frontend.routing.aborts import Aborts
+from frontend.routing.attempt_span import begin_attempt, end_attempt, note_accepted
 from frontend.routing.attempts import Accepted, Attempts
 from frontend.routing.committed import Committed
 from frontend.routing.demands import NO_DEMANDS, Demands, Unmet, at_delivery, point_of, point_of_span
@@ -32,6 +33,7 @@ from frontend.routing.router import Affinity, Router
 from frontend.routing.routing_lease import FrontendLease
 from frontend.routing.running_requests import RunningRequests
 from frontend.routing.worker_selector import WorkerRequirements, WorkerSelector
+from rl_plane._util.tracing import OFF, Span, within
 from rl_plane.bus.token_stream import StreamReceiver
 from rl_plane.errors import DemandUnmet, PlaneError
 from rl_plane.membership.core import Changed, Member
@@ -110,13 +112,15 @@ class EngineClient:
         session: str | None = None,
         any_length: bool = False,
         gather_s: float = 0.0,
+        span: Span = OFF,
     ) -> AsyncGenerator[Event, None]:
         """Yields Accepted, then deltas with checked spans; the last delta has `finish_reason`. Closing it aborts the
         request.
 
         Accepted may come again: its `at` says whether another worker has begun anew or continues. A request that is
         aborted before a worker has it yields only the last delta. `any_length`: the caller did not choose
-        `max_tokens`, so fewer tokens will do where there is no room for so many. `gather_s`: as in `Attempts.run`."""
+        `max_tokens`, so fewer tokens will do where there is no room for so many. `gather_s`: as in `Attempts.run`.
+        `span`: the call's own."""
         loop = asyncio.get_running_loop()
         progress = GenerationProgress(request)
         affinity = Affinity(session, beginnings_of(request) if pinned is None else None)
@@ -128,7 +132,8 @@ class EngineClient:
                 if progress.token_ids:
                     needs = replace(needs, made_by=point_of_span(progress.spans[-1]), demands=fixed_demands)
                 try:
-                    member = await ending.unless_aborted(self._selector.select(needs, since, tries))
+                    with within(span.child("route", request_id=request.id, attempt=attempt)):
+                        member = await ending.unless_aborted(self._selector.select(needs, since, tries))
                 except DemandUnmet as error:
                     if not progress.token_ids or demands.on_stale != "cut":
                         raise
@@ -147,11 +152,14 @@ class EngineClient:
                 stream_id = f"{request.id}.{attempt}" if attempt else request.id
                 unmet: Unmet | None = None
                 failure: PlaneError | None = None
+                has_token, trying = False, begin_attempt(span, stream_id, attempt, member)
                 try:
                     rest = progress.rest(tried.most)
-                    async with aclosing(self._attempts.run(rest, stream_id, member, affinity, gather_s)) as events:
+                    tries_of = self._attempts.run(rest, stream_id, member, affinity, gather_s, trying)
+                    async with aclosing(tries_of) as events:
                         async for event in events:
                             if isinstance(event, Accepted):
+                                note_accepted(trying, event)
                                 yield replace(event, at=len(progress.token_ids))
                                 continue
                             delta = progress.shifted(event)
@@ -159,10 +167,15 @@ class EngineClient:
                             if unmet is not None:
                                 break
                             progress.take(delta)
+                            if not has_token and delta.token_ids:
+                                has_token = True
+                                trying.event("first token")
                             running.last_at = self.running.clock()
                             yield delta
                 except PlaneError as error:
                     failure = error
+                finally:
+                    end_attempt(trying, progress, failure, unmet)
                 if failure is None and unmet is None:
                     self._on_computed(member, progress)
                     return

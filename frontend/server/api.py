@@ -21,6 +21,7 @@ from starlette.routing import Route
 from frontend.server.guard import CALLER, Guard, refuse_browser
 from frontend.server.listener_keys import ANYBODY, Keys
 from frontend.server.replies import ErrorShape, MethodNotAllowed, error_body, to_json
+from rl_plane._util import tracing
 from rl_plane.errors import InvalidRequest, NotFound, PermissionDenied
 from rl_plane.fleet.calling_process import CLIENT_HEADER, caller_over_http
 from rl_plane.fleet.fleet_call import ASKED_BY, CALLED_FROM
@@ -218,6 +219,8 @@ def _guarded(operation: Operation) -> Endpoint:
         ASKED_BY.set(caller.id)  # each request is a task with a context of its own
         address = request.client.host if request.client is not None else "a local socket"
         CALLED_FROM.set(caller_over_http(request.headers.get(CLIENT_HEADER), address))
+        if tracing.is_on():
+            tracing.hear(request.headers.get(tracing.TRACEPARENT))
         return await operation.endpoint(request)
 
     return answer

@@ -16,6 +16,7 @@ EXTRA_OF_MODULE = {
     "psutil": "hf",
     "jinja2": "hf",
     "prometheus_client": "metrics",
+    "opentelemetry": "otel",
     "starlette": "frontend",
     "uvicorn": "frontend",
     "matplotlib": "demo",

@@ -42,12 +42,18 @@ class Scatter:
     """One fan-out that is under way. `Gather.scatter` creates it."""
 
     def __init__(
-        self, gather: Gather, key: str, targets: Sequence[tuple[str, bytes]], heard: Heard | None = None
+        self,
+        gather: Gather,
+        key: str,
+        targets: Sequence[tuple[str, bytes]],
+        heard: Heard | None = None,
+        headers: dict[str, str] | None = None,
     ) -> None:
         self._gather = gather
         self._key = key
         self._targets = targets
         self._heard = heard
+        self._headers = headers
         self._answers: dict[int, Answer] = {}
         self._retries: dict[int, int] = {}
         self._all = asyncio.Event()
@@ -77,7 +83,8 @@ class Scatter:
 
     async def send(self, index: int) -> None:
         subject, payload = self._targets[index]
-        await self._gather.bus.nc.publish(subject, payload, reply=f"{self._gather.inbox}.{self._key}.{index}")
+        reply = f"{self._gather.inbox}.{self._key}.{index}"
+        await self._gather.bus.nc.publish(subject, payload, reply=reply, headers=self._headers)
 
     def _refused(self, index: int) -> None:
         tries = self._retries.get(index, 0)
@@ -143,9 +150,14 @@ class Gather:
         else:
             scatter.answer(int(index), message.data)
 
-    async def scatter(self, targets: Sequence[tuple[str, bytes]], heard: Heard | None = None) -> Scatter:
+    async def scatter(
+        self,
+        targets: Sequence[tuple[str, bytes]],
+        heard: Heard | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> Scatter:
         """Sends each `(subject, payload)`. The caller must `close` the result. If the server takes no bytes any more,
-        this raises BusUnreachable when the connection is given up."""
+        this raises BusUnreachable when the connection is given up. `headers`: those of each message."""
         for _, payload in targets:
             if len(payload) > MAX_MESSAGE_BYTES:
                 raise PayloadTooLarge(
@@ -155,11 +167,11 @@ class Gather:
                 )
         self.bus.check_connected()
         key = format(next(self._numbers), "x")
-        scatter = self._open[key] = Scatter(self, key, targets, heard)
+        scatter = self._open[key] = Scatter(self, key, targets, heard, headers)
         try:
             publish, prefix = self.bus.nc.publish, f"{self.inbox}.{key}."
             for index, (subject, payload) in enumerate(targets):
-                await publish(subject, payload, reply=f"{prefix}{index}")
+                await publish(subject, payload, reply=f"{prefix}{index}", headers=headers)
                 if index % YIELD_EVERY == YIELD_EVERY - 1:
                     await asyncio.sleep(0)
         except nats.errors.Error as error:

@@ -264,6 +264,7 @@ class IncomingStream:
         stream_id: str,
         opening: bytes,
         silence_s: float,
+        headers: dict[str, str] | None = None,
     ) -> None:
         self._receiver = receiver
         self._key = key
@@ -271,6 +272,7 @@ class IncomingStream:
         self.subject = subject
         self._id = stream_id
         self._opening = opening
+        self._headers = headers
         self._window = ReceiveWindow()
         self._queue: asyncio.Queue[tuple[float, dict[str, Any]] | Exception] = asyncio.Queue()
         self.arrived = 0.0
@@ -315,7 +317,7 @@ class IncomingStream:
             await self._receiver.bus.nc.publish(self.subject, packed, reply=self._reply)
 
     async def send_opening(self) -> None:
-        await self._receiver.bus.nc.publish(self.subject, self._opening, reply=self._reply)
+        await self._receiver.bus.nc.publish(self.subject, self._opening, reply=self._reply, headers=self._headers)
 
     async def credit(self) -> None:
         await self.tell(self._window.credit(False))
@@ -439,11 +441,16 @@ class StreamReceiver:
             await stream.close()
 
     async def open(
-        self, subject: str, stream_id: str, message: dict[str, Any], silence_s: float = math.inf
+        self,
+        subject: str,
+        stream_id: str,
+        message: dict[str, Any],
+        silence_s: float = math.inf,
+        headers: dict[str, str] | None = None,
     ) -> IncomingStream:
         """Sends the request to a worker's generate subject. PayloadTooLarge: it does not fit in one message.
         BusUnreachable: NATS does not take it. `silence_s`: a reader that has waited this long gets Stalled, at most
-        CREDIT_INTERVAL_S later."""
+        CREDIT_INTERVAL_S later. `headers`: those of the request's message."""
         self.bus.check_connected()
         key = secrets.token_hex(KEY_CHARS // 2)
         opening: bytes = msgpack.packb({**message, "kind": "open", "id": stream_id})
@@ -454,7 +461,7 @@ class StreamReceiver:
                 field="prompt",  # the only field of a request that grows so large
                 fix="send a shorter prompt",
             )
-        stream = self._open[key] = IncomingStream(self, key, subject, stream_id, opening, silence_s)
+        stream = self._open[key] = IncomingStream(self, key, subject, stream_id, opening, silence_s, headers)
         try:
             await stream.send_opening()
         except nats.errors.Error as error:

@@ -20,6 +20,7 @@ from rl_plane.cli.keys import NATS_FILES, credentials_as
 from rl_plane.cli.models import default_model
 from rl_plane.cli.output import BadSetting, note, say_ready
 from rl_plane.cli.settings import NO_DIALECT, OFF, Command, command, pairs
+from rl_plane.cli.span_export import OTEL, spans_of
 from rl_plane.errors import BusUnreachable
 from rl_plane.protocol.subjects import DEFAULT_NATS_URL
 
@@ -50,6 +51,7 @@ WORKER = (
     "drain_s",
     "instance_id",
     "copies",
+    *OTEL,
     *LOG,
     "json",
 )
@@ -69,7 +71,7 @@ LISTENERS = (
     "expect",
     "liveness_timeout_s",
 )
-FRONTEND = (*BUS, *LISTENERS, "record", "record_files", "drain_s", *LOG, "json")
+FRONTEND = (*BUS, *LISTENERS, "record", "record_files", "drain_s", *OTEL, *LOG, "json")
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -176,7 +178,8 @@ def run_worker(given: Command) -> int:
             pid=os.getpid(),
         )
 
-    return run(options, ready)
+    with spans_of(values, "rl_plane.worker", values["instance_id"]):
+        return run(options, ready)
 
 
 def run_frontend(given: Command) -> int:
@@ -208,7 +211,8 @@ def run_frontend(given: Command) -> int:
         spare_collector()
         say_ready(values["json"], "frontend", words, **urls, pid=os.getpid())
 
-    asyncio.run(serve(options, ready))
+    with spans_of(values, "rl_plane.frontend"):
+        asyncio.run(serve(options, ready))
     return 0
 
 

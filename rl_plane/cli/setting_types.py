@@ -72,6 +72,14 @@ def url(schemes: tuple[str, ...], such_as: str) -> Text:
     return Text("URL", parse, f"give an address such as {such_as}")
 
 
+def _collector(text: str) -> str:
+    parts = urlsplit(text)
+    good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    if not good or parts.username or parts.query or parts.fragment or not text.isprintable() or " " in text:
+        raise ValueError(text)
+    return text
+
+
 def _path(text: str) -> Path:
     if "\0" in text or not text:
         raise ValueError(text)
@@ -111,6 +119,11 @@ PATH_TO_FILE = Text("FILE", _path, "give a path")
 FILE = Text("FILE", lambda text: _existing(text, Path.is_file), "name an existing file")
 FILE_OR_OFF = Text("FILE", lambda text: text if text == "off" else FILE._parse(text), f"{FILE._fix}, or `off`")
 DURATION = Text("TIME", _duration, "give seconds, or a number with s, m or h, such as 10m")
+COLLECTOR = Text(
+    "URL",
+    _collector,
+    "give an address such as http://127.0.0.1:4318, without a user; OTEL_EXPORTER_OTLP_HEADERS may have a key",
+)
 PORT = click.IntRange(0, 65535)
 PORT_OR_OFF = Text("PORT", _port_or_off, "give a port from 0 (a free one) to 65535, or `off`")
 NAME = Text("NAME", lambda text: check_name("name", text), "use 1 to 64 letters, digits, _ or -")

@@ -181,6 +181,11 @@ SETTINGS: dict[str, Setting] = {
         Setting("engine_hang_s", "End a worker whose engine has not answered for this long.", _POSITIVE, 60.0),
         Setting("drain_s", "Seconds for running requests to end after SIGTERM.", Seconds(0.0), 30.0),
         Setting(
+            "otel_endpoint",
+            "An OTLP/HTTP collector for traces of updates and completions. Default: no traces are made.",
+            types.COLLECTOR,
+        ),
+        Setting(
             "log_level",
             "debug, info, warning or error.",
             Choice(["debug", "info", "warning", "error"]),

@@ -30,6 +30,7 @@ from rl_plane.cli.keys import credentials
 from rl_plane.cli.output import READY, counted, one_line
 from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, LOG, METRICS, NODES, WORKER, check_engine
 from rl_plane.cli.settings import Command, command, for_child
+from rl_plane.cli.span_export import OTEL, check_extra
 from rl_plane.cli.start_display import StartProgress, read_starting, start_shown
 from rl_plane.cli.supervisor import SupervisedProcess, Supervisor
 from rl_plane.errors import DeadlineExceeded, PlaneError
@@ -62,6 +63,7 @@ SETTINGS = (
     "record",
     "record_files",
     "start_timeout_s",
+    *OTEL,
     *LOG,
     "json",
 )
@@ -76,6 +78,7 @@ def run_up(given: Command) -> int:
     values = dict(given.values)
     if values["log_format"] == "json":
         set_up_logging(values["log_level"], "json")  # of its own errors; children have their own
+    check_extra(values)
     values["engines"] = [check_engine(name) for name in values["engines"] or ("hf",)]
     up = Up(values)
     try:

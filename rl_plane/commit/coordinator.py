@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from rl_plane._util import tracing
 from rl_plane._util.tasks import end_tasks
 from rl_plane.bus.entries import decoded
 from rl_plane.bus.lock import HeldLock
@@ -16,6 +17,7 @@ from rl_plane.bus.state_store import pause_of, read_session
 from rl_plane.commit.cancellation import cancelled
 from rl_plane.commit.commands import machine_for
 from rl_plane.commit.journal import Journal
+from rl_plane.commit.phase_span import asked_of, note_event
 from rl_plane.commit.rules import gave_up, newest, serves, still_there
 from rl_plane.commit.steps import (
     Announce,
@@ -109,7 +111,9 @@ class Coordinator:
             start = self._clock()
             self._held.note_phase(machine.phase, _bound_s(instruction))
             try:
-                event = await self._carry_out_unless_cancelled(instruction)
+                with tracing.child(machine.phase, **asked_of(instruction)) as span:
+                    event = await self._carry_out_unless_cancelled(instruction)
+                    note_event(span, event)
             except PlaneError as error:
                 log.log(
                     logging.INFO if machine.phase in ("decide", "prepare") else logging.WARNING,

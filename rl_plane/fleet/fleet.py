@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rl_plane._util import tracing
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, HeldLock
 from rl_plane.bus.state_store import read_memory, read_pause
 from rl_plane.commit.history import read_history
@@ -31,6 +32,7 @@ from rl_plane.errors import (
     Unsupported,
     WrongIncarnation,
 )
+from rl_plane.fleet.call_span import begin_span, note_reply
 from rl_plane.fleet.fleet_call import (
     ASKED_BY,
     CALLED_FROM,
@@ -161,6 +163,12 @@ class Fleet:
 
     async def _carry_out(self, calls: Sequence[FleetCall[Any]]) -> dict[str, Any]:
         """Carries out one op, on each component that it names."""
+        with tracing.within(begin_span(calls[0])) as span:
+            reply = await self._answer(calls)
+            note_reply(span, reply)
+        return reply
+
+    async def _answer(self, calls: Sequence[FleetCall[Any]]) -> dict[str, Any]:
         spec = calls[0].op
         handler = self._handlers[spec.name]
         if len(calls) > 1 and spec.one_component:

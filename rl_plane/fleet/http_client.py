@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
+from rl_plane._util.tracing import outgoing
 from rl_plane.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -90,6 +91,7 @@ def call_json(
     base = "{0.scheme}://{0.netloc}".format(urlsplit(address))
     data = None if body is None else json.dumps(body, allow_nan=False).encode()
     headers = {"Accept": "application/json", "Content-Type": "application/json", CLIENT_HEADER: this_process()}
+    headers |= outgoing() or {}
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
     if request_id:

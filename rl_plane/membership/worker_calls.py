@@ -11,10 +11,11 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
+from rl_plane._util import tracing
 from rl_plane.bus.connection import CONNECT_TIMEOUT_S, Bus
 from rl_plane.bus.credentials import NO_CREDENTIALS, NatsCredentials
 from rl_plane.bus.lock import DEFAULT_LOCK_WAIT_S, LOCK_TIMINGS, HeldLock, LockTimings, hold_lock
@@ -219,16 +220,20 @@ class WorkerCalls:
             wait_s: Seconds to wait for the lock.
             update_id: The update that the lock is held for; other processes can read it.
             same_wait_s: Seconds to wait while another process holds the lock for the same update."""
-        async with hold_lock(
-            self.bus,
-            view.subjects.state,
-            self.owner,
-            wait_s=wait_s,
-            died=view.connection_died,
-            update_id=update_id,
-            same_wait_s=same_wait_s,
-            timings=self._lock_timings,
-        ) as held:
+        async with AsyncExitStack() as stack:
+            with tracing.child("lock"):
+                held = await stack.enter_async_context(
+                    hold_lock(
+                        self.bus,
+                        view.subjects.state,
+                        self.owner,
+                        wait_s=wait_s,
+                        died=view.connection_died,
+                        update_id=update_id,
+                        same_wait_s=same_wait_s,
+                        timings=self._lock_timings,
+                    )
+                )
             if held.taken:
                 await bar_former(self.bus, view.subjects.state, held, view.record)
             yield held
@@ -375,7 +380,8 @@ class WorkerCalls:
         each: Mapping[str, Mapping[str, Any]] = NOTHING_MORE,
     ) -> list[WorkerReply]:
         subjects = view.subjects
-        direct = subjects.rl_direct("") if op_named(request.op).changes else subjects.read("")
+        changes = op_named(request.op).changes
+        direct = subjects.rl_direct("") if changes else subjects.read("")
         if request.fence is None:
             payload = encode(request.to_wire())
             targets = [(direct + member.instance_id, payload) for member in members]
@@ -398,7 +404,7 @@ class WorkerCalls:
             if on_row is not None:
                 on_row(rows[index])
 
-        scatter = await self._gather.scatter(targets, heard)
+        scatter = await self._gather.scatter(targets, heard, tracing.outgoing() if changes else None)
         stop = view.listen(_follow(self._gather, scatter, members))
         try:
             self._catch_up(view, scatter, members)  # in a large fleet, sending has taken some time

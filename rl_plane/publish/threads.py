@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import sys
 import threading
 from collections.abc import Callable
@@ -12,7 +13,10 @@ T = TypeVar("T")
 
 
 def on_thread(work: Callable[[], object]) -> None:
-    threading.Thread(target=at_callers_gpu(work), name="rl-plane-publish", daemon=True).start()
+    """Runs `work` on a thread, in the caller's context: a span of the trainer's stays the current one."""
+    context = contextvars.copy_context()
+    there = at_callers_gpu(work)
+    threading.Thread(target=lambda: context.run(there), name="rl-plane-publish", daemon=True).start()
 
 
 def at_callers_gpu(work: Callable[[], T]) -> Callable[[], T]:

@@ -10,10 +10,13 @@ from typing import Any, cast
 
 import pytest
 
+from rl_plane._util import tracing
+from rl_plane._util.otel import exported_spans
 from rl_plane._util.tasks import Cancelled, never
 from rl_plane.bus.server import NatsServer
 from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unavailable
 from rl_plane.protocol.subjects import Subjects
+from tests.support.otlp_receiver import collector
 from worker.engines.fake.adapter import make_fake_model
 from worker.nodes import follower_link, head_link, node_link, peer_watch
 from worker.nodes.facts import node_facts
@@ -238,6 +241,26 @@ def test_the_agents_of_all_hosts_are_asked_as_one(links: Links) -> None:
     assert client.ask("echo", {"x": b"1"}) == [{"rank": 0, "x": b"1"}, {"rank": 1, "x": b"1"}]
     here, there = client.ask("large")
     assert here == there, "an answer that is larger than a NATS message is compressed"
+
+
+def test_a_trace_tells_the_part_of_each_host(links: Links) -> None:
+    head, node, client, *_ = links.pair()
+    with collector() as spans, exported_spans(spans.url, "rl_plane.worker"):
+        with tracing.within(tracing.begin("prepare_update")):
+            client.ask("echo")
+            with pytest.raises(InvalidWeights):
+                client.ask("refuse")
+        found = spans.wait_for(lambda came: len(came) == 5)
+    (update,) = [span for span in found if span.name == "prepare_update"]
+    hosts = [span for span in found if span.name == "host"]
+    assert {span.parent_id for span in hosts} == {update.span_id}
+    told = {(span["op"], span["node_rank"]): (span["host"], span.failed) for span in hosts}
+    assert told == {
+        ("echo", 0): (head.me.host, False),
+        ("echo", 1): (node.me.host, False),
+        ("refuse", 0): (head.me.host, False),
+        ("refuse", 1): (node.me.host, True),
+    }
 
 
 def test_the_first_failure_cancels_the_others(links: Links) -> None:

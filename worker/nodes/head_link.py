@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from rl_plane._util import tracing
 from rl_plane._util.tasks import Cancelled
 from rl_plane.errors import (
     BusUnreachable,
@@ -356,6 +357,7 @@ class NodeCalls:
         self._link = link
         self._group = group
         self._op = op
+        self._span = tracing.current()
         self._body = dict(body)
         self._timeout_s = timeout_s
         self._cancel_wait_s = cancel_wait_s
@@ -370,6 +372,7 @@ class NodeCalls:
             self._link.submit(self._ask(node))
 
     async def _ask(self, node: NodeEntry) -> None:
+        span = self._span.child("host", host=node.host, node_rank=node.rank, op=self._op, agents=self._group)
         try:
             reply = await self._link.ask_node(
                 node.rank,
@@ -385,10 +388,13 @@ class NodeCalls:
             with self._changing:
                 self._values[node.rank] = reply["values"]
         except PlaneError as error:
+            span.end(error)
             self.failed(_of_node(node, error))
         except Exception as error:
+            span.end(error)
             self.failed(EngineFailed(f"{node.name}: {type(error).__name__}: {error}"))
         finally:
+            span.end()
             with self._changing:
                 self._waiting -= 1
                 if not self._waiting:

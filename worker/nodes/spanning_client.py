@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from rl_plane._util import tracing
 from rl_plane._util.tasks import Cancelled, never
 from rl_plane.errors import PlaneError
 from worker.nodes.head_link import HeadLink
@@ -42,9 +43,10 @@ class SpanningClient:
         bound_s = ASK_TIMEOUT_S if timeout_s is None else timeout_s
         elsewhere = self._link.ask(self._group, op, body or {}, bound_s, CANCEL_WAIT_S)
         try:
-            here = self._local.ask(
-                op, body, cancelled=lambda: cancelled() or elsewhere.error is not None, timeout_s=bound_s
-            )
+            with tracing.child("host", host=self._link.me.host, node_rank=0, op=op, agents=self._group):
+                here = self._local.ask(
+                    op, body, cancelled=lambda: cancelled() or elsewhere.error is not None, timeout_s=bound_s
+                )
         except PlaneError as error:
             first = elsewhere.error or error
             elsewhere.failed(first)

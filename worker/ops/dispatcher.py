@@ -13,6 +13,8 @@ import nats.errors
 from nats.aio.msg import Msg
 from pydantic import BaseModel
 
+from rl_plane._util import tracing
+from rl_plane._util.tracing import OFF, Span
 from rl_plane.bus.connection import Bus
 from rl_plane.errors import (
     DeadlineExceeded,
@@ -39,6 +41,7 @@ from rl_plane.protocol.validation import parse_body
 from rl_plane.protocol.worker_ops import OPS, Op, Pool, op_named
 from worker.ops.contract import ByRank, Handler
 from worker.ops.op_pool import OpPool, Outcome
+from worker.ops.op_span import note_answer
 from worker.reconcile.lock_watch import LockWatch
 from worker.reconcile.worker_state import WorkerState
 
@@ -100,13 +103,15 @@ class Dispatcher:
         """`reads`: the message came by the subject for ops that change nothing."""
         start = time.monotonic()
         form = format_of(message.data)
-        request = UNREAD
+        request, span = UNREAD, OFF
         try:
             # Every prober of the fleet sends these very bytes, so they are not parsed.
             request = PING_REQUEST if message.data == PING else request_from_wire(decode(message.data))
             if not self._is_meant(request, direct):
                 return
             op = op_named(request.op)
+            if op.changes and (parent := tracing.parent_in(message.headers)) is not None:
+                span = tracing.begin(op.name, parent, worker=self._state.instance_id)
             if reads and op.changes:
                 raise InvalidRequest(
                     f"{op.name} changes something, and came by the subject for reading",
@@ -119,23 +124,25 @@ class Dispatcher:
             body = parse_body(op.request, request.body)
             if skips:
                 skipped = self._reply(request, start, {"reason": self._stage}, "skipped")
-                await self._answer(bus, message, skipped, form)
+                await self._answer(bus, message, skipped, form, span)
                 return
-            outcome = self._change(request, body) if op.changes else self.handlers[op.name](body, 0)
+            with tracing.using(span):
+                outcome = self._change(request, body) if op.changes else self.handlers[op.name](body, 0)
             if isinstance(outcome, Mapping):
-                await self._answer(bus, message, self._reply(request, start, outcome), form)
+                await self._answer(bus, message, self._reply(request, start, outcome), form, span)
                 return
 
             async def finish(outcome: Outcome) -> None:
-                await self._finish(bus, message, request, op, outcome, start, form)
+                await self._finish(bus, message, request, op, outcome, start, form, span)
 
-            self._pools[op.pool].start(outcome, finish)
+            with tracing.using(span):  # the op runs in a task, which has this span as its current one
+                self._pools[op.pool].start(outcome, finish)
         except PlaneError as error:
-            await self._answer(bus, message, self._failed(request, start, error), form)
+            await self._answer(bus, message, self._failed(request, start, error), form, span)
         except Exception as error:
             log.exception("op %s", request.op)
             failure = EngineFailed(f"{type(error).__name__}: {error}")
-            await self._answer(bus, message, self._failed(request, start, failure), form)
+            await self._answer(bus, message, self._failed(request, start, failure), form, span)
 
     def _change(self, request: Request, body: BaseModel) -> Mapping[str, Any] | Outcome:
         assert request.fence is not None, "check_changing"
@@ -170,6 +177,7 @@ class Dispatcher:
         outcome: Outcome,
         start: float,
         form: Format,
+        span: Span,
     ) -> None:
         try:
             # A caller may give no deadline, or die.
@@ -182,7 +190,7 @@ class Dispatcher:
         except Exception as error:
             log.exception("op %s", op.name)
             reply = self._failed(request, start, EngineFailed(f"{type(error).__name__}: {error}"))
-        await self._answer(bus, message, reply, form)
+        await self._answer(bus, message, reply, form, span)
 
     @staticmethod
     def _bound_s(request: Request, op: Op) -> float:
@@ -214,7 +222,8 @@ class Dispatcher:
             elapsed_s=time.monotonic() - start,
         )
 
-    async def _answer(self, bus: Bus, message: Msg, reply: Reply, form: Format) -> None:
+    async def _answer(self, bus: Bus, message: Msg, reply: Reply, form: Format, span: Span) -> None:
+        note_answer(span, reply)
         outcome = reply.status if reply.error is None else type(reply.error).code
         self.answers[reply.op if reply.op in OPS else "other", outcome] += 1
         if not message.reply:

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from rl_plane._util import tracing
 from rl_plane.errors import EngineFailed, InvalidRequest
 from rl_plane.protocol.update_requests import CommittedReply, PreparedReply, ReceiveRequest
 from rl_plane.protocol.worker_ops import OPS
@@ -161,7 +162,8 @@ class EngineChanges:
         was_paused = state.pause_mode is not None
         swapped = False
         try:
-            await self.freeze(swap.pause_mode, freeze_s)
+            with tracing.child("freeze"):
+                await self.freeze(swap.pause_mode, freeze_s)
         except BaseException as error:  # nothing is touched: the staged weights stay, for another try
             words = "the deadline has passed" if isinstance(error, asyncio.CancelledError) else why(error)
             core.fetch_failed(f"the engine is not paused: {words}", time.monotonic())
@@ -171,7 +173,8 @@ class EngineChanges:
             with self._watch.blocking():
                 if core.numerics.have_run:  # the running requests' KV is of weights that did not pass
                     await self._engine.run(self._adapter.abort(None))
-                flushed = await self._exchange(swap)
+                with tracing.child("swap"):
+                    flushed = await self._exchange(swap)
                 self._watch.answered()
             core.swapped(swap, time.monotonic())
             swapped = True
@@ -235,8 +238,9 @@ class EngineChanges:
         sequences = [list(tokens) for tokens in canary.sequences]
         try:
             with self._watch.blocking():
-                async with asyncio.timeout(SCORE_S):
-                    vectors = await self._engine.run(require(self._adapter, CanScore).score(sequences))
+                with tracing.child("canary"):
+                    async with asyncio.timeout(SCORE_S):
+                        vectors = await self._engine.run(require(self._adapter, CanScore).score(sequences))
                 self._watch.answered()
             scores = Scores(canary.sequences, vectors)
         except TimeoutError as error:

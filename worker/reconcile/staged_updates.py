@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 
+from rl_plane._util import tracing
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unsupported, UpdateAborted
 from rl_plane.protocol.relay import SourceUse
 from rl_plane.protocol.update_requests import CanaryLimits, PreparedReply, ReceivePart, ReceiveRequest
@@ -20,6 +21,7 @@ from worker.engines.base import EngineAdapter, EngineInfo
 from worker.receive.received_bytes import ByteCount
 from worker.reconcile.instructions import StagedVersion
 from worker.reconcile.receive_report import update_on_worker
+from worker.reconcile.receive_span import add_received
 from worker.runtime.engine_loop import EngineLoop
 
 log = logging.getLogger("worker.reconcile.staged_updates")
@@ -310,6 +312,7 @@ class WeightUpdates:
         finally:
             await self._read_cached_digest(request)
         self.received_from = reply.get("sources", [])
+        add_received(tracing.current(), self._adapter.received, reply, time.time_ns())
         now, began = self._receiving, time.monotonic()
         if now is not None and now.staging == name:
             fence, began = now.fence, now.began  # another coordinator may have asked for the update since

@@ -1,0 +1,63 @@
+"""The span of one call to the fleet: what was asked for, by whom, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_plane._util import tracing
+from rl_plane._util.tracing import OFF, Span
+from rl_plane.fleet.fleet_call import FleetCall
+
+BEGINS_UPDATE = frozenset(
+    {"update_weights", "prepare_weights_update", "load_lora_adapter", "unload_lora_adapter", "new_run"}
+)
+"""Ops whose request id is the id of an update. The other ops of an update name it in their body."""
+
+
+def update_id_of(call: FleetCall[Any]) -> str:
+    """The update that the call is about. Empty: it is about none, or names none."""
+    if call.op.name in BEGINS_UPDATE:
+        return call.request_id
+    return getattr(call.body, "update_id", None) or ""
+
+
+def begin_span(call: FleetCall[Any]) -> Span:
+    """Begins the span of a changing call. The calls of one update begin one trace, if the caller has none."""
+    if not tracing.is_on() or call.op.method == "GET":
+        return OFF
+    update_id = update_id_of(call)
+    transport = getattr(call.body, "transport", None)
+    policy = getattr(call.body, "policy", None)
+    return tracing.begin(
+        call.op.name,
+        tracing.heard(),
+        update_id,
+        namespace=call.view.subjects.namespace,
+        component=call.view.subjects.component,
+        request_id=call.request_id,
+        update_id=update_id or None,
+        label=getattr(call.body, "version", None),
+        transport=getattr(transport, "backend", None),
+        encoding=getattr(call.body, "encoding", None),
+        barrier=getattr(policy, "barrier", None),
+        caller=call.caller or None,
+        asked_by=call.asked_by or None,
+    )
+
+
+def note_reply(span: Span, reply: Mapping[str, Any]) -> None:
+    """Notes what the call has brought about."""
+    if span is OFF:
+        return
+    version, rows = reply.get("version"), reply.get("workers", ())
+    if isinstance(version, Mapping):
+        span.set(label=version.get("label"), sequence=version.get("sequence"), digest=version.get("digest"))
+    span.set(
+        update_id=reply.get("update_id"),
+        workers=len(rows),
+        workers_ok=sum(row.get("status") == "ok" for row in rows),
+        excluded=len(reply["excluded"]) if "excluded" in reply else None,
+        sent_bytes=reply.get("sent_bytes"),
+        model_bytes=reply.get("model_bytes"),
+    )

@@ -1,0 +1,64 @@
+"""Traces of real engines: the bytes and the tokens that a trace tells are those of the engine."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.support.otlp_receiver import collector
+from tests.support.traced_fleet import TracedFleet, check_tree, each, fresh, one
+from worker.testing.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+START_S = 400.0
+"""An engine with processes of its own, on two busy cores."""
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "hf",
+        pytest.param("vllm", marks=pytest.mark.engines("vllm")),
+        pytest.param("sglang", marks=pytest.mark.engines("sglang")),
+    ],
+)
+def test_a_real_engine_s_update_and_completion(engine: str, tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "served", seed=0, dtype="bfloat16")
+    with collector() as spans:
+        fleet = TracedFleet(
+            tmp_path, spans.url, "--model", str(model), "--workers", "1", engine=engine, ready_s=START_S
+        )
+        try:
+            published = make_tiny_model(fleet.root / "step_1", seed=1, dtype="bfloat16")
+            trace_id, caller, header = fresh()
+            update_id = secrets.token_hex(8)
+            body = {"transport": {"backend": "filesystem", "path": str(published)}, "version": "step_1"}
+            reply = fleet.post("/v1/rl/update_weights", body, traceparent=header, **{"Idempotency-Key": update_id})
+            assert reply["version"]["label"] == "step_1", reply
+            found = spans.trace(trace_id, caller, "update_weights", "prepare_update", "commit_update", "swap")
+            check_tree(found, caller)
+            prepared, received = one(found, "prepare_update"), one(found, "receive")
+            assert prepared["digest"] == reply["version"]["digest"]
+            size = sum(file.stat().st_size for file in published.glob("*.safetensors"))
+            assert 0 < prepared["bytes"] < size  # the file has a header too
+            assert size - prepared["bytes"] < 100_000
+            assert received["bytes"] == prepared["bytes"]
+            assert one(found, "commit_update")["swap_s"] > 0
+
+            asked = {"prompt_token_ids": [5, 6, 7], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+            completed = fleet.post("/v1/completions", asked, traceparent=header)
+            assert completed["usage"]["completion_tokens"] == 5, completed
+            found = spans.trace(trace_id, caller, "completion", "attempt", "generate")
+            check_tree(found, caller)
+            for name in ("completion", "attempt", "generate"):
+                assert one(found, name)["tokens"] == 5
+            assert one(found, "attempt")["label"] == "step_1"
+            assert not any(span.failed for span in found)
+            assert each(found, "attempt")[0]["worker"] in fleet.workers
+        finally:
+            fleet.started.end()
