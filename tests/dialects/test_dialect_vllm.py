@@ -305,6 +305,32 @@ async def test_adapters_as_vllm_has_them(plane: Plane, http: httpx.AsyncClient) 
     refused(await http.post("/v1/unload_lora_adapter", json={"lora_name": "a"}), 404)
 
 
+async def test_adapters_as_skyrl_loads_them(plane: Plane, http: httpx.AsyncClient) -> None:
+    """SkyRL's `load_lora_adapter` and `unload_lora_adapter`: the same name with another directory, without a pause."""
+    paths = [make_fake_adapter(plane.tmp / "weights" / f"adapter{seed}", seed, plane.model()) for seed in (1, 2)]
+    answers, digests = [], []
+    for path in paths:
+        body = {"lora_name": "policy", "lora_path": str(path)}
+        answers.append(fine(await http.post("/skyrl/v1/load_lora_adapter", json=body)))
+        held = fine(await http.get("/v1/rl/weight_version"))["adapters"]
+        assert list(held) == ["policy"]
+        digests.append(held["policy"]["digest"])
+    assert answers[0] == answers[1]
+    assert answers[0].keys() == {"status", "lora_name", "lora_int_id"}
+    assert (answers[0]["status"], answers[0]["lora_name"]) == ("ok", "policy")
+    assert answers[0]["lora_int_id"] > 0
+    assert digests[0] != digests[1]
+    assert [one["id"] for one in fine(await http.get("/v1/models"))["data"]][1:] == ["policy"]
+    missing = {"lora_name": "policy", "lora_path": str(plane.tmp / "weights" / "none")}
+    refused(await http.post("/skyrl/v1/load_lora_adapter", json=missing), 404)
+    assert (
+        refused(await http.post("/skyrl/v1/load_lora_adapter", json={"lora_name": "a"}), 400)["field"]
+        == "lora_path"
+    )
+    fine(await http.post("/v1/unload_lora_adapter", json={"lora_name": "policy"}))
+    assert fine(await http.get("/v1/rl/weight_version"))["adapters"] == {}
+
+
 async def test_an_update_from_a_directory_in_three_calls(plane: Plane, http: httpx.AsyncClient) -> None:
     """vLLM's session without a group: `update_info` names a directory."""
     fine(await http.post("/start_weight_update"))

@@ -23,6 +23,7 @@ from frontend.dialects.common.fleet_as_one import (
 from frontend.dialects.common.pause_and_adapters import mount_adapters, mount_pause
 from frontend.dialects.common.transaction import Transactions
 from frontend.dialects.vllm.collective_rpc import mount_rpc
+from frontend.dialects.vllm.skyrl_adapters import mount_skyrl_adapters
 from frontend.server.bodies import MAX_NAMES_BYTES
 from frontend.server.shared_routes import Fields, NoFields, ParsedRequest, SharedRoutes
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unavailable, Unsupported
@@ -95,6 +96,7 @@ class InfoFields(Fields):
 def mount(routes: SharedRoutes, context: DialectContext) -> None:
     mount_pause(routes, context)
     mount_adapters(routes, context)
+    mount_skyrl_adapters(routes, context)
     _mount_reading(routes, context)
     _mount_engine(routes, context)
     _mount_memory(routes, context)
