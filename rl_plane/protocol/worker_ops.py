@@ -309,10 +309,18 @@ class AbortedReply(TypedDict):
 # ---- weights: update_requests.py has the rest ----
 
 
+MAX_SKIPPED = 256
+"""Each tensor's name is compared with each text. A trainer names a few kinds of tensors."""
+
+
 class CheckWeights(Body):
     action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"
     closed: bool = False
     """Close the worker meanwhile, because reading all weights delays its engine."""
+    per_tensor: bool = False
+    """A checksum has the hash of each tensor too."""
+    skip_tensor_list: list[str] = Field([], max_length=MAX_SKIPPED)
+    """Checksum and compare leave out the tensors whose names contain one of these texts."""
 
 
 class CheckWeightsReply(TypedDict):
@@ -430,6 +438,8 @@ class Op:
     """The places that the op takes in a worker. Ops that any client may send leave those of the control plane free."""
     reply_follows: str | None = None
     """The field of the request that makes the reply long."""
+    shorter: str = "send it in parts"
+    """The fix for a reply that is too long."""
 
 
 QUICK_S = 1.0
@@ -523,7 +533,16 @@ OPS: dict[str, Op] = {
         Op("update_weights", UpdateWeights, CommittedReply, True, 360.0, doc="Prepare, commit."),
         Op("release_memory", MemoryTags, MemoryReply, True, 60.0, doc="Give memory back (sleep)."),
         Op("resume_memory", MemoryTags, MemoryReply, True, 60.0, doc="Take it again (wake)."),
-        Op("check_weights", CheckWeights, CheckWeightsReply, True, 60.0, doc="Checksum or compare."),
+        Op(
+            "check_weights",
+            CheckWeights,
+            CheckWeightsReply,
+            True,
+            60.0,
+            doc="Checksum or compare.",
+            reply_follows="per_tensor",
+            shorter="leave it out, or leave out tensors with skip_tensor_list",
+        ),
         Op("set_admission", SetAdmission, AdmissionState, True, QUICK_S, doc="Open or close."),
         Op("drain", Drain, DrainReply, True, 60.0, doc="Close admission, let requests end."),
     )

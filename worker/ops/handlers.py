@@ -12,7 +12,7 @@ from rl_plane.errors import Conflict
 from rl_plane.protocol import relay, update_requests, validation, worker_ops
 from rl_plane.protocol.versions import TensorSpec, VersionReply
 from worker.engines.base import EngineAdapter, EngineHung, EngineInfo
-from worker.engines.capabilities import CanCheckWeights, CanTokenize, require
+from worker.engines.capabilities import CanCheckWeights, CanTokenize, CheckScope, require
 from worker.ops.contract import ByRank, Handler
 from worker.ops.host_facts import HostFacts
 from worker.reconcile.coordinator_calls import CoordinatorCalls
@@ -285,7 +285,7 @@ class OpHandlers:
         self._state.check_weights_here()
         return await self._calls.take_alone(body, fence)
 
-    async def _check_weights(self, body: worker_ops.CheckWeights, fence: int) -> ByRank:
+    async def _check_weights(self, body: worker_ops.CheckWeights, fence: int) -> Mapping[str, Any]:
         self._state.check_weights_here()
         checks = require(self._adapter, CanCheckWeights)
         async with self._changes.turn(fence, blocks=True):
@@ -295,11 +295,14 @@ class OpHandlers:
                 self._state.close("checking")
                 self._tell()
             try:
-                ranks = await self._engine.run(checks.check_weights(body.action))
+                scope = CheckScope(tuple(body.skip_tensor_list), body.per_tensor)
+                ranks = await self._engine.run(checks.check_weights(body.action, scope))
             finally:
                 self._state.open("checking")
                 self._tell()
-        return ByRank(worker_ops.CheckWeightsReply(ranks=ranks), ranks)
+        reply = worker_ops.CheckWeightsReply(ranks=ranks)
+        # A message has no room for every tensor's hash twice.
+        return reply if body.per_tensor else ByRank(reply, ranks)
 
     # ---- memory ----
 

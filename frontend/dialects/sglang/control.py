@@ -12,8 +12,6 @@ from pydantic import Field
 from frontend.dialects.common.context import DialectContext
 from frontend.dialects.common.fleet_as_one import (
     MEMORY,
-    checksum_each,
-    joined,
     resume_fleet,
     skipped,
     tell_paused,
@@ -22,7 +20,6 @@ from frontend.dialects.sglang.body_tensors import IDLE_S, HeldTensors
 from frontend.dialects.sglang.sglang_session import Updates
 from frontend.server.shared_routes import Fields, ParsedRequest, SharedRoutes, report
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError
-from rl_plane.protocol.envelope import engine_replies
 
 FLUSH_AGAIN_S = 0.2
 MAX_FLUSH_S = 300.0
@@ -69,15 +66,6 @@ class MemoryFields(Fields):
     """None: all. `cuda_graph` has no effect: an engine releases its graphs with its weights."""
 
 
-class SglangCheckerFields(Fields):
-    """`/weights_checker`"""
-
-    action: Literal["checksum", "snapshot", "reset_tensors", "compare"] = "checksum"
-    allow_quant_error: bool = False
-    skip_tensor_list: list[str] | None = None
-    selector: Literal["target", "draft", "all"] = "all"
-
-
 def mount_control(routes: SharedRoutes, context: DialectContext, updates: Updates) -> None:
     _mount_pause(routes, context, updates)
 
@@ -106,16 +94,6 @@ def mount_control(routes: SharedRoutes, context: DialectContext, updates: Update
     @routes.post("/resume_memory_occupation", MemoryFields, "Take memory again.")
     async def resume(request: ParsedRequest[MemoryFields]) -> Any:
         await _memory(context, "resume_memory", request)
-
-    @routes.post("/weights_checker", SglangCheckerFields, "Check the weights.", once=True)
-    async def check(request: ParsedRequest[SglangCheckerFields]) -> Any:
-        fields = request.fields
-        if fields.selector == "draft" or fields.skip_tensor_list:
-            field = "selector" if fields.selector == "draft" else "skip_tensor_list"
-            raise InvalidRequest("all weights of the model are checked", field=field, fix="leave it out")
-        if fields.allow_quant_error:
-            report(request.path, "allow_quant_error", "weights are compared bit by bit")
-        return await _check(context, fields.action)
 
 
 def _mount_pause(routes: SharedRoutes, context: DialectContext, updates: Updates) -> None:
@@ -194,21 +172,3 @@ async def _refuse_to_flush_parts() -> None:
         "Flush cache failed. The update is not committed: tensors are missing, or its trainer has not ended it",
         fix="send the rest; if all tensors are here, end_weight_update commits it",
     )
-
-
-async def _check(context: DialectContext, action: str) -> Any:
-    if action == "checksum":
-        rows = await checksum_each(context)
-    else:
-        rows = engine_replies(await context.calls.run("check_weights", {"action": action}))
-    ranks = [{"instance_id": row["instance_id"], **rank} for row in rows for rank in row["ranks"]]
-    differing = [rank["instance_id"] for rank in ranks if rank.get("match") is False]
-    if differing:
-        raise Conflict(
-            f"the weights of {', '.join(dict.fromkeys(differing))} differ from the snapshot",
-            ranks=ranks,
-            fix="each rank's mismatches name them",
-        )
-    body = {"success": True, "message": joined({"workers": rows}, f"{action} done"), "ranks": ranks}
-    checksums = {str(rank["checksum"]) for rank in ranks if "checksum" in rank}
-    return {**body, "per_engine_checksum": checksums.pop()} if len(checksums) == 1 else body

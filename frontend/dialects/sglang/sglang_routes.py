@@ -14,6 +14,7 @@ from frontend.dialects.sglang.info import mount_info
 from frontend.dialects.sglang.sglang_session import Updates
 from frontend.dialects.sglang.tensor_routes import mount_tensors
 from frontend.dialects.sglang.update_routes import mount_updates
+from frontend.dialects.sglang.weights_checker import mount_checker
 from frontend.server.shared_routes import SharedRoutes
 
 
@@ -23,6 +24,7 @@ def mount(routes: SharedRoutes, context: DialectContext) -> None:
     updates = Updates(context, groups, HeldTensors(context, store))
     mount_info(routes, context)
     mount_control(routes, context, updates)
+    mount_checker(routes, context)
     mount_groups(routes, groups, updates.drop)
     mount_updates(routes, context, updates)
     mount_tensors(routes, context, updates, store)
