@@ -21,7 +21,7 @@ from worker.reconcile.engine_memory import EngineMemory
 from worker.reconcile.numerics import Numerics
 from worker.reconcile.record_watch import RecordWatch
 from worker.reconcile.staged_updates import StagedUpdate, WeightUpdates
-from worker.reconcile.worker_core import WorkerCore
+from worker.reconcile.worker_core import CHECK_S, WorkerCore
 from worker.runtime.engine_loop import EngineLoop
 
 
@@ -289,20 +289,41 @@ class OpHandlers:
         self._state.check_weights_here()
         checks = require(self._adapter, CanCheckWeights)
         async with self._changes.turn(fence, blocks=True):
-            if body.action == "reset_tensors":
-                await self._memory.weights_are_gone("reset_tensors overwrote the weights")
             if body.closed:
                 self._state.close("checking")
                 self._tell()
             try:
+                if body.action == "reset_tensors":
+                    await self._lose_to_reset()
                 scope = CheckScope(tuple(body.skip_tensor_list), body.per_tensor)
                 ranks = await self._engine.run(checks.check_weights(body.action, scope))
+            except BaseException:
+                if body.action == "reset_tensors":
+                    self._core.check_ended()
+                    self._changes.look()
+                raise
             finally:
                 self._state.open("checking")
                 self._tell()
+            if body.action == "snapshot":
+                self._core.snapshot_taken()
+            elif body.action == "compare":
+                self._core.check_ended()
+                self._changes.look()
         reply = worker_ops.CheckWeightsReply(ranks=ranks)
         # A message has no room for every tensor's hash twice.
         return reply if body.per_tensor else ByRank(reply, ranks)
+
+    async def _lose_to_reset(self) -> None:
+        """Closes the worker before its weights are overwritten. If a check waits for an update, the engine is frozen
+        too: its requests would run on noise. The swap resumes it."""
+        why = "reset_tensors overwrote the weights"
+        waits = self._core.weights_reset(time.monotonic())
+        if waits:
+            why += f": an update brings others, or the worker heals after the compare, or {CHECK_S:g} s"
+        await self._memory.weights_are_gone(why)
+        if waits:
+            await self._changes.freeze("keep", None)
 
     # ---- memory ----
 
