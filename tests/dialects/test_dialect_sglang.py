@@ -148,6 +148,8 @@ async def test_what_is_refused_by_name(plane: Plane) -> None:
             ("/begin_weight_update", {"selector": "draft"}, 501, "selector"),
             ("/complete_weights_update", {}, 409, None),
             ("/unload_lora_adapter", {"lora_name": "none"}, 400, "lora_name"),
+            ("/start_profile", {"num_steps": 3}, 501, "path"),
+            ("/stop_profile", {}, 501, "path"),
             ("/weights_checker", {"action": "weigh"}, 400, "action"),
             ("/weights_checker", {"skip_tensor_list": "w"}, 400, "skip_tensor_list"),
         ):

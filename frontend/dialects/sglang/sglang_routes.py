@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from frontend.dialects.common.context import DialectContext
 from frontend.dialects.sglang.adapters import mount_adapters
+from frontend.dialects.sglang.areal_vllm import mount_areal_vllm
 from frontend.dialects.sglang.body_tensors import HeldTensors, Store
 from frontend.dialects.sglang.control import mount_control
 from frontend.dialects.sglang.groups import Groups, mount_groups
@@ -29,3 +30,4 @@ def mount(routes: SharedRoutes, context: DialectContext) -> None:
     mount_updates(routes, context, updates)
     mount_tensors(routes, context, updates, store)
     mount_adapters(routes, context)
+    mount_areal_vllm(routes, context, groups, updates)

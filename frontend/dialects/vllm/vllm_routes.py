@@ -23,6 +23,7 @@ from frontend.dialects.common.fleet_as_one import (
 from frontend.dialects.common.pause_and_adapters import mount_adapters, mount_pause
 from frontend.dialects.common.transaction import Transactions
 from frontend.dialects.vllm.collective_rpc import mount_rpc
+from frontend.dialects.vllm.dynamo_engine import mount_dynamo_engine
 from frontend.dialects.vllm.skyrl_adapters import mount_skyrl_adapters
 from frontend.server.bodies import MAX_NAMES_BYTES
 from frontend.server.shared_routes import Fields, NoFields, ParsedRequest, SharedRoutes
@@ -103,6 +104,7 @@ def mount(routes: SharedRoutes, context: DialectContext) -> None:
     transactions = Transactions(context, GROUP)
     _mount_transfer(routes, context, transactions)
     mount_rpc(routes, context, transactions)
+    mount_dynamo_engine(routes, context, transactions)
 
 
 def _mount_reading(routes: SharedRoutes, context: DialectContext) -> None:
