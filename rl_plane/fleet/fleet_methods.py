@@ -173,9 +173,18 @@ class FleetMethods:
         return FleetRequest("resume", {**select})
 
     @fleet_method
-    def flush_cache(self, **select: Unpack[Selection]) -> FleetRequest[DoneOnAll]:
-        """Drops the prefix caches."""
-        return FleetRequest("flush_cache", {**select})
+    def flush_cache(
+        self, *, reset_running_requests: bool = False, **select: Unpack[Selection]
+    ) -> FleetRequest[DoneOnAll]:
+        """Drops the prefix caches.
+
+        Args:
+            reset_running_requests: Freeze running requests meanwhile. They compute their KV again.
+
+        Raises:
+            Conflict: an engine has running requests, and did not drop its cache.
+        """
+        return FleetRequest("flush_cache", {"reset_running_requests": reset_running_requests, **select})
 
     @fleet_method
     def abort_requests(

@@ -293,6 +293,12 @@ class PauseReply(TypedDict):
     cache_flushed: bool
 
 
+class FlushCache(Body):
+    reset_running_requests: bool = False
+    """Freeze running requests meanwhile, because an engine with a prefix cache refuses to drop it while they run. These
+    requests compute their KV again. False: such an engine refuses."""
+
+
 class FlushReply(TypedDict):
     flushed: Literal[True]
 
@@ -505,7 +511,7 @@ OPS: dict[str, Op] = {
         ),
         Op("pause", Pause, PauseReply, True, ENGINE_S, doc="Stop generation, with a lease."),
         Op("resume", Empty, PauseReply, True, ENGINE_S, doc="Continue generation."),
-        Op("flush_cache", Empty, FlushReply, True, ENGINE_S, doc="Drop the prefix cache."),
+        Op("flush_cache", FlushCache, FlushReply, True, ENGINE_S, doc="Drop the prefix cache."),
         Op("abort_requests", AbortRequests, AbortedReply, True, ENGINE_S, doc="End requests now."),
         Op("init_transport", InitTransport, DoneReply, True, 300.0, doc="Set up a weight transport."),
         Op("destroy_transport", DestroyTransport, DoneReply, True, ENGINE_S, doc="Take a weight transport down."),

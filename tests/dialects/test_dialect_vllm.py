@@ -185,6 +185,31 @@ async def test_a_cache_that_an_engine_keeps_is_no_success_and_no_error(plane: Pl
         assert "it broke" in answer.json()["message"]
 
 
+DROPS_WHILE_FROZEN = HAS_REQUESTS.replace("return False", "return self.gate.is_paused")
+
+
+async def test_running_requests_are_reset_with_the_cache(plane: Plane) -> None:
+    """SkyRL sends JSON, vLLM's clients send a query. The requests continue, and so does a pause."""
+    plane.spawn(patch=DROPS_WHILE_FROZEN, token_delay_s=0.01)
+    async with facade(plane) as http:
+        begun = asyncio.Event()
+        stream = asyncio.create_task(streaming(http, begun, 400))
+        await begun.wait()
+        assert fine(await http.post("/reset_prefix_cache"))["success"] is False
+        for path, body in (
+            ("/reset_prefix_cache", {"reset_running_requests": True}),
+            ("/reset_prefix_cache?reset_running_requests=true", None),
+        ):
+            assert fine(await http.post(path, json=body)) == {"success": True}
+        assert sum(len(event["choices"][0]["token_ids"]) for event in await stream) == 400
+        fine(await http.post("/pause?mode=keep"))
+        assert (
+            fine(await http.post("/reset_prefix_cache", json={"reset_running_requests": True}))["success"] is True
+        )
+        assert fine(await http.get("/is_paused")) == {"is_paused": True}
+        fine(await http.post("/resume"))
+
+
 async def test_a_sleep_that_only_paused_ends_where_no_memory_can_be_released(plane: Plane) -> None:
     """Level 0, as on every engine without a memory saver; `scheduling` is vLLM's own word for its end."""
     for _ in range(2):

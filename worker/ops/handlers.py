@@ -218,10 +218,13 @@ class OpHandlers:
         self._tell()
         return worker_ops.PauseReply(pause_state="running", cache_flushed=False)
 
-    async def _flush_cache(self, body: validation.Empty, fence: int) -> worker_ops.FlushReply:
+    async def _flush_cache(self, body: worker_ops.FlushCache, fence: int) -> worker_ops.FlushReply:
         async with self._changes.turn(fence):
-            if not await self._engine.run(self._adapter.flush_cache()):
-                raise Conflict("the engine refused to flush its cache", fix="pause first, then flush")
+            if not await self._changes.flush_cache(body.reset_running_requests):
+                raise Conflict(
+                    "the engine refused to flush its cache",
+                    fix="pause first, or send reset_running_requests: true",
+                )
         return worker_ops.FlushReply(flushed=True)
 
     async def _abort_requests(self, body: worker_ops.AbortRequests, fence: int) -> worker_ops.AbortedReply:

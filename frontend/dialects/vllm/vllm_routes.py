@@ -76,6 +76,7 @@ class SizeFields(Fields):
 
 class CacheFields(Fields):
     reset_running_requests: bool = False
+    """Running requests compute their KV again, so no engine keeps its cache for them."""
     reset_external: bool = False
 
 
@@ -200,11 +201,13 @@ def _mount_engine(routes: SharedRoutes, context: DialectContext) -> None:
 
     @routes.post("/reset_prefix_cache", CacheFields, "Drop the prefix caches.")
     async def reset_prefix_cache(request: ParsedRequest[CacheFields]) -> Any:
-        for name in ("reset_running_requests", "reset_external"):
-            if getattr(request.fields, name):
-                raise Unsupported(f"{name} is not supported here", field=name, fix="leave it out; pause first")
+        if request.fields.reset_external:
+            raise Unsupported(
+                "no cache outside of the engines is known here", field="reset_external", fix="leave it out"
+            )
+        body = {"reset_running_requests": request.fields.reset_running_requests}
         try:
-            await context.calls.run("flush_cache", {}, request.request_id)
+            await context.calls.run("flush_cache", body, request.request_id)
         except Conflict as error:
             codes = {row["error"]["code"] for row in error.facts.get("workers") or () if row.get("error")}
             if codes != {Conflict.code}:
